@@ -1,1 +1,52 @@
 """One draft model for both phases of LLM inference: sparse prefill and speculative decoding."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from spec_stack.config import DecodeConfig, PrefillConfig, SpecStackConfig
+    from spec_stack.generator import SpecStackGenerator
+    from spec_stack.records import DraftSignals, GammaPolicy, StepContext, StepRecord
+    from spec_stack.types import GenerationResult, Metrics, SamplingParams, Selection, StepOutput
+
+__version__ = "0.1.0"
+
+# Loaded on first use, so that importing the controller alone loads no torch.
+_HOMES = {
+    "DecodeConfig": "config",
+    "PrefillConfig": "config",
+    "SpecStackConfig": "config",
+    "SpecStackGenerator": "generator",
+    "DraftSignals": "records",
+    "GammaPolicy": "records",
+    "StepContext": "records",
+    "StepRecord": "records",
+    "GenerationResult": "types",
+    "Metrics": "types",
+    "SamplingParams": "types",
+    "Selection": "types",
+    "StepOutput": "types",
+}
+__all__ = [
+    "DecodeConfig",
+    "DraftSignals",
+    "GammaPolicy",
+    "GenerationResult",
+    "Metrics",
+    "PrefillConfig",
+    "SamplingParams",
+    "Selection",
+    "SpecStackConfig",
+    "SpecStackGenerator",
+    "StepContext",
+    "StepOutput",
+    "StepRecord",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(f"spec_stack.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'spec_stack' has no attribute {name!r}")

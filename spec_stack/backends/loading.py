@@ -1,0 +1,173 @@
+"""Loading a draft/target pair, and saying before any long work whether it fits together."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from spec_stack.backends.attention import install
+
+ASSETS = Path(__file__).resolve().parent.parent / "assets"
+PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+# Rotary, full-attention decoders: every layer sees the whole prompt and rolls back by cropping.
+SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+@dataclass(frozen=True)
+class LoadedPair:
+    """Two models on one device, the target's tokenizer, and the precision's name."""
+
+    target: PreTrainedModel
+    draft: PreTrainedModel
+    tokenizer: Any
+    precision: str
+
+
+def resolve_device(device: str | None) -> torch.device:
+    """The device asked for; None takes CUDA where there is one. Raises ValueError for one that is not there."""
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        resolved = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"unknown device {device!r}; use 'cpu', 'cuda' or 'cuda:N'") from error
+    if resolved.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device 'cuda' was asked for, but torch sees no CUDA device; use device='cpu'")
+    return resolved
+
+
+def resolve_precision(precision: str, device: torch.device) -> str:
+    """The precision asked for; "auto" is fp32 on a CPU and bf16 elsewhere."""
+    if precision == "auto":
+        return "fp32" if device.type == "cpu" else "bf16"
+    if precision not in PRECISIONS:
+        raise ValueError(f"unknown precision {precision!r}; use one of {['auto', *PRECISIONS]}")
+    return precision
+
+
+def resolve_pair(target: str | Path | None, draft: str | Path | None) -> tuple[str, str]:
+    """Folders or hub ids of both models; the embedded pair where neither is named.
+
+    Raises ValueError for a folder that is not there, or when only one of the two is named.
+    """
+    if target is None and draft is None:
+        return str(ASSETS / "target"), str(ASSETS / "draft")
+    if target is None or draft is None:
+        missing = "target" if target is None else "draft"
+        raise ValueError(f"no {missing} given; name both target= and draft=, or neither for the embedded pair")
+    return _resolve_source("target", target), _resolve_source("draft", draft)
+
+
+def _resolve_source(role: str, source: str | Path) -> str:
+    path = Path(source).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ValueError(f"{role} folder {path} holds no config.json; is it a transformers model?")
+        return str(path)
+    if isinstance(source, str) and _HUB_ID.fullmatch(source) and not source.startswith("."):
+        return source
+    raise ValueError(f"{role} {str(source)!r} is neither a folder nor a hub id of the form owner/name")
+
+
+def load_config(source: str) -> Any:
+    """A model's configuration. Raises ValueError with the reason where it cannot be read."""
+    try:
+        return AutoConfig.from_pretrained(source)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"cannot read the model configuration of {source!r}: {error}") from error
+
+
+def check_architecture(role: str, config: Any) -> None:
+    """Raise ValueError, with the reason, for a model on which positions, scoring or rollback would be wrong."""
+    kind = config.model_type
+    if kind not in SUPPORTED:
+        reason = {
+            "bloom": "its ALiBi bias is by cache slot, so pruned prompts would lose their positions",
+            "mpt": "its ALiBi bias is by cache slot, so pruned prompts would lose their positions",
+            "mamba": "it has no attention layers to score a prompt with",
+            "mamba2": "it has no attention layers to score a prompt with",
+        }.get(kind, "only rotary full-attention decoders are supported so far")
+        raise ValueError(f"the {role} is a {kind!r} model: {reason}. Supported: {', '.join(SUPPORTED)}")
+    layer_types = getattr(config, "layer_types", None) or []
+    sliding = "sliding_attention" in layer_types or (kind == "mistral" and config.sliding_window is not None)
+    if sliding:
+        raise ValueError(
+            f"the {role} uses sliding-window attention, which would slide over kept tokens instead of positions; "
+            "sliding-window layers are not supported so far"
+        )
+
+
+def check_pair(target: Any, draft: Any) -> None:
+    """Raise ValueError where two configurations cannot work together."""
+    check_architecture("target", target)
+    check_architecture("draft", draft)
+    if target.vocab_size != draft.vocab_size:
+        raise ValueError(
+            f"target and draft have different vocabularies ({target.vocab_size} and {draft.vocab_size} entries); "
+            "use a draft of the target's family"
+        )
+
+
+def check_tokenizers(target: Any, draft: Any) -> None:
+    """Raise ValueError where the two tokenizers give different ids."""
+    if target.get_vocab() != draft.get_vocab():
+        raise ValueError("target and draft have different tokenizers; use a draft of the target's family")
+
+
+def max_positions(config: Any) -> int:
+    """Positions a model was made for."""
+    return int(config.max_position_embeddings)
+
+
+def end_token_ids(model: PreTrainedModel) -> frozenset[int]:
+    """Ids that end a text, from the generation config or else the model config."""
+    ids = model.generation_config.eos_token_id if model.generation_config is not None else None
+    ids = model.config.eos_token_id if ids is None else ids
+    return frozenset() if ids is None else frozenset([ids] if isinstance(ids, int) else ids)
+
+
+def load_pair(
+    target: str | Path | None = None,
+    draft: str | Path | None = None,
+    precision: str = "auto",
+    device: str | None = None,
+) -> LoadedPair:
+    """Load both models and the tokenizer; everything that can be refused is refused before the weights are read.
+
+    Raises ValueError for what a caller can change.
+    """
+    on = resolve_device(device)
+    name = resolve_precision(precision, on)
+    target_source, draft_source = resolve_pair(target, draft)
+    check_pair(load_config(target_source), load_config(draft_source))
+    tokenizer = AutoTokenizer.from_pretrained(target_source)
+    check_tokenizers(tokenizer, AutoTokenizer.from_pretrained(draft_source))
+    return LoadedPair(
+        target=_load_model(target_source, name, on),
+        draft=_load_model(draft_source, name, on),
+        tokenizer=tokenizer,
+        precision=name,
+    )
+
+
+def _load_model(source: str, precision: str, device: torch.device) -> PreTrainedModel:
+    # A bar for a model that loads in milliseconds is noise; a large one keeps it.
+    quiet = Path(source).is_relative_to(ASSETS)
+    shown = transformers_logging.is_progress_bar_enabled()
+    if quiet:
+        transformers_logging.disable_progress_bar()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=PRECISIONS[precision], attn_implementation="sdpa")
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
+    model.to(device).eval()
+    install(model)
+    return model  # type: ignore[no-any-return]

@@ -1,0 +1,40 @@
+"""How a request draws tokens: greedy, or from warped distributions with a generator of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+Warp = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Sampler:
+    """warp maps logits (n, vocab) to warped logits; None is greedy. generator lives on the models' device and is
+    advanced by every draw."""
+
+    def __init__(self, warp: Warp | None = None, generator: torch.Generator | None = None) -> None:
+        self._warp = warp
+        self._generator = generator
+
+    @property
+    def is_greedy(self) -> bool:
+        return self._warp is None
+
+    def probs(self, logits: torch.Tensor) -> torch.Tensor:
+        """Warped distributions (n, vocab) in fp32. Only when sampling."""
+        if self._warp is None:
+            raise ValueError("a greedy sampler has no distribution")
+        return self._warp(logits.float()).softmax(dim=-1)
+
+    def draw(self, logits: torch.Tensor) -> tuple[int, torch.Tensor]:
+        """One token from one row of logits (vocab,), and the distribution it was drawn from."""
+        probs = self.probs(logits[None])[0]
+        return self.pick(probs), probs
+
+    def pick(self, weights: torch.Tensor) -> int:
+        """An index drawn in proportion to weights (vocab,)."""
+        return int(torch.multinomial(weights, 1, generator=self._generator))
+
+    def uniform(self, num: int, device: torch.device) -> torch.Tensor:
+        return torch.rand(num, generator=self._generator, device=device)

@@ -1,0 +1,102 @@
+"""When a request ends, and its text as it grows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+from spec_stack.types import FinishReason
+
+_INCOMPLETE = "\ufffd"
+
+
+class TextStream:
+    """Text of a growing token list, in increments that concatenate to the text of the whole.
+
+    decode maps token ids to text. Half a character is held back until the tokens that complete it arrive.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self._decode = decode
+        self._window: list[int] = []
+        self._context_len = 0
+        self._context_text = ""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that these tokens add, as far as it is certain."""
+        self._window.extend(token_ids)
+        text = self._decode(self._window)
+        if text.endswith(_INCOMPLETE) or len(text) <= len(self._context_text):
+            return ""
+        added = text[len(self._context_text) :]
+        # The tokens just decoded become the context of the next ones: a piece's text can depend on its left neighbour.
+        self._window = self._window[self._context_len :]
+        self._context_len = len(self._window)
+        self._context_text = self._decode(self._window)
+        return added
+
+    def flush(self) -> str:
+        """What was held back, as it stands."""
+        return self._decode(self._window)[len(self._context_text) :]
+
+
+class Stopper:
+    """Cuts every step's tokens at max_tokens, an end-of-sequence token or a stop string, and gives their text.
+
+    Text that could still become a stop string is held back. Stateful: one per request.
+    """
+
+    def __init__(
+        self,
+        max_tokens: int,
+        end_ids: Collection[int],
+        stop: Sequence[str] = (),
+        decode: Callable[[list[int]], str] | None = None,
+    ) -> None:
+        if stop and decode is None:
+            raise ValueError("stop strings need a tokenizer")
+        self.num_left = max_tokens
+        self._end_ids = end_ids
+        self._stop = tuple(stop)
+        self._text = TextStream(decode) if decode else None
+        self._held = ""
+
+    def cut(self, token_ids: list[int]) -> tuple[list[int], str, FinishReason | None]:
+        """The tokens of this step that count, the text they release, and why the request ends here, if it does."""
+        kept, reason = self._cut_tokens(token_ids)
+        text = ""
+        if self._stop:
+            kept, text, reason = self._cut_text(kept, reason)
+        elif self._text:
+            text = self._text.push(kept)
+        self.num_left -= len(kept)
+        if self._text and reason in ("eos", "length"):
+            text += self._held + self._text.flush()
+        return kept, text, reason
+
+    def _cut_tokens(self, token_ids: list[int]) -> tuple[list[int], FinishReason | None]:
+        kept = token_ids[: self.num_left]
+        for num, token_id in enumerate(kept, 1):
+            if token_id in self._end_ids:
+                return kept[:num], "eos"
+        return kept, "length" if len(kept) == self.num_left else None
+
+    def _cut_text(
+        self, token_ids: list[int], reason: FinishReason | None
+    ) -> tuple[list[int], str, FinishReason | None]:
+        text = ""
+        for num, token_id in enumerate(token_ids, 1):
+            self._held += self._text.push([token_id]) if self._text else ""
+            found = [index for index in map(self._held.find, self._stop) if index >= 0]
+            if found:
+                return token_ids[:num], text + self._held[: min(found)], "stop"
+            release = len(self._held) - self._longest_stop_start()
+            text, self._held = text + self._held[:release], self._held[release:]
+        return token_ids, text, reason
+
+    def _longest_stop_start(self) -> int:
+        """Length of the longest end of the held text that some stop string begins with."""
+        longest = min(len(self._held), max(map(len, self._stop)) - 1)
+        for length in range(longest, 0, -1):
+            if any(stop.startswith(self._held[-length:]) for stop in self._stop):
+                return length
+        return 0

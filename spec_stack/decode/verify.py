@@ -1,0 +1,48 @@
+"""The acceptance test. Pure: logits and a proposal in, a verification out."""
+
+from __future__ import annotations
+
+import torch
+
+from spec_stack.decode.sampler import Sampler
+from spec_stack.types import Proposal, Verification
+
+
+def verify_greedy(target_logits: torch.Tensor, token_ids: list[int]) -> Verification:
+    """Accept the prefix that equals the target's argmax. target_logits (len(token_ids) + 1, vocab)."""
+    choices: list[int] = target_logits.argmax(dim=-1).tolist()
+    num_accepted = 0
+    while num_accepted < len(token_ids) and choices[num_accepted] == token_ids[num_accepted]:
+        num_accepted += 1
+    return Verification(num_accepted, choices[num_accepted])
+
+
+def verify_sampled(target_logits: torch.Tensor, proposal: Proposal, sampler: Sampler) -> Verification:
+    """Rejection sampling (Leviathan et al., 2023): the result has exactly the target's warped distribution.
+
+    A drafted token is accepted with probability min(1, target / draft); the first rejected one is replaced by
+    a draw from max(target - draft, 0). After full acceptance the bonus token comes from the target.
+    """
+    target_probs = sampler.probs(target_logits)
+    num_drafted = len(proposal.token_ids)
+    if num_drafted == 0 or proposal.draft_probs is None:
+        return Verification(0, sampler.pick(target_probs[0]))
+    tokens = torch.tensor(proposal.token_ids, device=target_probs.device)[:, None]
+    target_p = target_probs[:num_drafted].gather(1, tokens)[:, 0]
+    draft_p = proposal.draft_probs.gather(1, tokens)[:, 0]
+    accepted = (sampler.uniform(num_drafted, target_probs.device) * draft_p < target_p).tolist()
+    num_accepted = accepted.index(False) if False in accepted else num_drafted
+    if num_accepted == num_drafted:
+        return Verification(num_accepted, sampler.pick(target_probs[num_drafted]))
+    residual = (target_probs[num_accepted] - proposal.draft_probs[num_accepted]).clamp_(min=0)
+    # Equal distributions leave no residual; rounding alone can bring a rejection there.
+    weights = residual if bool(residual.sum() > 0) else target_probs[num_accepted]
+    return Verification(num_accepted, sampler.pick(weights))
+
+
+def verify(target_logits: torch.Tensor, proposal: Proposal, sampler: Sampler) -> Verification:
+    """Which drafted tokens stand, and the target's own next token. target_logits (gamma + 1, vocab): row i is the
+    target's prediction of drafted token i, the last row the one after all of them."""
+    if sampler.is_greedy:
+        return verify_greedy(target_logits, proposal.token_ids)
+    return verify_sampled(target_logits, proposal, sampler)

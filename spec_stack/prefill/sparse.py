@@ -1,0 +1,77 @@
+"""The prefill stage: the draft reads the whole prompt and says which part of it the target needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+
+from spec_stack.config import PrefillConfig
+from spec_stack.prefill.importance import token_importance
+from spec_stack.prefill.select import select
+from spec_stack.types import Proposal, Selection
+
+
+class CapturedLayer(Protocol):
+    scaling: float
+    queries: list[torch.Tensor]
+    keys: torch.Tensor | None
+
+
+class ScoringModel(Protocol):
+    """What scoring needs of the draft: `backends.cached_model.CachedModel`."""
+
+    @property
+    def next_position(self) -> int: ...
+    def forward(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> torch.Tensor: ...
+    def rollback(self, num_tokens: int) -> None: ...
+    def keep_slots(self, slots: Sequence[int]) -> None: ...
+    def capture(self) -> AbstractContextManager[dict[int, CapturedLayer]]: ...
+
+
+class LookAhead(Protocol):
+    """Drafts up to num_tokens tokens after the prompt (see `decode.draft.propose`)."""
+
+    def __call__(self, committed_ids: Sequence[int], num_tokens: int) -> Proposal: ...
+
+
+def _layers(
+    captured: dict[int, CapturedLayer], num_prompt_tokens: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, float]]:
+    for layer in captured.values():
+        if layer.keys is not None and layer.keys.shape[1] >= num_prompt_tokens:
+            yield torch.cat(layer.queries, dim=1), layer.keys[:, :num_prompt_tokens], layer.scaling
+
+
+def score_prompt(
+    draft: ScoringModel,
+    prompt_ids: Sequence[int],
+    look_ahead: LookAhead,
+    config: PrefillConfig,
+    protected: Sequence[tuple[int, int]] = (),
+) -> tuple[Selection, Proposal]:
+    """Prefill the draft, look ahead, score the prompt and select (SpecPrefill, algorithm 1).
+
+    Queries come from the last prompt token and from every look-ahead token; the long prefill before them
+    runs uncaptured. The draft's cache is left with the prompt (the kept slots of it under
+    draft_context="kept") and the look-ahead, ready for decoding. The look-ahead is returned as the first
+    proposal; it is shorter than config.look_ahead when the draft ends its text.
+    """
+    num_tokens = len(prompt_ids)
+    if num_tokens > 1:
+        draft.forward(prompt_ids[:-1], range(num_tokens - 1), num_logits=1)
+    with draft.capture() as captured:
+        if config.look_ahead:
+            proposal = look_ahead(prompt_ids, config.look_ahead)
+            # The last drafted token has not been through the draft yet, and its query is one of the scorers.
+            draft.forward(proposal.token_ids[-1:], [draft.next_position], num_logits=1)
+        else:
+            proposal = Proposal()
+            draft.forward(prompt_ids[-1:], [num_tokens - 1], num_logits=1)
+    importance = token_importance(_layers(captured, num_tokens), config.pool_kernel)
+    selection = select(prompt_ids, importance, config, protected)
+    if config.draft_context == "kept":
+        draft.keep_slots([*selection.positions, *range(num_tokens, draft.next_position)])
+    return selection, proposal
