@@ -228,7 +228,7 @@ class SpecStackGenerator:
         params, prompt_ids = request.params, request.prompt_ids
         sampler, seed = self._make_sampler(params)
         end_ids = frozenset() if params.ignore_eos else end_token_ids(self.target)
-        look_ahead = partial(propose, sampler=sampler, end_ids=end_ids)
+        look_ahead = partial(propose, sampler=Sampler(), end_ids=end_ids)
         selection, proposal, draft, reason = self._prefill_draft(request, look_ahead)
         metrics = Metrics(
             num_prompt_tokens=len(prompt_ids),

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 
 from spec_stack.records import DraftSignals, StepRecord
 
 FinishReason = Literal["eos", "stop", "length"]
+
+
+class SteppableModel(Protocol):
+    """A model with its cache, as both phases see it; `backends.cached_model.CachedModel` is one."""
+
+    @property
+    def num_cached(self) -> int: ...
+    @property
+    def next_position(self) -> int: ...
+    def forward(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> torch.Tensor: ...
+    def rollback(self, num_tokens: int) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -75,7 +86,8 @@ class Selection:
 
 @dataclass(frozen=True)
 class Proposal:
-    """Drafted tokens. draft_probs (gamma, vocab), the warped distributions they were drawn from, only when sampling."""
+    """Drafted tokens. draft_probs (gamma, vocab): the warped distributions they were drawn from; None where they were
+    not drawn but chosen (greedy requests, the look-ahead)."""
 
     token_ids: list[int] = field(default_factory=list)
     draft_probs: torch.Tensor | None = None

@@ -74,7 +74,8 @@ def attend(
     # On CUDA a single query goes to SDPA's own grouped kernel, which needs no copy.
     folds = num_queries > 1 or query.device.type == "cpu"
     if groups == 1 or not folds or num_queries > _MAX_FOLDED_QUERIES or key.shape[2] == num_queries:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        return output, None
     folded = query.reshape(batch, num_heads // groups, groups * num_queries, head_dim)
     mask = None
     if attention_mask is not None:

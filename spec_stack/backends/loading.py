@@ -84,6 +84,14 @@ def load_config(source: str) -> Any:
         raise ValueError(f"cannot read the model configuration of {source!r}: {error}") from error
 
 
+def load_tokenizer(source: str) -> Any:
+    """A model's tokenizer. Raises ValueError with the reason where there is none."""
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"cannot load the tokenizer of {source!r}: {error}") from error
+
+
 def check_architecture(role: str, config: Any) -> None:
     """Raise ValueError, with the reason, for a model on which positions, scoring or rollback would be wrong."""
     kind = config.model_type
@@ -147,8 +155,8 @@ def load_pair(
     name = resolve_precision(precision, on)
     target_source, draft_source = resolve_pair(target, draft)
     check_pair(load_config(target_source), load_config(draft_source))
-    tokenizer = AutoTokenizer.from_pretrained(target_source)
-    check_tokenizers(tokenizer, AutoTokenizer.from_pretrained(draft_source))
+    tokenizer = load_tokenizer(target_source)
+    check_tokenizers(tokenizer, load_tokenizer(draft_source))
     return LoadedPair(
         target=_load_model(target_source, name, on),
         draft=_load_model(draft_source, name, on),
@@ -170,4 +178,4 @@ def _load_model(source: str, precision: str, device: torch.device) -> PreTrained
             transformers_logging.enable_progress_bar()
     model.to(device).eval()
     install(model)
-    return model  # type: ignore[no-any-return]
+    return model

@@ -20,4 +20,4 @@ def make_warp(temperature: float, top_k: int, top_p: float) -> Callable[[torch.T
     if top_p < 1:
         processors.append(TopPLogitsWarper(top_p))
     no_ids = torch.empty(0, dtype=torch.long)
-    return lambda logits: processors(no_ids, logits)  # type: ignore[arg-type]
+    return lambda logits: processors(no_ids, logits)

@@ -3,38 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
 
 import torch
 
 from spec_stack.decode.sampler import Sampler
 from spec_stack.records import DraftSignals
-from spec_stack.types import Proposal
+from spec_stack.types import Proposal, SteppableModel
 
 _BITS_PER_NAT = 1.4426950408889634
 
 
-class DraftingModel(Protocol):
-    """What proposing needs of the draft: `backends.cached_model.CachedModel`."""
-
-    @property
-    def next_position(self) -> int: ...
-    def forward(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> torch.Tensor: ...
-
-
 def entropy_and_confidence(logits: torch.Tensor) -> tuple[float, float, int]:
     """Entropy in bits, largest probability and argmax of one unwarped row of logits (vocab,)."""
-    log_probs = logits.float().log_softmax(dim=-1)
-    top, token = log_probs.max(dim=-1)
-    probs = log_probs.exp()
-    # nan_to_num: a probability of exactly 0 has log-probability -inf.
-    entropy = -(probs * log_probs).nan_to_num_(0.0).sum()
-    entropy_nats, log_confidence, token_id = torch.stack((entropy.double(), top.double(), token.double())).tolist()
-    return entropy_nats * _BITS_PER_NAT, 2.0 ** (log_confidence * _BITS_PER_NAT), int(token_id)
+    probs = logits.float().softmax(dim=-1)
+    confidence, token_id = probs.max(dim=-1)
+    return float(torch.special.entr(probs).sum()) * _BITS_PER_NAT, float(confidence), int(token_id)
 
 
 def propose(
-    draft: DraftingModel,
+    draft: SteppableModel,
     committed_ids: Sequence[int],
     max_tokens: int,
     sampler: Sampler,

@@ -7,9 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from time import perf_counter
-from typing import Protocol
-
-import torch
 
 from spec_stack.config import MAX_GAMMA
 from spec_stack.decode.draft import propose
@@ -17,18 +14,7 @@ from spec_stack.decode.sampler import Sampler
 from spec_stack.decode.stopping import Stopper
 from spec_stack.decode.verify import verify
 from spec_stack.records import DraftSignals, GammaPolicy, StepContext, StepRecord
-from spec_stack.types import FinishReason, Proposal, Selection, StepOutput
-
-
-class DecodingModel(Protocol):
-    """What decoding needs of either model: `backends.cached_model.CachedModel`."""
-
-    @property
-    def num_cached(self) -> int: ...
-    @property
-    def next_position(self) -> int: ...
-    def forward(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> torch.Tensor: ...
-    def rollback(self, num_tokens: int) -> None: ...
+from spec_stack.types import FinishReason, Proposal, Selection, StepOutput, SteppableModel
 
 
 @dataclass(frozen=True)
@@ -70,8 +56,8 @@ class _TimedPolicy:
 
 
 def decode(
-    target: DecodingModel,
-    draft: DecodingModel,
+    target: SteppableModel,
+    draft: SteppableModel,
     prompt_ids: Sequence[int],
     selection: Selection,
     proposal: Proposal,

@@ -21,20 +21,24 @@ def verify_sampled(target_logits: torch.Tensor, proposal: Proposal, sampler: Sam
     """Rejection sampling (Leviathan et al., 2023): the result has exactly the target's warped distribution.
 
     A drafted token is accepted with probability min(1, target / draft); the first rejected one is replaced by
-    a draw from max(target - draft, 0). After full acceptance the bonus token comes from the target.
+    a draw from max(target - draft, 0). After full acceptance the bonus token comes from the target. Tokens
+    that were chosen, not drawn, have draft probability 1.
     """
     target_probs = sampler.probs(target_logits)
     num_drafted = len(proposal.token_ids)
-    if num_drafted == 0 or proposal.draft_probs is None:
+    if num_drafted == 0:
         return Verification(0, sampler.pick(target_probs[0]))
     tokens = torch.tensor(proposal.token_ids, device=target_probs.device)[:, None]
+    draft_probs = proposal.draft_probs
+    if draft_probs is None:
+        draft_probs = torch.zeros_like(target_probs[:num_drafted]).scatter_(1, tokens, 1.0)
     target_p = target_probs[:num_drafted].gather(1, tokens)[:, 0]
-    draft_p = proposal.draft_probs.gather(1, tokens)[:, 0]
+    draft_p = draft_probs.gather(1, tokens)[:, 0]
     accepted = (sampler.uniform(num_drafted, target_probs.device) * draft_p < target_p).tolist()
     num_accepted = accepted.index(False) if False in accepted else num_drafted
     if num_accepted == num_drafted:
         return Verification(num_accepted, sampler.pick(target_probs[num_drafted]))
-    residual = (target_probs[num_accepted] - proposal.draft_probs[num_accepted]).clamp_(min=0)
+    residual = (target_probs[num_accepted] - draft_probs[num_accepted]).clamp_(min=0)
     # Equal distributions leave no residual; rounding alone can bring a rejection there.
     weights = residual if bool(residual.sum() > 0) else target_probs[num_accepted]
     return Verification(num_accepted, sampler.pick(weights))

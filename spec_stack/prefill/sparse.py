@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -11,7 +11,7 @@ import torch
 from spec_stack.config import PrefillConfig
 from spec_stack.prefill.importance import token_importance
 from spec_stack.prefill.select import select
-from spec_stack.types import Proposal, Selection
+from spec_stack.types import Proposal, Selection, SteppableModel
 
 
 class CapturedLayer(Protocol):
@@ -20,25 +20,26 @@ class CapturedLayer(Protocol):
     keys: torch.Tensor | None
 
 
-class ScoringModel(Protocol):
-    """What scoring needs of the draft: `backends.cached_model.CachedModel`."""
+class ScoringModel(SteppableModel, Protocol):
+    """What scoring needs of the draft on top."""
 
-    @property
-    def next_position(self) -> int: ...
-    def forward(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> torch.Tensor: ...
-    def rollback(self, num_tokens: int) -> None: ...
     def keep_slots(self, slots: Sequence[int]) -> None: ...
-    def capture(self) -> AbstractContextManager[dict[int, CapturedLayer]]: ...
+    def capture(self) -> AbstractContextManager[Mapping[int, CapturedLayer]]: ...
 
 
 class LookAhead(Protocol):
-    """Drafts up to num_tokens tokens after the prompt (see `decode.draft.propose`)."""
+    """Drafts up to num_tokens tokens after the prompt, greedily whatever the temperature (see `decode.draft.propose`).
+
+    The selection depends on these tokens. Were they drawn at random, the target's distribution would depend on
+    the very draws it is to judge, and rejection sampling would no longer be exact; chosen, they leave it exact,
+    and every seed reads the same part of the prompt.
+    """
 
     def __call__(self, committed_ids: Sequence[int], num_tokens: int) -> Proposal: ...
 
 
 def _layers(
-    captured: dict[int, CapturedLayer], num_prompt_tokens: int
+    captured: Mapping[int, CapturedLayer], num_prompt_tokens: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, float]]:
     for layer in captured.values():
         if layer.keys is not None and layer.keys.shape[1] >= num_prompt_tokens:

@@ -1,0 +1,196 @@
+"""spec-stack generate | demo | doctor."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from spec_stack.config import MAX_GAMMA, DecodeConfig, PrefillConfig, SpecStackConfig
+
+if TYPE_CHECKING:
+    from spec_stack.generator import SpecStackGenerator
+
+SPECPREFILL = {"auto": None, "on": True, "off": False}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line. Defaults come from the configuration dataclasses."""
+    parser = argparse.ArgumentParser(
+        prog="spec-stack", description="One draft model for both phases: sparse prefill and speculative decoding."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    generate = commands.add_parser("generate", help="answer or continue a prompt, streamed")
+    _add_pair_arguments(generate)
+    _add_generate_arguments(generate)
+    generate.set_defaults(run=_generate)
+
+    demo = commands.add_parser("demo", help="dense + plain against sparse + speculative on a long real document")
+    _add_pair_arguments(demo)
+    demo.add_argument("--tokens", type=int, default=8200, help="length of the document in tokens (%(default)s)")
+    demo.add_argument("--seed", type=int, default=0, help="which document and fact (%(default)s)")
+    demo.add_argument("--repeats", type=int, default=3, help="timed runs per mode (%(default)s)")
+    demo.add_argument("--json", action="store_true", help="print the report as JSON")
+    demo.set_defaults(run=_demo)
+
+    doctor = commands.add_parser("doctor", help="what is installed, and does this pair fit together")
+    _add_pair_arguments(doctor)
+    doctor.add_argument("--json", action="store_true", help="print the report as JSON")
+    doctor.set_defaults(run=_doctor)
+    return parser
+
+
+def _add_pair_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--target", help="target model, a folder or hub id (default: the embedded pair)")
+    parser.add_argument("--draft", help="draft model, a folder or hub id")
+    parser.add_argument("--precision", default="auto", help="auto, fp32, fp16 or bf16 (%(default)s)")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1, … (default: CUDA where there is one)")
+
+
+def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("prompt", nargs="?", help="the prompt; without it and --file, standard input")
+    source.add_argument("--file", type=Path, help="read the prompt from a file")
+    parser.add_argument("--chat", action="store_true", help="send the prompt as a user message")
+    parser.add_argument("--system", help="a system message; implies --chat")
+    parser.add_argument("--max-tokens", type=int, default=256, help="%(default)s")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (%(default)s)")
+    parser.add_argument("--top-k", type=int, default=0, help="0 is off (%(default)s)")
+    parser.add_argument("--top-p", type=float, default=1.0, help="1.0 is off (%(default)s)")
+    parser.add_argument("--seed", type=int, help="makes a sampled answer reproducible")
+    parser.add_argument("--stop", action="append", default=[], help="end at this string; may be repeated")
+    parser.add_argument("--specprefill", choices=[*SPECPREFILL], default="auto", help="prune the prompt (%(default)s)")
+    prefill = PrefillConfig()
+    parser.add_argument(
+        "--keep-rate", type=float, default=prefill.keep_rate, help="share of the prompt the target reads (%(default)s)"
+    )
+    parser.add_argument(
+        "--threshold",
+        type=int,
+        default=prefill.min_prompt_tokens,
+        help="shortest prompt, in tokens, that --specprefill auto prunes (%(default)s)",
+    )
+    parser.add_argument(
+        "--look-ahead", type=int, default=prefill.look_ahead, help="draft tokens that help to score (%(default)s)"
+    )
+    parser.add_argument("--policy", default=DecodeConfig.policy, help="gamma policy (%(default)s)")
+    parser.add_argument(
+        "--gamma", type=int, help=f"tokens drafted per step, 0…{MAX_GAMMA} (default {DecodeConfig.gamma}; 0 is plain)"
+    )
+    parser.add_argument("--json", action="store_true", help="no stream: print text and metrics as one JSON object")
+
+
+def _load(arguments: argparse.Namespace, config: SpecStackConfig | None = None) -> SpecStackGenerator:
+    from spec_stack.generator import SpecStackGenerator
+
+    return SpecStackGenerator.from_pretrained(
+        arguments.target, arguments.draft, precision=arguments.precision, device=arguments.device, config=config
+    )
+
+
+def _read_prompt(arguments: argparse.Namespace) -> str:
+    if arguments.prompt is not None:
+        return str(arguments.prompt)
+    if arguments.file is not None:
+        try:
+            return str(arguments.file.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"cannot read {arguments.file}: {error}") from error
+    if sys.stdin.isatty():
+        raise ValueError("no prompt: give one as an argument, with --file, or on standard input")
+    return sys.stdin.read()
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    prompt = _read_prompt(arguments)
+    if not prompt.strip():
+        raise ValueError("the prompt is empty")
+    prefill = replace(
+        PrefillConfig(),
+        keep_rate=arguments.keep_rate,
+        min_prompt_tokens=arguments.threshold,
+        look_ahead=arguments.look_ahead,
+    )
+    generator = _load(arguments, SpecStackConfig(prefill=prefill))
+    request: dict[str, Any] = {
+        "max_tokens": arguments.max_tokens,
+        "temperature": arguments.temperature,
+        "top_k": arguments.top_k,
+        "top_p": arguments.top_p,
+        "seed": arguments.seed,
+        "stop": arguments.stop,
+        "specprefill": SPECPREFILL[arguments.specprefill],
+        "policy": arguments.policy,
+        "gamma": arguments.gamma,
+    }
+    if arguments.chat or arguments.system is not None:
+        system = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
+        request["messages"] = [*system, {"role": "user", "content": prompt}]
+    else:
+        request["prompt"] = prompt
+    if arguments.json:
+        result = generator.generate(**request)
+        answer = {"text": result.text, "finish_reason": result.finish_reason, "metrics": result.metrics.as_dict()}
+        print(json.dumps(answer, ensure_ascii=False))
+        return 0
+    for output in generator.stream(**request):
+        print(output.text, end="", flush=True)
+    print()
+    return 0
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from spec_stack.demo import format_demo, run_demo
+
+    if arguments.repeats < 1 or arguments.tokens < 1:
+        raise ValueError("--repeats and --tokens must be 1 or more")
+    generator = _load(arguments)
+    report = run_demo(
+        generator,
+        arguments.tokens,
+        arguments.seed,
+        arguments.repeats,
+        progress=lambda text: print(text, file=sys.stderr, flush=True),
+    )
+    print(json.dumps(report, ensure_ascii=False) if arguments.json else "\n" + format_demo(report))
+    return 0
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from spec_stack.backends.doctor import diagnose
+
+    report = diagnose(arguments.target, arguments.draft, arguments.precision, arguments.device)
+    if arguments.json:
+        print(json.dumps(report))
+    else:
+        for key, value in report.items():
+            if isinstance(value, dict):
+                print(f"{key}:")
+                for name, detail in value.items():
+                    print(f"  {name}: {'not installed' if key == 'packages' and detail is None else detail}")
+            elif key != "problem":
+                print(f"{key}: {value}")
+        print(f"problem: {report['problem']}" if report["problem"] else "the pair fits together")
+    return 1 if report["problem"] else 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point: 0 done, 1 the pair does not fit (doctor), 2 bad input, 130 interrupted."""
+    arguments = build_parser().parse_args(argv)
+    try:
+        return int(arguments.run(arguments))
+    except ValueError as error:
+        print(f"spec-stack: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

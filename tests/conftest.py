@@ -1,0 +1,79 @@
+"""Tiny random models of the supported families, and the embedded pair. Nothing here touches the network."""
+
+from __future__ import annotations
+
+import copy
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from spec_stack import SpecStackGenerator
+
+# Tiny tensors gain nothing from threads and lose much on a busy machine.
+torch.set_num_threads(1)
+
+VOCAB = 64
+_SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 4096,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+FAMILIES = {
+    "llama": LlamaConfig(**_SHAPE),
+    "mistral": MistralConfig(**_SHAPE, sliding_window=None),
+    "qwen2": Qwen2Config(**_SHAPE, use_sliding_window=False),
+    "qwen3": Qwen3Config(**_SHAPE),
+}
+
+
+def make_model(
+    family: str = "llama", seed: int = 0, implementation: str = "sdpa", vocab: int = VOCAB
+) -> PreTrainedModel:
+    """A random model whose attention is far from uniform, so that mistakes in positions or masks show."""
+    torch.manual_seed(seed)
+    config = copy.deepcopy(FAMILIES[family])
+    config.vocab_size = vocab
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() == 2:
+                weight.normal_(std=0.3 if "_proj" in name else 1.0)
+    return model
+
+
+def random_prompt(length: int, seed: int = 0, vocab: int = VOCAB) -> list[int]:
+    return torch.randint(2, vocab, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.fixture
+def target() -> PreTrainedModel:
+    return make_model(seed=1)
+
+
+@pytest.fixture
+def draft() -> PreTrainedModel:
+    return make_model(seed=2)
+
+
+@pytest.fixture(scope="session")
+def embedded() -> SpecStackGenerator:
+    return SpecStackGenerator.from_pretrained(device="cpu", precision="fp32")

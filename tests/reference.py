@@ -1,0 +1,111 @@
+"""Slow oracles by another route. Imports nothing from spec_stack."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+
+def importance(
+    eager_model: PreTrainedModel, prompt: Sequence[int], look_ahead: Sequence[int], pool_kernel: int
+) -> np.ndarray:
+    """SpecPrefill's token importance by loops over the attention matrices of one eager forward.
+
+    The softmax over all keys, restricted to the prompt and renormalised, is the softmax over the prompt alone.
+    """
+    ids = torch.tensor([[*prompt, *look_ahead]])
+    with torch.no_grad():
+        attentions = eager_model(ids, attention_mask=torch.ones_like(ids), output_attentions=True).attentions
+    size, half = len(prompt), pool_kernel // 2
+    total = np.zeros(size)
+    for query in range(size - 1, size + len(look_ahead)):
+        best = np.zeros(size)
+        for layer in attentions:
+            for head in layer[0]:
+                row = head[query, :size].double().numpy()
+                row = row / row.sum()
+                for token in range(size):
+                    window = row[max(0, token - half) : token + half + 1]
+                    best[token] = max(best[token], window.mean())
+        total += best
+    return total / (1 + len(look_ahead))
+
+
+def selected_positions(
+    scores: Sequence[float], keep_rate: float, chunk_size: int, keep_first: int, keep_last: int
+) -> list[int]:
+    """Chunk selection by sorting (mean, index) pairs."""
+    chunks = [range(at, min(at + chunk_size, len(scores))) for at in range(0, len(scores), chunk_size)]
+    kept = [index < keep_first or index >= len(chunks) - keep_last for index in range(len(chunks))]
+    budget = math.ceil(round(keep_rate * len(chunks), 9))
+    order = sorted(range(len(chunks)), key=lambda i: (-np.mean([scores[t] for t in chunks[i]]), i))
+    for index in order:
+        if sum(kept) < budget:
+            kept[index] = True
+    return [token for chunk, keep in zip(chunks, kept, strict=True) if keep for token in chunk]
+
+
+def logits(model: PreTrainedModel, token_ids: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
+    """One forward without a cache, at explicit positions. The mask of ones keeps transformers from reading gaps as
+    borders between packed sequences."""
+    ids = torch.tensor([list(token_ids)])
+    with torch.no_grad():
+        output = model(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            position_ids=torch.tensor([list(positions)]),
+            use_cache=False,
+        )
+    return output.logits[0]
+
+
+def greedy(model: PreTrainedModel, prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """transformers' own greedy generation, past any end-of-sequence token."""
+    ids = torch.tensor([list(prompt)])
+    output = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=num_tokens,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return output[0, len(prompt) :].tolist()
+
+
+def sparse_greedy(
+    model: PreTrainedModel, kept: Sequence[int], positions: Sequence[int], start: int, num_tokens: int
+) -> list[int]:
+    """Greedy tokens after a pruned prompt, each by a full uncached forward; decoding starts at position start."""
+    ids, places = list(kept), list(positions)
+    for step in range(num_tokens):
+        ids.append(int(logits(model, ids, places)[-1].argmax()))
+        places.append(start + step)
+    return ids[len(kept) :]
+
+
+def speculative_law(target: np.ndarray, draft: np.ndarray) -> dict[tuple[int, ...], float]:
+    """Exact law of one speculative step's tokens, by enumeration of drafts, acceptances and corrections.
+
+    target (gamma + 1, vocab) and draft (gamma, vocab) are rows that do not depend on earlier tokens.
+    """
+    gamma, vocab = draft.shape
+    law: dict[tuple[int, ...], float] = {}
+    for drafted in itertools.product(range(vocab), repeat=gamma):
+        weight = math.prod(draft[i, token] for i, token in enumerate(drafted))
+        for index, token in enumerate(drafted):
+            accept = min(1.0, target[index, token] / draft[index, token])
+            residual = np.maximum(target[index] - draft[index], 0)
+            for other in range(vocab):
+                if residual[other] > 0:
+                    outcome = (*drafted[:index], other)
+                    law[outcome] = law.get(outcome, 0.0) + weight * (1 - accept) * residual[other] / residual.sum()
+            weight *= accept
+        for bonus in range(vocab):
+            law[(*drafted, bonus)] = law.get((*drafted, bonus), 0.0) + weight * target[gamma, bonus]
+    return law

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import pytest
+import reference
+import torch
+from conftest import FAMILIES, make_model, random_prompt
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spec_stack.backends.attention import capture_attention, install
+from spec_stack.backends.cached_model import CachedModel
+
+SHARED = {family: make_model(family) for family in FAMILIES}
+for _model in SHARED.values():
+    install(_model)
+KEPT = sorted({*range(0, 30, 3), *range(40, 47), 59})
+TOLERANCE = {"atol": 2e-5, "rtol": 1e-4}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("prefill_chunk", [4096, 7, 1])
+def test_sparse_prefill_equals_a_plain_forward_at_the_original_positions(family: str, prefill_chunk: int) -> None:
+    prompt = random_prompt(60)
+    kept = [prompt[position] for position in KEPT]
+    follow = random_prompt(6, seed=9)
+    model = CachedModel(SHARED[family], prefill_chunk)
+    last = model.forward(kept, KEPT, 1)
+    block = model.forward(follow, range(60, 66), 6)
+    expected = reference.logits(make_model(family), kept + follow, [*KEPT, *range(60, 66)])
+    torch.testing.assert_close(last, expected[len(KEPT) - 1 : len(KEPT)], **TOLERANCE)
+    torch.testing.assert_close(block, expected[len(KEPT) :], **TOLERANCE)
+    assert (model.num_cached, model.next_position) == (len(KEPT) + 6, 66)
+
+
+def test_prompt_and_proposal_in_one_forward_equal_two_forwards() -> None:
+    prompt, proposal = random_prompt(40), random_prompt(5, seed=3)
+    one, two = CachedModel(SHARED["llama"], 4096), CachedModel(SHARED["llama"], 4096)
+    together = one.forward(prompt + proposal, range(45), 6)
+    first = two.forward(prompt, range(40), 1)
+    torch.testing.assert_close(together, torch.cat([first, two.forward(proposal, range(40, 45), 5)]), **TOLERANCE)
+
+
+@pytest.mark.parametrize("num_logits", [1, 3, 9])
+def test_pieces_give_the_last_logits_asked_for(num_logits: int) -> None:
+    prompt = random_prompt(30)
+    whole = CachedModel(SHARED["llama"], 4096).forward(prompt, range(30), num_logits)
+    pieces = CachedModel(SHARED["llama"], 4).forward(prompt, range(30), num_logits)
+    assert pieces.shape[0] == num_logits
+    torch.testing.assert_close(pieces, whole, **TOLERANCE)
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), min_size=1, max_size=8))
+def test_after_any_mix_of_forwards_and_rollbacks_the_cache_equals_a_fresh_prefill(steps: list[tuple[int, int]]) -> None:
+    prompt = random_prompt(20)
+    model = CachedModel(SHARED["llama"], 4096)
+    model.forward(prompt, range(20), 1)
+    tokens = list(prompt)
+    for step, (grow, back) in enumerate(steps):
+        block = random_prompt(grow, seed=step)
+        model.forward(block, range(len(tokens), len(tokens) + grow), grow)
+        back = min(back, grow)
+        model.rollback(back)
+        tokens = tokens + block[: grow - back]
+        assert (model.num_cached, model.next_position) == (len(tokens), len(tokens))
+    fresh = CachedModel(SHARED["llama"], 4096)
+    fresh.forward(tokens, range(len(tokens)), 1)
+    after = [model.forward([7], [len(tokens)], 1) for model in (model, fresh)]
+    torch.testing.assert_close(after[0], after[1], **TOLERANCE)
+
+
+def test_keeping_slots_leaves_a_cache_that_attends_to_them_only() -> None:
+    # One layer: its cached keys do not depend on the tokens dropped, so the uncached forward is the oracle.
+    config = make_model().config
+    config.num_hidden_layers = 1
+    torch.manual_seed(4)
+    one_layer = type(make_model())._from_config(config, attn_implementation="sdpa").eval()
+    install(one_layer)
+    prompt = random_prompt(60)
+    model = CachedModel(one_layer, 4096)
+    model.forward(prompt, range(60), 1)
+    model.keep_slots(KEPT)
+    assert (model.num_cached, model.next_position) == (len(KEPT), 60)
+    expected = reference.logits(one_layer, [*(prompt[position] for position in KEPT), 5], [*KEPT, 60])
+    torch.testing.assert_close(model.forward([5], [60], 1)[0], expected[-1], **TOLERANCE)
+
+
+@pytest.mark.parametrize(("num_tokens", "cached"), [(1, 300), (5, 300), (64, 80), (65, 80), (30, 0)])
+def test_folded_attention_gives_the_logits_of_plain_sdpa(num_tokens: int, cached: int) -> None:
+    prompt = random_prompt(cached + num_tokens)
+    model = CachedModel(SHARED["llama"], 4096)
+    if cached:
+        model.forward(prompt[:cached], range(cached), 1)
+    folded = model.forward(prompt[cached:], range(cached, len(prompt)), num_tokens)
+    expected = reference.logits(make_model(), prompt, range(len(prompt)))[cached:]
+    torch.testing.assert_close(folded, expected, **TOLERANCE)
+
+
+def test_bad_calls_are_refused_before_the_cache_changes() -> None:
+    model = CachedModel(SHARED["llama"], 4096)
+    model.forward([3, 4, 5], range(3), 1)
+    with pytest.raises(ValueError, match="do not fit"):
+        model.forward([3, 4], [3], 1)
+    with pytest.raises(ValueError, match="do not fit"):
+        model.forward([3], [3], 2)
+    with pytest.raises(ValueError, match="next position"):
+        model.forward([3], [2], 1)
+    with pytest.raises(ValueError, match="roll back"):
+        model.rollback(4)
+    assert model.num_cached == 3
+
+
+def test_captures_do_not_nest_and_end_with_their_block() -> None:
+    with capture_attention(), pytest.raises(RuntimeError, match="already"), capture_attention():
+        pass
+    with capture_attention() as layers:
+        CachedModel(SHARED["llama"], 4096).forward([3, 4], range(2), 1)
+    assert sorted(layers) == [0, 1, 2]
+    CachedModel(SHARED["llama"], 4096).forward([3, 4], range(2), 1)
+    assert all(len(layer.queries) == 1 for layer in layers.values())
+
+
+def test_a_model_not_loaded_with_sdpa_is_refused() -> None:
+    with pytest.raises(ValueError, match="sdpa"):
+        install(make_model(implementation="eager"))

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from spec_stack import DecodeConfig, PrefillConfig, SamplingParams, Selection
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("keep_rate", 0.0),
+        ("keep_rate", 1.01),
+        ("keep_rate", float("nan")),
+        ("look_ahead", -1),
+        ("pool_kernel", 12),
+        ("pool_kernel", 0),
+        ("chunk_size", 0),
+        ("keep_first", -1),
+        ("keep_last", 0),
+        ("min_prompt_tokens", -1),
+        ("prefill_chunk", 0),
+        ("draft_context", "some"),
+    ],
+)
+def test_a_bad_prefill_value_is_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=field):
+        PrefillConfig(**{field: value})
+
+
+@pytest.mark.parametrize("gamma", [-1, 17])
+def test_gamma_stays_between_0_and_16(gamma: int) -> None:
+    with pytest.raises(ValueError, match="gamma"):
+        DecodeConfig(gamma=gamma)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", 0),
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("top_k", -1),
+        ("top_p", 0.0),
+        ("top_p", 1.5),
+        ("stop", ("",)),
+    ],
+)
+def test_a_bad_sampling_value_is_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=field):
+        SamplingParams(**{field: value})
+
+
+def test_the_three_variants_of_the_paper_are_configurations() -> None:
+    raw, full, ahead = PrefillConfig.raw(0.1), PrefillConfig.full(0.1), PrefillConfig.full_look_ahead(0.1)
+    assert (raw.look_ahead, raw.pool_kernel, raw.chunk_size) == (0, 1, 1)
+    assert (full.look_ahead, full.pool_kernel, full.chunk_size) == (0, 13, 32)
+    assert (ahead.look_ahead, ahead.pool_kernel, ahead.chunk_size) == (8, 13, 32)
+    assert raw.keep_rate == full.keep_rate == ahead.keep_rate == 0.1
+
+
+@pytest.mark.parametrize("positions", [[0, 2], [2, 1, 3], [1, 1, 2], [-1, 0, 1], [0, 1, 9]])
+def test_a_selection_is_sorted_unique_and_inside_the_prompt(positions: list[int]) -> None:
+    with pytest.raises(ValueError, match="positions"):
+        Selection([5, 6, 7], positions, num_prompt_tokens=9)

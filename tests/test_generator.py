@@ -1,0 +1,327 @@
+from __future__ import annotations
+
+import threading
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_model, random_prompt
+from transformers import PreTrainedModel
+
+from spec_stack import DecodeConfig, GenerationResult, PrefillConfig, SpecStackConfig, SpecStackGenerator
+from spec_stack.controller.policies import FixedPolicy
+from spec_stack.demo import hide_fact
+
+CODE = "def read_lines(path):\n    with open(path) as file:\n"
+
+
+def joined(embedded: SpecStackGenerator, **options: Any) -> tuple[list[int], str, str | None]:
+    outputs = list(embedded.stream(**options))
+    assert all(output.finish_reason is None and output.metrics is None for output in outputs[:-1])
+    tokens = [token for output in outputs for token in output.token_ids]
+    return tokens, "".join(output.text for output in outputs), outputs[-1].finish_reason
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"prompt": CODE, "max_tokens": 40},
+        {"prompt": CODE, "max_tokens": 40, "specprefill": True, "keep_rate": 0.5},
+        {"prompt": CODE, "max_tokens": 40, "temperature": 0.8, "seed": 7, "top_k": 50, "top_p": 0.9},
+        {"prompt": CODE, "max_tokens": 40, "stop": ["return", "\n\n"]},
+        {"messages": [{"role": "user", "content": "Give three tips."}], "max_tokens": 1},
+    ],
+)
+def test_a_joined_stream_equals_generate(embedded: SpecStackGenerator, options: dict[str, Any]) -> None:
+    result = embedded.generate(return_records=True, **options)
+    assert joined(embedded, **options) == (result.token_ids, result.text, result.finish_reason)
+    assert (
+        sum(record.num_tokens for record in result.records or []) == len(result.token_ids) == result.metrics.num_tokens
+    )
+
+
+def test_the_first_output_comes_before_the_rest_is_made(embedded: SpecStackGenerator) -> None:
+    stream = embedded.stream(CODE, max_tokens=200, ignore_eos=True)
+    first = next(stream)
+    assert first.token_ids
+    assert first.finish_reason is None
+    stream.close()
+
+
+def test_a_stop_string_inside_an_accepted_run_cuts_like_plain_decoding(embedded: SpecStackGenerator) -> None:
+    whole = embedded.generate(CODE, max_tokens=60, gamma=0, ignore_eos=True)
+    stop = whole.text[20:26]
+    results = [embedded.generate(CODE, max_tokens=60, gamma=gamma, stop=stop, ignore_eos=True) for gamma in (0, 4, 8)]
+    for result in results:
+        assert result.finish_reason == "stop"
+        assert result.text == whole.text[: whole.text.find(stop)]
+        assert result.token_ids == results[0].token_ids
+    assert whole.token_ids[: len(results[0].token_ids)] == results[0].token_ids
+
+
+def test_an_end_token_inside_an_accepted_run_cuts_like_plain_decoding(target: PreTrainedModel) -> None:
+    twin = make_model(seed=1)
+    plain = SpecStackGenerator(target, twin).generate(input_ids=random_prompt(20), max_tokens=30, gamma=0)
+    end = plain.token_ids[9]
+    target.generation_config.eos_token_id = end
+    generator = SpecStackGenerator(target, twin)
+    expected = plain.token_ids[: plain.token_ids.index(end) + 1]
+    for gamma in (0, 4, 8):
+        result = generator.generate(input_ids=random_prompt(20), max_tokens=30, gamma=gamma)
+        assert (result.token_ids, result.finish_reason) == (expected, "eos")
+        past = generator.generate(input_ids=random_prompt(20), max_tokens=30, gamma=gamma, ignore_eos=True)
+        assert past.token_ids == plain.token_ids
+
+
+def test_the_look_ahead_ends_at_an_end_token(target: PreTrainedModel, draft: PreTrainedModel) -> None:
+    config = SpecStackConfig(PrefillConfig(chunk_size=8))
+    prompt = random_prompt(100)
+    first = next(SpecStackGenerator(target, draft, config=config).stream(input_ids=prompt, specprefill=True)).record
+    assert first.gamma == 8
+    probe = SpecStackGenerator(draft, draft).generate(input_ids=prompt, max_tokens=8, gamma=0)
+    end = probe.token_ids[3]
+    target.generation_config.eos_token_id = end
+    record = next(SpecStackGenerator(target, draft, config=config).stream(input_ids=prompt, specprefill=True)).record
+    assert record.gamma == probe.token_ids.index(end) + 1
+
+
+def test_a_seed_makes_sampling_reproducible_and_is_reported(embedded: SpecStackGenerator) -> None:
+    first = embedded.generate(CODE, max_tokens=30, temperature=1.0)
+    again = embedded.generate(CODE, max_tokens=30, temperature=1.0, seed=first.metrics.seed)
+    other = embedded.generate(CODE, max_tokens=30, temperature=1.0, seed=1)
+    assert first.token_ids == again.token_ids
+    assert first.token_ids != other.token_ids
+    assert embedded.generate(CODE, max_tokens=1).metrics.seed is None
+
+
+def test_top_k_one_is_greedy(embedded: SpecStackGenerator) -> None:
+    greedy = embedded.generate(CODE, max_tokens=30, ignore_eos=True)
+    sampled = embedded.generate(CODE, max_tokens=30, temperature=1.5, top_k=1, seed=3, ignore_eos=True)
+    assert sampled.token_ids == greedy.token_ids
+
+
+@pytest.mark.parametrize(
+    ("length", "options", "on", "reason"),
+    [
+        (99, {}, False, "shorter than min_prompt_tokens=100"),
+        (100, {}, True, "min_prompt_tokens=100 or more"),
+        (99, {"specprefill": True}, True, "asked for it"),
+        (100, {"specprefill": False}, False, "asked for dense"),
+        (100, {"keep_rate": 1.0}, False, "keep_rate is 1.0"),
+    ],
+)
+def test_the_metrics_say_whether_the_prompt_was_pruned_and_why(
+    length: int, options: dict[str, Any], on: bool, reason: str, target: PreTrainedModel, draft: PreTrainedModel
+) -> None:
+    config = SpecStackConfig(PrefillConfig(min_prompt_tokens=100, chunk_size=8))
+    metrics = (
+        SpecStackGenerator(target, draft, config=config)
+        .generate(input_ids=random_prompt(length), max_tokens=3, **options)
+        .metrics
+    )
+    assert metrics.specprefill is on
+    assert reason in metrics.specprefill_reason
+    assert metrics.num_scored_tokens == (length if on else 0)
+    assert (metrics.num_kept_tokens < length) is on
+    assert metrics.as_dict()["keep_rate"] == metrics.num_kept_tokens / length
+
+
+def poison(model: PreTrainedModel, is_poisoned: Any) -> Any:
+    """Make the model raise in the forwards that is_poisoned picks, by a hook of torch's own."""
+
+    def hook(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        if is_poisoned(kwargs["input_ids"].shape[1]):
+            raise RuntimeError("out of memory")
+
+    return model.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def test_an_error_while_scoring_falls_back_to_dense_with_one_warning(
+    target: PreTrainedModel, draft: PreTrainedModel
+) -> None:
+    config = SpecStackConfig(PrefillConfig(chunk_size=8))
+    generator = SpecStackGenerator(target, draft, config=config)
+    prompt = random_prompt(100)
+    dense = generator.generate(input_ids=prompt, max_tokens=10, specprefill=False)
+    calls = iter(range(100))
+    handle = poison(draft, lambda size: next(calls) == 3)
+    with pytest.warns(UserWarning, match="out of memory"):
+        result = generator.generate(input_ids=prompt, max_tokens=10, specprefill=True)
+    assert result.token_ids == dense.token_ids
+    assert not result.metrics.specprefill
+    assert "scoring failed, prefilled densely: RuntimeError: out of memory" in result.metrics.specprefill_reason
+    handle.remove()
+    handle = poison(draft, lambda size: size == 99)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = generator.generate(input_ids=prompt, max_tokens=10, specprefill=True)
+    assert again.token_ids == dense.token_ids
+    handle.remove()
+    assert generator.generate(input_ids=prompt, max_tokens=10, specprefill=True).metrics.specprefill
+
+
+def test_an_error_after_the_first_token_is_raised_and_leaves_the_generator_usable(
+    target: PreTrainedModel, draft: PreTrainedModel
+) -> None:
+    generator = SpecStackGenerator(target, draft)
+    prompt = random_prompt(40)
+    expected = generator.generate(input_ids=prompt, max_tokens=20)
+    for error in (RuntimeError, KeyboardInterrupt):
+        calls = iter(range(1000))
+
+        def fail(size: int, calls: Any = calls, error: Any = error) -> bool:
+            if next(calls) == 6:
+                raise error("stopped")
+            return False
+
+        handle = poison(target, fail)
+        outputs = []
+        with pytest.raises(error, match="stopped"):
+            outputs.extend(generator.stream(input_ids=prompt, max_tokens=20, gamma=1))
+        handle.remove()
+        assert generator.generate(input_ids=prompt, max_tokens=20).token_ids == expected.token_ids
+
+
+def test_an_interrupt_while_scoring_is_not_swallowed(target: PreTrainedModel, draft: PreTrainedModel) -> None:
+    generator = SpecStackGenerator(target, draft)
+
+    def interrupt(size: int) -> bool:
+        raise KeyboardInterrupt
+
+    handle = poison(draft, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        generator.generate(input_ids=random_prompt(100), specprefill=True, max_tokens=4)
+    handle.remove()
+    assert generator.generate(input_ids=random_prompt(100), specprefill=True, max_tokens=4).metrics.specprefill
+
+
+def test_streams_stopped_early_or_run_side_by_side_do_not_disturb_each_other(
+    target: PreTrainedModel, draft: PreTrainedModel
+) -> None:
+    config = SpecStackConfig(PrefillConfig(chunk_size=8, min_prompt_tokens=64))
+    generator = SpecStackGenerator(target, draft, config=config)
+    prompts = [random_prompt(length, seed=length) for length in (30, 80)]
+    alone = [generator.generate(input_ids=prompt, max_tokens=25).token_ids for prompt in prompts]
+    abandoned = generator.stream(input_ids=prompts[1], max_tokens=25)
+    next(abandoned)
+    streams = [generator.stream(input_ids=prompt, max_tokens=25) for prompt in prompts]
+    together: list[list[int]] = [[], []]
+    live = [0, 1]
+    while live:
+        for index in list(live):
+            output = next(streams[index], None)
+            if output is None:
+                live.remove(index)
+            else:
+                together[index] += output.token_ids
+    assert together == alone
+
+
+def test_threads_may_generate_at_once(target: PreTrainedModel, draft: PreTrainedModel) -> None:
+    config = SpecStackConfig(PrefillConfig(chunk_size=8, min_prompt_tokens=64))
+    generator = SpecStackGenerator(target, draft, config=config)
+    prompts = [random_prompt(length, seed=length) for length in (30, 70, 90, 120)]
+    alone = [generator.generate(input_ids=prompt, max_tokens=25).token_ids for prompt in prompts]
+    results: dict[int, GenerationResult] = {}
+
+    def work(index: int) -> None:
+        for _ in range(3):
+            results[index] = generator.generate(input_ids=prompts[index], max_tokens=25)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [results[index].token_ids for index in range(4)] == alone
+
+
+def test_the_system_message_and_the_templates_own_tokens_stay_dense(embedded: SpecStackGenerator) -> None:
+    fact = hide_fact(embedded.tokenizer, 2500, seed=0)
+    system = "You answer from the document only. " * 8
+    messages = [
+        {"role": "system", "content": system},
+        {"role": "user", "content": fact.document},
+        {"role": "assistant", "content": "I have read it."},
+        {"role": "user", "content": fact.question},
+    ]
+    tokenizer = embedded.tokenizer
+    rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    prompt = tokenizer(rendered, add_special_tokens=False).input_ids
+    seen: list[int] = []
+    handle = embedded.target.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.extend(kwargs["position_ids"][0].tolist()), with_kwargs=True
+    )
+    metrics = embedded.generate(messages=messages, max_tokens=1, specprefill=True, keep_rate=0.05).metrics
+    handle.remove()
+    assert metrics.specprefill
+    special = [at for at, token in enumerate(prompt) if token in tokenizer.all_special_ids]
+    assert len(special) == 10
+    assert set(special) <= set(seen)
+    num_system = len(tokenizer(system, add_special_tokens=False).input_ids)
+    assert set(range(2, num_system)) <= set(seen)
+    assert metrics.keep_rate < 0.3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "exactly one"),
+        ({"prompt": "a", "input_ids": [1]}, "exactly one"),
+        ({"prompt": ""}, "empty"),
+        ({"input_ids": []}, "empty"),
+        ({"messages": []}, "messages is empty"),
+        ({"messages": [{"role": "user"}]}, "'content'"),
+        ({"input_ids": [5000]}, "vocabulary"),
+        ({"input_ids": [-1]}, "vocabulary"),
+        ({"input_ids": [[1, 2], [3, 4]]}, "one sequence"),
+        ({"input_ids": torch.tensor([0.5])}, "one sequence"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
+        ({"prompt": "a", "max_tokens": 16384}, "positions"),
+        ({"prompt": "a", "keep_rate": 0}, "keep_rate"),
+        ({"prompt": "a", "keep_rate": 1.5}, "keep_rate"),
+        ({"prompt": "a", "temperature": -1}, "temperature"),
+        ({"prompt": "a", "gamma": 17}, "gamma"),
+        ({"prompt": "a", "gamma": -1}, "gamma"),
+        ({"prompt": "a", "policy": "clever"}, "unknown policy"),
+        ({"prompt": "a", "policy": object()}, "choose, keep_drafting and observe"),
+        ({"prompt": "a", "policy": FixedPolicy(1), "gamma": 2}, "not both"),
+        ({"prompt": "a", "stop": [""]}, "stop"),
+    ],
+)
+def test_a_mistake_is_refused_at_the_call_with_what_to_change(
+    embedded: SpecStackGenerator, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        embedded.stream(**options)
+
+
+def test_without_a_tokenizer_text_is_refused(target: PreTrainedModel, draft: PreTrainedModel) -> None:
+    generator = SpecStackGenerator(target, draft)
+    with pytest.raises(ValueError, match="input_ids"):
+        generator.stream("hello")
+    with pytest.raises(ValueError, match="stop strings"):
+        generator.stream(input_ids=[3], stop="x")
+    assert generator.generate(input_ids=torch.tensor([[3, 4]]), max_tokens=2).text == ""
+
+
+def test_the_policy_of_the_constructor_is_the_default(target: PreTrainedModel, draft: PreTrainedModel) -> None:
+    by_config = SpecStackGenerator(target, draft, config=SpecStackConfig(decode=DecodeConfig(gamma=2)))
+    assert set(by_config.generate(input_ids=[5, 6], max_tokens=12).metrics.gamma_trace[:3]) == {0, 2}
+    by_object = SpecStackGenerator(target, draft, policy=FixedPolicy(3))
+    assert set(by_object.generate(input_ids=[5, 6], max_tokens=12).metrics.gamma_trace[:3]) == {0, 3}
+    with pytest.raises(ValueError, match="unknown policy"):
+        SpecStackGenerator(target, draft, policy="clever")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_cuda_the_tokens_are_those_of_the_cpu(embedded: SpecStackGenerator) -> None:
+    on_cuda = SpecStackGenerator.from_pretrained(device="cuda", precision="fp32")
+    options: dict[str, Any] = {"max_tokens": 60, "ignore_eos": True}
+    for extra in ({}, {"specprefill": True, "keep_rate": 0.5}):
+        assert (
+            on_cuda.generate(CODE * 40, **options, **extra).token_ids
+            == embedded.generate(CODE * 40, **options, **extra).token_ids
+        )

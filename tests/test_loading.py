@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import FAMILIES, make_model
+from transformers import BloomConfig, GPTNeoXConfig, Mamba2Config, MistralConfig, Qwen2Config
+
+from spec_stack import SpecStackGenerator
+from spec_stack.backends.doctor import diagnose
+from spec_stack.backends.loading import ASSETS, check_architecture, check_pair, load_pair, resolve_pair
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> tuple[Path, Path]:
+    target, draft = tmp_path / "target", tmp_path / "draft"
+    shutil.copytree(ASSETS / "draft", target)
+    shutil.copytree(ASSETS / "draft", draft)
+    return target, draft
+
+
+def edit_config(folder: Path, **changes: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_a_pair_loads_from_local_folders(folders: tuple[Path, Path]) -> None:
+    generator = SpecStackGenerator.from_pretrained(*folders, device="cpu")
+    result = generator.generate("def main():", max_tokens=12)
+    assert result.metrics.precision == "fp32"
+    assert result.metrics.acceptance_rate == 1.0
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_precision_sets_the_dtype_of_both_models(precision: str, dtype: torch.dtype) -> None:
+    pair = load_pair(precision=precision, device="cpu")
+    assert (pair.target.dtype, pair.draft.dtype, pair.precision) == (dtype, dtype, precision)
+    assert SpecStackGenerator.from_pretrained(precision=precision, device="cpu").generate("x", max_tokens=5).token_ids
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"target": "no/such/folder", "draft": "no/such/folder"}, "neither a folder nor a hub id"),
+        ({"target": "./missing", "draft": "./missing"}, "neither a folder nor a hub id"),
+        ({"target": "owner/not-cached", "draft": "owner/not-cached"}, "cannot read the model configuration"),
+        ({"target": str(ASSETS / "target")}, "no draft given"),
+        ({"draft": str(ASSETS / "draft")}, "no target given"),
+        ({"target": str(ASSETS), "draft": str(ASSETS)}, "no config.json"),
+        ({"precision": "int3"}, "unknown precision 'int3'"),
+        ({"policy": "clever"}, "unknown policy"),
+        ({"device": "abacus"}, "unknown device"),
+    ],
+)
+def test_a_bad_argument_is_a_value_error_that_says_so(options: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SpecStackGenerator.from_pretrained(**options)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for CUDA where there is none")
+def test_cuda_without_a_card_is_refused() -> None:
+    with pytest.raises(ValueError, match="no CUDA device"):
+        load_pair(device="cuda")
+
+
+def test_different_vocabularies_are_refused_before_the_weights_are_read(folders: tuple[Path, Path]) -> None:
+    edit_config(folders[1], vocab_size=4097)
+    (folders[0] / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="different vocabularies"):
+        load_pair(*folders)
+
+
+def test_different_tokenizers_are_refused(folders: tuple[Path, Path]) -> None:
+    path = folders[1] / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    vocab = tokenizer["model"]["vocab"]
+    first, second = list(vocab)[300:302]
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    path.write_text(json.dumps(tokenizer))
+    with pytest.raises(ValueError, match="different tokenizers"):
+        load_pair(*folders)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (BloomConfig(), "ALiBi"),
+        (Mamba2Config(), "no attention layers"),
+        (GPTNeoXConfig(), "only rotary full-attention decoders"),
+        (MistralConfig(sliding_window=64), "sliding-window"),
+        (Qwen2Config(use_sliding_window=True, sliding_window=64, max_window_layers=2), "sliding-window"),
+    ],
+)
+def test_an_architecture_that_would_be_wrong_is_refused_with_the_reason(config: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_architecture("draft", config)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_supported_families_pass(family: str) -> None:
+    check_pair(FAMILIES[family], FAMILIES[family])
+    generator = SpecStackGenerator(make_model(family), make_model(family, seed=3))
+    assert len(generator.generate(input_ids=[3, 4, 5], max_tokens=5).token_ids) == 5
+
+
+def test_the_embedded_pair_is_the_default_and_hub_ids_pass_through() -> None:
+    assert resolve_pair(None, None) == (str(ASSETS / "target"), str(ASSETS / "draft"))
+    assert resolve_pair("org/big", "org/small-1.5B") == ("org/big", "org/small-1.5B")
+
+
+def test_the_doctor_reports_a_healthy_and_a_broken_pair(folders: tuple[Path, Path]) -> None:
+    healthy = diagnose(None, None, "auto", "cpu")
+    assert healthy["problem"] is None
+    assert healthy["precision"] == "fp32"
+    assert healthy["target"]["layers"] > healthy["draft"]["layers"]
+    assert healthy["packages"]["torch"]
+    edit_config(folders[1], vocab_size=4097)
+    broken = diagnose(str(folders[0]), str(folders[1]), "auto", "cpu")
+    assert "different vocabularies" in broken["problem"]
+    assert "unknown precision" in diagnose(None, None, "int3", "cpu")["problem"]

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spec_stack import SpecStackGenerator
+from spec_stack.decode.stopping import Stopper, TextStream
+
+ALPHABET = "abcde"
+
+
+def letters(token_ids: list[int]) -> str:
+    return "".join(ALPHABET[token_id] for token_id in token_ids)
+
+
+def run(stopper: Stopper, steps: list[list[int]]) -> tuple[list[int], str, str | None]:
+    tokens, text, reason = [], "", None
+    for step in steps:
+        kept, piece, reason = stopper.cut(step)
+        tokens, text = tokens + kept, text + piece
+        if reason is not None:
+            break
+    return tokens, text, reason
+
+
+steps_of_tokens = st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=5), min_size=1, max_size=8)
+
+
+@given(steps_of_tokens, st.lists(st.text(ALPHABET, min_size=1, max_size=4), max_size=3))
+def test_stop_strings_cut_alike_however_the_tokens_are_stepped(steps: list[list[int]], stop: list[str]) -> None:
+    flat = [token for step in steps for token in step]
+    whole = letters(flat)
+    stepped = run(Stopper(len(flat), (), stop, letters), steps)
+    single = run(Stopper(len(flat), (), stop, letters), [[token] for token in flat])
+    assert stepped == single
+    cut = min((whole.find(text) for text in stop if text in whole), default=None)
+    tokens, text, reason = stepped
+    if cut is None:
+        assert (tokens, text, reason) == (flat, whole, "length")
+    else:
+        assert reason == "stop"
+        ends = min(whole.find(text) + len(text) for text in stop if text in whole)
+        assert len(tokens) == ends
+        first = min(whole[:ends].find(text) for text in stop if text in whole[:ends])
+        assert text == whole[:first]
+
+
+@given(steps_of_tokens, st.integers(1, 12), st.sets(st.integers(0, 4), max_size=2))
+def test_max_tokens_and_end_tokens_cut_inside_a_step(steps: list[list[int]], limit: int, end_ids: set[int]) -> None:
+    flat = [token for step in steps for token in step]
+    end = next((index + 1 for index, token in enumerate(flat) if token in end_ids), len(flat) + 1)
+    tokens, text, reason = run(Stopper(limit, end_ids, (), letters), steps)
+    expected = flat[: min(end, limit)]
+    assert tokens == expected
+    assert text == letters(expected)
+    if end <= limit and end <= len(flat):
+        assert reason == "eos"
+    elif limit <= len(flat):
+        assert reason == "length"
+    else:
+        assert reason is None
+
+
+def test_text_that_could_become_a_stop_string_is_held_back() -> None:
+    stopper = Stopper(9, (), ["cde"], letters)
+    assert [stopper.cut([token])[1] for token in (0, 2, 3)] == ["a", "", ""]
+    assert stopper.cut([1])[1] == "cdb"
+
+
+def test_stop_strings_without_a_tokenizer_are_refused() -> None:
+    with pytest.raises(ValueError, match="tokenizer"):
+        Stopper(5, (), ["x"])
+
+
+@given(text=st.text(max_size=40), sizes=st.lists(st.integers(1, 5), min_size=60, max_size=60))
+def test_streamed_text_concatenates_to_the_text_of_the_whole(
+    embedded: SpecStackGenerator, text: str, sizes: list[int]
+) -> None:
+    tokenizer = embedded.tokenizer
+    token_ids = tokenizer(text, add_special_tokens=False).input_ids
+    stream, joined, at = TextStream(lambda ids: tokenizer.decode(ids, skip_special_tokens=True)), "", 0
+    for size in sizes:
+        joined += stream.push(token_ids[at : at + size])
+        assert "\ufffd" not in joined or "\ufffd" in text
+        at += size
+        if at >= len(token_ids):
+            break
+    joined += stream.push(token_ids[at:]) + stream.flush()
+    assert joined == tokenizer.decode(token_ids, skip_special_tokens=True)

@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+
+import numpy as np
+import pytest
+import reference
+import torch
+from conftest import make_model, random_prompt
+from scipy.stats import chisquare
+from transformers import PreTrainedModel
+
+from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
+from spec_stack.backends.cached_model import CachedModel
+from spec_stack.backends.sampling import make_warp
+from spec_stack.decode.draft import propose
+from spec_stack.decode.sampler import Sampler
+from spec_stack.decode.verify import verify
+from spec_stack.prefill.sparse import score_prompt
+from spec_stack.types import Proposal
+
+
+def one_hot_logits(*choices: int) -> torch.Tensor:
+    return torch.nn.functional.one_hot(torch.tensor(choices), 10).float()
+
+
+@pytest.mark.parametrize(
+    ("drafted", "num_accepted", "next_token"),
+    [([4, 5, 6], 3, 7), ([4, 5, 9], 2, 6), ([9, 5, 6], 0, 4), ([4, 9, 6], 1, 5)],
+)
+def test_greedy_accepts_the_prefix_that_matches(drafted: list[int], num_accepted: int, next_token: int) -> None:
+    verification = verify(one_hot_logits(4, 5, 6, 7), Proposal(drafted), Sampler())
+    assert (verification.num_accepted, verification.next_token) == (num_accepted, next_token)
+
+
+def test_an_empty_proposal_yields_the_targets_token() -> None:
+    assert verify(one_hot_logits(4), Proposal(), Sampler()).next_token == 4
+
+
+def observed_law(target: np.ndarray, draft: np.ndarray, num_draws: int) -> Counter[tuple[int, ...]]:
+    sampler = Sampler(make_warp(1.0, 0, 1.0), torch.Generator().manual_seed(5))
+    target_logits, draft_probs = torch.tensor(target).log().float(), torch.tensor(draft).float()
+    counts: Counter[tuple[int, ...]] = Counter()
+    for _ in range(num_draws):
+        drafted = [sampler.pick(row) for row in draft_probs]
+        verification = verify(target_logits, Proposal(drafted, draft_probs), sampler)
+        counts[(*drafted[: verification.num_accepted], verification.next_token)] += 1
+    return counts
+
+
+def random_rows(num: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).dirichlet(np.full(3, 0.7), size=num)
+
+
+@pytest.mark.parametrize("gamma", [0, 1, 2])
+def test_rejection_sampling_has_the_enumerated_law(gamma: int) -> None:
+    target, draft = random_rows(gamma + 1, 1), random_rows(max(gamma, 1), 2)[:gamma]
+    law = reference.speculative_law(target, draft)
+    counts = observed_law(target, draft, 6000)
+    assert set(counts) <= set(law)
+    expected = np.array(list(law.values())) * 6000
+    observed = np.array([counts[outcome] for outcome in law])
+    common = expected >= 5
+    rest = (observed[~common].sum(), expected[~common].sum())
+    observed, expected = np.append(observed[common], rest[0]), np.append(expected[common], rest[1])
+    if expected[-1] == 0:
+        observed, expected = observed[:-1], expected[:-1]
+    assert chisquare(observed, expected * observed.sum() / expected.sum()).pvalue > 1e-3
+
+
+def test_the_enumerated_law_is_the_targets_own_at_the_first_token() -> None:
+    target, draft = random_rows(3, 3), random_rows(2, 4)
+    first = np.zeros(3)
+    for outcome, weight in reference.speculative_law(target, draft).items():
+        first[outcome[0]] += weight
+    np.testing.assert_allclose(first, target[0], atol=1e-12)
+
+
+def test_a_target_equal_to_the_draft_accepts_everything() -> None:
+    rows = random_rows(3, 6)
+    sampler = Sampler(make_warp(1.0, 0, 1.0), torch.Generator().manual_seed(0))
+    for _ in range(200):
+        proposal = Proposal([sampler.pick(torch.tensor(row)) for row in rows[:2]], torch.tensor(rows[:2]).float())
+        assert verify(torch.tensor(rows).log().float(), proposal, sampler).num_accepted == 2
+
+
+def test_chosen_tokens_are_judged_exactly_too() -> None:
+    target = random_rows(3, 8)
+    sampler = Sampler(make_warp(1.0, 0, 1.0), torch.Generator().manual_seed(9))
+    firsts = Counter()
+    for _ in range(6000):
+        verification = verify(torch.tensor(target).log().float(), Proposal([1, 0]), sampler)
+        firsts[1 if verification.num_accepted else verification.next_token] += 1
+    assert chisquare([firsts[token] for token in range(3)], target[0] * 6000).pvalue > 1e-3
+
+
+def pair_law(model: PreTrainedModel, kept: list[int], positions: list[int], start: int) -> np.ndarray:
+    """Exact law (vocab, vocab) of the second and third token sampled after a (pruned) prompt."""
+    vocab = model.config.vocab_size
+
+    def probs(new: list[int]) -> np.ndarray:
+        places = [*positions, *range(start, start + len(new))]
+        return reference.logits(model, kept + new, places)[-1].double().softmax(-1).numpy()
+
+    law = np.zeros((vocab, vocab))
+    for first, p_first in enumerate(probs([])):
+        for second, p_second in enumerate(probs([first])):
+            law[second] += p_first * p_second * probs([first, second])
+    return law
+
+
+@pytest.mark.parametrize("specprefill", [False, True])
+def test_sampled_text_of_the_real_loop_has_the_targets_distribution(specprefill: bool) -> None:
+    """Three tokens, so that the plain first step, drafted tokens, corrections and bonus tokens all take part; with
+    pruning also the look-ahead as the first proposal, judged over the pruned cache."""
+    models = [make_model(seed=seed, vocab=5) for seed in (1, 2)]
+    for model in models:
+        model.lm_head.weight.data.mul_(0.25)
+    config = SpecStackConfig(PrefillConfig(keep_rate=0.4, look_ahead=3, chunk_size=4, keep_last=1))
+    generator = SpecStackGenerator(*models, config=config)
+    prompt = random_prompt(40, vocab=5)
+    options = {"gamma": 2, "specprefill": specprefill, "max_tokens": 3, "temperature": 1.0}
+    positions = list(range(40))
+    if specprefill:
+        draft = CachedModel(models[1], 4096)
+        look_ahead = partial(propose, draft, sampler=Sampler(), end_ids=())
+        selection, _ = score_prompt(draft, prompt, look_ahead, config.prefill)
+        positions = list(selection.positions)
+        assert len(positions) == 16
+    law = pair_law(models[0], [prompt[position] for position in positions], positions, 40)
+
+    num_draws, counts = 2000, np.zeros((5, 5))
+    for seed in range(num_draws):
+        result = generator.generate(input_ids=prompt, seed=seed, **options)
+        counts[result.token_ids[1], result.token_ids[2]] += 1
+    common = law * num_draws >= 5
+    observed = np.append(counts[common], counts[~common].sum())
+    expected = np.append(law[common], law[~common].sum()) * num_draws
+    assert chisquare(observed[expected > 0], expected[expected > 0]).pvalue > 1e-3
