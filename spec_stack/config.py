@@ -37,7 +37,7 @@ class PrefillConfig:
     keep_last: int = 2
     min_prompt_tokens: int = 2048
     prefill_chunk: int = 8192
-    draft_context: DraftContext = "full"
+    draft_context: DraftContext = "kept"
 
     def __post_init__(self) -> None:
         _require(0 < self.keep_rate <= 1, f"keep_rate must be in (0, 1], got {self.keep_rate}; 1.0 is dense prefill")
