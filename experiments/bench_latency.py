@@ -25,11 +25,12 @@ from typing import Any
 
 import torch
 from environment import describe
+from prompt_files import read_prompts
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from spec_stack import PrefillConfig, Selection, SpecStackGenerator
 from spec_stack.backends.cached_model import CachedModel
-from spec_stack.backends.chat import encode_messages, encode_text
+from spec_stack.backends.chat import encode_messages
 from spec_stack.demo import hide_fact
 
 
@@ -105,19 +106,6 @@ def bench_prefill(generator: SpecStackGenerator, num_tokens: int, keep_rate: flo
     return report
 
 
-def load_prompts(path: Path, tokenizer: Any) -> list[tuple[str, list[int]]]:
-    prompts = []
-    for line in path.read_text(encoding="utf-8").split("\n"):
-        if line:
-            row = json.loads(line)
-            if "chat" in row:
-                ids = encode_messages(tokenizer, [{"role": "user", "content": row["chat"]}])[0]
-            else:
-                ids = encode_text(tokenizer, row["text"])
-            prompts.append((row["task"], ids))
-    return prompts
-
-
 def bench_decode(
     generator: SpecStackGenerator, prompts_file: Path, num_tokens: int, gammas: Sequence[int], repeats: int
 ) -> dict[str, Any]:
@@ -162,8 +150,8 @@ def bench_decode(
 
     per_variant: dict[str, list[list[float]]] = {}
     differing: dict[str, int] = {}
-    prompts = load_prompts(prompts_file, generator.tokenizer)
-    for _, ids in prompts:
+    prompts = [prompt.encode(generator.tokenizer) for prompt in read_prompts(prompts_file)]
+    for ids in prompts:
         plain_name = "transformers, plain"
         variants: dict[str, Callable[[], Any]] = {plain_name: partial(hugging_face, plain_name, ids, None)}
         for setting, assistant in assistants.items():

@@ -1,0 +1,63 @@
+"""Prompts from the files users have: HumanEval, GSM8K, MT-bench and Spec-Bench as published, and our own JSON lines.
+
+A row becomes a Prompt by the fields it has: "chat" or "text" (ours), "prompt" with "task_id" (HumanEval), "question"
+with "answer" (GSM8K), "turns" with "category" (MT-bench, Spec-Bench).
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spec_stack.backends.chat import encode_messages, encode_text
+
+_TASKS = {"summarization": "summary", "coding": "code", "math_reasoning": "math"}
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """task: code, math, chat or summary, or the file's own category. is_chat: goes through the chat template."""
+
+    task: str
+    text: str
+    is_chat: bool
+
+    def encode(self, tokenizer: Any) -> list[int]:
+        if self.is_chat:
+            return encode_messages(tokenizer, [{"role": "user", "content": self.text}])[0]
+        return encode_text(tokenizer, self.text)
+
+
+def _parse(row: Mapping[str, Any]) -> Prompt:
+    if "chat" in row or "text" in row:
+        return Prompt(row["task"], row.get("chat", row.get("text")), "chat" in row)
+    if "prompt" in row and "task_id" in row:
+        return Prompt("code", row["prompt"], False)
+    if "question" in row and "answer" in row:
+        return Prompt("math", row["question"], True)
+    if "turns" in row:
+        return Prompt(_TASKS.get(row["category"], row["category"]), row["turns"][0], True)
+    raise ValueError(f"a prompt row with the fields {sorted(row)} is of no known kind")
+
+
+def _lines(path: Path) -> Iterator[str]:
+    data = path.read_bytes()
+    text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8")
+    # Not splitlines: separators such as U+2028 can stand inside a JSON string.
+    return (line for line in text.split("\n") if line.strip())
+
+
+def read_prompts(path: Path, tasks: Sequence[str] = ()) -> list[Prompt]:
+    """All prompts of a file, those of the named tasks only where some are named. Raises ValueError naming the file."""
+    try:
+        prompts = [_parse(json.loads(line)) for line in _lines(path)]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"cannot read prompts from {path}: {error}") from error
+    chosen = [prompt for prompt in prompts if not tasks or prompt.task in tasks]
+    if not chosen:
+        raise ValueError(f"{path} holds no prompts" + (f" of the tasks {list(tasks)}" if tasks else ""))
+    return chosen
