@@ -1,0 +1,276 @@
+"""Predictors trained offline: fitted with scikit-learn, exported as plain arrays in JSON, run in numpy.
+
+Two kinds. A *step* predictor is the SpecKV paper's: a step's acceptance rate from the signals of a step and a candidate
+gamma (section 4.3). A *token* predictor maps `acceptance.FEATURES` to the probability that all tokens so far and
+the next are accepted, calibrated on prompts it was not fitted on. Files hold numbers and a card, never code.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from spec_stack.controller.acceptance import FEATURES as TOKEN_FEATURES
+from spec_stack.controller.acceptance import sigmoid
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float64]
+
+Kind = Literal["step", "token"]
+STEP_FEATURES = ("mean_entropy", "mean_confidence", "max_entropy", "min_confidence", "precision_code", "gamma")
+PRECISION_CODES = {"fp32": 0.0, "fp16": 0.0, "bf16": 0.0, "int8": 1.0, "nf4": 2.0}
+"""The paper's ordinal code; precisions it did not measure share the unquantised one's."""
+STEP_MODELS = ("ridge", "mlp-16", "mlp-32", "rf-10", "rf-100")
+TOKEN_MODELS = ("logistic", "mlp")
+FORMAT = "spec-stack-predictor/1"
+_FEATURES: Mapping[str, tuple[str, ...]] = {"step": STEP_FEATURES, "token": TOKEN_FEATURES}
+
+
+@dataclass(frozen=True)
+class Card:
+    """Where a predictor comes from.
+
+    data_sha256: of the records it was trained on. scores: on held-out prompts.
+    """
+
+    kind: Kind
+    model: str
+    features: tuple[str, ...]
+    data_sha256: str
+    num_examples: int
+    num_prompts: int
+    versions: Mapping[str, str] = field(default_factory=dict)
+    scores: Mapping[str, float] = field(default_factory=dict)
+
+
+class Network:
+    """Dense layers with ReLU between them, one output. A single layer is a linear model."""
+
+    def __init__(self, weights: Sequence[Floats], biases: Sequence[Floats]) -> None:
+        """weights[i] is (inputs, outputs). Raises ValueError where shapes do not chain, or a number is not finite."""
+        if not weights or len(weights) != len(biases):
+            raise ValueError(f"{len(weights)} weight matrices for {len(biases)} biases")
+        for index, (matrix, bias) in enumerate(zip(weights, biases, strict=True)):
+            if matrix.ndim != 2 or bias.shape != (matrix.shape[1],):
+                raise ValueError(f"layer {index}: weights {matrix.shape} do not go with biases {bias.shape}")
+            if index and matrix.shape[0] != weights[index - 1].shape[1]:
+                raise ValueError(f"layer {index} reads {matrix.shape[0]} values, layer {index - 1} gives another number")
+            if not (np.isfinite(matrix).all() and np.isfinite(bias).all()):
+                raise ValueError(f"layer {index} holds a value that is not finite")
+        if weights[-1].shape[1] != 1:
+            raise ValueError(f"the last layer gives {weights[-1].shape[1]} values, not 1")
+        self.weights = list(weights)
+        self.biases = list(biases)
+        # One dot product is quicker in plain Python than as an array.
+        self._linear = (weights[0][:, 0].tolist(), float(biases[0][0])) if len(weights) == 1 else None
+
+    @property
+    def num_inputs(self) -> int:
+        return int(self.weights[0].shape[0])
+
+    def output(self, features: Sequence[float]) -> float:
+        """The raw output for one example."""
+        if self._linear is not None:
+            total = self._linear[1]
+            for weight, value in zip(self._linear[0], features, strict=True):
+                total += weight * value
+            return total
+        values = np.array(features)
+        for matrix, bias in zip(self.weights[:-1], self.biases[:-1], strict=True):
+            values = np.maximum(values @ matrix + bias, 0.0)
+        return float((values @ self.weights[-1])[0] + self.biases[-1][0])
+
+    def rescaled(self, scale: float, shift: float) -> Network:
+        """The network with scale * output + shift for its output."""
+        weights = [*self.weights[:-1], self.weights[-1] * scale]
+        return Network(weights, [*self.biases[:-1], self.biases[-1] * scale + shift])
+
+
+class TokenPredictor:
+    """A trained acceptance model: an `acceptance.AcceptanceModel` that does not learn. 1 to 6 µs per call."""
+
+    def __init__(self, network: Network, card: Card) -> None:
+        self.network = network
+        self.card = card
+
+    def predict(self, features: Sequence[float]) -> float:
+        return sigmoid(self.network.output(features))
+
+    def learn(self, features: Sequence[float], accepted: bool) -> None:
+        """Nothing: the weights are frozen. `acceptance.Recalibrated` adapts them."""
+
+
+class StepPredictor:
+    """The paper's predictor: an acceptance rate in [0, 1] from STEP_FEATURES."""
+
+    def __init__(self, network: Network, card: Card) -> None:
+        self.network = network
+        self.card = card
+
+    def acceptance_rate(self, features: Sequence[float]) -> float:
+        return min(max(self.network.output(features), 0.0), 1.0)
+
+
+def make_estimator(name: str, seed: int = 42) -> Any:
+    """An unfitted scikit-learn estimator: STEP_MODELS as in the paper's notebooks, TOKEN_MODELS as ours.
+
+    Raises ValueError for an unknown name.
+    """
+    from sklearn.ensemble import RandomForestRegressor
+    from sklearn.linear_model import LogisticRegression, Ridge
+    from sklearn.neural_network import MLPClassifier, MLPRegressor
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    match name:
+        case "ridge":
+            return Ridge(alpha=1.0)
+        case "mlp-16" | "mlp-32":
+            return MLPRegressor(hidden_layer_sizes=(int(name[4:]),), max_iter=500, random_state=seed)
+        case "rf-10":
+            return RandomForestRegressor(10, max_depth=8, random_state=seed)
+        case "rf-100":
+            return RandomForestRegressor(100, random_state=seed)
+        case "logistic":
+            return make_pipeline(StandardScaler(), LogisticRegression(C=1.0, max_iter=1000))
+        case "mlp":
+            network = MLPClassifier((16,), alpha=1e-2, max_iter=200, early_stopping=True, random_state=seed)
+            return make_pipeline(StandardScaler(), network)
+    raise ValueError(f"unknown predictor {name!r}; known: {', '.join((*STEP_MODELS, *TOKEN_MODELS))}")
+
+
+def as_network(estimator: Any) -> Network:
+    """The arrays of a fitted ridge, logistic or MLP estimator, a scaler before it folded into the first layer.
+
+    Raises ValueError for an estimator that is not made of layers, such as a forest.
+    """
+    scaler = None
+    if hasattr(estimator, "steps"):
+        scaler, estimator = estimator.steps[0][1], estimator.steps[-1][1]
+    if hasattr(estimator, "coefs_"):
+        weights = [np.array(matrix, dtype=float) for matrix in estimator.coefs_]
+        biases = [np.array(bias, dtype=float) for bias in estimator.intercepts_]
+    elif hasattr(estimator, "coef_"):
+        weights = [np.array(estimator.coef_, dtype=float).reshape(-1, 1)]
+        biases = [np.array(estimator.intercept_, dtype=float).reshape(1)]
+    else:
+        raise ValueError(f"{type(estimator).__name__} has no layers to export; use a linear model or an MLP")
+    if scaler is not None:
+        biases[0] = biases[0] - (scaler.mean_ / scaler.scale_) @ weights[0]
+        weights[0] = weights[0] / scaler.scale_[:, None]
+    return Network(weights, biases)
+
+
+@dataclass(frozen=True)
+class FittedToken:
+    """A calibrated network and how it did on prompts it had not seen; out_of_fold holds those probabilities."""
+
+    network: Network
+    scores: Mapping[str, float]
+    out_of_fold: Floats
+
+
+def fit_token_model(name: str, inputs: Floats, accepted: Floats, groups: Sequence[str], num_folds: int = 5) -> FittedToken:
+    """Fit one of TOKEN_MODELS, calibrate it (Platt) and score it on folds grouped by prompt.
+
+    The final network is fitted on everything and carries the calibration found on the held-out folds. Scores are
+    log_loss, brier, auc and ece of held-out predictions, each fold calibrated on the other folds' alone. Raises
+    ValueError for fewer prompts than folds or a single outcome.
+    """
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.metrics import brier_score_loss, log_loss, roc_auc_score
+    from sklearn.model_selection import GroupKFold
+
+    if name not in TOKEN_MODELS:
+        raise ValueError(f"unknown token model {name!r}; known: {', '.join(TOKEN_MODELS)}")
+    labels = np.asarray(accepted, dtype=int)
+    if len(set(groups)) < num_folds:
+        raise ValueError(f"{len(set(groups))} prompts for {num_folds} folds; record more prompts or use fewer folds")
+    if len(set(labels.tolist())) < 2:
+        raise ValueError("every example has the same outcome; nothing can be learned from these records")
+    logits = np.zeros(len(labels))
+    fold_of = np.zeros(len(labels), dtype=int)
+    for fold, (train, test) in enumerate(GroupKFold(num_folds).split(inputs, labels, groups)):
+        network = as_network(make_estimator(name).fit(inputs[train], labels[train]))
+        logits[test] = [network.output(row) for row in inputs[test].tolist()]
+        fold_of[test] = fold
+
+    def platt(mask: NDArray[np.bool_]) -> tuple[float, float]:
+        fit = LogisticRegression(C=1e6).fit(logits[mask, None], labels[mask])
+        return float(fit.coef_[0, 0]), float(fit.intercept_[0])
+
+    held_out = np.zeros(len(labels))
+    for fold in range(num_folds):
+        scale, shift = platt(fold_of != fold)
+        test = fold_of == fold
+        held_out[test] = [sigmoid(scale * value + shift) for value in logits[test]]
+    scores = {
+        "log_loss": float(log_loss(labels, held_out)),
+        "brier": float(brier_score_loss(labels, held_out)),
+        "auc": float(roc_auc_score(labels, held_out)),
+        "ece": calibration_error(held_out, labels),
+    }
+    final = as_network(make_estimator(name).fit(inputs, labels)).rescaled(*platt(np.ones(len(labels), dtype=bool)))
+    return FittedToken(final, scores, held_out)
+
+
+def calibration_error(probabilities: Floats, accepted: NDArray[Any], num_bins: int = 10) -> float:
+    """Expected calibration error: |mean prediction - mean outcome| over equal-count bins, weighted by their size."""
+    order = np.argsort(probabilities, kind="stable")
+    parts = np.array_split(order, min(num_bins, len(order)))
+    gaps = [len(part) * abs(probabilities[part].mean() - accepted[part].mean()) for part in parts]
+    return float(sum(gaps) / len(order))
+
+
+def save_predictor(path: str | Path, network: Network, card: Card) -> None:
+    """Write a predictor as JSON, numbers in full precision."""
+    layers = [
+        {"weights": matrix.tolist(), "bias": bias.tolist()}
+        for matrix, bias in zip(network.weights, network.biases, strict=True)
+    ]
+    content = {"format": FORMAT, "card": asdict(card), "layers": layers}
+    Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def load_token_predictor(path: str | Path) -> TokenPredictor:
+    """Raises ValueError for a damaged or foreign file, and for one trained on other features."""
+    return TokenPredictor(*_load(Path(path), "token"))
+
+
+def load_step_predictor(path: str | Path) -> StepPredictor:
+    """Raises ValueError for a damaged or foreign file, and for one trained on other features."""
+    return StepPredictor(*_load(Path(path), "step"))
+
+
+def _load(path: Path, kind: Kind) -> tuple[Network, Card]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not a predictor file ({error})") from None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise ValueError(f"{path}: not a predictor file of format {FORMAT}; train one with experiments/train_controller")
+    try:
+        raw = content["card"]
+        card = Card(**{**raw, "features": tuple(raw["features"])})
+        weights = [np.array(layer["weights"], dtype=float) for layer in content["layers"]]
+        biases = [np.array(layer["bias"], dtype=float) for layer in content["layers"]]
+        network = Network(weights, biases)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: damaged predictor file ({error})") from None
+    if card.kind != kind:
+        raise ValueError(f"{path}: a {card.kind} predictor, but a {kind} predictor is needed here")
+    if card.features != _FEATURES[kind]:
+        raise ValueError(f"{path}: trained on features {list(card.features)}, not {list(_FEATURES[kind])}; train it again")
+    if network.num_inputs != len(card.features):
+        raise ValueError(f"{path}: {network.num_inputs} inputs for {len(card.features)} features")
+    if not all(math.isfinite(score) for score in card.scores.values()):
+        raise ValueError(f"{path}: a score in the card is not finite")
+    return network, card
