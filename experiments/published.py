@@ -252,6 +252,35 @@ class _Bounds:
             if not moved:
                 return
 
+    def settle(self, rng: np.random.Generator) -> None:
+        """Narrow everything to one of the worlds the constraints allow, drawn at random."""
+        for index in rng.permutation(len(self.constraints)):
+            largest = self._candidates(self.constraints[index])
+            rng.shuffle(largest)
+            extreme = self.constraints[index].extreme
+            if any(self.low[key] >= extreme - 4 * ROUNDING for key in largest):
+                continue
+            for key in largest:
+                if self._try(key, extreme - 2 * ROUNDING, self.high[key]):
+                    break
+        keys = sorted(self.low)
+        for index in rng.permutation(len(keys)):
+            key = keys[index]
+            if self.high[key] - self.low[key] > 4 * ROUNDING:
+                value = float(rng.uniform(self.low[key], self.high[key]))
+                self._try(key, value - ROUNDING, value + ROUNDING)
+
+    def _try(self, key: Key, low: float, high: float) -> bool:
+        """Narrow one unknown, or leave everything as it was where that contradicts something."""
+        before = dict(self.low), dict(self.high)
+        try:
+            self._narrow(key, low, high)
+            self.propagate(self.of_key[key])
+        except _ContradictionError:
+            self.low, self.high = before
+            return False
+        return True
+
 
 def _recover(
     runs: list[Run], means: np.ndarray, extremes: np.ndarray, fill: str
@@ -270,14 +299,16 @@ def _recover(
         break
     values: dict[Key, float] = {}
     known: list[bool] = []
+    certain = {key for key, low in solved.low.items() if solved.high[key] - low < DETERMINED} if solved else set()
+    if solved is not None and fill == "sample":
+        solved.settle(np.random.default_rng(0))
     wanted = {key for run in runs for start, gamma, accepted, _ in run.steps for key in _keys(start, gamma, accepted)}
     last = float(np.median([means[row] for run in runs for _, _, _, row in run.steps]))
     for key in sorted(wanted, key=lambda key: (key[0] == "off", key)):
         low = solved.low.get(key) if solved else None
-        determined = solved is not None and low is not None and solved.high[key] - low < DETERMINED
         if key[0] == "on":
-            known.append(determined)
-        if solved is not None and low is not None and (determined or fill == "midpoint"):
+            known.append(key in certain)
+        if solved is not None and low is not None and (key in certain or fill != "carry"):
             values[key] = (low + solved.high[key]) / 2
         elif key[0] == "off":
             # What follows a wrong token is filled from the token before it, which a policy has seen by then.

@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from spec_stack.config import MAX_GAMMA
-from spec_stack.controller.acceptance import AcceptanceModel, History, OnlineLogistic, Recalibrated, examples, features
+from spec_stack.controller.acceptance import AcceptanceModel, History, OnlineAcceptance, Recalibrated
 from spec_stack.controller.cost import CostOptions, DiscountedRate, StepCostModel
 from spec_stack.records import DraftSignals, StepContext, StepRecord
 
 _NO_SIGNALS = DraftSignals()
+_GAIN_WEIGHT = 0.1
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,12 @@ class ThroughputOptions:
 
 
 class _Machine:
-    """What is measured of one precision: its costs and the tokens/s it now achieves."""
+    """What is measured of one precision: its costs, the tokens/s it now achieves, and what drafting has brought lately."""
 
     def __init__(self, options: CostOptions) -> None:
         self.cost = StepCostModel(options)
         self.rate = DiscountedRate()
+        self.gain = 0.0
 
 
 class Throughput:
@@ -52,6 +54,9 @@ class Throughput:
     A token that is accepted with probability P brings P tokens and costs b seconds, which at the present rate
     would have brought rate * b tokens. At the optimum both are equal (Dinkelbach's condition for a ratio), so following
     the rule with the rate it achieves itself leads there. Precision enters through the measured costs alone.
+
+    The first token is worth more than its own chance, since its signals tell whether to go on. So drafting stops
+    altogether only where that chance is too low and, besides, steps with drafting have lately lost time.
     """
 
     name = "throughput"
@@ -74,7 +79,9 @@ class Throughput:
 
     def choose(self, context: StepContext) -> int:
         self._threshold = self.threshold(context.precision)
-        if self._model.predict(features(_NO_SIGNALS, 0, self._history)) > self._threshold:
+        machine = self._machines.get(context.precision)
+        first = self._model.joint(_NO_SIGNALS, 0, self._history)
+        if first > self._threshold or machine is None or machine.gain > 0:
             self._num_idle = 0
             return min(self.options.max_gamma, context.max_gamma)
         self._num_idle += 1
@@ -83,23 +90,25 @@ class Throughput:
         return 0
 
     def keep_drafting(self, context: StepContext, signals: DraftSignals) -> bool:
-        return self._model.predict(features(signals, len(signals), self._history)) > self._threshold
+        return self._model.joint(signals, len(signals), self._history) > self._threshold
 
     def observe(self, record: StepRecord) -> None:
         """Learn from a step. A prefill step teaches about acceptance, but its times are those of a prompt."""
-        for values, accepted in examples(record, self._history):
-            self._model.learn(values, accepted)
+        self._model.learn(record, self._history)
         self._history.observe(record)
         if record.is_prefill:
             return
         machine = self._machines.setdefault(record.precision, _Machine(self.options.cost))
         machine.cost.observe(record.gamma, record.draft_s, record.verify_s)
         machine.rate.add(record.num_tokens, record.draft_s + record.verify_s + record.controller_s)
+        if record.gamma:
+            gained = record.num_accepted - self._threshold * record.gamma
+            machine.gain += _GAIN_WEIGHT * (gained - machine.gain)
 
 
 def _model(options: ThroughputOptions) -> AcceptanceModel:
     if options.predictor is None:
-        return OnlineLogistic()
+        return OnlineAcceptance()
     from spec_stack.controller.predictors import load_token_predictor
 
     return Recalibrated(load_token_predictor(options.predictor))
