@@ -30,6 +30,7 @@ RUNS_FILE = "phase2_experiment_results.csv"
 NUM_TOKENS = 80
 ROUNDING = 1e-4
 DETERMINED = 0.02
+FILLS = ("sample", "carry", "midpoint")
 
 Key = tuple[str, int, int]
 
@@ -68,7 +69,7 @@ def is_published(paths: Sequence[Path]) -> bool:
     return len(paths) == 1 and (paths[0].is_dir() or paths[0].name == STEPS_FILE)
 
 
-def load(path: Path, fill: str = "carry") -> Published:
+def load(path: Path, fill: str = "sample") -> Published:
     """Read the authors' folder (or the step file in it). Raises ValueError where rows and runs do not align."""
     folder = path if path.is_dir() else path.parent
     table = read_steps(folder / STEPS_FILE)
