@@ -25,13 +25,13 @@ import published
 import reproduce
 
 from spec_stack.config import MAX_GAMMA
-from spec_stack.controller.acceptance import History, Recalibrated, examples
+from spec_stack.controller.acceptance import Recalibrated
 from spec_stack.controller.policies import make_policy
-from spec_stack.controller.predictors import Card, TokenPredictor, as_network, fit_token_model, make_estimator
-from spec_stack.controller.predictors import StepPredictor as StepModel
+from spec_stack.controller.predictors import Card, StepPredictor, TokenPredictor
 from spec_stack.controller.replay import ReplayText, Score, StepCosts, best_fixed, fit_costs, merge_runs, oracle, replay
-from spec_stack.controller.speckv import SpecKV, step_features
+from spec_stack.controller.speckv import SpecKV
 from spec_stack.controller.throughput import Throughput
+from spec_stack.controller.training import as_network, fit_token_model, make_estimator, step_examples, token_examples
 from spec_stack.record_io import read_records
 from spec_stack.records import DraftSignals, GammaPolicy, StepContext, StepRecord
 
@@ -133,31 +133,6 @@ def split(texts: list[ReplayText], num_folds: int) -> dict[str, int]:
     return folds
 
 
-def token_examples(records: list[StepRecord]) -> tuple[np.ndarray, np.ndarray, list[str]]:
-    """Inputs, outcomes and prompts for a token model; the history runs along each run."""
-    inputs, outcomes, groups = [], [], []
-    history, run = History(), ("", "", "")
-    for record in records:
-        if (record.request_id, record.policy, record.precision) != run:
-            history, run = History(), (record.request_id, record.policy, record.precision)
-        for values, accepted in examples(record, history):
-            inputs.append(values)
-            outcomes.append(float(accepted))
-            groups.append(record.request_id)
-        history.observe(record)
-    return np.array(inputs), np.array(outcomes), groups
-
-
-def step_examples(records: list[StepRecord]) -> tuple[np.ndarray, np.ndarray]:
-    """The signals of the step before, precision and gamma, against the acceptance rate: SpecKV made causal."""
-    inputs, rates = [], []
-    for before, record in zip(records, records[1:], strict=False):
-        if record.step == before.step + 1 and before.gamma and record.gamma:
-            inputs.append(step_features(before.signals, record.precision, record.gamma))
-            rates.append(record.num_accepted / record.gamma)
-    return np.array(inputs), np.array(rates)
-
-
 Maker = Callable[[], GammaPolicy]
 
 
@@ -176,9 +151,9 @@ def policies_for(train: list[ReplayText], records: list[StepRecord], data: Data)
     for name in ("heuristic", "confidence", "ema", *LEARNING):
         makers[name] = lambda name=name: make_policy(name)  # type: ignore[misc]
     makers["task-oracle"] = lambda: make_policy("task-oracle", gammas=by_task)
-    inputs, rates = step_examples(records)
+    inputs, rates, _ = step_examples(records)
     for model in ("ridge", "mlp-16"):
-        step_model = StepModel(as_network(make_estimator(model).fit(inputs, rates)), _CARD)
+        step_model = StepPredictor(as_network(make_estimator(model).fit(inputs, rates)), _CARD)
         makers[f"speckv {model}"] = lambda step_model=step_model: SpecKV(predictor=step_model)  # type: ignore[misc]
     token_inputs, accepted, groups = token_examples(records)
     for model in ("logistic", "mlp"):

@@ -5,9 +5,10 @@ where a run ends; from accepted tokens follow positions. Steps carry no time eit
 
 Signals are given per step as mean and extreme. Drafting is greedy, so a position's signal is the same number in every
 run that drafts it, and four runs over one text give a system of such sums: bounds are propagated through it, and
-every "which token is the extreme one" is tried out and dropped where it contradicts another step (about two thirds of
-the positions come out within 0.02). The others take the nearest earlier known value ("carry": no knowledge of
-the future, so scores are on the low side) or the middle of their bounds ("midpoint").
+every "which token is the extreme one" is tried out and dropped where it contradicts another step (one half to two thirds
+of the positions come out within 0.02). The others are filled: "sample" draws one of the worlds the sums allow;
+"midpoint" takes the middle of the bounds; "carry" the nearest earlier known value. check_recovery.py measures, on
+runs whose signals are known, what each fill does to the scores of policies.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def is_published(paths: Sequence[Path]) -> bool:
     return len(paths) == 1 and (paths[0].is_dir() or paths[0].name == STEPS_FILE)
 
 
-def load(path: Path, fill: str = "sample") -> Published:
+def load(path: Path, fill: str = "sample", seed: int = 0) -> Published:
     """Read the authors' folder (or the step file in it). Raises ValueError where rows and runs do not align."""
     folder = path if path.is_dir() else path.parent
     table = read_steps(folder / STEPS_FILE)
@@ -81,11 +82,11 @@ def load(path: Path, fill: str = "sample") -> Published:
         sorted(runs, key=lambda run: (run.precision, run.prompt, run.gamma)), key=lambda run: (run.precision, run.prompt)
     ):
         text = list(group)
-        confidence, known = _recover(text, 1 - table.mean_confidence, 1 - table.min_confidence, fill)
-        entropy, _ = _recover(text, table.mean_entropy, table.max_entropy, fill)
+        confidence, known = recover(text, 1 - table.mean_confidence, 1 - table.min_confidence, fill, seed)
+        entropy, _ = recover(text, table.mean_entropy, table.max_entropy, fill, seed)
         determined[precision] += known
         for run in text:
-            records += _as_records(run, entropy, {key: 1 - value for key, value in confidence.items()}, costs[precision])
+            records += as_records(run, entropy, {key: 1 - value for key, value in confidence.items()}, costs[precision])
     shares = {precision: float(np.mean(flags)) for precision, flags in determined.items()}
     return Published(table, runs, records, costs, r2, shares)
 
@@ -132,7 +133,7 @@ def _fit_costs(runs: list[Run]) -> tuple[dict[str, StepCosts], dict[str, float]]
     return costs, r2
 
 
-def _as_records(
+def as_records(
     run: Run, entropy: dict[Key, float], confidence: dict[Key, float], costs: StepCosts
 ) -> Iterator[StepRecord]:
     for step, (start, gamma, accepted, _) in enumerate(run.steps):
@@ -283,10 +284,13 @@ class _Bounds:
         return True
 
 
-def _recover(
-    runs: list[Run], means: np.ndarray, extremes: np.ndarray, fill: str
+def recover(
+    runs: list[Run], means: np.ndarray, extremes: np.ndarray, fill: str, seed: int = 0
 ) -> tuple[dict[Key, float], list[bool]]:
-    """Values for every drafted token of one text, and whether each on-path one is determined."""
+    """Values for every drafted token of one text, and whether each on-path one is determined.
+
+    means and extremes (the largest) are by row of the step file; the unknowns are not negative. seed: of fill "sample".
+    """
     solved: _Bounds | None = None
     for num_runs in range(len(runs), 0, -1):
         # INT8 runs of one prompt may part ways; then the longest gammas are left out until the rest agree.
@@ -302,7 +306,7 @@ def _recover(
     known: list[bool] = []
     certain = {key for key, low in solved.low.items() if solved.high[key] - low < DETERMINED} if solved else set()
     if solved is not None and fill == "sample":
-        solved.settle(np.random.default_rng(0))
+        solved.settle(np.random.default_rng(seed))
     wanted = {key for run in runs for start, gamma, accepted, _ in run.steps for key in _keys(start, gamma, accepted)}
     last = float(np.median([means[row] for run in runs for _, _, _, row in run.steps]))
     for key in sorted(wanted, key=lambda key: (key[0] == "off", key)):

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from spec_stack.controller.predictors import PRECISION_CODES, STEP_MODELS, make_estimator
+from spec_stack.controller.predictors import PRECISION_CODES, STEP_MODELS
+from spec_stack.controller.training import make_estimator
 from spec_stack.record_io import StepTable
 
 GAMMAS = (2, 4, 6, 8)

@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from spec_stack.config import MAX_GAMMA
-from spec_stack.controller.predictors import PRECISION_CODES, STEP_FEATURES, load_step_predictor
+from spec_stack.controller.predictors import STEP_FEATURES, load_step_predictor, step_features
 from spec_stack.records import DraftSignals, StepContext, StepRecord
 
 
@@ -61,19 +61,6 @@ class SpecKVOptions:
             raise ValueError(f"start must be 0 to {MAX_GAMMA}, got {self.start}")
         if self.explore < 0:
             raise ValueError(f"explore must be 0 or more, got {self.explore}")
-
-
-def step_features(signals: DraftSignals, precision: str, gamma: int) -> tuple[float, ...]:
-    """STEP_FEATURES of one step's signals for a candidate gamma."""
-    code = PRECISION_CODES.get(precision, 0.0)
-    return (
-        signals.mean_entropy,
-        signals.mean_confidence,
-        signals.max_entropy,
-        signals.min_confidence,
-        code,
-        float(gamma),
-    )
 
 
 class SpecKV:
