@@ -1,10 +1,10 @@
 """Does recovering per-token signals from step aggregates bias the scores of policies?
 
-The authors' CSVs hold mean and extreme per step, not signals per token; published.py recovers those from four runs over one
-text. Here the same is done to runs whose signals are known: RECORDS (greedy, gammas 2, 4, 6, 8, by record_runs.py) are reduced
-to the authors' columns, with their rounding, recovered with every fill, and policies that stop by signals are replayed on
-truth and recovery. The difference in tokens/s is the bias to expect in evaluate_policies.py on the authors' data. Costs
-are the authors' three precisions' (--published) or the records' own.
+The authors' CSVs hold mean and extreme per step, not signals per token; published.py recovers those from four runs
+over one text. Here the same is done to runs whose signals are known: RECORDS (greedy, gammas 2, 4, 6, 8, by
+record_runs.py) are reduced to the authors' columns, with their rounding, recovered with every fill, and policies that
+stop by signals are replayed on truth and recovery. The difference in tokens/s is the bias to expect in
+evaluate_policies.py on the authors' data. Costs are the authors' three precisions' (--published) or the records' own.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ class Reduced:
     def __init__(self, records: list[StepRecord]) -> None:
         self.runs: list[published.Run] = []
         aggregates: list[tuple[float, float, float, float]] = []
-        for (prompt, policy), group in itertools.groupby(records, key=lambda record: (record.request_id, record.policy)):
+        for (prompt, policy), group in itertools.groupby(
+            records, key=lambda record: (record.request_id, record.policy)
+        ):
             steps, start, task = [], 0, ""
             for record in group:
                 if record.gamma:

@@ -1,10 +1,10 @@
 """Which gamma policy gives most tokens per second? Scored by greedy replay, on prompts no policy was tuned on.
 
-RECORDS are files written by spec_stack.record_io (greedy runs of the same prompts at several fixed gammas), or the folder
-of the SpecKV authors' CSVs. Prompts are split into folds; what a policy needs to know beforehand (the best fixed gamma, the
-task oracle, trained predictors, the warm start of learning policies) comes from the training prompts. Intervals are
-bootstrapped over prompts. Regret is tokens/s lost against the best fixed gamma chosen on training prompts (negative: better)
-and against the best any sequence of gammas could do.
+RECORDS are files written by spec_stack.record_io (greedy runs of the same prompts at several fixed gammas), or the
+folder of the SpecKV authors' CSVs. Prompts are split into folds; what a policy needs to know beforehand (the best
+fixed gamma, the task oracle, trained predictors, the warm start of learning policies) comes from the training prompts.
+Intervals are bootstrapped over prompts. Regret is tokens/s lost against the best fixed gamma chosen on training
+prompts (negative: better) and against the best any sequence of gammas could do.
 
 --as-published instead repeats the SpecKV paper's own tables from the authors' CSVs, beside the paper's figures.
 """
@@ -16,6 +16,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -146,21 +147,25 @@ def policies_for(train: list[ReplayText], records: list[StepRecord], data: Data)
             [text for text in train if text.task == task], data.costs, reserve=data.reserve
         ).items()
     }
-    makers: dict[str, Maker] = {f"fixed-{gamma}": lambda gamma=gamma: make_policy("fixed", gamma=gamma) for gamma in FIXED}  # type: ignore[misc]
-    makers["best-fixed"] = lambda: make_policy("best-fixed", gammas=best)
+    makers: dict[str, Maker] = {f"fixed-{gamma}": partial(make_policy, "fixed", gamma=gamma) for gamma in FIXED}
+    makers["best-fixed"] = partial(make_policy, "best-fixed", gammas=best)
     for name in ("heuristic", "confidence", "ema", *LEARNING):
-        makers[name] = lambda name=name: make_policy(name)  # type: ignore[misc]
-    makers["task-oracle"] = lambda: make_policy("task-oracle", gammas=by_task)
+        makers[name] = partial(make_policy, name)
+    makers["task-oracle"] = partial(make_policy, "task-oracle", gammas=by_task)
     inputs, rates, _ = step_examples(records)
     for model in ("ridge", "mlp-16"):
         step_model = StepPredictor(as_network(make_estimator(model).fit(inputs, rates)), _CARD)
-        makers[f"speckv {model}"] = lambda step_model=step_model: SpecKV(predictor=step_model)  # type: ignore[misc]
+        makers[f"speckv {model}"] = partial(SpecKV, predictor=step_model)
     token_inputs, accepted, groups = token_examples(records)
     for model in ("logistic", "mlp"):
         fitted = fit_token_model(model, token_inputs, accepted, groups, num_folds=3)
         predictor = TokenPredictor(fitted.network, _CARD)
-        makers[f"throughput {model}"] = lambda predictor=predictor: Throughput(model=Recalibrated(predictor))  # type: ignore[misc]
+        makers[f"throughput {model}"] = partial(_trained_throughput, predictor)
     return makers
+
+
+def _trained_throughput(predictor: TokenPredictor) -> GammaPolicy:
+    return Throughput(model=Recalibrated(predictor))
 
 
 _CARD = Card("token", "fold", (), "", 0, 0)
@@ -200,7 +205,9 @@ def evaluate(data: Data, num_folds: int, max_gamma: int) -> Results:
                     seconds[label] += policy.seconds
                     decisions[label] += policy.num_decisions
             for text in tests:
-                scores["oracle"][precision][text.prompt] = oracle(text, costs, max_gamma=max_gamma, reserve=data.reserve)
+                scores["oracle"][precision][text.prompt] = oracle(
+                    text, costs, max_gamma=max_gamma, reserve=data.reserve
+                )
     return Results(scores, {name: 1e6 * seconds[name] / decisions[name] for name in seconds})
 
 
@@ -286,7 +293,8 @@ def check_replay(data: Data) -> dict[str, float]:
         texts = [text for text in data.texts if text.precision == precision]
         replayed = rate([replay(text, policy, costs, reserve=data.reserve) for text in texts])
         errors[f"{precision} {gamma}"] = replayed / measured - 1
-        print(f"  {precision:5s} fixed-{gamma}: measured {measured:7.2f}  replayed {replayed:7.2f}  {replayed / measured - 1:+.2%}")
+        figures = f"measured {measured:7.2f}  replayed {replayed:7.2f}  {replayed / measured - 1:+.2%}"
+        print(f"  {precision:5s} fixed-{gamma}: {figures}")
     return errors
 
 
@@ -326,7 +334,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("records", nargs="+", type=Path, help="record files, or the authors' folder")
     parser.add_argument("--as-published", action="store_true", help="repeat the SpecKV paper's tables")
-    parser.add_argument("--fill", choices=published.FILLS, default="sample", help="for signals the authors' data leave open")
+    parser.add_argument(
+        "--fill", choices=published.FILLS, default="sample", help="for signals the authors' data leave open"
+    )
     parser.add_argument("--folds", type=int, default=5)
     parser.add_argument("--max-gamma", type=int, default=MAX_GAMMA)
     parser.add_argument("--resamples", type=int, default=2000, help="bootstrap resamples (as published: 10000)")

@@ -1,14 +1,15 @@
 """The SpecKV authors' CSVs as records that can be replayed. Not a script; nothing of their data is kept here.
 
-Their step file names neither prompts nor tokens, but its rows stand in the order of the experiment file, whose num_steps tells
-where a run ends; from accepted tokens follow positions. Steps carry no time either: it is fitted from the runs' seconds.
+Their step file names neither prompts nor tokens, but its rows stand in the order of the experiment file, whose
+num_steps tells where a run ends; from accepted tokens follow positions. Steps carry no time either: it is fitted from
+the runs' seconds.
 
 Signals are given per step as mean and extreme. Drafting is greedy, so a position's signal is the same number in every
-run that drafts it, and four runs over one text give a system of such sums: bounds are propagated through it, and
-every "which token is the extreme one" is tried out and dropped where it contradicts another step (one half to two thirds
-of the positions come out within 0.02). The others are filled: "sample" draws one of the worlds the sums allow;
-"midpoint" takes the middle of the bounds; "carry" the nearest earlier known value. check_recovery.py measures, on
-runs whose signals are known, what each fill does to the scores of policies.
+run that drafts it, and four runs over one text give a system of such sums: bounds are propagated through it, and every
+"which token is the extreme one" is tried out and dropped where it contradicts another step (one half to two thirds of
+the positions come out within 0.02). The others are filled: "sample" draws one of the worlds the sums allow; "midpoint"
+takes the middle of the bounds; "carry" the nearest earlier known value. check_recovery.py measures, on runs whose
+signals are known, what each fill does to the scores of policies.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ def load(path: Path, fill: str = "sample", seed: int = 0) -> Published:
     records: list[StepRecord] = []
     determined: dict[str, list[bool]] = defaultdict(list)
     for (precision, _), group in itertools.groupby(
-        sorted(runs, key=lambda run: (run.precision, run.prompt, run.gamma)), key=lambda run: (run.precision, run.prompt)
+        sorted(runs, key=lambda run: (run.precision, run.prompt, run.gamma)),
+        key=lambda run: (run.precision, run.prompt),
     ):
         text = list(group)
         confidence, known = recover(text, 1 - table.mean_confidence, 1 - table.min_confidence, fill, seed)
@@ -120,7 +122,7 @@ def _runs(table: StepTable, path: Path) -> list[Run]:
 
 
 def _fit_costs(runs: list[Run]) -> tuple[dict[str, StepCosts], dict[str, float]]:
-    """seconds = a * steps + b * drafted tokens, per precision. All of a is booked as verify time, all of b as draft time."""
+    """seconds = a * steps + b * drafted tokens, per precision. a is booked as verify time, b as draft time."""
     costs, r2 = {}, {}
     for precision in dict.fromkeys(run.precision for run in runs):
         mine = [run for run in runs if run.precision == precision]

@@ -1,7 +1,7 @@
 """Record greedy speculative runs of a draft/target pair at several fixed gammas, for training and replay.
 
-Asks: what do the draft's signals look like token by token, and what does a step really cost here? It runs a plain
-loop over Transformers with a cache for each model, so it shares no code with the generator whose policies are trained on
+Asks: what do the draft's signals look like token by token, and what does a step really cost here? It runs a plain loop
+over Transformers with a cache for each model, so it shares no code with the generator whose policies are trained on
 the result. One run per prompt and gamma, ignoring the end-of-sequence token so that all runs have one length.
 
 Prompts come as JSON lines with "task" and "prompt" (Spec-Bench's "category" and "turns" are understood too).

@@ -1,9 +1,11 @@
-"""Train the controller's predictors on records, export them, and say whether an MLP earns its place over a linear model.
+"""Train the controller's predictors on records, export them, and say whether an MLP earns its place over a linear
+model.
 
-The token predictor gives P(all tokens drafted so far and the next one are accepted) to the `throughput` policy. Linear and
-MLP are fitted on the same examples, calibrated and scored on prompts left out; the difference in log loss is bootstrapped
-over prompts, and the one named in the last line wins only where that interval excludes zero (else the linear one, being
-cheaper). Step predictors (ridge, MLP-16) are exported for the `speckv` policy. Files are JSON with a card.
+The token predictor gives P(all tokens drafted so far and the next one are accepted) to the `throughput` policy. Linear
+and MLP are fitted on the same examples, calibrated and scored on prompts left out; the difference in log loss is
+bootstrapped over prompts, and the one named in the last line wins only where that interval excludes zero (else the
+linear one, being cheaper). Step predictors (ridge, MLP-16) are exported for the `speckv` policy. Files are JSON with a
+card.
 """
 
 from __future__ import annotations
@@ -99,7 +101,9 @@ def main() -> None:
     inputs, accepted, groups = token_examples(records)
     base = float(accepted.mean())
     entropy = -(base * np.log(base) + (1 - base) * np.log(1 - base))
-    print(f"token examples {len(accepted)} from {len(set(groups))} prompts; accepted {base:.3f}, its log loss {entropy:.4f}")
+    print(
+        f"token examples {len(accepted)} from {len(set(groups))} prompts; accepted {base:.3f} (log loss {entropy:.4f})"
+    )
     print(f"{'model':10s} {'log loss':>9s} {'brier':>7s} {'auc':>7s} {'ece':>7s} {'µs/call':>8s}")
     fits: dict[str, FittedToken] = {}
     for name in TOKEN_MODELS:
@@ -134,7 +138,9 @@ def main() -> None:
         network = as_network(make_estimator(name).fit(step_inputs, rates))
         save_predictor(path, network, card("step", name, len(rates), step_groups, scores))
         load_step_predictor(path)
-        print(f"step {name:7s} causal (previous step's signals): correlation {correlation:.3f}, mse {scores['mse']:.4f}")
+        print(
+            f"step {name:7s} causal (previous step's signals): correlation {correlation:.3f}, mse {scores['mse']:.4f}"
+        )
     line = {
         "winner": winner,
         "log_loss_mlp_minus_logistic": [mean, low, high],

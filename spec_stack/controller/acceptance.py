@@ -120,9 +120,9 @@ class OnlineAcceptance:
     """Learned online, from a start that suits greedy drafts of the target's family: works with no training at all.
 
     The probability is a product: of each drafted token's own chance, given its own signals, and the next one's, given
-    the last's. So a step teaches accepted + 1 independent lessons. (Learned as one number, a step of 16
-    tokens whose first is wrong would count 16 times, and a few such steps end drafting for good.) The next token's chance is
-    taken `optimism` standard errors high, because a policy that stops early never sees what it missed.
+    the last's. So a step teaches accepted + 1 independent lessons. (Learned as one number, a step of 16 tokens whose
+    first is wrong would count 16 times, and a few such steps end drafting for good.) The next token's chance is taken
+    `optimism` standard errors high, because a policy that stops early never sees what it missed.
     """
 
     _OWN = (1.6, 0.0, 0.4, 0.5, 0.0, 0.0, 0.5)

@@ -97,7 +97,7 @@ class TaskOracleOptions:
 
 
 class TaskOracle:
-    """The best gamma for the request's task, which a server does not know: an offline yardstick (SpecKV, section 4.4)."""
+    """The best gamma for the request's task, which a server does not know: for comparison (SpecKV, section 4.4)."""
 
     name = "task-oracle"
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -76,7 +76,9 @@ class Network:
             if matrix.ndim != 2 or bias.shape != (matrix.shape[1],):
                 raise ValueError(f"layer {index}: weights {matrix.shape} do not go with biases {bias.shape}")
             if index and matrix.shape[0] != weights[index - 1].shape[1]:
-                raise ValueError(f"layer {index} reads {matrix.shape[0]} values, layer {index - 1} gives another number")
+                raise ValueError(
+                    f"layer {index} reads {matrix.shape[0]} values, layer {index - 1} gives another number"
+                )
             if not (np.isfinite(matrix).all() and np.isfinite(bias).all()):
                 raise ValueError(f"layer {index} holds a value that is not finite")
         if weights[-1].shape[1] != 1:
@@ -109,7 +111,7 @@ class Network:
 
 
 class TokenPredictor:
-    """P(all so far and the next token are accepted) from TOKEN_FEATURES; wrap it in `acceptance.Recalibrated` to use it."""
+    """P(all so far and the next token are accepted) from TOKEN_FEATURES; used through `acceptance.Recalibrated`."""
 
     def __init__(self, network: Network, card: Card) -> None:
         self.network = network
@@ -156,7 +158,9 @@ def _load(path: Path, kind: Kind) -> tuple[Network, Card]:
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not a predictor file ({error})") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ValueError(f"{path}: not a predictor file of format {FORMAT}; train one with experiments/train_controller")
+        raise ValueError(
+            f"{path}: not a predictor file of format {FORMAT}; train one with experiments/train_controller"
+        )
     try:
         raw = content["card"]
         card = Card(**{**raw, "features": tuple(raw["features"])})
@@ -168,7 +172,9 @@ def _load(path: Path, kind: Kind) -> tuple[Network, Card]:
     if card.kind != kind:
         raise ValueError(f"{path}: a {card.kind} predictor, but a {kind} predictor is needed here")
     if card.features != _FEATURES[kind]:
-        raise ValueError(f"{path}: trained on features {list(card.features)}, not {list(_FEATURES[kind])}; train it again")
+        raise ValueError(
+            f"{path}: trained on features {list(card.features)}, not {list(_FEATURES[kind])}; train it again"
+        )
     if network.num_inputs != len(card.features):
         raise ValueError(f"{path}: {network.num_inputs} inputs for {len(card.features)} features")
     if not all(math.isfinite(score) for score in card.scores.values()):

@@ -167,8 +167,8 @@ def _as_text(prompt: str, precision: str, facts: _Facts) -> ReplayText:
 def fit_costs(records: Iterable[StepRecord]) -> dict[str, StepCosts]:
     """Costs per precision from measured decode steps, by least squares; slopes and bases are not negative.
 
-    The slowest 2 % of steps at each gamma are left out: they are other processes' work. Raises ValueError for a precision
-    without two different gammas.
+    The slowest 2 % of steps at each gamma are left out: they are other processes' work. Raises ValueError for a
+    precision without two different gammas.
     """
     samples: dict[str, dict[int, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
     for record in records:
@@ -177,7 +177,9 @@ def fit_costs(records: Iterable[StepRecord]) -> dict[str, StepCosts]:
     costs = {}
     for precision, by_gamma in samples.items():
         if len(by_gamma) < 2:
-            raise ValueError(f"{precision}: steps of gamma {list(by_gamma)} alone; record two gammas to learn the costs")
+            raise ValueError(
+                f"{precision}: steps of gamma {list(by_gamma)} alone; record two gammas to learn the costs"
+            )
         drafted: list[tuple[int, float]] = []
         verified: list[tuple[int, float]] = []
         for gamma, times in by_gamma.items():
@@ -201,7 +203,7 @@ def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Score:
-    """What a policy did with one text. seconds are the steps' by the costs given; the policy's own calls are not in it."""
+    """What a policy did with one text. seconds are the steps' by the costs given, without the policy's own calls."""
 
     num_tokens: int
     seconds: float
@@ -298,6 +300,4 @@ def best_fixed(
         scores = [replay(text, policy, costs[precision], reserve=reserve) for text in by_precision[precision]]
         return sum(score.num_tokens for score in scores) / sum(score.seconds for score in scores)
 
-    return {
-        precision: max(gammas, key=lambda gamma: tokens_per_s(precision, gamma)) for precision in by_precision
-    }
+    return {precision: max(gammas, key=lambda gamma: tokens_per_s(precision, gamma)) for precision in by_precision}

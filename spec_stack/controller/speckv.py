@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from spec_stack.config import MAX_GAMMA
 from spec_stack.controller.predictors import STEP_FEATURES, load_step_predictor, step_features
@@ -27,14 +28,14 @@ class OnlineRidge:
         size = len(STEP_FEATURES) + 1
         self._gram = alpha * np.eye(size)
         self._moment = np.zeros(size)
-        self._weights = np.zeros(size)
+        self._weights: NDArray[np.float64] = np.zeros(size)
         self.num_seen = 0
 
     def learn(self, features: Sequence[float], rate: float) -> None:
         values = np.array([*features, 1.0])
         self._gram += np.outer(values, values)
         self._moment += values * rate
-        self._weights = np.linalg.solve(self._gram, self._moment)
+        self._weights = np.asarray(np.linalg.solve(self._gram, self._moment), dtype=np.float64)
         self.num_seen += 1
 
     def acceptance_rate(self, features: Sequence[float]) -> float:

@@ -18,10 +18,9 @@ _GAIN_WEIGHT = 0.1
 class ThroughputOptions:
     """Everything has a default that works with no training at all.
 
-    max_gamma: most tokens per step.
-    predictor: a model exported by `spec_stack.controller.predictors`; without one, the policy learns its own.
-    cold_threshold: probability asked for while nothing has been measured yet.
-    probe_every: with drafting switched off, one step in this many drafts all the same, so that better times are noticed.
+    max_gamma: most tokens per step. predictor: a model exported by `spec_stack.controller.predictors`; without one,
+    the policy learns its own. cold_threshold: probability asked for while nothing has been measured yet. probe_every:
+    with drafting switched off, one step in this many drafts all the same, so that better times are noticed.
     """
 
     max_gamma: int = MAX_GAMMA
@@ -40,7 +39,7 @@ class ThroughputOptions:
 
 
 class _Machine:
-    """What is measured of one precision: its costs, the tokens/s it now achieves, and what drafting has brought lately."""
+    """What is measured of one precision: costs, the tokens/s now achieved, and what drafting has brought lately."""
 
     def __init__(self, options: CostOptions) -> None:
         self.cost = StepCostModel(options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,9 +35,9 @@ def token_examples(records: Sequence[StepRecord]) -> tuple[Floats, Floats, list[
 
 
 def step_examples(records: Sequence[StepRecord]) -> tuple[Floats, Floats, list[str]]:
-    """Signals of the step before, precision and gamma against the acceptance rate: the paper's predictor made causal."""
+    """Signals of the step before, precision and gamma against the acceptance rate: the paper's, made causal."""
     inputs, rates, groups = [], [], []
-    for before, record in zip(records, records[1:], strict=False):
+    for before, record in pairwise(records):
         follows = record.request_id == before.request_id and record.step == before.step + 1
         if follows and before.gamma and record.gamma:
             inputs.append(step_features(before.signals, record.precision, record.gamma))
@@ -104,7 +105,9 @@ class FittedToken:
     out_of_fold: Floats
 
 
-def fit_token_model(name: str, inputs: Floats, accepted: Floats, groups: Sequence[str], num_folds: int = 5) -> FittedToken:
+def fit_token_model(
+    name: str, inputs: Floats, accepted: Floats, groups: Sequence[str], num_folds: int = 5
+) -> FittedToken:
     """Fit one of TOKEN_MODELS, calibrate it (Platt) and score it on folds grouped by prompt.
 
     The final network is fitted on everything and carries the calibration found on the held-out folds. Scores are
