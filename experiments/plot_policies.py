@@ -65,12 +65,13 @@ def plot_acceptance(table: StepTable, path: Path) -> None:
     """Acceptance rate falls with gamma while tokens per step rise: neither alone says which gamma is best."""
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.6))
     gammas = [int(gamma) for gamma in np.unique(table.gamma) if (table.gamma == gamma).sum() >= 100]
-    for precision in dict.fromkeys(table.precision.tolist()):
+    for number, precision in enumerate(dict.fromkeys(table.precision.tolist())):
+        x = np.array(gammas) + 0.09 * (number - 1)
         masks = [(table.precision == precision) & (table.gamma == gamma) for gamma in gammas]
         for axis, values in zip(axes, (table.acceptance_rate, table.num_tokens), strict=True):
             means = [values[mask].mean() for mask in masks]
             errors = [1.96 * values[mask].std() / np.sqrt(mask.sum()) for mask in masks]
-            axis.errorbar(gammas, means, errors, marker="o", capsize=3, color=COLOURS[precision], label=precision)
+            axis.errorbar(x, means, errors, marker="o", capsize=3, color=COLOURS[precision], label=precision)
     axes[0].set(xlabel="gamma", ylabel="acceptance rate", ylim=(0, 1), title="Acceptance rate per step")
     axes[1].set(xlabel="gamma", ylabel="tokens per step", title="Tokens per step")
     for axis in axes:
@@ -136,9 +137,10 @@ def plot_gammas(results: evaluation.Results, precisions: list[str], path: Path) 
             shares = np.bincount(gammas, minlength=MAX_GAMMA + 1) / len(gammas)
             axis.bar(np.arange(MAX_GAMMA + 1), shares, color=COLOURS[precision], width=0.8)
             axis.text(
-                0.97, 0.9, f"mean {np.mean(gammas):.1f}", transform=axis.transAxes, ha="right", va="top", fontsize=9
+                0.97, 0.97, f"mean {np.mean(gammas):.1f}", transform=axis.transAxes, ha="right", va="top", fontsize=9
             )
             axis.set_xticks(range(0, MAX_GAMMA + 1, 2))
+            axis.set_ylim(0, 1.3 * shares.max())
             axis.grid(axis="x", visible=False)
         row[0].set_ylabel(f"{name}\nshare of steps")
     for axis, precision in zip(axes[0], precisions, strict=True):
@@ -182,11 +184,14 @@ def plot_pareto(points: dict[str, tuple[float, float]], path: Path) -> None:
         exported = name.endswith("(exported)")
         axis.scatter(cost_us, correlation, s=60, color="#3a9c5f" if exported else "#1b6ca8", zorder=3)
     top = None
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
     for name, (cost_us, correlation) in sorted(points.items(), key=lambda item: -item[1][1]):
         # Ridge and MLPs nearly coincide, so labels of close points are set below one another.
         near = top is not None and abs(np.log10(cost_us / top[0])) < 0.5 and top[1] - correlation < 0.012
         height = top[1] - 0.012 if near and top is not None else correlation
-        axis.annotate(name.split(" (")[0], (cost_us, correlation), (cost_us * 1.18, height), va="center", fontsize=9)
+        axis.annotate(
+            name.split(" (")[0], (cost_us, correlation), (cost_us * 1.18, height), va="center", fontsize=9, bbox=box
+        )
         top = (cost_us, height)
     axis.axvline(1000, color="#b33", ls="--", lw=1)
     label = {"rotation": 90, "ha": "right", "va": "bottom", "color": "#b33", "fontsize": 8}
