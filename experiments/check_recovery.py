@@ -12,13 +12,14 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import published
 
 from spec_stack.controller.policies import make_policy
-from spec_stack.controller.replay import ReplayText, StepCosts, fit_costs, merge_runs, replay
+from spec_stack.controller.replay import Costs, ReplayText, fit_costs, merge_runs, replay
 from spec_stack.record_io import read_records
 from spec_stack.records import StepRecord
 
@@ -53,7 +54,7 @@ class Reduced:
             self.runs.append(published.Run(records[0].precision, gamma, task, prompt, 0.0, start, steps))
         self.mean_entropy, self.max_entropy, self.mean_confidence, self.min_confidence = np.round(aggregates, 4).T
 
-    def recovered(self, fill: str, seed: int, costs: StepCosts) -> tuple[list[ReplayText], float]:
+    def recovered(self, fill: str, seed: int, costs: Costs) -> tuple[list[ReplayText], float]:
         """The texts with recovered signals, and the share of positions that were determined."""
         records: list[StepRecord] = []
         determined: list[bool] = []
@@ -68,7 +69,7 @@ class Reduced:
         return merge_runs(records).texts, float(np.mean(determined))
 
 
-def tokens_per_s(texts: list[ReplayText], policy: str, costs: StepCosts) -> float:
+def tokens_per_s(texts: list[ReplayText], policy: str, costs: Costs) -> float:
     name, options = POLICIES[policy]
     running = make_policy(name, **options)
     scores = [replay(text, running, costs, reserve=0) for text in texts]
@@ -83,7 +84,9 @@ def main() -> None:
     options = parser.parse_args()
     records = read_records(*options.records)
     reduced = Reduced(records)
-    costs = published.load(options.published, "carry").costs if options.published else fit_costs(records)
+    costs: Mapping[str, Costs] = (
+        published.load(options.published, "carry").costs if options.published else fit_costs(records)
+    )
     any_costs = next(iter(costs.values()))
     truth = merge_runs(records).texts
     worlds: dict[str, list[list[ReplayText]]] = {}

@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,17 @@ from spec_stack.config import MAX_GAMMA
 from spec_stack.controller.acceptance import Recalibrated
 from spec_stack.controller.policies import make_policy
 from spec_stack.controller.predictors import Card, StepPredictor, TokenPredictor
-from spec_stack.controller.replay import ReplayText, Score, StepCosts, best_fixed, fit_costs, merge_runs, oracle, replay
+from spec_stack.controller.replay import (
+    Costs,
+    Merged,
+    ReplayText,
+    Score,
+    best_fixed,
+    fit_costs,
+    merge_runs,
+    oracle,
+    replay,
+)
 from spec_stack.controller.speckv import SpecKV
 from spec_stack.controller.throughput import Throughput
 from spec_stack.controller.training import as_network, fit_token_model, make_estimator, step_examples, token_examples
@@ -46,7 +56,7 @@ class Data:
 
     texts: list[ReplayText]
     records: list[StepRecord]
-    costs: dict[str, StepCosts]
+    costs: Mapping[str, Costs]
     measured: dict[tuple[str, int], float]
     reserve: int
     notes: list[str] = field(default_factory=list)
@@ -85,10 +95,10 @@ class Timed:
         self.seconds += perf_counter() - began
 
 
-def load(paths: list[Path], fill: str) -> Data:
+def load(paths: list[Path], fill: str, seed: int = 0) -> Data:
     """Read records of ours, or the authors' folder."""
     if published.is_published(paths):
-        data = published.load(paths[0], fill)
+        data = published.load(paths[0], fill, seed)
         merged = merge_runs(data.records)
         measured: dict[tuple[str, int], float] = {}
         for precision in data.costs:
@@ -105,22 +115,24 @@ def load(paths: list[Path], fill: str) -> Data:
             f"signals per token recovered from step aggregates, undetermined ones by {fill!r}; determined: "
             + ", ".join(f"{name} {share:.0%}" for name, share in data.determined.items()),
         ]
-        records, costs, reserve = data.records, data.costs, 0
-    else:
-        records = read_records(*paths)
-        merged, costs, reserve, measured, notes = merge_runs(records), fit_costs(records), 1, {}, []
-        groups: dict[tuple[str, int], list[StepRecord]] = defaultdict(list)
-        for record in records:
-            if record.policy.startswith("fixed-") and not record.is_prefill:
-                groups[record.precision, int(record.policy.removeprefix("fixed-"))].append(record)
-        for key, group in groups.items():
-            seconds = sum(record.draft_s + record.verify_s for record in group)
-            measured[key] = sum(record.num_tokens for record in group) / seconds
-    notes.append(
+        return Data(merged.texts, data.records, data.costs, measured, 0, [*notes, _agreement(merged)])
+    records = read_records(*paths)
+    merged, measured = merge_runs(records), {}
+    groups: dict[tuple[str, int], list[StepRecord]] = defaultdict(list)
+    for record in records:
+        if record.policy.startswith("fixed-") and not record.is_prefill:
+            groups[record.precision, int(record.policy.removeprefix("fixed-"))].append(record)
+    for key, group in groups.items():
+        seconds = sum(record.draft_s + record.verify_s for record in group)
+        measured[key] = sum(record.num_tokens for record in group) / seconds
+    return Data(merged.texts, records, fit_costs(records), measured, 1, [_agreement(merged)])
+
+
+def _agreement(merged: Merged) -> str:
+    return (
         f"{len(merged.texts)} texts, {merged.num_positions} positions, {merged.num_unknown} never drafted, "
         f"{merged.num_unanimous / max(merged.num_shared, 1):.1%} of {merged.num_shared} shared ones unanimous"
     )
-    return Data(merged.texts, records, costs, measured, reserve, notes)
 
 
 def split(texts: list[ReplayText], num_folds: int) -> dict[str, int]:
@@ -340,13 +352,13 @@ def main() -> None:
     parser.add_argument("--folds", type=int, default=5)
     parser.add_argument("--max-gamma", type=int, default=MAX_GAMMA)
     parser.add_argument("--resamples", type=int, default=2000, help="bootstrap resamples (as published: 10000)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of the bootstrap and of fill 'sample'")
     parser.add_argument("--timing", action="store_true", help="show microseconds per decision of every policy")
     options = parser.parse_args()
     if options.as_published:
         print(json.dumps(as_published(options.records[0], 10_000)))
         return
-    data = load(options.records, options.fill)
+    data = load(options.records, options.fill, options.seed)
     print("\n".join(data.notes))
     errors = check_replay(data)
     results = evaluate(data, options.folds, options.max_gamma)

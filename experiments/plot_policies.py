@@ -107,7 +107,9 @@ def plot_signals(table: StepTable, path: Path) -> None:
 
 
 def plot_policies(summary: dict[str, dict[str, Any]], path: Path) -> None:
-    figure, axes = plt.subplots(1, len(summary), figsize=(4.2 * len(summary) + 1.2, 4.2), sharey=True, squeeze=False)
+    figure, axes = plt.subplots(
+        1, len(summary), figsize=(max(4.2 * len(summary) + 1.2, 8), 4.2), sharey=True, squeeze=False
+    )
     names = [name for name in SHOWN if name in next(iter(summary.values()))][::-1]
     for axis, (precision, rows) in zip(axes[0], summary.items(), strict=True):
         rates = [rows[name]["tokens_per_s"] for name in names]
@@ -129,7 +131,11 @@ def plot_policies(summary: dict[str, dict[str, Any]], path: Path) -> None:
 def plot_gammas(results: evaluation.Results, precisions: list[str], path: Path) -> None:
     names = [name for name in ("throughput", "speckv mlp-16", "ema", "confidence") if name in results.scores]
     figure, axes = plt.subplots(
-        len(names), len(precisions), figsize=(3.6 * len(precisions) + 0.6, 1.9 * len(names)), sharex=True, squeeze=False
+        len(names),
+        len(precisions),
+        figsize=(max(3.6 * len(precisions) + 0.6, 6), 1.9 * len(names)),
+        sharex=True,
+        squeeze=False,
     )
     for row, name in zip(axes, names, strict=True):
         for axis, precision in zip(row, precisions, strict=True):

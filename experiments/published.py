@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from spec_stack.controller.replay import StepCosts
+from spec_stack.controller.replay import Costs, StepCosts
 from spec_stack.record_io import StepTable, read_steps
 from spec_stack.records import DraftSignals, StepRecord
 
@@ -135,9 +135,7 @@ def _fit_costs(runs: list[Run]) -> tuple[dict[str, StepCosts], dict[str, float]]
     return costs, r2
 
 
-def as_records(
-    run: Run, entropy: dict[Key, float], confidence: dict[Key, float], costs: StepCosts
-) -> Iterator[StepRecord]:
+def as_records(run: Run, entropy: dict[Key, float], confidence: dict[Key, float], costs: Costs) -> Iterator[StepRecord]:
     for step, (start, gamma, accepted, _) in enumerate(run.steps):
         keys = _keys(start, gamma, accepted)
         yield StepRecord(

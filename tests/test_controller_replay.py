@@ -12,6 +12,7 @@ from reference_controller import fixed_gamma_steps, least_seconds
 
 from spec_stack.controller.policies import make_policy
 from spec_stack.controller.replay import (
+    CostTable,
     ReplayText,
     StepCosts,
     best_fixed,
@@ -75,7 +76,8 @@ def test_decoding_is_replayed_from_where_the_prefill_step_ended() -> None:
     assert text.start == records[0].num_tokens
     score = replay(text, make_policy("fixed", gamma=4), COSTS)
     assert score.gammas == [record.gamma for record in records[1:]]
-    assert fit_costs(Greedy(7).record("a", 4, prefill=6))["fp16"].verify_base_s < 1
+    longer = [record for gamma in (2, 4) for record in Greedy(7, 200).record("a", gamma, prefill=6)]
+    assert fit_costs(longer)["fp16"].verify_s(4) == pytest.approx(COSTS.verify_s(4))
 
 
 class Spy:
@@ -124,13 +126,31 @@ def test_best_fixed_depends_on_costs_alone_where_texts_are_equal() -> None:
     assert dear == 0
 
 
-def test_measured_costs_come_back_from_records() -> None:
+@pytest.mark.parametrize("gamma", [0, 1, 2, 5, 8, 12])
+def test_costs_are_the_measured_means_and_straight_lines_between_and_beyond(gamma: int) -> None:
     costs = StepCosts(0.004, 0.01, 0.03, 0.002)
-    records = [record for gamma in (2, 8) for record in Greedy(1).record("a", gamma, costs=costs)]
-    fitted = fit_costs(records)["fp16"]
-    assert vars(fitted) == pytest.approx(vars(costs), rel=1e-6)
-    with pytest.raises(ValueError, match="two gammas"):
-        fit_costs([record for record in records if record.gamma == 2])
+    records = [record for number in (2, 8) for record in Greedy(1).record("a", number, costs=costs)]
+    fitted = fit_costs(records, least=5)["fp16"]
+    assert fitted.draft_s(gamma) == pytest.approx(costs.draft_s(gamma))
+    assert fitted.verify_s(gamma) == pytest.approx(costs.verify_s(gamma))
+    assert fitted.step_s(gamma) == fitted.draft_s(gamma) + fitted.verify_s(gamma)
+
+
+def test_costs_beyond_what_was_measured_never_fall_nor_turn_negative() -> None:
+    table = CostTable((2, 4), (0.05, 0.01), (0.03, 0.02))
+    assert table.draft_s(9) == 0.01
+    assert table.draft_s(3) == pytest.approx(0.03)
+    assert CostTable((4, 8), (0.001, 0.1), (0.03, 0.03)).draft_s(1) == 0.0
+
+
+def test_costs_need_two_gammas_with_enough_steps() -> None:
+    records = Greedy(1).record("a", 2)
+    with pytest.raises(ValueError, match=r"fp16: \{.*2: \d+.*two gammas"):
+        fit_costs(records)
+    with pytest.raises(ValueError, match="rise"):
+        CostTable((4, 2), (1.0, 1.0), (1.0, 1.0))
+    with pytest.raises(ValueError, match="two or more"):
+        CostTable((4,), (1.0,), (1.0,))
 
 
 def test_runs_that_disagree_are_settled_by_majority_and_counted() -> None:

@@ -10,14 +10,27 @@ agree; precisions whose rounding depends on the block's length (INT8) let them d
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Protocol
 
 import numpy as np
 
 from spec_stack.config import MAX_GAMMA
 from spec_stack.records import DraftSignals, GammaPolicy, StepContext, StepRecord
+
+
+class Costs(Protocol):
+    """Seconds of a step that drafts gamma tokens."""
+
+    def draft_s(self, gamma: int) -> float: ...
+
+    def verify_s(self, gamma: int) -> float: ...
+
+    def step_s(self, gamma: int) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -43,6 +56,41 @@ class StepCosts:
 
     def step_s(self, gamma: int) -> float:
         return self.draft_s(gamma) + self.verify_s(gamma)
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Seconds measured at some gammas, in rising order; between and beyond them straight lines, never under zero.
+
+    Gamma 0 drafts for nothing. Beyond the ends the line goes through the outermost two, but does not fall with gamma.
+    """
+
+    gammas: tuple[int, ...]
+    drafts_s: tuple[float, ...]
+    verifies_s: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.gammas) < 2 or not len(self.gammas) == len(self.drafts_s) == len(self.verifies_s):
+            raise ValueError(f"give two or more gammas and as many times, got {self}")
+        if any(after <= before for before, after in pairwise(self.gammas)):
+            raise ValueError(f"gammas must rise, got {self.gammas}")
+
+    def draft_s(self, gamma: int) -> float:
+        return self._at(self.drafts_s, gamma) if gamma else 0.0
+
+    def verify_s(self, gamma: int) -> float:
+        return self._at(self.verifies_s, gamma)
+
+    def step_s(self, gamma: int) -> float:
+        return self.draft_s(gamma) + self.verify_s(gamma)
+
+    def _at(self, times: tuple[float, ...], gamma: int) -> float:
+        first = min(max(bisect_right(self.gammas, gamma) - 1, 0), len(self.gammas) - 2)
+        slope = (times[first + 1] - times[first]) / (self.gammas[first + 1] - self.gammas[first])
+        if not self.gammas[0] <= gamma <= self.gammas[-1]:
+            slope = max(slope, 0.0)
+            first += gamma > self.gammas[-1]
+        return max(times[first] + slope * (gamma - self.gammas[first]), 0.0)
 
 
 @dataclass(frozen=True)
@@ -164,41 +212,30 @@ def _as_text(prompt: str, precision: str, facts: _Facts) -> ReplayText:
     )
 
 
-def fit_costs(records: Iterable[StepRecord]) -> dict[str, StepCosts]:
-    """Costs per precision from measured decode steps, by least squares; slopes and bases are not negative.
+def fit_costs(records: Iterable[StepRecord], least: int = 20) -> dict[str, Costs]:
+    """Costs per precision, from measured decode steps: the mean at every gamma that was taken often.
 
-    The slowest 2 % of steps at each gamma are left out: they are other processes' work. Raises ValueError for a
-    precision without two different gammas.
+    Often is `least` times and a tenth of the commonest gamma's; rarer ones are mostly a request's last steps. Stalls
+    count, since they are in the seconds of the runs too. Raises ValueError for a precision without two such gammas.
     """
     samples: dict[str, dict[int, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
     for record in records:
         if not record.is_prefill:
             samples[record.precision][record.gamma].append((record.draft_s, record.verify_s))
-    costs = {}
+    costs: dict[str, Costs] = {}
     for precision, by_gamma in samples.items():
-        if len(by_gamma) < 2:
-            raise ValueError(
-                f"{precision}: steps of gamma {list(by_gamma)} alone; record two gammas to learn the costs"
-            )
-        drafted: list[tuple[int, float]] = []
-        verified: list[tuple[int, float]] = []
-        for gamma, times in by_gamma.items():
-            kept = sorted(times, key=sum)[: max(1, math.ceil(0.98 * len(times)))]
-            verified += [(gamma, verify_s) for _, verify_s in kept]
-            drafted += [(gamma, draft_s) for draft_s, _ in kept if gamma]
-        costs[precision] = StepCosts(*_line(drafted), *_line(verified))
+        often = max(least, max(map(len, by_gamma.values())) / 10)
+        gammas = sorted(gamma for gamma, times in by_gamma.items() if len(times) >= often)
+        if len(gammas) < 2:
+            counts = {gamma: len(times) for gamma, times in sorted(by_gamma.items())}
+            raise ValueError(f"{precision}: {counts} steps per gamma; costs need {often:.0f} or more at two gammas")
+        means = [np.mean(by_gamma[gamma], axis=0).tolist() for gamma in gammas]
+        costs[precision] = CostTable(
+            tuple(gammas),
+            tuple(float(draft_s) for draft_s, _ in means),
+            tuple(float(verify_s) for _, verify_s in means),
+        )
     return costs
-
-
-def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Base and slope, both at least 0."""
-    x = np.array([point[0] for point in points], dtype=float)
-    y = np.array([point[1] for point in points])
-    if np.ptp(x) == 0:
-        return (0.0, float(y.mean() / x.mean())) if x.mean() else (float(y.mean()), 0.0)
-    slope = max(float(np.cov(x, y, bias=True)[0, 1] / x.var()), 0.0)
-    base = float(y.mean() - slope * x.mean())
-    return (base, slope) if base >= 0 else (0.0, float((x * y).sum() / (x * x).sum()))
 
 
 @dataclass(frozen=True)
@@ -215,7 +252,7 @@ class Score:
 
 
 def replay(
-    text: ReplayText, policy: GammaPolicy, costs: StepCosts, *, max_gamma: int = MAX_GAMMA, reserve: int = 1
+    text: ReplayText, policy: GammaPolicy, costs: Costs, *, max_gamma: int = MAX_GAMMA, reserve: int = 1
 ) -> Score:
     """Run a policy over one text, with these costs for its clock. The policy is mutated: it learns as it would live.
 
@@ -262,7 +299,7 @@ def replay(
     return Score(position - text.start, seconds, gammas)
 
 
-def oracle(text: ReplayText, costs: StepCosts, *, max_gamma: int = MAX_GAMMA, reserve: int = 1) -> Score:
+def oracle(text: ReplayText, costs: Costs, *, max_gamma: int = MAX_GAMMA, reserve: int = 1) -> Score:
     """The least time any choice of gammas could take, by dynamic programming over positions."""
     best: dict[int, tuple[float, int, int]] = {}
     for position in range(text.end - 1, text.start - 1, -1):
@@ -283,7 +320,7 @@ def oracle(text: ReplayText, costs: StepCosts, *, max_gamma: int = MAX_GAMMA, re
 
 def best_fixed(
     texts: Iterable[ReplayText],
-    costs: Mapping[str, StepCosts],
+    costs: Mapping[str, Costs],
     *,
     gammas: Sequence[int] = range(MAX_GAMMA + 1),
     reserve: int = 1,
