@@ -1,8 +1,11 @@
-"""Record greedy speculative runs of a draft/target pair at several fixed gammas, for training and replay.
+"""Record greedy speculative runs of a draft/target pair, at fixed gammas for training and replay, and under live
+policies.
 
-Asks: what do the draft's signals look like token by token, and what does a step really cost here? It runs a plain loop
-over Transformers with a cache for each model, so it shares no code with the generator whose policies are trained on
-the result. One run per prompt and gamma, ignoring the end-of-sequence token so that all runs have one length.
+Asks: what do the draft's signals look like token by token, what does a step really cost here, and does a policy win on
+the clock what replay says? It runs a plain loop over Transformers with a cache for each model, so it shares no code
+with the generator whose policies are trained on the result. One run per prompt and policy, one after the other on each
+prompt so that a busy machine slows all alike, ignoring the end-of-sequence token so that all runs have one length.
+Gains are against the fixed gamma that was best in hindsight, with intervals over prompts.
 
 Prompts come as JSON lines with "task" and "prompt" (Spec-Bench's "category" and "turns" are understood too).
 """
@@ -12,16 +15,19 @@ from __future__ import annotations
 import argparse
 import json
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
+from spec_stack.controller.policies import LIVE_POLICY_NAMES, make_policy
 from spec_stack.record_io import write_records
-from spec_stack.records import DraftSignals, StepRecord
+from spec_stack.records import DraftSignals, GammaPolicy, StepContext, StepRecord
 
 
 class Reader:
@@ -56,9 +62,9 @@ def draft_signals(logits: torch.Tensor) -> tuple[int, float, float]:
 
 
 def record_run(
-    draft: Reader, target: Reader, prompt_ids: list[int], gamma: int, num_tokens: int, names: dict[str, str]
+    draft: Reader, target: Reader, prompt_ids: list[int], policy: GammaPolicy, num_tokens: int, names: dict[str, str]
 ) -> list[StepRecord]:
-    """One request at a fixed gamma, decode steps only: both prompts are read before the clock starts."""
+    """One request under a policy, decode steps only: both prompts are read before the clock starts."""
     draft.start()
     target.start()
     draft.feed(prompt_ids[:-1], 1)
@@ -68,12 +74,24 @@ def record_run(
     while (room := len(prompt_ids) + num_tokens - len(tokens)) > 0:
         signals, proposal = DraftSignals(), []
         began = perf_counter()
+        last = records[-1] if records else None
+        num_generated = len(tokens) - len(prompt_ids)
+        context = StepContext(
+            len(records), room - 1, len(prompt_ids), target.num_cached, num_generated, last, names["precision"]
+        )
+        gamma = min(policy.choose(context), context.max_gamma)
+        controller_s = perf_counter() - began
         pending = tokens[draft.num_cached :]
-        for _ in range(min(gamma, room - 1)):
+        while len(proposal) < gamma:
             token, entropy, confidence = draft_signals(draft.feed(pending, 1)[-1])
             signals.append(entropy, confidence)
             proposal.append(token)
             pending = [token]
+            asked = perf_counter()
+            keep = policy.keep_drafting(context, signals)
+            controller_s += perf_counter() - asked
+            if not keep:
+                break
         drafted = perf_counter()
         answers = target.feed(tokens[target.num_cached :] + proposal, len(proposal) + 1).argmax(dim=-1).tolist()
         accepted = 0
@@ -86,7 +104,7 @@ def record_run(
         record = StepRecord(
             request_id=names["request_id"],
             step=len(records),
-            policy=f"fixed-{gamma}",
+            policy=names["policy"],
             precision=names["precision"],
             task=names["task"],
             is_prefill=False,
@@ -95,11 +113,13 @@ def record_run(
             num_accepted=accepted,
             num_tokens=accepted + 1,
             signals=signals,
-            draft_s=drafted - began,
+            draft_s=drafted - began - controller_s,
             verify_s=verified - drafted,
-            controller_s=0.0,
+            controller_s=controller_s,
         )
-        records.append(record)
+        began = perf_counter()
+        policy.observe(record)
+        records.append(replace(record, controller_s=controller_s + perf_counter() - began))
     return records
 
 
@@ -121,6 +141,7 @@ def main() -> None:
     parser.add_argument("--per-task", type=int, default=5, help="prompts per task (default 5)")
     parser.add_argument("--prompt-tokens", type=int, default=512, help="longer prompts lose their middle (default 512)")
     parser.add_argument("--gammas", type=int, nargs="+", default=[2, 4, 6, 8])
+    parser.add_argument("--policies", nargs="*", default=[], choices=LIVE_POLICY_NAMES, help="run these live as well")
     parser.add_argument("--tokens", type=int, default=80, help="tokens per run (default 80)")
     parser.add_argument("--precision", default="fp32", choices=("fp32", "bf16", "fp16"))
     parser.add_argument("--out", type=Path, required=True, help=".csv or .parquet")
@@ -130,6 +151,8 @@ def main() -> None:
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[options.precision]
     draft, target = Reader(options.draft, dtype), Reader(options.target, dtype)
     tokenizer = AutoTokenizer.from_pretrained(options.target)
+    policies = {f"fixed-{gamma}": make_policy("fixed", gamma=gamma) for gamma in options.gammas}
+    policies |= {name: make_policy(name) for name in options.policies}
     records: list[StepRecord] = []
     for number, (task, prompt) in enumerate(tqdm(read_prompts(options.prompts, options.per_task))):
         chat = tokenizer.apply_chat_template(
@@ -140,22 +163,47 @@ def main() -> None:
             half = options.prompt_tokens // 2
             ids = ids[:half] + ids[-half:]
         names = {"request_id": f"{task}-{number}", "task": task, "precision": options.precision}
-        for gamma in options.gammas:
-            records += record_run(draft, target, ids, gamma, options.tokens, names)
+        for name, policy in policies.items():
+            records += record_run(draft, target, ids, policy, options.tokens, {**names, "policy": name})
     write_records(records, options.out)
-    print("gamma  steps  tokens/step  tokens/s  draft ms/token  verify ms/step")
+    print(json.dumps({"records": len(records), "out": str(options.out), "policies": summarise(records)}))
+
+
+def summarise(records: list[StepRecord]) -> dict[str, dict[str, Any]]:
+    """Print and return what every policy measured, gains against the best fixed gamma in hindsight."""
+    sums: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(lambda: [0.0] * 6))
+    for record in records:
+        seconds = record.draft_s + record.verify_s + record.controller_s
+        values = (record.num_tokens, seconds, record.gamma, 1, record.draft_s, record.controller_s)
+        total = sums[record.policy][record.request_id]
+        for index, value in enumerate(values):
+            total[index] += value
+    tables = {name: np.array(list(by_prompt.values())) for name, by_prompt in sums.items()}
+    fixed = [name for name in tables if name.startswith("fixed-")]
+    best = tables[max(fixed, key=lambda name: tables[name][:, 0].sum() / tables[name][:, 1].sum())]
+    picked = np.random.default_rng(0).integers(0, len(best), (2000, len(best)))
+
+    def gains(table: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        mine, base = table[rows].sum(axis=-2), best[rows].sum(axis=-2)
+        return np.asarray((mine[..., 0] / mine[..., 1]) / (base[..., 0] / base[..., 1]) - 1)
+
+    print(
+        f"{'policy':12s} {'tok/s':>7s} {'gain':>7s} {'interval':>16s} {'tok/step':>8s} {'gamma':>6s} "
+        f"{'draft ms/token':>14s} {'verify ms':>9s} {'policy µs/step':>14s}"
+    )
     result = {}
-    for gamma in options.gammas:
-        mine = [record for record in records if record.policy == f"fixed-{gamma}"]
-        num_tokens, drafted = sum(record.num_tokens for record in mine), sum(record.gamma for record in mine)
-        draft_s, verify_s = sum(record.draft_s for record in mine), sum(record.verify_s for record in mine)
-        rate = num_tokens / (draft_s + verify_s)
+    for name, table in tables.items():
+        num_tokens, seconds, drafted, steps, draft_s, controller_s = table.sum(axis=0).tolist()
+        gain = float(gains(table, np.arange(len(best))))
+        low, high = np.percentile(gains(table, picked), [2.5, 97.5]).tolist()
+        interval = f"[{low:+.1%}, {high:+.1%}]"
         print(
-            f"{gamma:5d} {len(mine):6d} {num_tokens / len(mine):12.3f} {rate:9.1f} "
-            f"{1e3 * draft_s / max(drafted, 1):15.3f} {1e3 * verify_s / len(mine):15.3f}"
+            f"{name:12s} {num_tokens / seconds:7.1f} {gain:+7.1%} {interval:>16s} {num_tokens / steps:8.2f} "
+            f"{drafted / steps:6.2f} {1e3 * draft_s / max(drafted, 1):14.3f} "
+            f"{1e3 * (seconds - draft_s - controller_s) / steps:9.3f} {1e6 * controller_s / steps:14.1f}"
         )
-        result[str(gamma)] = {"tokens_per_step": num_tokens / len(mine), "tokens_per_s": rate}
-    print(json.dumps({"records": len(records), "out": str(options.out), "fixed": result}))
+        result[name] = {"tokens_per_s": num_tokens / seconds, "gain": gain, "interval": [low, high]}
+    return result
 
 
 if __name__ == "__main__":
