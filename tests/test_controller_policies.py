@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 
@@ -64,6 +65,14 @@ def test_prefill_steps_may_be_observed_before_anything_was_chosen(name: str) -> 
     prefill = step(8, 3, verify_s=9.0, is_prefill=True)
     policy.observe(prefill)
     assert 0 <= policy.choose(context(last=prefill)) <= 16
+
+
+@pytest.mark.parametrize("name", LIVE_POLICY_NAMES)
+def test_a_step_whose_signals_were_not_kept_is_survived(name: str) -> None:
+    policy = make_policy(name)
+    silent = dataclasses.replace(step(8, 3, is_prefill=True), signals=DraftSignals())
+    policy.observe(silent)
+    assert 0 <= policy.choose(context(last=silent)) <= 16
 
 
 def test_unknown_policies_and_options_are_named_with_the_known_ones() -> None:

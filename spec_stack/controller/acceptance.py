@@ -149,7 +149,7 @@ class OnlineAcceptance:
 
     def learn(self, record: StepRecord, history: History) -> None:
         """From each token up to the first wrong one; those after it tell nothing of their own."""
-        for index in range(min(record.num_accepted + 1, record.gamma)):
+        for index in range(min(record.num_accepted + 1, len(record.signals))):
             accepted = index < record.num_accepted
             self._own.learn(_own_features(record.signals, index, history), accepted)
             self._next.learn(_next_features(record.signals, index, history), accepted)
@@ -196,7 +196,7 @@ def features(signals: DraftSignals, num_drafted: int, history: History) -> tuple
 
 def examples(record: StepRecord, history: History) -> Iterator[tuple[tuple[float, ...], bool]]:
     """What one step teaches a trained model: before each drafted token, was it and all before it accepted?"""
-    for num_drafted in range(record.gamma):
+    for num_drafted in range(len(record.signals)):
         yield features(record.signals, num_drafted, history), record.num_accepted > num_drafted
 
 
@@ -218,9 +218,9 @@ class Recalibrated:
 
     def learn(self, record: StepRecord, history: History) -> None:
         """From one token a step, in turn: a step's outcomes are one event, not gamma of them."""
-        if record.gamma == 0:
+        if not record.signals:
             return
-        chosen = record.step % record.gamma
+        chosen = record.step % len(record.signals)
         inner = self._inner(features(record.signals, chosen, history))
         self._line.learn(inner, record.num_accepted > chosen)
 

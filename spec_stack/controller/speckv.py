@@ -96,7 +96,7 @@ class SpecKV:
 
     def observe(self, record: StepRecord) -> None:
         """Remember the step's signals for the next one, and learn how they foretold this one."""
-        if record.gamma == 0:
+        if not record.signals:
             return
         if self._online is not None and self._signals is not None and not record.is_prefill:
             rate = record.num_accepted / record.gamma

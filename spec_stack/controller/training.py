@@ -39,7 +39,7 @@ def step_examples(records: Sequence[StepRecord]) -> tuple[Floats, Floats, list[s
     inputs, rates, groups = [], [], []
     for before, record in pairwise(records):
         follows = record.request_id == before.request_id and record.step == before.step + 1
-        if follows and before.gamma and record.gamma:
+        if follows and before.signals and record.gamma:
             inputs.append(step_features(before.signals, record.precision, record.gamma))
             rates.append(record.num_accepted / record.gamma)
             groups.append(record.request_id)
