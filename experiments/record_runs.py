@@ -199,7 +199,7 @@ def summarise(records: list[StepRecord]) -> dict[str, dict[str, Any]]:
         interval = f"[{low:+.1%}, {high:+.1%}]"
         print(
             f"{name:12s} {num_tokens / seconds:7.1f} {gain:+7.1%} {interval:>16s} {num_tokens / steps:8.2f} "
-            f"{drafted / steps:6.2f} {1e3 * draft_s / max(drafted, 1):14.3f} "
+            f"{drafted / steps:6.2f} {1e3 * draft_s / drafted if drafted else 0:14.3f} "
             f"{1e3 * (seconds - draft_s - controller_s) / steps:9.3f} {1e6 * controller_s / steps:14.1f}"
         )
         result[name] = {"tokens_per_s": num_tokens / seconds, "gain": gain, "interval": [low, high]}

@@ -18,9 +18,10 @@ _GAIN_WEIGHT = 0.1
 class ThroughputOptions:
     """Everything has a default that works with no training at all.
 
-    max_gamma: most tokens per step. predictor: a model exported by `spec_stack.controller.predictors`; without one,
-    the policy learns its own. cold_threshold: probability asked for while nothing has been measured yet. probe_every:
-    with drafting switched off, one step in this many drafts all the same, so that better times are noticed.
+    max_gamma: most tokens per step.
+    predictor: a model exported by `spec_stack.controller.predictors`; without one, the policy learns its own.
+    cold_threshold: probability asked for while nothing has been measured yet.
+    probe_every: with drafting off, one step in this many drafts a token all the same, so that better times are noticed.
     """
 
     max_gamma: int = MAX_GAMMA
