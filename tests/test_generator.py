@@ -10,7 +10,7 @@ from conftest import make_model, random_prompt
 from transformers import PreTrainedModel
 
 from spec_stack import DecodeConfig, GenerationResult, PrefillConfig, SpecStackConfig, SpecStackGenerator
-from spec_stack.controller.policies import FixedPolicy
+from spec_stack.controller.policies import make_policy
 from spec_stack.demo import hide_fact
 
 CODE = "def read_lines(path):\n    with open(path) as file:\n"
@@ -286,7 +286,7 @@ def test_the_system_message_and_the_templates_own_tokens_stay_dense(embedded: Sp
         ({"prompt": "a", "gamma": -1}, "gamma"),
         ({"prompt": "a", "policy": "clever"}, "unknown policy"),
         ({"prompt": "a", "policy": object()}, "choose, keep_drafting and observe"),
-        ({"prompt": "a", "policy": FixedPolicy(1), "gamma": 2}, "not both"),
+        ({"prompt": "a", "policy": make_policy("fixed", gamma=1), "gamma": 2}, "not both"),
         ({"prompt": "a", "stop": [""]}, "stop"),
     ],
 )
@@ -309,7 +309,7 @@ def test_without_a_tokenizer_text_is_refused(target: PreTrainedModel, draft: Pre
 def test_the_policy_of_the_constructor_is_the_default(target: PreTrainedModel, draft: PreTrainedModel) -> None:
     by_config = SpecStackGenerator(target, draft, config=SpecStackConfig(decode=DecodeConfig(gamma=2)))
     assert set(by_config.generate(input_ids=[5, 6], max_tokens=12).metrics.gamma_trace[:3]) == {0, 2}
-    by_object = SpecStackGenerator(target, draft, policy=FixedPolicy(3))
+    by_object = SpecStackGenerator(target, draft, policy=make_policy("fixed", gamma=3))
     assert set(by_object.generate(input_ids=[5, 6], max_tokens=12).metrics.gamma_trace[:3]) == {0, 3}
     with pytest.raises(ValueError, match="unknown policy"):
         SpecStackGenerator(target, draft, policy="clever")

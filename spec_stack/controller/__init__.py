@@ -1,0 +1,1 @@
+"""How far the draft may run ahead: gamma policies, their cost and acceptance models, and replay to compare them."""

@@ -1,0 +1,132 @@
+"""A bandit that learns online which gamma and which confidence threshold give most tokens/s. No training, no model."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+from itertools import product
+
+from spec_stack.config import MAX_GAMMA
+from spec_stack.controller.cost import DiscountedRate
+from spec_stack.records import DraftSignals, StepContext, StepRecord
+
+_FORGOTTEN = 0.05
+
+
+@dataclass(frozen=True)
+class BanditOptions:
+    """Arms and forgetting.
+
+    gammas, thresholds: every pair is an arm: draft up to gamma, stop after a token under the threshold.
+    discount: weight of an arm's past per step, in (0, 1); it keeps the bandit trying, since times change.
+    dwell: steps an arm is kept once chosen.
+    seed: of the sampling; equal seeds choose alike.
+    """
+
+    gammas: tuple[int, ...] = (1, 2, 4, 8)
+    thresholds: tuple[float, ...] = (0.0, 0.5, 0.8)
+    discount: float = 0.995
+    dwell: int = 2
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.gammas or any(not 0 <= gamma <= MAX_GAMMA for gamma in self.gammas):
+            raise ValueError(f"gammas must be one or more of 0 to {MAX_GAMMA}, got {self.gammas}")
+        if not self.thresholds or any(not 0 <= threshold <= 1 for threshold in self.thresholds):
+            raise ValueError(f"thresholds must be one or more probabilities, got {self.thresholds}; 0 never stops")
+        if not 0 < self.discount < 1:
+            raise ValueError(f"discount must be between 0 and 1, got {self.discount}")
+        if self.dwell < 1:
+            raise ValueError(f"dwell must be 1 or more, got {self.dwell}")
+
+
+class _Arm:
+    """Discounted sums of one arm's tokens and seconds, enough for the mean and spread of tokens - rate * seconds."""
+
+    def __init__(self) -> None:
+        self.weight = self.tokens = self.seconds = 0.0
+        self.tokens2 = self.seconds2 = self.product = 0.0
+
+    def decay(self, keep: float) -> None:
+        self.weight *= keep
+        self.tokens *= keep
+        self.seconds *= keep
+        self.tokens2 *= keep
+        self.seconds2 *= keep
+        self.product *= keep
+
+    def add(self, num_tokens: int, seconds: float) -> None:
+        self.weight += 1
+        self.tokens += num_tokens
+        self.seconds += seconds
+        self.tokens2 += num_tokens * num_tokens
+        self.seconds2 += seconds * seconds
+        self.product += num_tokens * seconds
+
+    def advantage(self, rate: float) -> tuple[float, float]:
+        """Mean and standard error of tokens - rate * seconds; a prior of one step keeps the error over zero."""
+        mean = (self.tokens - rate * self.seconds) / self.weight
+        square = (self.tokens2 - 2 * rate * self.product + rate * rate * self.seconds2) / self.weight
+        variance = max(square - mean * mean, 0.0)
+        return mean, math.sqrt((variance * self.weight + 1.0) / (self.weight + 1) / self.weight)
+
+
+class Bandit:
+    """Thompson sampling over (gamma, threshold), on tokens gained over what the present rate would have given.
+
+    Averaging tokens/s over steps would favour short steps; tokens - rate * seconds has its maximum where the ratio
+    of the sums has. Arms are kept per precision, since costs differ. Mutated by every call.
+    """
+
+    name = "bandit"
+
+    def __init__(self, options: BanditOptions | None = None) -> None:
+        self.options = options or BanditOptions()
+        self._random = random.Random(self.options.seed)
+        self._arms = list(product(self.options.gammas, self.options.thresholds))
+        # One gamma 0 or 1 arm per gamma is enough: there is no second token that a threshold could hold back.
+        self._arms = [arm for arm in self._arms if arm[0] > 1 or arm[1] == self.options.thresholds[0]]
+        self._sums: dict[str, list[_Arm]] = {}
+        self._rates: dict[str, DiscountedRate] = {}
+        self._current = 0
+        self._remaining = 0
+        self._cut = False
+
+    def choose(self, context: StepContext) -> int:
+        if self._remaining == 0:
+            self._current = self._sample(context.precision)
+            self._remaining = self.options.dwell
+        self._remaining -= 1
+        gamma = self._arms[self._current][0]
+        self._cut = gamma > context.max_gamma
+        return min(gamma, context.max_gamma)
+
+    def keep_drafting(self, context: StepContext, signals: DraftSignals) -> bool:
+        return signals.confidence[-1] >= self._arms[self._current][1]
+
+    def observe(self, record: StepRecord) -> None:
+        """Credit the arm. Prefill steps and steps cut short by the request's end say nothing about an arm."""
+        if record.is_prefill or self._cut:
+            return
+        seconds = record.draft_s + record.verify_s + record.controller_s
+        sums = self._precision(record.precision)
+        for arm in sums:
+            arm.decay(self.options.discount)
+        sums[self._current].add(record.num_tokens, seconds)
+        self._rates[record.precision].add(record.num_tokens, seconds)
+
+    def _precision(self, precision: str) -> list[_Arm]:
+        if precision not in self._sums:
+            self._sums[precision] = [_Arm() for _ in self._arms]
+            self._rates[precision] = DiscountedRate(self.options.discount)
+        return self._sums[precision]
+
+    def _sample(self, precision: str) -> int:
+        sums = self._precision(precision)
+        untried = [index for index, arm in enumerate(sums) if arm.weight < _FORGOTTEN]
+        if untried:
+            return self._random.choice(untried)
+        rate = self._rates[precision].tokens_per_s
+        draws = [self._random.gauss(*arm.advantage(rate)) for arm in sums]
+        return draws.index(max(draws))
