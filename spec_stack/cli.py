@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spec_stack.config import MAX_GAMMA, DecodeConfig, PrefillConfig, SpecStackConfig
+from spec_stack.record_io import add_records, check_record_path
 
 if TYPE_CHECKING:
     from spec_stack.generator import SpecStackGenerator
@@ -78,10 +79,11 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--look-ahead", type=int, default=prefill.look_ahead, help="draft tokens that help to score (%(default)s)"
     )
-    parser.add_argument("--policy", default=DecodeConfig.policy, help="gamma policy (%(default)s)")
+    parser.add_argument("--policy", help=f"gamma policy (default {DecodeConfig.policy})")
     parser.add_argument(
-        "--gamma", type=int, help=f"tokens drafted per step, 0…{MAX_GAMMA} (default {DecodeConfig.gamma}; 0 is plain)"
+        "--gamma", type=int, help=f"the fixed policy with this many tokens per step, 0…{MAX_GAMMA}; 0 is plain decoding"
     )
+    parser.add_argument("--records", type=Path, help="add a record per step to this .csv or .parquet file")
     parser.add_argument("--json", action="store_true", help="no stream: print text and metrics as one JSON object")
 
 
@@ -128,19 +130,25 @@ def _generate(arguments: argparse.Namespace) -> int:
         "policy": arguments.policy,
         "gamma": arguments.gamma,
     }
+    if arguments.records is not None:
+        check_record_path(arguments.records)
     if arguments.chat or arguments.system is not None:
         system = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
         request["messages"] = [*system, {"role": "user", "content": prompt}]
     else:
         request["prompt"] = prompt
     if arguments.json:
-        result = generator.generate(**request)
+        result = generator.generate(records=arguments.records, **request)
         answer = {"text": result.text, "finish_reason": result.finish_reason, "metrics": result.metrics.as_dict()}
         print(json.dumps(answer, ensure_ascii=False))
         return 0
+    steps = []
     for output in generator.stream(**request):
         print(output.text, end="", flush=True)
+        steps.append(output.record)
     print()
+    if arguments.records is not None:
+        add_records(steps, arguments.records)
     return 0
 
 

@@ -80,10 +80,10 @@ class DecodeConfig:
     """How far the draft runs ahead.
 
     policy: name of the gamma policy (see `spec_stack.controller.policies`).
-    gamma: tokens proposed per step under `fixed`; 0 is plain decoding.
+    gamma: tokens proposed per step under the policy "fixed"; 0 is plain decoding.
     """
 
-    policy: str = "fixed"
+    policy: str = "throughput"
     gamma: int = 4
 
     def __post_init__(self) -> None:

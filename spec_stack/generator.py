@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,11 +22,13 @@ from spec_stack.backends.loading import check_pair, end_token_ids, load_pair, ma
 from spec_stack.backends.sampling import make_warp
 from spec_stack.config import PrefillConfig, SpecStackConfig
 from spec_stack.controller.policies import make_policy
+from spec_stack.controller.pool import PolicyPool
 from spec_stack.decode.draft import propose
 from spec_stack.decode.loop import RequestLabels, decode
 from spec_stack.decode.sampler import Sampler
 from spec_stack.decode.stopping import Stopper
 from spec_stack.prefill.sparse import score_prompt
+from spec_stack.record_io import add_records, check_record_path
 from spec_stack.records import GammaPolicy, StepRecord
 from spec_stack.types import GenerationResult, Metrics, Proposal, SamplingParams, Selection, StepOutput
 
@@ -38,7 +41,7 @@ class _Request:
     prefill: PrefillConfig
     scores: bool
     reason: str
-    policy: GammaPolicy
+    lend_policy: Callable[[], AbstractContextManager[GammaPolicy]]
     labels: RequestLabels
     started: float
 
@@ -47,7 +50,8 @@ class SpecStackGenerator:
     """Sparse prefill and speculative decoding with one draft model.
 
     Requests share only the weights: each has its own caches, so several threads may generate, and several
-    streams may be open, at once. A policy handed in as an object is shared by the requests that use it.
+    streams may be open, at once. A policy by name keeps what it learns from request to request, and no two requests
+    have it at once; one handed in as an object is shared by the requests that use it.
     """
 
     def __init__(
@@ -69,6 +73,7 @@ class SpecStackGenerator:
         self.precision = precision or str(target.dtype).removeprefix("torch.")
         self.config = config or SpecStackConfig()
         self._policy = policy if policy is not None else self.config.decode.policy
+        self._pool = PolicyPool()
         self._resolve_policy(None, None)
         self._warned = False
 
@@ -101,20 +106,29 @@ class SpecStackGenerator:
         messages: Sequence[Mapping[str, str]] | None = None,
         input_ids: Sequence[int] | torch.Tensor | None = None,
         return_records: bool = False,
+        records: str | Path | None = None,
         **options: Any,
     ) -> GenerationResult:
-        """The whole of `stream`, which see for the options. return_records: keep one StepRecord per step."""
+        """The whole of `stream`, which see for the options.
+
+        return_records keeps one StepRecord per step in the result; records adds them to a .csv or .parquet file
+        (see `record_io`), which is made where there is none.
+        """
+        if records is not None:
+            check_record_path(records)
         token_ids: list[int] = []
         texts: list[str] = []
-        records: list[StepRecord] = []
+        steps: list[StepRecord] = []
         for output in self.stream(prompt, messages=messages, input_ids=input_ids, **options):
             token_ids += output.token_ids
             texts.append(output.text)
-            records.append(output.record)
+            steps.append(output.record)
         if output.finish_reason is None or output.metrics is None:
             raise RuntimeError("the stream ended without a last step")
+        if records is not None:
+            add_records(steps, records)
         return GenerationResult(
-            token_ids, "".join(texts), output.finish_reason, output.metrics, records if return_records else None
+            token_ids, "".join(texts), output.finish_reason, output.metrics, steps if return_records else None
         )
 
     def stream(
@@ -142,7 +156,9 @@ class SpecStackGenerator:
         Exactly one of prompt, messages (through the tokenizer's chat template) or input_ids is given. See
         SamplingParams for max_tokens … ignore_eos. keep_rate overrides the configuration's for this call;
         specprefill None prunes prompts of min_prompt_tokens or more, True any, False none. gamma is short for
-        the fixed policy with that gamma. request_id and task label the records.
+        the fixed policy with that gamma. A seeded, sampled call that names neither is fixed too: policies that
+        watch the clock propose other lengths in every run, and so draw other tokens of the same distribution.
+        request_id and task label the records.
 
         Arguments are checked before this returns: ValueError says what to change.
         """
@@ -159,6 +175,8 @@ class SpecStackGenerator:
         if params.stop and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer; this generator was made without one")
         prefill = self.config.prefill if keep_rate is None else replace(self.config.prefill, keep_rate=keep_rate)
+        if policy is None and gamma is None and seed is not None and temperature > 0:
+            policy = "fixed"
         prompt_ids, protected = self._encode(prompt, messages, input_ids)
         self._check_length(len(prompt_ids), params.max_tokens)
         scores, reason = _decide(specprefill, prefill, len(prompt_ids))
@@ -169,7 +187,7 @@ class SpecStackGenerator:
             prefill=prefill,
             scores=scores,
             reason=reason,
-            policy=self._resolve_policy(policy, gamma),
+            lend_policy=self._resolve_policy(policy, gamma),
             labels=RequestLabels(request_id or secrets.token_hex(4), self.precision, task),
             started=started,
         )
@@ -212,19 +230,29 @@ class SpecStackGenerator:
                 "shorten the prompt or lower max_tokens"
             )
 
-    def _resolve_policy(self, policy: str | GammaPolicy | None, gamma: int | None) -> GammaPolicy:
+    def _resolve_policy(
+        self, policy: str | GammaPolicy | None, gamma: int | None
+    ) -> Callable[[], AbstractContextManager[GammaPolicy]]:
         if gamma is not None:
             if policy is not None and policy != "fixed":
                 raise ValueError("gamma sets the fixed policy; give gamma or another policy, not both")
-            return make_policy("fixed", gamma=gamma)
+            make_policy("fixed", gamma=gamma)
+            return partial(self._pool.lend, "fixed", gamma=gamma)
         chosen = policy if policy is not None else self._policy
         if isinstance(chosen, GammaPolicy):
-            return chosen
+            return lambda: nullcontext(chosen)
         if not isinstance(chosen, str):
             raise ValueError(f"policy must be a name or have choose, keep_drafting and observe, got {chosen!r}")
-        return make_policy(chosen, gamma=self.config.decode.gamma) if chosen == "fixed" else make_policy(chosen)
+        options = {"gamma": self.config.decode.gamma} if chosen == "fixed" else {}
+        # Made here once to refuse a bad name at the call, before the request runs.
+        make_policy(chosen, **options)
+        return partial(self._pool.lend, chosen, **options)
 
     def _run(self, request: _Request) -> Iterator[StepOutput]:
+        with request.lend_policy() as policy:
+            yield from self._steps(request, policy)
+
+    def _steps(self, request: _Request, policy: GammaPolicy) -> Iterator[StepOutput]:
         params, prompt_ids = request.params, request.prompt_ids
         sampler, seed = self._make_sampler(params)
         end_ids = frozenset() if params.ignore_eos else end_token_ids(self.target)
@@ -236,7 +264,7 @@ class SpecStackGenerator:
             num_scored_tokens=len(prompt_ids) if request.scores else 0,
             specprefill=len(selection.positions) < len(prompt_ids),
             specprefill_reason=reason,
-            policy=request.policy.name,
+            policy=policy.name,
             precision=self.precision,
             seed=seed,
             scoring_s=perf_counter() - request.started if request.scores else 0.0,
@@ -249,7 +277,7 @@ class SpecStackGenerator:
             prompt_ids=prompt_ids,
             selection=selection,
             proposal=proposal,
-            policy=request.policy,
+            policy=policy,
             sampler=sampler,
             stopper=stopper,
             end_ids=end_ids,

@@ -161,6 +161,24 @@ def write_records(records: Iterable[StepRecord], path: str | Path) -> None:
         raise ValueError(f"{path}: give a .csv or a .parquet file")
 
 
+def check_record_path(path: str | Path) -> None:
+    """Raise ValueError, before any long work, for a path that records could not be written to or added to."""
+    path = Path(path)
+    if path.suffix not in (".csv", ".parquet"):
+        raise ValueError(f"{path}: give a .csv or a .parquet file")
+    if not path.parent.is_dir():
+        raise ValueError(f"{path}: the folder {path.parent} does not exist")
+    if path.suffix == ".parquet":
+        _pyarrow(path)
+
+
+def add_records(records: Iterable[StepRecord], path: str | Path) -> None:
+    """Write records to a file, after those it already holds. The whole file is rewritten: for many requests collect
+    the records and call `write_records` once. Raises ValueError as `read_records` and `write_records` do."""
+    earlier = read_records(path) if Path(path).exists() else []
+    write_records([*earlier, *records], path)
+
+
 def read_records(*paths: str | Path) -> list[StepRecord]:
     """Read the records of one or more files written by `write_records`.
 

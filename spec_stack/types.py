@@ -29,7 +29,8 @@ class SamplingParams:
     """How tokens are drawn and when a request ends.
 
     temperature 0 is greedy. top_k 0 and top_p 1.0 are off; both are applied after the temperature, in that
-    order, as in transformers. A seed makes a sampled request reproducible. stop: strings that end the
+    order, as in transformers. A seed makes a sampled request reproducible under a policy that does not watch the
+    clock. stop: strings that end the
     text; they are not part of it. ignore_eos goes on past the end-of-sequence token (for benchmarks).
     """
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +11,10 @@ from conftest import make_model, random_prompt
 from transformers import PreTrainedModel
 
 from spec_stack import DecodeConfig, GenerationResult, PrefillConfig, SpecStackConfig, SpecStackGenerator
-from spec_stack.controller.policies import make_policy
+from spec_stack.controller.policies import LIVE_POLICY_NAMES, make_policy
+from spec_stack.controller.pool import PolicyPool
 from spec_stack.demo import hide_fact
+from spec_stack.record_io import read_records
 
 CODE = "def read_lines(path):\n    with open(path) as file:\n"
 
@@ -87,8 +90,9 @@ def test_the_look_ahead_ends_at_an_end_token(target: PreTrainedModel, draft: Pre
 
 
 def test_a_seed_makes_sampling_reproducible_and_is_reported(embedded: SpecStackGenerator) -> None:
-    first = embedded.generate(CODE, max_tokens=30, temperature=1.0)
+    first = embedded.generate(CODE, max_tokens=30, temperature=1.0, policy="fixed")
     again = embedded.generate(CODE, max_tokens=30, temperature=1.0, seed=first.metrics.seed)
+    assert again.metrics.policy == first.metrics.policy == "fixed-4"
     other = embedded.generate(CODE, max_tokens=30, temperature=1.0, seed=1)
     assert first.token_ids == again.token_ids
     assert first.token_ids != other.token_ids
@@ -307,12 +311,54 @@ def test_without_a_tokenizer_text_is_refused(target: PreTrainedModel, draft: Pre
 
 
 def test_the_policy_of_the_constructor_is_the_default(target: PreTrainedModel, draft: PreTrainedModel) -> None:
-    by_config = SpecStackGenerator(target, draft, config=SpecStackConfig(decode=DecodeConfig(gamma=2)))
+    by_config = SpecStackGenerator(target, draft, config=SpecStackConfig(decode=DecodeConfig("fixed", gamma=2)))
     assert set(by_config.generate(input_ids=[5, 6], max_tokens=12).metrics.gamma_trace[:3]) == {0, 2}
     by_object = SpecStackGenerator(target, draft, policy=make_policy("fixed", gamma=3))
     assert set(by_object.generate(input_ids=[5, 6], max_tokens=12).metrics.gamma_trace[:3]) == {0, 3}
+    assert SpecStackGenerator(target, draft).generate(input_ids=[5], max_tokens=2).metrics.policy == "throughput"
     with pytest.raises(ValueError, match="unknown policy"):
         SpecStackGenerator(target, draft, policy="clever")
+
+
+def test_a_policy_by_name_keeps_what_it_learned_and_is_never_shared(
+    target: PreTrainedModel, draft: PreTrainedModel
+) -> None:
+    pool = PolicyPool()
+    with pool.lend("heuristic") as first, pool.lend("heuristic") as second:
+        assert first is not second
+    with pool.lend("heuristic") as again, pool.lend("fixed", gamma=2) as other:
+        assert again is second or again is first
+        assert other.name == "fixed-2"
+    generator = SpecStackGenerator(target, make_model(seed=1), policy="heuristic")
+    traces = [generator.generate(input_ids=[5, 6], max_tokens=20).metrics.gamma_trace for _ in range(2)]
+    assert traces[0][1] == 5
+    assert traces[1][1] > 5
+
+
+@pytest.mark.parametrize("policy", LIVE_POLICY_NAMES)
+@pytest.mark.parametrize("specprefill", [False, True])
+def test_every_policy_is_lossless_live(
+    policy: str, specprefill: bool, target: PreTrainedModel, draft: PreTrainedModel
+) -> None:
+    config = SpecStackConfig(PrefillConfig(chunk_size=8))
+    prompt = random_prompt(100)
+    for helper in (draft, make_model(seed=1)):
+        generator = SpecStackGenerator(target, helper, config=config)
+        options: dict[str, Any] = {"input_ids": prompt, "max_tokens": 60, "specprefill": specprefill}
+        plain = generator.generate(gamma=0, **options)
+        for _ in range(2):
+            assert generator.generate(policy=policy, **options).token_ids == plain.token_ids
+
+
+def test_records_are_added_to_a_file(embedded: SpecStackGenerator, tmp_path: Path) -> None:
+    path = tmp_path / "steps.csv"
+    options: dict[str, Any] = {"max_tokens": 20, "task": "code", "records": path, "return_records": True}
+    results = [embedded.generate(CODE, gamma=gamma, **options) for gamma in (2, 4)]
+    assert read_records(path) == [record for result in results for record in result.records or []]
+    with pytest.raises(ValueError, match="parquet"):
+        embedded.generate(CODE, records=tmp_path / "steps.txt")
+    with pytest.raises(ValueError, match="does not exist"):
+        embedded.generate(CODE, records=tmp_path / "no" / "steps.csv")
 
 
 @pytest.mark.gpu

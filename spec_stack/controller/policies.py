@@ -29,12 +29,11 @@ class FixedOptions:
 
 
 class Fixed:
-    """The same gamma in every step."""
-
-    name = "fixed"
+    """The same gamma in every step. The name tells which, so that records of several gammas can be told apart."""
 
     def __init__(self, options: FixedOptions | None = None) -> None:
         self.options = options or FixedOptions()
+        self.name = f"fixed-{self.options.gamma}"
 
     def choose(self, context: StepContext) -> int:
         return min(self.options.gamma, context.max_gamma)
