@@ -15,12 +15,10 @@ from typing import Any
 
 from spec_stack.backends.chat import encode_messages, encode_text
 
-_TASKS = {"summarization": "summary", "coding": "code", "math_reasoning": "math"}
-
 
 @dataclass(frozen=True)
 class Prompt:
-    """task: code, math, chat or summary, or the file's own category. is_chat: goes through the chat template."""
+    """task: code, math, … as the file has it. is_chat: goes through the chat template."""
 
     task: str
     text: str
@@ -40,7 +38,7 @@ def _parse(row: Mapping[str, Any]) -> Prompt:
     if "question" in row and "answer" in row:
         return Prompt("math", row["question"], True)
     if "turns" in row:
-        return Prompt(_TASKS.get(row["category"], row["category"]), row["turns"][0], True)
+        return Prompt(row["category"], row["turns"][0], True)
     raise ValueError(f"a prompt row with the fields {sorted(row)} is of no known kind")
 
 
