@@ -52,7 +52,7 @@ def choose_prompts(sources: list[str], per_task: int) -> list[Prompt]:
 
 
 class Contest:
-    """Runs the variants and keeps their seconds: seconds[variant][prompt][repeat], of the whole call and of decoding."""
+    """Runs the variants and keeps their seconds per variant, prompt and repeat, of the whole call and of decoding."""
 
     def __init__(self, generator: SpecStackGenerator, num_tokens: int) -> None:
         self.generator = generator

@@ -6,10 +6,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from spec_stack.config import DecodeConfig, PrefillConfig, SpecStackConfig
+    from spec_stack.config import DecodeConfig, PrefillConfig, SamplingParams, SpecStackConfig
     from spec_stack.generator import SpecStackGenerator
     from spec_stack.records import DraftSignals, GammaPolicy, StepContext, StepRecord
-    from spec_stack.types import GenerationResult, Metrics, SamplingParams, Selection, StepOutput
+    from spec_stack.types import GenerationResult, Metrics, Selection, StepOutput
 
 __version__ = "0.1.0"
 
@@ -25,7 +25,7 @@ _HOMES = {
     "StepRecord": "records",
     "GenerationResult": "types",
     "Metrics": "types",
-    "SamplingParams": "types",
+    "SamplingParams": "config",
     "Selection": "types",
     "StepOutput": "types",
 }

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spec_stack.config import MAX_GAMMA, DecodeConfig, PrefillConfig, SpecStackConfig
+from spec_stack.config import MAX_GAMMA, DecodeConfig, PrefillConfig, SamplingParams, SpecStackConfig
 from spec_stack.record_io import add_records, check_record_path
 
 if TYPE_CHECKING:
@@ -59,10 +61,11 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     source.add_argument("--file", type=Path, help="read the prompt from a file")
     parser.add_argument("--chat", action="store_true", help="send the prompt as a user message")
     parser.add_argument("--system", help="a system message; implies --chat")
-    parser.add_argument("--max-tokens", type=int, default=256, help="%(default)s")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (%(default)s)")
-    parser.add_argument("--top-k", type=int, default=0, help="0 is off (%(default)s)")
-    parser.add_argument("--top-p", type=float, default=1.0, help="1.0 is off (%(default)s)")
+    params = SamplingParams()
+    parser.add_argument("--max-tokens", type=int, default=params.max_tokens, help="%(default)s")
+    parser.add_argument("--temperature", type=float, default=params.temperature, help="0 is greedy (%(default)s)")
+    parser.add_argument("--top-k", type=int, default=params.top_k, help="0 is off (%(default)s)")
+    parser.add_argument("--top-p", type=float, default=params.top_p, help="1.0 is off (%(default)s)")
     parser.add_argument("--seed", type=int, help="makes a sampled answer reproducible")
     parser.add_argument("--stop", action="append", default=[], help="end at this string; may be repeated")
     parser.add_argument("--specprefill", choices=[*SPECPREFILL], default="auto", help="prune the prompt (%(default)s)")
@@ -71,7 +74,7 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
         "--keep-rate", type=float, default=prefill.keep_rate, help="share of the prompt the target reads (%(default)s)"
     )
     parser.add_argument(
-        "--threshold",
+        "--min-prompt-tokens",
         type=int,
         default=prefill.min_prompt_tokens,
         help="shortest prompt, in tokens, that --specprefill auto prunes (%(default)s)",
@@ -103,22 +106,19 @@ def _read_prompt(arguments: argparse.Namespace) -> str:
             return str(arguments.file.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"cannot read {arguments.file}: {error}") from error
-    if sys.stdin.isatty():
+    if sys.stdin is None or sys.stdin.isatty():
         raise ValueError("no prompt: give one as an argument, with --file, or on standard input")
     return sys.stdin.read()
 
 
-def _generate(arguments: argparse.Namespace) -> int:
-    prompt = _read_prompt(arguments)
-    if not prompt.strip():
-        raise ValueError("the prompt is empty")
+def request_of(arguments: argparse.Namespace, prompt: str) -> tuple[SpecStackConfig, dict[str, Any]]:
+    """The configuration and the options of `SpecStackGenerator.stream` that the command line asks for."""
     prefill = replace(
         PrefillConfig(),
         keep_rate=arguments.keep_rate,
-        min_prompt_tokens=arguments.threshold,
+        min_prompt_tokens=arguments.min_prompt_tokens,
         look_ahead=arguments.look_ahead,
     )
-    generator = _load(arguments, SpecStackConfig(prefill=prefill))
     request: dict[str, Any] = {
         "max_tokens": arguments.max_tokens,
         "temperature": arguments.temperature,
@@ -130,13 +130,22 @@ def _generate(arguments: argparse.Namespace) -> int:
         "policy": arguments.policy,
         "gamma": arguments.gamma,
     }
-    if arguments.records is not None:
-        check_record_path(arguments.records)
     if arguments.chat or arguments.system is not None:
         system = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
         request["messages"] = [*system, {"role": "user", "content": prompt}]
     else:
         request["prompt"] = prompt
+    return SpecStackConfig(prefill=prefill), request
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    prompt = _read_prompt(arguments)
+    if not prompt.strip():
+        raise ValueError("the prompt is empty")
+    config, request = request_of(arguments, prompt)
+    if arguments.records is not None:
+        check_record_path(arguments.records)
+    generator = _load(arguments, config)
     if arguments.json:
         result = generator.generate(records=arguments.records, **request)
         answer = {"text": result.text, "finish_reason": result.finish_reason, "metrics": result.metrics.as_dict()}
@@ -190,11 +199,18 @@ def _doctor(arguments: argparse.Namespace) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point: 0 done, 1 the pair does not fit (doctor), 2 bad input, 130 interrupted."""
     arguments = build_parser().parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A terminal that lacks a character shows a question mark; that is no reason to stop.
+        sys.stdout.reconfigure(errors="replace")
     try:
         return int(arguments.run(arguments))
     except ValueError as error:
         print(f"spec-stack: error: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        # The reader has gone; point stdout elsewhere, or the interpreter complains when it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 DraftContext = Literal["full", "kept"]
 MAX_GAMMA = 16
+MAX_LOOK_AHEAD = 64
+# Logits divided by less overflow; what is meant is greedy.
+MIN_TEMPERATURE = 1e-3
 
 
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise ValueError(message)
+
+
+def _require_int(name: str, value: object, least: int, most: float = math.inf, hint: str = "") -> None:
+    """Refuse what is no whole number (a bool or 2.0 included) or is out of range."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    bounds = f"{least} or more" if most == math.inf else f"{least} to {most}"
+    _require(whole and least <= value <= most, f"{name} must be a whole number, {bounds}, got {value!r}{hint}")  # type: ignore[operator]
 
 
 @dataclass(frozen=True)
@@ -41,19 +52,17 @@ class PrefillConfig:
 
     def __post_init__(self) -> None:
         _require(0 < self.keep_rate <= 1, f"keep_rate must be in (0, 1], got {self.keep_rate}; 1.0 is dense prefill")
-        _require(self.look_ahead >= 0, f"look_ahead must be 0 or more, got {self.look_ahead}")
+        _require_int("look_ahead", self.look_ahead, 0, MAX_LOOK_AHEAD)
+        _require_int("pool_kernel", self.pool_kernel, 1)
         _require(
-            self.pool_kernel >= 1 and self.pool_kernel % 2 == 1,
+            self.pool_kernel % 2 == 1,
             f"pool_kernel must be odd (1 is no pooling), got {self.pool_kernel}; an even one would shift the scores",
         )
-        _require(self.chunk_size >= 1, f"chunk_size must be 1 or more, got {self.chunk_size}")
-        _require(self.keep_first >= 0, f"keep_first must be 0 or more, got {self.keep_first}")
-        _require(
-            self.keep_last >= 1,
-            f"keep_last must be 1 or more, got {self.keep_last}; decoding continues from the last prompt token",
-        )
-        _require(self.min_prompt_tokens >= 0, f"min_prompt_tokens must be 0 or more, got {self.min_prompt_tokens}")
-        _require(self.prefill_chunk >= 1, f"prefill_chunk must be 1 or more, got {self.prefill_chunk}")
+        _require_int("chunk_size", self.chunk_size, 1)
+        _require_int("keep_first", self.keep_first, 0)
+        _require_int("keep_last", self.keep_last, 1, hint="; decoding continues from the last prompt token")
+        _require_int("min_prompt_tokens", self.min_prompt_tokens, 0)
+        _require_int("prefill_chunk", self.prefill_chunk, 1)
         _require(
             self.draft_context in get_args(DraftContext),
             f"draft_context must be one of {list(get_args(DraftContext))}, got {self.draft_context!r}",
@@ -87,7 +96,42 @@ class DecodeConfig:
     gamma: int = 4
 
     def __post_init__(self) -> None:
-        _require(0 <= self.gamma <= MAX_GAMMA, f"gamma must be 0 to {MAX_GAMMA}, got {self.gamma}")
+        _require_int("gamma", self.gamma, 0, MAX_GAMMA)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are drawn and when a request ends.
+
+    temperature 0 is greedy. top_k 0 and top_p 1.0 are off; both are applied after the temperature, in that
+    order, as in transformers. A seed makes a sampled request reproducible under a policy that does not watch the
+    clock. stop: strings that end the text; they are not part of it (special tokens are no text, so they never match).
+    ignore_eos goes on past the end-of-sequence token (for benchmarks). No other setting of a model's generation
+    config is applied (a repetition penalty, say).
+    """
+
+    max_tokens: int = 256
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        _require_int("max_tokens", self.max_tokens, 1)
+        _require(
+            self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < math.inf,
+            f"temperature must be 0 (greedy) or {MIN_TEMPERATURE} and more, got {self.temperature}",
+        )
+        _require_int("top_k", self.top_k, 0, hint="; 0 is off")
+        _require(0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}; 1.0 is off")
+        if self.seed is not None:
+            _require_int("seed", self.seed, 0, 2**63 - 1)
+        _require(
+            all(isinstance(text, str) and text for text in self.stop),
+            f"stop must be non-empty strings, got {self.stop!r}",
+        )
 
 
 @dataclass(frozen=True)

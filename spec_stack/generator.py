@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import secrets
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from transformers import PreTrainedModel
 
 from spec_stack.backends.attention import install
 from spec_stack.backends.cached_model import CachedModel
-from spec_stack.backends.chat import Span, encode_messages, encode_text
-from spec_stack.backends.loading import check_pair, end_token_ids, load_pair, max_positions
+from spec_stack.backends.loading import check_pair, end_token_ids, load_pair, max_positions, precision_of
 from spec_stack.backends.sampling import make_warp
-from spec_stack.config import PrefillConfig, SpecStackConfig
+from spec_stack.config import SamplingParams, SpecStackConfig
 from spec_stack.controller.policies import make_policy
 from spec_stack.controller.pool import PolicyPool
 from spec_stack.decode.draft import propose
@@ -30,20 +29,8 @@ from spec_stack.decode.stopping import Stopper
 from spec_stack.prefill.sparse import score_prompt
 from spec_stack.record_io import add_records, check_record_path
 from spec_stack.records import GammaPolicy, StepRecord
-from spec_stack.types import GenerationResult, Metrics, Proposal, SamplingParams, Selection, StepOutput
-
-
-@dataclass(frozen=True)
-class _Request:
-    prompt_ids: list[int]
-    protected: list[Span]
-    params: SamplingParams
-    prefill: PrefillConfig
-    scores: bool
-    reason: str
-    lend_policy: Callable[[], AbstractContextManager[GammaPolicy]]
-    labels: RequestLabels
-    started: float
+from spec_stack.request import Request, StreamOptions, check_length, decide_scoring, encode_prompt
+from spec_stack.types import GenerationResult, Metrics, Proposal, Selection, StepOutput
 
 
 class SpecStackGenerator:
@@ -67,10 +54,14 @@ class SpecStackGenerator:
         """Wrap loaded models (with attn_implementation="sdpa"; it is replaced in place). Raises ValueError for a
         pair that does not fit together. Without a tokenizer only input_ids are taken and no text is made."""
         check_pair(target.config, draft.config)
+        if target.device != draft.device:
+            raise ValueError(f"target and draft are on different devices, {target.device} and {draft.device}")
+        if config is not None and not isinstance(config, SpecStackConfig):
+            raise ValueError(f"config must be a SpecStackConfig, got {type(config).__name__}")
         install(target)
         install(draft)
         self.target, self.draft, self.tokenizer = target, draft, tokenizer
-        self.precision = precision or str(target.dtype).removeprefix("torch.")
+        self.precision = precision or precision_of(target)
         self.config = config or SpecStackConfig()
         self._policy = policy if policy is not None else self.config.decode.policy
         self._pool = PolicyPool()
@@ -94,8 +85,9 @@ class SpecStackGenerator:
         takes CUDA where there is one. policy: a registered name or an object. Raises ValueError for what a
         caller can change: a missing folder, an unfit pair, an unknown precision, policy or device.
         """
-        if isinstance(policy, str):
-            make_policy(policy)
+        chosen = policy if policy is not None else (config or SpecStackConfig()).decode.policy
+        if isinstance(chosen, str):
+            make_policy(chosen)
         pair = load_pair(target, draft, precision, device)
         return cls(pair.target, pair.draft, pair.tokenizer, precision=pair.precision, config=config, policy=policy)
 
@@ -107,7 +99,7 @@ class SpecStackGenerator:
         input_ids: Sequence[int] | torch.Tensor | None = None,
         return_records: bool = False,
         records: str | Path | None = None,
-        **options: Any,
+        **options: Unpack[StreamOptions],
     ) -> GenerationResult:
         """The whole of `stream`, which see for the options.
 
@@ -160,7 +152,8 @@ class SpecStackGenerator:
         watch the clock propose other lengths in every run, and so draw other tokens of the same distribution.
         request_id and task label the records.
 
-        Arguments are checked before this returns: ValueError says what to change.
+        Arguments are checked before this returns: ValueError says what to change. The metrics' durations count from
+        the call, without the time that the caller lets pass before or between steps.
         """
         started = perf_counter()
         params = SamplingParams(
@@ -174,61 +167,29 @@ class SpecStackGenerator:
         )
         if params.stop and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer; this generator was made without one")
-        prefill = self.config.prefill if keep_rate is None else replace(self.config.prefill, keep_rate=keep_rate)
         if policy is None and gamma is None and seed is not None and temperature > 0:
             policy = "fixed"
-        prompt_ids, protected = self._encode(prompt, messages, input_ids)
-        self._check_length(len(prompt_ids), params.max_tokens)
-        scores, reason = _decide(specprefill, prefill, len(prompt_ids))
-        request = _Request(
+        lend_policy = self._resolve_policy(policy, gamma)
+        prompt_ids, protected = encode_prompt(
+            self.tokenizer, self.target.config.vocab_size, prompt, messages, input_ids
+        )
+        limit = min(max_positions(self.target.config), max_positions(self.draft.config))
+        check_length(len(prompt_ids), params.max_tokens, limit)
+        prefill = self.config.prefill if keep_rate is None else replace(self.config.prefill, keep_rate=keep_rate)
+        prefill = replace(prefill, look_ahead=min(prefill.look_ahead, limit - len(prompt_ids)))
+        scores, reason = decide_scoring(specprefill, prefill, len(prompt_ids), protected)
+        request = Request(
             prompt_ids=prompt_ids,
             protected=protected,
             params=params,
             prefill=prefill,
             scores=scores,
             reason=reason,
-            lend_policy=self._resolve_policy(policy, gamma),
+            lend_policy=lend_policy,
             labels=RequestLabels(request_id or secrets.token_hex(4), self.precision, task),
-            started=started,
+            prepared_s=perf_counter() - started,
         )
         return self._run(request)
-
-    def _encode(
-        self,
-        prompt: str | None,
-        messages: Sequence[Mapping[str, str]] | None,
-        input_ids: Sequence[int] | torch.Tensor | None,
-    ) -> tuple[list[int], list[Span]]:
-        if sum(given is not None for given in (prompt, messages, input_ids)) != 1:
-            raise ValueError("give exactly one of prompt, messages or input_ids")
-        protected: list[Span] = []
-        if input_ids is not None:
-            ids = torch.as_tensor(input_ids)
-            if ids.dim() == 2 and ids.shape[0] == 1:
-                ids = ids[0]
-            if ids.dim() != 1 or (ids.numel() and (ids.is_floating_point() or ids.is_complex())):
-                raise ValueError(f"input_ids must be one sequence of ints, got shape {tuple(ids.shape)}")
-            prompt_ids = ids.tolist()
-            vocab_size = self.target.config.vocab_size
-            if prompt_ids and not 0 <= min(prompt_ids) <= max(prompt_ids) < vocab_size:
-                raise ValueError(f"input_ids must lie in 0…{vocab_size - 1}, the target's vocabulary")
-        elif self.tokenizer is None:
-            raise ValueError("this generator was made without a tokenizer; give input_ids")
-        elif messages is not None:
-            prompt_ids, protected = encode_messages(self.tokenizer, messages)
-        else:
-            prompt_ids = encode_text(self.tokenizer, prompt) if prompt else []
-        if not prompt_ids:
-            raise ValueError("the prompt is empty; give at least one token")
-        return prompt_ids, protected
-
-    def _check_length(self, num_prompt_tokens: int, max_tokens: int) -> None:
-        limit = min(max_positions(self.target.config), max_positions(self.draft.config))
-        if num_prompt_tokens + max_tokens > limit:
-            raise ValueError(
-                f"{num_prompt_tokens} prompt tokens + max_tokens={max_tokens} exceed the models' {limit} positions; "
-                "shorten the prompt or lower max_tokens"
-            )
 
     def _resolve_policy(
         self, policy: str | GammaPolicy | None, gamma: int | None
@@ -239,25 +200,28 @@ class SpecStackGenerator:
             make_policy("fixed", gamma=gamma)
             return partial(self._pool.lend, "fixed", gamma=gamma)
         chosen = policy if policy is not None else self._policy
-        if isinstance(chosen, GammaPolicy):
+        if isinstance(chosen, GammaPolicy) and not isinstance(chosen, type):
             return lambda: nullcontext(chosen)
         if not isinstance(chosen, str):
-            raise ValueError(f"policy must be a name or have choose, keep_drafting and observe, got {chosen!r}")
+            raise ValueError(
+                f"policy must be a name or an object with name, choose, keep_drafting and observe, got {chosen!r}"
+            )
         options = {"gamma": self.config.decode.gamma} if chosen == "fixed" else {}
         # Made here once to refuse a bad name at the call, before the request runs.
         make_policy(chosen, **options)
         return partial(self._pool.lend, chosen, **options)
 
-    def _run(self, request: _Request) -> Iterator[StepOutput]:
+    def _run(self, request: Request) -> Iterator[StepOutput]:
         with request.lend_policy() as policy:
             yield from self._steps(request, policy)
 
-    def _steps(self, request: _Request, policy: GammaPolicy) -> Iterator[StepOutput]:
+    def _steps(self, request: Request, policy: GammaPolicy) -> Iterator[StepOutput]:
+        started = perf_counter() - request.prepared_s
         params, prompt_ids = request.params, request.prompt_ids
         sampler, seed = self._make_sampler(params)
         end_ids = frozenset() if params.ignore_eos else end_token_ids(self.target)
-        look_ahead = partial(propose, sampler=Sampler(), end_ids=end_ids)
-        selection, proposal, draft, reason = self._prefill_draft(request, look_ahead)
+        selection, proposal, draft, reason = self._prefill_draft(request, end_ids)
+        scoring_s = perf_counter() - started - request.prepared_s if request.scores else 0.0
         metrics = Metrics(
             num_prompt_tokens=len(prompt_ids),
             num_kept_tokens=len(selection.positions),
@@ -267,10 +231,9 @@ class SpecStackGenerator:
             policy=policy.name,
             precision=self.precision,
             seed=seed,
-            scoring_s=perf_counter() - request.started if request.scores else 0.0,
+            scoring_s=scoring_s,
         )
         target = CachedModel(self.target, request.prefill.prefill_chunk)
-        stopper = Stopper(params.max_tokens, end_ids, params.stop, self._decode_text())
         steps = decode(
             target=target,
             draft=draft,
@@ -279,28 +242,34 @@ class SpecStackGenerator:
             proposal=proposal,
             policy=policy,
             sampler=sampler,
-            stopper=stopper,
+            stopper=Stopper(params.max_tokens, end_ids, params.stop, self._decode_text()),
             end_ids=end_ids,
             labels=request.labels,
+            scoring_s=scoring_s,
         )
         for output in steps:
-            _count(metrics, output.record, perf_counter() - request.started)
+            _count(metrics, output.record, perf_counter() - started)
             if output.finish_reason is not None:
                 metrics.forward_s = target.forward_s + draft.forward_s
                 output = replace(output, metrics=metrics)
+            paused = perf_counter()
             yield output
+            started += perf_counter() - paused
 
     def _prefill_draft(
-        self, request: _Request, look_ahead: Callable[[CachedModel, Sequence[int], int], Proposal]
+        self, request: Request, end_ids: Collection[int]
     ) -> tuple[Selection, Proposal, CachedModel, str]:
         """Selection, first proposal, the draft as scoring left it, and the reason for the selection."""
         draft = CachedModel(self.draft, request.prefill.prefill_chunk)
         reason = request.reason
         if request.scores:
+            look_ahead = partial(propose, draft, sampler=Sampler(), end_ids=end_ids)
             try:
                 selection, proposal = score_prompt(
-                    draft, request.prompt_ids, partial(look_ahead, draft), request.prefill, request.protected
+                    draft, request.prompt_ids, look_ahead, request.prefill, request.protected
                 )
+                if len(selection.positions) == len(request.prompt_ids):
+                    reason += ", but chunks and protected spans cover the whole prompt"
                 return selection, proposal, draft, reason
             except Exception as error:
                 # Nothing has been handed out yet, so dense prefill is still open, whatever went wrong.
@@ -326,19 +295,6 @@ class SpecStackGenerator:
         if not self._warned:
             self._warned = True
             warnings.warn(f"{reason} (this is said once; metrics.specprefill_reason tells each time)", stacklevel=2)
-
-
-def _decide(specprefill: bool | None, config: PrefillConfig, num_prompt_tokens: int) -> tuple[bool, str]:
-    """Whether to score the prompt, and why."""
-    if specprefill is False:
-        return False, "off: the call asked for dense prefill"
-    if config.keep_rate == 1:
-        return False, "off: keep_rate is 1.0"
-    if specprefill is True:
-        return True, "on: the call asked for it"
-    if num_prompt_tokens < config.min_prompt_tokens:
-        return False, f"off: the prompt is shorter than min_prompt_tokens={config.min_prompt_tokens}"
-    return True, f"on: the prompt has min_prompt_tokens={config.min_prompt_tokens} or more"
 
 
 def _count(metrics: Metrics, record: StepRecord, elapsed_s: float) -> None:

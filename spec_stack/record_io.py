@@ -44,6 +44,7 @@ COLUMNS = (
     "draft_s",
     "verify_s",
     "controller_s",
+    "draft_read_prompt",
     "draft_entropy",
     "draft_confidence",
 )
@@ -259,6 +260,7 @@ def _as_row(record: StepRecord, position: int) -> dict[str, Any]:
         "draft_s": record.draft_s,
         "verify_s": record.verify_s,
         "controller_s": record.controller_s,
+        "draft_read_prompt": record.draft_read_prompt,
         "draft_entropy": " ".join(map(repr, map(float, signals.entropy))),
         "draft_confidence": " ".join(map(repr, map(float, signals.confidence))),
     }
@@ -280,6 +282,7 @@ def _as_record(row: _Row) -> StepRecord:
         draft_s=row.real("draft_s"),
         verify_s=row.real("verify_s"),
         controller_s=row.real("controller_s"),
+        draft_read_prompt=row.flag("draft_read_prompt"),
     )
     for column, signals in (("draft_entropy", record.signals.entropy), ("draft_confidence", record.signals.confidence)):
         if len(signals) != record.gamma:

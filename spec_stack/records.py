@@ -49,8 +49,9 @@ class StepRecord:
     gamma counts the tokens really proposed, num_accepted those the target agreed with, num_tokens
     those handed out (num_accepted + 1, less what EOS, a stop string or max_tokens cut off).
     draft_s covers the draft's forwards (with what it had to catch up on), verify_s the target's forward
-    and the acceptance test, controller_s the policy. In the prefill step verify_s holds the target's
-    prefill, and gamma is the look-ahead.
+    and the acceptance test, controller_s the policy. In the prefill step draft_s is what scoring the prompt took,
+    verify_s holds the target's prefill, and gamma is the look-ahead. After a dense prefill the first step that
+    drafts has the draft read the whole prompt: draft_read_prompt marks it, and its draft_s says nothing of later ones.
     """
 
     request_id: str
@@ -67,6 +68,7 @@ class StepRecord:
     draft_s: float
     verify_s: float
     controller_s: float
+    draft_read_prompt: bool = False
 
     def as_dict(self) -> Mapping[str, object]:
         """Plain values only, ready for JSON."""

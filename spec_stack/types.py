@@ -25,37 +25,6 @@ class SteppableModel(Protocol):
 
 
 @dataclass(frozen=True)
-class SamplingParams:
-    """How tokens are drawn and when a request ends.
-
-    temperature 0 is greedy. top_k 0 and top_p 1.0 are off; both are applied after the temperature, in that
-    order, as in transformers. A seed makes a sampled request reproducible under a policy that does not watch the
-    clock. stop: strings that end the
-    text; they are not part of it. ignore_eos goes on past the end-of-sequence token (for benchmarks).
-    """
-
-    max_tokens: int = 256
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    ignore_eos: bool = False
-
-    def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise ValueError(f"max_tokens must be 1 or more, got {self.max_tokens}")
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature must be 0 (greedy) or more, got {self.temperature}")
-        if self.top_k < 0:
-            raise ValueError(f"top_k must be 0 (off) or more, got {self.top_k}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}; 1.0 is off")
-        if any(not isinstance(text, str) or not text for text in self.stop):
-            raise ValueError(f"stop must be non-empty strings, got {self.stop!r}")
-
-
-@dataclass(frozen=True)
 class Selection:
     """The prompt tokens the target reads, with their original positions, sorted.
 

@@ -3,10 +3,12 @@ from __future__ import annotations
 import pytest
 import reference
 import torch
+import torch.nn.functional as F
 from conftest import FAMILIES, make_model, random_prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spec_stack.backends import attention
 from spec_stack.backends.attention import capture_attention, install
 from spec_stack.backends.cached_model import CachedModel
 
@@ -123,3 +125,15 @@ def test_captures_do_not_nest_and_end_with_their_block() -> None:
 def test_a_model_not_loaded_with_sdpa_is_refused() -> None:
     with pytest.raises(ValueError, match="sdpa"):
         install(make_model(implementation="eager"))
+
+
+def test_the_folded_block_honours_the_scaling_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = torch.nn.Module()
+    module.layer_idx = 0
+    query, key, value = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8)
+    mask = torch.ones(3, 9, dtype=torch.bool).tril(6)[None, None]
+    whole = [tensor.repeat_interleave(2, 1) for tensor in (key, value)]
+    expected = F.scaled_dot_product_attention(query, *whole, attn_mask=mask, scale=0.7).transpose(1, 2)
+    # Taken away, so that the block must be folded.
+    monkeypatch.setattr(attention, "sdpa_attention_forward", None)
+    torch.testing.assert_close(attention.attend(module, query, key, value, mask, scaling=0.7)[0], expected)

@@ -2,20 +2,55 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from spec_stack import PrefillConfig, SpecStackGenerator
-from spec_stack.cli import build_parser, main
+from spec_stack.cli import build_parser, main, request_of
 from spec_stack.demo import MODULES, format_demo, hide_fact, run_demo
 
 
 def test_the_defaults_are_those_of_the_configuration() -> None:
     arguments = build_parser().parse_args(["generate", "x"])
     assert arguments.keep_rate == PrefillConfig.keep_rate
-    assert arguments.threshold == PrefillConfig.min_prompt_tokens
+    assert arguments.min_prompt_tokens == PrefillConfig.min_prompt_tokens
     assert arguments.look_ahead == PrefillConfig.look_ahead
+
+
+def test_every_option_of_the_command_line_arrives() -> None:
+    line = "generate hello --system S --max-tokens 3 --temperature 0.5 --top-k 4 --top-p 0.6 --seed 7 --stop a --stop b"
+    more = "--specprefill off --keep-rate 0.3 --min-prompt-tokens 9 --look-ahead 2 --gamma 5"
+    config, request = request_of(build_parser().parse_args([*line.split(), *more.split()]), "hello")
+    assert (config.prefill.keep_rate, config.prefill.min_prompt_tokens, config.prefill.look_ahead) == (0.3, 9, 2)
+    assert request == {
+        "messages": [{"role": "system", "content": "S"}, {"role": "user", "content": "hello"}],
+        "max_tokens": 3,
+        "temperature": 0.5,
+        "top_k": 4,
+        "top_p": 0.6,
+        "seed": 7,
+        "stop": ["a", "b"],
+        "specprefill": False,
+        "policy": None,
+        "gamma": 5,
+    }
+
+
+def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "spec_stack.cli", "generate", "def main():", "--max-tokens", "400"]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert child.stdout is not None
+    assert child.stderr is not None
+    child.stdout.read(1)
+    child.stdout.close()
+    errors = child.stderr.read().decode()
+    child.stderr.close()
+    assert child.wait(timeout=120) in (0, 141)
+    assert "Traceback" not in errors
+    assert "Exception" not in errors
 
 
 def test_generate_streams_what_the_library_gives(
@@ -41,13 +76,16 @@ def test_json_carries_text_and_metrics(capsys: pytest.CaptureFixture[str]) -> No
     answer = json.loads(capsys.readouterr().out)
     assert answer["finish_reason"] in ("eos", "length")
     assert answer["metrics"]["num_tokens"] <= 8
-    assert answer["metrics"]["specprefill_reason"].startswith("on")
+    assert answer["metrics"]["specprefill_reason"].startswith("off: no more than")
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["generate", "   "], "prompt is empty"),
+        (["generate", "half a pair \ud800"], "not valid Unicode"),
+        (["generate", "x", "--device", "meta"], "cannot run a model"),
+        (["generate", "x", "--records", "steps.txt"], "parquet"),
         (["generate", "--file", "missing.txt"], "cannot read missing.txt"),
         (["generate", "x", "--keep-rate", "2"], "keep_rate"),
         (["generate", "x", "--gamma", "99"], "gamma"),

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import reference
@@ -12,8 +13,10 @@ from transformers import PreTrainedModel
 from spec_stack import DraftSignals, PrefillConfig, SpecStackConfig, SpecStackGenerator, StepContext, StepRecord
 from spec_stack.backends.attention import install
 from spec_stack.backends.cached_model import CachedModel
+from spec_stack.backends.sampling import make_warp
 from spec_stack.decode.draft import entropy_and_confidence, propose
 from spec_stack.decode.sampler import Sampler
+from spec_stack.prefill.sparse import score_prompt
 
 
 class RandomGamma:
@@ -118,9 +121,13 @@ def test_keep_rate_one_equals_dense_prefill(target: PreTrainedModel, draft: PreT
     generator = SpecStackGenerator(target, draft)
     prompt = random_prompt(200)
     dense = generator.generate(input_ids=prompt, max_tokens=30, specprefill=False)
-    kept = generator.generate(input_ids=prompt, max_tokens=30, specprefill=True, keep_rate=1.0)
-    assert kept.token_ids == dense.token_ids == reference.greedy(make_model(seed=1), prompt, 30)
-    assert not kept.metrics.specprefill
+    expected = reference.greedy(make_model(seed=1), prompt, 30)
+    # 0.999 keeps every chunk as well, but through scoring and with the look-ahead as the first proposal.
+    for keep_rate, num_scored in ((1.0, 0), (0.999, 200)):
+        kept = generator.generate(input_ids=prompt, max_tokens=30, specprefill=True, keep_rate=keep_rate)
+        assert kept.token_ids == dense.token_ids == expected
+        assert not kept.metrics.specprefill
+        assert kept.metrics.num_scored_tokens == num_scored
 
 
 def test_the_loop_keeps_its_promises_to_policies(target: PreTrainedModel, draft: PreTrainedModel) -> None:
@@ -159,6 +166,69 @@ def test_a_policy_cannot_propose_past_max_tokens_or_sixteen(target: PreTrainedMo
     result = generator.generate(input_ids=random_prompt(10), max_tokens=30, policy=Greedy16(0), return_records=True)
     assert result.metrics.gamma_trace == [0, 16, 11]
     assert [record.num_tokens for record in result.records or []] == [1, 17, 12]
+
+
+@pytest.mark.parametrize("draft_context", ["full", "kept"])
+def test_scoring_leaves_the_draft_with_its_context_and_the_look_ahead(
+    draft_context: str, draft: PreTrainedModel
+) -> None:
+    install(draft)
+    model, prompt = CachedModel(draft, 4096), random_prompt(160)
+    config = PrefillConfig(keep_rate=0.3, chunk_size=8, look_ahead=4, draft_context=draft_context)
+    look_ahead = partial(propose, model, sampler=Sampler(), end_ids=())
+    selection, _ = score_prompt(model, prompt, look_ahead, config)
+    num_read = len(selection.positions) if draft_context == "kept" else 160
+    assert (model.num_cached, model.next_position) == (num_read + 4, 164)
+
+
+def test_the_draft_is_fed_only_what_it_has_not_seen(target: PreTrainedModel, draft: PreTrainedModel) -> None:
+    sizes: list[int] = []
+    generator = SpecStackGenerator(target, draft)
+    draft.register_forward_pre_hook(
+        lambda module, args, kwargs: sizes.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    result = generator.generate(input_ids=random_prompt(20), max_tokens=30, gamma=3, return_records=True)
+    all_accepted = sum(record.num_accepted == record.gamma for record in (result.records or [])[1:-1])
+    # The prompt with the first token, then one at a time; two only after a step whose tokens were all accepted.
+    assert sizes[0] == 21
+    assert max(sizes[1:]) <= 2
+    assert sizes[1:].count(2) <= all_accepted
+
+
+def test_a_record_counts_only_what_was_handed_out(target: PreTrainedModel) -> None:
+    config = SpecStackConfig(PrefillConfig(chunk_size=8, keep_rate=0.99))
+    result = SpecStackGenerator(target, DRAFTS["equal"](target), config=config).generate(
+        input_ids=random_prompt(60), max_tokens=3, specprefill=True, return_records=True
+    )
+    assert result.records is not None
+    assert result.metrics.num_tokens == len(result.token_ids) == 3
+    assert (result.records[0].num_accepted, result.records[0].num_tokens) == (8, 3)
+
+
+class TwoAtMost(Greedy16):
+    def keep_drafting(self, context: StepContext, signals: DraftSignals) -> bool:
+        assert len(signals) <= 2
+        return len(signals) < 2
+
+
+def test_a_policy_can_end_a_proposal(target: PreTrainedModel) -> None:
+    result = SpecStackGenerator(target, DRAFTS["equal"](target)).generate(
+        input_ids=random_prompt(20), max_tokens=20, policy=TwoAtMost(0)
+    )
+    assert set(result.metrics.gamma_trace[1:-1]) == {2}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 3.0])
+def test_signals_are_of_the_unwarped_draft(temperature: float, draft: PreTrainedModel) -> None:
+    install(draft)
+    prompt = random_prompt(20)
+    warp = make_warp(temperature, 3, 0.9)
+    sampler = Sampler(warp, torch.Generator().manual_seed(0))
+    proposal = propose(CachedModel(draft, 4096), prompt, 3, sampler, ())
+    rows = CachedModel(draft, 4096).forward([*prompt, *proposal.token_ids[:2]], range(22), 3).softmax(-1)
+    assert proposal.signals.confidence == pytest.approx(rows.amax(-1).tolist(), rel=1e-4)
+    bits = -(rows * rows.clamp_min(1e-30).log2()).sum(-1)
+    assert proposal.signals.entropy == pytest.approx(bits.tolist(), rel=1e-3)
 
 
 def test_drafting_ends_with_an_end_token_and_feeds_what_was_unseen(draft: PreTrainedModel) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,16 @@ import torch
 from conftest import make_model, random_prompt
 from transformers import PreTrainedModel
 
-from spec_stack import DecodeConfig, GenerationResult, PrefillConfig, SpecStackConfig, SpecStackGenerator
+from spec_stack import (
+    DecodeConfig,
+    DraftSignals,
+    GenerationResult,
+    PrefillConfig,
+    SpecStackConfig,
+    SpecStackGenerator,
+    StepContext,
+    StepRecord,
+)
 from spec_stack.controller.policies import LIVE_POLICY_NAMES, make_policy
 from spec_stack.controller.pool import PolicyPool
 from spec_stack.demo import hide_fact
@@ -292,6 +302,19 @@ def test_the_system_message_and_the_templates_own_tokens_stay_dense(embedded: Sp
         ({"prompt": "a", "policy": object()}, "choose, keep_drafting and observe"),
         ({"prompt": "a", "policy": make_policy("fixed", gamma=1), "gamma": 2}, "not both"),
         ({"prompt": "a", "stop": [""]}, "stop"),
+        ({"prompt": ["a", "b"]}, "one string"),
+        ({"prompt": "a\ud800b"}, "Unicode"),
+        ({"messages": ["hi"]}, "must be a list"),
+        ({"messages": {"role": "user", "content": "hi"}}, "must be a list"),
+        ({"input_ids": [True, False]}, "one sequence of ints"),
+        ({"input_ids": {"input_ids": [1]}}, "one sequence of ints"),
+        ({"prompt": "a", "max_tokens": 2.5}, "max_tokens"),
+        ({"prompt": "a", "gamma": 2.5}, "gamma"),
+        ({"prompt": "a", "seed": 1.5}, "seed"),
+        ({"prompt": "a", "seed": 2**70}, "seed"),
+        ({"prompt": "a", "temperature": 1e-40}, "temperature"),
+        ({"prompt": "a", "specprefill": "off"}, "specprefill"),
+        ({"prompt": "a", "policy": type(make_policy("fixed"))}, "choose, keep_drafting and observe"),
     ],
 )
 def test_a_mistake_is_refused_at_the_call_with_what_to_change(
@@ -299,6 +322,13 @@ def test_a_mistake_is_refused_at_the_call_with_what_to_change(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         embedded.stream(**options)
+
+
+def test_a_configuration_of_the_wrong_kind_is_refused(target: PreTrainedModel, draft: PreTrainedModel) -> None:
+    with pytest.raises(ValueError, match="SpecStackConfig"):
+        SpecStackGenerator(target, draft, config=PrefillConfig())
+    with pytest.raises(ValueError, match="unknown policy"):
+        SpecStackGenerator.from_pretrained(config=SpecStackConfig(decode=DecodeConfig("clever")))
 
 
 def test_without_a_tokenizer_text_is_refused(target: PreTrainedModel, draft: PreTrainedModel) -> None:
@@ -359,6 +389,132 @@ def test_records_are_added_to_a_file(embedded: SpecStackGenerator, tmp_path: Pat
         embedded.generate(CODE, records=tmp_path / "steps.txt")
     with pytest.raises(ValueError, match="does not exist"):
         embedded.generate(CODE, records=tmp_path / "no" / "steps.csv")
+
+
+def test_scoring_is_not_begun_where_nothing_could_be_pruned(embedded: SpecStackGenerator) -> None:
+    long_system = [{"role": "system", "content": CODE * 100}, {"role": "user", "content": "What does it do?"}]
+    for request in ({"prompt": "hello"}, {"messages": long_system}):
+        metrics = embedded.generate(specprefill=True, max_tokens=1, **request).metrics
+        assert not metrics.specprefill
+        assert metrics.num_scored_tokens == 0
+        assert "could be pruned" in metrics.specprefill_reason
+
+
+def test_the_look_ahead_stays_within_the_models_positions(embedded: SpecStackGenerator) -> None:
+    target, draft = make_model(seed=1), make_model(seed=2)
+    for model in (target, draft):
+        model.config.max_position_embeddings = 203
+    generator = SpecStackGenerator(target, draft, config=SpecStackConfig(PrefillConfig(chunk_size=8)))
+    first = next(generator.stream(input_ids=random_prompt(200), max_tokens=2, specprefill=True))
+    assert first.record.gamma == 3
+
+
+def test_the_limit_is_the_shorter_models_and_inclusive(target: PreTrainedModel, draft: PreTrainedModel) -> None:
+    draft.config.max_position_embeddings = 64
+    generator = SpecStackGenerator(target, draft)
+    assert len(generator.generate(input_ids=random_prompt(60), max_tokens=4).token_ids) == 4
+    with pytest.raises(ValueError, match="64 positions"):
+        generator.stream(input_ids=random_prompt(60), max_tokens=5)
+
+
+def test_a_fallback_starts_from_a_fresh_draft(target: PreTrainedModel) -> None:
+    twin = make_model(seed=1)
+    generator = SpecStackGenerator(target, twin, config=SpecStackConfig(PrefillConfig(chunk_size=8)))
+    calls = iter(range(1000))
+
+    def fail(module: torch.nn.Module, args: Any) -> None:
+        if next(calls) == 2:
+            raise RuntimeError("inside the model")
+
+    handle = twin.model.layers[1].register_forward_pre_hook(fail)
+    with pytest.warns(UserWarning, match="inside the model"):
+        result = generator.generate(input_ids=random_prompt(100), max_tokens=30, specprefill=True, gamma=4)
+    handle.remove()
+    assert result.metrics.acceptance_rate == 1.0
+
+
+def test_the_look_ahead_does_not_depend_on_the_seed(target: PreTrainedModel, draft: PreTrainedModel) -> None:
+    generator = SpecStackGenerator(target, draft, config=SpecStackConfig(PrefillConfig(keep_rate=0.3, chunk_size=4)))
+    firsts: list[Any] = []
+    handle = target.register_forward_pre_hook(
+        lambda module, args, kwargs: firsts.append((kwargs["input_ids"].tolist(), kwargs["position_ids"].tolist())),
+        with_kwargs=True,
+    )
+    for seed in range(5):
+        generator.generate(input_ids=random_prompt(90), temperature=5.0, seed=seed, max_tokens=1, specprefill=True)
+    handle.remove()
+    assert all(first == firsts[0] for first in firsts)
+
+
+def test_draft_and_target_are_warped_alike(target: PreTrainedModel) -> None:
+    metrics = (
+        SpecStackGenerator(target, make_model(seed=1))
+        .generate(input_ids=random_prompt(20), max_tokens=60, temperature=3.0, top_k=6, top_p=0.7, seed=0, gamma=4)
+        .metrics
+    )
+    assert metrics.acceptance_rate is not None
+    assert metrics.acceptance_rate > 0.99
+
+
+@pytest.mark.parametrize("home", ["generation_config", "config"])
+def test_every_end_token_ends_wherever_it_is_configured(home: str, target: PreTrainedModel) -> None:
+    generator = SpecStackGenerator(target, make_model(seed=1))
+    plain = generator.generate(input_ids=random_prompt(20), max_tokens=30, gamma=0).token_ids
+    unused = next(token for token in range(64) if token not in plain)
+    target.generation_config.eos_token_id = None
+    getattr(target, home).eos_token_id = [unused, plain[9]]
+    result = generator.generate(input_ids=random_prompt(20), max_tokens=30)
+    assert (result.token_ids, result.finish_reason) == (plain[: plain.index(plain[9]) + 1], "eos")
+
+
+class Unhurried:
+    """Gamma 2, after 20 ms of thought."""
+
+    name = "unhurried"
+
+    def choose(self, context: StepContext) -> int:
+        time.sleep(0.02)
+        return 2
+
+    def keep_drafting(self, context: StepContext, signals: DraftSignals) -> bool:
+        return True
+
+    def observe(self, record: StepRecord) -> None:
+        """Learns nothing."""
+
+
+def test_durations_are_where_the_time_went(target: PreTrainedModel, draft: PreTrainedModel) -> None:
+    """Lower bounds only: how fast the machine is does not matter."""
+    target.register_forward_pre_hook(lambda *_: time.sleep(0.05))
+    generator = SpecStackGenerator(target, draft, config=SpecStackConfig(PrefillConfig(chunk_size=8)))
+    stream = generator.stream(input_ids=random_prompt(80), max_tokens=12, specprefill=True, policy=Unhurried())
+    outputs = []
+    for output in stream:
+        outputs.append(output)
+        time.sleep(0.5)
+    metrics, records = outputs[-1].metrics, [output.record for output in outputs]
+    assert metrics is not None
+    assert 0 < metrics.scoring_s <= metrics.ttft_s - 0.05 <= metrics.total_s - 0.05
+    assert metrics.forward_s >= 0.05 * metrics.num_steps
+    assert metrics.total_s >= 0.07 * (metrics.num_steps - 1)
+    spent = metrics.scoring_s + sum(record.verify_s + record.controller_s for record in records)
+    assert metrics.total_s - spent < 0.5 * (len(records) - 1), "the caller's own time counts too"
+    assert metrics.num_first_tokens == records[0].num_tokens
+    later = metrics.num_tokens - metrics.num_first_tokens
+    assert metrics.decode_tokens_per_s == pytest.approx(later / (metrics.total_s - metrics.ttft_s))
+    assert records[0].draft_s == metrics.scoring_s
+    assert all(record.verify_s >= 0.05 for record in records)
+    assert all(record.controller_s >= 0.02 for record in records[1:])
+    assert not any(record.draft_read_prompt for record in records)
+
+
+def test_the_step_in_which_the_draft_reads_the_prompt_is_marked(
+    target: PreTrainedModel, draft: PreTrainedModel
+) -> None:
+    result = SpecStackGenerator(target, draft).generate(
+        input_ids=random_prompt(30), max_tokens=12, gamma=2, return_records=True
+    )
+    assert [record.draft_read_prompt for record in result.records or []][:4] == [False, True, False, False]
 
 
 @pytest.mark.gpu

@@ -88,3 +88,9 @@ def test_no_attention_layer_and_non_finite_attention_are_errors() -> None:
         token_importance([], 13)
     with pytest.raises(ValueError, match="not finite"):
         token_importance([(torch.full((2, 1, 4), torch.nan), torch.ones(2, 9, 4), 1.0)], 1)
+
+
+def test_scores_of_half_precision_keys_are_computed_in_fp32() -> None:
+    queries, keys = 8 * torch.randn(4, 3, 16).bfloat16(), 8 * torch.randn(2, 50, 16).bfloat16()
+    expected = attention_to_prompt(queries.float(), keys.float(), 0.25)
+    torch.testing.assert_close(attention_to_prompt(queries, keys, 0.25), expected)

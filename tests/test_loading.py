@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import FAMILIES, make_model
-from transformers import BloomConfig, GPTNeoXConfig, Mamba2Config, MistralConfig, Qwen2Config
+from transformers import BloomConfig, GPTNeoXConfig, LlamaConfig, Mamba2Config, MistralConfig, Qwen2Config
 
 from spec_stack import SpecStackGenerator
 from spec_stack.backends.doctor import diagnose
@@ -62,7 +62,7 @@ def test_a_bad_argument_is_a_value_error_that_says_so(options: dict[str, str], m
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks for CUDA where there is none")
 def test_cuda_without_a_card_is_refused() -> None:
-    with pytest.raises(ValueError, match="no CUDA device"):
+    with pytest.raises(ValueError, match="sees 0 CUDA devices"):
         load_pair(device="cuda")
 
 
@@ -70,6 +70,15 @@ def test_different_vocabularies_are_refused_before_the_weights_are_read(folders:
     edit_config(folders[1], vocab_size=4097)
     (folders[0] / "model.safetensors").unlink()
     with pytest.raises(ValueError, match="different vocabularies"):
+        load_pair(*folders)
+
+
+def test_missing_and_damaged_weights_are_refused(folders: tuple[Path, Path]) -> None:
+    (folders[0] / "model.safetensors").write_bytes(b"not weights")
+    with pytest.raises(ValueError, match="cannot load the weights"):
+        load_pair(*folders)
+    (folders[0] / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="cannot load the weights"):
         load_pair(*folders)
 
 
@@ -89,6 +98,7 @@ def test_different_tokenizers_are_refused(folders: tuple[Path, Path]) -> None:
     [
         (BloomConfig(), "ALiBi"),
         (Mamba2Config(), "no attention layers"),
+        (LlamaConfig(rope_parameters={"rope_type": "dynamic", "factor": 8.0, "rope_theta": 1e4}), "dynamic"),
         (GPTNeoXConfig(), "only rotary full-attention decoders"),
         (MistralConfig(sliding_window=64), "sliding-window"),
         (Qwen2Config(use_sliding_window=True, sliding_window=64, max_window_layers=2), "sliding-window"),
@@ -120,4 +130,7 @@ def test_the_doctor_reports_a_healthy_and_a_broken_pair(folders: tuple[Path, Pat
     edit_config(folders[1], vocab_size=4097)
     broken = diagnose(str(folders[0]), str(folders[1]), "auto", "cpu")
     assert "different vocabularies" in broken["problem"]
+    path = folders[1] / "config.json"
+    path.write_text(Mamba2Config().to_json_string())
+    assert "no attention layers" in diagnose(str(folders[0]), str(folders[1]), "auto", "cpu")["problem"]
     assert "unknown precision" in diagnose(None, None, "int3", "cpu")["problem"]

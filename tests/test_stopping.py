@@ -53,7 +53,7 @@ def test_max_tokens_and_end_tokens_cut_inside_a_step(steps: list[list[int]], lim
     tokens, text, reason = run(Stopper(limit, end_ids, (), letters), steps)
     expected = flat[: min(end, limit)]
     assert tokens == expected
-    assert text == letters(expected)
+    assert text == letters(expected[:-1] if end <= min(limit, len(flat)) else expected)
     if end <= limit and end <= len(flat):
         assert reason == "eos"
     elif limit <= len(flat):
@@ -88,3 +88,21 @@ def test_streamed_text_concatenates_to_the_text_of_the_whole(
             break
     joined += stream.push(token_ids[at:]) + stream.flush()
     assert joined == tokenizer.decode(token_ids, skip_special_tokens=True)
+
+
+def test_the_earliest_start_of_stop_strings_that_end_together_cuts() -> None:
+    assert Stopper(9, (), ["bcd", "d"], letters).cut([0, 1, 2, 3, 4]) == ([0, 1, 2, 3], "a", "stop")
+
+
+def test_half_a_character_comes_out_at_the_end(embedded: SpecStackGenerator) -> None:
+    ids = embedded.tokenizer("x\U0001f9ea", add_special_tokens=False).input_ids[:-1]
+    for stop in ((), ("zz",)):
+        text = Stopper(len(ids), (), stop, embedded.tokenizer.decode).cut(ids)[1]
+        assert text == embedded.tokenizer.decode(ids)
+        assert text.endswith("\ufffd")
+
+
+def test_a_pieces_text_may_depend_on_its_left_neighbour() -> None:
+    words = [" the", " cat", " sat"]
+    stream = TextStream(lambda ids: "".join(words[i] for i in ids).removeprefix(" "))
+    assert [stream.push([i]) for i in (0, 1, 2)] == ["the", " cat", " sat"]

@@ -38,6 +38,46 @@ def test_an_empty_proposal_yields_the_targets_token() -> None:
     assert verify(one_hot_logits(4), Proposal(), Sampler()).next_token == 4
 
 
+def test_warps_are_temperature_then_top_k_then_top_p() -> None:
+    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
+
+    def probs(temperature: float, top_k: int, top_p: float) -> list[float]:
+        warp = make_warp(temperature, top_k, top_p)
+        assert warp is not None
+        return warp(logits).softmax(-1)[0].tolist()
+
+    squares = [0.25, 0.09, 0.0225, 0.0025]
+    assert probs(0.5, 0, 1.0) == pytest.approx([square / sum(squares) for square in squares])
+    assert probs(1.0, 2, 1.0) == pytest.approx([0.625, 0.375, 0, 0])
+    assert probs(1.0, 0, 0.7) == pytest.approx([0.625, 0.375, 0, 0])
+    # Top-p after top-k: of the two that are left the first has 0.625; before it, two would be needed for 0.6.
+    assert probs(1.0, 2, 0.6) == pytest.approx([1, 0, 0, 0])
+    # After the temperature: at 2 the first has 0.38 of the mass and is not enough for 0.5.
+    assert sum(p > 0 for p in probs(2.0, 0, 0.5)) == 2
+    assert make_warp(0, 5, 0.5) is None
+
+
+class Rigged(Sampler):
+    """A sampler whose uniform draws are all the same."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__(make_warp(1.0, 0, 1.0), torch.Generator().manual_seed(0))
+        self._value = value
+
+    def uniform(self, num: int, device: torch.device) -> torch.Tensor:
+        return torch.full((num,), self._value)
+
+
+def test_a_token_the_target_cannot_say_is_never_accepted() -> None:
+    logits = torch.tensor([[0.0, -torch.inf, 0.0]] * 2)
+    assert verify(logits, Proposal([1]), Rigged(0.0)).num_accepted == 0
+
+
+def test_a_rejection_by_rounding_draws_from_the_target() -> None:
+    logits = torch.tensor([[0.0, -torch.inf, 0.0]] * 2)
+    assert verify(logits, Proposal([0], logits[:1].softmax(-1)), Rigged(1.0)).next_token in (0, 2)
+
+
 def observed_law(target: np.ndarray, draft: np.ndarray, num_draws: int) -> Counter[tuple[int, ...]]:
     sampler = Sampler(make_warp(1.0, 0, 1.0), torch.Generator().manual_seed(5))
     target_logits, draft_probs = torch.tensor(target).log().float(), torch.tensor(draft).float()

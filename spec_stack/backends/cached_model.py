@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from time import perf_counter
 
 import torch
@@ -76,7 +76,9 @@ class CachedModel:
             del self._positions[-num_tokens:]
 
     def keep_slots(self, slots: Sequence[int]) -> None:
-        """Keep only these cache slots, in this order; their positions stay as they were."""
+        """Keep only these cache slots, given in increasing order; their positions stay as they were."""
+        if len(slots) == self.num_cached:
+            return
         index = torch.tensor(slots, device=self.model.device)
         with torch.inference_mode():
             for layer in self._cache.layers:
@@ -84,8 +86,6 @@ class CachedModel:
                 layer.values = layer.values.index_select(2, index)
         self._positions = [self._positions[slot] for slot in slots]
 
-    @contextmanager
-    def capture(self) -> Iterator[dict[int, LayerCapture]]:
+    def capture(self) -> AbstractContextManager[dict[int, LayerCapture]]:
         """Capture the queries and keys of every forward inside the block, by layer."""
-        with capture_attention() as layers:
-            yield layers
+        return capture_attention()

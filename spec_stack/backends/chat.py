@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,8 +11,22 @@ Span = tuple[int, int]
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of a plain prompt, with the special tokens the tokenizer adds to one."""
-    return list(tokenizer(text).input_ids)
+    """Token ids of a plain prompt, with the special tokens the tokenizer puts before one.
+
+    An end-of-sequence token that it puts after is dropped: the text is to go on. Raises ValueError for text that
+    is not valid Unicode.
+    """
+    _check_unicode(text)
+    ids = list(tokenizer(text).input_ids)
+    plain = tokenizer(text, add_special_tokens=False).input_ids if ids[-1:] == [tokenizer.eos_token_id] else ids
+    return ids[:-1] if len(ids) > len(plain) else ids
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the prompt is not valid Unicode: {error}") from error
 
 
 def encode_messages(tokenizer: Any, messages: Sequence[Message]) -> tuple[list[int], list[Span]]:
@@ -23,14 +38,21 @@ def encode_messages(tokenizer: Any, messages: Sequence[Message]) -> tuple[list[i
     if not messages:
         raise ValueError("messages is empty; give at least one {'role': ..., 'content': ...}")
     for message in messages:
+        if not isinstance(message, Mapping):
+            raise ValueError(f"messages must be a list of {{'role': ..., 'content': ...}}, got {message!r} in it")
         if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
             raise ValueError(f"a message needs a 'role' and a text 'content', got {dict(message)!r}")
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("the tokenizer has no chat template; give prompt= instead of messages=")
-    text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+    text = _render(tokenizer, messages)
+    _check_unicode(text)
+    if not tokenizer.is_fast:
+        # Without character offsets there is no telling what is content, so all of it stays dense.
+        ids = list(tokenizer(text, add_special_tokens=False).input_ids)
+        return ids, [(0, len(ids))]
     # The template has rendered the special tokens already.
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    prunable = _content_spans(text, messages)
+    prunable = _content_spans(tokenizer, text, messages)
     protected = [
         (index, index + 1)
         for index, (start, stop) in enumerate(encoded.offset_mapping)
@@ -39,16 +61,23 @@ def encode_messages(tokenizer: Any, messages: Sequence[Message]) -> tuple[list[i
     return list(encoded.input_ids), protected
 
 
-def _content_spans(text: str, messages: Sequence[Message]) -> list[Span]:
-    """Character spans of the prunable contents. A content that the template altered is not found and stays dense."""
-    spans: list[Span] = []
-    cursor = 0
-    for message in messages:
-        content = message["content"].strip()
-        start = text.find(content, cursor) if content else -1
-        if start < 0:
-            continue
-        cursor = start + len(content)
-        if message["role"] not in ("system", "developer"):
-            spans.append((start, cursor))
-    return spans
+def _render(tokenizer: Any, messages: Sequence[Message]) -> str:
+    return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
+
+
+def _content_spans(tokenizer: Any, text: str, messages: Sequence[Message]) -> list[Span]:
+    """Character spans of the prunable contents, found by rendering marks in their place. Where the template does more
+    than insert or strip the contents, nothing is prunable."""
+    marks = [f"\ue000{index}\ue001" for index in range(len(messages))]
+    skeleton = _render(tokenizer, [{**message, "content": mark} for message, mark in zip(messages, marks, strict=True)])
+    head, *pieces = re.split("|".join(marks), skeleton)
+    for strips in (False, True):
+        rebuilt, spans = head, []
+        for message, piece in zip(messages, pieces, strict=False):
+            content = message["content"].strip() if strips else message["content"]
+            if message["role"] not in ("system", "developer"):
+                spans.append((len(rebuilt), len(rebuilt) + len(content)))
+            rebuilt += content + piece
+        if rebuilt == text:
+            return spans
+    return []

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
-
-from spec_stack.backends.attention import install
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -38,8 +37,10 @@ def resolve_device(device: str | None) -> torch.device:
         resolved = torch.device(device)
     except RuntimeError as error:
         raise ValueError(f"unknown device {device!r}; use 'cpu', 'cuda' or 'cuda:N'") from error
-    if resolved.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device 'cuda' was asked for, but torch sees no CUDA device; use device='cpu'")
+    if resolved.type == "cuda" and (resolved.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device {device!r} was asked for, but torch sees {torch.cuda.device_count()} CUDA devices")
+    if resolved.type not in ("cpu", "cuda", "mps", "xpu"):
+        raise ValueError(f"device {device!r} cannot run a model; use 'cpu', 'cuda' or 'cuda:N'")
     return resolved
 
 
@@ -103,6 +104,12 @@ def check_architecture(role: str, config: Any) -> None:
             "mamba2": "it has no attention layers to score a prompt with",
         }.get(kind, "only rotary full-attention decoders are supported so far")
         raise ValueError(f"the {role} is a {kind!r} model: {reason}. Supported: {', '.join(SUPPORTED)}")
+    rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rope_type in ("dynamic", "longrope"):
+        raise ValueError(
+            f"the {role} uses {rope_type!r} RoPE, whose angles depend on the longest position seen so far: a proposal, "
+            "or another request, would change them"
+        )
     layer_types = getattr(config, "layer_types", None) or []
     sliding = "sliding_attention" in layer_types or (kind == "mistral" and config.sliding_window is not None)
     if sliding:
@@ -173,9 +180,18 @@ def _load_model(source: str, precision: str, device: torch.device) -> PreTrained
         transformers_logging.disable_progress_bar()
     try:
         model = AutoModelForCausalLM.from_pretrained(source, dtype=PRECISIONS[precision], attn_implementation="sdpa")
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"cannot load the weights of {source!r}: {error}") from error
     finally:
         if shown:
             transformers_logging.enable_progress_bar()
-    model.to(device).eval()
-    install(model)
+    try:
+        model.to(device).eval()
+    except (RuntimeError, NotImplementedError, AssertionError) as error:
+        raise ValueError(f"cannot put the model on device {str(device)!r}: {error}") from error
     return model
+
+
+def precision_of(model: PreTrainedModel) -> str:
+    """The precision's name of a loaded model."""
+    return {dtype: name for name, dtype in PRECISIONS.items()}.get(model.dtype, str(model.dtype).removeprefix("torch."))

@@ -14,8 +14,8 @@ from spec_stack.records import DraftSignals, GammaPolicy, StepContext, StepRecor
 
 
 def _check_gamma(name: str, gamma: int, least: int = 0) -> None:
-    if not least <= gamma <= MAX_GAMMA:
-        raise ValueError(f"{name} must be {least} to {MAX_GAMMA}, got {gamma}")
+    if not isinstance(gamma, int) or not least <= gamma <= MAX_GAMMA:
+        raise ValueError(f"{name} must be a whole number, {least} to {MAX_GAMMA}, got {gamma!r}")
 
 
 @dataclass(frozen=True)

@@ -93,10 +93,10 @@ class Throughput:
         return self._model.joint(signals, len(signals), self._history) > self._threshold
 
     def observe(self, record: StepRecord) -> None:
-        """Learn from a step. A prefill step teaches about acceptance, but its times are those of a prompt."""
+        """Learn from a step. One in which a model read the prompt teaches about acceptance, but not about times."""
         self._model.learn(record, self._history)
         self._history.observe(record)
-        if record.is_prefill:
+        if record.is_prefill or record.draft_read_prompt:
             return
         machine = self._machines.setdefault(record.precision, _Machine(self.options.cost))
         machine.cost.observe(record.gamma, record.draft_s, record.verify_s)

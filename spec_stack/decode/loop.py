@@ -66,20 +66,23 @@ def decode(
     stopper: Stopper,
     end_ids: Collection[int],
     labels: RequestLabels,
+    scoring_s: float = 0.0,
 ) -> Iterator[StepOutput]:
     """Prefill the target with the selection and verify the first proposal in one forward, then step until the end.
 
     Both models' caches are advanced and rolled back. The target has always seen every committed token but the
     last; its next_position is the number of committed tokens less one, however few slots are cached. The draft
-    may be behind by any number of tokens: it is fed them when it next proposes.
+    may be behind by any number of tokens: it is fed them when it next proposes. scoring_s, what the draft's part of
+    the prefill took, goes into the first record.
     """
-    thinking = _TimedPolicy(policy)
+    timed_policy = _TimedPolicy(policy)
     committed = list(prompt_ids)
     unread_ids, unread_positions = list(selection.token_ids), list(selection.positions)
     last: StepRecord | None = None
     finish_reason: FinishReason | None = None
     for step in count():
-        started, controller_s, choosing_s = perf_counter(), thinking.take_elapsed(), 0.0
+        started, controller_s, choosing_s = perf_counter(), timed_policy.take_elapsed(), 0.0
+        draft_read_prompt = False
         if last is not None:
             context = StepContext(
                 step=step,
@@ -91,9 +94,10 @@ def decode(
                 precision=labels.precision,
                 task=labels.task,
             )
-            gamma = thinking.choose(context)
-            proposal = propose(draft, committed, gamma, sampler, end_ids, partial(thinking.keep_drafting, context))
-            choosing_s = thinking.take_elapsed()
+            gamma = timed_policy.choose(context)
+            draft_read_prompt = gamma > 0 and draft.next_position < len(prompt_ids)
+            proposal = propose(draft, committed, gamma, sampler, end_ids, partial(timed_policy.keep_drafting, context))
+            choosing_s = timed_policy.take_elapsed()
         proposed = perf_counter()
 
         gamma = len(proposal.token_ids)
@@ -121,11 +125,12 @@ def decode(
             num_accepted=verification.num_accepted,
             num_tokens=len(token_ids),
             signals=proposal.signals,
-            draft_s=proposed - started - choosing_s,
+            draft_s=scoring_s if step == 0 else proposed - started - choosing_s,
             verify_s=verified - proposed,
             controller_s=controller_s + choosing_s,
+            draft_read_prompt=draft_read_prompt,
         )
-        thinking.observe(last)
+        timed_policy.observe(last)
         yield StepOutput(token_ids, text, last, finish_reason)
         if finish_reason is not None:
             return

@@ -63,11 +63,15 @@ class Stopper:
     def cut(self, token_ids: list[int]) -> tuple[list[int], str, FinishReason | None]:
         """The tokens of this step that count, the text they release, and why the request ends here, if it does."""
         kept, reason = self._cut_tokens(token_ids)
+        # The token that ends a text is not part of it, whether or not the tokenizer knows it as special.
+        written = kept[:-1] if reason == "eos" else kept
         text = ""
         if self._stop:
-            kept, text, reason = self._cut_text(kept, reason)
+            num_written, text = self._cut_text(written)
+            if num_written is not None:
+                kept, reason = kept[:num_written], "stop"
         elif self._text:
-            text = self._text.push(kept)
+            text = self._text.push(written)
         self.num_left -= len(kept)
         if self._text and reason in ("eos", "length"):
             text += self._held + self._text.flush()
@@ -80,18 +84,17 @@ class Stopper:
                 return kept[:num], "eos"
         return kept, "length" if len(kept) == self.num_left else None
 
-    def _cut_text(
-        self, token_ids: list[int], reason: FinishReason | None
-    ) -> tuple[list[int], str, FinishReason | None]:
+    def _cut_text(self, token_ids: list[int]) -> tuple[int | None, str]:
+        """How many tokens it took to complete a stop string (None: none was), and the text released."""
         text = ""
         for num, token_id in enumerate(token_ids, 1):
             self._held += self._text.push([token_id]) if self._text else ""
             found = [index for index in map(self._held.find, self._stop) if index >= 0]
             if found:
-                return token_ids[:num], text + self._held[: min(found)], "stop"
+                return num, text + self._held[: min(found)]
             release = len(self._held) - self._longest_stop_start()
             text, self._held = text + self._held[:release], self._held[release:]
-        return token_ids, text, reason
+        return None, text
 
     def _longest_stop_start(self) -> int:
         """Length of the longest end of the held text that some stop string begins with."""

@@ -17,8 +17,8 @@ def attention_to_prompt(queries: torch.Tensor, keys: torch.Tensor, scaling: floa
     num_heads, num_queries, head_dim = queries.shape
     num_kv_heads, num_prompt_tokens, _ = keys.shape
     folded = queries.reshape(num_kv_heads, num_heads // num_kv_heads * num_queries, head_dim)
-    scores = torch.matmul(folded * scaling, keys.transpose(-1, -2))
-    return scores.float().softmax(dim=-1).reshape(num_heads, num_queries, num_prompt_tokens)
+    scores = torch.matmul(folded.float() * scaling, keys.float().transpose(-1, -2))
+    return scores.softmax(dim=-1).reshape(num_heads, num_queries, num_prompt_tokens)
 
 
 def pool(attention: torch.Tensor, kernel: int) -> torch.Tensor:

@@ -17,9 +17,8 @@ def select_chunks(importance: torch.Tensor, config: PrefillConfig) -> list[int]:
     num_tokens, size = importance.shape[0], config.chunk_size
     num_chunks = math.ceil(num_tokens / size)
     padded = torch.nn.functional.pad(importance, (0, num_chunks * size - num_tokens))
-    lengths = torch.full((num_chunks,), size, dtype=importance.dtype, device=importance.device)
-    lengths[-1] = num_tokens - (num_chunks - 1) * size
-    means = padded.reshape(num_chunks, size).sum(dim=1) / lengths
+    # The last chunk may be shorter; it is kept whatever its mean.
+    means = padded.reshape(num_chunks, size).mean(dim=1)
     forced = {*range(min(config.keep_first, num_chunks)), *range(max(0, num_chunks - config.keep_last), num_chunks)}
     budget = max(len(forced), math.ceil(config.keep_rate * num_chunks - 1e-9))
     ranked = torch.argsort(means, descending=True, stable=True).tolist()

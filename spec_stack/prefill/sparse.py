@@ -42,7 +42,7 @@ def _layers(
     captured: Mapping[int, CapturedLayer], num_prompt_tokens: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, float]]:
     for layer in captured.values():
-        if layer.keys is not None and layer.keys.shape[1] >= num_prompt_tokens:
+        if layer.keys is not None:
             yield torch.cat(layer.queries, dim=1), layer.keys[:, :num_prompt_tokens], layer.scaling
 
 
