@@ -19,14 +19,13 @@ import json
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 import torch
 from environment import describe
-from prompt_files import Prompt, read_prompts
+from prompt_files import choose_prompts
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -35,20 +34,6 @@ from spec_stack.controller.policies import LIVE_POLICY_NAMES, make_policy
 
 PLAIN = "plain"
 ASSISTED = "transformers, assisted (dynamic)"
-
-
-def choose_prompts(sources: list[str], per_task: int) -> list[Prompt]:
-    """Prompts of TASK=FILE or TASK=FILE:CATEGORY sources, evenly spread over each file."""
-    chosen = []
-    for source in sources:
-        task, separator, rest = source.partition("=")
-        if not separator:
-            raise ValueError(f"{source!r} is not of the form TASK=FILE or TASK=FILE:CATEGORY")
-        name, _, category = rest.partition(":")
-        prompts = read_prompts(Path(name), [category] if category else ())
-        stride = max(1, len(prompts) // per_task)
-        chosen += [Prompt(task, prompt.text, prompt.is_chat) for prompt in prompts[::stride][:per_task]]
-    return chosen
 
 
 class Contest:
@@ -172,10 +157,7 @@ def main() -> None:
         AutoModelForCausalLM.from_pretrained(model.name_or_path, dtype=model.dtype).to(model.device).eval()
         for model in (generator.target, generator.draft)
     )
-    encoded = []
-    for prompt in prompts:
-        ids, half = prompt.encode(generator.tokenizer), arguments.max_prompt_tokens // 2
-        encoded.append(ids if len(ids) <= 2 * half else ids[:half] + ids[-half:])
+    encoded = [prompt.encode(generator.tokenizer, arguments.max_prompt_tokens) for prompt in prompts]
 
     contest = Contest(generator, arguments.tokens)
     fixed = [f"fixed-{gamma}" for gamma in arguments.gammas]

@@ -58,23 +58,27 @@ def main() -> None:
         for context in contexts
     }
     different = 0
-    for seed in tqdm(range(arguments.prompts), leave=False):
-        fact = hide_fact(base.tokenizer, arguments.tokens, seed)
+    # The first prompt warms up; who goes first changes from prompt to prompt.
+    for seed in tqdm(range(-1, arguments.prompts), leave=False):
+        fact = hide_fact(base.tokenizer, arguments.tokens, max(seed, 0))
+        order = list(generators.items())[:: -1 if seed % 2 else 1]
         requests: dict[str, dict[str, Any]] = {
             "continue": {"prompt": fact.document, "max_tokens": arguments.max_tokens, "ignore_eos": True},
             "answer": {"messages": fact.messages, "max_tokens": 32},
         }
         for kind, request in requests.items():
             texts = []
-            for context, generator in generators.items():
+            for context, generator in order:
                 result = generator.generate(specprefill=True, gamma=arguments.gamma, return_records=True, **request)
+                texts.append(result.token_ids)
+                if seed < 0:
+                    continue
                 steps = [record for record in result.records or [] if not record.is_prefill]
                 row = counts[f"{kind}, {context}"]
                 row["accepted"].append(sum(record.num_accepted for record in steps))
                 row["proposed"].append(sum(record.gamma for record in steps))
                 row["steps"].append(len(steps))
                 row["tokens_per_s"].append(result.metrics.decode_tokens_per_s or 0.0)
-                texts.append(result.token_ids)
             different += texts[0] != texts[1]
     rows = {}
     print(f"{arguments.prompts} prompts of {arguments.tokens} tokens, gamma {arguments.gamma}; steps after the first")

@@ -24,10 +24,15 @@ class Prompt:
     text: str
     is_chat: bool
 
-    def encode(self, tokenizer: Any) -> list[int]:
+    def encode(self, tokenizer: Any, max_tokens: int | None = None) -> list[int]:
+        """Token ids; a prompt of more than max_tokens loses its middle."""
         if self.is_chat:
-            return encode_messages(tokenizer, [{"role": "user", "content": self.text}])[0]
-        return encode_text(tokenizer, self.text)
+            ids = encode_messages(tokenizer, [{"role": "user", "content": self.text}])[0]
+        else:
+            ids = encode_text(tokenizer, self.text)
+        if max_tokens is None or len(ids) <= max_tokens:
+            return ids
+        return ids[: max_tokens // 2] + ids[len(ids) - (max_tokens - max_tokens // 2) :]
 
 
 def _parse(row: Mapping[str, Any]) -> Prompt:
@@ -58,4 +63,18 @@ def read_prompts(path: Path, tasks: Sequence[str] = ()) -> list[Prompt]:
     chosen = [prompt for prompt in prompts if not tasks or prompt.task in tasks]
     if not chosen:
         raise ValueError(f"{path} holds no prompts" + (f" of the tasks {list(tasks)}" if tasks else ""))
+    return chosen
+
+
+def choose_prompts(sources: list[str], per_task: int) -> list[Prompt]:
+    """Prompts of TASK=FILE or TASK=FILE:CATEGORY sources, evenly spread over each file."""
+    chosen = []
+    for source in sources:
+        task, separator, rest = source.partition("=")
+        if not separator:
+            raise ValueError(f"{source!r} is not of the form TASK=FILE or TASK=FILE:CATEGORY")
+        name, _, category = rest.partition(":")
+        prompts = read_prompts(Path(name), [category] if category else ())
+        stride = max(1, len(prompts) // per_task)
+        chosen += [Prompt(task, prompt.text, prompt.is_chat) for prompt in prompts[::stride][:per_task]]
     return chosen

@@ -85,7 +85,7 @@ def test_unknown_policies_and_options_are_named_with_the_known_ones() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("fixed", {"gamma": 17}, "gamma must be 0 to 16"),
+        ("fixed", {"gamma": 17}, "gamma must be a whole number, 0 to 16"),
         ("best-fixed", {}, "needs gammas"),
         ("task-oracle", {}, "needs gammas"),
         ("heuristic", {"start": 9, "max_gamma": 8}, "start must be"),
