@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from environment import describe
+from pair_arguments import add_pair_arguments, load_generator
 from prompt_files import read_prompts
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -209,23 +210,16 @@ def bench_decode(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", help="target model (default: the embedded pair)")
-    parser.add_argument("--draft", help="draft model")
-    parser.add_argument("--precision", default="auto")
-    parser.add_argument("--device")
+    add_pair_arguments(parser)
     parser.add_argument("--tokens", type=int, default=8200, help="document length of the prefill part (%(default)s)")
     parser.add_argument("--keep-rate", type=float, default=0.2)
     parser.add_argument("--prompts", type=Path, default=Path(__file__).parent / "prompts" / "decode.jsonl")
     parser.add_argument("--decode-tokens", type=int, default=256)
     parser.add_argument("--gammas", type=int, nargs="+", default=[2, 4, 6, 8])
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=1, help="torch threads (%(default)s)")
     parser.add_argument("--part", choices=["both", "prefill", "decode"], default="both")
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    generator = SpecStackGenerator.from_pretrained(
-        arguments.target, arguments.draft, precision=arguments.precision, device=arguments.device
-    )
+    generator = load_generator(arguments)
     report: dict[str, Any] = {"experiment": "bench_latency", **describe()}
     if arguments.part != "decode":
         report["prefill"] = bench_prefill(generator, arguments.tokens, arguments.keep_rate, arguments.repeats)

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from environment import describe
+from pair_arguments import add_pair_arguments, load_generator
 from prompt_files import choose_prompts
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -133,26 +134,19 @@ def report(contest: Contest, tasks: list[str], fixed: list[str]) -> dict[str, An
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("prompts", nargs="+", help="TASK=FILE or TASK=FILE:CATEGORY")
-    parser.add_argument("--target", help="target model (default: the embedded pair)")
-    parser.add_argument("--draft", help="draft model")
-    parser.add_argument("--precision", default="auto")
-    parser.add_argument("--device")
+    add_pair_arguments(parser)
     parser.add_argument("--per-task", type=int, default=10, help="prompts per task (%(default)s)")
     parser.add_argument("--max-prompt-tokens", type=int, default=1024, help="longer ones lose their middle")
     parser.add_argument("--tokens", type=int, default=128, help="tokens per answer (%(default)s)")
     parser.add_argument("--gammas", type=int, nargs="+", default=[1, 2, 3, 4, 5, 6, 8])
     parser.add_argument("--policies", nargs="+", default=[name for name in LIVE_POLICY_NAMES if name != "fixed"])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
     try:
         prompts = choose_prompts(arguments.prompts, arguments.per_task)
     except ValueError as error:
         parser.error(str(error))
-    generator = SpecStackGenerator.from_pretrained(
-        arguments.target, arguments.draft, precision=arguments.precision, device=arguments.device
-    )
+    generator = load_generator(arguments)
     target, draft = (
         AutoModelForCausalLM.from_pretrained(model.name_or_path, dtype=model.dtype).to(model.device).eval()
         for model in (generator.target, generator.draft)

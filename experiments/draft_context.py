@@ -14,8 +14,8 @@ from dataclasses import replace
 from statistics import median
 from typing import Any, get_args
 
-import torch
 from environment import describe
+from pair_arguments import add_pair_arguments, load_generator
 from tqdm import tqdm
 
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
@@ -25,21 +25,14 @@ from spec_stack.demo import hide_fact
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", help="target model (default: the embedded pair)")
-    parser.add_argument("--draft", help="draft model")
-    parser.add_argument("--precision", default="auto")
-    parser.add_argument("--device")
+    add_pair_arguments(parser)
     parser.add_argument("--tokens", type=int, default=8000, help="document length (%(default)s)")
     parser.add_argument("--prompts", type=int, default=20)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--keep-rate", type=float, default=PrefillConfig.keep_rate)
     parser.add_argument("--gamma", type=int, default=4)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    base = SpecStackGenerator.from_pretrained(
-        arguments.target, arguments.draft, precision=arguments.precision, device=arguments.device
-    )
+    base = load_generator(arguments)
     contexts = get_args(DraftContext)
     prefill = replace(PrefillConfig(), keep_rate=arguments.keep_rate)
     generators = {

@@ -15,12 +15,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
 from environment import describe
+from pair_arguments import add_pair_arguments, load_generator
 from prompt_files import choose_prompts
 from tqdm import tqdm
 
-from spec_stack import SpecStackGenerator, StepRecord
+from spec_stack import StepRecord
 from spec_stack.controller.policies import make_policy
 from spec_stack.record_io import check_record_path, write_records
 
@@ -28,10 +28,7 @@ from spec_stack.record_io import check_record_path, write_records
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("prompts", nargs="+", help="TASK=FILE or TASK=FILE:CATEGORY")
-    parser.add_argument("--target", help="target model (default: the embedded pair)")
-    parser.add_argument("--draft", help="draft model")
-    parser.add_argument("--precision", default="auto")
-    parser.add_argument("--device")
+    add_pair_arguments(parser)
     parser.add_argument("--per-task", type=int, default=10, help="prompts per task (%(default)s)")
     parser.add_argument(
         "--max-prompt-tokens", type=int, default=512, help="longer ones lose their middle (%(default)s)"
@@ -39,10 +36,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96, help="tokens per run (%(default)s)")
     parser.add_argument("--gammas", type=int, nargs="*", default=[0, 1, 2, 4, 6, 8])
     parser.add_argument("--policies", nargs="*", default=[], help="policies to record beside the fixed gammas")
-    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, required=True, help=".csv or .parquet")
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
     try:
         check_record_path(arguments.out)
         prompts = choose_prompts(arguments.prompts, arguments.per_task)
@@ -50,9 +45,7 @@ def main() -> None:
         policies += [make_policy(name) for name in arguments.policies]
     except ValueError as error:
         parser.error(str(error))
-    generator = SpecStackGenerator.from_pretrained(
-        arguments.target, arguments.draft, precision=arguments.precision, device=arguments.device
-    )
+    generator = load_generator(arguments)
     records: list[StepRecord] = []
     for number, prompt in enumerate(tqdm(prompts)):
         ids = prompt.encode(generator.tokenizer, arguments.max_prompt_tokens)

@@ -13,8 +13,8 @@ import json
 import math
 from typing import Any
 
-import torch
 from environment import describe
+from pair_arguments import add_pair_arguments, load_generator
 from tqdm import tqdm
 
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
@@ -46,25 +46,14 @@ def ask(generator: SpecStackGenerator, fact: HiddenFact, keep_rate: float) -> tu
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", help="target model (default: the embedded pair)")
-    parser.add_argument("--draft", help="draft model")
-    parser.add_argument("--precision", default="auto")
-    parser.add_argument("--device")
+    add_pair_arguments(parser, threads=2)
     parser.add_argument("--tokens", type=int, nargs="+", default=[8200], help="document lengths (%(default)s)")
     parser.add_argument("--keep-rates", type=float, nargs="+", default=[0.1, 0.2, 0.3])
     parser.add_argument("--look-ahead", type=int, default=PrefillConfig.look_ahead)
     parser.add_argument("--prompts", type=int, default=20, help="prompts per length (%(default)s)")
     parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    generator = SpecStackGenerator.from_pretrained(
-        arguments.target,
-        arguments.draft,
-        precision=arguments.precision,
-        device=arguments.device,
-        config=SpecStackConfig(PrefillConfig(look_ahead=arguments.look_ahead)),
-    )
+    generator = load_generator(arguments, SpecStackConfig(PrefillConfig(look_ahead=arguments.look_ahead)))
     rows: list[dict[str, Any]] = []
     for num_tokens in arguments.tokens:
         right: dict[float, int] = dict.fromkeys([1.0, *arguments.keep_rates], 0)

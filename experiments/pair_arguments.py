@@ -1,0 +1,25 @@
+"""The options by which every script takes a draft/target pair."""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+from spec_stack import SpecStackConfig, SpecStackGenerator
+
+
+def add_pair_arguments(parser: argparse.ArgumentParser, threads: int = 1) -> None:
+    parser.add_argument("--target", help="target model (default: the embedded pair)")
+    parser.add_argument("--draft", help="draft model")
+    parser.add_argument("--precision", default="auto")
+    parser.add_argument("--device")
+    parser.add_argument("--threads", type=int, default=threads, help="torch threads (%(default)s)")
+
+
+def load_generator(arguments: argparse.Namespace, config: SpecStackConfig | None = None) -> SpecStackGenerator:
+    """The generator asked for; sets the number of torch threads."""
+    torch.set_num_threads(arguments.threads)
+    return SpecStackGenerator.from_pretrained(
+        arguments.target, arguments.draft, precision=arguments.precision, device=arguments.device, config=config
+    )
