@@ -78,17 +78,19 @@ class SpecStackGenerator:
         device: str | None = None,
         config: SpecStackConfig | None = None,
         policy: str | GammaPolicy | None = None,
+        prepack_linears: bool | None = None,
     ) -> SpecStackGenerator:
         """Load a pair from local folders or hub ids; with neither named, the pair embedded in the package.
 
         precision: "auto" (fp32 on a CPU, bf16 elsewhere), "fp32", "fp16" or "bf16". device: "cpu", "cuda", …; None
-        takes CUDA where there is one. policy: a registered name or an object. Raises ValueError for what a
-        caller can change: a missing folder, an unfit pair, an unknown precision, policy or device.
+        takes CUDA where there is one. policy: a registered name or an object. prepack_linears: lay weights out for
+        the CPU beforehand, which makes them unfit for saving; None does so wherever it works. Raises ValueError for
+        what a caller can change: a missing folder, an unfit pair, an unknown precision, policy or device.
         """
         chosen = policy if policy is not None else (config or SpecStackConfig()).decode.policy
         if isinstance(chosen, str):
             make_policy(chosen)
-        pair = load_pair(target, draft, precision, device)
+        pair = load_pair(target, draft, precision, device, prepack_linears)
         return cls(pair.target, pair.draft, pair.tokenizer, precision=pair.precision, config=config, policy=policy)
 
     def generate(

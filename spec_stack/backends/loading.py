@@ -12,6 +12,8 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from spec_stack.backends.prepack import can_prepack, prepack
+
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 # Rotary, full-attention decoders: every layer sees the whole prompt and rolls back by cropping.
@@ -153,20 +155,29 @@ def load_pair(
     draft: str | Path | None = None,
     precision: str = "auto",
     device: str | None = None,
+    prepack_linears: bool | None = None,
 ) -> LoadedPair:
     """Load both models and the tokenizer; everything that can be refused is refused before the weights are read.
 
-    Raises ValueError for what a caller can change.
+    prepack_linears lays the weights of linear layers out for oneDNN (`backends.prepack`); None does so wherever it
+    works. Raises ValueError for what a caller can change.
     """
     on = resolve_device(device)
     name = resolve_precision(precision, on)
+    packs = prepack_linears is not False and can_prepack(on, PRECISIONS[name])
+    if prepack_linears and not packs:
+        raise ValueError(f"linear layers cannot be prepacked on {on} in {name}; leave prepack_linears out")
     target_source, draft_source = resolve_pair(target, draft)
     check_pair(load_config(target_source), load_config(draft_source))
     tokenizer = load_tokenizer(target_source)
     check_tokenizers(tokenizer, load_tokenizer(draft_source))
+    models = [_load_model(source, name, on) for source in (target_source, draft_source)]
+    if packs:
+        for model in models:
+            prepack(model)
     return LoadedPair(
-        target=_load_model(target_source, name, on),
-        draft=_load_model(draft_source, name, on),
+        target=models[0],
+        draft=models[1],
         tokenizer=tokenizer,
         precision=name,
     )
