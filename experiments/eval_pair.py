@@ -16,10 +16,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-from spec_stack import SpecStackGenerator
-
 import pair_metrics as metrics
+import torch
+
+from spec_stack import SpecStackGenerator
 
 PARTS = ("quality", "acceptance", "retrieval", "cost")
 Row = tuple[str, dict[str, float]]

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from spec_stack import PrefillConfig, SpecStackGenerator
 from spec_stack.backends.cached_model import CachedModel
 from spec_stack.backends.chat import encode_messages

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
-from tokenizers import Tokenizer
-
 from pair_model import ASSISTANT, BOS, END, EOS, USER
+from tokenizers import Tokenizer
 
 
 def _words(text: str) -> list[str]:

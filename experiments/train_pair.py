@@ -25,11 +25,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from tokenizers import Tokenizer
-
 from pair_data import Corpus, gapped_positions, prepare
 from pair_model import PairModel, Shape, export_folder, load_folder, pack, seed_previous_token_heads, unpack
 from pair_tasks import TaskMaker, drop_chunks
+from tokenizers import Tokenizer
 
 SHAPES = {
     "target": Shape(),
