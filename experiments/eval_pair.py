@@ -2,9 +2,10 @@
 
     python experiments/eval_pair.py --valid valid_mixed.jsonl.xz --pair old=OLD --pair new=NEW
 
-Each folder has target/ and draft/ (Transformers folders); without --pair the embedded pair is measured. Parts that are
-not wanted are left out with --parts. Prints one table per part and ends in one JSON line. Retrieval hides a fact in the
-source of a standard-library module of this Python, so its prompts depend on the Python version.
+Each folder has target/ and draft/ (Transformers folders); without --pair the embedded pair is measured. --parts leaves
+out what is not wanted; --earlier shows measurements made before beside the new ones. Prints one table per part and ends
+in one JSON line. Retrieval hides a fact in the source of a standard-library module of this Python: its prompts depend
+on the Python version.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +62,10 @@ def tables(results: dict[str, dict[str, Any]]) -> str:
     """Markdown tables, one per part; the pairs stand side by side in each cell, in the order given."""
     names = list(results)
     out = [f"Each cell: {' / '.join(names)}." if len(names) > 1 else f"Pair: {names[0]}."]
-    for part in results[names[0]]:
-        rows = {name: dict(rows_of(part, result[part])) for name, result in results.items()}
-        labels = list(rows[names[0]])
-        columns = list(dict.fromkeys(column for row in rows[names[0]].values() for column in row))
+    for part in (part for part in PARTS if any(part in result for result in results.values())):
+        rows = {name: dict(rows_of(part, result[part])) if part in result else {} for name, result in results.items()}
+        labels = list(dict.fromkeys(label for table in rows.values() for label in table))
+        columns = list(dict.fromkeys(column for table in rows.values() for row in table.values() for column in row))
         out += ["", f"**{part}**", "", "| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
         for label in labels:
             cells = [
@@ -72,6 +74,15 @@ def tables(results: dict[str, dict[str, Any]]) -> str:
             ]
             out.append(f"| {label} | " + " | ".join(cells) + " |")
     return "\n".join(out)
+
+
+def read_earlier(files: Sequence[Path]) -> dict[str, dict[str, Any]]:
+    """The last line of each file, as this program prints it; parts of the same pair are put together."""
+    results: dict[str, dict[str, Any]] = {}
+    for file in files:
+        for name, parts in json.loads(file.read_text(encoding="utf-8").strip().split("\n")[-1]).items():
+            results.setdefault(name, {}).update(parts)
+    return results
 
 
 def write_card(card: Path, section: str) -> None:
@@ -110,6 +121,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--keep-rates", type=float, nargs="+", default=[0.1, 0.2, 0.3])
     top.add_argument("--trials", type=int, default=8, help="prompts per length")
     top.add_argument("--threads", type=int, default=1)
+    top.add_argument("--earlier", type=Path, nargs="+", default=[], help="outputs of earlier runs, shown as well")
     top.add_argument("--card", type=Path, help="model card to write the tables into")
     return top
 
@@ -122,12 +134,12 @@ def main() -> None:
         sys.exit("error: quality and acceptance need --valid FILE")
     torch.set_num_threads(args.threads)
     torch.set_grad_enabled(False)
-    results = {}
-    for name, folder in args.pair or [("embedded", None)]:
+    results = read_earlier(args.earlier)
+    for name, folder in args.pair or ([] if args.earlier else [("embedded", None)]):
         print(f"{name}:", file=sys.stderr, flush=True)
         target, draft = (folder / "target", folder / "draft") if folder else (None, None)
         generator = SpecStackGenerator.from_pretrained(target, draft, precision="fp32", device="cpu")
-        results[name] = measure(generator, args)
+        results.setdefault(name, {}).update(measure(generator, args))
     section = tables(results)
     print(section)
     if args.card:

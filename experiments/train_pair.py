@@ -237,7 +237,8 @@ class Run:
 
     def set_rates(self, progress: float) -> float:
         warm = min(1.0, (self.step + 1) / self.args.warmup)
-        scale = warm * min(1.0, max(0.01, (1 - progress) / (1 - self.args.decay_from)))
+        left = (1 - progress) / max(1 - self.args.decay_from, 1e-9)
+        scale = warm * min(1.0, max(0.01, left))
         for optimiser, peak in self.optimisers:
             for group in optimiser.param_groups:
                 group["lr"] = peak * scale
@@ -333,7 +334,7 @@ def parser() -> argparse.ArgumentParser:
     fit.add_argument("--lr", type=float, default=0.015, help="peak rate of the matrices (Muon)")
     fit.add_argument("--other-lr", type=float, default=3e-3, help="peak rate of embeddings and norms (AdamW)")
     fit.add_argument("--decay", type=float, default=0.1, help="weight decay of the matrices")
-    fit.add_argument("--decay-from", type=float, default=0.5, help="fraction of the run after which the rate decays")
+    fit.add_argument("--decay-from", type=float, default=0.5, help="when the rate decays: a fraction; 1 is never")
     fit.add_argument("--warmup", type=int, default=50, help="steps")
     fit.add_argument("--attention-weight", type=float, default=0.0, help="weight of the attention to the evidence")
     fit.add_argument("--context-weight", type=float, default=0.0, help="loss weight of a task's context tokens")
