@@ -268,7 +268,7 @@ class Run:
         phases = parse_mix(self.args.mix)
         means: dict[str, float] = {}
         last_saved = last_logged = time.monotonic()
-        while (progress := self.progress()) < 1:
+        while (progress := self.progress()) < 1 and self.step != self.args.stop_at:
             started = time.monotonic()
             scale = self.set_rates(progress)
             parts = next((parts for until, parts in phases if progress < until), phases[-1][1])
@@ -331,6 +331,7 @@ def parser() -> argparse.ArgumentParser:
     fit.add_argument("--mix", action="append", default=None, help="[until=]kind:weight:lengths:batch,…; repeatable")
     fit.add_argument("--minutes", type=float, default=30.0)
     fit.add_argument("--steps", type=int, default=0, help="run by steps instead of minutes")
+    fit.add_argument("--stop-at", type=int, help="stop at this step, to go on later with other arguments")
     fit.add_argument("--lr", type=float, default=0.015, help="peak rate of the matrices (Muon)")
     fit.add_argument("--other-lr", type=float, default=3e-3, help="peak rate of embeddings and norms (AdamW)")
     fit.add_argument("--decay", type=float, default=0.1, help="weight decay of the matrices")

@@ -30,13 +30,17 @@ continue_target() {
 
 continue_draft() {
     local both="$COMMON --init $PAIR/draft --out $RUN/draft --warmup 30 --attention-weight 0.3"
+    # Retrieval first: the facts of 8K prompts are kept after these 93 steps, held-out text is 7 % worse.
     $TRAIN train $both --teacher "$PAIR/target" --mix "task:1:2048/4096:1,task:1:4096:1,lm:1:2048:2" \
         --steps 93 --decay-from 1 --lr 0.006 --other-lr 1e-3
-    $TRAIN train $both --teacher "$PAIR/target" --mix "task:0.5:4096/8192/8192:1,lm:2:1024:4,lm:1:4096:1" \
-        --steps DRAFT_STEPS --decay-from 0.2 --lr 0.004 --other-lr 5e-4
+    # Then mostly text; --steps fixes the decay, so the change of teacher is a stop within it.
+    local text="--mix task:0.5:4096/8192/8192:1,lm:2:1024:4,lm:1:4096:1 --lr 0.004 --other-lr 5e-4"
+    $TRAIN train $both $text --teacher "$PAIR/target" --steps DRAFT_STEPS --decay-from 0.2 --stop-at 383
+    wait "$TARGET_JOB"  # what was run took the target as it was after 133 steps, when both trained at once
+    $TRAIN train $both $text --teacher "$RUN/pair/target" --steps DRAFT_STEPS --decay-from 0.2
     $TRAIN export --run "$RUN/draft" --tokenizer "$RUN/data/tokenizer" --to "$RUN/pair/draft"
 }
 
 continue_target &
+TARGET_JOB=$!
 continue_draft
-wait $!
