@@ -24,7 +24,7 @@ continue_target() {
         --steps 65 --decay-from 1 --lr 0.004 --other-lr 6e-4
     # Then mostly text, partly distilled from the model as it was, while the rate goes to zero.
     $TRAIN train $both --mix "task:0.3:2048/4096/4096/8192:1,sparse:0.3:8192:1,lm:2:1024:6" \
-        --teacher "$PAIR/target" --distil 0.5 --steps TARGET_STEPS --decay-from 0.27 --lr 0.002 --other-lr 3e-4
+        --teacher "$PAIR/target" --distil 0.5 --steps 251 --decay-from 0.27 --lr 0.002 --other-lr 3e-4
     $TRAIN export --run "$RUN/target" --tokenizer "$RUN/data/tokenizer" --to "$RUN/pair/target"
 }
 
@@ -35,9 +35,9 @@ continue_draft() {
         --steps 93 --decay-from 1 --lr 0.006 --other-lr 1e-3
     # Then mostly text; --steps fixes the decay, so the change of teacher is a stop within it.
     local text="--mix task:0.5:4096/8192/8192:1,lm:2:1024:4,lm:1:4096:1 --lr 0.004 --other-lr 5e-4"
-    $TRAIN train $both $text --teacher "$PAIR/target" --steps DRAFT_STEPS --decay-from 0.2 --stop-at 383
+    $TRAIN train $both $text --teacher "$PAIR/target" --steps 584 --decay-from 0.2 --stop-at 383
     wait "$TARGET_JOB"  # what was run took the target as it was after 133 steps, when both trained at once
-    $TRAIN train $both $text --teacher "$RUN/pair/target" --steps DRAFT_STEPS --decay-from 0.2
+    $TRAIN train $both $text --teacher "$RUN/pair/target" --steps 584 --decay-from 0.2
     $TRAIN export --run "$RUN/draft" --tokenizer "$RUN/data/tokenizer" --to "$RUN/pair/draft"
 }
 
