@@ -69,8 +69,11 @@ def corpus_files(corpus: Path, prefixes: Sequence[str]) -> list[Path]:
     return sorted(file for file in files if file.name.startswith(tuple(prefixes)))
 
 
-def documents(corpus: Path, name: str, exclude: Sequence[str]) -> list[Document]:
-    """The documents of one group, shortened, in a fixed random order; records whose "src" is excluded are left out."""
+def documents(corpus: Path, name: str, exclude: Sequence[str], share: float = 1.0) -> list[Document]:
+    """The documents of one group, shortened, in a fixed random order, without records whose "src" is excluded.
+
+    share: how much of the group's max_chars to take.
+    """
     group = GROUPS[name]
     rng = random.Random(f"pair-{name}")
     records = [record for file in corpus_files(corpus, group.prefixes) for record in read_records(file)]
@@ -93,7 +96,7 @@ def documents(corpus: Path, name: str, exclude: Sequence[str]) -> list[Document]
                 prompt = prompt[:400] + " ...\n" + prompt[400 - group.max_document :]
             kept.append((prompt, response))
             num_chars += len(prompt) + len(response)
-        if num_chars > group.max_chars:
+        if num_chars > group.max_chars * share:
             break
     return kept
 
@@ -163,13 +166,20 @@ def save_tokenizer(tokenizer: Tokenizer, out: Path, max_positions: int = 16_384)
     (out / "chat_template.jinja").write_text(CHAT_TEMPLATE)
 
 
-def prepare(corpus: Path, out: Path, tokenizer_from: Path | None, vocab: int, exclude: Sequence[str]) -> dict[str, Any]:
+def prepare(
+    corpus: Path,
+    out: Path,
+    tokenizer_from: Path | None,
+    vocab: int,
+    exclude: Sequence[str],
+    share: float = 1.0,
+) -> dict[str, Any]:
     """Write tokenizer/, one <group>.bin (uint16 ids) per group, valid.bin with valid.json, and info.json.
 
     tokenizer_from: a folder whose tokenizer is taken as it is (a continued model must keep its own).
     Raises ValueError for a folder without any corpus file.
     """
-    texts = {name: docs for name in GROUPS if (docs := documents(corpus, name, exclude))}
+    texts = {name: docs for name in GROUPS if (docs := documents(corpus, name, exclude, share))}
     if not texts:
         raise ValueError(f"no records for {list(GROUPS)} in {corpus}; expected files such as code_*.jsonl(.xz)")
     out.mkdir(parents=True, exist_ok=True)

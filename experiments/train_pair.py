@@ -319,6 +319,7 @@ def parser() -> argparse.ArgumentParser:
     make.add_argument("--data", type=Path, required=True, help="folder to write")
     make.add_argument("--tokenizer-from", type=Path, help="take this folder's tokenizer instead of training one")
     make.add_argument("--vocab", type=int, default=4096)
+    make.add_argument("--share", type=float, default=1.0, help="share of the usual amount of text (1: about 48 MB)")
     make.add_argument("--exclude", nargs="*", default=[], help='values of "src" to leave out')
     fit = commands.add_parser("train", help="train a model, or continue one")
     fit.add_argument("--data", required=True, help="folder that `prepare` wrote")
@@ -366,7 +367,9 @@ def main() -> None:
     args = parser().parse_args()
     try:
         if args.command == "prepare":
-            print(json.dumps(prepare(args.corpus, args.data, args.tokenizer_from, args.vocab, args.exclude)))
+            print(
+                json.dumps(prepare(args.corpus, args.data, args.tokenizer_from, args.vocab, args.exclude, args.share))
+            )
         elif args.command == "export":
             export(args.run, args.tokenizer, args.to)
         elif args.command == "pack":

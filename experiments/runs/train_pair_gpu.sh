@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # A larger pair (target 8 layers x 384, draft 2 layers x 192, vocabulary 8192, 16K positions) on one H100-class card,
 # in at most 20 minutes. Not run yet on such a card: the smoke run and the CPU recipe use the same code.
-#   1. anywhere:    python experiments/train_pair.py prepare --corpus CORPUS --data DATA --vocab 8192
-#                   (about 24 MB of token files; needs tokenizers)
+#   1. anywhere:    python experiments/train_pair.py prepare --corpus CORPUS --data DATA --vocab 8192 --share 0.6
+#                   (under 30 MiB of token files)
 #   2. on the card: DATA=DATA OUT=OUT bash experiments/runs/train_pair_gpu.sh       resumes what RUN already has
 #   3. anywhere:    python experiments/train_pair.py unpack --packed OUT --tokenizer DATA/tokenizer --to PAIR
 # Needs torch, transformers and tokenizers. Writes 5 files of at most 15 MiB to OUT; checkpoints stay in RUN.
