@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection, Sequence
 from spec_stack.types import FinishReason
 
 _INCOMPLETE = "\ufffd"
+# Tokens decoded anew with every increment: few enough to be cheap, many enough that they seldom need to be cut.
+_LONGEST_WINDOW = 64
 
 
 class TextStream:
@@ -29,9 +31,11 @@ class TextStream:
             return ""
         added = text[len(self._context_text) :]
         # The tokens just decoded become the context of the next ones: a piece's text can depend on its left neighbour.
-        self._window = self._window[self._context_len :]
+        if len(self._window) > _LONGEST_WINDOW:
+            self._window = self._window[self._context_len :]
+            text = self._decode(self._window)
         self._context_len = len(self._window)
-        self._context_text = self._decode(self._window)
+        self._context_text = text
         return added
 
     def flush(self) -> str:
