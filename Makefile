@@ -9,6 +9,7 @@ demo: $(VENV)/.ready
 	$(BIN)/spec-stack demo
 
 test: lint
+	PYTHON=$(CURDIR)/$(BIN)/python bash experiments/runs/train_pair_smoke.sh
 	$(BIN)/python -m pytest
 
 lint: $(VENV)/.ready

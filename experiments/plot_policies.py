@@ -207,7 +207,7 @@ def plot_pareto(points: dict[str, tuple[float, float]], path: Path) -> None:
     axis.set(xscale="log", xlabel="µs per decision (four candidate gammas)", ylabel="correlation on left-out prompts")
     axis.set_title("Foretelling a step's acceptance from the step before")
     axis.set_xlim(right=axis.get_xlim()[1] * 2)
-    axis.legend(loc="lower left")
+    axis.legend(loc="upper left", bbox_to_anchor=(0, -0.14), ncols=2)
     figure.savefig(path)
     plt.close(figure)
 

@@ -73,7 +73,7 @@ def main() -> None:
             "steps": len(steps),
             "tokens_per_step": num_tokens / len(steps),
             "tokens_per_s": num_tokens / (draft_s + verify_s + sum(r.controller_s for r in steps)),
-            "draft_ms_per_token": draft_s / max(num_drafted, 1) * 1e3,
+            "draft_ms_per_token": draft_s / num_drafted * 1e3 if num_drafted else 0.0,
             "verify_ms_per_step": verify_s / len(steps) * 1e3,
         }
         print("{:12s} {:6d} {:12.3f} {:9.1f} {:15.3f} {:15.3f}".format(policy.name, *rows[policy.name].values()))

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from spec_stack.backends import loading
+from spec_stack.backends.prepack import can_prepack
+from spec_stack.config import DecodeConfig, PrefillConfig
 
 _PACKAGES = ("spec-stack", "torch", "transformers", "tokenizers", "safetensors", "numpy")
 _OPTIONAL = ("scikit-learn", "bitsandbytes", "flashinfer-python", "sglang")
@@ -32,6 +34,11 @@ def diagnose(target: str | None, draft: str | None, precision: str, device: str 
         report["device"] = str(on)
         report["precision"] = loading.resolve_precision(precision, on)
         report["precision_reason"] = "asked for" if precision != "auto" else f"the default on {on.type}"
+        report["prepack_linears"] = can_prepack(on, loading.PRECISIONS[report["precision"]])
+        report["policy"] = DecodeConfig.policy
+        report["specprefill"] = (
+            f"prompts of {PrefillConfig.min_prompt_tokens} tokens or more, unless a call says otherwise"
+        )
         sources = loading.resolve_pair(target, draft)
         report["pair"] = "embedded" if target is None else "given"
         configs = {}
