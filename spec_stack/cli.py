@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spec_stack.config import MAX_GAMMA, DecodeConfig, PrefillConfig, SamplingParams, SpecStackConfig
+from spec_stack.controller.policies import LIVE_POLICY_NAMES
 from spec_stack.record_io import add_records, check_record_path
 
 if TYPE_CHECKING:
@@ -82,7 +83,9 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--look-ahead", type=int, default=prefill.look_ahead, help="draft tokens that help to score (%(default)s)"
     )
-    parser.add_argument("--policy", help=f"gamma policy (default {DecodeConfig.policy})")
+    parser.add_argument(
+        "--policy", help=f"gamma policy: {', '.join(LIVE_POLICY_NAMES)} (default {DecodeConfig.policy})"
+    )
     parser.add_argument(
         "--gamma", type=int, help=f"the fixed policy with this many tokens per step, 0…{MAX_GAMMA}; 0 is plain decoding"
     )

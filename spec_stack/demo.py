@@ -64,7 +64,7 @@ def hide_fact(tokenizer: Any, num_tokens: int, seed: int) -> HiddenFact:
     module = MODULES[seed % len(MODULES)]
     source = module_source(module)
     # Six characters per token is more than code ever needs; it spares the tokenizer the rest of the file.
-    token_ids = tokenizer(source[: 6 * num_tokens], add_special_tokens=False).input_ids[:num_tokens]
+    token_ids = tokenizer(source[: 6 * num_tokens], add_special_tokens=False, verbose=False).input_ids[:num_tokens]
     if len(token_ids) < num_tokens:
         raise ValueError(f"module {module!r} has {len(token_ids)} tokens, fewer than the {num_tokens} asked for")
     lines = tokenizer.decode(token_ids).split("\n")

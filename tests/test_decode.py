@@ -261,5 +261,4 @@ def test_the_embedded_pair_is_lossless_too(gamma: int, embedded: SpecStackGenera
     expected = reference.greedy(embedded.target, prompt, 60)
     result = embedded.generate(input_ids=prompt, max_tokens=60, gamma=gamma, ignore_eos=True)
     assert result.token_ids == expected
-    assert result.metrics.acceptance_rate is not None
-    assert result.metrics.acceptance_rate > 0.2
+    assert result.metrics.num_accepted > 10

@@ -17,8 +17,13 @@ def encode_text(tokenizer: Any, text: str) -> list[int]:
     is not valid Unicode.
     """
     _check_unicode(text)
-    ids = list(tokenizer(text).input_ids)
-    plain = tokenizer(text, add_special_tokens=False).input_ids if ids[-1:] == [tokenizer.eos_token_id] else ids
+    # verbose=False: a prompt over the models' positions is refused in our own words.
+    ids = list(tokenizer(text, verbose=False).input_ids)
+    plain = (
+        tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+        if ids[-1:] == [tokenizer.eos_token_id]
+        else ids
+    )
     return ids[:-1] if len(ids) > len(plain) else ids
 
 
@@ -48,10 +53,10 @@ def encode_messages(tokenizer: Any, messages: Sequence[Message]) -> tuple[list[i
     _check_unicode(text)
     if not tokenizer.is_fast:
         # Without character offsets there is no telling what is content, so all of it stays dense.
-        ids = list(tokenizer(text, add_special_tokens=False).input_ids)
+        ids = list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
         return ids, [(0, len(ids))]
     # The template has rendered the special tokens already.
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     prunable = _content_spans(tokenizer, text, messages)
     protected = [
         (index, index + 1)
