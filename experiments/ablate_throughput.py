@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 
 import evaluate_policies as evaluation
+from script import run_script
 
 from spec_stack.controller.acceptance import History, OnlineAcceptance, Recalibrated, features
 from spec_stack.controller.policies import make_policy
@@ -128,4 +129,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -27,6 +27,7 @@ import torch
 from environment import describe
 from pair_arguments import add_pair_arguments, load_generator
 from prompt_files import read_prompts
+from script import run_script
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from spec_stack import PrefillConfig, Selection, SpecStackGenerator
@@ -231,4 +232,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -27,6 +27,7 @@ import torch
 from environment import describe
 from pair_arguments import add_pair_arguments, load_generator
 from prompt_files import choose_prompts
+from script import run_script
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -190,4 +191,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

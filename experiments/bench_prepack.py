@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from environment import describe
+from script import run_script
 from tqdm import tqdm
 
 from spec_stack import PrefillConfig
@@ -76,4 +77,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import published
+from script import run_script
 
 from spec_stack.controller.policies import make_policy
 from spec_stack.controller.replay import Costs, ReplayText, fit_costs, merge_runs, replay
@@ -111,4 +112,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

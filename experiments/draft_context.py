@@ -16,6 +16,7 @@ from typing import Any, get_args
 
 from environment import describe
 from pair_arguments import add_pair_arguments, load_generator
+from script import run_script
 from tqdm import tqdm
 
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
@@ -93,4 +94,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import published
 import reproduce
+from script import run_script
 
 from spec_stack.config import MAX_GAMMA
 from spec_stack.controller.acceptance import Recalibrated
@@ -355,6 +356,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the bootstrap and of fill 'sample'")
     parser.add_argument("--timing", action="store_true", help="show microseconds per decision of every policy")
     options = parser.parse_args()
+    if not 1 <= options.max_gamma <= MAX_GAMMA:
+        parser.error(f"--max-gamma must be 1 to {MAX_GAMMA}, got {options.max_gamma}")
+    if options.resamples < 1:
+        parser.error(f"--resamples must be 1 or more, got {options.resamples}")
     if options.as_published:
         print(json.dumps(as_published(options.records[0], 10_000)))
         return
@@ -371,4 +376,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -24,6 +24,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 import published
+from script import run_script
 
 from spec_stack.config import MAX_GAMMA
 from spec_stack.controller.predictors import STEP_MODELS
@@ -241,4 +242,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,7 +59,7 @@ def read_prompts(path: Path, tasks: Sequence[str] = ()) -> list[Prompt]:
     """All prompts of a file, those of the named tasks only where some are named. Raises ValueError naming the file."""
     try:
         prompts = [_parse(json.loads(line)) for line in _lines(path)]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, IndexError) as error:
         raise ValueError(f"cannot read prompts from {path}: {error}") from error
     chosen = [prompt for prompt in prompts if not tasks or prompt.task in tasks]
     if not chosen:
@@ -68,10 +69,12 @@ def read_prompts(path: Path, tasks: Sequence[str] = ()) -> list[Prompt]:
 
 def choose_prompts(sources: list[str], per_task: int) -> list[Prompt]:
     """Prompts of TASK=FILE or TASK=FILE:CATEGORY sources, evenly spread over each file."""
+    if per_task < 1:
+        raise ValueError(f"prompts per task must be 1 or more, got {per_task}")
     chosen = []
     for source in sources:
         task, separator, rest = source.partition("=")
-        if not separator:
+        if not separator or not task:
             raise ValueError(f"{source!r} is not of the form TASK=FILE or TASK=FILE:CATEGORY")
         name, _, category = rest.partition(":")
         prompts = read_prompts(Path(name), [category] if category else ())

@@ -73,6 +73,8 @@ def is_published(paths: Sequence[Path]) -> bool:
 
 def load(path: Path, fill: str = "sample", seed: int = 0) -> Published:
     """Read the authors' folder (or the step file in it). Raises ValueError where rows and runs do not align."""
+    if not (path / STEPS_FILE).is_file():
+        raise ValueError(f"{path} holds no {STEPS_FILE}; give the folder of the SpecKV authors' CSVs")
     folder = path if path.is_dir() else path.parent
     table = read_steps(folder / STEPS_FILE)
     runs = _runs(table, folder / RUNS_FILE)

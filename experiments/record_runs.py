@@ -18,6 +18,7 @@ from typing import Any
 from environment import describe
 from pair_arguments import add_pair_arguments, load_generator
 from prompt_files import choose_prompts
+from script import run_script
 from tqdm import tqdm
 
 from spec_stack import StepRecord
@@ -46,6 +47,10 @@ def main() -> None:
     except ValueError as error:
         parser.error(str(error))
     generator = load_generator(arguments)
+    if not policies or len({policy.name for policy in policies}) < len(policies):
+        parser.error("give at least one gamma or policy, and each once")
+    if arguments.tokens < 2:
+        parser.error(f"--tokens must be 2 or more, got {arguments.tokens}; the first step is the prompt's")
     records: list[StepRecord] = []
     for number, prompt in enumerate(tqdm(prompts)):
         ids = prompt.encode(generator.tokenizer, arguments.max_prompt_tokens)
@@ -81,4 +86,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -20,6 +20,7 @@ from time import perf_counter
 import numpy as np
 import published
 import sklearn
+from script import run_script
 
 from spec_stack.controller.predictors import (
     STEP_FEATURES,
@@ -153,4 +154,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

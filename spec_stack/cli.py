@@ -207,13 +207,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")
     try:
         return int(arguments.run(arguments))
-    except ValueError as error:
-        print(f"spec-stack: error: {error}", file=sys.stderr)
-        return 2
     except BrokenPipeError:
         # The reader has gone; point stdout elsewhere, or the interpreter complains when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except (ValueError, OSError) as error:
+        print(f"spec-stack: error: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130

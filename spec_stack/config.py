@@ -18,6 +18,11 @@ def _require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
+def _require_number(name: str, value: object) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    _require(number, f"{name} must be a number, got {value!r}")
+
+
 def _require_int(name: str, value: object, least: int, most: float = math.inf, hint: str = "") -> None:
     """Refuse what is no whole number (a bool or 2.0 included) or is out of range."""
     whole = isinstance(value, int) and not isinstance(value, bool)
@@ -51,6 +56,7 @@ class PrefillConfig:
     draft_context: DraftContext = "kept"
 
     def __post_init__(self) -> None:
+        _require_number("keep_rate", self.keep_rate)
         _require(0 < self.keep_rate <= 1, f"keep_rate must be in (0, 1], got {self.keep_rate}; 1.0 is dense prefill")
         _require_int("look_ahead", self.look_ahead, 0, MAX_LOOK_AHEAD)
         _require_int("pool_kernel", self.pool_kernel, 1)
@@ -120,6 +126,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         _require_int("max_tokens", self.max_tokens, 1)
+        _require_number("temperature", self.temperature)
+        _require_number("top_p", self.top_p)
         _require(
             self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < math.inf,
             f"temperature must be 0 (greedy) or {MIN_TEMPERATURE} and more, got {self.temperature}",

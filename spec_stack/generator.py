@@ -20,7 +20,7 @@ from spec_stack.backends.cached_model import CachedModel
 from spec_stack.backends.loading import check_pair, end_token_ids, load_pair, max_positions, precision_of
 from spec_stack.backends.sampling import make_warp
 from spec_stack.config import SamplingParams, SpecStackConfig
-from spec_stack.controller.policies import make_policy
+from spec_stack.controller.policies import CLOCK_POLICY_NAMES, make_policy
 from spec_stack.controller.pool import PolicyPool
 from spec_stack.decode.draft import propose
 from spec_stack.decode.loop import RequestLabels, decode
@@ -109,7 +109,7 @@ class SpecStackGenerator:
         (see `record_io`), which is made where there is none.
         """
         if records is not None:
-            check_record_path(records)
+            check_record_path(records, options.get("request_id"))
         token_ids: list[int] = []
         texts: list[str] = []
         steps: list[StepRecord] = []
@@ -150,8 +150,9 @@ class SpecStackGenerator:
         Exactly one of prompt, messages (through the tokenizer's chat template) or input_ids is given. See
         SamplingParams for max_tokens … ignore_eos. keep_rate overrides the configuration's for this call;
         specprefill None prunes prompts of min_prompt_tokens or more, True any, False none. gamma is short for
-        the fixed policy with that gamma. A seeded, sampled call that names neither is fixed too: policies that
-        watch the clock propose other lengths in every run, and so draw other tokens of the same distribution.
+        the fixed policy with that gamma. Policies that watch the clock propose other lengths in every run, and so
+        draw other tokens of the same distribution: where the generator's own policy is one of them, a seeded, sampled
+        call that names none is fixed, and by name it gets a policy that has learned nothing yet.
         request_id and task label the records.
 
         Arguments are checked before this returns: ValueError says what to change. The metrics' durations count from
@@ -164,14 +165,15 @@ class SpecStackGenerator:
             top_k=top_k,
             top_p=top_p,
             seed=seed,
-            stop=(stop,) if isinstance(stop, str) else tuple(stop or ()),
+            stop=_as_tuple(stop),
             ignore_eos=ignore_eos,
         )
         if params.stop and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer; this generator was made without one")
-        if policy is None and gamma is None and seed is not None and temperature > 0:
+        is_seeded = seed is not None and temperature > 0
+        if is_seeded and policy is None and gamma is None and self._policy in CLOCK_POLICY_NAMES:
             policy = "fixed"
-        lend_policy = self._resolve_policy(policy, gamma)
+        lend_policy = self._resolve_policy(policy, gamma, is_seeded)
         prompt_ids, protected = encode_prompt(
             self.tokenizer, self.target.config.vocab_size, prompt, messages, input_ids
         )
@@ -194,7 +196,7 @@ class SpecStackGenerator:
         return self._run(request)
 
     def _resolve_policy(
-        self, policy: str | GammaPolicy | None, gamma: int | None
+        self, policy: str | GammaPolicy | None, gamma: int | None, is_fresh: bool = False
     ) -> Callable[[], AbstractContextManager[GammaPolicy]]:
         if gamma is not None:
             if policy is not None and policy != "fixed":
@@ -209,9 +211,9 @@ class SpecStackGenerator:
                 f"policy must be a name or an object with name, choose, keep_drafting and observe, got {chosen!r}"
             )
         options = {"gamma": self.config.decode.gamma} if chosen == "fixed" else {}
-        # Made here once to refuse a bad name at the call, before the request runs.
-        make_policy(chosen, **options)
-        return partial(self._pool.lend, chosen, **options)
+        # Made here to refuse a bad name at the call; a seeded request also wants a policy without a past.
+        made = make_policy(chosen, **options)
+        return (lambda: nullcontext(made)) if is_fresh else partial(self._pool.lend, chosen, **options)
 
     def _run(self, request: Request) -> Iterator[StepOutput]:
         with request.lend_policy() as policy:
@@ -311,3 +313,13 @@ def _count(metrics: Metrics, record: StepRecord, elapsed_s: float) -> None:
     metrics.verify_s += record.verify_s
     metrics.controller_s += record.controller_s
     metrics.gamma_trace.append(record.gamma)
+
+
+def _as_tuple(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    if stop is None:
+        return ()
+    if isinstance(stop, str):
+        return (stop,)
+    if not isinstance(stop, Sequence):
+        raise ValueError(f"stop must be a string or a list of strings, got {stop!r}")
+    return tuple(stop)

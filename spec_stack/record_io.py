@@ -9,18 +9,17 @@ Signals per token are stored in full precision, so a written record is read back
 from __future__ import annotations
 
 import csv
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
 
-from spec_stack.config import MAX_GAMMA
+from spec_stack.record_rows import Row, load_pyarrow, read_rows
 from spec_stack.records import DraftSignals, StepRecord
 
-PRECISIONS = ("fp32", "fp16", "bf16", "int8", "nf4")
 PUBLISHED_COLUMNS = (
     "compression",
     "gamma",
@@ -76,62 +75,6 @@ class StepTable:
         return len(self.gamma)
 
 
-@dataclass(frozen=True)
-class _Row:
-    """One row's cells as text, with the place to name when one of them is wrong."""
-
-    place: str
-    cells: Mapping[str, str]
-
-    def error(self, column: str, problem: str) -> ValueError:
-        return ValueError(f"{self.place}, column {column!r}: {problem}")
-
-    def text(self, column: str) -> str:
-        value = self.cells[column]
-        if not value:
-            raise self.error(column, "empty")
-        return value
-
-    def real(self, column: str) -> float:
-        return self._number(column, self.text(column))
-
-    def _number(self, column: str, text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            raise self.error(column, f"{text!r} is not a number") from None
-        if not math.isfinite(value):
-            raise self.error(column, f"{text} is not finite; drop the row or measure the step again")
-        return value
-
-    def count(self, column: str) -> int:
-        value = self.real(column)
-        if value < 0 or value != int(value):
-            raise self.error(column, f"{value} is not a count")
-        return int(value)
-
-    def flag(self, column: str) -> bool:
-        value = self.text(column)
-        if value not in ("True", "False"):
-            raise self.error(column, f"{value!r} is neither True nor False")
-        return value == "True"
-
-    def reals(self, column: str) -> list[float]:
-        return [self._number(column, part) for part in self.cells[column].split()]
-
-    def precision(self) -> str:
-        value = self.text("compression")
-        if value not in PRECISIONS:
-            raise self.error("compression", f"unknown precision {value!r}; known: {', '.join(PRECISIONS)}")
-        return value
-
-    def gamma(self) -> int:
-        value = self.count("gamma")
-        if value > MAX_GAMMA and self.cells.get("is_prefill") != "True":
-            raise self.error("gamma", f"unknown gamma {value}; it must be 0 to {MAX_GAMMA}")
-        return value
-
-
 def write_records(records: Iterable[StepRecord], path: str | Path) -> None:
     """Write records, the steps of each run together and in order, to a .csv or .parquet file (overwritten).
 
@@ -149,35 +92,47 @@ def write_records(records: Iterable[StepRecord], path: str | Path) -> None:
         position = positions.get(run, 0)
         positions[run] = position + record.num_tokens
         rows.append(_as_row(record, position))
+    # Written beside and then moved, so that a failure leaves the earlier file whole.
+    unfinished = path.with_name(path.name + ".unfinished")
     if path.suffix == ".csv":
-        with path.open("w", newline="", encoding="utf-8") as file:
+        with unfinished.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, COLUMNS)
             writer.writeheader()
             writer.writerows(rows)
     elif path.suffix == ".parquet":
-        pyarrow, parquet = _pyarrow(path)
+        pyarrow, parquet = load_pyarrow(path)
         table = pyarrow.table({name: [row[name] for row in rows] for name in COLUMNS})
-        parquet.write_table(table, path)
+        parquet.write_table(table, unfinished)
     else:
         raise ValueError(f"{path}: give a .csv or a .parquet file")
+    unfinished.replace(path)
 
 
-def check_record_path(path: str | Path) -> None:
-    """Raise ValueError, before any long work, for a path that records could not be written to or added to."""
+def check_record_path(path: str | Path, request_id: str | None = None) -> None:
+    """Raise ValueError, before any long work, for a path that records could not be added to: no folder, another kind
+    of file, a damaged one, or one that has this request's records already."""
     path = Path(path)
     if path.suffix not in (".csv", ".parquet"):
         raise ValueError(f"{path}: give a .csv or a .parquet file")
     if not path.parent.is_dir():
         raise ValueError(f"{path}: the folder {path.parent} does not exist")
+    if path.is_dir():
+        raise ValueError(f"{path}: a folder; give a file")
     if path.suffix == ".parquet":
-        _pyarrow(path)
+        load_pyarrow(path)
+    if path.exists() and any(record.request_id == request_id for record in read_records(path)):
+        raise ValueError(f"{path}: request {request_id!r} is in the file already; give another request_id")
+
+
+_adding = Lock()
 
 
 def add_records(records: Iterable[StepRecord], path: str | Path) -> None:
     """Write records to a file, after those it already holds. The whole file is rewritten: for many requests collect
     the records and call `write_records` once. Raises ValueError as `read_records` and `write_records` do."""
-    earlier = read_records(path) if Path(path).exists() else []
-    write_records([*earlier, *records], path)
+    with _adding:
+        earlier = read_records(path) if Path(path).exists() else []
+        write_records([*earlier, *records], path)
 
 
 def read_records(*paths: str | Path) -> list[StepRecord]:
@@ -189,7 +144,7 @@ def read_records(*paths: str | Path) -> list[StepRecord]:
     records: list[StepRecord] = []
     places: list[str] = []
     for path in paths:
-        for row in _read_rows(Path(path), COLUMNS):
+        for row in read_rows(Path(path), COLUMNS):
             records.append(_as_record(row))
             places.append(row.place)
     _check_runs(records, places)
@@ -205,7 +160,7 @@ def read_steps(*paths: str | Path) -> StepTable:
     run = -1
     for path in paths:
         expected = -1
-        for row in _read_rows(Path(path), PUBLISHED_COLUMNS):
+        for row in read_rows(Path(path), PUBLISHED_COLUMNS):
             step, gamma, num_accepted = row.count("step"), row.gamma(), row.count("accepted")
             if step != expected:
                 run += 1
@@ -266,7 +221,7 @@ def _as_row(record: StepRecord, position: int) -> dict[str, Any]:
     }
 
 
-def _as_record(row: _Row) -> StepRecord:
+def _as_record(row: Row) -> StepRecord:
     record = StepRecord(
         request_id=row.text("request_id"),
         step=row.count("step"),
@@ -274,14 +229,14 @@ def _as_record(row: _Row) -> StepRecord:
         precision=row.precision(),
         task=row.cells["task"],
         is_prefill=row.flag("is_prefill"),
-        keep_rate=row.real("keep_rate"),
+        keep_rate=row.share("keep_rate"),
         gamma=row.gamma(),
         num_accepted=row.count("accepted"),
         num_tokens=row.count("tokens_produced"),
         signals=DraftSignals(row.reals("draft_entropy"), row.reals("draft_confidence")),
-        draft_s=row.real("draft_s"),
-        verify_s=row.real("verify_s"),
-        controller_s=row.real("controller_s"),
+        draft_s=row.seconds("draft_s"),
+        verify_s=row.seconds("verify_s"),
+        controller_s=row.seconds("controller_s"),
         draft_read_prompt=row.flag("draft_read_prompt"),
     )
     for column, signals in (("draft_entropy", record.signals.entropy), ("draft_confidence", record.signals.confidence)):
@@ -317,61 +272,3 @@ def _check_runs(records: Sequence[StepRecord], places: Sequence[str]) -> None:
             )
         seen.add(run)
         last = record
-
-
-def _read_rows(path: Path, required: Sequence[str]) -> Iterable[_Row]:
-    if path.suffix == ".csv":
-        rows = _read_csv(path, required)
-    elif path.suffix == ".parquet":
-        rows = _read_parquet(path, required)
-    else:
-        raise ValueError(f"{path}: give a .csv or a .parquet file")
-    if not rows:
-        raise ValueError(f"{path}: no rows below the header; record at least one step")
-    return rows
-
-
-def _check_columns(path: Path, names: Sequence[str], required: Sequence[str]) -> None:
-    missing = [name for name in required if name not in names]
-    if missing:
-        raise ValueError(f"{path}: missing columns {', '.join(missing)}; records are written by `write_records`")
-
-
-def _read_csv(path: Path, required: Sequence[str]) -> list[_Row]:
-    with path.open(newline="", encoding="utf-8") as file:
-        reader = csv.reader(file)
-        header = next(reader, None)
-        if header is None:
-            raise ValueError(f"{path}: the file is empty; it has not even a header")
-        _check_columns(path, header, required)
-        rows = []
-        for cells in reader:
-            place = f"{path}, line {reader.line_num}"
-            if cells == header:
-                raise ValueError(f"{place}: a second header; give files one by one instead of joining them")
-            if len(cells) != len(header):
-                raise ValueError(f"{place}: {len(cells)} cells under {len(header)} columns")
-            rows.append(_Row(place, dict(zip(header, cells, strict=True))))
-    return rows
-
-
-def _read_parquet(path: Path, required: Sequence[str]) -> list[_Row]:
-    pyarrow, parquet = _pyarrow(path)
-    try:
-        table = parquet.read_table(path)
-    except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"{path}: not a Parquet file ({error})") from None
-    _check_columns(path, table.column_names, required)
-    return [
-        _Row(f"{path}, row {index}", {name: "" if value is None else str(value) for name, value in cells.items()})
-        for index, cells in enumerate(table.to_pylist())
-    ]
-
-
-def _pyarrow(path: Path) -> tuple[Any, Any]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise ImportError(f"{path}: Parquet needs pyarrow (pip install pyarrow); CSV needs nothing") from error
-    return pyarrow, pyarrow.parquet

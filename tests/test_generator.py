@@ -109,6 +109,23 @@ def test_a_seed_makes_sampling_reproducible_and_is_reported(embedded: SpecStackG
     assert embedded.generate(CODE, max_tokens=1).metrics.seed is None
 
 
+@pytest.mark.parametrize("policy", ["heuristic", "ema", "speckv", "confidence"])
+def test_a_seed_holds_under_policies_that_learn_but_do_not_watch_the_clock(
+    policy: str, embedded: SpecStackGenerator
+) -> None:
+    options: dict[str, Any] = {"max_tokens": 40, "temperature": 1.0, "seed": 3, "policy": policy}
+    assert embedded.generate(CODE, **options).token_ids == embedded.generate(CODE, **options).token_ids
+
+
+def test_a_policy_chosen_for_the_generator_is_not_replaced_by_a_seed(
+    target: PreTrainedModel, draft: PreTrainedModel
+) -> None:
+    options: dict[str, Any] = {"input_ids": [5, 6], "max_tokens": 4, "temperature": 1.0, "seed": 1}
+    chosen = SpecStackGenerator(target, draft, policy=make_policy("confidence"))
+    assert chosen.generate(**options).metrics.policy == "confidence"
+    assert SpecStackGenerator(target, draft, policy="throughput").generate(**options).metrics.policy == "fixed-4"
+
+
 def test_top_k_one_is_greedy(embedded: SpecStackGenerator) -> None:
     greedy = embedded.generate(CODE, max_tokens=30, ignore_eos=True)
     sampled = embedded.generate(CODE, max_tokens=30, temperature=1.5, top_k=1, seed=3, ignore_eos=True)
@@ -310,6 +327,10 @@ def test_the_system_message_and_the_templates_own_tokens_stay_dense(embedded: Sp
         ({"input_ids": {"input_ids": [1]}}, "one sequence of ints"),
         ({"prompt": "a", "max_tokens": 2.5}, "max_tokens"),
         ({"prompt": "a", "gamma": 2.5}, "gamma"),
+        ({"prompt": "a", "gamma": True}, "gamma"),
+        ({"prompt": "a", "temperature": "1"}, "temperature"),
+        ({"prompt": "a", "keep_rate": "0.2"}, "keep_rate"),
+        ({"prompt": "a", "stop": 3}, "stop"),
         ({"prompt": "a", "seed": 1.5}, "seed"),
         ({"prompt": "a", "seed": 2**70}, "seed"),
         ({"prompt": "a", "temperature": 1e-40}, "temperature"),
@@ -387,6 +408,16 @@ def test_records_are_added_to_a_file(embedded: SpecStackGenerator, tmp_path: Pat
     assert read_records(path) == [record for result in results for record in result.records or []]
     with pytest.raises(ValueError, match="parquet"):
         embedded.generate(CODE, records=tmp_path / "steps.txt")
+    embedded.generate(CODE, max_tokens=2, records=path, request_id="again")
+    with pytest.raises(ValueError, match="'again' is in the file already"):
+        embedded.generate(CODE, max_tokens=2, records=path, request_id="again")
+    damaged = tmp_path / "damaged.csv"
+    damaged.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match="damaged"):
+        embedded.generate(CODE, records=damaged)
+    (tmp_path / "folder.csv").mkdir()
+    with pytest.raises(ValueError, match="folder"):
+        embedded.generate(CODE, records=tmp_path / "folder.csv")
     with pytest.raises(ValueError, match="does not exist"):
         embedded.generate(CODE, records=tmp_path / "no" / "steps.csv")
 

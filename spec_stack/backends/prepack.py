@@ -40,7 +40,7 @@ class PrepackedLinear(nn.Module):
 
 def _works(dtype: torch.dtype) -> bool:
     """Whether the operators exist here and give the right product."""
-    linear = nn.Linear(32, 48).to(dtype)
+    linear = nn.Linear(32, 48, bias=False).to(dtype)
     inputs = torch.randn(5, 32, generator=torch.Generator().manual_seed(0)).to(dtype)
     try:
         with torch.inference_mode():

@@ -1,7 +1,7 @@
 """What a step costs, measured while it runs: seconds = base + per_token * gamma, for draft and verify apart.
 
 Two things make a plain regression wrong here. Steps stall now and then (a first kernel, another process), so a sample
-far from the line is pulled towards it before it counts. And a policy that settles on one gamma leaves the slope
+far above the line is pulled towards it before it counts. And a policy that settles on one gamma leaves the slope
 of the verify time unidentified, so both lines are shrunk: the draft's towards the origin, the target's
 towards no slope. The past is forgotten exponentially, because caches grow and load changes.
 """
@@ -18,7 +18,7 @@ class CostOptions:
 
     discount: weight of the past per step, in (0, 1); 0.98 remembers about 50 steps.
     warm_up: steps seen before an estimate is given; their median starts it, so one slow first step does no harm.
-    tolerance: a sample over this factor above the line, or under its inverse, counts as if it were on that bound.
+    tolerance: a sample over this factor above the line counts as if it were on that bound; none is too fast.
     shrinkage: weight of the prior slope, in squared tokens times steps.
     """
 
@@ -49,11 +49,22 @@ class DiscountedLine:
         self.base = 0.0
         self.slope = 0.0
 
-    def add(self, x: float, y: float, prior_slope: float) -> None:
-        """Take in one sample; a far one is moved to the edge of the tolerance first."""
+    def age(self) -> None:
+        """A step without a sample: what is known grows older all the same."""
+        keep = self._discount
+        self._weight, self._x, self._y = self._weight * keep, self._x * keep, self._y * keep
+        self._xx, self._xy = self._xx * keep, self._xy * keep
+
+    def add(self, x: float, y: float, prior_slope: float | None = None) -> None:
+        """Take in one sample; one far above the line is moved to the edge of the tolerance first.
+
+        prior_slope None takes the slope from the origin to the sample.
+        """
         expected = self.base + self.slope * x
         if expected > 0:
-            y = min(max(y, expected / self._tolerance), expected * self._tolerance)
+            y = min(y, expected * self._tolerance)
+        if prior_slope is None:
+            prior_slope = y / x
         keep = self._discount
         self._weight = self._weight * keep + 1
         self._x = self._x * keep + x
@@ -64,7 +75,11 @@ class DiscountedLine:
         spread = max(self._xx - self._weight * mean_x * mean_x, 0.0)
         covariance = self._xy - self._weight * mean_x * mean_y
         self.slope = max((covariance + self._shrinkage * prior_slope) / (spread + self._shrinkage), 0.0)
-        self.base = max(mean_y - self.slope * mean_x, 0.0)
+        self.base = mean_y - self.slope * mean_x
+        if self.base < 0:
+            # Through the origin then, or the slope would be too steep for all that was seen.
+            self.base = 0.0
+            self.slope = max((self._xy + self._shrinkage * prior_slope) / (self._xx + self._shrinkage), 0.0)
 
 
 class StepCostModel:
@@ -124,7 +139,9 @@ class StepCostModel:
     def _add(self, gamma: int, draft_s: float, verify_s: float) -> None:
         if gamma:
             # The draft's time is close to proportional, so the sample itself tells where an unidentified slope lies.
-            self._draft.add(gamma, draft_s, prior_slope=draft_s / gamma)
+            self._draft.add(gamma, draft_s)
+        else:
+            self._draft.age()
         self._verify.add(gamma, verify_s, prior_slope=0.0)
 
 

@@ -14,7 +14,7 @@ from spec_stack.records import DraftSignals, GammaPolicy, StepContext, StepRecor
 
 
 def _check_gamma(name: str, gamma: int, least: int = 0) -> None:
-    if not isinstance(gamma, int) or not least <= gamma <= MAX_GAMMA:
+    if not isinstance(gamma, int) or isinstance(gamma, bool) or not least <= gamma <= MAX_GAMMA:
         raise ValueError(f"{name} must be a whole number, {least} to {MAX_GAMMA}, got {gamma!r}")
 
 
@@ -254,6 +254,8 @@ _REGISTRY: dict[str, Callable[[], _Recipe]] = {
     "task-oracle": lambda: (TaskOracle, TaskOracleOptions),
 }
 POLICY_NAMES = tuple(_REGISTRY)
+CLOCK_POLICY_NAMES = ("throughput", "bandit")
+"""Policies that decide by measured time, so that no two runs decide alike."""
 LIVE_POLICY_NAMES = tuple(name for name in POLICY_NAMES if name not in ("best-fixed", "task-oracle"))
 """Policies that need no options: the other two want gammas measured beforehand."""
 
@@ -263,11 +265,14 @@ def make_policy(name: str, **options: Any) -> GammaPolicy:
 
     Raises ValueError for an unknown name (naming the known ones), an unknown option and a bad value.
     """
-    if name not in _REGISTRY:
+    if not isinstance(name, str) or name not in _REGISTRY:
         raise ValueError(f"unknown policy {name!r}; known: {', '.join(POLICY_NAMES)}")
     policy, options_type = _REGISTRY[name]()
     known = [entry.name for entry in fields(options_type)]
     unknown = [option for option in options if option not in known]
     if unknown:
         raise ValueError(f"policy {name!r} has no option {', '.join(unknown)}; it has {', '.join(known)}")
-    return policy(options_type(**options))
+    try:
+        return policy(options_type(**options))
+    except (TypeError, AttributeError, OSError) as error:
+        raise ValueError(f"policy {name!r} cannot be built from {options}: {error}") from error

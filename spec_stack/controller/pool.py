@@ -25,8 +25,8 @@ class PolicyPool:
 
         Raises ValueError as `make_policy` does.
         """
-        idle = self._idle[(name, *sorted(options.items()))]
         with self._lock:
+            idle = self._idle[(name, *sorted(options.items()))]
             policy = idle.pop() if idle else make_policy(name, **options)
         try:
             yield policy

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from spec_stack.records import DraftSignals, StepContext, StepRecord
 
 _NO_SIGNALS = DraftSignals()
 _GAIN_WEIGHT = 0.1
+_MOST_UNRATED = 64
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,8 @@ class _Machine:
         self.cost = StepCostModel(options)
         self.rate = DiscountedRate()
         self.gain = 0.0
+        # Steps from before the costs are known, when there is no telling a stall from a step.
+        self.unrated: deque[StepRecord] = deque(maxlen=_MOST_UNRATED)
 
 
 class Throughput:
@@ -96,11 +101,19 @@ class Throughput:
         """Learn from a step. One in which a model read the prompt teaches about acceptance, but not about times."""
         self._model.learn(record, self._history)
         self._history.observe(record)
-        if record.is_prefill or record.draft_read_prompt:
+        seconds = record.draft_s + record.verify_s + record.controller_s
+        if record.is_prefill or record.draft_read_prompt or not math.isfinite(seconds):
             return
         machine = self._machines.setdefault(record.precision, _Machine(self.options.cost))
         machine.cost.observe(record.gamma, record.draft_s, record.verify_s)
-        machine.rate.add(record.num_tokens, record.draft_s + record.verify_s + record.controller_s)
+        machine.unrated.append(record)
+        if machine.cost.ready:
+            for step in machine.unrated:
+                seconds = step.draft_s + step.verify_s + step.controller_s
+                # A stall is no part of what is achieved, whatever caused it.
+                bound = self.options.cost.tolerance * machine.cost.seconds(step.gamma)
+                machine.rate.add(step.num_tokens, min(seconds, bound))
+            machine.unrated.clear()
         if record.gamma:
             gained = record.num_accepted - self._threshold * record.gamma
             machine.gain += _GAIN_WEIGHT * (gained - machine.gain)
