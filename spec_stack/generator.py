@@ -224,12 +224,12 @@ class SpecStackGenerator:
         params, prompt_ids = request.params, request.prompt_ids
         sampler, seed = self._make_sampler(params)
         end_ids = frozenset() if params.ignore_eos else end_token_ids(self.target)
-        selection, proposal, draft, reason = self._prefill_draft(request, end_ids)
+        selection, proposal, draft, reason, num_scored = self._prefill_draft(request, end_ids)
         scoring_s = perf_counter() - started - request.prepared_s if request.scores else 0.0
         metrics = Metrics(
             num_prompt_tokens=len(prompt_ids),
             num_kept_tokens=len(selection.positions),
-            num_scored_tokens=len(prompt_ids) if request.scores else 0,
+            num_scored_tokens=num_scored,
             specprefill=len(selection.positions) < len(prompt_ids),
             specprefill_reason=reason,
             policy=policy.name,
@@ -262,8 +262,9 @@ class SpecStackGenerator:
 
     def _prefill_draft(
         self, request: Request, end_ids: Collection[int]
-    ) -> tuple[Selection, Proposal, CachedModel, str]:
-        """Selection, first proposal, the draft as scoring left it, and the reason for the selection."""
+    ) -> tuple[Selection, Proposal, CachedModel, str, int]:
+        """Selection, first proposal, the draft as scoring left it, the reason for the selection, and the number of
+        prompt tokens that were scored for it."""
         draft = CachedModel(self.draft, request.prefill.prefill_chunk)
         reason = request.reason
         if request.scores:
@@ -274,13 +275,13 @@ class SpecStackGenerator:
                 )
                 if len(selection.positions) == len(request.prompt_ids):
                     reason += ", but chunks and protected spans cover the whole prompt"
-                return selection, proposal, draft, reason
+                return selection, proposal, draft, reason, len(request.prompt_ids)
             except Exception as error:
                 # Nothing has been handed out yet, so dense prefill is still open, whatever went wrong.
                 reason = f"scoring failed, prefilled densely: {type(error).__name__}: {error}"
                 self._warn_once(reason)
                 draft = CachedModel(self.draft, request.prefill.prefill_chunk)
-        return Selection.everything(request.prompt_ids), Proposal(), draft, reason
+        return Selection.everything(request.prompt_ids), Proposal(), draft, reason, 0
 
     def _make_sampler(self, params: SamplingParams) -> tuple[Sampler, int | None]:
         warp = make_warp(params.temperature, params.top_k, params.top_p)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 
@@ -69,10 +68,6 @@ class StepRecord:
     verify_s: float
     controller_s: float
     draft_read_prompt: bool = False
-
-    def as_dict(self) -> Mapping[str, object]:
-        """Plain values only, ready for JSON."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -181,6 +181,7 @@ def test_an_error_while_scoring_falls_back_to_dense_with_one_warning(
         result = generator.generate(input_ids=prompt, max_tokens=10, specprefill=True)
     assert result.token_ids == dense.token_ids
     assert not result.metrics.specprefill
+    assert result.metrics.num_scored_tokens == 0
     assert "scoring failed, prefilled densely: RuntimeError: out of memory" in result.metrics.specprefill_reason
     handle.remove()
     handle = poison(draft, lambda size: size == 99)
