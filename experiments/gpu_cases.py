@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from statistics import median
 from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
@@ -59,7 +60,7 @@ def bench_prefill(models: Models, length: int, repeats: int, budget: Budget, war
     generator = SpecStackGenerator(models.target(), models.draft(), config=config)
     prompt = random_prompt(shape.num_tokens(length), shape.target.vocab_size)
     selections = {rate: select_anything(prompt, rate) for rate in shape.keep_rates}
-    scoring_s: dict[float, float] = {}
+    scoring_s: dict[float, list[float]] = {rate: [] for rate in selections}
 
     def first_step(keep_rate: float | None) -> None:
         options = {"gamma": 0} if keep_rate is None else {"keep_rate": keep_rate}
@@ -67,7 +68,7 @@ def bench_prefill(models: Models, length: int, repeats: int, budget: Budget, war
         if keep_rate is not None:
             if step.record.keep_rate == 1:
                 raise RuntimeError("scoring failed and the prompt was prefilled densely; the warning above says why")
-            scoring_s[keep_rate] = step.record.draft_s
+            scoring_s[keep_rate].append(step.record.draft_s)
 
     def bare(model: Any, part: Selection, chunk: int = shape.prefill_chunk) -> Callable[[], Any]:
         return lambda: CachedModel(model, chunk).forward(part.token_ids, part.positions, 1)
@@ -110,13 +111,13 @@ def bench_prefill(models: Models, length: int, repeats: int, budget: Budget, war
             "share_of_bound": gain / bound if gain is not None and bound is not None else None,
             "bound_by_paper_flops": by_operations[0],
             "bound_by_pruned_flops": by_operations[1],
-            "scoring_s": scoring_s.get(rate),
+            "scoring_s": median(scoring_s[rate]) if scoring_s[rate] else None,
         }
         rows.append({name: _rounded(value) for name, value in row.items()})
         print(
             f"  {rate:<9}{len(selection.positions):7d}{_cell(gain, '10.2f')}x {_cell(r, '6.3f')} {_cell(s, '6.3f')} "
             f"{_cell(bound, '7.2f')}x {_cell(row['share_of_bound'], '6.0%')} "
-            f"{by_operations[0]:8.2f}x {by_operations[1]:8.2f}x {_cell(scoring_s.get(rate), '20.3f')}"
+            f"{by_operations[0]:8.2f}x {by_operations[1]:8.2f}x {_cell(row['scoring_s'], '20.3f')}"
         )
     return {
         "tokens": len(prompt),
