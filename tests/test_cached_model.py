@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from conftest import FAMILIES, make_model, random_prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AttentionInterface, AttentionMaskInterface, StaticCache
 
 from spec_stack.backends import attention
 from spec_stack.backends.attention import capture_attention, install
@@ -137,3 +138,40 @@ def test_the_folded_block_honours_the_scaling_it_is_given(monkeypatch: pytest.Mo
     # Taken away, so that the block must be folded.
     monkeypatch.setattr(attention, "sdpa_attention_forward", None)
     torch.testing.assert_close(attention.attend(module, query, key, value, mask, scaling=0.7)[0], expected)
+
+
+@pytest.mark.parametrize("prefill_chunk", [4096, 7])
+def test_without_a_mask_a_block_is_causal_up_to_the_last_key(prefill_chunk: int) -> None:
+    """The route of CUDA: there no mask is made for a block that meets a cache."""
+    AttentionInterface.register("spec_stack_maskless", attention.attend)
+    AttentionMaskInterface.register("spec_stack_maskless", lambda **_: None)
+    maskless = make_model()
+    maskless.set_attn_implementation("spec_stack_maskless")
+    kept, follow = random_prompt(len(KEPT)), random_prompt(6, seed=9)
+    model = CachedModel(maskless, prefill_chunk)
+    got = [model.forward(kept, KEPT, 1), model.forward(follow, range(60, 66), 6), model.forward([7], [66], 1)]
+    expected = reference.logits(make_model(), [*kept, *follow, 7], [*KEPT, *range(60, 67)])
+    torch.testing.assert_close(torch.cat(got), expected[-8:], **TOLERANCE)
+
+
+@pytest.mark.parametrize("num_tokens", [30, 80])
+def test_a_cache_longer_than_the_prompt_gives_the_same_logits(num_tokens: int) -> None:
+    prompt = torch.tensor([random_prompt(num_tokens)])
+    with torch.no_grad():
+        cache = StaticCache(config=SHARED["llama"].config, max_cache_len=100)
+        got = SHARED["llama"](prompt, past_key_values=cache, use_cache=True).logits[0]
+    torch.testing.assert_close(got, reference.logits(make_model(), prompt[0], range(num_tokens)), **TOLERANCE)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_chunked_sparse_prefill_on_cuda_equals_one_forward(dtype: torch.dtype) -> None:
+    prompt = random_prompt(60)
+    kept = [prompt[position] for position in KEPT]
+    expected = reference.logits(make_model(), kept, KEPT)[-1]
+    model = make_model().to("cuda", dtype)
+    install(model)
+    chunked, whole = (CachedModel(model, size).forward(kept, KEPT, 1)[0].float().cpu() for size in (7, 4096))
+    error, rounding = (float((logits - expected).abs().max()) for logits in (chunked, whole))
+    assert error <= max(3 * rounding, 1e-3)
