@@ -12,13 +12,14 @@ from typing import Any
 import torch
 
 from spec_stack.backends.sglang.fit import draft_positions_are_mapped, pruning_refusal
-from spec_stack.backends.sglang.gamma import STATE
 from spec_stack.backends.sglang.plugin import NAME
 from spec_stack.backends.sglang.positions import PositionMap, map_batch
 from spec_stack.backends.sglang.requests import (
+    STATE,
     PrefillReport,
     RequestOptions,
     RequestState,
+    attach,
     dense_reason,
     namespace,
 )
@@ -86,7 +87,7 @@ class Engine:
         finally:
             self._arriving = None
 
-    def adopt(self, request: Any, meta_info_key: str) -> None:
+    def adopt(self, request: Any) -> None:
         """Give the request that SGLang has made of the arriving one its state, and what its reply will report.
 
         Mutates it. A pruned prompt leaves less room in the context than its own length says: max_new_tokens is cut.
@@ -94,9 +95,7 @@ class Engine:
         state = self._arriving
         if state is None:
             return
-        setattr(request, STATE, state)
-        # SGLang sends customized_info[sent:], token by token: a list of one goes out once, with the first output.
-        request.customized_info = {**(request.customized_info or {}), meta_info_key: [state.report.as_meta_info()]}
+        attach(request, state)
         if state.positions is not None:
             room = int(self._scheduler.model_config.context_len) - state.report.num_prompt_tokens - 1
             asked = request.sampling_params.max_new_tokens

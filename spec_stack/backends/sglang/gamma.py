@@ -9,12 +9,9 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
-from spec_stack.backends.sglang.requests import RequestState
+from spec_stack.backends.sglang.requests import STATE, RequestState, note_step
 from spec_stack.backends.sglang.settings import ServerConfig
 from spec_stack.records import DraftSignals, GammaPolicy, StepContext, StepRecord
-
-STATE = "spec_stack"
-"""The attribute of SGLang's requests that holds their RequestState."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +19,7 @@ class _Step:
     number: int
     gamma: int
     policy: GammaPolicy
-    request_ids: list[str]
+    requests: list[Any]
     follows_a_step: bool
 
 
@@ -85,8 +82,7 @@ class BatchGamma:
         )
         gamma = asked if asked is not None else self._among_candidates(policy.choose(context))
         gamma = self._agree(gamma)
-        ids = [str(request.rid) for request in self._requests]
-        self._steps.append(_Step(self._number, gamma, policy, ids, not self._interrupted))
+        self._steps.append(_Step(self._number, gamma, policy, list(self._requests), not self._interrupted))
         self._interrupted = False
         self._number += 1
         return gamma
@@ -94,17 +90,18 @@ class BatchGamma:
     def on_verify_complete(self, num_correct_drafts_per_req: list[int], batch_size: int) -> None:
         """Learn from a step. Under overlap scheduling its result comes while the next one runs already."""
         now = self._clock()
-        while self._steps and len(self._steps[0].request_ids) != batch_size:
+        while self._steps and len(self._steps[0].requests) != batch_size:
             self._steps.popleft()
         if not self._steps:
             return None
         step = self._steps.popleft()
         seconds = now - self._ended_at if step.follows_a_step else math.nan
         self._ended_at = now
-        for request_id, num_correct in zip(step.request_ids, num_correct_drafts_per_req, strict=False):
+        for request, num_correct in zip(step.requests, num_correct_drafts_per_req, strict=True):
             num_accepted = min(num_correct, step.gamma)
+            note_step(request, step.gamma, num_accepted)
             self._last = StepRecord(
-                request_id=request_id,
+                request_id=str(request.rid),
                 step=step.number,
                 policy=step.policy.name,
                 precision=self._precision,

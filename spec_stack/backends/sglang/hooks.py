@@ -11,10 +11,9 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from spec_stack.backends.sglang.engine import CAPTURE, Engine, positions_of
 from spec_stack.backends.sglang.plugin import NAME
 from spec_stack.backends.sglang.positions import protect_kv_lengths
-from spec_stack.backends.sglang.requests import RequestOptions
+from spec_stack.backends.sglang.requests import META_INFO, STATE, ReplyInfo, RequestOptions
 from spec_stack.backends.sglang.settings import ServerConfig, add_flags
 
-META_INFO = "spec_stack"
 _SRT = "sglang.srt"
 
 
@@ -47,19 +46,17 @@ def _report(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Put the report into the reply, and the prompt's true length: SGLang counts the tokens it was left with.
-
-    The scheduler sends the report once, with the first output; the chunks of a stream all show it.
-    """
+    """Put the report into every chunk of a reply, and the prompt's true length, where SGLang counts what it read."""
     others = {key: values for key, values in customized_info.items() if key != META_INFO}
     update(manager, meta_info, state, others, index, *args, **kwargs)
-    sent = [report for report in customized_info.get(META_INFO, {index: []})[index] if report is not None]
-    if sent:
-        state.spec_stack = sent[-1]
-    report = getattr(state, "spec_stack", None)
-    if report is not None:
-        meta_info[META_INFO] = report
-        meta_info["prompt_tokens"] = report["num_prompt_tokens"]
+    if META_INFO not in customized_info:
+        return
+    info: ReplyInfo = getattr(state, STATE, None) or ReplyInfo()
+    setattr(state, STATE, info)
+    info.add(customized_info[META_INFO][index])
+    if info.meta_info is not None:
+        meta_info[META_INFO] = info.meta_info
+        meta_info["prompt_tokens"] = info.meta_info["num_prompt_tokens"]
 
 
 def _prune(handle: Callable[..., Any], scheduler: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -73,7 +70,7 @@ def _prune(handle: Callable[..., Any], scheduler: Any, request: Any, *args: Any,
 def _adopt(init: Callable[..., None], scheduler: Any, request: Any) -> None:
     engine = Engine.of(scheduler)
     if engine is not None:
-        engine.adopt(request, META_INFO)
+        engine.adopt(request)
     init(scheduler, request)
 
 

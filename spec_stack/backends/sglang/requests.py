@@ -12,6 +12,10 @@ from spec_stack.backends.sglang.positions import PositionMap
 from spec_stack.backends.sglang.settings import BATCH_POLICIES, ServerConfig
 from spec_stack.config import PrefillConfig
 
+META_INFO = "spec_stack"
+"""The key of a reply's meta info, and of what SGLang carries there token by token."""
+STATE = "spec_stack"
+"""The attribute of SGLang's requests that holds their RequestState."""
 OPTIONS = ("specprefill", "keep_rate", "gamma", "policy")
 
 
@@ -57,7 +61,7 @@ class RequestOptions:
 
 @dataclass(frozen=True)
 class PrefillReport:
-    """What the reply's meta info holds under "spec_stack"; the names are those of the library's own metrics."""
+    """How a prompt was read; the names are those of the library's own metrics."""
 
     num_prompt_tokens: int
     num_kept_tokens: int
@@ -68,9 +72,6 @@ class PrefillReport:
     scoring_s: float
     policy: str
 
-    def as_meta_info(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class RequestState:
@@ -79,6 +80,56 @@ class RequestState:
     options: RequestOptions
     report: PrefillReport
     positions: PositionMap | None = None
+
+
+def attach(request: Any, state: RequestState) -> None:
+    """Give SGLang's request its state, and its report a place in the reply. Mutates the request.
+
+    SGLang sends customized_info[key][i] along with output token i. So the report goes with the first token, and
+    each later step's [gamma, num_accepted] with the first token of that step (see `note_step`).
+    """
+    setattr(request, STATE, state)
+    request.customized_info = {**(request.customized_info or {}), META_INFO: [asdict(state.report)]}
+
+
+def note_step(request: Any, gamma: int, num_accepted: int) -> None:
+    """Put a step's figures where its first token is about to be. Mutates the request."""
+    carried = (request.customized_info or {}).get(META_INFO)
+    if carried is None:
+        return
+    num_out = len(request.output_ids)
+    # A retracted request may have lost tokens that it had put out.
+    del carried[num_out:]
+    carried += [None] * (num_out - len(carried))
+    carried += [[gamma, num_accepted], *[None] * num_accepted]
+
+
+class ReplyInfo:
+    """What a reply says under META_INFO, put together from what came with its tokens."""
+
+    def __init__(self) -> None:
+        self._report: dict[str, Any] | None = None
+        self._steps: list[tuple[int, int]] = []
+
+    def add(self, carried: Sequence[Any]) -> None:
+        """Take in what came with the next tokens."""
+        for item in carried:
+            if isinstance(item, Mapping):
+                self._report = dict(item)
+            elif item is not None:
+                self._steps.append((item[0], item[1]))
+
+    @property
+    def meta_info(self) -> dict[str, Any] | None:
+        """The report with the steps so far; None where none has come."""
+        if self._report is None:
+            return None
+        return {
+            **self._report,
+            "num_proposed": sum(gamma for gamma, _ in self._steps),
+            "num_accepted": sum(accepted for _, accepted in self._steps),
+            "gamma_trace": [gamma for gamma, _ in self._steps],
+        }
 
 
 def namespace(kept: Sequence[int], num_prompt_tokens: int) -> str:

@@ -1,15 +1,41 @@
 """SGLang's torch_native attention, taught verification and multi-step drafting, so that STANDALONE runs on a CPU.
 
 SGLang has no CPU attention for speculative decoding without AMX. This is test support: the shipped plugin leaves
-attention backends alone.
+attention backends alone. Two environment variables put a part of the plugin out of action, for tests that must see
+what it is good for.
 """
 
 from __future__ import annotations
+
+import os
 
 import torch
 
 
 def register():
+    _teach_attention()
+    if os.environ.get("SPEC_STACK_TEST_NO_NAMESPACE"):
+        from spec_stack.backends.sglang import engine
+
+        engine.namespace = lambda kept, num_prompt_tokens: ""
+    if os.environ.get("SPEC_STACK_TEST_BREAK_HOOK"):
+        _break("ForwardBatch.init_new")
+
+
+def _break(name):
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    apply = HookRegistry._apply_target.__func__
+
+    def apply_or_fail(cls, target, hooks):
+        if target.endswith(name):
+            raise ImportError("put out of action by a test")
+        apply(cls, target, hooks)
+
+    HookRegistry._apply_target = classmethod(apply_or_fail)
+
+
+def _teach_attention():
     from sglang.srt.layers.attention import attention_registry
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc
