@@ -12,9 +12,11 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from spec_stack.config import MAX_GAMMA
+from spec_stack.controller.acceptance import sigmoid
 from spec_stack.records import DraftSignals, StepContext, StepRecord
 
 _TYPICAL_ACCEPTANCE = 0.7
+_LEAST, _MOST = 0.02, 0.98
 _MOST_REQUESTS = 4096
 
 
@@ -61,14 +63,16 @@ class _GammaCost:
         self.last_step = step
 
 
-def expected_accepted(acceptance: float, gamma: int) -> float:
-    """Drafted tokens accepted on average when each is accepted with this probability, given those before it."""
-    return sum(acceptance**drafted for drafted in range(1, gamma + 1))
+def _logit(probability: float) -> float:
+    probability = min(max(probability, _LEAST), _MOST)
+    return math.log(probability / (1 - probability))
 
 
 class BatchThroughput:
     """The gamma with most expected tokens per second, over the requests of the last step.
 
+    The chance that a drafted token is accepted, given those before it, is learned by place over all requests, and
+    each request's own acceptance raises or lowers it (in log odds).
     Records of one step carry the same step number and each its request's share of the seconds; a record whose seconds
     are not finite teaches about acceptance alone. Costs are kept per batch size, in powers of two.
     """
@@ -77,6 +81,7 @@ class BatchThroughput:
 
     def __init__(self, options: BatchThroughputOptions | None = None) -> None:
         self.options = options or BatchThroughputOptions()
+        self._by_place = [_TYPICAL_ACCEPTANCE] * max(self.options.gammas)
         self._acceptance: OrderedDict[str, float] = OrderedDict()
         self._typical = _TYPICAL_ACCEPTANCE
         self._costs: dict[tuple[str, int], dict[int, _GammaCost]] = {}
@@ -94,7 +99,8 @@ class BatchThroughput:
         untried = [gamma for gamma in usable if costs[gamma].num_seen < self.options.trials]
         if untried:
             return untried[0]
-        best = max(usable, key=lambda gamma: self._rate(gamma, costs[gamma].seconds))
+        expected = self._expected_accepted()
+        best = max(usable, key=lambda gamma: (1 + expected[gamma]) / max(costs[gamma].seconds, 1e-9))
         self._num_chosen += 1
         if self._num_chosen % self.options.probe_every == 0:
             at = usable.index(best)
@@ -120,6 +126,9 @@ class BatchThroughput:
             cost.observe(seconds, record.step, self.options.weight, self.options.trials)
 
     def _learn_acceptance(self, record: StepRecord) -> None:
+        for place in range(min(record.num_accepted + 1, record.gamma, len(self._by_place))):
+            accepted = float(place < record.num_accepted)
+            self._by_place[place] += 0.5 * self.options.weight * (accepted - self._by_place[place])
         rate = record.num_accepted / (record.num_accepted + (record.num_accepted < record.gamma))
         before = self._acceptance.pop(record.request_id, self._typical)
         self._acceptance[record.request_id] = before + self.options.weight * (rate - before)
@@ -127,9 +136,18 @@ class BatchThroughput:
         if len(self._acceptance) > _MOST_REQUESTS:
             self._acceptance.popitem(last=False)
 
-    def _rate(self, gamma: int, seconds: float) -> float:
+    def _expected_accepted(self) -> list[float]:
+        """Accepted tokens of an average request, for every gamma up to the largest."""
         rates = [self._acceptance.get(request_id, self._typical) for request_id in self._batch] or [self._typical]
-        return (1 + sum(expected_accepted(rate, gamma) for rate in rates) / len(rates)) / max(seconds, 1e-9)
+        places = [_logit(chance) - _logit(self._typical) for chance in self._by_place]
+        expected = [0.0] * (len(places) + 1)
+        for rate in rates:
+            own, reached, total = _logit(rate), 1.0, 0.0
+            for place, odds in enumerate(places):
+                reached *= sigmoid(odds + own)
+                total += reached
+                expected[place + 1] += total / len(rates)
+        return expected
 
     def _of(self, precision: str) -> dict[int, _GammaCost]:
         return self._costs.setdefault(

@@ -221,14 +221,18 @@ def test_a_prompt_the_kv_pool_cannot_score_is_read_densely_or_refused_by_sglang(
             assert reply["output_ids"] == reference.tokens(prompt, max_new_tokens=16)
 
 
-def test_max_new_tokens_is_cut_by_the_prompts_true_length(server: Server, reference: Reference) -> None:
+def test_an_unbounded_request_ends_where_its_true_length_fills_the_context(
+    server: Server, reference: Reference
+) -> None:
+    """Counted by the kept tokens it would run past the rotary positions, with no error."""
     limit = reference.generator.target.config.max_position_embeddings
     prompt = (reference.prompt(1400, seed=11) * 20)[: limit - 40]
-    reply = server.generate(prompt, 200, specprefill=True, keep_rate=0.1)
-    meta = reply["meta_info"]
-    assert meta["spec_stack"]["num_kept_tokens"] < 0.2 * len(prompt)
-    assert meta["completion_tokens"] <= limit - len(prompt)
-    assert meta["completion_tokens"] > 20
+    body = generate_body(prompt, 0, specprefill=True, keep_rate=0.1)
+    body["sampling_params"]["max_new_tokens"] = None
+    status, reply = server.post("/generate", body)
+    assert status == 200, reply
+    assert reply["meta_info"]["spec_stack"]["num_kept_tokens"] < 0.2 * len(prompt)
+    assert 30 < reply["meta_info"]["completion_tokens"] <= limit - len(prompt)
 
 
 def test_two_hundred_random_requests_leave_nothing_behind(server: Server, reference: Reference) -> None:

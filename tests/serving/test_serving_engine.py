@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .conftest import Reference, Server
+from .conftest import Reference, Server, generate_body
 from .test_serving import kept_ids
 
 
@@ -44,12 +44,13 @@ def test_retracted_requests_go_on_at_their_original_positions(launch: Any, refer
 
 def test_without_the_namespace_pruned_kv_would_serve_the_wrong_prompt(launch: Any, reference: Reference) -> None:
     """The control for the radix cache's namespace: the test support takes it away, and the reply goes wrong."""
-    server = launch("--max-total-tokens", "8000", environment={"SPEC_STACK_TEST_NO_NAMESPACE": "1"})
+    server = launch("--max-total-tokens", "8000", environment={"SPEC_STACK_TEST_NAMESPACE": "one for all"})
     prompt = reference.prompt(800, seed=22)
     pruned = server.generate(prompt, specprefill=True)
     assert pruned["output_ids"] == reference.tokens(prompt, specprefill=True)
     compact = kept_ids(reference, prompt)
-    wrong = server.generate(compact)
+    status, wrong = server.post("/generate", {**generate_body(compact, 24), "extra_key": "one for all"})
+    assert status == 200, wrong
     assert wrong["meta_info"]["cached_tokens"] >= len(compact) - 1
     assert wrong["output_ids"] != reference.tokens(compact)
     server.stop()
@@ -68,7 +69,7 @@ def test_pages_of_sixteen_slots_change_no_token(launch: Any, reference: Referenc
 
 
 def test_two_ranks_agree_on_selection_and_gamma(launch: Any, reference: Reference) -> None:
-    server = launch("--max-total-tokens", "8000", "--tp-size", "2")
+    server = launch("--max-total-tokens", "8000", "--tp-size", "2", environment={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"})
     replies = _check(server, reference, _mixed(reference, 4, 40))
     for reply, (prompt, options) in zip(replies, _mixed(reference, 4, 40), strict=True):
         kept = reply["meta_info"]["spec_stack"]["num_kept_tokens"]

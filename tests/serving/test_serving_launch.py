@@ -4,29 +4,56 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from .conftest import Reference
 
+_ACCEPTED: dict[str, Any] = {
+    "speculative_draft_model_path": "draft",
+    "speculative_num_steps": None,
+    "speculative_eagle_topk": None,
+    "speculative_num_draft_tokens": None,
+    "speculative_adaptive": False,
+    "enable_dp_attention": False,
+    "pp_size": 1,
+}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"speculative_draft_model_path": None}, "--speculative-draft-model-path"),
+        ({"speculative_num_steps": 3}, "leave --speculative-num-steps out"),
+        ({"speculative_eagle_topk": 4}, "leave --speculative-eagle-topk out"),
+        ({"speculative_num_draft_tokens": 4}, "leave --speculative-num-draft-tokens out"),
+        ({"speculative_adaptive": True}, "--speculative-adaptive"),
+        ({"enable_dp_attention": True}, "--enable-dp-attention"),
+        ({"pp_size": 2}, "--pp-size"),
+    ],
+)
+def test_arguments_that_cannot_work_are_refused_by_name(arguments: dict[str, Any], named: str) -> None:
+    from spec_stack.backends.sglang.algorithm import validate
+
+    validate(SimpleNamespace(**_ACCEPTED))
+    with pytest.raises(ValueError, match=named):
+        validate(SimpleNamespace(**{**_ACCEPTED, **arguments}))
+
 
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
         (["--spec-stack-keep-rate", "2"], "keep_rate must be in (0, 1]"),
-        (["--spec-stack-policy", "speckv"], "policy 'speckv' cannot decide for a whole batch"),
-        (["--spec-stack-gammas", "0"], "gammas must hold a number over 0"),
         (["--spec-stack-config", "/nowhere.json"], "/nowhere.json"),
-        (["--speculative-num-steps", "3"], "leave --speculative-num-steps out"),
-        (["--speculative-draft-model-path", ""], "--speculative-draft-model-path"),
     ],
 )
-def test_a_launch_that_cannot_work_is_refused_before_anything_is_loaded(
+def test_settings_that_cannot_work_end_the_launch_before_anything_is_loaded(
     launch: Any, arguments: list[str], named: str
 ) -> None:
     server = launch(*arguments, wait=False)
-    assert server.exit_code(120) != 0
+    assert server.exit_code(180) != 0
     assert named in server.tail()
     assert "Load weight" not in server.log.read_text()
 

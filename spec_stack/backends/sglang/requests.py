@@ -46,7 +46,7 @@ class RequestOptions:
         if options.keep_rate is not None:
             replace(config.prefill, keep_rate=options.keep_rate)
         if options.gamma is not None:
-            if isinstance(options.gamma, bool) or options.gamma not in config.gammas:
+            if type(options.gamma) is not int or options.gamma not in config.gammas:
                 raise ValueError(f"gamma must be one of the server's, {list(config.gammas)}, got {options.gamma!r}")
             if options.policy not in (None, "fixed"):
                 raise ValueError("gamma sets the fixed policy; give gamma or another policy, not both")

@@ -14,10 +14,10 @@ import torch
 
 def register():
     _teach_attention()
-    if os.environ.get("SPEC_STACK_TEST_NO_NAMESPACE"):
+    if shared := os.environ.get("SPEC_STACK_TEST_NAMESPACE"):
         from spec_stack.backends.sglang import engine
 
-        engine.namespace = lambda kept, num_prompt_tokens: ""
+        engine.namespace = lambda kept, num_prompt_tokens: shared
     if os.environ.get("SPEC_STACK_TEST_BREAK_HOOK"):
         _break("ForwardBatch.init_new")
 
