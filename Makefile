@@ -2,8 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+SERVING := .venv-serving
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint serving-test clean
 
 demo: $(VENV)/.ready
 	$(BIN)/spec-stack demo
@@ -11,6 +12,11 @@ demo: $(VENV)/.ready
 test: lint
 	PYTHON=$(CURDIR)/$(BIN)/python bash experiments/runs/train_pair_smoke.sh
 	$(BIN)/python -m pytest
+	$(MAKE) serving-test
+
+# SGLang pins its own transformers, so it has an environment of its own; the core's tests must pass under that one too.
+serving-test: $(SERVING)/.ready
+	OMP_NUM_THREADS=1 $(SERVING)/bin/python -m pytest tests/test_cached_model.py tests/test_decode.py tests/serving
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
@@ -24,5 +30,11 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
+$(SERVING)/.ready: pyproject.toml tests/serving/requirements.txt $(wildcard tests/serving/support/*)
+	$(PYTHON) -m venv $(SERVING)
+	$(SERVING)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r tests/serving/requirements.txt
+	$(SERVING)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable . ./tests/serving/support
+	touch $@
+
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(SERVING)

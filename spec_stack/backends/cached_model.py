@@ -71,8 +71,9 @@ class CachedModel:
         """Forget the last num_tokens cached tokens. Called after every step, also with 0."""
         if not 0 <= num_tokens <= self.num_cached:
             raise ValueError(f"cannot roll back {num_tokens} of {self.num_cached} cached tokens")
-        self._cache.crop(-num_tokens)
         if num_tokens:
+            # Not with 0: transformers before 5.20 takes that for "crop to nothing".
+            self._cache.crop(-num_tokens)
             del self._positions[-num_tokens:]
 
     def keep_slots(self, slots: Sequence[int]) -> None:

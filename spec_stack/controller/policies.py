@@ -242,6 +242,12 @@ def _bandit() -> _Recipe:
     return Bandit, BanditOptions
 
 
+def _batch_throughput() -> _Recipe:
+    from spec_stack.controller.batch import BatchThroughput, BatchThroughputOptions
+
+    return BatchThroughput, BatchThroughputOptions
+
+
 _REGISTRY: dict[str, Callable[[], _Recipe]] = {
     "fixed": lambda: (Fixed, FixedOptions),
     "best-fixed": lambda: (BestFixed, BestFixedOptions),
@@ -251,10 +257,11 @@ _REGISTRY: dict[str, Callable[[], _Recipe]] = {
     "speckv": _speckv,
     "throughput": _throughput,
     "bandit": _bandit,
+    "batch-throughput": _batch_throughput,
     "task-oracle": lambda: (TaskOracle, TaskOracleOptions),
 }
 POLICY_NAMES = tuple(_REGISTRY)
-CLOCK_POLICY_NAMES = ("throughput", "bandit")
+CLOCK_POLICY_NAMES = ("throughput", "bandit", "batch-throughput")
 """Policies that decide by measured time, so that no two runs decide alike."""
 LIVE_POLICY_NAMES = tuple(name for name in POLICY_NAMES if name not in ("best-fixed", "task-oracle"))
 """Policies that need no options: the other two want gammas measured beforehand."""

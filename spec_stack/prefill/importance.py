@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
@@ -28,12 +28,17 @@ def pool(attention: torch.Tensor, kernel: int) -> torch.Tensor:
     return F.avg_pool1d(attention, kernel, stride=1, padding=kernel // 2, count_include_pad=False)
 
 
-def token_importance(layers: Iterable[tuple[torch.Tensor, torch.Tensor, float]], pool_kernel: int) -> torch.Tensor:
+def token_importance(
+    layers: Iterable[tuple[torch.Tensor, torch.Tensor, float]],
+    pool_kernel: int,
+    over_ranks: Callable[[torch.Tensor], torch.Tensor] = lambda best: best,
+) -> torch.Tensor:
     """Importance (num_prompt_tokens,): pooled attention, max over layers and heads, mean over queries.
 
     layers yields (queries, keys, scaling) as `attention_to_prompt` takes them, all with the same n. Layers are
-    folded in one at a time: the peak is one layer's (num_heads, n, num_prompt_tokens). Raises ValueError
-    for no layers or a non-finite result.
+    folded in one at a time: the peak is one layer's (num_heads, n, num_prompt_tokens). over_ranks takes the maximum
+    (n, num_prompt_tokens) over the ranks that share the heads, if any do. Raises ValueError for no layers or a
+    non-finite result.
     """
     best: torch.Tensor | None = None
     for queries, keys, scaling in layers:
@@ -41,7 +46,7 @@ def token_importance(layers: Iterable[tuple[torch.Tensor, torch.Tensor, float]],
         best = layer if best is None else torch.maximum(best, layer)
     if best is None:
         raise ValueError("no attention layer was captured; the draft cannot score a prompt")
-    importance = best.mean(dim=0)
+    importance = over_ranks(best).mean(dim=0)
     if not bool(torch.isfinite(importance).all()):
         raise ValueError("the draft's attention is not finite")
     return importance

@@ -1,0 +1,168 @@
+"""The scheduler's side: decides for each arriving request, prunes its prompt, and maps positions from then on."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from spec_stack.backends.sglang.fit import draft_positions_are_mapped, pruning_refusal
+from spec_stack.backends.sglang.plugin import NAME
+from spec_stack.backends.sglang.positions import PositionMap, map_batch
+from spec_stack.backends.sglang.requests import (
+    STATE,
+    PrefillReport,
+    RequestOptions,
+    RequestState,
+    attach,
+    dense_reason,
+    namespace,
+)
+from spec_stack.backends.sglang.scoring import DraftScorer, QueryCapture
+from spec_stack.backends.sglang.settings import ServerConfig
+from spec_stack.config import PrefillConfig
+from spec_stack.request import decide_scoring
+from spec_stack.types import Selection
+
+logger = logging.getLogger(__name__)
+CAPTURE = QueryCapture()
+_MOST_REMEMBERED = 16
+
+
+class Engine:
+    """One scheduler's sparse prefill. Made at its first request; every request is decided here, none fails here."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+        self.config = ServerConfig.from_environment()
+        self._refusal = pruning_refusal(scheduler)
+        self._scorer = DraftScorer(scheduler, CAPTURE)
+        # The same prompt comes again at once where n replies are asked for, and after a client's retry.
+        self._remembered: OrderedDict[tuple[Any, ...], Selection] = OrderedDict()
+        self._arriving: RequestState | None = None
+
+    @staticmethod
+    def of(scheduler: Any) -> Engine | None:
+        """The scheduler's engine, made where it has none yet; None where another algorithm runs."""
+        if scheduler.spec_algorithm.is_none() or getattr(scheduler.spec_algorithm, "name", "") != NAME:
+            return None
+        engine = getattr(scheduler, STATE, None)
+        if engine is None:
+            engine = Engine(scheduler)
+            setattr(scheduler, STATE, engine)
+        return engine
+
+    @contextmanager
+    def prepared(self, request: Any) -> Iterator[None]:
+        """For the block, `request` (SGLang's, tokenized) is the one that arrives, its prompt pruned if it can be.
+
+        Mutates its input_ids and extra_key, the radix cache's namespace.
+        """
+        prompt_ids = list(request.input_ids or ())
+        options = RequestOptions.parse(request.sampling_params.custom_params, self.config)
+        selection, reason, num_scored, scoring_s = self._decide(request, prompt_ids, options)
+        positions = None
+        if len(selection.positions) < len(prompt_ids):
+            positions = PositionMap(selection.positions, len(prompt_ids))
+            request.input_ids = type(request.input_ids)("q", selection.token_ids)
+            request.extra_key = (request.extra_key or "") + namespace(selection.positions, len(prompt_ids))
+        report = PrefillReport(
+            num_prompt_tokens=len(prompt_ids),
+            num_kept_tokens=len(selection.positions),
+            num_scored_tokens=num_scored,
+            specprefill=positions is not None,
+            specprefill_reason=reason,
+            keep_rate=selection.keep_rate if prompt_ids else 1.0,
+            scoring_s=scoring_s,
+            policy="fixed" if options.gamma is not None else options.policy or self.config.policy,
+        )
+        self._arriving = RequestState(options, report, positions)
+        try:
+            yield
+        finally:
+            self._arriving = None
+
+    def adopt(self, request: Any) -> None:
+        """Give the request that SGLang has made of the arriving one its state, and what its reply will report.
+
+        Mutates it. A pruned prompt leaves less room in the context than its own length says: max_new_tokens is cut.
+        """
+        state = self._arriving
+        if state is None:
+            return
+        attach(request, state)
+        if state.positions is not None:
+            room = int(self._scheduler.model_config.context_len) - state.report.num_prompt_tokens - 1
+            asked = request.sampling_params.max_new_tokens
+            request.sampling_params.max_new_tokens = max(0, room if asked is None else min(asked, room))
+
+    def _decide(
+        self, request: Any, prompt_ids: list[int], options: RequestOptions
+    ) -> tuple[Selection, str, int, float]:
+        """Selection, reason, number of prompt tokens scored for it, seconds that took."""
+        started = perf_counter()
+        everything = _everything(prompt_ids)
+        prefill = options.prefill(self.config)
+        scores, reason = decide_scoring(options.specprefill, prefill, len(prompt_ids), [])
+        refusal = self._refusal or dense_reason(request)
+        if not scores:
+            return everything, reason, 0, 0.0
+        if refusal is not None:
+            return everything, f"off: {refusal}", 0, 0.0
+        try:
+            selection = self._select(prompt_ids, prefill, self._end_ids(request))
+        except Exception as error:
+            # Nothing of this request is in the engine yet, so dense prefill is still open, whatever went wrong.
+            logger.warning("scoring a prompt of %d tokens failed, read densely: %s", len(prompt_ids), error)
+            return everything, f"off: scoring failed: {type(error).__name__}: {error}", 0, perf_counter() - started
+        return selection, reason, len(prompt_ids), perf_counter() - started
+
+    def _select(self, prompt_ids: Sequence[int], config: PrefillConfig, end_ids: Collection[int]) -> Selection:
+        key = (namespace(prompt_ids, len(prompt_ids)), config, frozenset(end_ids))
+        found = self._remembered.pop(key, None)
+        self._remembered[key] = found or self._scorer.select(prompt_ids, config, end_ids)
+        if len(self._remembered) > _MOST_REMEMBERED:
+            self._remembered.popitem(last=False)
+        return self._remembered[key]
+
+    def _end_ids(self, request: Any) -> Collection[int]:
+        if request.sampling_params.ignore_eos:
+            return ()
+        return self._scheduler.model_config.hf_eos_token_id or ()
+
+
+class _Everything(Selection):
+    """An empty prompt has no selection; SGLang refuses it in its own words."""
+
+    def __post_init__(self) -> None:
+        pass
+
+
+def _everything(prompt_ids: list[int]) -> Selection:
+    return Selection.everything(prompt_ids) if prompt_ids else _Everything([], [], 0)
+
+
+def positions_of(forward_batch: Any, requests: Sequence[Any], runner: Any) -> torch.Tensor | None:
+    """Original positions for a batch that SGLang has just given its slots as positions; None to leave it alone.
+
+    Covers prefill, chunks of it, prefill after a retraction, mixed batches, decoding, drafting and verification: all of
+    them are slots here. The host alone is asked, so nothing waits for the device.
+    """
+    maps = [getattr(getattr(request, STATE, None), "positions", None) for request in requests or ()]
+    if not any(maps) or forward_batch.positions is None or forward_batch.forward_mode.is_idle():
+        return None
+    is_draft = bool(runner.is_draft_worker)
+    if is_draft and not draft_positions_are_mapped(runner):
+        return None
+    slots = forward_batch.positions
+    lengths = forward_batch.extend_seq_lens_cpu
+    if lengths is None:
+        if slots.numel() % len(maps):
+            raise RuntimeError(f"{slots.numel()} positions cannot be shared evenly by {len(maps)} requests")
+        lengths = [slots.numel() // len(maps)] * len(maps)
+    return map_batch(slots, [int(length) for length in lengths], maps, is_draft)

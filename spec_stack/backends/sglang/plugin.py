@@ -1,0 +1,37 @@
+"""The entry point that SGLang calls in each of its processes: version, hooks, the algorithm.
+
+SGLang logs a plugin's failure and serves on without it, and nothing here may pass silently. So an unknown version ends
+a launch that asks for the algorithm, and the worker refuses to start where a hook is not in place.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import version
+
+NAME = "SPEC_STACK"
+OLDEST, NEWEST = (0, 5, 20), (0, 5, 23)
+
+
+def register() -> None:
+    """SGLang's entry point. Raises RuntimeError for a version the hooks were not made for (SGLang logs it), and
+    SystemExit where this very launch asks for the algorithm."""
+    try:
+        check_version()
+    except RuntimeError as error:
+        if any(NAME in argument.upper() for argument in sys.argv):
+            raise SystemExit(f"error: {error}") from error
+        raise
+    from spec_stack.backends.sglang import algorithm, hooks
+
+    algorithm.register()
+    hooks.register()
+
+
+def check_version() -> None:
+    """Raise RuntimeError unless SGLang is one of the versions the hooks were made for."""
+    installed = version("sglang")
+    numbers = tuple(int(part) for part in installed.split(".")[:3] if part.isdigit())
+    if not OLDEST <= numbers <= NEWEST:
+        supported = " to ".join(".".join(map(str, numbers)) for numbers in (OLDEST, NEWEST))
+        raise RuntimeError(f"{NAME} was made for SGLang {supported}, and this is {installed}; install one of those")

@@ -1,0 +1,109 @@
+"""SGLang's torch_native attention, taught verification and multi-step drafting, so that STANDALONE runs on a CPU.
+
+SGLang has no CPU attention for speculative decoding without AMX. This is test support: the shipped plugin leaves
+attention backends alone. Two environment variables put a part of the plugin out of action, for tests that must see
+what it is good for.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+
+def register():
+    _teach_attention()
+    if shared := os.environ.get("SPEC_STACK_TEST_NAMESPACE"):
+        from spec_stack.backends.sglang import engine
+
+        engine.namespace = lambda kept, num_prompt_tokens: shared
+    if os.environ.get("SPEC_STACK_TEST_BREAK_HOOK"):
+        _break("ForwardBatch.init_new")
+
+
+def _break(name):
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    apply = HookRegistry._apply_target.__func__
+
+    def apply_or_fail(cls, target, hooks):
+        if target.endswith(name):
+            raise ImportError("put out of action by a test")
+        apply(cls, target, hooks)
+
+    HookRegistry._apply_target = classmethod(apply_or_fail)
+
+
+def _teach_attention():
+    from sglang.srt.layers.attention import attention_registry
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+    from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    class SpeculativeAttention(TorchNativeAttnBackend):
+        # Draft steps after the first see one more slot each; None is ordinary decoding.
+        draft_step = None
+        prefill_attention_backend_str = decode_attention_backend_str = "torch_native"
+
+        def _run_sdpa_forward_decode(self, query, output, k_cache, v_cache, table, rows, seq_lens, *args, **kwargs):
+            if self.draft_step is not None:
+                seq_lens = seq_lens + self.draft_step + 1
+            return super()._run_sdpa_forward_decode(
+                query, output, k_cache, v_cache, table, rows, seq_lens, *args, **kwargs
+            )
+
+        def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True):
+            if not forward_batch.forward_mode.is_target_verify():
+                return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
+            width = forward_batch.spec_info.draft_token_num
+            output = torch.empty_like(q)
+            self.token_to_kv_pool.set_kv_buffer(
+                layer, KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc), k, v
+            )
+            self._run_sdpa_forward_extend(
+                q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
+                output.view(-1, layer.tp_q_head_num, layer.v_head_dim),
+                self.token_to_kv_pool.get_key_buffer(layer.layer_id),
+                self.token_to_kv_pool.get_value_buffer(layer.layer_id),
+                self.req_to_token_pool.req_to_token,
+                forward_batch.req_pool_indices,
+                forward_batch.seq_lens + width,
+                forward_batch.seq_lens,
+                torch.full((forward_batch.batch_size,), width, dtype=torch.int64),
+                None,
+                scaling=layer.scaling,
+                enable_gqa=layer.tp_q_head_num != layer.tp_k_head_num,
+                causal=True,
+            )
+            return output
+
+    class MultiStepDraft:
+        prefill_attention_backend_str = decode_attention_backend_str = "torch_native"
+
+        def __init__(self, runner, num_steps):
+            self.attn_backends = []
+            for step in range(num_steps - 1):
+                backend = SpeculativeAttention(runner)
+                backend.draft_step = step
+                self.attn_backends.append(backend)
+
+        def init_forward_metadata(self, forward_batch):
+            for backend in self.attn_backends:
+                backend.init_forward_metadata(forward_batch)
+
+    def create_decode(create, factory):
+        if factory.draft_model_runner.device != "cpu":
+            return create(factory)
+        steps = factory.speculative_num_steps
+        return MultiStepDraft(factory.draft_model_runner, steps) if steps > 1 else None
+
+    def create_extend(create, factory):
+        if factory.draft_model_runner.device != "cpu":
+            return create(factory)
+        return SpeculativeAttention(factory.draft_model_runner)
+
+    attention_registry.register_attention_backend("torch_native")(SpeculativeAttention)
+    factory = "sglang.srt.speculative.draft_utils.DraftBackendFactory"
+    HookRegistry.register(f"{factory}.create_decode_backend", create_decode, HookType.AROUND)
+    HookRegistry.register(f"{factory}.create_draft_extend_backend", create_extend, HookType.AROUND)

@@ -1,0 +1,56 @@
+"""The draft's index arrays under original positions: SGLang's own kernel, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+_PROGRAM = """
+import types, torch
+from sglang.srt.layers.attention.triton_backend import TritonMultiStepDraftBackend
+from sglang.srt.layers.attention.flashinfer_backend import FlashInferMultiStepDraftBackend
+from sglang.srt.layers.attention import flashinfer_backend
+from spec_stack.backends.sglang.positions import protect_kv_lengths
+
+STEPS, LENGTHS = 4, [6, 8, 10]
+table = torch.arange(3 * 64, dtype=torch.int32).view(3, 64)
+kernel = sys.modules[TritonMultiStepDraftBackend.__module__].generate_draft_decode_kv_indices
+
+def indices(backend_class, positions, protected):
+    backend = types.SimpleNamespace(
+        topk=1, speculative_num_steps=STEPS, max_context_len=64, pool_len=64, page_size=1,
+        draft_window_size=0, draft_sink_size=0, generate_draft_decode_kv_indices=kernel,
+        req_to_token_pool=types.SimpleNamespace(req_to_token=table),
+        kv_indptr=torch.zeros(STEPS, 4, dtype=torch.int32),
+    )
+    backend.common_template = types.MethodType(backend_class.common_template, backend)
+    if protected:
+        assert protect_kv_lengths(backend) is backend
+    batch = types.SimpleNamespace(
+        batch_size=3, seq_lens=torch.tensor(LENGTHS), seq_lens_sum=sum(LENGTHS),
+        req_pool_indices=torch.arange(3), positions=torch.tensor(positions),
+        spec_info=types.SimpleNamespace(is_draft_input=lambda: True),
+    )
+    rows = torch.full((STEPS, 64), -1, dtype=torch.int64)
+    backend.common_template(batch, rows, lambda step, batch: None)
+    assert batch.positions.tolist() == positions
+    return backend.kv_indptr[: STEPS - 1].tolist(), rows[: STEPS - 1].tolist()
+
+for backend_class in (TritonMultiStepDraftBackend, FlashInferMultiStepDraftBackend):
+    slots = indices(backend_class, LENGTHS, protected=False)
+    assert slots[0][0] == [0, 7, 16, 27], slots[0][0]
+    pruned = [6, 108, 10]
+    assert indices(backend_class, pruned, protected=True) == slots
+    assert indices(backend_class, pruned, protected=False) != slots, "the control"
+print("both agree")
+"""
+
+
+def test_draft_index_arrays_count_slots_whatever_the_positions() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "SGLANG_USE_CPU_ENGINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys\n" + _PROGRAM], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "both agree" in done.stdout

@@ -1,0 +1,290 @@
+"""One server, chunked prefill, radix cache, eight rows: its tokens are those of the Transformers backend."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from .conftest import Reference, Server, generate_body
+
+
+@pytest.fixture(scope="module")
+def server(launch: Any) -> Server:
+    return launch(
+        "--max-total-tokens",
+        "24000",
+        "--chunked-prefill-size",
+        "256",
+        "--max-running-requests",
+        "8",
+        "--spec-stack-threshold",
+        "1500",
+    )
+
+
+def test_a_dense_prompt_gives_the_references_tokens(server: Server, reference: Reference) -> None:
+    prompt = reference.prompt(300, seed=0)
+    reply = server.generate(prompt, 48)
+    assert reply["output_ids"] == reference.tokens(prompt, max_new_tokens=48)
+    report = reply["meta_info"]["spec_stack"]
+    assert (report["num_kept_tokens"], report["num_scored_tokens"], report["specprefill"]) == (len(prompt), 0, False)
+
+
+@pytest.mark.parametrize("keep_rate", [0.1, 0.3])
+@pytest.mark.parametrize("num_tokens", [200, 900, 1400])
+def test_a_pruned_prompt_gives_the_references_tokens(
+    server: Server, reference: Reference, num_tokens: int, keep_rate: float
+) -> None:
+    prompt = reference.prompt(num_tokens, seed=num_tokens)
+    reply = server.generate(prompt, specprefill=True, keep_rate=keep_rate)
+    expected = reference.result(prompt, specprefill=True, keep_rate=keep_rate)
+    report = reply["meta_info"]["spec_stack"]
+    assert report["num_kept_tokens"] == expected.metrics.num_kept_tokens < len(prompt)
+    assert report["num_scored_tokens"] == reply["meta_info"]["prompt_tokens"] == len(prompt)
+    assert reply["output_ids"] == list(expected.token_ids)
+
+
+def test_a_prompt_over_the_threshold_is_pruned_and_finds_its_fact(server: Server, reference: Reference) -> None:
+    from spec_stack.demo import hide_fact
+
+    fact = hide_fact(reference.tokenizer, 3100, 4)
+    body = {"model": "default", "messages": fact.messages, "max_tokens": 32, "temperature": 0, "return_meta_info": True}
+    for specprefill in (None, False):
+        extra = {} if specprefill is None else {"custom_params": {"specprefill": specprefill}}
+        status, reply = server.post("/v1/chat/completions", {**body, **extra})
+        assert status == 200, reply
+        report = reply["choices"][0]["meta_info"]["spec_stack"]
+        assert reply["usage"]["prompt_tokens"] == report["num_prompt_tokens"] > 3100
+        assert report["specprefill"] is (specprefill is None)
+        assert fact.is_answered_by(reply["choices"][0]["message"]["content"])
+
+
+def test_a_streamed_reply_is_the_whole_one_and_reports_all_along(server: Server, reference: Reference) -> None:
+    prompt = reference.prompt(700, seed=7)
+    whole = server.generate(prompt, specprefill=True)
+    chunks = list(server.stream("/generate", generate_body(prompt, 24, specprefill=True)))
+    assert len(chunks) > 2
+    assert chunks[-1]["text"] == whole["text"]
+    for chunk in chunks:
+        assert chunk["meta_info"]["prompt_tokens"] == len(prompt)
+        assert (
+            chunk["meta_info"]["spec_stack"]["num_kept_tokens"] == whole["meta_info"]["spec_stack"]["num_kept_tokens"]
+        )
+
+
+def test_an_openai_stream_gives_the_same_text(server: Server, reference: Reference) -> None:
+    from spec_stack.demo import hide_fact
+
+    body = {
+        "model": "default",
+        "messages": hide_fact(reference.tokenizer, 600, 3).messages,
+        "max_tokens": 24,
+        "temperature": 0,
+        "custom_params": {"specprefill": True, "keep_rate": 0.3},
+    }
+    _, whole = server.post("/v1/chat/completions", body)
+    parts = [
+        choice["delta"].get("content") or ""
+        for chunk in server.stream("/v1/chat/completions", body)
+        for choice in chunk["choices"]
+    ]
+    assert len(parts) > 2
+    assert "".join(parts) == whole["choices"][0]["message"]["content"]
+
+
+def test_a_repeated_pruned_prompt_reuses_its_prefix_and_gives_the_same_tokens(
+    server: Server, reference: Reference
+) -> None:
+    prompt = reference.prompt(800, seed=21)
+    first, second = (server.generate(prompt, specprefill=True) for _ in range(2))
+    kept = first["meta_info"]["spec_stack"]["num_kept_tokens"]
+    assert first["meta_info"]["cached_tokens"] == 0
+    assert second["meta_info"]["cached_tokens"] >= kept - 1
+    assert first["output_ids"] == second["output_ids"] == reference.tokens(prompt, specprefill=True)
+
+
+def test_pruned_kv_never_serves_a_prompt_of_the_same_tokens(server: Server, reference: Reference) -> None:
+    prompt = reference.prompt(800, seed=22)
+    server.generate(prompt, specprefill=True)
+    compact = kept_ids(reference, prompt)
+    reply = server.generate(compact)
+    # The first tokens of many prompts are alike: a few may be cached, dense ones.
+    assert reply["meta_info"]["cached_tokens"] < 64
+    assert reply["output_ids"] == reference.tokens(compact)
+
+
+def kept_ids(reference: Reference, prompt: list[int]) -> list[int]:
+    """The tokens of a prompt that survive pruning."""
+    from functools import partial
+
+    from spec_stack.backends.cached_model import CachedModel
+    from spec_stack.decode.draft import propose
+    from spec_stack.decode.sampler import Sampler
+    from spec_stack.prefill.sparse import score_prompt
+
+    config = reference.generator.config.prefill
+    draft = CachedModel(reference.generator.draft, config.prefill_chunk)
+    look_ahead = partial(propose, draft, sampler=Sampler(), end_ids=())
+    return list(score_prompt(draft, prompt, look_ahead, config)[0].token_ids)
+
+
+def test_eight_mixed_requests_at_once_give_the_references_tokens(server: Server, reference: Reference) -> None:
+    requests = [
+        (reference.prompt(150 + 130 * index, seed=30 + index), {"specprefill": index % 2 == 0, "keep_rate": 0.25})
+        for index in range(8)
+    ]
+    replies = server.generate_all(requests)
+    for (prompt, options), reply in zip(requests, replies, strict=True):
+        assert reply["output_ids"] == reference.tokens(prompt, **options), (len(prompt), options)
+    assert sum(reply["meta_info"]["spec_stack"]["specprefill"] for reply in replies) == 4
+
+
+def test_gamma_changes_under_load_and_the_tokens_do_not(server: Server, reference: Reference) -> None:
+    requests = [(reference.prompt(100 + 40 * index, seed=50 + index), {"max_new_tokens": 120}) for index in range(6)]
+    replies = server.generate_all(requests)
+    gammas: set[int] = set()
+    for (prompt, options), reply in zip(requests, replies, strict=True):
+        assert reply["output_ids"] == reference.tokens(prompt, **options)
+        info = reply["meta_info"]["spec_stack"]
+        assert info["num_proposed"] == sum(info["gamma_trace"])
+        assert len(info["gamma_trace"]) == reply["meta_info"]["spec_verify_ct"]
+        gammas.update(info["gamma_trace"])
+    assert len(gammas) > 2
+
+
+@pytest.mark.parametrize("gamma", [0, 1, 4, 8])
+def test_a_request_alone_gets_the_gamma_it_asks_for(server: Server, reference: Reference, gamma: int) -> None:
+    prompt = reference.prompt(120, seed=5)
+    reply = server.generate(prompt, 30, gamma=gamma)
+    info = reply["meta_info"]["spec_stack"]
+    assert reply["output_ids"] == reference.tokens(prompt, max_new_tokens=30)
+    assert set(info["gamma_trace"]) == {gamma}
+    assert 30 - gamma <= 1 + len(info["gamma_trace"]) + info["num_accepted"] <= 30 + gamma
+    assert info["policy"] == "fixed"
+
+
+@pytest.mark.parametrize(
+    ("custom", "named"),
+    [
+        ({"keep_rate": 0}, "keep_rate"),
+        ({"keep_rate": 1.5}, "keep_rate"),
+        ({"keep_rate": "most"}, "keep_rate"),
+        ({"specprefill": "yes"}, "specprefill"),
+        ({"gamma": 3}, "gamma"),
+        ({"gamma": -1}, "gamma"),
+        ({"gamma": 4, "policy": "ema"}, "gamma"),
+        ({"policy": "speckv"}, "policy"),
+        ({"policy": 7}, "policy"),
+    ],
+)
+def test_a_bad_option_is_a_400_that_names_it(server: Server, custom: dict[str, Any], named: str) -> None:
+    status, reply = server.post("/generate", generate_body([5, 6, 7], 4, **custom))
+    assert status == 400
+    assert named in reply["error"]["message"]
+    chat = {"model": "default", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+    status, reply = server.post("/v1/chat/completions", {**chat, "custom_params": custom})
+    assert status == 400
+    assert named in str(reply)
+
+
+def test_options_of_others_in_custom_params_are_left_alone(server: Server) -> None:
+    assert server.generate([5, 6, 7], 4, somebody_elses=3)["meta_info"]["completion_tokens"] == 4
+
+
+def test_input_logprobs_are_served_densely_with_the_reason(server: Server, reference: Reference) -> None:
+    prompt = reference.prompt(400, seed=9)
+    body = {**generate_body(prompt, 4, specprefill=True), "return_logprob": True, "logprob_start_len": 0}
+    status, reply = server.post("/generate", body)
+    assert status == 200
+    report = reply["meta_info"]["spec_stack"]
+    assert not report["specprefill"]
+    assert "logprobs" in report["specprefill_reason"]
+    assert len(reply["meta_info"]["input_token_logprobs"]) == len(prompt)
+
+
+def test_a_prompt_the_kv_pool_cannot_score_is_read_densely_or_refused_by_sglang(
+    server: Server, reference: Reference
+) -> None:
+    """Seven long requests leave no room for an eighth's scoring, and all eight are answered."""
+    requests = [
+        (reference.prompt(1450, seed=70 + index), {"specprefill": True, "max_new_tokens": 16}) for index in range(8)
+    ]
+    for (prompt, _), reply in zip(requests, server.generate_all(requests), strict=True):
+        if reply["meta_info"]["spec_stack"]["specprefill"]:
+            assert reply["output_ids"] == reference.tokens(prompt, max_new_tokens=16, specprefill=True)
+        else:
+            assert "scoring failed" in reply["meta_info"]["spec_stack"]["specprefill_reason"]
+            assert reply["output_ids"] == reference.tokens(prompt, max_new_tokens=16)
+
+
+def test_an_unbounded_request_ends_where_its_true_length_fills_the_context(
+    server: Server, reference: Reference
+) -> None:
+    """Counted by the kept tokens it would run past the rotary positions, with no error."""
+    limit = reference.generator.target.config.max_position_embeddings
+    prompt = (reference.prompt(1400, seed=11) * 20)[: limit - 40]
+    body = generate_body(prompt, 0, specprefill=True, keep_rate=0.1)
+    body["sampling_params"]["max_new_tokens"] = None
+    status, reply = server.post("/generate", body)
+    assert status == 200, reply
+    assert reply["meta_info"]["spec_stack"]["num_kept_tokens"] < 0.2 * len(prompt)
+    assert 30 < reply["meta_info"]["completion_tokens"] <= limit - len(prompt)
+
+
+def test_two_hundred_random_requests_leave_nothing_behind(server: Server, reference: Reference) -> None:
+    """Random lengths, options, cancellations and bad values: right answers, and the pools are whole again."""
+    rng = random.Random(0)
+    prompts = [reference.prompt(num_tokens, seed=90 + num_tokens) for num_tokens in (40, 110, 260, 420)]
+    checked, refused, lock = [0], [0], threading.Lock()
+    jobs = list(range(200))
+    failures: list[str] = []
+
+    def work() -> None:
+        while True:
+            with lock:
+                if not jobs:
+                    return
+                job = jobs.pop()
+                kind = rng.random()
+                prompt, num_new = rng.choice(prompts), rng.choice((1, 7, 20))
+                specprefill, gamma = rng.choice((True, False)), rng.choice((None, 0, 2, 8))
+            try:
+                if kind < 0.15:
+                    body = generate_body(prompt, num_new, keep_rate=7)
+                    assert server.post("/generate", body)[0] == 400
+                    refused[0] += 1
+                elif kind < 0.35:
+                    cancelled = f"cancelled-{job}"
+                    body = {**generate_body(prompt, 400, specprefill=specprefill), "rid": cancelled}
+                    threading.Timer(0.1, server.post, ("/abort_request", {"rid": cancelled})).start()
+                    server.post("/generate", body)
+                else:
+                    custom = {} if gamma is None else {"gamma": gamma}
+                    reply = server.generate(prompt, num_new, specprefill=specprefill, keep_rate=0.3, **custom)
+                    expected = reference.tokens(prompt, max_new_tokens=20, specprefill=specprefill, keep_rate=0.3)
+                    assert reply["output_ids"] == expected[:num_new], (len(prompt), num_new, specprefill, gamma)
+                    checked[0] += 1
+            except Exception as error:
+                failures.append(f"request {job}: {type(error).__name__}: {error}")
+
+    for prompt in prompts:
+        for specprefill in (True, False):
+            reference.tokens(prompt, max_new_tokens=20, specprefill=specprefill, keep_rate=0.3)
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures[:3]
+    assert checked[0] > 90
+    assert refused[0] > 10
+    time.sleep(3)
+    # Idle, SGLang compares what its pools hold with what they should, and ends itself if they differ.
+    assert server.is_alive, server.tail()
+    load = server.get("/v1/loads")["loads"][0]
+    assert (load["num_running_reqs"], load["num_waiting_reqs"]) == (0, 0)
+    assert server.generate(prompts[0], 20)["output_ids"] == reference.tokens(prompts[0], max_new_tokens=20)

@@ -1,0 +1,78 @@
+"""Launches that are refused, with the reason, and settings from a file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from .conftest import Reference
+
+_ACCEPTED: dict[str, Any] = {
+    "speculative_draft_model_path": "draft",
+    "speculative_num_steps": None,
+    "speculative_eagle_topk": None,
+    "speculative_num_draft_tokens": None,
+    "speculative_adaptive": False,
+    "enable_dp_attention": False,
+    "pp_size": 1,
+}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"speculative_draft_model_path": None}, "--speculative-draft-model-path"),
+        ({"speculative_num_steps": 3}, "leave --speculative-num-steps out"),
+        ({"speculative_eagle_topk": 4}, "leave --speculative-eagle-topk out"),
+        ({"speculative_num_draft_tokens": 4}, "leave --speculative-num-draft-tokens out"),
+        ({"speculative_adaptive": True}, "--speculative-adaptive"),
+        ({"enable_dp_attention": True}, "--enable-dp-attention"),
+        ({"pp_size": 2}, "--pp-size"),
+    ],
+)
+def test_arguments_that_cannot_work_are_refused_by_name(arguments: dict[str, Any], named: str) -> None:
+    from spec_stack.backends.sglang.algorithm import validate
+
+    validate(SimpleNamespace(**_ACCEPTED))
+    with pytest.raises(ValueError, match=named):
+        validate(SimpleNamespace(**{**_ACCEPTED, **arguments}))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--spec-stack-keep-rate", "2"], "keep_rate must be in (0, 1]"),
+        (["--spec-stack-config", "/nowhere.json"], "/nowhere.json"),
+    ],
+)
+def test_settings_that_cannot_work_end_the_launch_before_anything_is_loaded(
+    launch: Any, arguments: list[str], named: str
+) -> None:
+    server = launch(*arguments, wait=False)
+    assert server.exit_code(180) != 0
+    assert named in server.tail()
+    assert "Load weight" not in server.log.read_text()
+
+
+def test_a_server_without_the_plugins_hooks_refuses_to_start(launch: Any) -> None:
+    """The test support puts one hook out of action, as a failed import would."""
+    server = launch(wait=False, environment={"SPEC_STACK_TEST_BREAK_HOOK": "1"})
+    assert server.exit_code(180) != 0
+    assert "SPEC_STACK cannot serve: SGLang did not apply its hooks on" in server.log.read_text()
+
+
+def test_settings_come_from_a_file_and_flags_go_over_them(launch: Any, tmp_path: Path, reference: Reference) -> None:
+    settings = {"keep_rate": 0.9, "threshold": 100, "policy": "fixed", "policy_options": {"gamma": 2}, "gammas": [2, 4]}
+    path = tmp_path / "settings.json"
+    path.write_text(json.dumps(settings))
+    server = launch("--max-total-tokens", "8000", "--spec-stack-config", str(path), "--spec-stack-keep-rate", "0.3")
+    prompt = reference.prompt(500, seed=3)
+    reply = server.generate(prompt)
+    info = reply["meta_info"]["spec_stack"]
+    assert reply["output_ids"] == reference.tokens(prompt, specprefill=True, keep_rate=0.3)
+    assert (info["specprefill"], info["policy"], set(info["gamma_trace"])) == (True, "fixed", {2})
+    server.stop()
