@@ -7,12 +7,14 @@ import argparse
 import torch
 
 from spec_stack import SpecStackConfig, SpecStackGenerator
+from spec_stack.config import LoadConfig
 
 
 def add_pair_arguments(parser: argparse.ArgumentParser, threads: int = 1) -> None:
     parser.add_argument("--target", help="target model (default: the embedded pair)")
     parser.add_argument("--draft", help="draft model")
-    parser.add_argument("--precision", default="auto")
+    parser.add_argument("--precision", default=LoadConfig.precision)
+    parser.add_argument("--draft-precision", default=LoadConfig.draft_precision)
     parser.add_argument("--device")
     parser.add_argument("--threads", type=int, default=threads, help="torch threads (%(default)s)")
 
@@ -21,5 +23,10 @@ def load_generator(arguments: argparse.Namespace, config: SpecStackConfig | None
     """The generator asked for; sets the number of torch threads."""
     torch.set_num_threads(arguments.threads)
     return SpecStackGenerator.from_pretrained(
-        arguments.target, arguments.draft, precision=arguments.precision, device=arguments.device, config=config
+        arguments.target,
+        arguments.draft,
+        precision=arguments.precision,
+        draft_precision=arguments.draft_precision,
+        device=arguments.device,
+        config=config,
     )

@@ -17,9 +17,10 @@ from transformers import PreTrainedModel
 
 from spec_stack.backends.attention import install
 from spec_stack.backends.cached_model import CachedModel
-from spec_stack.backends.loading import check_pair, end_token_ids, load_pair, max_positions, precision_of
+from spec_stack.backends.loading import check_pair, end_token_ids, load_pair, max_positions
+from spec_stack.backends.precision import precision_of, weight_bytes
 from spec_stack.backends.sampling import make_warp
-from spec_stack.config import SamplingParams, SpecStackConfig
+from spec_stack.config import LoadConfig, SamplingParams, SpecStackConfig
 from spec_stack.controller.policies import CLOCK_POLICY_NAMES, make_policy
 from spec_stack.controller.pool import PolicyPool
 from spec_stack.decode.draft import propose
@@ -48,11 +49,13 @@ class SpecStackGenerator:
         tokenizer: Any = None,
         *,
         precision: str = "",
+        draft_precision: str = "",
         config: SpecStackConfig | None = None,
         policy: str | GammaPolicy | None = None,
     ) -> None:
         """Wrap loaded models (with attn_implementation="sdpa"; it is replaced in place). Raises ValueError for a
-        pair that does not fit together. Without a tokenizer only input_ids are taken and no text is made."""
+        pair that does not fit together. Without a tokenizer only input_ids are taken and no text is made. The names
+        of the precisions are found out where they are not given."""
         check_pair(target.config, draft.config)
         if target.device != draft.device:
             raise ValueError(f"target and draft are on different devices, {target.device} and {draft.device}")
@@ -62,6 +65,8 @@ class SpecStackGenerator:
         install(draft)
         self.target, self.draft, self.tokenizer = target, draft, tokenizer
         self.precision = precision or precision_of(target)
+        self.draft_precision = draft_precision or precision_of(draft)
+        self._weight_bytes = weight_bytes(target), weight_bytes(draft)
         self.config = config or SpecStackConfig()
         self._policy = policy if policy is not None else self.config.decode.policy
         self._pool = PolicyPool()
@@ -74,7 +79,8 @@ class SpecStackGenerator:
         target: str | Path | None = None,
         draft: str | Path | None = None,
         *,
-        precision: str = "auto",
+        precision: str = LoadConfig.precision,
+        draft_precision: str = LoadConfig.draft_precision,
         device: str | None = None,
         config: SpecStackConfig | None = None,
         policy: str | GammaPolicy | None = None,
@@ -82,16 +88,25 @@ class SpecStackGenerator:
     ) -> SpecStackGenerator:
         """Load a pair from local folders or hub ids; with neither named, the pair embedded in the package.
 
-        precision: "auto" (fp32 on a CPU, bf16 elsewhere), "fp32", "fp16" or "bf16". device: "cpu", "cuda", …; None
-        takes CUDA where there is one. policy: a registered name or an object. prepack_linears: lay weights out for
-        the CPU beforehand, which makes them unfit for saving; None does so wherever it works. Raises ValueError for
-        what a caller can change: a missing folder, an unfit pair, an unknown precision, policy or device.
+        precision, draft_precision: "auto" (see LoadConfig), "fp32", "fp16", "bf16", "int8" or "nf4"; the last two
+        need spec-stack[quantized]. device: "cpu", "cuda", …; None takes CUDA where there is one. policy: a registered
+        name or an object. prepack_linears: lay weights out for the CPU beforehand, which makes them unfit for saving;
+        None does so wherever it works. Raises ValueError for what a caller can change: a missing folder, an unfit pair,
+        an unknown precision, policy or device, a precision that cannot be had here.
         """
         chosen = policy if policy is not None else (config or SpecStackConfig()).decode.policy
         if isinstance(chosen, str):
             make_policy(chosen)
-        pair = load_pair(target, draft, precision, device, prepack_linears)
-        return cls(pair.target, pair.draft, pair.tokenizer, precision=pair.precision, config=config, policy=policy)
+        pair = load_pair(target, draft, precision, device, prepack_linears, draft_precision)
+        return cls(
+            pair.target,
+            pair.draft,
+            pair.tokenizer,
+            precision=pair.precision,
+            draft_precision=pair.draft_precision,
+            config=config,
+            policy=policy,
+        )
 
     def generate(
         self,
@@ -234,6 +249,9 @@ class SpecStackGenerator:
             specprefill_reason=reason,
             policy=policy.name,
             precision=self.precision,
+            draft_precision=self.draft_precision,
+            target_weight_bytes=self._weight_bytes[0],
+            draft_weight_bytes=self._weight_bytes[1],
             seed=seed,
             scoring_s=scoring_s,
         )

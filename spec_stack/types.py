@@ -74,7 +74,8 @@ class Verification:
 
 @dataclass
 class Metrics:
-    """What a request cost and did. Durations in seconds, from the call on."""
+    """What a request cost and did. Durations in seconds, from the call on; precision is the target's, and the bytes are
+    those of the weights in memory."""
 
     num_prompt_tokens: int
     num_kept_tokens: int
@@ -83,6 +84,9 @@ class Metrics:
     specprefill_reason: str
     policy: str
     precision: str
+    draft_precision: str
+    target_weight_bytes: int
+    draft_weight_bytes: int
     seed: int | None
     scoring_s: float = 0.0
     ttft_s: float = 0.0

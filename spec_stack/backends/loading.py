@@ -12,10 +12,11 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from spec_stack.backends.precision import Precision, resolve_precisions, settle
 from spec_stack.backends.prepack import can_prepack, prepack
+from spec_stack.config import LoadConfig
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
-PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 # Rotary, full-attention decoders: every layer sees the whole prompt and rolls back by cropping.
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -23,12 +24,13 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 @dataclass(frozen=True)
 class LoadedPair:
-    """Two models on one device, the target's tokenizer, and the precision's name."""
+    """Two models on one device, the target's tokenizer, and the names of their precisions."""
 
     target: PreTrainedModel
     draft: PreTrainedModel
     tokenizer: Any
     precision: str
+    draft_precision: str
 
 
 def resolve_device(device: str | None) -> torch.device:
@@ -44,15 +46,6 @@ def resolve_device(device: str | None) -> torch.device:
     if resolved.type not in ("cpu", "cuda", "mps", "xpu"):
         raise ValueError(f"device {device!r} cannot run a model; use 'cpu', 'cuda' or 'cuda:N'")
     return resolved
-
-
-def resolve_precision(precision: str, device: torch.device) -> str:
-    """The precision asked for; "auto" is fp32 on a CPU and bf16 elsewhere."""
-    if precision == "auto":
-        return "fp32" if device.type == "cpu" else "bf16"
-    if precision not in PRECISIONS:
-        raise ValueError(f"unknown precision {precision!r}; use one of {['auto', *PRECISIONS]}")
-    return precision
 
 
 def resolve_pair(target: str | Path | None, draft: str | Path | None) -> tuple[str, str]:
@@ -153,56 +146,60 @@ def end_token_ids(model: PreTrainedModel) -> frozenset[int]:
 def load_pair(
     target: str | Path | None = None,
     draft: str | Path | None = None,
-    precision: str = "auto",
+    precision: str = LoadConfig.precision,
     device: str | None = None,
     prepack_linears: bool | None = None,
+    draft_precision: str = LoadConfig.draft_precision,
 ) -> LoadedPair:
     """Load both models and the tokenizer; everything that can be refused is refused before the weights are read.
 
     prepack_linears lays the weights of linear layers out for oneDNN (`backends.prepack`); None does so wherever it
     works. Raises ValueError for what a caller can change.
     """
+    asked = LoadConfig(precision, draft_precision)
     on = resolve_device(device)
-    name = resolve_precision(precision, on)
-    packs = prepack_linears is not False and can_prepack(on, PRECISIONS[name])
-    if prepack_linears and not packs:
-        raise ValueError(f"linear layers cannot be prepacked on {on} in {name}; leave prepack_linears out")
-    target_source, draft_source = resolve_pair(target, draft)
-    check_pair(load_config(target_source), load_config(draft_source))
-    tokenizer = load_tokenizer(target_source)
-    check_tokenizers(tokenizer, load_tokenizer(draft_source))
-    models = [_load_model(source, name, on) for source in (target_source, draft_source)]
-    if packs:
-        for model in models:
-            prepack(model)
+    sources = resolve_pair(target, draft)
+    target_config, draft_config = (load_config(source) for source in sources)
+    check_pair(target_config, draft_config)
+    precisions = resolve_precisions(target_config, draft_config, asked, on)
+    packs = [prepack_linears is not False and can_prepack(on, each.dtype) for each in precisions]
+    if prepack_linears and not all(packs):
+        refused = precisions[packs.index(False)].name
+        raise ValueError(f"linear layers cannot be prepacked on {on} in {refused}; leave prepack_linears out")
+    tokenizer = load_tokenizer(sources[0])
+    check_tokenizers(tokenizer, load_tokenizer(sources[1]))
+    models = [_load_model(source, each, on) for source, each in zip(sources, precisions, strict=True)]
+    for model in (model for model, is_packed in zip(models, packs, strict=True) if is_packed):
+        prepack(model)
     return LoadedPair(
         target=models[0],
         draft=models[1],
         tokenizer=tokenizer,
-        precision=name,
+        precision=precisions[0].name,
+        draft_precision=precisions[1].name,
     )
 
 
-def _load_model(source: str, precision: str, device: torch.device) -> PreTrainedModel:
+def _load_model(source: str, precision: Precision, device: torch.device) -> PreTrainedModel:
     # A bar for a model that loads in milliseconds is noise; a large one keeps it.
     quiet = Path(source).is_relative_to(ASSETS)
     shown = transformers_logging.is_progress_bar_enabled()
     if quiet:
         transformers_logging.disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=PRECISIONS[precision], attn_implementation="sdpa")
-    except (OSError, SafetensorError) as error:
+        options = precision.load_options(device)
+        model = AutoModelForCausalLM.from_pretrained(source, attn_implementation="sdpa", **options)
+    except (OSError, ImportError, SafetensorError) as error:
         raise ValueError(f"cannot load the weights of {source!r}: {error}") from error
     finally:
         if shown:
             transformers_logging.enable_progress_bar()
+    model.eval()
+    if "device_map" in options:
+        settle(model)
+        return model
     try:
-        model.to(device).eval()
+        model.to(device)
     except (RuntimeError, NotImplementedError, AssertionError) as error:
         raise ValueError(f"cannot put the model on device {str(device)!r}: {error}") from error
     return model
-
-
-def precision_of(model: PreTrainedModel) -> str:
-    """The precision's name of a loaded model."""
-    return {dtype: name for name, dtype in PRECISIONS.items()}.get(model.dtype, str(model.dtype).removeprefix("torch."))
