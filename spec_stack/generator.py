@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from spec_stack.backends.attention import install
 from spec_stack.backends.cached_model import CachedModel
+from spec_stack.backends.fused_verify import accept_fused, fused_problem
 from spec_stack.backends.loading import check_pair, end_token_ids, load_pair, max_positions
 from spec_stack.backends.precision import precision_of, weight_bytes
 from spec_stack.backends.sampling import make_warp
@@ -306,7 +307,8 @@ class SpecStackGenerator:
         if warp is None:
             return Sampler(), None
         seed = params.seed if params.seed is not None else secrets.randbits(63)
-        return Sampler(warp, torch.Generator(self.target.device).manual_seed(seed)), seed
+        accept = accept_fused if fused_problem(self.target.device) is None else None
+        return Sampler(warp, torch.Generator(self.target.device).manual_seed(seed), accept), seed
 
     def _decode_text(self) -> Callable[[list[int]], str] | None:
         if self.tokenizer is None:

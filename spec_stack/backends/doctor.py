@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from spec_stack.backends import loading
+from spec_stack.backends.fused_verify import fused_problem
 from spec_stack.backends.precision import (
     Precision,
     estimate_bytes,
@@ -46,6 +47,8 @@ def diagnose(
         asked = LoadConfig(precision, draft_precision)
         on = loading.resolve_device(device)
         report["device"] = str(on)
+        problem = fused_problem(on)
+        report["verification"] = "flashinfer" if problem is None else f"torch (flashinfer: {problem})"
         report["policy"] = DecodeConfig.policy
         report["specprefill"] = (
             f"prompts of {PrefillConfig.min_prompt_tokens} tokens or more, unless a call says otherwise"
