@@ -53,10 +53,12 @@ class SpecStackGenerator:
         draft_precision: str = "",
         config: SpecStackConfig | None = None,
         policy: str | GammaPolicy | None = None,
+        predictors: Mapping[str, str | Path] | None = None,
     ) -> None:
         """Wrap loaded models (with attn_implementation="sdpa"; it is replaced in place). Raises ValueError for a
         pair that does not fit together. Without a tokenizer only input_ids are taken and no text is made. The names
-        of the precisions are found out where they are not given."""
+        of the precisions are found out where they are not given. predictors: files of trained predictors, by the
+        name of the policy that is to use them."""
         check_pair(target.config, draft.config)
         if target.device != draft.device:
             raise ValueError(f"target and draft are on different devices, {target.device} and {draft.device}")
@@ -70,6 +72,8 @@ class SpecStackGenerator:
         self._weight_bytes = weight_bytes(target), weight_bytes(draft)
         self.config = config or SpecStackConfig()
         self._policy = policy if policy is not None else self.config.decode.policy
+        self._policy_options: dict[str, dict[str, Any]] = {"fixed": {"gamma": self.config.decode.gamma}}
+        self._policy_options |= {name: {"predictor": file} for name, file in (predictors or {}).items()}
         self._pool = PolicyPool()
         self._resolve_policy(None, None)
         self._warned = False
@@ -107,6 +111,7 @@ class SpecStackGenerator:
             draft_precision=pair.draft_precision,
             config=config,
             policy=policy,
+            predictors=pair.predictors,
         )
 
     def generate(
@@ -226,7 +231,7 @@ class SpecStackGenerator:
             raise ValueError(
                 f"policy must be a name or an object with name, choose, keep_drafting and observe, got {chosen!r}"
             )
-        options = {"gamma": self.config.decode.gamma} if chosen == "fixed" else {}
+        options = self._policy_options.get(chosen, {})
         # Made here to refuse a bad name at the call; a seeded request also wants a policy without a past.
         made = make_policy(chosen, **options)
         return (lambda: nullcontext(made)) if is_fresh else partial(self._pool.lend, chosen, **options)

@@ -55,6 +55,7 @@ def diagnose(
         )
         sources = loading.resolve_pair(target, draft)
         report["pair"] = "embedded" if target is None else "given"
+        report["predictors"] = {policy: file.name for policy, file in loading.shipped_predictors(target).items()}
         configs = {}
         for role, source in zip(("target", "draft"), sources, strict=True):
             configs[role] = loading.load_config(source)

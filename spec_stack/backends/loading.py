@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,10 @@ from spec_stack.backends.prepack import can_prepack, prepack
 from spec_stack.config import LoadConfig
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
+CONTROLLERS = ASSETS / "controllers"
+# Policies that use a trained predictor where one is shipped for the pair. `throughput` is not among them: none has
+# beaten what it learns online (experiments/LOG.md).
+_PREDICTORS = {"speckv": "step.json"}
 # Rotary, full-attention decoders: every layer sees the whole prompt and rolls back by cropping.
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -24,13 +29,15 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 @dataclass(frozen=True)
 class LoadedPair:
-    """Two models on one device, the target's tokenizer, and the names of their precisions."""
+    """Two models on one device, the target's tokenizer, the names of their precisions, and the predictors trained for
+    the pair, by the policy that uses them."""
 
     target: PreTrainedModel
     draft: PreTrainedModel
     tokenizer: Any
     precision: str
     draft_precision: str
+    predictors: Mapping[str, Path]
 
 
 def resolve_device(device: str | None) -> torch.device:
@@ -70,6 +77,12 @@ def _resolve_source(role: str, source: str | Path) -> str:
     if isinstance(source, str) and _HUB_ID.fullmatch(source) and not source.startswith("."):
         return source
     raise ValueError(f"{role} {str(source)!r} is neither a folder nor a hub id of the form owner/name")
+
+
+def shipped_predictors(target: str | Path | None) -> dict[str, Path]:
+    """Files of the predictors that come with a pair, by policy: with the embedded one only."""
+    files = {policy: CONTROLLERS / name for policy, name in _PREDICTORS.items()}
+    return {policy: file for policy, file in files.items() if target is None and file.is_file()}
 
 
 def load_config(source: str) -> Any:
@@ -177,6 +190,7 @@ def load_pair(
         tokenizer=tokenizer,
         precision=precisions[0].name,
         draft_precision=precisions[1].name,
+        predictors=shipped_predictors(target),
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -23,8 +24,14 @@ from spec_stack.config import OTHER_PRECISION, PRECISIONS, LoadConfig
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 QUANTIZED = tuple(name for name in PRECISIONS if name not in DTYPES)
+TIE_TOLERANCE = {"fp32": 1e-3, "fp16": 0.05, "bf16": 0.25, "int8": 0.5, "nf4": 0.25}
+"""Gap between the target's two best logits up to which greedy output may differ with and without speculation: a block
+and a single token round differently. Measured on the embedded pair, whose logits reach 17; nf4 is as bf16 because
+bitsandbytes' CPU kernel multiplies in it, whatever dtype it is given."""
 _QUANTIZED_ON = ("cpu", "cuda")
 _PACKAGES = ("bitsandbytes", "accelerate")
+# What bitsandbytes' nf4 kernel for CPUs with AVX512-BF16 works in: rows of output, and a block of quantized weights.
+_CPU_TILE = (32, 64)
 # nf4: half a byte per weight, a byte per 64 of them, a float per 256 of those.
 _NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 
@@ -103,18 +110,18 @@ def _resolve(role: str, asked: str, default: str, config: Any, device: torch.dev
                 f"an unquantized one to have {asked}"
             )
         if stored in QUANTIZED:
-            _check_bitsandbytes(role, stored, device)
+            _check_bitsandbytes(role, stored, config, device)
         dtype = getattr(config, "dtype", None)
         floats = dtype if isinstance(dtype, torch.dtype) else unquantized_dtype(stored, device)
         return Precision(stored, floats, is_stored=True)
     name = default if asked == "auto" else asked
     if name in QUANTIZED:
-        _check_bitsandbytes(role, name, device)
+        _check_bitsandbytes(role, name, config, device)
         check_quantizable(role, name, config)
     return Precision(name, unquantized_dtype(name, device))
 
 
-def _check_bitsandbytes(role: str, name: str, device: torch.device) -> None:
+def _check_bitsandbytes(role: str, name: str, config: Any, device: torch.device) -> None:
     if device.type not in _QUANTIZED_ON:
         raise ValueError(
             f"{name} for the {role} works on {' and '.join(_QUANTIZED_ON)}, not on {device.type!r}; use bf16 there"
@@ -125,6 +132,16 @@ def _check_bitsandbytes(role: str, name: str, device: torch.device) -> None:
             f"{name} for the {role} needs {' and '.join(missing)}, not installed here: "
             "pip install 'spec-stack[quantized]'"
         )
+    if name == "nf4" and device.type == "cpu":
+        from bitsandbytes.functional import has_avx512bf16
+
+        shapes = [tuple(layer.weight.shape) for layer in _quantizable(_skeleton(config))]
+        odd = [shape for shape in shapes if shape[0] % _CPU_TILE[0] or shape[1] % _CPU_TILE[1]]
+        if odd and has_avx512bf16():
+            raise ValueError(
+                f"the {role} cannot be had in nf4 on this CPU: bitsandbytes' kernel wants weights of multiples of "
+                f"{_CPU_TILE[0]} by {_CPU_TILE[1]}, and it has one of {odd[0][0]} by {odd[0][1]}; use int8 or bf16"
+            )
 
 
 def check_quantizable(role: str, name: str, config: Any) -> None:
@@ -147,24 +164,50 @@ def estimate_bytes(config: Any, precision: Precision) -> int:
     return round(linear * per_linear + (total - linear) * precision.dtype.itemsize)
 
 
-def _count_weights(config: Any) -> tuple[int, int, int]:
-    """Weights in linear layers that can be quantized, in embeddings and the last layer, and in all; tied ones once."""
+def _skeleton(config: Any) -> PreTrainedModel:
+    """The model without its weights."""
     plain = copy.deepcopy(config)
     if hasattr(plain, "quantization_config"):
         del plain.quantization_config
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(plain)
-    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
-    embedded = {weight for end in ends if end is not None for weight in end.parameters()}
-    linear = {module.weight for module in model.modules() if type(module) is nn.Linear} - embedded
-    return tuple(sum(weight.numel() for weight in group) for group in (linear, embedded, set(model.parameters())))  # type: ignore[return-value]
+        return AutoModelForCausalLM.from_config(plain)
+
+
+def _embeddings(model: PreTrainedModel) -> set[nn.Parameter]:
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    return {weight for end in ends if end is not None for weight in end.parameters()}
+
+
+def _quantizable(model: PreTrainedModel) -> list[nn.Linear]:
+    embedded = _embeddings(model)
+    return [module for module in model.modules() if type(module) is nn.Linear and module.weight not in embedded]
+
+
+def _count_weights(config: Any) -> tuple[int, int, int]:
+    """Weights in linear layers that can be quantized, in embeddings and the last layer, and in all; tied ones once."""
+    model = _skeleton(config)
+    groups = {layer.weight for layer in _quantizable(model)}, _embeddings(model), set(model.parameters())
+    linear, embedded, total = (sum(weight.numel() for weight in group) for group in groups)
+    return linear, embedded, total
 
 
 def weight_bytes(model: PreTrainedModel) -> int:
     """Bytes that the weights take in memory, quantization constants and prepacked copies included, shared ones once."""
-    stored = {tensor.data_ptr(): tensor.nbytes for tensor in model.state_dict().values() if torch.is_tensor(tensor)}
-    packed = sum(module.num_bytes for module in model.modules() if isinstance(module, PrepackedLinear))
-    return sum(stored.values()) + packed
+    # Not from state_dict(): bitsandbytes undoes its layout for the CPU in it.
+    tensors = [*model.parameters(), *(tensor for module in model.modules() for tensor in _constants(module))]
+    packed: int = sum(module.num_bytes for module in model.modules() if isinstance(module, PrepackedLinear))
+    places: dict[int, int] = {tensor.data_ptr(): tensor.nbytes for tensor in tensors}
+    return sum(places.values()) + packed
+
+
+def _constants(module: nn.Module) -> Iterator[torch.Tensor]:
+    """What a quantized layer holds beside its weight: scales and codes (of 4 bits, also those of the scales)."""
+    codes = getattr(getattr(module, "weight", None), "quant_state", None)
+    scales = getattr(getattr(module, "state", None), "SCB", None)
+    holders = [vars(holder) for holder in (codes, getattr(codes, "state2", None)) if holder is not None]
+    for value in (scales, *(value for holder in holders for value in holder.values())):
+        if isinstance(value, torch.Tensor):
+            yield value
 
 
 def precision_of(model: PreTrainedModel) -> str:
