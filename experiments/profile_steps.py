@@ -200,7 +200,7 @@ def main() -> None:
     parser.add_argument("--random", type=int, default=0, help="runs per prompt and precision with a random gamma")
     parser.add_argument("--per-task", type=int, default=6, help="prompts per task (%(default)s)")
     parser.add_argument("--max-prompt-tokens", type=int, default=512, help="longer ones lose their middle")
-    parser.add_argument("--tokens", type=int, default=96, help="tokens per run (%(default)s)")
+    parser.add_argument("--tokens", type=int, default=80, help="tokens per run (%(default)s)")
     parser.add_argument("--out", type=Path, required=True, help=".csv or .parquet; goes on where it ends")
     arguments = parser.parse_args()
     check_tokens(arguments.tokens)
