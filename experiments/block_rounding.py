@@ -21,6 +21,7 @@ from tqdm import tqdm
 from spec_stack import SpecStackGenerator
 from spec_stack.backends.cached_model import CachedModel
 from spec_stack.backends.precision import TIE_TOLERANCE
+from spec_stack.config import PRECISIONS
 
 
 def read(generator: SpecStackGenerator, prompt: list[int], text: list[int], block: int) -> torch.Tensor:
@@ -39,7 +40,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("prompts", nargs="*", help="TASK=FILE or TASK=FILE:CATEGORY (default: the project's own)")
     add_model_arguments(parser)
-    parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16", "int8", "nf4"])
+    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=["fp32", "bf16", "int8", "nf4"])
     parser.add_argument("--per-task", type=int, default=3, help="prompts per task (%(default)s)")
     parser.add_argument("--max-prompt-tokens", type=int, default=512, help="longer ones lose their middle")
     parser.add_argument("--tokens", type=int, default=60, help="tokens read after each prompt (%(default)s)")

@@ -34,6 +34,7 @@ from tqdm import tqdm
 from spec_stack import DraftSignals, SpecStackGenerator, StepContext, StepRecord
 from spec_stack.backends.cached_model import CachedModel
 from spec_stack.backends.precision import TIE_TOLERANCE
+from spec_stack.config import PRECISIONS
 from spec_stack.controller.policies import make_policy
 from spec_stack.record_io import check_record_path, read_records, write_records
 from spec_stack.records import GammaPolicy
@@ -195,7 +196,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("prompts", nargs="*", help="TASK=FILE or TASK=FILE:CATEGORY (default: the project's own)")
     add_model_arguments(parser)
-    parser.add_argument("--precisions", nargs="+", default=["bf16", "int8", "nf4"])
+    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=["bf16", "int8", "nf4"])
     parser.add_argument("--gammas", type=int, nargs="*", default=[0, 1, 2, 4, 6, 8])
     parser.add_argument("--random", type=int, default=0, help="runs per prompt and precision with a random gamma")
     parser.add_argument("--per-task", type=int, default=6, help="prompts per task (%(default)s)")

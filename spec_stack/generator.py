@@ -19,7 +19,7 @@ from spec_stack.backends.attention import install
 from spec_stack.backends.cached_model import CachedModel
 from spec_stack.backends.fused_verify import accept_fused, fused_problem
 from spec_stack.backends.loading import check_pair, end_token_ids, load_pair, max_positions
-from spec_stack.backends.precision import precision_of, weight_bytes
+from spec_stack.backends.precision import precision_of, settle, weight_bytes
 from spec_stack.backends.sampling import make_warp
 from spec_stack.config import LoadConfig, SamplingParams, SpecStackConfig
 from spec_stack.controller.policies import CLOCK_POLICY_NAMES, make_policy
@@ -64,8 +64,9 @@ class SpecStackGenerator:
             raise ValueError(f"target and draft are on different devices, {target.device} and {draft.device}")
         if config is not None and not isinstance(config, SpecStackConfig):
             raise ValueError(f"config must be a SpecStackConfig, got {type(config).__name__}")
-        install(target)
-        install(draft)
+        for model in (target, draft):
+            install(model)
+            settle(model)
         self.target, self.draft, self.tokenizer = target, draft, tokenizer
         self.precision = precision or precision_of(target)
         self.draft_precision = draft_precision or precision_of(draft)

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from spec_stack.backends.precision import Precision, resolve_precisions, settle
+from spec_stack.backends.precision import Precision, resolve_precisions
 from spec_stack.backends.prepack import can_prepack, prepack
 from spec_stack.config import LoadConfig
 
@@ -210,7 +210,6 @@ def _load_model(source: str, precision: Precision, device: torch.device) -> PreT
             transformers_logging.enable_progress_bar()
     model.eval()
     if "device_map" in options:
-        settle(model)
         return model
     try:
         model.to(device)

@@ -26,8 +26,8 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 QUANTIZED = tuple(name for name in PRECISIONS if name not in DTYPES)
 TIE_TOLERANCE = {"fp32": 1e-3, "fp16": 0.05, "bf16": 0.25, "int8": 0.5, "nf4": 0.25}
 """Gap between the target's two best logits up to which greedy output may differ with and without speculation: a block
-and a single token round differently. Measured on the embedded pair, whose logits reach 17; nf4 is as bf16 because
-bitsandbytes' CPU kernel multiplies in it, whatever dtype it is given."""
+and a single token round differently. Twice what experiments/block_rounding.py finds on the embedded pair, whose logits
+reach 19, or more; nf4 is as bf16 because bitsandbytes' CPU kernel multiplies in it, whatever dtype it is given."""
 _QUANTIZED_ON = ("cpu", "cuda")
 _PACKAGES = ("bitsandbytes", "accelerate")
 # What bitsandbytes' nf4 kernel for CPUs with AVX512-BF16 works in: rows of output, and a block of quantized weights.
@@ -219,6 +219,8 @@ def precision_of(model: PreTrainedModel) -> str:
 def settle(model: PreTrainedModel) -> None:
     """Run a quantized model once: bitsandbytes lays its weights out in the first forward, which two threads must not do
     at once. On a CPU its int8 layers also say in every call that they cast their inputs; that is not passed on."""
+    if stored_precision(model.config) is None:
+        return
     logging.getLogger("bitsandbytes.autograd._functions").addFilter(_is_news)
     with torch.inference_mode():
         model(torch.zeros(1, 1, dtype=torch.long, device=model.device))
