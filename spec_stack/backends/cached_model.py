@@ -10,6 +10,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from spec_stack.backends.attention import LayerCapture, capture_attention
+from spec_stack.backends.roomy_cache import give_room
 
 
 class CachedModel:
@@ -24,7 +25,7 @@ class CachedModel:
         self.model = model
         self.prefill_chunk = prefill_chunk
         self.forward_s = 0.0
-        self._cache = DynamicCache(config=model.config)
+        self._cache = give_room(DynamicCache(config=model.config))
         self._positions: list[int] = []
 
     @property
