@@ -10,6 +10,7 @@ import reference
 import torch
 from bitsandbytes.functional import has_avx512bf16
 from conftest import FAMILIES, random_prompt
+from controller_data import step
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
@@ -28,6 +29,7 @@ from spec_stack.backends.precision import (
     weight_bytes,
 )
 from spec_stack.config import PRECISIONS, LoadConfig
+from spec_stack.record_io import read_records, write_records
 
 CPU = torch.device("cpu")
 PROMPT = "def read_lines(path):\n    "
@@ -241,6 +243,13 @@ def test_requests_leave_quantized_weights_where_they_are(precision: str) -> None
     assert places() == before
 
 
-def test_a_precision_without_a_name_is_other() -> None:
+def test_a_precision_without_a_name_is_other_also_in_records(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_config(LlamaConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=1))
-    assert precision_of(model.double()) == "other"
+    precision = precision_of(model.double())
+    assert precision == "other"
+    records = [step(2, 1, precision=precision)]
+    write_records(records, tmp_path / "steps.csv")
+    assert read_records(tmp_path / "steps.csv") == records
+    gptq = LlamaConfig(quantization_config={"quant_method": "gptq", "bits": 4})
+    resolved = resolve_precisions(gptq, LlamaConfig(), LoadConfig(), CPU)
+    assert [(each.name, each.is_stored) for each in resolved] == [("other", True), ("fp32", False)]
