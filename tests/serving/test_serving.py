@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import threading
 import time
 from typing import Any
@@ -23,6 +24,8 @@ def server(launch: Any) -> Server:
         "8",
         "--spec-stack-threshold",
         "1500",
+        "--grammar-backend",
+        "xgrammar",
     )
 
 
@@ -193,6 +196,18 @@ def test_a_bad_option_is_a_400_that_names_it(server: Server, custom: dict[str, A
 
 def test_options_of_others_in_custom_params_are_left_alone(server: Server) -> None:
     assert server.generate([5, 6, 7], 4, somebody_elses=3)["meta_info"]["completion_tokens"] == 4
+
+
+def test_a_pruned_prompt_may_be_answered_in_a_grammar_several_times(server: Server, reference: Reference) -> None:
+    body = generate_body(reference.prompt(500, seed=13), 20, specprefill=True)
+    body["sampling_params"] |= {"regex": "(yes|no)[0-9]{3}", "n": 2, "ignore_eos": False}
+    status, replies = server.post("/generate", body)
+    assert status == 200, replies
+    assert len(replies) == 2
+    for reply in replies:
+        assert reply["meta_info"]["spec_stack"]["specprefill"]
+        assert re.fullmatch("(yes|no)[0-9]{3}", reply["text"])
+    assert replies[0]["text"] == replies[1]["text"]
 
 
 def test_input_logprobs_are_served_densely_with_the_reason(server: Server, reference: Reference) -> None:

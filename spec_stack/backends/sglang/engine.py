@@ -13,7 +13,7 @@ import torch
 
 from spec_stack.backends.sglang.fit import draft_positions_are_mapped, pruning_refusal
 from spec_stack.backends.sglang.plugin import NAME
-from spec_stack.backends.sglang.positions import PositionMap, map_batch
+from spec_stack.backends.sglang.positions import PositionMap, batch_map
 from spec_stack.backends.sglang.requests import (
     STATE,
     PrefillReport,
@@ -165,4 +165,4 @@ def positions_of(forward_batch: Any, requests: Sequence[Any], runner: Any) -> to
         if slots.numel() % len(maps):
             raise RuntimeError(f"{slots.numel()} positions cannot be shared evenly by {len(maps)} requests")
         lengths = [slots.numel() // len(maps)] * len(maps)
-    return map_batch(slots, [int(length) for length in lengths], maps, is_draft)
+    return batch_map(tuple(maps), is_draft, slots.device)(slots, [int(length) for length in lengths])
