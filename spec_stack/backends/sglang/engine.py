@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from array import array
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -64,12 +65,12 @@ class Engine:
         Mutates its input_ids and extra_key, the radix cache's namespace.
         """
         prompt_ids = list(request.input_ids or ())
-        options = RequestOptions.parse(request.sampling_params.custom_params, self.config)
+        options = self._options(request)
         selection, reason, num_scored, scoring_s = self._decide(request, prompt_ids, options)
         positions = None
         if len(selection.positions) < len(prompt_ids):
             positions = PositionMap(selection.positions, len(prompt_ids))
-            request.input_ids = type(request.input_ids)("q", selection.token_ids)
+            request.input_ids = array("q", selection.token_ids)
             request.extra_key = (request.extra_key or "") + namespace(selection.positions, len(prompt_ids))
         report = PrefillReport(
             num_prompt_tokens=len(prompt_ids),
@@ -100,6 +101,14 @@ class Engine:
             room = int(self._scheduler.model_config.context_len) - state.report.num_prompt_tokens - 1
             asked = request.sampling_params.max_new_tokens
             request.sampling_params.max_new_tokens = max(0, room if asked is None else min(asked, room))
+
+    def _options(self, request: Any) -> RequestOptions:
+        try:
+            return RequestOptions.parse(request.sampling_params.custom_params, self.config)
+        except ValueError as error:
+            # The server has refused it already, unless the request came in another way; no loop ends for its sake.
+            logger.warning("a request's options are left aside, and its prompt is read densely: %s", error)
+            return RequestOptions(specprefill=False)
 
     def _decide(
         self, request: Any, prompt_ids: list[int], options: RequestOptions

@@ -76,6 +76,7 @@ class DraftScorer:
 
     def _importance(self, prompt_ids: list[int], config: PrefillConfig, end_ids: Collection[int]) -> torch.Tensor:
         num_tokens, chunk = len(prompt_ids), self._chunk(config)
+        self._check_room(num_tokens + config.look_ahead)
         row = _BorrowedRow(self._scheduler, self._runner, prompt_ids)
         try:
             for start in range(0, num_tokens - 1, chunk):
@@ -98,6 +99,13 @@ class DraftScorer:
             return token_importance(captured, config.pool_kernel, self._over_ranks)
         finally:
             row.release()
+
+    def _check_room(self, num_slots: int) -> None:
+        """Asked beforehand, because SGLang empties its radix cache before it finds that there is no room."""
+        page = self._scheduler.page_size
+        free = self._scheduler.token_to_kv_pool_allocator.available_size() + self._scheduler.tree_cache.evictable_size()
+        if num_slots + page > free:
+            raise RuntimeError(f"the KV pool has room for {free} tokens, and scoring needs {num_slots}")
 
     def _chunk(self, config: PrefillConfig) -> int:
         server = self._scheduler.chunked_prefill_size
