@@ -12,7 +12,6 @@ import pytest
 
 from .conftest import Reference, Server, generate_body
 
-
 CONTEXT = 4096
 
 
