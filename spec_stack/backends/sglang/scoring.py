@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -113,7 +114,7 @@ class DraftScorer:
 
     def _over_ranks(self, best: torch.Tensor) -> torch.Tensor:
         """Each rank holds some of the heads, and importance is a maximum over all of them."""
-        group = self._runner.tp_group
+        group = get_tp_group()
         if group.world_size > 1:
             torch.distributed.all_reduce(best, op=torch.distributed.ReduceOp.MAX, group=group.device_group)
         return best
