@@ -56,8 +56,8 @@ class Selection:
 
 @dataclass(frozen=True)
 class Reading:
-    """A prompt in the draft's own tokens, for a draft with another tokenizer. ranges: for every target token the half-open
-    range of the draft tokens with its text, empty where they have none; the ranges start in increasing order."""
+    """A prompt in the draft's own tokens, for a draft with another tokenizer. ranges: for every target token the
+    half-open range of the draft tokens with its text, empty where there are none; their starts never decrease."""
 
     token_ids: Sequence[int]
     ranges: Sequence[tuple[int, int]]

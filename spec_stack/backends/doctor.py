@@ -48,9 +48,9 @@ def diagnose(target: str | None, draft: str | None, precision: str, device: str 
             loading.check_architecture(role, configs[role])
             report[role] = _describe(source, configs[role])
         loading.check_pair(configs["target"], configs["draft"])
-        tokenizers = [loading.load_tokenizer(source) for source in sources]
-        vocabulary = compare(*tokenizers, configs["target"].vocab_size, configs["draft"].vocab_size)
-        report["vocabulary"] = _describe_vocabulary(vocabulary)
+        target_tokenizer, draft_tokenizer = (loading.load_tokenizer(source) for source in sources)
+        sizes = configs["target"].vocab_size, configs["draft"].vocab_size
+        report["vocabulary"] = _describe_vocabulary(compare(target_tokenizer, draft_tokenizer, *sizes))
     except ValueError as error:
         report["problem"] = str(error)
     return report

@@ -1,4 +1,4 @@
-"""A draft with another tokenizer, as the decode loop and the scoring see it: target ids in, logits over target ids out."""
+"""A draft with another tokenizer, as both phases see it: target ids in, logits over target ids out."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ def overlaps(target_spans: Sequence[Span], draft_spans: Sequence[Span]) -> list[
     Spans are half-open character offsets into one text; several tokens may stand for one character (pieces of a
     byte-level one). A token without characters (start >= stop: a special token that the tokenizer added) shares none:
     a target token gets an empty range, a draft token is in a range only where it stands between two that are. The
-    ranges start in increasing order. Raises ValueError where the draft's spans run backwards.
+    ranges' starts never decrease. Raises ValueError where the draft's spans run backwards.
     """
     written = [index for index, (start, stop) in enumerate(draft_spans) if start < stop]
     starts = [draft_spans[index][0] for index in written]
