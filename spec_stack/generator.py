@@ -203,6 +203,7 @@ class SpecStackGenerator:
         if scores and obstacle:
             scores, reason = False, f"off: {obstacle}"
         num_read = len(prompt_ids) if reading is None else len(reading.token_ids)
+        # Where nothing can be proposed there is nothing to look ahead with either.
         room = MAX_LOOK_AHEAD if self.vocabulary.can_propose else 0
         for role, model, num_tokens in (("target", self.target, len(prompt_ids)), ("draft", self.draft, num_read)):
             limit = max_positions(model.config)

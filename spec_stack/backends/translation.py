@@ -28,12 +28,12 @@ class Translation:
             for target_id, draft_id in special_pairs(target, draft).items()
             if draft_id < vocabulary.num_draft
         }
-        self._common = (torch.tensor(list(vocabulary.common)), torch.tensor(list(vocabulary.common.values())))
+        self._common = torch.tensor([*vocabulary.common.items()], dtype=torch.long).reshape(-1, 2)
 
     def to_target(self, logits: torch.Tensor) -> torch.Tensor:
         """Draft logits (n, num_draft) → (n, num_target): those of the common tokens, -inf for all others. Their softmax
         is the draft's distribution given that the token is a common one (token-level intersection)."""
-        target_ids, draft_ids = (ids.to(logits.device) for ids in self._common)
+        target_ids, draft_ids = self._common.to(logits.device).unbind(1)
         mapped = logits.new_full((logits.shape[0], self.vocabulary.num_target), -torch.inf)
         mapped[:, target_ids] = logits[:, draft_ids]
         return mapped
