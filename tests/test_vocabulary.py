@@ -9,11 +9,14 @@ from pathlib import Path
 
 import pytest
 import reference
+import torch
 from conftest import make_model, make_tokenizer, random_prompt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
+from spec_stack.backends.attention import install
+from spec_stack.backends.cached_model import CachedModel
 from spec_stack.backends.doctor import diagnose
 from spec_stack.backends.loading import ASSETS
 from spec_stack.backends.translation import Translation
@@ -104,6 +107,17 @@ def test_a_token_the_draft_lacks_is_read_as_its_longest_pieces() -> None:
     # Nothing of it is known to the draft: a space.
     assert pieces("d") == pieces("<x>") == ["Ġ"]
     assert draft.convert_ids_to_tokens(translation.pieces(15)) == ["Ġ"]
+
+
+def test_ids_that_only_one_of_a_padded_pair_has_are_cut_off_or_impossible() -> None:
+    model = make_model()
+    install(model)
+    plain = CachedModel(model, 4096).forward([3, 63], [0, 1], 1)
+    narrower = CachedModel(model, 4096, num_ids=70).forward([3, 69], [0, 1], 1)
+    assert torch.equal(narrower[:, :64], plain)
+    assert bool((narrower[:, 64:] == -torch.inf).all())
+    assert narrower.shape == (1, 70)
+    assert torch.equal(CachedModel(model, 4096, num_ids=50).forward([3, 63], [0, 1], 1), plain[:, :50])
 
 
 @pytest.mark.parametrize("widths", [(64, 80), (80, 64), (70, 66)])
