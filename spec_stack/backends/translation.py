@@ -33,7 +33,8 @@ class Translation:
     def to_target(self, logits: torch.Tensor) -> torch.Tensor:
         """Draft logits (n, num_draft) → (n, num_target): those of the common tokens, -inf for all others. Their softmax
         is the draft's distribution given that the token is a common one (token-level intersection)."""
-        target_ids, draft_ids = self._common.to(logits.device).unbind(1)
+        self._common = self._common.to(logits.device)
+        target_ids, draft_ids = self._common.unbind(1)
         mapped = logits.new_full((logits.shape[0], self.vocabulary.num_target), -torch.inf)
         mapped[:, target_ids] = logits[:, draft_ids]
         return mapped
@@ -89,7 +90,7 @@ class Translation:
             start = len(draft_ids)
             draft_ids += self.pieces(target_id)
             ranges.append((start, len(draft_ids)))
-        return Reading(draft_ids or self.pieces(prompt_ids[0]), ranges)
+        return Reading(draft_ids, ranges)
 
     def _leading_bos(self, prompt_ids: Sequence[int]) -> int:
         return int(len(prompt_ids) > 1 and prompt_ids[0] == self._target.bos_token_id)

@@ -88,15 +88,15 @@ def compare(target: Any, draft: Any, num_target: int, num_draft: int) -> Vocabul
     return Vocabulary("other", num_target, num_draft, num_tokens, common)
 
 
-def _ordinary(tokenizer: Any) -> dict[str, int]:
-    """Token → id of all but the added tokens."""
-    added = {token.content for token in tokenizer.added_tokens_decoder.values()}
-    return {token: token_id for token, token_id in tokenizer.get_vocab().items() if token not in added}
-
-
 def added_tokens(tokenizer: Any) -> dict[int, str]:
     """Id → text of the added tokens, special ones mostly."""
     return {token_id: token.content for token_id, token in tokenizer.added_tokens_decoder.items()}
+
+
+def _ordinary(tokenizer: Any) -> dict[str, int]:
+    """Token → id of all but the added tokens."""
+    added = set(added_tokens(tokenizer).values())
+    return {token: token_id for token, token_id in tokenizer.get_vocab().items() if token not in added}
 
 
 def token_bytes(tokenizer: Any) -> dict[int, bytes]:
