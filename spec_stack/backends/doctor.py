@@ -11,6 +11,7 @@ import torch
 
 from spec_stack.backends import loading
 from spec_stack.backends.prepack import can_prepack
+from spec_stack.backends.vocabulary import Vocabulary, compare
 from spec_stack.config import DecodeConfig, PrefillConfig
 
 _PACKAGES = ("spec-stack", "torch", "transformers", "tokenizers", "safetensors", "numpy")
@@ -47,7 +48,9 @@ def diagnose(target: str | None, draft: str | None, precision: str, device: str 
             loading.check_architecture(role, configs[role])
             report[role] = _describe(source, configs[role])
         loading.check_pair(configs["target"], configs["draft"])
-        loading.check_tokenizers(*(loading.load_tokenizer(source) for source in sources))
+        target_tokenizer, draft_tokenizer = (loading.load_tokenizer(source) for source in sources)
+        sizes = configs["target"].vocab_size, configs["draft"].vocab_size
+        report["vocabulary"] = _describe_vocabulary(compare(target_tokenizer, draft_tokenizer, *sizes))
     except ValueError as error:
         report["problem"] = str(error)
     return report
@@ -58,6 +61,16 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def _describe_vocabulary(vocabulary: Vocabulary) -> dict[str, Any]:
+    num_common = len(vocabulary.common) if vocabulary.relation == "other" else vocabulary.num_tokens
+    return {
+        "tokenizer": vocabulary.relation,
+        "common_tokens": f"{num_common} of {vocabulary.num_tokens} ({num_common / vocabulary.num_tokens:.0%})",
+        "sparse_prefill": vocabulary.prefill_note,
+        "drafting": vocabulary.decode_reason,
+    }
 
 
 def _describe(source: str, config: Any) -> dict[str, Any]:
