@@ -21,7 +21,10 @@ from spec_stack.backends.fused_verify import accept_fused, fused_problem
 from spec_stack.backends.loading import check_pair, end_token_ids, load_pair, max_positions
 from spec_stack.backends.precision import precision_of, settle, weight_bytes
 from spec_stack.backends.sampling import make_warp
-from spec_stack.config import LoadConfig, SamplingParams, SpecStackConfig
+from spec_stack.backends.translated_draft import TranslatedDraft
+from spec_stack.backends.translation import Translation
+from spec_stack.backends.vocabulary import compare
+from spec_stack.config import MAX_LOOK_AHEAD, LoadConfig, SamplingParams, SpecStackConfig
 from spec_stack.controller.policies import CLOCK_POLICY_NAMES, make_policy
 from spec_stack.controller.pool import PolicyPool
 from spec_stack.decode.draft import propose
@@ -32,7 +35,7 @@ from spec_stack.prefill.sparse import score_prompt
 from spec_stack.record_io import add_records, check_record_path
 from spec_stack.records import GammaPolicy, StepRecord
 from spec_stack.request import Request, StreamOptions, check_length, decide_scoring, encode_prompt
-from spec_stack.types import GenerationResult, Metrics, Proposal, Selection, StepOutput
+from spec_stack.types import GenerationResult, Metrics, Proposal, Reading, Selection, StepOutput
 
 
 class SpecStackGenerator:
@@ -54,20 +57,27 @@ class SpecStackGenerator:
         config: SpecStackConfig | None = None,
         policy: str | GammaPolicy | None = None,
         predictors: Mapping[str, str | Path] | None = None,
+        draft_tokenizer: Any = None,
     ) -> None:
         """Wrap loaded models (with attn_implementation="sdpa"; it is replaced in place). Raises ValueError for a
-        pair that does not fit together. Without a tokenizer only input_ids are taken and no text is made. The names
-        of the precisions are found out where they are not given. predictors: files of trained predictors, by the
-        name of the policy that is to use them."""
+        pair that does not fit together. Without a tokenizer only input_ids are taken and no text is made; without
+        draft_tokenizer the draft is taken to have the target's (see `backends.vocabulary.compare`). The names of the
+        precisions are found out where they are not given. predictors: files of trained predictors, by the name of the
+        policy that is to use them."""
         check_pair(target.config, draft.config)
         if target.device != draft.device:
             raise ValueError(f"target and draft are on different devices, {target.device} and {draft.device}")
+        vocabulary = compare(tokenizer, draft_tokenizer, target.config.vocab_size, draft.config.vocab_size)
         if config is not None and not isinstance(config, SpecStackConfig):
             raise ValueError(f"config must be a SpecStackConfig, got {type(config).__name__}")
         for model in (target, draft):
             install(model)
             settle(model)
         self.target, self.draft, self.tokenizer = target, draft, tokenizer
+        self.vocabulary = vocabulary
+        self._translation = (
+            Translation(tokenizer, draft_tokenizer, vocabulary) if vocabulary.relation == "other" else None
+        )
         self.precision = precision or precision_of(target)
         self.draft_precision = draft_precision or precision_of(draft)
         self._weight_bytes = weight_bytes(target), weight_bytes(draft)
@@ -113,6 +123,7 @@ class SpecStackGenerator:
             config=config,
             policy=policy,
             predictors=pair.predictors,
+            draft_tokenizer=pair.draft_tokenizer,
         )
 
     def generate(
@@ -196,14 +207,24 @@ class SpecStackGenerator:
         if is_seeded and policy is None and gamma is None and self._policy in CLOCK_POLICY_NAMES:
             policy = "fixed"
         lend_policy = self._resolve_policy(policy, gamma, is_seeded)
+        if not self.vocabulary.can_propose:
+            lend_policy = self._resolve_policy("fixed", 0)
         prompt_ids, protected = encode_prompt(
             self.tokenizer, self.target.config.vocab_size, prompt, messages, input_ids
         )
-        limit = min(max_positions(self.target.config), max_positions(self.draft.config))
-        check_length(len(prompt_ids), params.max_tokens, limit)
         prefill = self.config.prefill if keep_rate is None else replace(self.config.prefill, keep_rate=keep_rate)
-        prefill = replace(prefill, look_ahead=min(prefill.look_ahead, limit - len(prompt_ids)))
         scores, reason = decide_scoring(specprefill, prefill, len(prompt_ids), protected)
+        reading, obstacle = self._read(prompt_ids)
+        if scores and obstacle:
+            scores, reason = False, f"off: {obstacle}"
+        num_read = len(prompt_ids) if reading is None else len(reading.token_ids)
+        # Where nothing can be proposed there is nothing to look ahead with either.
+        room = MAX_LOOK_AHEAD if self.vocabulary.can_propose else 0
+        for role, model, num_tokens in (("target", self.target, len(prompt_ids)), ("draft", self.draft, num_read)):
+            limit = max_positions(model.config)
+            check_length(role, num_tokens, params.max_tokens, limit)
+            room = min(room, limit - num_tokens)
+        prefill = replace(prefill, look_ahead=min(prefill.look_ahead, room))
         request = Request(
             prompt_ids=prompt_ids,
             protected=protected,
@@ -214,8 +235,19 @@ class SpecStackGenerator:
             lend_policy=lend_policy,
             labels=RequestLabels(request_id or secrets.token_hex(4), self.precision, task),
             prepared_s=perf_counter() - started,
+            reading=reading,
         )
         return self._run(request)
+
+    def _read(self, prompt_ids: list[int]) -> tuple[Reading | None, str]:
+        """The prompt as a draft with another tokenizer reads it, and why it cannot score it, if so."""
+        if self._translation is None:
+            return None, ""
+        try:
+            return self._translation.read(prompt_ids), ""
+        except ValueError as error:
+            reading = self._translation.read_by_token(prompt_ids) if self.vocabulary.can_propose else None
+            return reading, f"the draft has another tokenizer, and {error}"
 
     def _resolve_policy(
         self, policy: str | GammaPolicy | None, gamma: int | None, is_fresh: bool = False
@@ -260,6 +292,7 @@ class SpecStackGenerator:
             target_weight_bytes=self._weight_bytes[0],
             draft_weight_bytes=self._weight_bytes[1],
             seed=seed,
+            decode_reason=self.vocabulary.decode_reason,
             scoring_s=scoring_s,
         )
         target = CachedModel(self.target, request.prefill.prefill_chunk)
@@ -287,16 +320,16 @@ class SpecStackGenerator:
 
     def _prefill_draft(
         self, request: Request, end_ids: Collection[int]
-    ) -> tuple[Selection, Proposal, CachedModel, str, int]:
+    ) -> tuple[Selection, Proposal, CachedModel | TranslatedDraft, str, int]:
         """Selection, first proposal, the draft as scoring left it, the reason for the selection, and the number of
         prompt tokens that were scored for it."""
-        draft = CachedModel(self.draft, request.prefill.prefill_chunk)
+        draft = self._open_draft(request)
         reason = request.reason
         if request.scores:
             look_ahead = partial(propose, draft, sampler=Sampler(), end_ids=end_ids)
             try:
                 selection, proposal = score_prompt(
-                    draft, request.prompt_ids, look_ahead, request.prefill, request.protected
+                    draft, request.prompt_ids, look_ahead, request.prefill, request.protected, request.reading
                 )
                 if len(selection.positions) == len(request.prompt_ids):
                     reason += ", but chunks and protected spans cover the whole prompt"
@@ -305,8 +338,14 @@ class SpecStackGenerator:
                 # Nothing has been handed out yet, so dense prefill is still open, whatever went wrong.
                 reason = f"scoring failed, prefilled densely: {type(error).__name__}: {error}"
                 self._warn_once(reason)
-                draft = CachedModel(self.draft, request.prefill.prefill_chunk)
+                draft = self._open_draft(request)
         return Selection.everything(request.prompt_ids), Proposal(), draft, reason, 0
+
+    def _open_draft(self, request: Request) -> CachedModel | TranslatedDraft:
+        chunk = request.prefill.prefill_chunk
+        if self._translation is not None and request.reading is not None:
+            return TranslatedDraft(CachedModel(self.draft, chunk), self._translation, request.reading)
+        return CachedModel(self.draft, chunk, num_ids=self.vocabulary.num_target)
 
     def _make_sampler(self, params: SamplingParams) -> tuple[Sampler, int | None]:
         warp = make_warp(params.temperature, params.top_k, params.top_p)

@@ -13,6 +13,7 @@ from spec_stack.backends.chat import Span, encode_messages, encode_text
 from spec_stack.config import PrefillConfig, SamplingParams
 from spec_stack.decode.loop import RequestLabels
 from spec_stack.records import GammaPolicy
+from spec_stack.types import Reading
 
 
 class StreamOptions(TypedDict, total=False):
@@ -35,7 +36,8 @@ class StreamOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Request:
-    """prepared_s: seconds between the call and the first step's start, tokenizing mostly."""
+    """reading: the prompt as a draft with another tokenizer reads it, None where the draft reads the target's tokens or
+    is not used. prepared_s: seconds between the call and the first step's start, tokenizing mostly."""
 
     prompt_ids: list[int]
     protected: list[Span]
@@ -46,6 +48,7 @@ class Request:
     lend_policy: Callable[[], AbstractContextManager[GammaPolicy]]
     labels: RequestLabels
     prepared_s: float
+    reading: Reading | None = None
 
 
 def encode_prompt(
@@ -92,11 +95,11 @@ def _check_ids(input_ids: Sequence[int] | torch.Tensor, vocab_size: int) -> list
     return token_ids
 
 
-def check_length(num_prompt_tokens: int, max_tokens: int, limit: int) -> None:
-    """Raise ValueError where a request would run past the positions the models were made for."""
+def check_length(role: str, num_prompt_tokens: int, max_tokens: int, limit: int) -> None:
+    """Raise ValueError where a request would run past the positions that the model was made for."""
     if num_prompt_tokens + max_tokens > limit:
         raise ValueError(
-            f"{num_prompt_tokens} prompt tokens + max_tokens={max_tokens} exceed the models' {limit} positions; "
+            f"{num_prompt_tokens} prompt tokens + max_tokens={max_tokens} exceed the {role}'s {limit} positions; "
             "shorten the prompt or lower max_tokens"
         )
 

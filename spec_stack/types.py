@@ -55,6 +55,15 @@ class Selection:
 
 
 @dataclass(frozen=True)
+class Reading:
+    """A prompt in the draft's own tokens, for a draft with another tokenizer. ranges: for every target token the
+    half-open range of the draft tokens with its text, empty where there are none; their starts never decrease."""
+
+    token_ids: Sequence[int]
+    ranges: Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True)
 class Proposal:
     """Drafted tokens. draft_probs (gamma, vocab): the warped distributions they were drawn from; None where they were
     not drawn but chosen (greedy requests, the look-ahead)."""
@@ -75,7 +84,7 @@ class Verification:
 @dataclass
 class Metrics:
     """What a request cost and did. Durations in seconds, from the call on; precision is the target's, and the bytes are
-    those of the weights in memory."""
+    those of the weights in memory. decode_reason: whether the draft can propose to this target, and why."""
 
     num_prompt_tokens: int
     num_kept_tokens: int
@@ -88,6 +97,7 @@ class Metrics:
     target_weight_bytes: int
     draft_weight_bytes: int
     seed: int | None
+    decode_reason: str = ""
     scoring_s: float = 0.0
     ttft_s: float = 0.0
     total_s: float = 0.0

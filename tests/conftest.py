@@ -9,11 +9,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     MistralConfig,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
 )
@@ -62,6 +64,27 @@ def make_model(
 
 def random_prompt(length: int, seed: int = 0, vocab: int = VOCAB) -> list[int]:
     return torch.randint(2, vocab, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def make_tokenizer(tokens: str, specials: str = "", bos: bool = False) -> PreTrainedTokenizerFast:
+    """A byte-level BPE with these tokens (separated by spaces), ids in their order after the special ones; a token of
+    several letters is merged from its longest known beginning and the rest. bos: the first special begins a text."""
+    special, ordinary = specials.split(), tokens.split()
+    merges = []
+    for token in ordinary:
+        if len(token) > 1:
+            cut = max(n for n in range(1, len(token)) if token[:n] in ordinary and token[n:] in ordinary)
+            merges.append((token[:cut], token[cut:]))
+    vocab = {token: index for index, token in enumerate([*special, *ordinary])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
+    if bos:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{special[0]} $A", special_tokens=[(special[0], 0)]
+        )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=special[0] if bos else None)
 
 
 @pytest.fixture

@@ -36,6 +36,21 @@ def importance(
     return total / (1 + len(look_ahead))
 
 
+def importance_by_characters(
+    scores: Sequence[float], target_spans: Sequence[tuple[int, int]], draft_spans: Sequence[tuple[int, int]]
+) -> list[float]:
+    """Each target token's largest draft importance, looked up character by character."""
+    owners: dict[int, list[int]] = {}
+    for index, (start, stop) in enumerate(draft_spans):
+        for character in range(start, stop):
+            owners.setdefault(character, []).append(index)
+    mapped = []
+    for start, stop in target_spans:
+        found = [owner for character in range(start, stop) for owner in owners.get(character, [])]
+        mapped.append(max((scores[owner] for owner in found), default=0.0))
+    return mapped
+
+
 def selected_positions(
     scores: Sequence[float], keep_rate: float, chunk_size: int, keep_first: int, keep_last: int
 ) -> list[int]:

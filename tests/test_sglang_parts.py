@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from spec_stack.backends.sglang import plugin
 from spec_stack.backends.sglang.gamma import BatchGamma
-from spec_stack.backends.sglang.positions import PositionMap, map_batch, protect_kv_lengths
+from spec_stack.backends.sglang.positions import BatchMap, PositionMap, protect_kv_lengths
 from spec_stack.backends.sglang.requests import (
     STATE,
     PrefillReport,
@@ -31,6 +31,8 @@ from spec_stack.backends.sglang.requests import (
 )
 from spec_stack.backends.sglang.settings import BATCH_POLICIES, ENVIRONMENT, ServerConfig, add_flags
 
+CPU = torch.device("cpu")
+
 
 @st.composite
 def selections(draw: st.DrawFn) -> tuple[list[int], int]:
@@ -43,8 +45,8 @@ def selections(draw: st.DrawFn) -> tuple[list[int], int]:
 def test_slots_stand_where_their_tokens_stood(selection: tuple[list[int], int], num_generated: int) -> None:
     kept, num_prompt_tokens = selection
     whole = [*kept, *range(num_prompt_tokens, num_prompt_tokens + num_generated)]
-    slots = torch.arange(len(whole))
-    assert PositionMap(kept, num_prompt_tokens)(slots, is_draft=False).tolist() == whole
+    target = BatchMap([PositionMap(kept, num_prompt_tokens)], is_draft=False, device=CPU)
+    assert target(torch.arange(len(whole)), [len(whole)]).tolist() == whole
 
 
 @given(selections(), st.integers(1, 12))
@@ -54,20 +56,22 @@ def test_the_drafts_slots_stand_one_before_the_token_they_hold(
     """Slot j of SGLang's draft holds token j + 1."""
     kept, num_prompt_tokens = selection
     whole = [*kept, *range(num_prompt_tokens, num_prompt_tokens + num_generated)]
-    mapped = PositionMap(kept, num_prompt_tokens)(torch.arange(len(whole) - 1), is_draft=True)
+    draft = BatchMap([PositionMap(kept, num_prompt_tokens)], is_draft=True, device=CPU)
+    mapped = draft(torch.arange(len(whole) - 1), [len(whole) - 1])
     assert mapped.tolist() == [position - 1 for position in whole[1:]]
 
 
 def test_a_batch_is_mapped_request_by_request() -> None:
-    pruned = PositionMap([0, 4, 9], 10)
-    slots = torch.tensor([0, 1, 2, 7, 8, 2, 3])
-    mapped = map_batch(slots, [3, 2, 2], [pruned, None, pruned], is_draft=False)
-    assert mapped.tolist() == [0, 4, 9, 7, 8, 9, 10]
+    pruned, other = PositionMap([0, 4, 9], 10), PositionMap([5, 6], 7)
+    slots = torch.tensor([0, 1, 2, 7, 8, 1, 2, 3], dtype=torch.int32)
+    mapped = BatchMap([pruned, None, other], is_draft=False, device=CPU)(slots, [3, 2, 3])
+    assert mapped.tolist() == [0, 4, 9, 7, 8, 6, 7, 8]
+    assert mapped.dtype == torch.int32
 
 
 def test_lengths_that_do_not_fit_a_batch_are_refused() -> None:
     with pytest.raises(RuntimeError, match="nothing is mapped"):
-        map_batch(torch.arange(5), [2, 2], [None, None], is_draft=False)
+        BatchMap([None, PositionMap([0], 1)], is_draft=False, device=CPU)(torch.arange(5), [2, 2])
 
 
 def test_a_protected_draft_backend_sees_lengths_only_while_it_builds() -> None:

@@ -3,25 +3,21 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from types import ModuleType
 
 import numpy as np
 import pytest
 import reference
 import torch
-from conftest import make_model, random_prompt
+from conftest import make_model, make_tokenizer
 from scipy.stats import chisquare
 from transformers import PreTrainedModel
 
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
-from spec_stack.backends.cached_model import CachedModel
 from spec_stack.backends.fused_verify import accept_fused, fused_problem, try_fused
 from spec_stack.backends.sampling import make_warp
-from spec_stack.decode.draft import propose
 from spec_stack.decode.sampler import Sampler
 from spec_stack.decode.verify import verify
-from spec_stack.prefill.sparse import score_prompt
 from spec_stack.types import Proposal
 
 
@@ -218,25 +214,43 @@ def pair_law(model: PreTrainedModel, kept: list[int], positions: list[int], star
     return law
 
 
-@pytest.mark.parametrize("specprefill", [False, True])
-def test_sampled_text_of_the_real_loop_has_the_targets_distribution(specprefill: bool) -> None:
-    """Three tokens, so that the plain first step, drafted tokens, corrections and bonus tokens all take part; with
-    pruning also the look-ahead as the first proposal, judged over the pruned cache."""
-    models = [make_model(seed=seed, vocab=5) for seed in (1, 2)]
+def make_pair(kind: str) -> tuple[SpecStackGenerator, list[int]]:
+    """Two models of next to no words, a prompt of 40 tokens for them."""
+    target_tokenizer = make_tokenizer("a b c ab ca")
+    tokenizers = {"draft_tokenizer": target_tokenizer}
+    if kind == "other":
+        # b, c and a are common; of its proposals none can be ab or ca.
+        tokenizers = {"draft_tokenizer": make_tokenizer("c a cb b")}
+    sizes = (5, {"same": 5, "narrower": 4, "wider": 7, "other": 4}[kind])
+    models = [make_model(seed=seed, vocab=vocab) for seed, vocab in zip((1, 2), sizes, strict=True)]
     for model in models:
         model.lm_head.weight.data.mul_(0.25)
     config = SpecStackConfig(PrefillConfig(keep_rate=0.4, look_ahead=3, chunk_size=4, keep_last=1))
-    generator = SpecStackGenerator(*models, config=config)
-    prompt = random_prompt(40, vocab=5)
+    letters = "".join("abc"[index] for index in np.random.default_rng(0).integers(3, size=80))
+    prompt = target_tokenizer(letters).input_ids[:40]
+    return SpecStackGenerator(*models, target_tokenizer, config=config, **tokenizers), prompt
+
+
+@pytest.mark.parametrize(
+    ("specprefill", "kind"),
+    [(False, "same"), (True, "same"), (False, "narrower"), (True, "wider"), (True, "other")],
+)
+def test_sampled_text_of_the_real_loop_has_the_targets_distribution(specprefill: bool, kind: str) -> None:
+    """Three tokens, so that the plain first step, drafted tokens, corrections and bonus tokens all take part; with
+    pruning also the look-ahead as the first proposal, judged over the pruned cache. The draft's vocabulary may be
+    narrower or wider than the target's, or another one."""
+    generator, prompt = make_pair(kind)
     options = {"gamma": 2, "specprefill": specprefill, "max_tokens": 3, "temperature": 1.0}
-    positions = list(range(40))
-    if specprefill:
-        draft = CachedModel(models[1], 4096)
-        look_ahead = partial(propose, draft, sampler=Sampler(), end_ids=())
-        selection, _ = score_prompt(draft, prompt, look_ahead, config.prefill)
-        positions = list(selection.positions)
-        assert len(positions) == 16
-    law = pair_law(models[0], [prompt[position] for position in positions], positions, 40)
+    read: list[int] = []
+    handle = generator.target.register_forward_pre_hook(
+        lambda module, args, kwargs: read.extend(kwargs["position_ids"][0].tolist()), with_kwargs=True
+    )
+    metrics = generator.generate(input_ids=prompt, seed=0, **options).metrics
+    handle.remove()
+    assert metrics.num_proposed
+    positions = [position for position in read if position < 40]
+    assert len(positions) == (16 if specprefill else 40)
+    law = pair_law(generator.target, [prompt[position] for position in positions], positions, 40)
 
     num_draws, counts = 2000, np.zeros((5, 5))
     for seed in range(num_draws):

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from time import perf_counter
 
 import torch
+import torch.nn.functional as F
 from transformers import DynamicCache, PreTrainedModel
 
 from spec_stack.backends.attention import LayerCapture, capture_attention
@@ -18,13 +19,16 @@ class CachedModel:
 
     num_cached: slots in the cache. next_position: the position after the last cached token, which is larger
     than num_cached after a sparse prefill. forward_s: seconds spent inside the model so far (on CUDA: until the
-    launch returned).
+    launch returned). num_ids: width of the logits handed out, for a draft whose own are wider (the rest is cut off) or
+    narrower (the rest is -inf) than the target's; None leaves them. An id it has no row for is read as its last row.
     """
 
-    def __init__(self, model: PreTrainedModel, prefill_chunk: int) -> None:
+    def __init__(self, model: PreTrainedModel, prefill_chunk: int, num_ids: int | None = None) -> None:
         self.model = model
         self.prefill_chunk = prefill_chunk
         self.forward_s = 0.0
+        self._num_rows = model.config.vocab_size
+        self._num_ids = num_ids or self._num_rows
         self._cache = give_room(DynamicCache(config=model.config))
         self._positions: list[int] = []
 
@@ -48,6 +52,8 @@ class CachedModel:
             raise ValueError(f"position {positions[0]} comes before the cache's next position {self.next_position}")
         started = perf_counter()
         device = self.model.device
+        if self._num_ids > self._num_rows:
+            token_ids = [min(token_id, self._num_rows - 1) for token_id in token_ids]
         with torch.inference_mode():
             start, total = 0, len(token_ids)
             while True:
@@ -66,6 +72,9 @@ class CachedModel:
                 if last:
                     break
         self.forward_s += perf_counter() - started
+        if self._num_ids != self._num_rows:
+            # A negative pad cuts off.
+            return F.pad(logits[0], (0, self._num_ids - self._num_rows), value=-torch.inf)
         return logits[0]  # type: ignore[no-any-return]
 
     def rollback(self, num_tokens: int) -> None:

@@ -19,6 +19,7 @@ from spec_stack.backends.precision import (
     unquantized_dtype,
 )
 from spec_stack.backends.prepack import can_prepack
+from spec_stack.backends.vocabulary import Vocabulary, compare
 from spec_stack.config import PRECISIONS, DecodeConfig, LoadConfig, PrefillConfig
 
 _PACKAGES = ("spec-stack", "torch", "transformers", "tokenizers", "safetensors", "numpy")
@@ -65,7 +66,9 @@ def diagnose(
         precisions = resolve_precisions(configs["target"], configs["draft"], asked, on)
         for role, resolved in zip(configs, precisions, strict=True):
             report[role] |= {"precision": resolved.name, "prepack_linears": can_prepack(on, resolved.dtype)}
-        loading.check_tokenizers(*(loading.load_tokenizer(source) for source in sources))
+        target_tokenizer, draft_tokenizer = (loading.load_tokenizer(source) for source in sources)
+        sizes = configs["target"].vocab_size, configs["draft"].vocab_size
+        report["vocabulary"] = _describe_vocabulary(compare(target_tokenizer, draft_tokenizer, *sizes))
     except ValueError as error:
         report["problem"] = str(error)
     return report
@@ -76,6 +79,16 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def _describe_vocabulary(vocabulary: Vocabulary) -> dict[str, Any]:
+    num_common = len(vocabulary.common) if vocabulary.relation == "other" else vocabulary.num_tokens
+    return {
+        "tokenizer": vocabulary.relation,
+        "common_tokens": f"{num_common} of {vocabulary.num_tokens} ({num_common / vocabulary.num_tokens:.0%})",
+        "sparse_prefill": vocabulary.prefill_note,
+        "drafting": vocabulary.decode_reason,
+    }
 
 
 def _describe(source: str, config: Any, device: torch.device) -> dict[str, Any]:

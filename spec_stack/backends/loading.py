@@ -15,6 +15,7 @@ from transformers.utils import logging as transformers_logging
 
 from spec_stack.backends.precision import Precision, resolve_precisions
 from spec_stack.backends.prepack import can_prepack, prepack
+from spec_stack.backends.vocabulary import compare
 from spec_stack.config import LoadConfig
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
@@ -29,12 +30,13 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 @dataclass(frozen=True)
 class LoadedPair:
-    """Two models on one device, the target's tokenizer, the names of their precisions, and the predictors trained for
-    the pair, by the policy that uses them."""
+    """Two models on one device, their tokenizers, the names of their precisions, and the predictors trained for the
+    pair, by the policy that uses them."""
 
     target: PreTrainedModel
     draft: PreTrainedModel
     tokenizer: Any
+    draft_tokenizer: Any
     precision: str
     draft_precision: str
     predictors: Mapping[str, Path]
@@ -131,17 +133,6 @@ def check_pair(target: Any, draft: Any) -> None:
     """Raise ValueError where two configurations cannot work together."""
     check_architecture("target", target)
     check_architecture("draft", draft)
-    if target.vocab_size != draft.vocab_size:
-        raise ValueError(
-            f"target and draft have different vocabularies ({target.vocab_size} and {draft.vocab_size} entries); "
-            "use a draft of the target's family"
-        )
-
-
-def check_tokenizers(target: Any, draft: Any) -> None:
-    """Raise ValueError where the two tokenizers give different ids."""
-    if target.get_vocab() != draft.get_vocab():
-        raise ValueError("target and draft have different tokenizers; use a draft of the target's family")
 
 
 def max_positions(config: Any) -> int:
@@ -164,7 +155,7 @@ def load_pair(
     prepack_linears: bool | None = None,
     draft_precision: str = LoadConfig.draft_precision,
 ) -> LoadedPair:
-    """Load both models and the tokenizer; everything that can be refused is refused before the weights are read.
+    """Load both models and tokenizers; everything that can be refused is refused before the weights are read.
 
     prepack_linears lays the weights of linear layers out for oneDNN (`backends.prepack`); None does so wherever it
     works. Raises ValueError for what a caller can change.
@@ -179,15 +170,16 @@ def load_pair(
     if prepack_linears and not all(packs):
         refused = precisions[packs.index(False)].name
         raise ValueError(f"linear layers cannot be prepacked on {on} in {refused}; leave prepack_linears out")
-    tokenizer = load_tokenizer(sources[0])
-    check_tokenizers(tokenizer, load_tokenizer(sources[1]))
+    tokenizers = load_tokenizer(sources[0]), load_tokenizer(sources[1])
+    compare(*tokenizers, target_config.vocab_size, draft_config.vocab_size)
     models = [_load_model(source, each, on) for source, each in zip(sources, precisions, strict=True)]
     for model in (model for model, is_packed in zip(models, packs, strict=True) if is_packed):
         prepack(model)
     return LoadedPair(
         target=models[0],
         draft=models[1],
-        tokenizer=tokenizer,
+        tokenizer=tokenizers[0],
+        draft_tokenizer=tokenizers[1],
         precision=precisions[0].name,
         draft_precision=precisions[1].name,
         predictors=shipped_predictors(target),

@@ -9,9 +9,10 @@ from typing import Protocol
 import torch
 
 from spec_stack.config import PrefillConfig
+from spec_stack.prefill.alignment import map_importance
 from spec_stack.prefill.importance import token_importance
 from spec_stack.prefill.select import select
-from spec_stack.types import Proposal, Selection, SteppableModel
+from spec_stack.types import Proposal, Reading, Selection, SteppableModel
 
 
 class CapturedLayer(Protocol):
@@ -52,13 +53,15 @@ def score_prompt(
     look_ahead: LookAhead,
     config: PrefillConfig,
     protected: Sequence[tuple[int, int]] = (),
+    reading: Reading | None = None,
 ) -> tuple[Selection, Proposal]:
     """Prefill the draft, look ahead, score the prompt and select (SpecPrefill, algorithm 1).
 
     Queries come from the last prompt token and from every look-ahead token; the long prefill before them
     runs uncaptured. The draft's cache is left with the prompt (the kept slots of it under
     draft_context="kept") and the look-ahead, ready for decoding. The look-ahead is returned as the first
-    proposal; it is shorter than config.look_ahead when the draft ends its text.
+    proposal; it is shorter than config.look_ahead when the draft ends its text. reading: the prompt in the draft's own
+    tokens where it has another tokenizer; they are scored, and each prompt token takes the most of what it overlaps.
     """
     num_tokens = len(prompt_ids)
     if num_tokens > 1:
@@ -71,7 +74,10 @@ def score_prompt(
         else:
             proposal = Proposal()
             draft.forward(prompt_ids[-1:], [num_tokens - 1], num_logits=1)
-    importance = token_importance(_layers(captured, num_tokens), config.pool_kernel)
+    num_read = num_tokens if reading is None else len(reading.token_ids)
+    importance = token_importance(_layers(captured, num_read), config.pool_kernel)
+    if reading is not None:
+        importance = map_importance(importance, reading.ranges)
     selection = select(prompt_ids, importance, config, protected)
     if config.draft_context == "kept":
         draft.keep_slots([*selection.positions, *range(num_tokens, draft.next_position)])

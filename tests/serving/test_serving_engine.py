@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+
+import pytest
 
 from .conftest import Reference, Server, generate_body
 from .test_serving import kept_ids
@@ -42,9 +47,32 @@ def test_retracted_requests_go_on_at_their_original_positions(launch: Any, refer
     server.stop()
 
 
-def test_without_the_namespace_pruned_kv_would_serve_the_wrong_prompt(launch: Any, reference: Reference) -> None:
+@pytest.fixture(scope="module")
+def small(launch: Any) -> Iterator[Server]:
+    """Little room, and one radix namespace for all selections."""
+    server = launch("--max-total-tokens", "1800", environment={"SPEC_STACK_TEST_NAMESPACE": "one for all"})
+    yield server
+    server.stop()
+
+
+def test_a_prompt_that_there_is_no_room_to_score_is_read_densely(small: Server, reference: Reference) -> None:
+    """A long request holds most of the pool when a second one arrives; both are answered, and nothing leaks."""
+    first, second = reference.prompt(1100, seed=61), reference.prompt(900, seed=62)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(small.generate, first, 300, specprefill=False)
+        while not small.get("/v1/loads")["loads"][0]["num_running_reqs"]:
+            time.sleep(0.05)
+        reply = small.generate(second, specprefill=True)
+        assert running.result()["output_ids"] == reference.tokens(first, max_new_tokens=300)
+    report = reply["meta_info"]["spec_stack"]
+    assert (report["specprefill"], report["num_scored_tokens"], report["num_kept_tokens"]) == (False, 0, len(second))
+    assert "room for" in report["specprefill_reason"]
+    assert reply["output_ids"] == reference.tokens(second)
+
+
+def test_without_the_namespace_pruned_kv_would_serve_the_wrong_prompt(small: Server, reference: Reference) -> None:
     """The control for the radix cache's namespace: the test support takes it away, and the reply goes wrong."""
-    server = launch("--max-total-tokens", "8000", environment={"SPEC_STACK_TEST_NAMESPACE": "one for all"})
+    server = small
     prompt = reference.prompt(800, seed=22)
     pruned = server.generate(prompt, specprefill=True)
     assert pruned["output_ids"] == reference.tokens(prompt, specprefill=True)
@@ -53,7 +81,6 @@ def test_without_the_namespace_pruned_kv_would_serve_the_wrong_prompt(launch: An
     assert status == 200, wrong
     assert wrong["meta_info"]["cached_tokens"] >= len(compact) - 1
     assert wrong["output_ids"] != reference.tokens(compact)
-    server.stop()
 
 
 def test_pages_of_sixteen_slots_change_no_token(launch: Any, reference: Reference) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from array import array
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ import torch
 
 from spec_stack.backends.sglang.fit import draft_positions_are_mapped, pruning_refusal
 from spec_stack.backends.sglang.plugin import NAME
-from spec_stack.backends.sglang.positions import PositionMap, map_batch
+from spec_stack.backends.sglang.positions import PositionMap, batch_map
 from spec_stack.backends.sglang.requests import (
     STATE,
     PrefillReport,
@@ -64,12 +65,12 @@ class Engine:
         Mutates its input_ids and extra_key, the radix cache's namespace.
         """
         prompt_ids = list(request.input_ids or ())
-        options = RequestOptions.parse(request.sampling_params.custom_params, self.config)
+        options = self._options(request)
         selection, reason, num_scored, scoring_s = self._decide(request, prompt_ids, options)
         positions = None
         if len(selection.positions) < len(prompt_ids):
             positions = PositionMap(selection.positions, len(prompt_ids))
-            request.input_ids = type(request.input_ids)("q", selection.token_ids)
+            request.input_ids = array("q", selection.token_ids)
             request.extra_key = (request.extra_key or "") + namespace(selection.positions, len(prompt_ids))
         report = PrefillReport(
             num_prompt_tokens=len(prompt_ids),
@@ -100,6 +101,14 @@ class Engine:
             room = int(self._scheduler.model_config.context_len) - state.report.num_prompt_tokens - 1
             asked = request.sampling_params.max_new_tokens
             request.sampling_params.max_new_tokens = max(0, room if asked is None else min(asked, room))
+
+    def _options(self, request: Any) -> RequestOptions:
+        try:
+            return RequestOptions.parse(request.sampling_params.custom_params, self.config)
+        except ValueError as error:
+            # The server has refused it already, unless the request came in another way; no loop ends for its sake.
+            logger.warning("a request's options are left aside, and its prompt is read densely: %s", error)
+            return RequestOptions(specprefill=False)
 
     def _decide(
         self, request: Any, prompt_ids: list[int], options: RequestOptions
@@ -165,4 +174,4 @@ def positions_of(forward_batch: Any, requests: Sequence[Any], runner: Any) -> to
         if slots.numel() % len(maps):
             raise RuntimeError(f"{slots.numel()} positions cannot be shared evenly by {len(maps)} requests")
         lengths = [slots.numel() // len(maps)] * len(maps)
-    return map_batch(slots, [int(length) for length in lengths], maps, is_draft)
+    return batch_map(tuple(maps), is_draft, slots.device)(slots, [int(length) for length in lengths])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,38 +18,50 @@ import torch
 class PositionMap:
     """One pruned prompt's map from slots to original positions, for the target and for the draft.
 
-    kept: sorted original positions (K of num_prompt_tokens). Both tables are moved to a device once.
+    kept: sorted original positions (K of num_prompt_tokens).
     """
 
     def __init__(self, kept: Sequence[int], num_prompt_tokens: int) -> None:
         self.num_dropped = num_prompt_tokens - len(kept)
-        target = torch.tensor(kept, dtype=torch.int64)
+        self.target = torch.tensor(kept, dtype=torch.int64)
         # SGLang's drafts hold the token after the slot's (EAGLE's shift), one position early: distances must agree.
-        draft = torch.cat([target[1:] - 1, target[-1:]])
-        self._tables = {False: target, True: draft}
-
-    def __call__(self, slots: torch.Tensor, is_draft: bool) -> torch.Tensor:
-        """Original positions, of the slots' shape and dtype. No synchronisation once the table is on the device."""
-        table = self._tables[is_draft]
-        if table.device != slots.device:
-            table = self._tables[is_draft] = table.to(slots.device)
-        in_prompt = table[slots.clamp(max=len(table) - 1).long()].to(slots.dtype)
-        return torch.where(slots < len(table), in_prompt, slots + self.num_dropped)
+        self.draft = torch.cat([self.target[1:] - 1, self.target[-1:]])
 
 
-def map_batch(
-    slots: torch.Tensor, lengths: Sequence[int], maps: Sequence[PositionMap | None], is_draft: bool
-) -> torch.Tensor:
-    """Original positions of a flat batch: request i owns lengths[i] of the slots, maps[i] is None where it is whole.
+class BatchMap:
+    """The maps of a batch as four tensors, so that a step costs a few kernels however many requests it holds.
 
-    Raises RuntimeError where the lengths do not add up, since every position after would be another's.
+    maps[i] is None where request i was read whole.
     """
-    if sum(lengths) != slots.numel():
-        raise RuntimeError(f"{slots.numel()} positions for requests of {list(lengths)} tokens; nothing is mapped")
-    parts = torch.split(slots, list(lengths))
-    return torch.cat(
-        [part if found is None else found(part, is_draft) for part, found in zip(parts, maps, strict=True)]
-    )
+
+    def __init__(self, maps: Sequence[PositionMap | None], is_draft: bool, device: torch.device) -> None:
+        tables = [
+            torch.empty(0, dtype=torch.int64) if it is None else it.draft if is_draft else it.target for it in maps
+        ]
+        sizes = torch.tensor([len(table) for table in tables])
+        self._rows = torch.arange(len(maps), device=device)
+        self._table = torch.cat(tables).to(device)
+        self._sizes = sizes.to(device)
+        self._starts = (sizes.cumsum(0) - sizes).to(device)
+        self._dropped = torch.tensor([0 if it is None else it.num_dropped for it in maps], device=device)
+
+    def __call__(self, slots: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+        """Original positions of a flat batch whose request i owns lengths[i] of the slots; their shape and dtype.
+
+        Raises RuntimeError where the lengths do not add up, since every position after would be another's.
+        """
+        if sum(lengths) != slots.numel() or len(lengths) != len(self._rows):
+            raise RuntimeError(f"{slots.numel()} positions for requests of {list(lengths)} tokens; nothing is mapped")
+        # From the host's lengths and with the size given, nothing waits for the device.
+        counts = torch.tensor(lengths, device=slots.device)
+        row = self._rows.repeat_interleave(counts, output_size=slots.numel())
+        where = (self._starts[row] + slots).clamp(max=len(self._table) - 1)
+        mapped = torch.where(slots < self._sizes[row], self._table[where], slots + self._dropped[row])
+        return mapped.to(slots.dtype)
+
+
+# A batch stays the same for many steps, for the draft and for the target.
+batch_map = lru_cache(maxsize=8)(BatchMap)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -76,6 +77,7 @@ class DraftScorer:
 
     def _importance(self, prompt_ids: list[int], config: PrefillConfig, end_ids: Collection[int]) -> torch.Tensor:
         num_tokens, chunk = len(prompt_ids), self._chunk(config)
+        self._check_room(num_tokens + config.look_ahead)
         row = _BorrowedRow(self._scheduler, self._runner, prompt_ids)
         try:
             for start in range(0, num_tokens - 1, chunk):
@@ -99,13 +101,20 @@ class DraftScorer:
         finally:
             row.release()
 
+    def _check_room(self, num_slots: int) -> None:
+        """Asked beforehand, because SGLang empties its radix cache before it finds that there is no room."""
+        page = self._scheduler.page_size
+        free = self._scheduler.token_to_kv_pool_allocator.available_size() + self._scheduler.tree_cache.evictable_size()
+        if num_slots + page > free:
+            raise RuntimeError(f"the KV pool has room for {free} tokens, and scoring needs {num_slots}")
+
     def _chunk(self, config: PrefillConfig) -> int:
         server = self._scheduler.chunked_prefill_size
         return min(config.prefill_chunk, server) if server and server > 0 else config.prefill_chunk
 
     def _over_ranks(self, best: torch.Tensor) -> torch.Tensor:
         """Each rank holds some of the heads, and importance is a maximum over all of them."""
-        group = self._runner.tp_group
+        group = get_tp_group()
         if group.world_size > 1:
             torch.distributed.all_reduce(best, op=torch.distributed.ReduceOp.MAX, group=group.device_group)
         return best

@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 import torch
+from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.speculative import eagle_worker_v2
 from sglang.srt.speculative.adaptive_runtime_state import AdaptiveController
 from sglang.srt.speculative.standalone_worker_v2 import StandaloneWorkerV2
@@ -27,7 +28,7 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
         self.gamma = BatchGamma(
             ServerConfig.from_environment(),
             precision=str(runner.dtype).removeprefix("torch."),
-            agree=_first_ranks_choice(runner.tp_group),
+            agree=_first_ranks_choice(get_tp_group()),
         )
         self.adaptive_controller = AdaptiveController(self, self.gamma)
         # SGLang logs every change of gamma, which it expects now and then; here it is every step's business.

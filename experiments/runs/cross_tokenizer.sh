@@ -1,0 +1,5 @@
+#!/usr/bin/env bash
+# Hidden facts kept and answered, and drafted tokens accepted, with a draft of the same and of other tokenizers.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+OMP_NUM_THREADS=1 .venv/bin/python experiments/cross_tokenizer.py --threads 1 "$@"

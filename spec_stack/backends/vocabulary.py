@@ -1,0 +1,150 @@
+"""How the ids of a draft relate to the target's: the same tokenizer, the same with padded logits, or another one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+Relation = Literal["same", "padded", "other"]
+_BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """A pair's vocabularies.
+
+    num_target, num_draft: logits per position. num_tokens: entries of the target's tokenizer. common: target id → draft
+    id of the tokens that stand for the same text in both, each id once; filled in for another tokenizer only.
+    """
+
+    relation: Relation
+    num_target: int
+    num_draft: int
+    num_tokens: int = 0
+    common: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def can_propose(self) -> bool:
+        """Whether the draft has a token to propose that the target has too."""
+        return self.relation != "other" or bool(self.common)
+
+    @property
+    def prefill_note(self) -> str:
+        if self.relation != "other":
+            return "the draft scores the target's tokens"
+        look_ahead = "" if self.can_propose else ", without look-ahead"
+        return f"the draft scores the prompt in its own tokens, mapped to the target's by characters{look_ahead}"
+
+    @property
+    def decode_reason(self) -> str:
+        """What drafting does, and why; begins with on or off."""
+        if self.relation == "same":
+            return "on: target and draft share a tokenizer"
+        if self.relation == "padded":
+            return (
+                "on: target and draft share a tokenizer; their logits differ in width "
+                f"({self.num_target} and {self.num_draft}), and ids that only one of them has are never proposed"
+            )
+        if self.can_propose:
+            return (
+                f"on: other tokenizer; the draft proposes the {len(self.common)} tokens "
+                f"({len(self.common) / self.num_tokens:.0%} of the target's) that both have"
+            )
+        return "off: other tokenizer, with no token in common, so gamma is 0"
+
+
+def compare(target: Any, draft: Any, num_target: int, num_draft: int) -> Vocabulary:
+    """Classify a pair by its tokenizers and the widths of its logits.
+
+    Tokenizers are the same where all but their added tokens (special and such) have the same ids. Without a draft's
+    tokenizer the pair is taken to share one. Raises ValueError for what cannot work: different widths and
+    no tokenizers to compare, or different tokenizers without character offsets.
+    """
+    if target is None or draft is None:
+        if num_target != num_draft:
+            raise ValueError(
+                f"target and draft have {num_target} and {num_draft} logits; give tokenizer= and draft_tokenizer=, so "
+                "that their vocabularies can be compared"
+            )
+        return Vocabulary("same", num_target, num_draft)
+    num_tokens = len(target)
+    if target is draft or _ordinary(target) == _ordinary(draft):
+        return Vocabulary("same" if num_target == num_draft else "padded", num_target, num_draft, num_tokens)
+    for role, tokenizer in (("target", target), ("draft", draft)):
+        if not tokenizer.is_fast:
+            raise ValueError(
+                f"target and draft have different tokenizers, and the {role}'s {type(tokenizer).__name__} gives no "
+                "character offsets to map one to the other; use a draft of the target's family"
+            )
+    common = {
+        target_id: draft_id
+        for target_id, draft_id in _common(target, draft).items()
+        if target_id < num_target and draft_id < num_draft
+    }
+    return Vocabulary("other", num_target, num_draft, num_tokens, common)
+
+
+def added_tokens(tokenizer: Any) -> dict[int, str]:
+    """Id → text of the added tokens, special ones mostly."""
+    return {token_id: token.content for token_id, token in tokenizer.added_tokens_decoder.items()}
+
+
+def _ordinary(tokenizer: Any) -> dict[str, int]:
+    """Token → id of all but the added tokens."""
+    added = set(added_tokens(tokenizer).values())
+    return {token: token_id for token, token_id in tokenizer.get_vocab().items() if token not in added}
+
+
+def token_bytes(tokenizer: Any) -> dict[int, bytes]:
+    """Id → the bytes of text it stands for, of a fast tokenizer's ordinary tokens.
+
+    Byte-level tokens (GPT-2, Llama 3, Qwen) and those with a mark for the space (SentencePiece) are understood; of
+    other kinds none is. Pieces for single bytes come first, so that a dict by bytes ends up with the others.
+    """
+    decoder, ordinary = str(tokenizer.backend_tokenizer.decoder), _ordinary(tokenizer)
+    if "ByteLevel(" in decoder:
+        values = {character: value for value, character in bytes_to_unicode().items()}
+        return {
+            token_id: bytes(values[character] for character in token)
+            for token, token_id in ordinary.items()
+            if all(character in values for character in token)
+        }
+    if "Metaspace(" in decoder or "ByteFallback(" in decoder:
+        single = {
+            token_id: bytes.fromhex(match[1])
+            for token, token_id in ordinary.items()
+            if (match := _BYTE_PIECE.fullmatch(token))
+        }
+        return single | {
+            token_id: token.replace("\u2581", " ").encode()
+            for token, token_id in ordinary.items()
+            if token_id not in single
+        }
+    return {}
+
+
+def by_bytes(tokenizer: Any) -> dict[bytes, int]:
+    """The one id for every text that an ordinary token stands for."""
+    return {text: token_id for token_id, text in token_bytes(tokenizer).items() if text}
+
+
+def special_pairs(target: Any, draft: Any) -> dict[int, int]:
+    """Target id → draft id of added tokens with the same text, and of the tokens that begin and end a text."""
+    by_text = {text: token_id for token_id, text in added_tokens(draft).items()}
+    pairs = {token_id: by_text[text] for token_id, text in added_tokens(target).items() if text in by_text}
+    for role in ("bos_token_id", "eos_token_id"):
+        target_id, draft_id = getattr(target, role), getattr(draft, role)
+        if target_id is not None and draft_id is not None and draft_id not in pairs.values():
+            pairs.setdefault(target_id, draft_id)
+    return pairs
+
+
+def _common(target: Any, draft: Any) -> dict[int, int]:
+    draft_ids, target_ids = by_bytes(draft), by_bytes(target)
+    ordinary = {target_id: draft_ids[text] for text, target_id in target_ids.items() if text in draft_ids}
+    # Special tokens alone would be nothing to propose.
+    return ordinary | special_pairs(target, draft) if ordinary else {}
