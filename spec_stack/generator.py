@@ -15,6 +15,7 @@ from typing import Any, Unpack
 import torch
 from transformers import PreTrainedModel
 
+from spec_stack.backends.architectures import scoring_limit, text_config
 from spec_stack.backends.attention import install
 from spec_stack.backends.cached_model import CachedModel
 from spec_stack.backends.loading import check_pair, end_token_ids, load_pair, max_positions, precision_of
@@ -51,7 +52,7 @@ class SpecStackGenerator:
         config: SpecStackConfig | None = None,
         policy: str | GammaPolicy | None = None,
     ) -> None:
-        """Wrap loaded models (with attn_implementation="sdpa"; it is replaced in place). Raises ValueError for a
+        """Wrap loaded models (with transformers' default attention; it is replaced in place). Raises ValueError for a
         pair that does not fit together. Without a tokenizer only input_ids are taken and no text is made."""
         check_pair(target.config, draft.config)
         if target.device != draft.device:
@@ -175,13 +176,15 @@ class SpecStackGenerator:
             policy = "fixed"
         lend_policy = self._resolve_policy(policy, gamma, is_seeded)
         prompt_ids, protected = encode_prompt(
-            self.tokenizer, self.target.config.vocab_size, prompt, messages, input_ids
+            self.tokenizer, text_config(self.target.config).vocab_size, prompt, messages, input_ids
         )
         limit = min(max_positions(self.target.config), max_positions(self.draft.config))
         check_length(len(prompt_ids), params.max_tokens, limit)
         prefill = self.config.prefill if keep_rate is None else replace(self.config.prefill, keep_rate=keep_rate)
         prefill = replace(prefill, look_ahead=min(prefill.look_ahead, limit - len(prompt_ids)))
-        scores, reason = decide_scoring(specprefill, prefill, len(prompt_ids), protected)
+        scores, reason = decide_scoring(
+            specprefill, prefill, len(prompt_ids), protected, scoring_limit(self.draft.config)
+        )
         request = Request(
             prompt_ids=prompt_ids,
             protected=protected,

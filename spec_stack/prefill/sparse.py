@@ -39,7 +39,7 @@ class LookAhead(Protocol):
     def __call__(self, committed_ids: Sequence[int], num_tokens: int) -> Proposal: ...
 
 
-def _layers(captured: Mapping[int, CapturedLayer], num_prompt_tokens: int) -> Iterator[ScoredLayer]:
+def captured_layers(captured: Mapping[int, CapturedLayer], num_prompt_tokens: int) -> Iterator[ScoredLayer]:
     """The layers that see the whole prompt; a sliding window leaves no keys."""
     for layer in captured.values():
         if layer.keys is not None:
@@ -71,7 +71,7 @@ def score_prompt(
         else:
             proposal = Proposal()
             draft.forward(prompt_ids[-1:], [num_tokens - 1], num_logits=1)
-    importance = token_importance(_layers(captured, num_tokens), config.pool_kernel)
+    importance = token_importance(captured_layers(captured, num_tokens), config.pool_kernel)
     selection = select(prompt_ids, importance, config, protected)
     if config.draft_context == "kept":
         draft.keep_slots([*selection.positions, *range(num_tokens, draft.next_position)])
