@@ -21,7 +21,7 @@ from transformers import DynamicCache
 from spec_stack import PrefillConfig
 from spec_stack.backends.attention import install
 from spec_stack.backends.loading import load_pair
-from spec_stack.backends.roomy_cache import give_room
+from spec_stack.backends.model_cache import new_cache
 
 
 def main() -> None:
@@ -54,7 +54,7 @@ def main() -> None:
 def compare(model: Any, num_cached: int, rounds: int) -> dict[tuple[str, int], float]:
     """Median milliseconds by cache and number of new tokens."""
     prompt = torch.randint(model.config.vocab_size, (1, num_cached), generator=torch.Generator().manual_seed(0))
-    caches = {"growing": DynamicCache(config=model.config), "room": give_room(DynamicCache(config=model.config))}
+    caches = {"growing": DynamicCache(config=model.config), "room": new_cache(model.config)}
 
     def forward(cache: DynamicCache, ids: torch.Tensor, start: int) -> None:
         positions = torch.arange(start, start + ids.shape[1])[None]

@@ -15,6 +15,7 @@ from typing import Any, Unpack
 import torch
 from transformers import PreTrainedModel
 
+from spec_stack.backends.architectures import scoring_limit, text_config
 from spec_stack.backends.attention import install
 from spec_stack.backends.cached_model import CachedModel
 from spec_stack.backends.fused_verify import accept_fused, fused_problem
@@ -59,7 +60,7 @@ class SpecStackGenerator:
         predictors: Mapping[str, str | Path] | None = None,
         draft_tokenizer: Any = None,
     ) -> None:
-        """Wrap loaded models (with attn_implementation="sdpa"; it is replaced in place). Raises ValueError for a
+        """Wrap loaded models (with transformers' default attention; it is replaced in place). Raises ValueError for a
         pair that does not fit together. Without a tokenizer only input_ids are taken and no text is made; without
         draft_tokenizer the draft is taken to have the target's (see `backends.vocabulary.compare`). The names of the
         precisions are found out where they are not given. predictors: files of trained predictors, by the name of the
@@ -67,7 +68,9 @@ class SpecStackGenerator:
         check_pair(target.config, draft.config)
         if target.device != draft.device:
             raise ValueError(f"target and draft are on different devices, {target.device} and {draft.device}")
-        vocabulary = compare(tokenizer, draft_tokenizer, target.config.vocab_size, draft.config.vocab_size)
+        vocabulary = compare(
+            tokenizer, draft_tokenizer, text_config(target.config).vocab_size, text_config(draft.config).vocab_size
+        )
         if config is not None and not isinstance(config, SpecStackConfig):
             raise ValueError(f"config must be a SpecStackConfig, got {type(config).__name__}")
         for model in (target, draft):
@@ -210,10 +213,12 @@ class SpecStackGenerator:
         if not self.vocabulary.can_propose:
             lend_policy = self._resolve_policy("fixed", 0)
         prompt_ids, protected = encode_prompt(
-            self.tokenizer, self.target.config.vocab_size, prompt, messages, input_ids
+            self.tokenizer, text_config(self.target.config).vocab_size, prompt, messages, input_ids
         )
         prefill = self.config.prefill if keep_rate is None else replace(self.config.prefill, keep_rate=keep_rate)
-        scores, reason = decide_scoring(specprefill, prefill, len(prompt_ids), protected)
+        scores, reason = decide_scoring(
+            specprefill, prefill, len(prompt_ids), protected, scoring_limit(self.draft.config)
+        )
         reading, obstacle = self._read(prompt_ids)
         if scores and obstacle:
             scores, reason = False, f"off: {obstacle}"

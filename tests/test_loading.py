@@ -10,16 +10,21 @@ from conftest import FAMILIES, make_model
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
     GPTNeoXConfig,
     LlamaConfig,
     Mamba2Config,
-    MistralConfig,
-    Qwen2Config,
+    NemotronHConfig,
 )
 
 from spec_stack import SpecStackGenerator
+from spec_stack.backends.architectures import check_architecture
 from spec_stack.backends.doctor import diagnose
-from spec_stack.backends.loading import ASSETS, check_architecture, check_pair, load_pair, resolve_pair
+from spec_stack.backends.loading import ASSETS, check_pair, load_pair, resolve_pair
+
+DYNAMIC = {"rope_type": "dynamic", "factor": 8.0, "rope_theta": 1e4}
 
 
 @pytest.fixture
@@ -122,10 +127,16 @@ def test_a_pair_with_different_tokenizers_loads_and_drafts_without_changing_a_to
     [
         (BloomConfig(), "ALiBi"),
         (Mamba2Config(), "no attention layers"),
-        (LlamaConfig(rope_parameters={"rope_type": "dynamic", "factor": 8.0, "rope_theta": 1e4}), "dynamic"),
-        (GPTNeoXConfig(), "only rotary full-attention decoders"),
-        (MistralConfig(sliding_window=64), "sliding-window"),
-        (Qwen2Config(use_sliding_window=True, sliding_window=64, max_window_layers=2), "sliding-window"),
+        (LlamaConfig(rope_parameters=DYNAMIC), "dynamic"),
+        (Gemma3TextConfig(rope_parameters=dict.fromkeys(["full_attention", "sliding_attention"], DYNAMIC)), "dynamic"),
+        (Gemma3TextConfig(use_bidirectional_attention=True), "bidirectional"),
+        (Gemma2Config(), "soft-capped"),
+        (GPT2Config(), "learned table"),
+        (GPTNeoXConfig(), "not among those"),
+        (
+            NemotronHConfig(layers_block_type=["linear_attention", "mlp"]),
+            "0 attention layers; scoring",
+        ),
     ],
 )
 def test_an_architecture_that_would_be_wrong_is_refused_with_the_reason(config: object, message: str) -> None:
@@ -156,3 +167,18 @@ def test_the_doctor_reports_a_healthy_and_a_broken_pair(folders: tuple[Path, Pat
     path.write_text(Mamba2Config().to_json_string())
     assert "no attention layers" in diagnose(str(folders[0]), str(folders[1]), "auto", "cpu")["problem"]
     assert "unknown precision" in diagnose(None, None, "int3", "cpu")["problem"]
+
+
+def test_the_doctor_says_what_is_exact_approximate_and_refused(folders: tuple[Path, Path]) -> None:
+    assert set(diagnose(None, None, "auto", "cpu")["support"].values()) >= {"exact"}
+    for folder in folders:
+        (folder / "config.json").write_text(NemotronHConfig(vocab_size=4096).to_json_string())
+    hybrid = diagnose(*map(str, folders), "auto", "cpu")
+    assert hybrid["problem"] is None
+    support = hybrid["support"]
+    assert support["the draft scores prompts"].startswith("approximate (transformers")
+    assert support["the target prefills sparsely"].startswith("approximate (Mamba-2 layers")
+    assert support["the target decodes speculatively"].startswith("approximate (transformers")
+    assert support["the draft's context after a sparse prefill"].startswith("the whole prompt")
+    (folders[1] / "config.json").write_text(Mamba2Config(vocab_size=4096).to_json_string())
+    assert diagnose(*map(str, folders), "auto", "cpu")["support"]["the draft scores prompts"].startswith("refused (")

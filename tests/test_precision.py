@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 import reference
+import tiny_architectures
 import torch
 from bitsandbytes.functional import has_avx512bf16
 from conftest import FAMILIES, random_prompt
 from controller_data import step
+from tiny_architectures import CONFIGS
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from spec_stack import SpecStackGenerator
 from spec_stack.backends.doctor import diagnose
@@ -21,7 +23,6 @@ from spec_stack.backends.precision import (
     DTYPES,
     TIE_TOLERANCE,
     Precision,
-    check_quantizable,
     estimate_bytes,
     precision_of,
     resolve_precisions,
@@ -188,12 +189,29 @@ def test_devices_and_models_that_cannot_be_quantized_are_refused() -> None:
     config = FAMILIES["llama"]
     with pytest.raises(ValueError, match="works on cpu and cuda, not on 'mps'"):
         resolve_precisions(config, config, LoadConfig("int8"), torch.device("mps"))
-    experts = Qwen3MoeConfig(
-        hidden_size=32, moe_intermediate_size=64, num_experts=8, num_hidden_layers=2, vocab_size=64
-    )
-    with pytest.raises(ValueError, match=r"bitsandbytes quantizes linear layers.* \d+% of the layers' weights"):
-        check_quantizable("target", "nf4", experts)
-    check_quantizable("target", "nf4", config)
+    for experts in ("Qwen3-MoE", "GPT-OSS"):
+        with pytest.raises(ValueError, match=r"bitsandbytes quantizes linear layers.* \d+% of the layers' weights"):
+            resolve_precisions(CONFIGS[experts], config, LoadConfig("int8"), CPU)
+    resolve_precisions(config, config, LoadConfig("int8"), CPU)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_memory_is_foretold_for_every_architecture(name: str) -> None:
+    foretold = estimate_bytes(CONFIGS[name], Precision("fp32", torch.float32))
+    assert foretold == weight_bytes(tiny_architectures.make_model(name))
+
+
+@pytest.mark.parametrize("name", ["Gemma3", "Qwen3.5", "Falcon-H1"])
+def test_windows_and_hybrids_run_in_int8(name: str, tmp_path: Path) -> None:
+    draft = tiny_architectures.make_model(name)
+    draft.save_pretrained(tmp_path)
+    options = Precision("int8", torch.float32).load_options(CPU)
+    target = AutoModelForCausalLM.from_pretrained(tmp_path, **options).eval()
+    generator = SpecStackGenerator(target, draft)
+    result = generator.generate(input_ids=random_prompt(40), gamma=3, max_tokens=12, ignore_eos=True)
+    assert (result.metrics.precision, result.metrics.draft_precision) == ("int8", "fp32")
+    assert len(result.token_ids) == 12
+    assert result.metrics.num_accepted > 0
 
 
 @pytest.mark.skipif(not has_avx512bf16(), reason="this CPU's nf4 kernel takes any shape")

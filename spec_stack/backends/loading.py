@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from spec_stack.backends.architectures import check_architecture, text_config
 from spec_stack.backends.precision import Precision, resolve_precisions
 from spec_stack.backends.prepack import can_prepack, prepack
 from spec_stack.backends.vocabulary import compare
@@ -23,8 +24,6 @@ CONTROLLERS = ASSETS / "controllers"
 # Policies that use a trained predictor where one is shipped for the pair. `throughput` is not among them: none has
 # beaten what it learns online (experiments/LOG.md).
 _PREDICTORS = {"speckv": "step.json"}
-# Rotary, full-attention decoders: every layer sees the whole prompt and rolls back by cropping.
-SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -103,32 +102,6 @@ def load_tokenizer(source: str) -> Any:
         raise ValueError(f"cannot load the tokenizer of {source!r}: {error}") from error
 
 
-def check_architecture(role: str, config: Any) -> None:
-    """Raise ValueError, with the reason, for a model on which positions, scoring or rollback would be wrong."""
-    kind = config.model_type
-    if kind not in SUPPORTED:
-        reason = {
-            "bloom": "its ALiBi bias is by cache slot, so pruned prompts would lose their positions",
-            "mpt": "its ALiBi bias is by cache slot, so pruned prompts would lose their positions",
-            "mamba": "it has no attention layers to score a prompt with",
-            "mamba2": "it has no attention layers to score a prompt with",
-        }.get(kind, "only rotary full-attention decoders are supported so far")
-        raise ValueError(f"the {role} is a {kind!r} model: {reason}. Supported: {', '.join(SUPPORTED)}")
-    rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if rope_type in ("dynamic", "longrope"):
-        raise ValueError(
-            f"the {role} uses {rope_type!r} RoPE, whose angles depend on the longest position seen so far: a proposal, "
-            "or another request, would change them"
-        )
-    layer_types = getattr(config, "layer_types", None) or []
-    sliding = "sliding_attention" in layer_types or (kind == "mistral" and config.sliding_window is not None)
-    if sliding:
-        raise ValueError(
-            f"the {role} uses sliding-window attention, which would slide over kept tokens instead of positions; "
-            "sliding-window layers are not supported so far"
-        )
-
-
 def check_pair(target: Any, draft: Any) -> None:
     """Raise ValueError where two configurations cannot work together."""
     check_architecture("target", target)
@@ -137,13 +110,13 @@ def check_pair(target: Any, draft: Any) -> None:
 
 def max_positions(config: Any) -> int:
     """Positions a model was made for."""
-    return int(config.max_position_embeddings)
+    return int(text_config(config).max_position_embeddings)
 
 
 def end_token_ids(model: PreTrainedModel) -> frozenset[int]:
     """Ids that end a text, from the generation config or else the model config."""
     ids = model.generation_config.eos_token_id if model.generation_config is not None else None
-    ids = model.config.eos_token_id if ids is None else ids
+    ids = text_config(model.config).eos_token_id if ids is None else ids
     return frozenset() if ids is None else frozenset([ids] if isinstance(ids, int) else ids)
 
 
@@ -171,7 +144,7 @@ def load_pair(
         refused = precisions[packs.index(False)].name
         raise ValueError(f"linear layers cannot be prepacked on {on} in {refused}; leave prepack_linears out")
     tokenizers = load_tokenizer(sources[0]), load_tokenizer(sources[1])
-    compare(*tokenizers, target_config.vocab_size, draft_config.vocab_size)
+    compare(*tokenizers, *(text_config(config).vocab_size for config in (target_config, draft_config)))
     models = [_load_model(source, each, on) for source, each in zip(sources, precisions, strict=True)]
     for model in (model for model, is_packed in zip(models, packs, strict=True) if is_packed):
         prepack(model)
@@ -194,7 +167,8 @@ def _load_model(source: str, precision: Precision, device: torch.device) -> PreT
         transformers_logging.disable_progress_bar()
     try:
         options = precision.load_options(device)
-        model = AutoModelForCausalLM.from_pretrained(source, attn_implementation="sdpa", **options)
+        # Without attn_implementation: SDPA, or eager attention for those that have none (GPT-OSS).
+        model = AutoModelForCausalLM.from_pretrained(source, **options)
     except (OSError, ImportError, SafetensorError) as error:
         raise ValueError(f"cannot load the weights of {source!r}: {error}") from error
     finally:

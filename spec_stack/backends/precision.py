@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
+from spec_stack.backends.architectures import text_config
 from spec_stack.backends.prepack import PrepackedLinear
 from spec_stack.config import OTHER_PRECISION, PRECISIONS, LoadConfig
 
@@ -66,7 +67,7 @@ class Precision:
 
 def stored_precision(config: Any) -> str | None:
     """The precision that a checkpoint is stored quantized in; "other" for one of no name of ours, None for floats."""
-    stored = getattr(config, "quantization_config", None)
+    stored = getattr(config, "quantization_config", None) or getattr(text_config(config), "quantization_config", None)
     if stored is None:
         return None
     values = stored if isinstance(stored, dict) else stored.to_dict()
@@ -166,7 +167,7 @@ def estimate_bytes(config: Any, precision: Precision) -> int:
 
 def _skeleton(config: Any) -> PreTrainedModel:
     """The model without its weights."""
-    plain = copy.deepcopy(config)
+    plain = copy.deepcopy(text_config(config))
     if hasattr(plain, "quantization_config"):
         del plain.quantization_config
     with torch.device("meta"):

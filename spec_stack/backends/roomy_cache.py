@@ -1,4 +1,4 @@
-"""A KV cache that writes new tokens into room it has set aside.
+"""A layer of a KV cache that writes new tokens into room it has set aside.
 
 transformers' growing cache copies all keys and values in every forward to append a token's; with thousands of tokens
 cached that is a tenth of a step and more (experiments/bench_cache.py).
@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 # Slots set aside whenever there is no room left; so one forward in so many copies the cache.
@@ -47,9 +46,3 @@ class RoomyLayer(DynamicLayer):  # type: ignore[misc]
             self._buffers[name] = buffer
         buffer[..., used:total, :] = new
         return buffer[..., :total, :]
-
-
-def give_room(cache: DynamicCache) -> DynamicCache:
-    """Replace the plain layers of a cache that holds nothing yet; returns the cache."""
-    cache.layers = [RoomyLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
-    return cache

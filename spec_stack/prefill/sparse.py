@@ -10,7 +10,7 @@ import torch
 
 from spec_stack.config import PrefillConfig
 from spec_stack.prefill.alignment import map_importance
-from spec_stack.prefill.importance import token_importance
+from spec_stack.prefill.importance import ScoredLayer, token_importance
 from spec_stack.prefill.select import select
 from spec_stack.types import Proposal, Reading, Selection, SteppableModel
 
@@ -19,6 +19,7 @@ class CapturedLayer(Protocol):
     scaling: float
     queries: list[torch.Tensor]
     keys: torch.Tensor | None
+    sinks: torch.Tensor | None
 
 
 class ScoringModel(SteppableModel, Protocol):
@@ -39,12 +40,11 @@ class LookAhead(Protocol):
     def __call__(self, committed_ids: Sequence[int], num_tokens: int) -> Proposal: ...
 
 
-def _layers(
-    captured: Mapping[int, CapturedLayer], num_prompt_tokens: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, float]]:
+def captured_layers(captured: Mapping[int, CapturedLayer], num_prompt_tokens: int) -> Iterator[ScoredLayer]:
+    """The layers that see the whole prompt; a sliding window leaves no keys."""
     for layer in captured.values():
         if layer.keys is not None:
-            yield torch.cat(layer.queries, dim=1), layer.keys[:, :num_prompt_tokens], layer.scaling
+            yield torch.cat(layer.queries, dim=1), layer.keys[:, :num_prompt_tokens], layer.scaling, layer.sinks
 
 
 def score_prompt(
@@ -58,10 +58,11 @@ def score_prompt(
     """Prefill the draft, look ahead, score the prompt and select (SpecPrefill, algorithm 1).
 
     Queries come from the last prompt token and from every look-ahead token; the long prefill before them
-    runs uncaptured. The draft's cache is left with the prompt (the kept slots of it under
-    draft_context="kept") and the look-ahead, ready for decoding. The look-ahead is returned as the first
-    proposal; it is shorter than config.look_ahead when the draft ends its text. reading: the prompt in the draft's own
-    tokens where it has another tokenizer; they are scored, and each prompt token takes the most of what it overlaps.
+    runs uncaptured. The draft's cache is left with the prompt (under draft_context="kept" with the kept slots of it,
+    where the draft can drop slots) and the look-ahead, ready for decoding. The look-ahead is returned as the
+    first proposal; it is shorter than config.look_ahead when the draft ends its text. reading: the prompt in the
+    draft's own tokens where it has another tokenizer; they are scored, and each prompt token takes the most of what
+    it overlaps.
     """
     num_tokens = len(prompt_ids)
     if num_tokens > 1:
@@ -75,7 +76,7 @@ def score_prompt(
             proposal = Proposal()
             draft.forward(prompt_ids[-1:], [num_tokens - 1], num_logits=1)
     num_read = num_tokens if reading is None else len(reading.token_ids)
-    importance = token_importance(_layers(captured, num_read), config.pool_kernel)
+    importance = token_importance(captured_layers(captured, num_read), config.pool_kernel)
     if reading is not None:
         importance = map_importance(importance, reading.ranges)
     selection = select(prompt_ids, importance, config, protected)
