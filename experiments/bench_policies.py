@@ -32,6 +32,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from spec_stack import SpecStackGenerator
+from spec_stack.backends.precision import QUANTIZED
 from spec_stack.controller.policies import LIVE_POLICY_NAMES, make_policy
 
 PLAIN = "plain"
@@ -41,8 +42,7 @@ ASSISTED = "transformers, assisted (dynamic)"
 class Contest:
     """Runs the variants and keeps their seconds per variant, prompt and repeat, of the whole call and of decoding."""
 
-    def __init__(self, generator: SpecStackGenerator, num_tokens: int) -> None:
-        self.generator = generator
+    def __init__(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens
         self.seconds: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
         self.decode_seconds: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -52,8 +52,8 @@ class Contest:
         self.accepted: dict[str, int] = defaultdict(int)
         self.proposed: dict[str, int] = defaultdict(int)
 
-    def ours(self, policy: Any, ids: list[int], name: str, index: int) -> list[int]:
-        result = self.generator.generate(
+    def ours(self, generator: SpecStackGenerator, policy: Any, ids: list[int], name: str, index: int) -> list[int]:
+        result = generator.generate(
             input_ids=ids, max_tokens=self.num_tokens, policy=policy, specprefill=False, ignore_eos=True
         )
         metrics = result.metrics
@@ -148,23 +148,25 @@ def main() -> None:
     except ValueError as error:
         parser.error(str(error))
     generator = load_generator(arguments)
+    if generator.precision in QUANTIZED:
+        parser.error("transformers is run in a dtype here; bench_precisions.py compares int8 and nf4")
     target, draft = (
         AutoModelForCausalLM.from_pretrained(model.name_or_path, dtype=model.dtype).to(model.device).eval()
         for model in (generator.target, generator.draft)
     )
     encoded = [prompt.encode(generator.tokenizer, arguments.max_prompt_tokens) for prompt in prompts]
 
-    contest = Contest(generator, arguments.tokens)
+    contest = Contest(arguments.tokens)
     fixed = [f"fixed-{gamma}" for gamma in arguments.gammas]
     variants: dict[str, Callable[[list[int], str, int], list[int]]] = {
-        PLAIN: partial(contest.ours, make_policy("fixed", gamma=0)),
+        PLAIN: partial(contest.ours, generator, make_policy("fixed", gamma=0)),
         "transformers, plain": partial(contest.theirs, target, None),
         ASSISTED: partial(contest.theirs, target, draft),
     }
     for gamma in arguments.gammas:
-        variants[f"fixed-{gamma}"] = partial(contest.ours, make_policy("fixed", gamma=gamma))
+        variants[f"fixed-{gamma}"] = partial(contest.ours, generator, make_policy("fixed", gamma=gamma))
     for name in arguments.policies:
-        variants[name] = partial(contest.ours, make_policy(name))
+        variants[name] = partial(contest.ours, generator, make_policy(name))
     contest.run(variants, encoded, arguments.repeats)
 
     tasks = [prompt.task for prompt in prompts]

@@ -3,23 +3,46 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
 import torch
 
 from spec_stack import SpecStackConfig, SpecStackGenerator
+from spec_stack.config import LoadConfig
 
 
-def add_pair_arguments(parser: argparse.ArgumentParser, threads: int = 1) -> None:
+def add_model_arguments(parser: argparse.ArgumentParser, threads: int = 1) -> None:
+    """All but the target's precision, for scripts that go through several."""
     parser.add_argument("--target", help="target model (default: the embedded pair)")
     parser.add_argument("--draft", help="draft model")
-    parser.add_argument("--precision", default="auto")
+    parser.add_argument("--draft-precision", default=LoadConfig.draft_precision)
     parser.add_argument("--device")
     parser.add_argument("--threads", type=int, default=threads, help="torch threads (%(default)s)")
 
 
+def add_pair_arguments(parser: argparse.ArgumentParser, threads: int = 1) -> None:
+    add_model_arguments(parser, threads)
+    parser.add_argument("--precision", default=LoadConfig.precision)
+
+
 def load_generator(arguments: argparse.Namespace, config: SpecStackConfig | None = None) -> SpecStackGenerator:
     """The generator asked for; sets the number of torch threads."""
+    return load_generators(arguments, [arguments.precision], config)[0]
+
+
+def load_generators(
+    arguments: argparse.Namespace, precisions: Sequence[str], config: SpecStackConfig | None = None
+) -> list[SpecStackGenerator]:
+    """One generator per precision of the target."""
     torch.set_num_threads(arguments.threads)
-    return SpecStackGenerator.from_pretrained(
-        arguments.target, arguments.draft, precision=arguments.precision, device=arguments.device, config=config
-    )
+    return [
+        SpecStackGenerator.from_pretrained(
+            arguments.target,
+            arguments.draft,
+            precision=precision,
+            draft_precision=arguments.draft_precision,
+            device=arguments.device,
+            config=config,
+        )
+        for precision in precisions
+    ]

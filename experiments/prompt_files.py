@@ -16,6 +16,8 @@ from typing import Any
 
 from spec_stack.backends.chat import encode_messages, encode_text
 
+_OWN = [Path(__file__).parent / "prompts" / name for name in ("decode.jsonl", "profile.jsonl")]
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -68,9 +70,14 @@ def read_prompts(path: Path, tasks: Sequence[str] = ()) -> list[Prompt]:
 
 
 def choose_prompts(sources: list[str], per_task: int) -> list[Prompt]:
-    """Prompts of TASK=FILE or TASK=FILE:CATEGORY sources, evenly spread over each file."""
+    """Prompts of TASK=FILE or TASK=FILE:CATEGORY sources, evenly spread over each file; with no source the project's
+    own, six per task."""
     if per_task < 1:
         raise ValueError(f"prompts per task must be 1 or more, got {per_task}")
+    if not sources:
+        own = [prompt for path in _OWN for prompt in read_prompts(path)]
+        tasks = dict.fromkeys(prompt.task for prompt in own)
+        return [prompt for task in tasks for prompt in [each for each in own if each.task == task][:per_task]]
     chosen = []
     for source in sources:
         task, separator, rest = source.partition("=")

@@ -21,9 +21,46 @@ from prompt_files import choose_prompts
 from script import run_script
 from tqdm import tqdm
 
-from spec_stack import StepRecord
+from spec_stack import GenerationResult, SpecStackGenerator, StepRecord
 from spec_stack.controller.policies import make_policy
 from spec_stack.record_io import check_record_path, write_records
+from spec_stack.records import GammaPolicy
+
+
+def run_prompt(
+    generator: SpecStackGenerator, ids: list[int], policy: GammaPolicy, num_tokens: int, task: str, request_id: str
+) -> GenerationResult:
+    """One greedy run over a densely read prompt, past the end-of-sequence token, with its records."""
+    return generator.generate(
+        input_ids=ids,
+        max_tokens=num_tokens,
+        policy=policy,
+        specprefill=False,
+        ignore_eos=True,
+        task=task,
+        request_id=request_id,
+        return_records=True,
+    )
+
+
+def check_tokens(num_tokens: int) -> None:
+    """Raise ValueError where a run would end with its first step, the prompt's."""
+    if num_tokens < 2:
+        raise ValueError(f"--tokens must be 2 or more, got {num_tokens}; the first step is the prompt's")
+
+
+def summarise(records: list[StepRecord]) -> dict[str, float]:
+    """What the decode steps of some runs did and took, without the steps in which a model read the prompt."""
+    steps = [record for record in records if not record.is_prefill and not record.draft_read_prompt]
+    num_tokens, num_drafted = sum(r.num_tokens for r in steps), sum(r.gamma for r in steps)
+    draft_s, verify_s = sum(r.draft_s for r in steps), sum(r.verify_s for r in steps)
+    return {
+        "steps": len(steps),
+        "tokens_per_step": num_tokens / len(steps),
+        "tokens_per_s": num_tokens / (draft_s + verify_s + sum(r.controller_s for r in steps)),
+        "draft_ms_per_token": draft_s / num_drafted * 1e3 if num_drafted else 0.0,
+        "verify_ms_per_step": verify_s / len(steps) * 1e3,
+    }
 
 
 def main() -> None:
@@ -41,6 +78,7 @@ def main() -> None:
     arguments = parser.parse_args()
     try:
         check_record_path(arguments.out)
+        check_tokens(arguments.tokens)
         prompts = choose_prompts(arguments.prompts, arguments.per_task)
         policies = [make_policy("fixed", gamma=gamma) for gamma in arguments.gammas]
         policies += [make_policy(name) for name in arguments.policies]
@@ -49,38 +87,19 @@ def main() -> None:
     generator = load_generator(arguments)
     if not policies or len({policy.name for policy in policies}) < len(policies):
         parser.error("give at least one gamma or policy, and each once")
-    if arguments.tokens < 2:
-        parser.error(f"--tokens must be 2 or more, got {arguments.tokens}; the first step is the prompt's")
     records: list[StepRecord] = []
     for number, prompt in enumerate(tqdm(prompts)):
         ids = prompt.encode(generator.tokenizer, arguments.max_prompt_tokens)
         for policy in policies:
-            result = generator.generate(
-                input_ids=ids,
-                max_tokens=arguments.tokens,
-                policy=policy,
-                specprefill=False,
-                ignore_eos=True,
-                task=prompt.task,
-                request_id=f"{prompt.task}-{number}",
-                return_records=True,
-            )
+            name = f"{prompt.task}-{number}"
+            result = run_prompt(generator, ids, policy, arguments.tokens, prompt.task, name)
             records += result.records or []
     write_records(records, arguments.out)
 
     rows: dict[str, dict[str, Any]] = {}
     print("policy        steps  tokens/step  tokens/s  draft ms/token  verify ms/step")
     for policy in policies:
-        steps = [r for r in records if r.policy == policy.name and not r.is_prefill and not r.draft_read_prompt]
-        num_tokens, num_drafted = sum(r.num_tokens for r in steps), sum(r.gamma for r in steps)
-        draft_s, verify_s = sum(r.draft_s for r in steps), sum(r.verify_s for r in steps)
-        rows[policy.name] = {
-            "steps": len(steps),
-            "tokens_per_step": num_tokens / len(steps),
-            "tokens_per_s": num_tokens / (draft_s + verify_s + sum(r.controller_s for r in steps)),
-            "draft_ms_per_token": draft_s / num_drafted * 1e3 if num_drafted else 0.0,
-            "verify_ms_per_step": verify_s / len(steps) * 1e3,
-        }
+        rows[policy.name] = summarise([record for record in records if record.policy == policy.name])
         print("{:12s} {:6d} {:12.3f} {:9.1f} {:15.3f} {:15.3f}".format(policy.name, *rows[policy.name].values()))
     print(json.dumps({"experiment": "record_runs", **describe(), "records": len(records), "policies": rows}))
 

@@ -5,7 +5,7 @@ The token predictor gives P(all tokens drafted so far and the next one are accep
 and MLP are fitted on the same examples, calibrated and scored on prompts left out; the difference in log loss is
 bootstrapped over prompts, and the one named in the last line wins only where that interval excludes zero (else the
 linear one, being cheaper). Step predictors (ridge, MLP-16) are exported for the `speckv` policy. Files are JSON with a
-card.
+card. --ship puts the step predictor that errs least on prompts left out where the embedded pair's `speckv` finds it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import hashlib
 import json
 import platform
+import shutil
 from pathlib import Path
 from time import perf_counter
 
@@ -90,8 +91,13 @@ def main() -> None:
     parser.add_argument("records", nargs="+", type=Path, help="record files, or the SpecKV authors' folder")
     parser.add_argument("--out", type=Path, required=True, help="folder for the exported predictors")
     parser.add_argument("--folds", type=int, default=5)
+    parser.add_argument("--policies", default="", help="train on runs of policies whose names begin so (default: all)")
+    parser.add_argument("--ship", type=Path, help="folder that gets the better step predictor as step.json")
     options = parser.parse_args()
     records, data_hash = read(options.records)
+    records = [record for record in records if record.policy.startswith(options.policies)]
+    if not records:
+        raise ValueError(f"no run of a policy that begins with {options.policies!r} in {options.records}")
     options.out.mkdir(parents=True, exist_ok=True)
     versions = {"python": platform.python_version(), "numpy": np.__version__, "scikit-learn": sklearn.__version__}
 
@@ -125,6 +131,7 @@ def main() -> None:
 
     step_inputs, rates, step_groups = step_examples(records)
     step_scores: dict[str, float] = {}
+    step_errors: dict[str, float] = {}
     for name in ("ridge", "mlp-16"):
         held_out = np.zeros(len(rates))
         folds = {group: number % options.folds for number, group in enumerate(dict.fromkeys(step_groups))}
@@ -134,7 +141,7 @@ def main() -> None:
             held_out[fold_of == fold] = np.clip(model.predict(step_inputs[fold_of == fold]), 0, 1)
         correlation = float(np.corrcoef(held_out, rates)[0, 1])
         scores = {"correlation": correlation, "mse": float(((held_out - rates) ** 2).mean())}
-        step_scores[name] = correlation
+        step_scores[name], step_errors[name] = correlation, scores["mse"]
         path = options.out / f"step-{name}.json"
         network = as_network(make_estimator(name).fit(step_inputs, rates))
         save_predictor(path, network, card("step", name, len(rates), step_groups, scores))
@@ -142,8 +149,14 @@ def main() -> None:
         print(
             f"step {name:7s} causal (previous step's signals): correlation {correlation:.3f}, mse {scores['mse']:.4f}"
         )
+    step_winner = min(step_errors, key=step_errors.__getitem__)
+    if options.ship is not None:
+        options.ship.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(options.out / f"step-{step_winner}.json", options.ship / "step.json")
+        print(f"{options.ship / 'step.json'} is {step_winner}")
     line = {
         "winner": winner,
+        "step_winner": step_winner,
         "log_loss_mlp_minus_logistic": [mean, low, high],
         "token": {name: dict(fitted.scores) for name, fitted in fits.items()},
         "step_correlation": step_scores,

@@ -12,7 +12,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spec_stack.config import MAX_GAMMA, DecodeConfig, PrefillConfig, SamplingParams, SpecStackConfig
+from spec_stack.config import (
+    MAX_GAMMA,
+    PRECISIONS,
+    DecodeConfig,
+    LoadConfig,
+    PrefillConfig,
+    SamplingParams,
+    SpecStackConfig,
+)
 from spec_stack.controller.policies import LIVE_POLICY_NAMES
 from spec_stack.record_io import add_records, check_record_path
 
@@ -52,7 +60,9 @@ def build_parser() -> argparse.ArgumentParser:
 def _add_pair_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", help="target model, a folder or hub id (default: the embedded pair)")
     parser.add_argument("--draft", help="draft model, a folder or hub id")
-    parser.add_argument("--precision", default="auto", help="auto, fp32, fp16 or bf16 (%(default)s)")
+    names = ", ".join(("auto", *PRECISIONS))
+    parser.add_argument("--precision", default=LoadConfig.precision, help=f"of the target: {names} (%(default)s)")
+    parser.add_argument("--draft-precision", default=LoadConfig.draft_precision, help="likewise (%(default)s)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, … (default: CUDA where there is one)")
 
 
@@ -97,7 +107,12 @@ def _load(arguments: argparse.Namespace, config: SpecStackConfig | None = None) 
     from spec_stack.generator import SpecStackGenerator
 
     return SpecStackGenerator.from_pretrained(
-        arguments.target, arguments.draft, precision=arguments.precision, device=arguments.device, config=config
+        arguments.target,
+        arguments.draft,
+        precision=arguments.precision,
+        draft_precision=arguments.draft_precision,
+        device=arguments.device,
+        config=config,
     )
 
 
@@ -184,7 +199,9 @@ def _demo(arguments: argparse.Namespace) -> int:
 def _doctor(arguments: argparse.Namespace) -> int:
     from spec_stack.backends.doctor import diagnose
 
-    report = diagnose(arguments.target, arguments.draft, arguments.precision, arguments.device)
+    report = diagnose(
+        arguments.target, arguments.draft, arguments.precision, arguments.device, arguments.draft_precision
+    )
     if arguments.json:
         print(json.dumps(report))
     else:

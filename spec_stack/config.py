@@ -9,6 +9,9 @@ from typing import Literal, get_args
 DraftContext = Literal["full", "kept"]
 MAX_GAMMA = 16
 MAX_LOOK_AHEAD = 64
+PRECISIONS = ("fp32", "fp16", "bf16", "int8", "nf4")
+OTHER_PRECISION = "other"
+"""What records call a precision of no name of ours: a checkpoint stored quantized in another way."""
 # Logits divided by less overflow; what is meant is greedy.
 MIN_TEMPERATURE = 1e-3
 
@@ -89,6 +92,25 @@ class PrefillConfig:
     def full_look_ahead(cls, keep_rate: float = keep_rate) -> PrefillConfig:
         """The paper's "Full LAH" variant, with eight look-ahead tokens: the default."""
         return cls(keep_rate=keep_rate)
+
+
+@dataclass(frozen=True)
+class LoadConfig:
+    """In what precision a pair is loaded.
+
+    precision: of the target. "auto" is how a checkpoint is stored that is quantized already, else fp32 on a CPU and
+        bf16 elsewhere.
+    draft_precision: "auto" is how it is stored likewise; else the target's, or where that is a quantized one, fp32 on
+        a CPU and bf16 elsewhere.
+    """
+
+    precision: str = "auto"
+    draft_precision: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("precision", "draft_precision"):
+            value = getattr(self, name)
+            _require(value in ("auto", *PRECISIONS), f"unknown {name} {value!r}; use one of {['auto', *PRECISIONS]}")
 
 
 @dataclass(frozen=True)

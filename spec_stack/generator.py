@@ -18,12 +18,14 @@ from transformers import PreTrainedModel
 from spec_stack.backends.architectures import scoring_limit, text_config
 from spec_stack.backends.attention import install
 from spec_stack.backends.cached_model import CachedModel
-from spec_stack.backends.loading import check_pair, end_token_ids, load_pair, max_positions, precision_of
+from spec_stack.backends.fused_verify import accept_fused, fused_problem
+from spec_stack.backends.loading import check_pair, end_token_ids, load_pair, max_positions
+from spec_stack.backends.precision import precision_of, settle, weight_bytes
 from spec_stack.backends.sampling import make_warp
 from spec_stack.backends.translated_draft import TranslatedDraft
 from spec_stack.backends.translation import Translation
 from spec_stack.backends.vocabulary import compare
-from spec_stack.config import MAX_LOOK_AHEAD, SamplingParams, SpecStackConfig
+from spec_stack.config import MAX_LOOK_AHEAD, LoadConfig, SamplingParams, SpecStackConfig
 from spec_stack.controller.policies import CLOCK_POLICY_NAMES, make_policy
 from spec_stack.controller.pool import PolicyPool
 from spec_stack.decode.draft import propose
@@ -52,13 +54,17 @@ class SpecStackGenerator:
         tokenizer: Any = None,
         *,
         precision: str = "",
+        draft_precision: str = "",
         config: SpecStackConfig | None = None,
         policy: str | GammaPolicy | None = None,
+        predictors: Mapping[str, str | Path] | None = None,
         draft_tokenizer: Any = None,
     ) -> None:
         """Wrap loaded models (with transformers' default attention; it is replaced in place). Raises ValueError for a
         pair that does not fit together. Without a tokenizer only input_ids are taken and no text is made; without
-        draft_tokenizer the draft is taken to have the target's (see `backends.vocabulary.compare`)."""
+        draft_tokenizer the draft is taken to have the target's (see `backends.vocabulary.compare`). The names of the
+        precisions are found out where they are not given. predictors: files of trained predictors, by the name of the
+        policy that is to use them."""
         check_pair(target.config, draft.config)
         if target.device != draft.device:
             raise ValueError(f"target and draft are on different devices, {target.device} and {draft.device}")
@@ -67,16 +73,21 @@ class SpecStackGenerator:
         )
         if config is not None and not isinstance(config, SpecStackConfig):
             raise ValueError(f"config must be a SpecStackConfig, got {type(config).__name__}")
-        install(target)
-        install(draft)
+        for model in (target, draft):
+            install(model)
+            settle(model)
         self.target, self.draft, self.tokenizer = target, draft, tokenizer
         self.vocabulary = vocabulary
         self._translation = (
             Translation(tokenizer, draft_tokenizer, vocabulary) if vocabulary.relation == "other" else None
         )
         self.precision = precision or precision_of(target)
+        self.draft_precision = draft_precision or precision_of(draft)
+        self._weight_bytes = weight_bytes(target), weight_bytes(draft)
         self.config = config or SpecStackConfig()
         self._policy = policy if policy is not None else self.config.decode.policy
+        self._policy_options: dict[str, dict[str, Any]] = {"fixed": {"gamma": self.config.decode.gamma}}
+        self._policy_options |= {name: {"predictor": file} for name, file in (predictors or {}).items()}
         self._pool = PolicyPool()
         self._resolve_policy(None, None)
         self._warned = False
@@ -87,7 +98,8 @@ class SpecStackGenerator:
         target: str | Path | None = None,
         draft: str | Path | None = None,
         *,
-        precision: str = "auto",
+        precision: str = LoadConfig.precision,
+        draft_precision: str = LoadConfig.draft_precision,
         device: str | None = None,
         config: SpecStackConfig | None = None,
         policy: str | GammaPolicy | None = None,
@@ -95,22 +107,25 @@ class SpecStackGenerator:
     ) -> SpecStackGenerator:
         """Load a pair from local folders or hub ids; with neither named, the pair embedded in the package.
 
-        precision: "auto" (fp32 on a CPU, bf16 elsewhere), "fp32", "fp16" or "bf16". device: "cpu", "cuda", …; None
-        takes CUDA where there is one. policy: a registered name or an object. prepack_linears: lay weights out for
-        the CPU beforehand, which makes them unfit for saving; None does so wherever it works. Raises ValueError for
-        what a caller can change: a missing folder, an unfit pair, an unknown precision, policy or device.
+        precision, draft_precision: "auto" (see LoadConfig), "fp32", "fp16", "bf16", "int8" or "nf4"; the last two
+        need spec-stack[quantized]. device: "cpu", "cuda", …; None takes CUDA where there is one. policy: a registered
+        name or an object. prepack_linears: lay weights out for the CPU beforehand, which makes them unfit for saving;
+        None does so wherever it works. Raises ValueError for what a caller can change: a missing folder, an unfit pair,
+        an unknown precision, policy or device, a precision that cannot be had here.
         """
         chosen = policy if policy is not None else (config or SpecStackConfig()).decode.policy
         if isinstance(chosen, str):
             make_policy(chosen)
-        pair = load_pair(target, draft, precision, device, prepack_linears)
+        pair = load_pair(target, draft, precision, device, prepack_linears, draft_precision)
         return cls(
             pair.target,
             pair.draft,
             pair.tokenizer,
             precision=pair.precision,
+            draft_precision=pair.draft_precision,
             config=config,
             policy=policy,
+            predictors=pair.predictors,
             draft_tokenizer=pair.draft_tokenizer,
         )
 
@@ -254,7 +269,7 @@ class SpecStackGenerator:
             raise ValueError(
                 f"policy must be a name or an object with name, choose, keep_drafting and observe, got {chosen!r}"
             )
-        options = {"gamma": self.config.decode.gamma} if chosen == "fixed" else {}
+        options = self._policy_options.get(chosen, {})
         # Made here to refuse a bad name at the call; a seeded request also wants a policy without a past.
         made = make_policy(chosen, **options)
         return (lambda: nullcontext(made)) if is_fresh else partial(self._pool.lend, chosen, **options)
@@ -278,6 +293,9 @@ class SpecStackGenerator:
             specprefill_reason=reason,
             policy=policy.name,
             precision=self.precision,
+            draft_precision=self.draft_precision,
+            target_weight_bytes=self._weight_bytes[0],
+            draft_weight_bytes=self._weight_bytes[1],
             seed=seed,
             decode_reason=self.vocabulary.decode_reason,
             scoring_s=scoring_s,
@@ -339,7 +357,8 @@ class SpecStackGenerator:
         if warp is None:
             return Sampler(), None
         seed = params.seed if params.seed is not None else secrets.randbits(63)
-        return Sampler(warp, torch.Generator(self.target.device).manual_seed(seed)), seed
+        accept = accept_fused if fused_problem(self.target.device) is None else None
+        return Sampler(warp, torch.Generator(self.target.device).manual_seed(seed), accept), seed
 
     def _decode_text(self) -> Callable[[list[int]], str] | None:
         if self.tokenizer is None:

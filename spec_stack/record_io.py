@@ -105,7 +105,7 @@ def write_records(records: Iterable[StepRecord], path: str | Path) -> None:
     elif path.suffix == ".parquet":
         pyarrow, parquet = load_pyarrow(path)
         table = pyarrow.table({name: [row[name] for row in rows] for name in COLUMNS})
-        parquet.write_table(table, unfinished)
+        parquet.write_table(table, unfinished, compression="zstd")
     else:
         raise ValueError(f"{path}: give a .csv or a .parquet file")
     unfinished.replace(path)

@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spec_stack.config import MAX_GAMMA
-
-PRECISIONS = ("fp32", "fp16", "bf16", "int8", "nf4")
+from spec_stack.config import MAX_GAMMA, OTHER_PRECISION, PRECISIONS
 
 
 @dataclass(frozen=True)
@@ -71,8 +69,9 @@ class Row:
 
     def precision(self) -> str:
         value = self.text("compression")
-        if value not in PRECISIONS:
-            raise self.error("compression", f"unknown precision {value!r}; known: {', '.join(PRECISIONS)}")
+        known = (*PRECISIONS, OTHER_PRECISION)
+        if value not in known:
+            raise self.error("compression", f"unknown precision {value!r}; known: {', '.join(known)}")
         return value
 
     def gamma(self) -> int:

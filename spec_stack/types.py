@@ -90,8 +90,8 @@ class Verification:
 
 @dataclass
 class Metrics:
-    """What a request cost and did. Durations in seconds, from the call on. decode_reason: whether the draft can propose
-    to this target, and why."""
+    """What a request cost and did. Durations in seconds, from the call on; precision is the target's, and the bytes are
+    those of the weights in memory. decode_reason: whether the draft can propose to this target, and why."""
 
     num_prompt_tokens: int
     num_kept_tokens: int
@@ -100,6 +100,9 @@ class Metrics:
     specprefill_reason: str
     policy: str
     precision: str
+    draft_precision: str
+    target_weight_bytes: int
+    draft_weight_bytes: int
     seed: int | None
     decode_reason: str = ""
     scoring_s: float = 0.0

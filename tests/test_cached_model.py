@@ -7,11 +7,13 @@ import torch.nn.functional as F
 from conftest import FAMILIES, make_model, random_prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import StaticCache
+from transformers import DynamicCache, StaticCache
+from transformers.cache_utils import DynamicLayer
 
 from spec_stack.backends import attention
 from spec_stack.backends.attention import SlotPositions, capture_attention, install
 from spec_stack.backends.cached_model import CachedModel
+from spec_stack.backends.roomy_cache import RoomyLayer
 
 SHARED = {family: make_model(family) for family in FAMILIES}
 for _model in SHARED.values():
@@ -175,3 +177,45 @@ def test_chunked_sparse_prefill_on_cuda_equals_one_forward(dtype: torch.dtype) -
     chunked, whole = (CachedModel(model, size).forward(kept, KEPT, 1)[0].float().cpu() for size in (7, 4096))
     error, rounding = (float((logits - expected).abs().max()) for logits in (chunked, whole))
     assert error <= max(3 * rounding, 1e-3)
+
+
+def test_new_tokens_are_written_in_place_while_there_is_room() -> None:
+    model = CachedModel(SHARED["llama"], 4096)
+    model.forward(random_prompt(40), range(40), 1)
+
+    def places() -> list[int]:
+        return [tensor.data_ptr() for layer in model._cache.layers for tensor in (layer.keys, layer.values)]
+
+    before = places()
+    for start in range(40, 60, 5):
+        model.forward(random_prompt(5, seed=start), range(start, start + 5), 5)
+        model.rollback(2)
+        model.forward(random_prompt(2, seed=start), range(start + 3, start + 5), 2)
+    assert places() == before
+    # A selection of slots is a tensor of its own, and moves to where there is room again.
+    model.keep_slots(range(30))
+    model.forward([5], [70], 1)
+    moved = places()
+    model.forward([6], [71], 1)
+    assert places() == moved
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_cache_with_room_gives_the_logits_of_a_growing_one(family: str) -> None:
+    """Past the room set aside, over rollbacks and a selection of slots."""
+    model = SHARED[family]
+    growing, roomy = CachedModel(model, 4096), CachedModel(model, 4096)
+    growing._cache = DynamicCache(config=model.config)
+    assert {type(layer) for layer in roomy._cache.layers} == {RoomyLayer}
+    assert {type(layer) for layer in growing._cache.layers} == {DynamicLayer}
+    for each in (growing, roomy):
+        each.forward(random_prompt(30), range(30), 1)
+    for step in range(90):
+        start = growing.next_position
+        tokens = random_prompt(6, seed=step)
+        logits = [each.forward(tokens, range(start, start + 6), 6) for each in (growing, roomy)]
+        torch.testing.assert_close(*logits, **TOLERANCE)
+        for each in (growing, roomy):
+            each.rollback(step % 4)
+            if step % 30 == 29:
+                each.keep_slots(range(0, each.num_cached, 2))

@@ -10,6 +10,7 @@ import pytest
 
 from spec_stack import PrefillConfig, SpecStackGenerator
 from spec_stack.cli import build_parser, main, request_of
+from spec_stack.config import LoadConfig
 from spec_stack.demo import MODULES, format_demo, hide_fact, run_demo
 
 
@@ -18,6 +19,7 @@ def test_the_defaults_are_those_of_the_configuration() -> None:
     assert arguments.keep_rate == PrefillConfig.keep_rate
     assert arguments.min_prompt_tokens == PrefillConfig.min_prompt_tokens
     assert arguments.look_ahead == PrefillConfig.look_ahead
+    assert (arguments.precision, arguments.draft_precision) == (LoadConfig.precision, LoadConfig.draft_precision)
 
 
 def test_every_option_of_the_command_line_arrives() -> None:
@@ -37,6 +39,16 @@ def test_every_option_of_the_command_line_arrives() -> None:
         "policy": None,
         "gamma": 5,
     }
+
+
+def test_both_precisions_arrive(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--precision", "nf4", "--draft-precision", "bf16", "--device", "cpu"]
+    assert main(["generate", "def main():", "--max-tokens", "4", "--json", *options]) == 0
+    metrics = json.loads(capsys.readouterr().out)["metrics"]
+    assert (metrics["precision"], metrics["draft_precision"]) == ("nf4", "bf16")
+    assert main(["doctor", "--json", *options]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["target"]["precision"], report["draft"]["precision"]) == ("nf4", "bf16")
 
 
 def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
@@ -93,6 +105,7 @@ def test_json_carries_text_and_metrics(capsys: pytest.CaptureFixture[str]) -> No
         (["generate", "x", "--max-tokens", "99999"], "positions"),
         (["generate", "x", "--target", "./nowhere", "--draft", "./nowhere"], "neither a folder nor a hub id"),
         (["generate", "x", "--precision", "int3"], "unknown precision"),
+        (["generate", "x", "--draft-precision", "int3"], "unknown draft_precision"),
         (["demo", "--repeats", "0"], "--repeats"),
         (["demo", "--tokens", "99999"], "fewer than"),
     ],

@@ -159,7 +159,7 @@ def test_the_embedded_pair_is_the_default_and_hub_ids_pass_through() -> None:
 def test_the_doctor_reports_a_healthy_and_a_broken_pair(folders: tuple[Path, Path]) -> None:
     healthy = diagnose(None, None, "auto", "cpu")
     assert healthy["problem"] is None
-    assert healthy["precision"] == "fp32"
+    assert healthy["target"]["precision"] == healthy["draft"]["precision"] == "fp32"
     assert healthy["target"]["layers"] > healthy["draft"]["layers"]
     assert healthy["packages"]["torch"]
     assert healthy["vocabulary"]["tokenizer"] == "same"

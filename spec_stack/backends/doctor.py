@@ -10,15 +10,29 @@ from typing import Any
 import torch
 
 from spec_stack.backends import architectures, loading
+from spec_stack.backends.fused_verify import fused_problem
+from spec_stack.backends.precision import (
+    Precision,
+    estimate_bytes,
+    resolve_precisions,
+    stored_precision,
+    unquantized_dtype,
+)
 from spec_stack.backends.prepack import can_prepack
 from spec_stack.backends.vocabulary import Vocabulary, compare
-from spec_stack.config import DecodeConfig, PrefillConfig
+from spec_stack.config import PRECISIONS, DecodeConfig, LoadConfig, PrefillConfig
 
 _PACKAGES = ("spec-stack", "torch", "transformers", "tokenizers", "safetensors", "numpy")
-_OPTIONAL = ("scikit-learn", "bitsandbytes", "flashinfer-python", "sglang")
+_OPTIONAL = ("scikit-learn", "bitsandbytes", "accelerate", "flashinfer-python", "sglang")
 
 
-def diagnose(target: str | None, draft: str | None, precision: str, device: str | None) -> dict[str, Any]:
+def diagnose(
+    target: str | None,
+    draft: str | None,
+    precision: str,
+    device: str | None,
+    draft_precision: str = LoadConfig.draft_precision,
+) -> dict[str, Any]:
     """A report of plain values. report["problem"] holds the reason where the pair cannot be used, else None.
 
     Reads configurations and tokenizers, never weights.
@@ -31,23 +45,27 @@ def diagnose(target: str | None, draft: str | None, precision: str, device: str 
         "problem": None,
     }
     try:
+        asked = LoadConfig(precision, draft_precision)
         on = loading.resolve_device(device)
         report["device"] = str(on)
-        report["precision"] = loading.resolve_precision(precision, on)
-        report["precision_reason"] = "asked for" if precision != "auto" else f"the default on {on.type}"
-        report["prepack_linears"] = can_prepack(on, loading.PRECISIONS[report["precision"]])
+        problem = fused_problem(on)
+        report["verification"] = "flashinfer" if problem is None else f"torch (flashinfer: {problem})"
         report["policy"] = DecodeConfig.policy
         report["specprefill"] = (
             f"prompts of {PrefillConfig.min_prompt_tokens} tokens or more, unless a call says otherwise"
         )
         sources = loading.resolve_pair(target, draft)
         report["pair"] = "embedded" if target is None else "given"
+        report["predictors"] = {policy: file.name for policy, file in loading.shipped_predictors(target).items()}
         configs = {}
         for role, source in zip(("target", "draft"), sources, strict=True):
             configs[role] = loading.load_config(source)
-            report[role] = _describe(source, configs[role])
+            report[role] = _describe(source, configs[role], on)
         report["support"] = _support(configs["target"], configs["draft"])
         loading.check_pair(configs["target"], configs["draft"])
+        precisions = resolve_precisions(configs["target"], configs["draft"], asked, on)
+        for role, resolved in zip(configs, precisions, strict=True):
+            report[role] |= {"precision": resolved.name, "prepack_linears": can_prepack(on, resolved.dtype)}
         target_tokenizer, draft_tokenizer = (loading.load_tokenizer(source) for source in sources)
         sizes = [architectures.text_config(config).vocab_size for config in configs.values()]
         report["vocabulary"] = _describe_vocabulary(compare(target_tokenizer, draft_tokenizer, *sizes))
@@ -90,8 +108,8 @@ def _draft_context(config: Any) -> str:
     return f"{PrefillConfig.draft_context}, as configured by default"
 
 
-def _describe(source: str, config: Any) -> dict[str, Any]:
-    config = architectures.text_config(config)
+def _describe(source: str, whole: Any, device: torch.device) -> dict[str, Any]:
+    config = architectures.text_config(whole)
     weights = [path.stat().st_size for path in Path(source).glob("*.safetensors")] if Path(source).is_dir() else []
     return {
         "source": source,
@@ -103,6 +121,18 @@ def _describe(source: str, config: Any) -> dict[str, Any]:
         "vocab_size": config.vocab_size,
         "max_positions": getattr(config, "max_position_embeddings", None),
         "weights_mb": round(sum(weights) / 1e6, 1) if weights else None,
+        "memory_mb": _memory_mb(whole, device),
+    }
+
+
+def _memory_mb(config: Any, device: torch.device) -> dict[str, float] | str:
+    """What the weights take in memory at each precision; prepacking keeps the last layer, and small ones, twice."""
+    stored = stored_precision(config)
+    if stored is not None:
+        return f"as stored ({stored})"
+    return {
+        name: round(estimate_bytes(config, Precision(name, unquantized_dtype(name, device))) / 1e6, 1)
+        for name in PRECISIONS
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,23 +14,31 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging as transformers_logging
 
 from spec_stack.backends.architectures import check_architecture, text_config
+from spec_stack.backends.precision import Precision, resolve_precisions
 from spec_stack.backends.prepack import can_prepack, prepack
 from spec_stack.backends.vocabulary import compare
+from spec_stack.config import LoadConfig
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
-PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+CONTROLLERS = ASSETS / "controllers"
+# Policies that use a trained predictor where one is shipped for the pair. `throughput` is not among them: none has
+# beaten what it learns online (experiments/LOG.md).
+_PREDICTORS = {"speckv": "step.json"}
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass(frozen=True)
 class LoadedPair:
-    """Two models on one device, their tokenizers, and the precision's name."""
+    """Two models on one device, their tokenizers, the names of their precisions, and the predictors trained for the
+    pair, by the policy that uses them."""
 
     target: PreTrainedModel
     draft: PreTrainedModel
     tokenizer: Any
     draft_tokenizer: Any
     precision: str
+    draft_precision: str
+    predictors: Mapping[str, Path]
 
 
 def resolve_device(device: str | None) -> torch.device:
@@ -45,15 +54,6 @@ def resolve_device(device: str | None) -> torch.device:
     if resolved.type not in ("cpu", "cuda", "mps", "xpu"):
         raise ValueError(f"device {device!r} cannot run a model; use 'cpu', 'cuda' or 'cuda:N'")
     return resolved
-
-
-def resolve_precision(precision: str, device: torch.device) -> str:
-    """The precision asked for; "auto" is fp32 on a CPU and bf16 elsewhere."""
-    if precision == "auto":
-        return "fp32" if device.type == "cpu" else "bf16"
-    if precision not in PRECISIONS:
-        raise ValueError(f"unknown precision {precision!r}; use one of {['auto', *PRECISIONS]}")
-    return precision
 
 
 def resolve_pair(target: str | Path | None, draft: str | Path | None) -> tuple[str, str]:
@@ -78,6 +78,12 @@ def _resolve_source(role: str, source: str | Path) -> str:
     if isinstance(source, str) and _HUB_ID.fullmatch(source) and not source.startswith("."):
         return source
     raise ValueError(f"{role} {str(source)!r} is neither a folder nor a hub id of the form owner/name")
+
+
+def shipped_predictors(target: str | Path | None) -> dict[str, Path]:
+    """Files of the predictors that come with a pair, by policy: with the embedded one only."""
+    files = {policy: CONTROLLERS / name for policy, name in _PREDICTORS.items()}
+    return {policy: file for policy, file in files.items() if target is None and file.is_file()}
 
 
 def load_config(source: str) -> Any:
@@ -117,59 +123,62 @@ def end_token_ids(model: PreTrainedModel) -> frozenset[int]:
 def load_pair(
     target: str | Path | None = None,
     draft: str | Path | None = None,
-    precision: str = "auto",
+    precision: str = LoadConfig.precision,
     device: str | None = None,
     prepack_linears: bool | None = None,
+    draft_precision: str = LoadConfig.draft_precision,
 ) -> LoadedPair:
     """Load both models and tokenizers; everything that can be refused is refused before the weights are read.
 
     prepack_linears lays the weights of linear layers out for oneDNN (`backends.prepack`); None does so wherever it
     works. Raises ValueError for what a caller can change.
     """
+    asked = LoadConfig(precision, draft_precision)
     on = resolve_device(device)
-    name = resolve_precision(precision, on)
-    packs = prepack_linears is not False and can_prepack(on, PRECISIONS[name])
-    if prepack_linears and not packs:
-        raise ValueError(f"linear layers cannot be prepacked on {on} in {name}; leave prepack_linears out")
-    target_source, draft_source = resolve_pair(target, draft)
-    configs = load_config(target_source), load_config(draft_source)
-    check_pair(*configs)
-    tokenizers = load_tokenizer(target_source), load_tokenizer(draft_source)
-    compare(*tokenizers, *(text_config(config).vocab_size for config in configs))
-    models = [_load_model(source, name, on) for source in (target_source, draft_source)]
-    if packs:
-        for model in models:
-            prepack(model)
+    sources = resolve_pair(target, draft)
+    target_config, draft_config = (load_config(source) for source in sources)
+    check_pair(target_config, draft_config)
+    precisions = resolve_precisions(target_config, draft_config, asked, on)
+    packs = [prepack_linears is not False and can_prepack(on, each.dtype) for each in precisions]
+    if prepack_linears and not all(packs):
+        refused = precisions[packs.index(False)].name
+        raise ValueError(f"linear layers cannot be prepacked on {on} in {refused}; leave prepack_linears out")
+    tokenizers = load_tokenizer(sources[0]), load_tokenizer(sources[1])
+    compare(*tokenizers, *(text_config(config).vocab_size for config in (target_config, draft_config)))
+    models = [_load_model(source, each, on) for source, each in zip(sources, precisions, strict=True)]
+    for model in (model for model, is_packed in zip(models, packs, strict=True) if is_packed):
+        prepack(model)
     return LoadedPair(
         target=models[0],
         draft=models[1],
         tokenizer=tokenizers[0],
         draft_tokenizer=tokenizers[1],
-        precision=name,
+        precision=precisions[0].name,
+        draft_precision=precisions[1].name,
+        predictors=shipped_predictors(target),
     )
 
 
-def _load_model(source: str, precision: str, device: torch.device) -> PreTrainedModel:
+def _load_model(source: str, precision: Precision, device: torch.device) -> PreTrainedModel:
     # A bar for a model that loads in milliseconds is noise; a large one keeps it.
     quiet = Path(source).is_relative_to(ASSETS)
     shown = transformers_logging.is_progress_bar_enabled()
     if quiet:
         transformers_logging.disable_progress_bar()
     try:
+        options = precision.load_options(device)
         # Without attn_implementation: SDPA, or eager attention for those that have none (GPT-OSS).
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=PRECISIONS[precision])
-    except (OSError, SafetensorError) as error:
+        model = AutoModelForCausalLM.from_pretrained(source, **options)
+    except (OSError, ImportError, SafetensorError) as error:
         raise ValueError(f"cannot load the weights of {source!r}: {error}") from error
     finally:
         if shown:
             transformers_logging.enable_progress_bar()
+    model.eval()
+    if "device_map" in options:
+        return model
     try:
-        model.to(device).eval()
+        model.to(device)
     except (RuntimeError, NotImplementedError, AssertionError) as error:
         raise ValueError(f"cannot put the model on device {str(device)!r}: {error}") from error
     return model
-
-
-def precision_of(model: PreTrainedModel) -> str:
-    """The precision's name of a loaded model."""
-    return {dtype: name for name, dtype in PRECISIONS.items()}.get(model.dtype, str(model.dtype).removeprefix("torch."))

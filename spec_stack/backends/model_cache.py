@@ -15,11 +15,16 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from spec_stack.backends.roomy_cache import RoomyLayer
+
 
 def new_cache(config: Any) -> DynamicCache:
     """An empty cache for a model of this configuration, every attention layer of it at full length."""
     cache = DynamicCache(config=config)
-    cache.layers = [DynamicLayer() if getattr(layer, "is_sliding", False) else layer for layer in cache.layers]
+    cache.layers = [
+        RoomyLayer() if getattr(layer, "is_sliding", False) or type(layer) is DynamicLayer else layer
+        for layer in cache.layers
+    ]
     return cache
 
 

@@ -30,6 +30,8 @@ class PrepackedLinear(nn.Module):
         weight = linear.weight.detach()
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _TYPICAL_TOKENS)
         self._plain = weight if weight.numel() < _SMALL_LAYER else None
+        # The bias stays a parameter, counted with the others.
+        self.num_bytes = weight.nbytes * (1 if self._plain is None else 2)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         if self._plain is not None and inputs.numel() == self.in_features:

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
+
+from spec_stack.types import Verification
 
 Warp = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Sampler:
     """warp maps logits (n, vocab) to warped logits; None is greedy. generator lives on the models' device and is
-    advanced by every draw."""
+    advanced by every draw. accept replaces `verify.accept` where a device has a faster route to the same law."""
 
-    def __init__(self, warp: Warp | None = None, generator: torch.Generator | None = None) -> None:
+    def __init__(
+        self, warp: Warp | None = None, generator: torch.Generator | None = None, accept: Accept | None = None
+    ) -> None:
         self._warp = warp
         self._generator = generator
+        self.accept = accept
 
     @property
     def is_greedy(self) -> bool:
         return self._warp is None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the draws are made."""
+        return self._generator.device if self._generator is not None else torch.device("cpu")
 
     def probs(self, logits: torch.Tensor) -> torch.Tensor:
         """Warped distributions (n, vocab) in fp32. Only when sampling."""
@@ -38,3 +48,10 @@ class Sampler:
 
     def uniform(self, num: int, device: torch.device) -> torch.Tensor:
         return torch.rand(num, generator=self._generator, device=device)
+
+    def draw_seed(self) -> int:
+        """A seed for a kernel that makes its own random numbers."""
+        return int(torch.randint(1 << 62, (), generator=self._generator, device=self.device))
+
+
+Accept = Callable[[torch.Tensor, torch.Tensor, Sequence[int], Sampler], Verification]

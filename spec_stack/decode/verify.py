@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from spec_stack.decode.sampler import Sampler
@@ -20,18 +22,28 @@ def verify_greedy(target_logits: torch.Tensor, token_ids: list[int]) -> Verifica
 def verify_sampled(target_logits: torch.Tensor, proposal: Proposal, sampler: Sampler) -> Verification:
     """Rejection sampling (Leviathan et al., 2023): the result has exactly the target's warped distribution.
 
-    A drafted token is accepted with probability min(1, target / draft); the first rejected one is replaced by
-    a draw from max(target - draft, 0). After full acceptance the bonus token comes from the target. Tokens
-    that were chosen, not drawn, have draft probability 1.
+    Tokens that were chosen, not drawn, have draft probability 1.
     """
     target_probs = sampler.probs(target_logits)
-    num_drafted = len(proposal.token_ids)
-    if num_drafted == 0:
+    if not proposal.token_ids:
         return Verification(0, sampler.pick(target_probs[0]))
-    tokens = torch.tensor(proposal.token_ids, device=target_probs.device)[:, None]
     draft_probs = proposal.draft_probs
     if draft_probs is None:
-        draft_probs = torch.zeros_like(target_probs[:num_drafted]).scatter_(1, tokens, 1.0)
+        tokens = torch.tensor(proposal.token_ids, device=target_probs.device)[:, None]
+        draft_probs = torch.zeros_like(target_probs[:-1]).scatter_(1, tokens, 1.0)
+    return (sampler.accept or accept)(target_probs, draft_probs, proposal.token_ids, sampler)
+
+
+def accept(
+    target_probs: torch.Tensor, draft_probs: torch.Tensor, token_ids: Sequence[int], sampler: Sampler
+) -> Verification:
+    """Judge one or more drafted tokens. target_probs (gamma + 1, vocab), draft_probs (gamma, vocab).
+
+    A token is accepted with probability min(1, target / draft); the first rejected one is replaced by a draw from
+    max(target - draft, 0). After full acceptance the bonus token comes from the target.
+    """
+    num_drafted = len(token_ids)
+    tokens = torch.tensor(token_ids, device=target_probs.device)[:, None]
     target_p = target_probs[:num_drafted].gather(1, tokens)[:, 0]
     draft_p = draft_probs.gather(1, tokens)[:, 0]
     accepted = (sampler.uniform(num_drafted, target_probs.device) * draft_p < target_p).tolist()

@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Profile the embedded pair at every precision, one thread, nothing else running: about 10 minutes, two thirds of it
+# recording (24 prompts, 4 precisions, 6 gammas and 2 random runs, 80 tokens each). Interrupted while recording, it goes on
+# where it stopped. Leaves profile.parquet (records), profile.json (settings and differing runs), a .json per step (its
+# last line) and the predictor that the embedded pair's `speckv` uses (spec_stack/assets/controllers/step.json).
+#     profile_grid.sh [RESULTS_FOLDER [CONTROLLERS_FOLDER]]
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+export OMP_NUM_THREADS=1
+python=.venv/bin/python
+out=${1:-experiments/results}
+ship=${2:-spec_stack/assets/controllers}
+mkdir -p "$out"
+
+# Run a script, show what it prints, keep its last line.
+keep() {
+    "$python" "experiments/$2" "${@:3}" | tee /dev/stderr | tail -n 1 >"$out/$1.json.unfinished"
+    mv "$out/$1.json.unfinished" "$out/$1.json"
+}
+
+keep profile_steps profile_steps.py --precisions fp32 bf16 int8 nf4 --gammas 0 1 2 4 6 8 --random 2 \
+    --per-task 6 --tokens 80 --threads 1 --out "$out/profile.parquet"
+keep block_rounding block_rounding.py --precisions fp32 bf16 int8 nf4 --threads 1
+keep profile_tables analyze_profile.py "$out/profile.parquet"
+keep profile_training train_controller.py "$out/profile.parquet" --policies random --out "${TMPDIR:-/tmp}/predictors" --ship "$ship"
+keep profile_speeds bench_precisions.py "$out/profile.parquet" --per-task 4 --tokens 64 --repeats 5 --threads 1
+keep profile_replay evaluate_policies.py "$out/profile.parquet"
