@@ -1,18 +1,21 @@
-"""The attention function that spec_stack's models run on: transformers' SDPA, plus two things it lacks.
+"""The attention function that spec_stack's models run on: transformers' SDPA, plus what it lacks.
 
-It can hand the post-rotary queries and keys of a forward to whoever is capturing (the draft's scoring), and it
-folds the query heads that share a key head into the query length for short blocks over a long cache, where
-transformers' SDPA copies the whole KV cache once per step to repeat its heads (measured: half of the time of
-a 5-token verification at 8K cached tokens on a CPU).
-
-On CUDA no mask is made for a block that meets a cache, where transformers makes one (1 GB, and 2 GB more once added to
-the scores in 16 bits, for an 8,192-token chunk at 128K): a mask also keeps SDPA off its flash kernel.
+- It can hand the post-rotary queries and keys of a forward to whoever is capturing (the draft's scoring).
+- Under a `CachedModel` it masks by the original position of every cache slot. transformers slides its windows over
+  cache slots, so over a pruned cache they would span more of the text than they were made for.
+- It knows attention sinks (GPT-OSS), which SDPA does not.
+- It folds the query heads that share a key head into the query length for short blocks over a long cache, where
+  transformers' SDPA copies the whole KV cache once per step to repeat its heads (measured: half of the time of
+  a 5-token verification at 8K cached tokens on a CPU).
+- On CUDA no mask is made for a block that meets a cache, where transformers makes one (1 GB, and 2 GB more once added to
+  the scores in 16 bits, for an 8,192-token chunk at 128K): a mask also keeps SDPA off its flash kernel.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,72 +30,88 @@ from transformers.masking_utils import sdpa_mask
 # The name must avoid "sdpa", "flash", "flex_attention" and "/": transformers gives those substrings a meaning.
 NAME = "spec_stack"
 _MAX_FOLDED_QUERIES = 64
+# Queries with sinks whose scores are held at once.
+_SINK_QUERIES = 512
 
 
 @dataclass
 class LayerCapture:
     """Queries and keys of one attention layer, rotary positions applied.
 
-    queries: one (num_heads, n, head_dim) tensor per forward; keys (num_kv_heads, num_cached, head_dim), the latest.
+    queries: one (num_heads, n, head_dim) tensor per forward; keys (num_kv_heads, num_cached, head_dim), the latest,
+    or None once a sliding window hides some of them from the newest queries. sinks (num_heads,): logits that take
+    part in the softmax beside the keys'.
     """
 
     scaling: float
     queries: list[torch.Tensor] = field(default_factory=list)
     keys: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
 
 
-_captures = threading.local()
+class SlotPositions:
+    """The original positions of all cache slots during one forward, and the masks that follow from them.
+
+    positions: strictly increasing, one per slot, the forward's own tokens last. Not copied.
+    """
+
+    def __init__(self, positions: Sequence[int]) -> None:
+        self.positions = positions
+        self._masks: dict[tuple[int, int, int], torch.Tensor | None] = {}
+
+    def first_visible(self, num_queries: int, window: int | None) -> int:
+        """The oldest slot that any of the newest num_queries tokens sees."""
+        if window is None:
+            return 0
+        return bisect_left(self.positions, self.positions[-num_queries] - window + 1)
+
+    def mask(self, query: torch.Tensor, window: int | None, first: int) -> torch.Tensor | None:
+        """What the queries (…, num_queries, dim), the newest tokens', see of the slots from `first` on: bool
+        (1, 1, num_queries, num_slots). None where `attend` needs none for causal attention."""
+        num_queries, num_slots = query.shape[2], len(self.positions) - first
+        slides = window is not None and self.positions[-1] - self.positions[first] >= window
+        if not slides and (num_queries in (1, num_slots) or _has_flash(query.device, query.dtype)):
+            return None
+        key = (num_queries, first, window if window is not None and slides else 0)
+        if key not in self._masks:
+            self._masks[key] = self._build(num_queries, window if slides else None, first, query.device)
+        return self._masks[key]
+
+    def _build(self, num_queries: int, window: int | None, first: int, device: torch.device) -> torch.Tensor:
+        num_slots = len(self.positions) - first
+        if window is None:
+            causal = torch.ones(num_queries, num_slots, dtype=torch.bool, device=device)
+            return causal.tril(num_slots - num_queries)[None, None]
+        keys = torch.tensor(self.positions[first:], device=device)
+        distance = keys[-num_queries:, None] - keys[None, :]
+        return ((distance >= 0) & (distance < window))[None, None]
+
+
+_thread = threading.local()
 
 
 @contextmanager
 def capture_attention() -> Iterator[dict[int, LayerCapture]]:
     """Collect the queries and keys of every attention layer run by this thread inside the block, by layer index."""
-    if getattr(_captures, "layers", None) is not None:
+    if getattr(_thread, "captured", None) is not None:
         raise RuntimeError("attention is being captured already in this thread")
     layers: dict[int, LayerCapture] = {}
-    _captures.layers = layers
+    _thread.captured = layers
     try:
         yield layers
     finally:
-        _captures.layers = None
+        _thread.captured = None
 
 
-def attend(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A transformers attention function: query (1, heads, n, dim), key and value (1, kv_heads, cached, dim).
-
-    attention_mask None is causal with the last query at the last key, however many keys come before the queries.
-    """
-    layers: dict[int, LayerCapture] | None = getattr(_captures, "layers", None)
-    if layers is not None:
-        scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-        layer = layers.setdefault(int(module.layer_idx), LayerCapture(scale))  # type: ignore[arg-type]
-        layer.queries.append(query[0])
-        layer.keys = key[0]
-    batch, num_heads, num_queries, head_dim = query.shape
-    groups = num_heads // key.shape[1]
-    if attention_mask is None and 1 < num_queries < key.shape[2]:
-        bias = causal_lower_right(num_queries, key.shape[2])
-        output = F.scaled_dot_product_attention(query, key, value, bias, scale=scaling, enable_gqa=groups > 1)
-        return output.transpose(1, 2).contiguous(), None
-    # On CUDA a single query goes to SDPA's own grouped kernel, which needs no copy.
-    folds = num_queries > 1 or query.device.type == "cpu"
-    if groups == 1 or not folds or num_queries > _MAX_FOLDED_QUERIES or key.shape[2] == num_queries:
-        output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-        return output, None
-    folded = query.reshape(batch, num_heads // groups, groups * num_queries, head_dim)
-    mask = None
-    if attention_mask is not None:
-        mask = attention_mask.expand(batch, 1, num_queries, -1).repeat(1, 1, groups, 1)
-    output = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
-    return output.reshape(batch, num_heads, num_queries, head_dim).transpose(1, 2).contiguous(), None
+@contextmanager
+def attend_by_position(positions: Sequence[int]) -> Iterator[None]:
+    """Inside the block this thread's attention masks by these positions of the cache slots, one for every slot that
+    the cache holds with the forward's own tokens."""
+    _thread.slots = SlotPositions(positions)
+    try:
+        yield
+    finally:
+        _thread.slots = None
 
 
 def _has_flash(device: torch.device, dtype: torch.dtype | None) -> bool:
@@ -112,10 +131,14 @@ def causal_mask(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """A transformers mask function: its SDPA mask, or None only where that means to `attend` what is asked for."""
-    # Not so in a cache allocated for longer than what was read.
+    """A transformers mask function: its SDPA mask, or None only where that means to `attend` what is asked for, or
+    where `attend` masks by position anyway."""
+    if getattr(_thread, "slots", None) is not None:
+        return None
+    # Not so in a cache allocated for longer than what was read, nor where a window hides keys.
+    local_size = kwargs.get("local_size")
     is_aligned = allow_is_causal_skip and bool(q_offset + q_length == kv_length)
-    if is_aligned and attention_mask is None and _has_flash(torch.device(device), dtype):
+    if is_aligned and attention_mask is None and local_size is None and _has_flash(torch.device(device), dtype):
         return None
     mask: torch.Tensor | None = sdpa_mask(
         q_length=q_length,
@@ -129,14 +152,94 @@ def causal_mask(
     return mask
 
 
+def attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A transformers attention function: query (1, heads, n, dim), key and value (1, kv_heads, cached, dim).
+
+    attention_mask None is causal with the last query at the last key, however many keys come before the queries.
+    """
+    window, sinks = kwargs.get("sliding_window"), kwargs.get("s_aux")
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    captured: dict[int, LayerCapture] | None = getattr(_thread, "captured", None)
+    if captured is not None:
+        layer = captured.setdefault(int(module.layer_idx), LayerCapture(scale, sinks=sinks))  # type: ignore[arg-type]
+        layer.queries.append(query[0])
+        layer.keys = key[0] if window is None or key.shape[2] <= window else None
+    batch, num_heads, num_queries, head_dim = query.shape
+    slots: SlotPositions | None = getattr(_thread, "slots", None)
+    if slots is not None:
+        if key.shape[2] != len(slots.positions):
+            raise RuntimeError(f"{key.shape[2]} cached keys for {len(slots.positions)} positions")
+        first = slots.first_visible(num_queries, window)
+        key, value = key[:, :, first:], value[:, :, first:]
+        attention_mask = slots.mask(query, window, first)
+    if sinks is not None:
+        return _attend_with_sinks(query, key, value, attention_mask, scale, sinks), None
+    groups = num_heads // key.shape[1]
+    if attention_mask is None and 1 < num_queries < key.shape[2]:
+        bias = causal_lower_right(num_queries, key.shape[2])
+        output = F.scaled_dot_product_attention(query, key, value, bias, scale=scaling, enable_gqa=groups > 1)
+        return output.transpose(1, 2).contiguous(), None
+    # On CUDA a single query goes to SDPA's own grouped kernel, which needs no copy.
+    folds = num_queries > 1 or query.device.type == "cpu"
+    if groups == 1 or not folds or num_queries > _MAX_FOLDED_QUERIES or key.shape[2] == num_queries:
+        output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        return output, None
+    folded = query.reshape(batch, num_heads // groups, groups * num_queries, head_dim)
+    mask = None
+    if attention_mask is not None:
+        mask = attention_mask.expand(batch, 1, num_queries, -1).repeat(1, 1, groups, 1)
+    output = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
+    return output.reshape(batch, num_heads, num_queries, head_dim).transpose(1, 2).contiguous(), None
+
+
+def _attend_with_sinks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+    sinks: torch.Tensor,
+) -> torch.Tensor:
+    """Attention whose softmax has one more column per head, the sink's, which brings no value. The mask is bool; None
+    is causal."""
+    batch, num_heads, num_queries, head_dim = query.shape
+    num_kv_heads, num_slots = key.shape[1], key.shape[2]
+    groups = num_heads // num_kv_heads
+    if mask is None and num_queries > 1:
+        mask = torch.ones(num_queries, num_slots, dtype=torch.bool, device=query.device)
+        mask = mask.tril(num_slots - num_queries)[None, None]
+    grouped = query.reshape(batch, num_kv_heads, groups, num_queries, head_dim) * scaling
+    outputs = []
+    for start in range(0, num_queries, _SINK_QUERIES):
+        scores = torch.matmul(grouped[:, :, :, start : start + _SINK_QUERIES], key[:, :, None].transpose(-1, -2))
+        if mask is not None:
+            hidden = ~mask[:, :, start : start + _SINK_QUERIES, :num_slots]
+            scores = scores.masked_fill(hidden[:, :, None], torch.finfo(scores.dtype).min)
+        sink = sinks.to(scores.dtype).reshape(1, num_kv_heads, groups, 1, 1).expand(*scores.shape[:4], 1)
+        weights = torch.cat([scores, sink], dim=-1).softmax(dim=-1, dtype=torch.float32)[..., :-1]
+        outputs.append(torch.matmul(weights.to(value.dtype), value[:, :, None]))
+    output = torch.cat(outputs, dim=3).reshape(batch, num_heads, num_queries, head_dim)
+    return output.transpose(1, 2).contiguous()
+
+
 def install(model: PreTrainedModel) -> None:
-    """Run the model's attention through `attend`. Raises ValueError for a model that was not loaded with SDPA."""
-    if model.config._attn_implementation == NAME:
+    """Run the model's attention through `attend`. Raises ValueError for a model that was not loaded with SDPA, or with
+    eager attention where transformers has no SDPA for it."""
+    loaded = model.config._attn_implementation
+    if loaded == NAME:
         return
-    if model.config._attn_implementation != "sdpa":
+    expected = "sdpa" if model._supports_sdpa else "eager"
+    if loaded != expected:
         raise ValueError(
-            f"{type(model).__name__} was loaded with attn_implementation={model.config._attn_implementation!r}; "
-            "load it with 'sdpa'"
+            f"{type(model).__name__} was loaded with attn_implementation={loaded!r}; load it with {expected!r}"
         )
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, causal_mask)

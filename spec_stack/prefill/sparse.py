@@ -10,7 +10,7 @@ import torch
 
 from spec_stack.config import PrefillConfig
 from spec_stack.prefill.alignment import map_importance
-from spec_stack.prefill.importance import token_importance
+from spec_stack.prefill.importance import ScoredLayer, token_importance
 from spec_stack.prefill.select import select
 from spec_stack.types import Proposal, Reading, Selection, SteppableModel
 
@@ -19,6 +19,7 @@ class CapturedLayer(Protocol):
     scaling: float
     queries: list[torch.Tensor]
     keys: torch.Tensor | None
+    sinks: torch.Tensor | None
 
 
 class ScoringModel(SteppableModel, Protocol):
@@ -39,12 +40,11 @@ class LookAhead(Protocol):
     def __call__(self, committed_ids: Sequence[int], num_tokens: int) -> Proposal: ...
 
 
-def _layers(
-    captured: Mapping[int, CapturedLayer], num_prompt_tokens: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, float]]:
+def _layers(captured: Mapping[int, CapturedLayer], num_prompt_tokens: int) -> Iterator[ScoredLayer]:
+    """The layers that see the whole prompt; a sliding window leaves no keys."""
     for layer in captured.values():
         if layer.keys is not None:
-            yield torch.cat(layer.queries, dim=1), layer.keys[:, :num_prompt_tokens], layer.scaling
+            yield torch.cat(layer.queries, dim=1), layer.keys[:, :num_prompt_tokens], layer.scaling, layer.sinks
 
 
 def score_prompt(
