@@ -15,6 +15,7 @@ from typing import Any, Unpack
 import torch
 from transformers import PreTrainedModel
 
+from spec_stack.backends.architectures import scoring_limit, text_config
 from spec_stack.backends.attention import install
 from spec_stack.backends.cached_model import CachedModel
 from spec_stack.backends.loading import check_pair, end_token_ids, load_pair, max_positions, precision_of
@@ -55,13 +56,13 @@ class SpecStackGenerator:
         policy: str | GammaPolicy | None = None,
         draft_tokenizer: Any = None,
     ) -> None:
-        """Wrap loaded models (with attn_implementation="sdpa"; it is replaced in place). Raises ValueError for a
+        """Wrap loaded models (with transformers' default attention; it is replaced in place). Raises ValueError for a
         pair that does not fit together. Without a tokenizer only input_ids are taken and no text is made; without
         draft_tokenizer the draft is taken to have the target's (see `backends.vocabulary.compare`)."""
         check_pair(target.config, draft.config)
         if target.device != draft.device:
             raise ValueError(f"target and draft are on different devices, {target.device} and {draft.device}")
-        vocabulary = compare(tokenizer, draft_tokenizer, target.config.vocab_size, draft.config.vocab_size)
+        vocabulary = compare(tokenizer, draft_tokenizer, *(text_config(model.config).vocab_size for model in (target, draft)))
         if config is not None and not isinstance(config, SpecStackConfig):
             raise ValueError(f"config must be a SpecStackConfig, got {type(config).__name__}")
         install(target)
@@ -195,14 +196,16 @@ class SpecStackGenerator:
         if not self.vocabulary.can_propose:
             lend_policy = self._resolve_policy("fixed", 0)
         prompt_ids, protected = encode_prompt(
-            self.tokenizer, self.target.config.vocab_size, prompt, messages, input_ids
+            self.tokenizer, text_config(self.target.config).vocab_size, prompt, messages, input_ids
         )
         prefill = self.config.prefill if keep_rate is None else replace(self.config.prefill, keep_rate=keep_rate)
-        scores, reason = decide_scoring(specprefill, prefill, len(prompt_ids), protected)
         reading, obstacle = self._read(prompt_ids)
+        num_read = len(prompt_ids) if reading is None else len(reading.token_ids)
+        scores, reason = decide_scoring(
+            specprefill, prefill, len(prompt_ids), protected, num_read, scoring_limit(self.draft.config)
+        )
         if scores and obstacle:
             scores, reason = False, f"off: {obstacle}"
-        num_read = len(prompt_ids) if reading is None else len(reading.token_ids)
         # Where nothing can be proposed there is nothing to look ahead with either.
         room = MAX_LOOK_AHEAD if self.vocabulary.can_propose else 0
         for role, model, num_tokens in (("target", self.target, len(prompt_ids)), ("draft", self.draft, num_read)):

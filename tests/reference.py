@@ -12,23 +12,30 @@ from transformers import PreTrainedModel
 
 
 def importance(
-    eager_model: PreTrainedModel, prompt: Sequence[int], look_ahead: Sequence[int], pool_kernel: int
+    eager_model: PreTrainedModel,
+    prompt: Sequence[int],
+    look_ahead: Sequence[int],
+    pool_kernel: int,
+    layers: Sequence[int] | None = None,
 ) -> np.ndarray:
     """SpecPrefill's token importance by loops over the attention matrices of one eager forward.
 
-    The softmax over all keys, restricted to the prompt and renormalised, is the softmax over the prompt alone.
+    The softmax over all keys, restricted to the prompt and renormalised, is the softmax over the prompt alone. What
+    a row lacks of one is the sink's share, which stays. layers: which attention layers count; all of them by default.
     """
     ids = torch.tensor([[*prompt, *look_ahead]])
     with torch.no_grad():
         attentions = eager_model(ids, attention_mask=torch.ones_like(ids), output_attentions=True).attentions
+    if layers is not None:
+        attentions = [attentions[layer] for layer in layers]
     size, half = len(prompt), pool_kernel // 2
     total = np.zeros(size)
     for query in range(size - 1, size + len(look_ahead)):
         best = np.zeros(size)
         for layer in attentions:
             for head in layer[0]:
-                row = head[query, :size].double().numpy()
-                row = row / row.sum()
+                whole = head[query].double().numpy()
+                row = whole[:size] / (whole[:size].sum() + 1 - whole.sum())
                 for token in range(size):
                     window = row[max(0, token - half) : token + half + 1]
                     best[token] = max(best[token], window.mean())

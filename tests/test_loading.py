@@ -10,16 +10,19 @@ from conftest import FAMILIES, make_model
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
     GPTNeoXConfig,
     LlamaConfig,
     Mamba2Config,
-    MistralConfig,
-    Qwen2Config,
+    NemotronHConfig,
 )
 
 from spec_stack import SpecStackGenerator
+from spec_stack.backends.architectures import check_architecture
 from spec_stack.backends.doctor import diagnose
-from spec_stack.backends.loading import ASSETS, check_architecture, check_pair, load_pair, resolve_pair
+from spec_stack.backends.loading import ASSETS, check_pair, load_pair, resolve_pair
 
 
 @pytest.fixture
@@ -123,9 +126,15 @@ def test_a_pair_with_different_tokenizers_loads_and_drafts_without_changing_a_to
         (BloomConfig(), "ALiBi"),
         (Mamba2Config(), "no attention layers"),
         (LlamaConfig(rope_parameters={"rope_type": "dynamic", "factor": 8.0, "rope_theta": 1e4}), "dynamic"),
-        (GPTNeoXConfig(), "only rotary full-attention decoders"),
-        (MistralConfig(sliding_window=64), "sliding-window"),
-        (Qwen2Config(use_sliding_window=True, sliding_window=64, max_window_layers=2), "sliding-window"),
+        (Gemma3TextConfig(rope_parameters={"full_attention": {"rope_type": "longrope"}}), "longrope"),
+        (Gemma3TextConfig(use_bidirectional_attention=True), "bidirectional"),
+        (Gemma2Config(), "soft-capped"),
+        (GPT2Config(), "learned table"),
+        (GPTNeoXConfig(), "not among those"),
+        (
+            NemotronHConfig(layers_block_type=["linear_attention", "mlp"]),
+            "0 attention layers; scoring a prompt needs 1",
+        ),
     ],
 )
 def test_an_architecture_that_would_be_wrong_is_refused_with_the_reason(config: object, message: str) -> None:

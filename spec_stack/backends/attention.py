@@ -169,7 +169,8 @@ def attend(
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     captured: dict[int, LayerCapture] | None = getattr(_thread, "captured", None)
     if captured is not None:
-        layer = captured.setdefault(int(module.layer_idx), LayerCapture(scale, sinks=sinks))  # type: ignore[arg-type]
+        index = int(module.layer_idx)  # type: ignore[arg-type]
+        layer = captured.setdefault(index, LayerCapture(scale, sinks=None if sinks is None else sinks.detach()))
         layer.queries.append(query[0])
         layer.keys = key[0] if window is None or key.shape[2] <= window else None
     batch, num_heads, num_queries, head_dim = query.shape

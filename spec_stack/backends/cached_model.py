@@ -135,8 +135,8 @@ class CachedModel:
         del self._snapshots[:-1]
 
     def _restore(self, num_left: int) -> None:
-        """Go back to the latest state that has read no more than num_left tokens, at worst to none, and leave the tokens
-        between to the next forward."""
+        """Go back to the latest state that has read no more than num_left tokens, at worst to none; the next forward
+        reads the tokens between."""
         while self._snapshots and self._snapshots[-1].num_slots > num_left:
             self._snapshots.pop()
         num_slots = self._snapshots[-1].num_slots if self._snapshots else 0
@@ -144,9 +144,7 @@ class CachedModel:
             self._snapshots[-1].restore(self._cache)
         else:
             self._cache = model_cache.new_cache(self.model.config)
-        self._replay = list(
-            zip(self._token_ids[num_slots:num_left], self._positions[num_slots:num_left], strict=True)
-        )
+        self._replay = list(zip(self._token_ids[num_slots:num_left], self._positions[num_slots:num_left], strict=True))
         del self._positions[num_slots:], self._token_ids[num_slots:]
 
     def keep_slots(self, slots: Sequence[int]) -> None:

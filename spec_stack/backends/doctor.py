@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from spec_stack.backends import loading
+from spec_stack.backends import architectures, loading
 from spec_stack.backends.prepack import can_prepack
 from spec_stack.backends.vocabulary import Vocabulary, compare
 from spec_stack.config import DecodeConfig, PrefillConfig
@@ -45,7 +45,7 @@ def diagnose(target: str | None, draft: str | None, precision: str, device: str 
         configs = {}
         for role, source in zip(("target", "draft"), sources, strict=True):
             configs[role] = loading.load_config(source)
-            loading.check_architecture(role, configs[role])
+            architectures.check_architecture(role, configs[role])
             report[role] = _describe(source, configs[role])
         loading.check_pair(configs["target"], configs["draft"])
         target_tokenizer, draft_tokenizer = (loading.load_tokenizer(source) for source in sources)

@@ -12,13 +12,12 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from spec_stack.backends.architectures import check_architecture, text_config
 from spec_stack.backends.prepack import can_prepack, prepack
 from spec_stack.backends.vocabulary import compare
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-# Rotary, full-attention decoders: every layer sees the whole prompt and rolls back by cropping.
-SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -97,32 +96,6 @@ def load_tokenizer(source: str) -> Any:
         raise ValueError(f"cannot load the tokenizer of {source!r}: {error}") from error
 
 
-def check_architecture(role: str, config: Any) -> None:
-    """Raise ValueError, with the reason, for a model on which positions, scoring or rollback would be wrong."""
-    kind = config.model_type
-    if kind not in SUPPORTED:
-        reason = {
-            "bloom": "its ALiBi bias is by cache slot, so pruned prompts would lose their positions",
-            "mpt": "its ALiBi bias is by cache slot, so pruned prompts would lose their positions",
-            "mamba": "it has no attention layers to score a prompt with",
-            "mamba2": "it has no attention layers to score a prompt with",
-        }.get(kind, "only rotary full-attention decoders are supported so far")
-        raise ValueError(f"the {role} is a {kind!r} model: {reason}. Supported: {', '.join(SUPPORTED)}")
-    rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if rope_type in ("dynamic", "longrope"):
-        raise ValueError(
-            f"the {role} uses {rope_type!r} RoPE, whose angles depend on the longest position seen so far: a proposal, "
-            "or another request, would change them"
-        )
-    layer_types = getattr(config, "layer_types", None) or []
-    sliding = "sliding_attention" in layer_types or (kind == "mistral" and config.sliding_window is not None)
-    if sliding:
-        raise ValueError(
-            f"the {role} uses sliding-window attention, which would slide over kept tokens instead of positions; "
-            "sliding-window layers are not supported so far"
-        )
-
-
 def check_pair(target: Any, draft: Any) -> None:
     """Raise ValueError where two configurations cannot work together."""
     check_architecture("target", target)
@@ -131,7 +104,7 @@ def check_pair(target: Any, draft: Any) -> None:
 
 def max_positions(config: Any) -> int:
     """Positions a model was made for."""
-    return int(config.max_position_embeddings)
+    return int(text_config(config).max_position_embeddings)
 
 
 def end_token_ids(model: PreTrainedModel) -> frozenset[int]:
@@ -183,7 +156,8 @@ def _load_model(source: str, precision: str, device: torch.device) -> PreTrained
     if quiet:
         transformers_logging.disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=PRECISIONS[precision], attn_implementation="sdpa")
+        # Without attn_implementation: SDPA, or eager attention for those that have none (GPT-OSS).
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=PRECISIONS[precision])
     except (OSError, SafetensorError) as error:
         raise ValueError(f"cannot load the weights of {source!r}: {error}") from error
     finally:

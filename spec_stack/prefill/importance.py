@@ -7,11 +7,8 @@ from collections.abc import Callable, Iterable
 import torch
 import torch.nn.functional as F
 
-
 # Queries, keys, scaling and, where the layer has them, sinks: the arguments of `attention_to_prompt`.
-ScoredLayer = (
-    tuple[torch.Tensor, torch.Tensor, float] | tuple[torch.Tensor, torch.Tensor, float, torch.Tensor | None]
-)
+ScoredLayer = tuple[torch.Tensor, torch.Tensor, float] | tuple[torch.Tensor, torch.Tensor, float, torch.Tensor | None]
 
 
 def attention_to_prompt(

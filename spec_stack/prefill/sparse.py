@@ -40,7 +40,7 @@ class LookAhead(Protocol):
     def __call__(self, committed_ids: Sequence[int], num_tokens: int) -> Proposal: ...
 
 
-def _layers(captured: Mapping[int, CapturedLayer], num_prompt_tokens: int) -> Iterator[ScoredLayer]:
+def captured_layers(captured: Mapping[int, CapturedLayer], num_prompt_tokens: int) -> Iterator[ScoredLayer]:
     """The layers that see the whole prompt; a sliding window leaves no keys."""
     for layer in captured.values():
         if layer.keys is not None:
@@ -75,7 +75,7 @@ def score_prompt(
             proposal = Proposal()
             draft.forward(prompt_ids[-1:], [num_tokens - 1], num_logits=1)
     num_read = num_tokens if reading is None else len(reading.token_ids)
-    importance = token_importance(_layers(captured, num_read), config.pool_kernel)
+    importance = token_importance(captured_layers(captured, num_read), config.pool_kernel)
     if reading is not None:
         importance = map_importance(importance, reading.ranges)
     selection = select(prompt_ids, importance, config, protected)

@@ -1,0 +1,167 @@
+"""Which architectures the package knows, what it can do with each, and why not with others. The one table of them.
+
+Exact means: importance equals that of eager attention; the kept tokens are computed as in one forward without a cache
+at their original positions; speculative greedy tokens are the target's own. `tests/test_architectures.py` holds
+every entry to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from transformers import DynamicCache
+
+Level = Literal["exact", "approximate", "refused"]
+# Attention layers that see the whole prompt, without which a draft cannot score it.
+MIN_SCORING_LAYERS = 1
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """An architecture by the name people use. recurrent: the kind of its layers with a state, if it has any."""
+
+    name: str
+    recurrent: str = ""
+
+
+# By model_type of the text model; composite checkpoints (vision and text) are looked up by the text part.
+SUPPORTED = {
+    "llama": Architecture("Llama"),
+    "mistral": Architecture("Mistral"),
+    "ministral": Architecture("Ministral"),
+    "qwen2": Architecture("Qwen2"),
+    "qwen3": Architecture("Qwen3"),
+    "qwen3_moe": Architecture("Qwen3-MoE"),
+    "qwen3_5_text": Architecture("Qwen3.5", "linear-attention"),
+    "qwen3_5_moe_text": Architecture("Qwen3.5-MoE", "linear-attention"),
+    "qwen3_next": Architecture("Qwen3-Next", "linear-attention"),
+    "gemma3_text": Architecture("Gemma3"),
+    "gpt_oss": Architecture("GPT-OSS"),
+    "nemotron_h": Architecture("Nemotron-H", "Mamba-2"),
+    "falcon_h1": Architecture("Falcon-H1", "Mamba-2"),
+    "bamba": Architecture("Bamba", "Mamba-2"),
+}
+_ALIBI = "its ALiBi bias is by cache slot, so pruned prompts would lose their positions"
+_NO_ATTENTION = "it has no attention layers to score a prompt with, nor a KV cache to prune"
+_LEARNED = "its positions are a learned table added to the embeddings, which nobody has tried with gaps"
+_SOFT_CAP = "its attention scores are soft-capped, which SDPA cannot do"
+_REASONS = {
+    "bloom": _ALIBI,
+    "mpt": _ALIBI,
+    "mamba": _NO_ATTENTION,
+    "mamba2": _NO_ATTENTION,
+    "falcon_mamba": _NO_ATTENTION,
+    "rwkv": _NO_ATTENTION,
+    "xlstm": _NO_ATTENTION,
+    "gpt2": _LEARNED,
+    "opt": _LEARNED,
+    "gemma2": _SOFT_CAP,
+}
+_UNTRIED = "it is not among those whose positions, masks and cache have been checked"
+
+
+@dataclass(frozen=True)
+class Support:
+    """How well something works; why is empty for exact."""
+
+    level: Level
+    why: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.level} ({self.why})" if self.why else self.level
+
+
+@dataclass(frozen=True)
+class Abilities:
+    """What can be done with one model: have it score prompts, prefill it sparsely, decode speculatively with it."""
+
+    score: Support
+    sparse_prefill: Support
+    decode: Support
+
+
+def text_config(config: Any) -> Any:
+    """The configuration of the text model, which composite checkpoints nest."""
+    return config.get_text_config(decoder=True)
+
+
+def abilities(config: Any) -> Abilities:
+    """What can be done with a model of this configuration, which may be any."""
+    config = text_config(config)
+    refusal = _refusal(config)
+    if refusal:
+        refused = Support("refused", refusal)
+        return Abilities(refused, refused, refused)
+    recurrent = SUPPORTED[config.model_type].recurrent
+    sparse = Support("exact")
+    if recurrent:
+        sparse = Support("approximate", f"{recurrent} layers read the kept tokens as if they were neighbours")
+    return Abilities(_score(config), sparse, _decode(config))
+
+
+def scoring_limit(config: Any) -> int | None:
+    """The longest context that some attention layer sees whole, where every one of them slides; None is any length."""
+    config = text_config(config)
+    num_full, num_sliding = _count_attention_layers(config)
+    return int(config.sliding_window) if num_sliding and not num_full else None
+
+
+def check_architecture(role: str, config: Any) -> None:
+    """Raise ValueError, with the reason, for a model on which positions, scoring or rollback would be wrong, and for a
+    draft ("draft") without the attention layers that scoring needs."""
+    config = text_config(config)
+    refusal = _refusal(config)
+    if refusal:
+        raise ValueError(f"the {role} is a {config.model_type!r} model: {refusal}. Supported: {', '.join(SUPPORTED)}")
+    num_layers = sum(_count_attention_layers(config))
+    if role == "draft" and num_layers < MIN_SCORING_LAYERS:
+        raise ValueError(
+            f"the draft is a {config.model_type!r} model with {num_layers} attention layers; scoring a prompt needs "
+            f"{MIN_SCORING_LAYERS}"
+        )
+
+
+def _refusal(config: Any) -> str:
+    """Why a model cannot be used at all; empty where it can."""
+    kind = config.model_type
+    if kind not in SUPPORTED:
+        return _REASONS.get(kind, _UNTRIED)
+    rope = getattr(config, "rope_parameters", None) or {}
+    # Flat, or one set for every layer type.
+    for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if parameters.get("rope_type") in ("dynamic", "longrope"):
+            return (
+                f"it uses {parameters['rope_type']!r} RoPE, whose angles depend on the longest position seen so far: a "
+                "proposal, or another request, would change them"
+            )
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        return _SOFT_CAP
+    if getattr(config, "use_bidirectional_attention", None):
+        return "its attention is bidirectional"
+    return ""
+
+
+def _count_attention_layers(config: Any) -> tuple[int, int]:
+    """How many attention layers see everything, and how many slide."""
+    layers = DynamicCache(config=config).layers
+    num_sliding = sum(getattr(layer, "is_sliding", False) for layer in layers)
+    return sum(hasattr(layer, "keys") for layer in layers) - num_sliding, num_sliding
+
+
+def _score(config: Any) -> Support:
+    num_layers, limit = sum(_count_attention_layers(config)), scoring_limit(config)
+    if num_layers < MIN_SCORING_LAYERS:
+        return Support("refused", f"{num_layers} attention layers; scoring needs {MIN_SCORING_LAYERS}")
+    if limit is not None:
+        return Support("refused", f"over {limit} tokens, since every layer slides; such prompts are prefilled densely")
+    return Support("exact")
+
+
+def _decode(config: Any) -> Support:
+    if config.model_type == "nemotron_h" and config.time_step_min > 1e-6:
+        return Support(
+            "approximate",
+            f"transformers keeps Mamba's time step over {config.time_step_min} in blocks, not in single tokens",
+        )
+    return Support("exact")
