@@ -46,7 +46,10 @@ COLUMNS = (
     "draft_read_prompt",
     "draft_entropy",
     "draft_confidence",
+    "num_replayed",
 )
+# Files from before the last column was added are read as well.
+_REQUIRED_COLUMNS = COLUMNS[:-1]
 
 
 @dataclass(frozen=True)
@@ -144,7 +147,7 @@ def read_records(*paths: str | Path) -> list[StepRecord]:
     records: list[StepRecord] = []
     places: list[str] = []
     for path in paths:
-        for row in read_rows(Path(path), COLUMNS):
+        for row in read_rows(Path(path), _REQUIRED_COLUMNS):
             records.append(_as_record(row))
             places.append(row.place)
     _check_runs(records, places)
@@ -218,6 +221,7 @@ def _as_row(record: StepRecord, position: int) -> dict[str, Any]:
         "draft_read_prompt": record.draft_read_prompt,
         "draft_entropy": " ".join(map(repr, map(float, signals.entropy))),
         "draft_confidence": " ".join(map(repr, map(float, signals.confidence))),
+        "num_replayed": record.num_replayed,
     }
 
 
@@ -238,6 +242,7 @@ def _as_record(row: Row) -> StepRecord:
         verify_s=row.seconds("verify_s"),
         controller_s=row.seconds("controller_s"),
         draft_read_prompt=row.flag("draft_read_prompt"),
+        num_replayed=row.count("num_replayed") if "num_replayed" in row.cells else 0,
     )
     for column, signals in (("draft_entropy", record.signals.entropy), ("draft_confidence", record.signals.confidence)):
         if len(signals) != record.gamma:

@@ -24,6 +24,13 @@ class SteppableModel(Protocol):
     def rollback(self, num_tokens: int) -> None: ...
 
 
+class TargetModel(SteppableModel, Protocol):
+    """What the decode loop needs of the target on top: the tokens its next forward reads again after a rollback."""
+
+    @property
+    def num_to_replay(self) -> int: ...
+
+
 @dataclass(frozen=True)
 class Selection:
     """The prompt tokens the target reads, with their original positions, sorted.

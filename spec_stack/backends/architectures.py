@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 Level = Literal["exact", "approximate", "refused"]
 # Attention layers that see the whole prompt, without which a draft cannot score it.
@@ -145,8 +146,8 @@ def _refusal(config: Any) -> str:
 def _count_attention_layers(config: Any) -> tuple[int, int]:
     """How many attention layers see everything, and how many slide."""
     layers = DynamicCache(config=config).layers
-    num_sliding = sum(getattr(layer, "is_sliding", False) for layer in layers)
-    return sum(hasattr(layer, "keys") for layer in layers) - num_sliding, num_sliding
+    slides = [layer.is_sliding for layer in layers if isinstance(layer, DynamicLayer)]
+    return slides.count(False), slides.count(True)
 
 
 def _score(config: Any) -> Support:

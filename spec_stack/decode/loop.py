@@ -14,7 +14,7 @@ from spec_stack.decode.sampler import Sampler
 from spec_stack.decode.stopping import Stopper
 from spec_stack.decode.verify import verify
 from spec_stack.records import DraftSignals, GammaPolicy, StepContext, StepRecord
-from spec_stack.types import FinishReason, Proposal, Selection, StepOutput, SteppableModel
+from spec_stack.types import FinishReason, Proposal, Selection, StepOutput, SteppableModel, TargetModel
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class _TimedPolicy:
 
 
 def decode(
-    target: SteppableModel,
+    target: TargetModel,
     draft: SteppableModel,
     prompt_ids: Sequence[int],
     selection: Selection,
@@ -100,7 +100,7 @@ def decode(
             choosing_s = timed_policy.take_elapsed()
         proposed = perf_counter()
 
-        gamma = len(proposal.token_ids)
+        gamma, num_replayed = len(proposal.token_ids), target.num_to_replay
         proposed_at = range(len(committed), len(committed) + gamma)
         logits = target.forward(unread_ids + proposal.token_ids, [*unread_positions, *proposed_at], gamma + 1)
         verification = verify(logits, proposal, sampler)
@@ -129,6 +129,7 @@ def decode(
             verify_s=verified - proposed,
             controller_s=controller_s + choosing_s,
             draft_read_prompt=draft_read_prompt,
+            num_replayed=num_replayed,
         )
         timed_policy.observe(last)
         yield StepOutput(token_ids, text, last, finish_reason)
