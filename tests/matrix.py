@@ -13,7 +13,7 @@ import numpy as np
 import reference
 import reference_architectures
 import torch
-from tiny_architectures import CONFIGS, NOISE, VOCAB, make_model, random_prompt
+from tiny_architectures import CONFIGS, VOCAB, make_model, random_prompt
 
 from spec_stack import DraftSignals, PrefillConfig, SpecStackConfig, SpecStackGenerator, StepContext, StepRecord
 from spec_stack.backends.attention import install
@@ -96,7 +96,7 @@ def sparse_error(name: str, prefill_chunk: int = 4096) -> float:
 def decoded(name: str, seed: int = 0, num_tokens: int = 48) -> Decoded:
     """Greedy tokens of random gamma sequences, with a draft that agrees in part, against `generate`."""
     prompt = random_prompt(NUM_PROMPT, seed)
-    generator = SpecStackGenerator(make_model(name), make_model(name, noise=NOISE))
+    generator = SpecStackGenerator(make_model(name), make_model(name, disturbed=True))
     result = generator.generate(input_ids=prompt, max_tokens=num_tokens, policy=RandomGamma(seed))
     expected = reference.greedy(make_model(name), prompt, num_tokens)
     return _compare(result, expected)
@@ -106,7 +106,7 @@ def decoded_sparsely(name: str, draft: str, seed: int = 0, num_tokens: int = 32)
     """The same behind a sparse prefill, against uncached forwards over the kept tokens."""
     prompt = random_prompt(NUM_PROMPT + 60, seed)
     config = SpecStackConfig(PrefillConfig(keep_rate=0.3, look_ahead=6, chunk_size=8))
-    generator = SpecStackGenerator(make_model(name), make_model(draft, noise=NOISE), config=config)
+    generator = SpecStackGenerator(make_model(name), make_model(draft, disturbed=True), config=config)
     kept: list[int] = []
     original = generator._prefill_draft
 

@@ -9,8 +9,11 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     BambaConfig,
+    BloomConfig,
     FalconH1Config,
+    Gemma2Config,
     Gemma3TextConfig,
+    GPT2Config,
     GptOssConfig,
     LlamaConfig,
     Mamba2Config,
@@ -29,7 +32,8 @@ from transformers import (
 VOCAB = 64
 WINDOW = 16
 # What a draft differs by from its target: enough that both acceptances and rejections happen.
-NOISE = 0.015
+_NOISE = 0.015
+_NOISE_OF = {"Gemma3": 0.05}
 _TOKENS = {
     "vocab_size": VOCAB,
     "max_position_embeddings": 4096,
@@ -101,15 +105,21 @@ CONFIGS: dict[str, Any] = {
     "Nemotron-H, unbounded": NemotronHConfig(**_NEMOTRON_H, time_step_min=1e-9),
     "Falcon-H1": FalconH1Config(**_BASE, **_MAMBA, num_hidden_layers=3, mamba_d_ssm=64),
     "Bamba": BambaConfig(**_TOKENS, **_HEADS, **_MAMBA, num_hidden_layers=4, attn_layer_indices=[1, 3]),
-    "Mamba2": Mamba2Config(
-        **_TOKENS, hidden_size=32, num_hidden_layers=2, num_heads=4, head_dim=16, state_size=8, n_groups=2
+}
+REFUSED: dict[str, Any] = {
+    "Mamba-2 alone": Mamba2Config(num_hidden_layers=2),
+    "Bloom": BloomConfig(),
+    "Gemma2": Gemma2Config(),
+    "GPT-2": GPT2Config(),
+    "Llama, dynamic RoPE": LlamaConfig(
+        **_DENSE, rope_parameters={"rope_type": "dynamic", "factor": 8.0, "rope_theta": 1e4}
     ),
 }
 
 
-def make_model(name: str, seed: int = 0, noise: float = 0.0, eager: bool = False) -> PreTrainedModel:
+def make_model(name: str, seed: int = 0, disturbed: bool = False, eager: bool = False) -> PreTrainedModel:
     """A random model, the same for the same seed, whose attention and routing are far from uniform, so that mistakes
-    in positions, masks or states show. With noise, a copy that agrees with it only in part."""
+    in positions, masks or states show. Disturbed, it agrees with the undisturbed one only in part."""
     torch.manual_seed(seed)
     config = copy.deepcopy(CONFIGS[name])
     implementation = {"attn_implementation": "eager"} if eager else {}
@@ -120,8 +130,9 @@ def make_model(name: str, seed: int = 0, noise: float = 0.0, eager: bool = False
                 weight.normal_(std=1.0 if "lm_head" in parameter_name else 0.3)
             elif "sinks" in parameter_name:
                 weight.normal_()
-        for weight in model.parameters():
-            weight.add_(noise * torch.randn_like(weight))
+        if disturbed:
+            for weight in model.parameters():
+                weight.add_(_NOISE_OF.get(name, _NOISE) * torch.randn_like(weight))
     return model
 
 

@@ -155,7 +155,7 @@ def _score(config: Any) -> Support:
     if num_layers < MIN_SCORING_LAYERS:
         return Support("refused", f"{num_layers} attention layers; scoring needs {MIN_SCORING_LAYERS}")
     if limit is not None:
-        return Support("refused", f"over {limit} tokens, since every layer slides; such prompts are prefilled densely")
+        return Support("refused", "beyond the window, since no layer sees more; such prompts are prefilled densely")
     return Support("exact")
 
 

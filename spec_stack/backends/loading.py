@@ -110,7 +110,7 @@ def max_positions(config: Any) -> int:
 def end_token_ids(model: PreTrainedModel) -> frozenset[int]:
     """Ids that end a text, from the generation config or else the model config."""
     ids = model.generation_config.eos_token_id if model.generation_config is not None else None
-    ids = model.config.eos_token_id if ids is None else ids
+    ids = text_config(model.config).eos_token_id if ids is None else ids
     return frozenset() if ids is None else frozenset([ids] if isinstance(ids, int) else ids)
 
 
