@@ -42,7 +42,8 @@ class PrefillConfig:
     keep_first, keep_last: chunks at either end that are always kept.
     min_prompt_tokens: shorter prompts are prefilled densely unless a call asks otherwise.
     prefill_chunk: most tokens in one forward pass; bounds the memory of long prefills.
-    draft_context: whether the draft decodes over the full prompt or over the kept slots only.
+    draft_context: whether the draft decodes over the full prompt or over the kept slots only. A draft with a
+        recurrent state keeps the full prompt either way.
     """
 
     keep_rate: float = 0.2

@@ -167,3 +167,18 @@ def test_the_doctor_reports_a_healthy_and_a_broken_pair(folders: tuple[Path, Pat
     path.write_text(Mamba2Config().to_json_string())
     assert "no attention layers" in diagnose(str(folders[0]), str(folders[1]), "auto", "cpu")["problem"]
     assert "unknown precision" in diagnose(None, None, "int3", "cpu")["problem"]
+
+
+def test_the_doctor_says_what_is_exact_approximate_and_refused(folders: tuple[Path, Path]) -> None:
+    assert set(diagnose(None, None, "auto", "cpu")["support"].values()) >= {"exact"}
+    for folder in folders:
+        (folder / "config.json").write_text(NemotronHConfig(vocab_size=4096).to_json_string())
+    hybrid = diagnose(*map(str, folders), "auto", "cpu")
+    assert hybrid["problem"] is None
+    support = hybrid["support"]
+    assert support["the draft scores prompts"] == "exact"
+    assert support["the target prefills sparsely"].startswith("approximate (Mamba-2 layers")
+    assert support["the target decodes speculatively"].startswith("approximate (transformers")
+    assert support["the draft's context after a sparse prefill"].startswith("the whole prompt")
+    (folders[1] / "config.json").write_text(Mamba2Config(vocab_size=4096).to_json_string())
+    assert diagnose(*map(str, folders), "auto", "cpu")["support"]["the draft scores prompts"].startswith("refused (")

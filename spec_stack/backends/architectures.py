@@ -101,6 +101,12 @@ def abilities(config: Any) -> Abilities:
     return Abilities(_score(config), sparse, _decode(config))
 
 
+def is_recurrent(config: Any) -> bool:
+    """Whether some layers of a supported model keep a state instead of a KV cache."""
+    architecture = SUPPORTED.get(text_config(config).model_type)
+    return architecture is not None and bool(architecture.recurrent)
+
+
 def scoring_limit(config: Any) -> int | None:
     """The longest context that some attention layer sees whole, where every one of them slides; None is any length."""
     config = text_config(config)

@@ -179,7 +179,8 @@ def attend(
         if key.shape[2] != len(slots.positions):
             raise RuntimeError(f"{key.shape[2]} cached keys for {len(slots.positions)} positions")
         first = slots.first_visible(num_queries, window)
-        key, value = key[:, :, first:], value[:, :, first:]
+        if first:
+            key, value = key[:, :, first:], value[:, :, first:]
         attention_mask = slots.mask(query, window, first)
     if sinks is not None:
         return _attend_with_sinks(query, key, value, attention_mask, scale, sinks), None

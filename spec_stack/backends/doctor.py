@@ -45,11 +45,11 @@ def diagnose(target: str | None, draft: str | None, precision: str, device: str 
         configs = {}
         for role, source in zip(("target", "draft"), sources, strict=True):
             configs[role] = loading.load_config(source)
-            architectures.check_architecture(role, configs[role])
             report[role] = _describe(source, configs[role])
+        report["support"] = _support(configs["target"], configs["draft"])
         loading.check_pair(configs["target"], configs["draft"])
         target_tokenizer, draft_tokenizer = (loading.load_tokenizer(source) for source in sources)
-        sizes = configs["target"].vocab_size, configs["draft"].vocab_size
+        sizes = (architectures.text_config(configs[role]).vocab_size for role in ("target", "draft"))
         report["vocabulary"] = _describe_vocabulary(compare(target_tokenizer, draft_tokenizer, *sizes))
     except ValueError as error:
         report["problem"] = str(error)
@@ -73,15 +73,40 @@ def _describe_vocabulary(vocabulary: Vocabulary) -> dict[str, Any]:
     }
 
 
+
+def _support(target: Any, draft: Any) -> dict[str, str]:
+    """What of the pair is exact, approximate or refused, and why."""
+    of_target, of_draft = architectures.abilities(target), architectures.abilities(draft)
+    return {
+        "the draft scores prompts": str(of_draft.score),
+        "the target prefills sparsely": str(of_target.sparse_prefill),
+        "the target decodes speculatively": str(of_target.decode),
+        "the draft's context after a sparse prefill": _draft_context(draft),
+    }
+
+
+def _draft_context(config: Any) -> str:
+    if architectures.is_recurrent(config):
+        return "the whole prompt; a recurrent state cannot forget single tokens"
+    return f"{PrefillConfig.draft_context}, as configured by default"
+
+
 def _describe(source: str, config: Any) -> dict[str, Any]:
+    config = architectures.text_config(config)
     weights = [path.stat().st_size for path in Path(source).glob("*.safetensors")] if Path(source).is_dir() else []
     return {
         "source": source,
         "model_type": config.model_type,
         "layers": config.num_hidden_layers,
         "hidden_size": config.hidden_size,
-        "heads": f"{config.num_attention_heads} over {getattr(config, 'num_key_value_heads', None)} key/value",
+        "heads": _heads(config),
+        "sliding_window": getattr(config, "sliding_window", None),
         "vocab_size": config.vocab_size,
-        "max_positions": loading.max_positions(config),
+        "max_positions": getattr(config, "max_position_embeddings", None),
         "weights_mb": round(sum(weights) / 1e6, 1) if weights else None,
     }
+
+
+def _heads(config: Any) -> str | None:
+    num_heads = getattr(config, "num_attention_heads", None)
+    return None if num_heads is None else f"{num_heads} over {getattr(config, 'num_key_value_heads', None)} key/value"
