@@ -58,8 +58,8 @@ def score_prompt(
     """Prefill the draft, look ahead, score the prompt and select (SpecPrefill, algorithm 1).
 
     Queries come from the last prompt token and from every look-ahead token; the long prefill before them
-    runs uncaptured. The draft's cache is left with the prompt (the kept slots of it under
-    draft_context="kept") and the look-ahead, ready for decoding. The look-ahead is returned as the first
+    runs uncaptured. The draft's cache is left with the prompt (under draft_context="kept" with the kept slots of it,
+    where the draft can drop slots) and the look-ahead, ready for decoding. The look-ahead is returned as the first
     proposal; it is shorter than config.look_ahead when the draft ends its text. reading: the prompt in the draft's own
     tokens where it has another tokenizer; they are scored, and each prompt token takes the most of what it overlaps.
     """
