@@ -98,7 +98,7 @@ def abilities(config: Any) -> Abilities:
     sparse = Support("exact")
     if recurrent:
         sparse = Support("approximate", f"{recurrent} layers read the kept tokens as if they were neighbours")
-    return Abilities(_score(config), sparse, _decode(config))
+    return Abilities(_score(config), sparse, _block_by_block(config))
 
 
 def is_recurrent(config: Any) -> bool:
@@ -162,10 +162,11 @@ def _score(config: Any) -> Support:
         return Support("refused", f"{num_layers} attention layers; scoring needs {MIN_SCORING_LAYERS}")
     if limit is not None:
         return Support("refused", "beyond the window, since no layer sees more; such prompts are prefilled densely")
-    return Support("exact")
+    return _block_by_block(config)
 
 
-def _decode(config: Any) -> Support:
+def _block_by_block(config: Any) -> Support:
+    """Whether a block of tokens computes the same as its tokens one by one, on which decoding and scoring rely."""
     if config.model_type == "nemotron_h" and config.time_step_min > 1e-6:
         return Support(
             "approximate",
