@@ -109,6 +109,19 @@ def test_a_recurrent_state_does_not_see_the_gaps(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SLIDING)
+def test_on_cuda_too_only_windows_get_a_mask(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_has_flash", lambda *_: True)
+    assert matrix.sparse_error(name, prefill_chunk=7) < TOLERANCE
+    prompt = torch.tensor([random_prompt(NUM_PROMPT)])
+    model = make_model(name)
+    attention.install(model)
+    with torch.no_grad():
+        alone = model(prompt).logits[0]
+    expected = reference_architectures.logits(make_model(name), prompt[0].tolist(), range(NUM_PROMPT))
+    torch.testing.assert_close(alone, expected, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", SLIDING)
 def test_windows_over_slots_would_be_wrong(name: str) -> None:
     # The same sparse prefill with transformers' own masks: the tolerance above can tell the two apart.
     kept = [random_prompt(NUM_PROMPT)[position] for position in KEPT]

@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from conftest import FAMILIES, make_model, random_prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AttentionInterface, AttentionMaskInterface, StaticCache
+from transformers import StaticCache
 
 from spec_stack.backends import attention
-from spec_stack.backends.attention import capture_attention, install
+from spec_stack.backends.attention import SlotPositions, capture_attention, install
 from spec_stack.backends.cached_model import CachedModel
 
 SHARED = {family: make_model(family) for family in FAMILIES}
@@ -141,14 +141,14 @@ def test_the_folded_block_honours_the_scaling_it_is_given(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("prefill_chunk", [4096, 7])
-def test_without_a_mask_a_block_is_causal_up_to_the_last_key(prefill_chunk: int) -> None:
+def test_without_a_mask_a_block_is_causal_up_to_the_last_key(
+    prefill_chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The route of CUDA: there no mask is made for a block that meets a cache."""
-    AttentionInterface.register("spec_stack_maskless", attention.attend)
-    AttentionMaskInterface.register("spec_stack_maskless", lambda **_: None)
-    maskless = make_model()
-    maskless.set_attn_implementation("spec_stack_maskless")
+    monkeypatch.setattr(attention, "_has_flash", lambda *_: True)
+    monkeypatch.setattr(SlotPositions, "_build", None)
     kept, follow = random_prompt(len(KEPT)), random_prompt(6, seed=9)
-    model = CachedModel(maskless, prefill_chunk)
+    model = CachedModel(SHARED["llama"], prefill_chunk)
     got = [model.forward(kept, KEPT, 1), model.forward(follow, range(60, 66), 6), model.forward([7], [66], 1)]
     expected = reference.logits(make_model(), [*kept, *follow, 7], [*KEPT, *range(60, 67)])
     torch.testing.assert_close(torch.cat(got), expected[-8:], **TOLERANCE)

@@ -7,8 +7,8 @@
 - It folds the query heads that share a key head into the query length for short blocks over a long cache, where
   transformers' SDPA copies the whole KV cache once per step to repeat its heads (measured: half of the time of
   a 5-token verification at 8K cached tokens on a CPU).
-- On CUDA no mask is made for a block that meets a cache, where transformers makes one (1 GB, and 2 GB more once added to
-  the scores in 16 bits, for an 8,192-token chunk at 128K): a mask also keeps SDPA off its flash kernel.
+- On CUDA it makes no mask for a block that meets a cache, where transformers makes one (1 GB, and 2 GB more once added
+  to the scores in 16 bits, for an 8,192-token chunk at 128K): a mask also keeps SDPA off its flash kernel.
 """
 
 from __future__ import annotations
