@@ -198,9 +198,9 @@ def plot(result: dict[str, Any], to: Path) -> None:
     rates = [row["keep_rate"] for row in rows["draft"]]
     layers = list(rows["draft"][0]["drift_by_layer"])
     for order, layer in enumerate(layers):
-        shade = 0.75 - 0.6 * order / max(1, len(layers) - 1)
+        color = plt.get_cmap("viridis")(order / len(layers))
         drift = [row["drift_by_layer"][layer] for row in rows["draft"]]
-        left.plot(rates, drift, color=str(shade), linewidth=1, label=f"layer {layer}, draft's selection")
+        left.plot(rates, drift, color=color, linewidth=1, label=f"layer {layer}, draft's selection")
     for how, style in (("draft", "-"), ("random", "--")):
         left.plot(rates, [row["drift"] for row in rows[how]], "C0" + style, marker="o", label=f"mean, {how}")
         later = [row["drift_later"] for row in rows[how]]
