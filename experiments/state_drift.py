@@ -2,9 +2,10 @@
 
 Recurrent layers (linear attention, Mamba) read only the kept tokens, as if they were neighbours. For a hybrid model and
 real text this measures, per recurrent layer, the relative L2 distance |S_sparse - S_dense| / |S_dense| of the states
-after the same last tokens, against keep_rate; selections are the draft's, and random ones of the same size. The same
-distance again after further tokens that both read shows whether it fades, and two unrelated prompts that end alike show
-how large it can get. Beside it: how often the next token agrees, and KL(dense || sparse), over those further tokens.
+after the same last tokens, against keep_rate; selections are the draft's, and as controls random ones and the most
+recent tokens, of the same size. The same distance again after further tokens that both read shows whether it fades,
+and two unrelated prompts that end alike show how large it can get. Beside it: how often the next token agrees, and
+KL(dense || sparse), over those further tokens.
 
 No pretrained hybrid comes with the package, so a small Qwen3.5 is trained first (`--train`), or `--model random` takes
 untrained weights. Prints a table, ends in one JSON line; --plot draws it.
@@ -86,8 +87,9 @@ def read_tokens(corpus: Path, tokenizer: Any, share: float) -> tuple[list[list[i
     return [each for index, each in enumerate(ids) if index % 8], ids[::8]
 
 
-def train(model: PreTrainedModel, train_ids: list[list[int]], steps: int, length: int, batch: int, to: Path) -> float:
-    """AdamW with warm-up and cosine decay over packed text; returns the mean loss, in nats, of the last tenth."""
+def train(model: PreTrainedModel, train_ids: list[list[int]], steps: int, length: int, batch: int, to: Path) -> None:
+    """AdamW with warm-up and cosine decay over packed text. Leaves the model in the folder, and in training.json the
+    tokens it read and the mean loss of the last tenth, in nats."""
     stream = torch.tensor([token for document in train_ids for token in document])
     rng = np.random.default_rng(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.05)
@@ -108,7 +110,8 @@ def train(model: PreTrainedModel, train_ids: list[list[int]], steps: int, length
         bar.set_postfix_str(f"loss {fmean(losses[-50:]):.3f}")
     model.eval()
     model.save_pretrained(to)
-    return fmean(losses[-max(1, steps // 10) :])
+    training = {"tokens": steps * length * batch, "loss_nats": fmean(losses[-max(1, steps // 10) :])}
+    (to / "training.json").write_text(json.dumps(training), encoding="utf-8")
 
 
 def recurrent_states(model: CachedModel) -> dict[int, torch.Tensor]:
@@ -136,12 +139,13 @@ class Run:
 
 
 def selections(draft: PreTrainedModel, prompt: list[int], config: PrefillConfig, seed: int) -> dict[str, Selection]:
-    """The draft's selection of the prompt, and one of random chunks."""
+    """The draft's selection of the prompt, one of random chunks, and the latest chunks."""
     model = CachedModel(draft, config.prefill_chunk)
     look_ahead = partial(propose, model, sampler=Sampler(), end_ids=())
     scored, _ = score_prompt(model, prompt, look_ahead, config)
     generator = torch.Generator().manual_seed(seed)
-    return {"draft": scored, "random": select(prompt, torch.rand(len(prompt), generator=generator), config)}
+    controls = {"random": torch.rand(len(prompt), generator=generator), "recent": torch.arange(float(len(prompt)))}
+    return {"draft": scored} | {how: select(prompt, scores, config) for how, scores in controls.items()}
 
 
 def measure(hybrid: PreTrainedModel, draft: PreTrainedModel, texts: list[list[int]], args: Any) -> dict[str, Any]:
@@ -194,28 +198,31 @@ def plot(result: dict[str, Any], to: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2))
-    rows = {how: [row for row in result["rows"] if row["selection"] == how] for how in ("draft", "random")}
+    styles = {"draft": "-", "random": "--", "recent": ":"}
+    rows = {how: [row for row in result["rows"] if row["selection"] == how] for how in styles}
     rates = [row["keep_rate"] for row in rows["draft"]]
     layers = list(rows["draft"][0]["drift_by_layer"])
     for order, layer in enumerate(layers):
         color = plt.get_cmap("viridis")(order / len(layers))
         drift = [row["drift_by_layer"][layer] for row in rows["draft"]]
         left.plot(rates, drift, color=color, linewidth=1, label=f"layer {layer}, draft's selection")
-    for how, style in (("draft", "-"), ("random", "--")):
+    for how, style in styles.items():
         left.plot(rates, [row["drift"] for row in rows[how]], "C0" + style, marker="o", label=f"mean, {how}")
         later = [row["drift_later"] for row in rows[how]]
         left.plot(rates, later, "C1" + style, marker="s", label=f"mean, {how}, {result['follow']} tokens later")
         right.plot(rates, [row["kl_nats"] for row in rows[how]], "C3" + style, marker="o", label=f"KL, {how}")
-    left.axhline(result["unrelated"], color="black", linewidth=0.8, linestyle=":", label="unrelated prompt, same end")
+    left.axhline(result["unrelated"], color="black", linewidth=0.8, linestyle="-.", label="unrelated prompt, same end")
     left.set(xlabel="keep_rate", ylabel="relative L2 distance of the recurrent state", ylim=(0, None))
-    left.legend(fontsize=7)
+    left.legend(fontsize=6.5, handlelength=4)
     right.set(xlabel="keep_rate", ylabel="KL(dense || sparse) of the next token, nats", ylim=(0, None))
     agreement = right.twinx()
-    for how, style in (("draft", "-"), ("random", "--")):
+    for how, style in styles.items():
         agreement.plot(rates, [row["agreement"] for row in rows[how]], "C2" + style, marker="s", label=f"agrees, {how}")
     agreement.set(ylabel="share of next tokens that agree", ylim=(0, 1.02))
     handles = [axes.get_legend_handles_labels() for axes in (right, agreement)]
-    right.legend(handles[0][0] + handles[1][0], handles[0][1] + handles[1][1], fontsize=7, loc="center right")
+    right.legend(
+        handles[0][0] + handles[1][0], handles[0][1] + handles[1][1], fontsize=7, handlelength=4, loc="center right"
+    )
     figure.suptitle(f"{result['model']}: {result['prompts']} prompts of {result['tokens']} tokens", fontsize=10)
     figure.tight_layout()
     figure.savefig(to, dpi=130)
@@ -243,17 +250,18 @@ def main() -> None:
         raise ValueError(
             f"the corpus has {len(texts)} held-out texts of {args.tokens + args.follow} tokens; lower --tokens"
         )
-    loss = None
     if args.train:
         if args.model == "random":
             raise ValueError("--train needs a folder to keep the model in: --model FOLDER")
-        loss = train(make_hybrid(len(tokenizer)), train_ids, args.train, args.length, args.batch, Path(args.model))
+        train(make_hybrid(len(tokenizer)), train_ids, args.train, args.length, args.batch, Path(args.model))
     random_weights = args.model == "random"
     hybrid = make_hybrid(len(tokenizer)) if random_weights else AutoModelForCausalLM.from_pretrained(args.model)
     hybrid.eval()
     draft = AutoModelForCausalLM.from_pretrained(ASSETS / "draft").eval()
     for model in (hybrid, draft):
         install(model)
+    trained_on = Path(args.model) / "training.json"
+    training = json.loads(trained_on.read_text(encoding="utf-8")) if trained_on.exists() else None
     name = "tiny Qwen3.5, " + ("random weights" if random_weights else "briefly trained")
     result = {"model": name, "prompts": len(texts), "tokens": args.tokens, "follow": args.follow}
     result |= measure(hybrid, draft, texts, args)
@@ -267,7 +275,7 @@ def main() -> None:
     print(f"an unrelated prompt with the same last tokens: {result['unrelated']:.4f}")
     if args.plot:
         plot(result, args.plot)
-    print(json.dumps({"experiment": "state_drift", **describe(), "train_loss_nats": loss, **result}))
+    print(json.dumps({"experiment": "state_drift", **describe(), "training": training, **result}))
 
 
 if __name__ == "__main__":
