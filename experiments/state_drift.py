@@ -212,7 +212,9 @@ def plot(result: dict[str, Any], to: Path) -> None:
         left.plot(rates, later, "C1" + style, marker="s", label=f"mean, {how}, {result['follow']} tokens later")
         right.plot(rates, [row["kl_nats"] for row in rows[how]], "C3" + style, marker="o", label=f"KL, {how}")
     left.axhline(result["unrelated"], color="black", linewidth=0.8, linestyle="-.", label="unrelated prompt, same end")
-    left.set(xlabel="keep_rate", ylabel="relative L2 distance of the recurrent state", ylim=(0, None))
+    left.set(
+        xlabel="keep_rate", ylabel="relative L2 distance of the recurrent state", ylim=(0, 1.5 * left.get_ylim()[1])
+    )
     left.legend(fontsize=6.5, handlelength=4)
     right.set(xlabel="keep_rate", ylabel="KL(dense || sparse) of the next token, nats", ylim=(0, None))
     agreement = right.twinx()

@@ -224,6 +224,11 @@ def test_records_count_the_tokens_read_again(name: str, replays: bool) -> None:
     assert any(record.num_replayed for record in records) == replays
 
 
+def test_sinks_are_honoured_however_few_queries_fit_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_MAX_SINK_SCORES", 4 * 50 * 3)
+    assert matrix.sparse_error("GPT-OSS") < TOLERANCE
+
+
 def test_attention_refuses_a_cache_that_is_not_the_positions() -> None:
     model = cached("Llama")
     model.forward([3, 4, 5], range(3), 1)

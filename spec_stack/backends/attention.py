@@ -30,8 +30,8 @@ from transformers.masking_utils import sdpa_mask
 # The name must avoid "sdpa", "flash", "flex_attention" and "/": transformers gives those substrings a meaning.
 NAME = "spec_stack"
 _MAX_FOLDED_QUERIES = 64
-# Queries with sinks whose scores are held at once.
-_SINK_QUERIES = 512
+# Scores of attention with sinks held at once.
+_MAX_SINK_SCORES = 1 << 26
 
 
 @dataclass
@@ -220,10 +220,11 @@ def _attend_with_sinks(
         mask = mask.tril(num_slots - num_queries)[None, None]
     grouped = query.reshape(batch, num_kv_heads, groups, num_queries, head_dim) * scaling
     outputs = []
-    for start in range(0, num_queries, _SINK_QUERIES):
-        scores = torch.matmul(grouped[:, :, :, start : start + _SINK_QUERIES], key[:, :, None].transpose(-1, -2))
+    size = max(1, _MAX_SINK_SCORES // (batch * num_heads * num_slots))
+    for start in range(0, num_queries, size):
+        scores = torch.matmul(grouped[:, :, :, start : start + size], key[:, :, None].transpose(-1, -2))
         if mask is not None:
-            hidden = ~mask[:, :, start : start + _SINK_QUERIES, :num_slots]
+            hidden = ~mask[:, :, start : start + size, :num_slots]
             scores = scores.masked_fill(hidden[:, :, None], torch.finfo(scores.dtype).min)
         sink = sinks.to(scores.dtype).reshape(1, num_kv_heads, groups, 1, 1).expand(*scores.shape[:4], 1)
         weights = torch.cat([scores, sink], dim=-1).softmax(dim=-1, dtype=torch.float32)[..., :-1]

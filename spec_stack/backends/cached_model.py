@@ -21,7 +21,8 @@ _MAX_SNAPSHOTS = 17
 
 
 class CachedModel:
-    """One request's view of a model, on whose attention `attention.install` has been called.
+    """One request's view of a model on which `attention.install` has been called; without it transformers masks, and
+    slides windows over slots, not positions.
 
     num_cached: tokens read and not forgotten. next_position: the position after the last of them, which is larger
     than num_cached after a sparse prefill. forward_s: seconds spent inside the model so far (on CUDA: until the
