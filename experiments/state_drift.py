@@ -215,7 +215,7 @@ def plot(result: dict[str, Any], to: Path) -> None:
     left.set(
         xlabel="keep_rate", ylabel="relative L2 distance of the recurrent state", ylim=(0, 1.5 * left.get_ylim()[1])
     )
-    left.legend(fontsize=6.5, handlelength=4)
+    left.legend(fontsize=6.5, handlelength=4, framealpha=1)
     right.set(xlabel="keep_rate", ylabel="KL(dense || sparse) of the next token, nats", ylim=(0, None))
     agreement = right.twinx()
     for how, style in styles.items():
