@@ -62,7 +62,8 @@ class SpecStackGenerator:
         check_pair(target.config, draft.config)
         if target.device != draft.device:
             raise ValueError(f"target and draft are on different devices, {target.device} and {draft.device}")
-        vocabulary = compare(tokenizer, draft_tokenizer, *(text_config(model.config).vocab_size for model in (target, draft)))
+        sizes = (text_config(model.config).vocab_size for model in (target, draft))
+        vocabulary = compare(tokenizer, draft_tokenizer, *sizes)
         if config is not None and not isinstance(config, SpecStackConfig):
             raise ValueError(f"config must be a SpecStackConfig, got {type(config).__name__}")
         install(target)

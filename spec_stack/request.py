@@ -112,8 +112,11 @@ def decide_scoring(
     num_read: int = 0,
     scoring_limit: int | None = None,
 ) -> tuple[bool, str]:
-    """Whether to score the prompt, and why. num_read: the prompt's length in the draft's tokens; scoring_limit: the
-    longest context the draft sees whole, None for any. Raises ValueError where specprefill is not True, False or None."""
+    """Whether to score the prompt, and why.
+
+    num_read: the prompt's length in the draft's tokens. scoring_limit: the longest context that the draft sees whole,
+    None for any. Raises ValueError where specprefill is not True, False or None.
+    """
     if specprefill not in (True, False, None):
         raise ValueError(f"specprefill must be True, False or None (by length), got {specprefill!r}")
     num_prunable = num_prompt_tokens - sum(stop - start for start, stop in protected)

@@ -73,7 +73,6 @@ def _describe_vocabulary(vocabulary: Vocabulary) -> dict[str, Any]:
     }
 
 
-
 def _support(target: Any, draft: Any) -> dict[str, str]:
     """What of the pair is exact, approximate or refused, and why."""
     of_target, of_draft = architectures.abilities(target), architectures.abilities(draft)

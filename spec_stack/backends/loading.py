@@ -135,7 +135,7 @@ def load_pair(
     configs = load_config(target_source), load_config(draft_source)
     check_pair(*configs)
     tokenizers = load_tokenizer(target_source), load_tokenizer(draft_source)
-    compare(*tokenizers, configs[0].vocab_size, configs[1].vocab_size)
+    compare(*tokenizers, *(text_config(config).vocab_size for config in configs))
     models = [_load_model(source, name, on) for source in (target_source, draft_source)]
     if packs:
         for model in models:
