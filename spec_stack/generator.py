@@ -216,13 +216,13 @@ class SpecStackGenerator:
             self.tokenizer, text_config(self.target.config).vocab_size, prompt, messages, input_ids
         )
         prefill = self.config.prefill if keep_rate is None else replace(self.config.prefill, keep_rate=keep_rate)
-        scores, reason = decide_scoring(
-            specprefill, prefill, len(prompt_ids), protected, scoring_limit(self.draft.config)
-        )
         reading, obstacle = self._read(prompt_ids)
+        num_read = len(prompt_ids) if reading is None else len(reading.token_ids)
+        scores, reason = decide_scoring(
+            specprefill, prefill, len(prompt_ids), protected, num_read, scoring_limit(self.draft.config)
+        )
         if scores and obstacle:
             scores, reason = False, f"off: {obstacle}"
-        num_read = len(prompt_ids) if reading is None else len(reading.token_ids)
         # Where nothing can be proposed there is nothing to look ahead with either.
         room = MAX_LOOK_AHEAD if self.vocabulary.can_propose else 0
         for role, model, num_tokens in (("target", self.target, len(prompt_ids)), ("draft", self.draft, num_read)):
