@@ -249,11 +249,11 @@ def print_table(modes: Mapping[str, Mapping[str, Any]], timeout_s: float, top: f
     print(f"\nhighest rate with {GOAL:.0%} of the requests answered within {timeout_s:g} s:")
     base = modes[OFF]["highest_rate"] if OFF in modes else 0
     for mode, summary in modes.items():
-        more = " (the highest tried; give --rates more)" if summary["highest_rate"] >= top else ""
-        ratio = f"  {summary['highest_rate'] / base:.2f}x off" if base else ""
+        more = "; the highest tried, give --rates more" if summary["highest_rate"] >= top else ""
+        ratio = f", {summary['highest_rate'] / base:.2f}x off" if base else ""
         each = ", ".join(f"{rate:g}" for rate in summary["highest_rates"])
         right = f"{summary['num_right']} of {summary['num_answered']} facts found"
-        print(f"  {mode:10s} {summary['highest_rate']:6.2f} requests/s  (rounds: {each}){ratio}, {right}{more}")
+        print(f"  {mode:10s} {summary['highest_rate']:6.2f} requests/s (rounds: {each}{more}){ratio}; {right}")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -298,7 +298,9 @@ def parse_arguments() -> argparse.Namespace:
     load.add_argument("--seconds", type=float, default=15.0, help="how long each rate is kept up (%(default)s)")
     load.add_argument("--fewest", type=int, default=8, help="requests per rate at least (%(default)s)")
     load.add_argument("--rounds", type=int, default=2, help="turns of every mode (%(default)s)")
-    load.add_argument("--tokens", type=int, nargs=2, default=[2048, 4096], help="shortest and longest document")
+    load.add_argument(
+        "--tokens", type=int, nargs=2, default=[2048, 4096], help="shortest and longest document (%(default)s)"
+    )
     load.add_argument("--short-share", type=float, default=0.25, help="share of short requests (%(default)s)")
     load.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="also write the JSON to this file")
