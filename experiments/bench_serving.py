@@ -278,7 +278,7 @@ def parse_arguments() -> argparse.Namespace:
         "--standalone-steps",
         type=int,
         nargs="+",
-        default=[1, 2, 4],
+        default=[2, 3, 5],
         metavar="N",
         help="step counts to try for STANDALONE; the fastest is measured (%(default)s)",
     )
@@ -291,7 +291,7 @@ def parse_arguments() -> argparse.Namespace:
         "--rates",
         type=float,
         nargs="+",
-        default=[0.4, 0.6, 0.8, 1.1, 1.5, 2.0, 2.7],
+        default=[0.4, 0.6, 0.8, 1.1, 1.5, 2.1, 3.0, 4.2],
         help="requests per second, rising; a mode ends with its first failure (%(default)s)",
     )
     load.add_argument("--timeout", type=float, default=5.0, help="seconds a request may take (%(default)s)")
