@@ -53,6 +53,42 @@ def _teach_attention():
                 query, output, k_cache, v_cache, table, rows, seq_lens, *args, **kwargs
             )
 
+        def _run_sdpa_forward_extend(
+            self,
+            query,
+            output,
+            k_cache,
+            v_cache,
+            table,
+            rows,
+            seq_lens,
+            prefix_lens,
+            lens,
+            encoder_lens=None,
+            **options,
+        ):
+            # SGLang's runs the cached prefix's rows too, on uninitialized queries, and drops them: every verification
+            # and every look-ahead token then costs as much attention as a prefill of the whole prompt.
+            plain = encoder_lens is None and options["causal"] and options.get("sliding_window_size") in (None, -1)
+            if not plain:
+                return super()._run_sdpa_forward_extend(
+                    query, output, k_cache, v_cache, table, rows, seq_lens, prefix_lens, lens, encoder_lens, **options
+                )
+            start = 0
+            for row, end, prefix, new in zip(*(t.tolist() for t in (rows, seq_lens, prefix_lens, lens)), strict=True):
+                slots = table[row, :end]
+                output[start : start + new] = torch.nn.functional.scaled_dot_product_attention(
+                    query[start : start + new].transpose(0, 1)[None],
+                    k_cache[slots].transpose(0, 1)[None],
+                    v_cache[slots].transpose(0, 1)[None],
+                    attn_mask=torch.ones(new, end, dtype=torch.bool).tril(prefix) if prefix else None,
+                    is_causal=not prefix,
+                    scale=options["scaling"],
+                    enable_gqa=options["enable_gqa"],
+                )[0].transpose(0, 1)
+                start += new
+            return output
+
         def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True):
             if not forward_batch.forward_mode.is_target_verify():
                 return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
