@@ -30,6 +30,8 @@ from spec_stack.backends.sglang.requests import (
     note_step,
 )
 from spec_stack.backends.sglang.settings import BATCH_POLICIES, ENVIRONMENT, ServerConfig, add_flags
+from spec_stack.controller.policies import make_policy
+from spec_stack.records import DraftSignals, StepContext, StepRecord
 
 CPU = torch.device("cpu")
 
@@ -215,7 +217,10 @@ def test_a_version_of_sglang_out_of_range_ends_a_launch_that_asks_for_the_algori
     monkeypatch.setattr(sys, "argv", ["launch_server", "--speculative-algorithm", "spec_stack"])
     with pytest.raises(SystemExit, match=f"0.5.20 to 0.5.23, and this is {found}"):
         plugin.register()
-    monkeypatch.setattr(sys, "argv", ["launch_server"])
+    monkeypatch.setattr(sys, "argv", ["launch_server", "--speculative-algorithm=SPEC_STACK"])
+    with pytest.raises(SystemExit):
+        plugin.register()
+    monkeypatch.setattr(sys, "argv", ["launch_server", "--model-path", "spec_stack/assets/target"])
     with pytest.raises(RuntimeError, match="install one of those"):
         plugin.register()
 
@@ -241,7 +246,7 @@ def _state(options: RequestOptions | None = None) -> RequestState:
 
 
 def _request(rid: str, options: RequestOptions | None = None) -> Any:
-    request = SimpleNamespace(rid=rid, output_ids=[1], customized_info=None)
+    request = SimpleNamespace(rid=rid, output_ids=[1], customized_info=None, is_retracted=False, finished=lambda: False)
     attach(request, _state(options))
     return request
 
@@ -254,12 +259,13 @@ def test_what_travels_with_tokens_adds_up_to_the_reply() -> None:
     carried = request.customized_info[STATE]
     assert len(carried) == len(request.output_ids)
     reply = ReplyInfo()
-    assert reply.meta_info is None
+    assert reply.meta_info(is_finished=False) is None
     # SGLang hands over slices of it, as the tokens go out.
     for start in range(0, len(carried), 3):
         reply.add(carried[start : start + 3])
-    info = reply.meta_info
+    unfinished, info = reply.meta_info(is_finished=False), reply.meta_info(is_finished=True)
     assert info is not None
+    assert unfinished == {key: value for key, value in info.items() if key != "gamma_trace"}
     assert (info["num_prompt_tokens"], info["num_kept_tokens"], info["specprefill"]) == (9, 4, True)
     assert (info["gamma_trace"], info["num_proposed"], info["num_accepted"]) == ([4, 0, 8], 12, 10)
 
@@ -314,6 +320,63 @@ def test_a_prefill_between_steps_is_not_their_cost() -> None:
             clock.now += 500
         chosen.append(_run(gamma, clock, requests, 8, lambda drafted: 1 + 0.01 * drafted))
     assert chosen[150:].count(8) > 140
+
+
+def test_a_stall_between_steps_is_not_their_cost() -> None:
+    """Under overlap, scoring may hold up a step that was begun before it."""
+    clock = _Clock()
+    gamma = BatchGamma(ServerConfig(gammas=(1, 8)), "fp32", clock=clock)
+    requests = [_request("a")]
+    chosen = []
+    for step in range(300):
+        gamma.begin(requests)
+        chosen.append(gamma.get_steps_for_batch(1))
+        clock.now += 1 + 0.01 * chosen[-1]
+        if step % 2 and chosen[-1] == 8:
+            gamma.interrupt()
+            clock.now += 500
+        gamma.on_verify_complete([chosen[-1]], 1)
+    assert chosen[150:].count(8) > 140
+
+
+def test_a_bandit_that_once_knew_no_seconds_still_settles() -> None:
+    clock = _Clock()
+    gamma = BatchGamma(ServerConfig(policy="bandit"), "fp32", clock=clock)
+    chosen = [_run(gamma, clock, [_request("a")], 0, lambda drafted: 1 + 0.5 * drafted) for _ in range(300)]
+    assert chosen[100:].count(0) > 150
+
+
+def test_a_late_result_is_charged_to_its_own_batch_size() -> None:
+    """Eight requests, then one: the first step's cost comes in while the second runs."""
+    policy = make_policy("batch-throughput", gammas=(1, 8), trials=1)
+
+    def choose(step: int, batch_size: int) -> int:
+        return policy.choose(StepContext(step, 8, 0, 0, 0, None, "fp32", batch_size=batch_size))
+
+    def observe(step: int, gamma: int, seconds: float) -> None:
+        policy.observe(
+            StepRecord(
+                "a", step, "", "fp32", "", False, 1.0, gamma, gamma, gamma + 1, DraftSignals(), 0.0, seconds, 0.0
+            )
+        )
+
+    assert choose(0, 8) == 1
+    assert choose(1, 1) == 1
+    observe(0, 1, 100.0)
+    observe(1, 1, 1.0)
+    # Both sizes have tried 1, so both now try 8.
+    assert [choose(2, 1), choose(3, 8)] == [8, 8]
+
+
+def test_tokens_of_a_request_that_is_gone_are_not_counted() -> None:
+    gamma = BatchGamma(ServerConfig(policy="fixed", policy_options={"gamma": 4}), "fp32")
+    stays, gone = _request("a"), _request("b")
+    gamma.begin([stays, gone])
+    gamma.get_steps_for_batch(2)
+    gone.is_retracted = True
+    gamma.on_verify_complete([3, 3], 2)
+    assert len(stays.customized_info[STATE]) == 5
+    assert len(gone.customized_info[STATE]) == 1
 
 
 def test_the_smallest_gamma_asked_for_holds_for_the_batch() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import OrderedDict
 from dataclasses import dataclass
 from itertools import product
 
@@ -12,6 +13,7 @@ from spec_stack.controller.cost import DiscountedRate
 from spec_stack.records import DraftSignals, StepContext, StepRecord
 
 _FORGOTTEN = 0.05
+_MOST_PENDING = 8
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,8 @@ class Bandit:
         self._rates: dict[str, DiscountedRate] = {}
         self._current = 0
         self._remaining = 0
-        self._cut = False
+        # A server may tell how a step went while the next one runs already.
+        self._chosen: OrderedDict[int, tuple[int, bool]] = OrderedDict()
 
     def choose(self, context: StepContext) -> int:
         if self._remaining == 0:
@@ -99,21 +102,26 @@ class Bandit:
             self._remaining = self.options.dwell
         self._remaining -= 1
         gamma = self._arms[self._current][0]
-        self._cut = gamma > context.max_gamma
+        self._chosen.pop(context.step, None)
+        self._chosen[context.step] = self._current, gamma > context.max_gamma
+        if len(self._chosen) > _MOST_PENDING:
+            self._chosen.popitem(last=False)
         return min(gamma, context.max_gamma)
 
     def keep_drafting(self, context: StepContext, signals: DraftSignals) -> bool:
         return signals.confidence[-1] >= self._arms[self._current][1]
 
     def observe(self, record: StepRecord) -> None:
-        """Credit the arm. Prefill steps and steps cut short by the request's end say nothing about an arm."""
-        if record.is_prefill or self._cut:
-            return
+        """Credit the arm. Prefill steps, steps cut short by the request's end and steps whose seconds are not known say
+        nothing about one."""
+        arm_index, was_cut = self._chosen.get(record.step, (self._current, False))
         seconds = record.draft_s + record.verify_s + record.controller_s
+        if record.is_prefill or was_cut or not math.isfinite(seconds):
+            return
         sums = self._precision(record.precision)
         for arm in sums:
             arm.decay(self.options.discount)
-        sums[self._current].add(record.num_tokens, seconds)
+        sums[arm_index].add(record.num_tokens, seconds)
         self._rates[record.precision].add(record.num_tokens, seconds)
 
     def _precision(self, precision: str) -> list[_Arm]:

@@ -18,6 +18,7 @@ from spec_stack.records import DraftSignals, StepContext, StepRecord
 _TYPICAL_ACCEPTANCE = 0.7
 _LEAST, _MOST = 0.02, 0.98
 _MOST_REQUESTS = 4096
+_MOST_PENDING = 8
 
 
 @dataclass(frozen=True)
@@ -87,12 +88,17 @@ class BatchThroughput:
         self._costs: dict[tuple[str, int], dict[int, _GammaCost]] = {}
         self._batch: list[str] = []
         self._step = -1
-        self._bucket = 0
+        # A server may tell how a step went while the next one runs already, at another batch size.
+        self._buckets: OrderedDict[int, int] = OrderedDict()
         self._num_chosen = 0
 
     def choose(self, context: StepContext) -> int:
-        self._bucket = context.batch_size.bit_length()
-        costs = self._of(context.precision)
+        bucket = context.batch_size.bit_length()
+        self._buckets.pop(context.step, None)
+        self._buckets[context.step] = bucket
+        if len(self._buckets) > _MOST_PENDING:
+            self._buckets.popitem(last=False)
+        costs = self._of(context.precision, bucket)
         usable = [gamma for gamma in self.options.gammas if gamma <= context.max_gamma]
         if not usable:
             return 0
@@ -121,8 +127,9 @@ class BatchThroughput:
         if record.gamma:
             self._learn_acceptance(record)
         seconds = record.draft_s + record.verify_s + record.controller_s
-        if is_new_step and math.isfinite(seconds) and record.gamma in self.options.gammas:
-            cost = self._of(record.precision)[record.gamma]
+        bucket = self._buckets.get(record.step)
+        if is_new_step and bucket is not None and math.isfinite(seconds) and record.gamma in self.options.gammas:
+            cost = self._of(record.precision, bucket)[record.gamma]
             cost.observe(seconds, record.step, self.options.weight, self.options.trials)
 
     def _learn_acceptance(self, record: StepRecord) -> None:
@@ -149,7 +156,7 @@ class BatchThroughput:
                 expected[place + 1] += total / len(rates)
         return expected
 
-    def _of(self, precision: str) -> dict[int, _GammaCost]:
+    def _of(self, precision: str, bucket: int) -> dict[int, _GammaCost]:
         return self._costs.setdefault(
-            (precision, self._bucket), {gamma: _GammaCost() for gamma in sorted(self.options.gammas)}
+            (precision, bucket), {gamma: _GammaCost() for gamma in sorted(self.options.gammas)}
         )

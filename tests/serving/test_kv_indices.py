@@ -1,4 +1,4 @@
-"""The draft's index arrays under original positions: SGLang's own kernel, in Triton's interpreter."""
+"""The draft's index arrays under original positions: SGLang 0.5.21's own kernel, in Triton's interpreter."""
 
 from __future__ import annotations
 

@@ -243,7 +243,7 @@ def test_two_hundred_random_requests_leave_nothing_behind(server: Server, refere
     """Random lengths, options, cancellations and bad values: right answers, and the pools are whole again."""
     rng = random.Random(0)
     prompts = [reference.prompt(num_tokens, seed=90 + num_tokens) for num_tokens in (40, 110, 260, 420)]
-    checked, refused, lock = [0], [0], threading.Lock()
+    checked, refused, aborted, lock = [0], [0], [0], threading.Lock()
     jobs = list(range(200))
     failures: list[str] = []
 
@@ -265,7 +265,8 @@ def test_two_hundred_random_requests_leave_nothing_behind(server: Server, refere
                     cancelled = f"cancelled-{job}"
                     body = {**generate_body(prompt, 400, specprefill=specprefill), "rid": cancelled}
                     threading.Timer(0.1, server.post, ("/abort_request", {"rid": cancelled})).start()
-                    server.post("/generate", body)
+                    _, reply = server.post("/generate", body)
+                    aborted[0] += reply["meta_info"]["finish_reason"]["type"] == "abort"
                 else:
                     custom = {} if gamma is None else {"gamma": gamma}
                     reply = server.generate(prompt, num_new, specprefill=specprefill, keep_rate=0.3, **custom)
@@ -286,6 +287,7 @@ def test_two_hundred_random_requests_leave_nothing_behind(server: Server, refere
     assert not failures, failures[:3]
     assert checked[0] > 90
     assert refused[0] > 10
+    assert aborted[0] > 10
     time.sleep(3)
     # Idle, SGLang compares what its pools hold with what they should, and ends itself if they differ.
     assert server.is_alive, server.tail()

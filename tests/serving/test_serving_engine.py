@@ -60,7 +60,10 @@ def test_a_prompt_that_there_is_no_room_to_score_is_read_densely(small: Server, 
     first, second = reference.prompt(1100, seed=61), reference.prompt(900, seed=62)
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(small.generate, first, 300, specprefill=False)
+        deadline = time.monotonic() + 60
         while not small.get("/v1/loads")["loads"][0]["num_running_reqs"]:
+            assert not running.done()
+            assert time.monotonic() < deadline
             time.sleep(0.05)
         reply = small.generate(second, specprefill=True)
         assert running.result()["output_ids"] == reference.tokens(first, max_new_tokens=300)

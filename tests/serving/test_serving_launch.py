@@ -35,7 +35,11 @@ _ACCEPTED: dict[str, Any] = {
     ],
 )
 def test_arguments_that_cannot_work_are_refused_by_name(arguments: dict[str, Any], named: str) -> None:
+    from sglang.srt.plugins import load_plugins
+
     from spec_stack.backends.sglang.algorithm import validate
+
+    load_plugins()
 
     validate(SimpleNamespace(**_ACCEPTED))
     with pytest.raises(ValueError, match=named):

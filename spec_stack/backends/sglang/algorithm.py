@@ -7,6 +7,7 @@ from typing import Any
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
+from spec_stack.backends.sglang import hooks
 from spec_stack.backends.sglang.plugin import NAME, check_version
 from spec_stack.backends.sglang.settings import ServerConfig
 
@@ -32,8 +33,7 @@ class SpecStackAlgorithm(CustomSpecAlgo):  # type: ignore[misc]
             server_args.max_running_requests = _DEFAULT_RUNNING_REQUESTS
         if server_args.device == "cpu":
             server_args.disable_overlap_schedule = True
-        if server_args.enable_mixed_chunk:
-            server_args.enable_mixed_chunk = False
+        server_args.enable_mixed_chunk = False
 
     def resolve_max_speculative_num_draft_tokens(self, server_args: Any) -> int:
         return ServerConfig.from_environment().gammas[-1] + 1
@@ -48,7 +48,7 @@ class SpecStackAlgorithm(CustomSpecAlgo):  # type: ignore[misc]
 def validate(server_args: Any) -> None:
     """Refuse what cannot work before anything is loaded. Raises ValueError, saying what to change."""
     check_version()
-    ServerConfig.from_environment()
+    hooks.check()
     if not server_args.speculative_draft_model_path:
         raise ValueError(f"{NAME} needs a draft model: add --speculative-draft-model-path")
     largest = ServerConfig.from_environment().gammas[-1]

@@ -7,6 +7,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -42,6 +43,11 @@ class Engine:
         self._scheduler = scheduler
         self.config = ServerConfig.from_environment()
         self._refusal = pruning_refusal(scheduler)
+        self.prunes = self._refusal is None
+        if self._refusal is not None:
+            logger.warning("no prompt is pruned here: %s", self._refusal)
+        elif not draft_positions_are_mapped(scheduler.draft_worker.draft_worker.draft_runner):
+            logger.warning("the draft stays at its cache slots on this attention backend; fewer tokens are accepted")
         self._scorer = DraftScorer(scheduler, CAPTURE)
         # The same prompt comes again at once where n replies are asked for, and after a client's retry.
         self._remembered: OrderedDict[tuple[Any, ...], Selection] = OrderedDict()
@@ -65,6 +71,10 @@ class Engine:
         Mutates its input_ids and extra_key, the radix cache's namespace.
         """
         prompt_ids = list(request.input_ids or ())
+        if not prompt_ids:
+            # Embeddings, or nothing at all, which SGLang refuses in its own words.
+            yield
+            return
         options = self._options(request)
         selection, reason, num_scored, scoring_s = self._decide(request, prompt_ids, options)
         positions = None
@@ -78,7 +88,7 @@ class Engine:
             num_scored_tokens=num_scored,
             specprefill=positions is not None,
             specprefill_reason=reason,
-            keep_rate=selection.keep_rate if prompt_ids else 1.0,
+            keep_rate=selection.keep_rate,
             scoring_s=scoring_s,
             policy="fixed" if options.gamma is not None else options.policy or self.config.policy,
         )
@@ -96,6 +106,11 @@ class Engine:
         state = self._arriving
         if state is None:
             return
+        if state.positions is None:
+            # A session has put its past before the prompt, images have taken their room in it.
+            num_tokens = len(request.origin_input_ids)
+            report = replace(state.report, num_prompt_tokens=num_tokens, num_kept_tokens=num_tokens)
+            state = replace(state, report=report)
         attach(request, state)
         if state.positions is not None:
             room = int(self._scheduler.model_config.context_len) - state.report.num_prompt_tokens - 1
@@ -115,7 +130,7 @@ class Engine:
     ) -> tuple[Selection, str, int, float]:
         """Selection, reason, number of prompt tokens scored for it, seconds that took."""
         started = perf_counter()
-        everything = _everything(prompt_ids)
+        everything = Selection.everything(prompt_ids)
         prefill = options.prefill(self.config)
         scores, reason = decide_scoring(options.specprefill, prefill, len(prompt_ids), [])
         refusal = self._refusal or dense_reason(request)
@@ -124,36 +139,31 @@ class Engine:
         if refusal is not None:
             return everything, f"off: {refusal}", 0, 0.0
         try:
-            selection = self._select(prompt_ids, prefill, self._end_ids(request))
+            selection, num_scored = self._select(prompt_ids, prefill, self._end_ids(request))
         except Exception as error:
             # Nothing of this request is in the engine yet, so dense prefill is still open, whatever went wrong.
             logger.warning("scoring a prompt of %d tokens failed, read densely: %s", len(prompt_ids), error)
             return everything, f"off: scoring failed: {type(error).__name__}: {error}", 0, perf_counter() - started
-        return selection, reason, len(prompt_ids), perf_counter() - started
+        return selection, reason, num_scored, perf_counter() - started
 
-    def _select(self, prompt_ids: Sequence[int], config: PrefillConfig, end_ids: Collection[int]) -> Selection:
+    def _select(
+        self, prompt_ids: Sequence[int], config: PrefillConfig, end_ids: Collection[int]
+    ) -> tuple[Selection, int]:
+        """The selection, and the number of tokens scored for it now: none where it is remembered."""
         key = (namespace(prompt_ids, len(prompt_ids)), config, frozenset(end_ids))
         found = self._remembered.pop(key, None)
+        if found is None:
+            # Decode steps around this are not as slow as it makes them look.
+            self._scheduler.draft_worker.gamma.interrupt()
         self._remembered[key] = found or self._scorer.select(prompt_ids, config, end_ids)
         if len(self._remembered) > _MOST_REMEMBERED:
             self._remembered.popitem(last=False)
-        return self._remembered[key]
+        return self._remembered[key], 0 if found is not None else len(prompt_ids)
 
     def _end_ids(self, request: Any) -> Collection[int]:
         if request.sampling_params.ignore_eos:
             return ()
         return self._scheduler.model_config.hf_eos_token_id or ()
-
-
-class _Everything(Selection):
-    """An empty prompt has no selection; SGLang refuses it in its own words."""
-
-    def __post_init__(self) -> None:
-        pass
-
-
-def _everything(prompt_ids: list[int]) -> Selection:
-    return Selection.everything(prompt_ids) if prompt_ids else _Everything([], [], 0)
 
 
 def positions_of(forward_batch: Any, requests: Sequence[Any], runner: Any) -> torch.Tensor | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
@@ -28,21 +28,20 @@ class BatchGamma:
 
     Requests may ask for a gamma or a policy. While some do, the smallest gamma asked for holds for the whole batch;
     else the one policy asked for, where all that ask agree; else the server's. A step's seconds run from the end of the
-    step before to its own end, so they hold everything that a step costs; after a prefill they are not known.
+    step before to its own end, so they hold everything that a step costs; after a prefill they are not known. A policy
+    observes one record per request, each with its share of them.
     """
 
     def __init__(
         self,
         config: ServerConfig,
         precision: str,
-        cached_tokens: Callable[[], int] = lambda: 0,
         agree: Callable[[int], int] = lambda gamma: gamma,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         """agree makes the ranks of a group that must take the same step take one rank's choice."""
         self._config = config
         self._precision = precision
-        self._cached_tokens = cached_tokens
         self._agree = agree
         self._clock = clock
         self._policies: dict[str, GammaPolicy] = {}
@@ -74,7 +73,7 @@ class BatchGamma:
             step=self._number,
             max_gamma=self._config.gammas[-1],
             num_prompt_tokens=0,
-            num_cached=self._cached_tokens(),
+            num_cached=0,
             num_generated=0,
             last=self._last,
             precision=self._precision,
@@ -98,6 +97,9 @@ class BatchGamma:
         seconds = now - self._ended_at if step.follows_a_step else math.nan
         self._ended_at = now
         for request, num_correct in zip(step.requests, num_correct_drafts_per_req, strict=True):
+            if request.is_retracted or request.finished():
+                # It ended, or was taken back, while this step ran: its tokens are thrown away.
+                continue
             num_accepted = min(num_correct, step.gamma)
             note_step(request, step.gamma, num_accepted)
             self._last = StepRecord(
@@ -126,8 +128,10 @@ class BatchGamma:
         self._requests = requests
 
     def interrupt(self) -> None:
-        """Told that something else than a decode step runs now: the next step's seconds are not its own."""
+        """Told that something else than a decode step runs now: the next step's seconds are not its own, nor are those
+        of steps that have not ended."""
         self._interrupted = True
+        self._steps = deque(replace(step, follows_a_step=False) for step in self._steps)
 
     def _rule(self) -> tuple[GammaPolicy, int | None]:
         states = [getattr(request, STATE, None) for request in self._requests]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -15,6 +16,10 @@ from spec_stack.backends.sglang.requests import META_INFO, STATE, ReplyInfo, Req
 from spec_stack.backends.sglang.settings import ServerConfig, add_flags
 
 _SRT = "sglang.srt"
+
+
+# Read once: a file that changes under a running server must not change what is refused.
+_config = lru_cache(maxsize=1)(ServerConfig.from_environment)
 
 
 def _is_on() -> bool:
@@ -33,7 +38,7 @@ def _check_options(verify: Callable[..., None], params: Any, *args: Any, **kwarg
     """SGLang makes a 400 of the ValueError."""
     verify(params, *args, **kwargs)
     if params.custom_params and _is_on():
-        RequestOptions.parse(params.custom_params, ServerConfig.from_environment())
+        RequestOptions.parse(params.custom_params, _config())
 
 
 def _report(
@@ -54,9 +59,11 @@ def _report(
     info: ReplyInfo = getattr(state, STATE, None) or ReplyInfo()
     setattr(state, STATE, info)
     info.add(customized_info[META_INFO][index])
-    if info.meta_info is not None:
-        meta_info[META_INFO] = info.meta_info
-        meta_info["prompt_tokens"] = info.meta_info["num_prompt_tokens"]
+    said = info.meta_info(is_finished=bool(meta_info.get("finish_reason")))
+    if said is not None:
+        meta_info[META_INFO] = said
+        if said["specprefill"]:
+            meta_info["prompt_tokens"] = said["num_prompt_tokens"]
 
 
 def _prune(handle: Callable[..., Any], scheduler: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -78,7 +85,8 @@ def _leave_a_row(count: Callable[..., int], scheduler: Any, *args: Any, **kwargs
     """Scoring needs a request row of its own, also when the server is full."""
     allowed: int = count(scheduler, *args, **kwargs)
     pool = scheduler.req_to_token_pool
-    if Engine.of(scheduler) is None or pool.size < 2:
+    engine = Engine.of(scheduler)
+    if engine is None or not engine.prunes or pool.size < 2:
         return allowed
     return min(allowed, max(int(pool.available_size()) - 1, 0))
 

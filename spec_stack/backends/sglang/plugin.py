@@ -19,7 +19,7 @@ def register() -> None:
     try:
         check_version()
     except RuntimeError as error:
-        if any(NAME in argument.upper() for argument in sys.argv):
+        if any(argument.upper().removeprefix("--SPECULATIVE-ALGORITHM=") == NAME for argument in sys.argv):
             raise SystemExit(f"error: {error}") from error
         raise
     from spec_stack.backends.sglang import algorithm, hooks

@@ -40,10 +40,10 @@ class BatchMap:
         ]
         sizes = torch.tensor([len(table) for table in tables])
         self._rows = torch.arange(len(maps), device=device)
-        self._table = torch.cat(tables).to(device)
-        self._sizes = sizes.to(device)
-        self._starts = (sizes.cumsum(0) - sizes).to(device)
-        self._dropped = torch.tensor([0 if it is None else it.num_dropped for it in maps], device=device)
+        self._table = _to(torch.cat(tables), device)
+        self._sizes = _to(sizes, device)
+        self._starts = _to(sizes.cumsum(0) - sizes, device)
+        self._dropped = _to(torch.tensor([0 if it is None else it.num_dropped for it in maps]), device)
 
     def __call__(self, slots: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
         """Original positions of a flat batch whose request i owns lengths[i] of the slots; their shape and dtype.
@@ -52,12 +52,19 @@ class BatchMap:
         """
         if sum(lengths) != slots.numel() or len(lengths) != len(self._rows):
             raise RuntimeError(f"{slots.numel()} positions for requests of {list(lengths)} tokens; nothing is mapped")
-        # From the host's lengths and with the size given, nothing waits for the device.
-        counts = torch.tensor(lengths, device=slots.device)
-        row = self._rows.repeat_interleave(counts, output_size=slots.numel())
+        if len(set(lengths)) == 1:
+            row = self._rows.repeat_interleave(lengths[0])
+        else:
+            counts = _to(torch.tensor(lengths), slots.device)
+            row = self._rows.repeat_interleave(counts, output_size=slots.numel())
         where = (self._starts[row] + slots).clamp(max=len(self._table) - 1)
         mapped = torch.where(slots < self._sizes[row], self._table[where], slots + self._dropped[row])
         return mapped.to(slots.dtype)
+
+
+def _to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """On the device, without the host waiting for what runs there."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 # A batch stays the same for many steps, for the draft and for the target.

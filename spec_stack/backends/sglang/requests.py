@@ -93,7 +93,7 @@ def attach(request: Any, state: RequestState) -> None:
 
 
 def note_step(request: Any, gamma: int, num_accepted: int) -> None:
-    """Put a step's figures where its first token is about to be. Mutates the request."""
+    """Put a step's figures where its first token is about to be. Mutates the request, which is running."""
     carried = (request.customized_info or {}).get(META_INFO)
     if carried is None:
         return
@@ -109,7 +109,8 @@ class ReplyInfo:
 
     def __init__(self) -> None:
         self._report: dict[str, Any] | None = None
-        self._steps: list[tuple[int, int]] = []
+        self._gammas: list[int] = []
+        self._num_proposed = self._num_accepted = 0
 
     def add(self, carried: Sequence[Any]) -> None:
         """Take in what came with the next tokens."""
@@ -117,19 +118,17 @@ class ReplyInfo:
             if isinstance(item, Mapping):
                 self._report = dict(item)
             elif item is not None:
-                self._steps.append((item[0], item[1]))
+                gamma, num_accepted = item
+                self._gammas.append(gamma)
+                self._num_proposed += gamma
+                self._num_accepted += num_accepted
 
-    @property
-    def meta_info(self) -> dict[str, Any] | None:
-        """The report with the steps so far; None where none has come."""
+    def meta_info(self, is_finished: bool) -> dict[str, Any] | None:
+        """The report with the steps so far, and at the end with every step's gamma; None where none has come."""
         if self._report is None:
             return None
-        return {
-            **self._report,
-            "num_proposed": sum(gamma for gamma, _ in self._steps),
-            "num_accepted": sum(accepted for _, accepted in self._steps),
-            "gamma_trace": [gamma for gamma, _ in self._steps],
-        }
+        trace = {"gamma_trace": self._gammas} if is_finished else {}
+        return {**self._report, "num_proposed": self._num_proposed, "num_accepted": self._num_accepted, **trace}
 
 
 def namespace(kept: Sequence[int], num_prompt_tokens: int) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from sglang.srt.distributed.parallel_state import get_tp_group
+from sglang.srt.layers.moe.utils import speculative_moe_a2a_backend_context, speculative_moe_backend_context
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -71,7 +72,8 @@ class DraftScorer:
         """
         limit = int(self._scheduler.model_config.context_len)
         config = replace(config, look_ahead=max(0, min(config.look_ahead, limit - len(prompt_ids))))
-        with self._on_forward_stream(), self._eager():
+        moe = speculative_moe_backend_context(), speculative_moe_a2a_backend_context()
+        with self._on_forward_stream(), self._eager(), moe[0], moe[1]:
             importance = self._importance(list(prompt_ids), config, end_ids)
         return select(prompt_ids, importance.cpu(), config)
 
@@ -128,9 +130,12 @@ class DraftScorer:
             return
         current = torch.get_device_module(self._runner.device).current_stream()
         stream.wait_stream(current)
-        with self._scheduler.forward_stream_ctx:
-            yield
-        current.wait_stream(stream)
+        try:
+            with self._scheduler.forward_stream_ctx:
+                yield
+        finally:
+            # Slots were given back on that stream, whether or not the scoring came to its end.
+            current.wait_stream(stream)
 
     @contextmanager
     def _eager(self) -> Iterator[None]:
