@@ -118,9 +118,9 @@ def decoded_sparsely(name: str, draft: str, seed: int = 0, num_tokens: int = 32)
     generator._prefill_draft = spy  # type: ignore[method-assign]
     result = generator.generate(input_ids=prompt, max_tokens=num_tokens, specprefill=True, policy=RandomGamma(seed))
     assert len(kept) < len(prompt)
-    expected = reference_architectures.sparse_greedy(
-        make_model(name), [prompt[position] for position in kept], kept, len(prompt), num_tokens
-    )
+    kept_ids = [prompt[position] for position in kept]
+    forward = reference_architectures.logits
+    expected = reference.sparse_greedy(make_model(name), kept_ids, kept, len(prompt), num_tokens, forward)
     return _compare(result, expected)
 
 

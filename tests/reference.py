@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -101,12 +101,17 @@ def greedy(model: PreTrainedModel, prompt: Sequence[int], num_tokens: int) -> li
 
 
 def sparse_greedy(
-    model: PreTrainedModel, kept: Sequence[int], positions: Sequence[int], start: int, num_tokens: int
+    model: PreTrainedModel,
+    kept: Sequence[int],
+    positions: Sequence[int],
+    start: int,
+    num_tokens: int,
+    forward: Callable[[PreTrainedModel, Sequence[int], Sequence[int]], torch.Tensor] = logits,
 ) -> list[int]:
     """Greedy tokens after a pruned prompt, each by a full uncached forward; decoding starts at position start."""
     ids, places = list(kept), list(positions)
     for step in range(num_tokens):
-        ids.append(int(logits(model, ids, places)[-1].argmax()))
+        ids.append(int(forward(model, ids, places)[-1].argmax()))
         places.append(start + step)
     return ids[len(kept) :]
 

@@ -43,17 +43,6 @@ def logits(model: PreTrainedModel, token_ids: Sequence[int], positions: Sequence
     return output.logits[0]
 
 
-def sparse_greedy(
-    model: PreTrainedModel, kept: Sequence[int], positions: Sequence[int], start: int, num_tokens: int
-) -> list[int]:
-    """Greedy tokens after a pruned prompt, each by a full uncached forward; decoding starts at position start."""
-    ids, places = list(kept), list(positions)
-    for step in range(num_tokens):
-        ids.append(int(logits(model, ids, places)[-1].argmax()))
-        places.append(start + step)
-    return ids[len(kept) :]
-
-
 def attention_layers(config: Any) -> list[str]:
     """The kind of every attention layer, in order: the layers that output_attentions shows."""
     window = getattr(config, "sliding_window", None)
