@@ -322,6 +322,17 @@ def test_a_prefill_between_steps_is_not_their_cost() -> None:
     assert chosen[150:].count(8) > 140
 
 
+def test_where_every_step_follows_a_prefill_the_batch_still_drafts() -> None:
+    """Short replies under load: no step's seconds are ever known, and plain decoding must not win by that."""
+    clock = _Clock()
+    gamma = BatchGamma(ServerConfig(), "fp32", clock=clock)
+    chosen = []
+    for _ in range(80):
+        gamma.interrupt()
+        chosen.append(_run(gamma, clock, [_request("a")], 8, lambda drafted: 1))
+    assert set(chosen[50:]) == {4}
+
+
 def test_a_stall_between_steps_is_not_their_cost() -> None:
     """Under overlap, scoring may hold up a step that was begun before it."""
     clock = _Clock()

@@ -11,7 +11,7 @@ import math
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from spec_stack.config import MAX_GAMMA
+from spec_stack.config import MAX_GAMMA, DecodeConfig
 from spec_stack.controller.acceptance import sigmoid
 from spec_stack.records import DraftSignals, StepContext, StepRecord
 
@@ -19,6 +19,7 @@ _TYPICAL_ACCEPTANCE = 0.7
 _LEAST, _MOST = 0.02, 0.98
 _MOST_REQUESTS = 4096
 _MOST_PENDING = 8
+_TRIES_PER_TRIAL = 4
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class _GammaCost:
     """Seconds of a step with one gamma at one batch size; a stall counts as a step of twice the usual time."""
 
     def __init__(self) -> None:
+        self.num_tried = 0
         self.num_seen = 0
         self.seconds = math.inf
         self.last_step = 0
@@ -102,11 +104,17 @@ class BatchThroughput:
         usable = [gamma for gamma in self.options.gammas if gamma <= context.max_gamma]
         if not usable:
             return 0
-        untried = [gamma for gamma in usable if costs[gamma].num_seen < self.options.trials]
-        if untried:
-            return untried[0]
+        # A step that follows a prefill leaves no seconds; where all do, trying must come to an end all the same.
+        most_tries = _TRIES_PER_TRIAL * self.options.trials
+        for gamma in usable:
+            if costs[gamma].num_seen < self.options.trials and costs[gamma].num_tried < most_tries:
+                costs[gamma].num_tried += 1
+                return gamma
+        known = [gamma for gamma in usable if costs[gamma].num_seen]
+        if not known:
+            return max((gamma for gamma in usable if gamma <= DecodeConfig.gamma), default=usable[0])
         expected = self._expected_accepted()
-        best = max(usable, key=lambda gamma: (1 + expected[gamma]) / max(costs[gamma].seconds, 1e-9))
+        best = max(known, key=lambda gamma: (1 + expected[gamma]) / max(costs[gamma].seconds, 1e-9))
         self._num_chosen += 1
         if self._num_chosen % self.options.probe_every == 0:
             at = usable.index(best)
