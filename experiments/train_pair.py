@@ -235,6 +235,9 @@ class Run:
             return self.step / self.args.steps
         return self.elapsed / (self.args.minutes * 60)
 
+    def _stops(self) -> bool:
+        return self.step == self.args.stop_at or self.elapsed >= 60 * self.args.stop_minutes
+
     def set_rates(self, progress: float) -> float:
         warm = min(1.0, (self.step + 1) / self.args.warmup)
         left = (1 - progress) / max(1 - self.args.decay_from, 1e-9)
@@ -268,7 +271,7 @@ class Run:
         phases = parse_mix(self.args.mix)
         means: dict[str, float] = {}
         last_saved = last_logged = time.monotonic()
-        while (progress := self.progress()) < 1 and self.step != self.args.stop_at:
+        while (progress := self.progress()) < 1 and not self._stops():
             started = time.monotonic()
             scale = self.set_rates(progress)
             parts = next((parts for until, parts in phases if progress < until), phases[-1][1])
@@ -333,6 +336,9 @@ def parser() -> argparse.ArgumentParser:
     fit.add_argument("--minutes", type=float, default=30.0)
     fit.add_argument("--steps", type=int, default=0, help="run by steps instead of minutes")
     fit.add_argument("--stop-at", type=int, help="stop at this step, to go on later with other arguments")
+    fit.add_argument(
+        "--stop-minutes", type=float, default=float("inf"), help="stop after so many minutes of steps, likewise"
+    )
     fit.add_argument("--lr", type=float, default=0.015, help="peak rate of the matrices (Muon)")
     fit.add_argument("--other-lr", type=float, default=3e-3, help="peak rate of embeddings and norms (AdamW)")
     fit.add_argument("--decay", type=float, default=0.1, help="weight decay of the matrices")
