@@ -69,10 +69,12 @@ def corpus_files(corpus: Path, prefixes: Sequence[str]) -> list[Path]:
     return sorted(file for file in files if file.name.startswith(tuple(prefixes)))
 
 
-def documents(corpus: Path, name: str, exclude: Sequence[str], share: float = 1.0) -> list[Document]:
+def documents(
+    corpus: Path, name: str, exclude: Sequence[str], share: float = 1.0, from_share: float = 0.0
+) -> list[Document]:
     """The documents of one group, shortened, in a fixed random order, without records whose "src" is excluded.
 
-    share: how much of the group's max_chars to take.
+    share: how much of the group's max_chars to take, beginning where from_share of them have gone by.
     """
     group = GROUPS[name]
     rng = random.Random(f"pair-{name}")
@@ -82,21 +84,24 @@ def documents(corpus: Path, name: str, exclude: Sequence[str], share: float = 1.
     kept: list[Document] = []
     num_chars = 0
     for record in records:
+        skipped = num_chars < group.max_chars * from_share
         if "text" in record:
             text = record["text"]
             if len(text) > group.max_document:
                 start = rng.randrange(len(text) - group.max_document)
                 start = 0 if name == "code" else text.find("\n", start) + 1
                 text = text[start : start + group.max_document]
-            kept.append(text)
+            document: Document = text
             num_chars += len(text)
         else:
             prompt, response = record["prompt"].strip(), record["response"].strip()[: group.max_document]
             if len(prompt) > group.max_document:
                 prompt = prompt[:400] + " ...\n" + prompt[400 - group.max_document :]
-            kept.append((prompt, response))
+            document = (prompt, response)
             num_chars += len(prompt) + len(response)
-        if num_chars > group.max_chars * share:
+        if not skipped:
+            kept.append(document)
+        if num_chars >= group.max_chars * (from_share + share):
             break
     return kept
 
@@ -173,13 +178,17 @@ def prepare(
     vocab: int,
     exclude: Sequence[str],
     share: float = 1.0,
+    from_share: float = 0.0,
 ) -> dict[str, Any]:
     """Write tokenizer/, one <group>.bin (uint16 ids) per group, valid.bin with valid.json, and info.json.
 
     tokenizer_from: a folder whose tokenizer is taken as it is (a continued model must keep its own).
-    Raises ValueError for a folder without any corpus file.
+    share, from_share: which part of the text, as in `documents`, so that several small folders can follow each other.
+    Raises ValueError for a folder without any corpus file, and for a share that leaves nothing.
     """
-    texts = {name: docs for name in GROUPS if (docs := documents(corpus, name, exclude, share))}
+    if not 0 < share <= 1 or not 0 <= from_share < 1:
+        raise ValueError(f"share lies in (0, 1] and from_share in [0, 1), got {share} and {from_share}")
+    texts = {name: docs for name in GROUPS if (docs := documents(corpus, name, exclude, share, from_share))}
     if not texts:
         raise ValueError(f"no records for {list(GROUPS)} in {corpus}; expected files such as code_*.jsonl(.xz)")
     out.mkdir(parents=True, exist_ok=True)
@@ -189,6 +198,7 @@ def prepare(
         tokenizer = Tokenizer.from_file(str(tokenizer_from / "tokenizer.json"))
     save_tokenizer(tokenizer, out / "tokenizer")
     info: dict[str, Any] = {"excluded": list(exclude), "vocab": tokenizer.get_vocab_size(), "tokens": {}}
+    info |= {"share": share, "from_share": from_share}
     for name, docs in texts.items():
         ids = np.concatenate([np.array(encode_document(tokenizer, doc), dtype=np.uint16) for doc in docs])
         ids.tofile(out / f"{name}.bin")

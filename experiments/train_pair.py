@@ -323,6 +323,7 @@ def parser() -> argparse.ArgumentParser:
     make.add_argument("--tokenizer-from", type=Path, help="take this folder's tokenizer instead of training one")
     make.add_argument("--vocab", type=int, default=4096)
     make.add_argument("--share", type=float, default=1.0, help="share of the usual amount of text (1: about 48 MB)")
+    make.add_argument("--from-share", type=float, default=0.0, help="leave out so much text before that")
     make.add_argument("--exclude", nargs="*", default=[], help='values of "src" to leave out')
     fit = commands.add_parser("train", help="train a model, or continue one")
     fit.add_argument("--data", required=True, help="folder that `prepare` wrote")
@@ -350,7 +351,7 @@ def parser() -> argparse.ArgumentParser:
     fit.add_argument("--seed", type=int, default=20261120)
     fit.add_argument("--threads", type=int, default=1)
     fit.add_argument("--device", default="cpu")
-    fit.add_argument("--compile", action="store_true", help="compile the blocks (GPU)")
+    fit.add_argument("--compile", action="store_true", help="compile the blocks (needs a C++ compiler on CPU)")
     fit.add_argument("--log-s", type=float, default=20.0)
     fit.add_argument("--save-s", type=float, default=300.0)
     out = commands.add_parser("export", help="latest checkpoint to a Transformers folder")
@@ -373,9 +374,8 @@ def main() -> None:
     args = parser().parse_args()
     try:
         if args.command == "prepare":
-            print(
-                json.dumps(prepare(args.corpus, args.data, args.tokenizer_from, args.vocab, args.exclude, args.share))
-            )
+            text = (args.exclude, args.share, args.from_share)
+            print(json.dumps(prepare(args.corpus, args.data, args.tokenizer_from, args.vocab, *text)))
         elif args.command == "export":
             export(args.run, args.tokenizer, args.to)
         elif args.command == "pack":

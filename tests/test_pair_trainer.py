@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -111,6 +112,22 @@ def test_records_are_split_on_newlines_alone(tmp_path):
     (tmp_path / "prose_novels_00.jsonl").write_text(json.dumps(record, ensure_ascii=False) + "\n", encoding="utf-8")
     assert pair_data.documents(tmp_path, "prose", []) == [record["text"]]
     assert pair_data.documents(tmp_path, "prose", ["made"]) == []
+
+
+@pytest.mark.parametrize("size", [25, 40])  # 25 ends a document exactly where the shares meet
+def test_two_shares_of_a_corpus_have_no_document_in_common_and_miss_none(tmp_path, monkeypatch, size):
+    group = replace(pair_data.GROUPS["prose"], max_chars=1000)
+    monkeypatch.setitem(pair_data.GROUPS, "prose", group)
+    records = [{"src": "made", "text": f"{n:03}" + "x" * (size - 3)} for n in range(50)]
+    (tmp_path / "prose_novels_00.jsonl").write_text("\n".join(map(json.dumps, records)), encoding="utf-8")
+    whole = pair_data.documents(tmp_path, "prose", [])
+    first = pair_data.documents(tmp_path, "prose", [], 0.5)
+    second = pair_data.documents(tmp_path, "prose", [], 0.5, from_share=0.5)
+    assert len(first) > 10
+    assert not set(first) & set(second)
+    assert first + second == whole
+    with pytest.raises(ValueError, match="from_share"):
+        pair_data.prepare(tmp_path, tmp_path / "data", None, 320, [], 0.5, from_share=1.0)
 
 
 def test_pack_and_unpack_give_the_same_weights(tmp_path):
