@@ -20,6 +20,9 @@ from typing import Any
 
 import pair_metrics as metrics
 import torch
+from environment import describe
+from pair_data import read_records
+from script import run_script
 
 from spec_stack import SpecStackGenerator
 
@@ -28,8 +31,8 @@ Row = tuple[str, dict[str, float]]
 
 
 def measure(generator: SpecStackGenerator, args: argparse.Namespace) -> dict[str, Any]:
-    records = metrics.read_valid(args.valid) if args.valid else []
-    result: dict[str, Any] = {}
+    records = list(read_records(args.valid)) if args.valid else []
+    result: dict[str, Any] = {"measured": describe()}
     for part in args.parts:
         started = time.perf_counter()
         if part == "quality":
@@ -131,7 +134,7 @@ def main() -> None:
     if args.parts is None:
         args.parts = [part for part in PARTS if args.valid or part not in ("quality", "acceptance")]
     if not args.valid and {"quality", "acceptance"} & set(args.parts):
-        sys.exit("error: quality and acceptance need --valid FILE")
+        raise ValueError("quality and acceptance need --valid FILE, the held-out records")
     torch.set_num_threads(args.threads)
     torch.set_grad_enabled(False)
     results = read_earlier(args.earlier)
@@ -148,4 +151,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -59,9 +59,12 @@ def read_records(file: Path) -> Iterator[dict[str, Any]]:
     """The records of one JSON-lines file, plain or xz."""
     opener = lzma.open if file.suffix == ".xz" else open
     with opener(file, "rt", encoding="utf-8", newline="\n") as lines:
-        for line in lines:
+        for number, line in enumerate(lines, 1):
             if line.strip():
-                yield json.loads(line)
+                try:
+                    yield json.loads(line)
+                except json.JSONDecodeError as error:
+                    raise ValueError(f"{file}, line {number} is no JSON: {error}") from error
 
 
 def corpus_files(corpus: Path, prefixes: Sequence[str]) -> list[Path]:

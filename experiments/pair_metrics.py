@@ -6,10 +6,9 @@ with the same tokenizer are compared on the same tokens.
 
 from __future__ import annotations
 
-import json
-import lzma
 import math
 import random
+import statistics
 import sysconfig
 import time
 from collections.abc import Sequence
@@ -51,13 +50,6 @@ def category(domain: str) -> str:
     raise ValueError(f"unknown domain {domain!r} in the held-out file; expected one starting with {CATEGORIES}")
 
 
-def read_valid(file: Path) -> list[dict[str, Any]]:
-    """Held-out records: "text", or "prompt" and "response", each with "domain"."""
-    opener = lzma.open if file.suffix == ".xz" else open
-    with opener(file, "rt", encoding="utf-8", newline="\n") as lines:
-        return [json.loads(line) for line in lines if line.strip()]
-
-
 def record_text(tokenizer: Any, record: dict[str, Any], answered: bool = True) -> tuple[list[int], int]:
     """A record as tokens (through the chat template where it is a pair), and its bytes of text."""
     if "text" in record:
@@ -75,8 +67,10 @@ def quality(
 ) -> dict[str, Any]:
     """Bits per byte of both models, top-1 agreement, expected acceptance (sum of the lower probability); per category.
 
-    Documents are cut into windows; every 1/share-th window is taken.
+    Documents are cut into windows; every 1/share-th window is taken. Raises ValueError where none is.
     """
+    if not 0 < share <= 1:
+        raise ValueError(f"--share lies in (0, 1], got {share}")
     every = max(1, round(1 / share))
     sums: dict[str, list[float]] = {}
     count = 0
@@ -104,6 +98,8 @@ def quality(
                 )
             ):
                 row[index] += value
+    if not sums:
+        raise ValueError(f"{count} windows of held-out text are too few for --share {share}; raise it")
     everything = [sum(column) for column in zip(*sums.values(), strict=True)]
     return {name: _quality_row(row) for name, row in {"all": everything, **sums}.items()}
 
@@ -241,25 +237,28 @@ def _answer(generator: SpecStackGenerator, messages: list[dict[str, str]], keep_
 
 
 def cost_ratio(generator: SpecStackGenerator, context: int = 1024, repeats: int = 15) -> dict[str, float]:
-    """Median seconds of a one-token step and of a prefill, draft over target."""
+    """Median milliseconds of a one-token step and of a prefill, and draft over target; the two models take turns."""
     ids = torch.randint(7, generator.target.config.vocab_size, (context,), generator=torch.Generator().manual_seed(3))
-    steps, prefills = {}, {}
-    for name, model in (("target", generator.target), ("draft", generator.draft)):
-        cached = CachedModel(model, 8192)
-        started = time.perf_counter()
-        cached.forward(ids.tolist(), range(context), 1)
-        prefills[name] = time.perf_counter() - started
-        times = []
-        for _ in range(repeats):
+    times: dict[tuple[str, str], list[float]] = {}
+    for _ in range(repeats + 1):
+        for name, model in (("target", generator.target), ("draft", generator.draft)):
+            cached = CachedModel(model, 8192)
             started = time.perf_counter()
-            cached.forward([100], [cached.next_position], 1)
-            times.append(time.perf_counter() - started)
-            cached.rollback(1)
-        steps[name] = sorted(times)[repeats // 2]
+            cached.forward(ids.tolist(), range(context), 1)
+            times.setdefault((name, "prefill"), []).append(time.perf_counter() - started)
+            for _ in range(4):
+                started = time.perf_counter()
+                cached.forward([100], [cached.next_position], 1)
+                times.setdefault((name, "step"), []).append(time.perf_counter() - started)
+                cached.rollback(1)
+    # The first round warms up.
+    median = {key: statistics.median(values[len(values) // (repeats + 1) :]) for key, values in times.items()}
     return {
-        "draft_step_ms": steps["draft"] * 1e3,
-        "target_step_ms": steps["target"] * 1e3,
-        "step_ratio": steps["draft"] / steps["target"],
-        "prefill_ratio": prefills["draft"] / prefills["target"],
+        "draft_step_ms": median["draft", "step"] * 1e3,
+        "target_step_ms": median["target", "step"] * 1e3,
+        "step_ratio": median["draft", "step"] / median["target", "step"],
+        "draft_prefill_ms": median["draft", "prefill"] * 1e3,
+        "target_prefill_ms": median["target", "prefill"] * 1e3,
+        "prefill_ratio": median["draft", "prefill"] / median["target", "prefill"],
         "parameter_ratio": generator.draft.num_parameters() / generator.target.num_parameters(),
     }

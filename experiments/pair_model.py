@@ -48,7 +48,17 @@ class Shape:
         if config.get("model_type") != "llama" or not config.get("tie_word_embeddings"):
             raise ValueError(f"{folder} is not a Llama with tied embeddings; this trainer makes only those")
         rope = config.get("rope_parameters") or config
-        return cls(
+        other = {
+            "rope_type": (rope.get("rope_type", "default"), "default"),
+            "rope_scaling": (config.get("rope_scaling"), None),
+            "rms_norm_eps": (config.get("rms_norm_eps", EPS), EPS),
+            "attention_bias": (config.get("attention_bias", False), False),
+            "mlp_bias": (config.get("mlp_bias", False), False),
+        }
+        for name, (value, known) in other.items():
+            if value != known:
+                raise ValueError(f"{folder} has {name} {value!r}; this trainer knows only {known!r}")
+        shape = cls(
             hidden=config["hidden_size"],
             layers=config["num_hidden_layers"],
             heads=config["num_attention_heads"],
@@ -58,6 +68,9 @@ class Shape:
             theta=float(rope["rope_theta"]),
             max_positions=config["max_position_embeddings"],
         )
+        if config.get("head_dim", shape.head_dim) != shape.head_dim:
+            raise ValueError(f"{folder} has heads of {config['head_dim']}; this trainer knows only hidden / heads")
+        return shape
 
 
 class Norm(nn.Module):
@@ -243,7 +256,7 @@ def export_folder(
     written |= {"rope_theta": shape.theta, "torch_dtype": "bfloat16"}
     (out / "config.json").write_text(json.dumps(written, indent=2))
     for name in TOKENIZER_FILES:
-        shutil.copy(tokenizer_folder / name, out / name)
+        shutil.copyfile(tokenizer_folder / name, out / name)
 
 
 @torch.no_grad()
@@ -282,6 +295,8 @@ def pack(states: Mapping[str, Mapping[str, Any]], out: Path, shard_bytes: int = 
     from safetensors.torch import save_file
 
     out.mkdir(parents=True, exist_ok=True)
+    for old in (file for name in states for file in out.glob(f"{name}-*.safetensors")):
+        old.unlink()
     files = []
     for name, state in states.items():
         shards: list[dict[str, torch.Tensor]] = [{}]

@@ -277,6 +277,8 @@ class TaskMaker:
             return self.facts(rng, length)
         at = rng.randrange(len(self.starts) - 1)
         record = self.passages[self.starts[at] + 2 : self.starts[at + 1]].astype(np.int64).tolist()
+        if ASSISTANT not in record:  # a record of plain text
+            return self.facts(rng, length)
         before = self.haystack(rng, max(8, length - len(record) - 4)).tolist()
         ids = [BOS, USER, *before, *self.encode("\n\n"), *record]
         answer = len(ids) - (len(record) - record.index(ASSISTANT) - 1)
@@ -293,12 +295,17 @@ class TaskMaker:
             return self.variables(rng, length)
         return self.passage(rng, length) if draw < 0.96 else self.common(rng, length)
 
-    def sequence(self, rng: random.Random, length: int) -> Sequence:
-        """A task of exactly `length` + 1 tokens (the last is only a label): cut or padded where it has to be."""
+    def sequence(self, rng: random.Random, length: int, linked: bool = False) -> Sequence:
+        """A task of exactly `length` + 1 tokens (the last is only a label): cut or padded where it has to be.
+
+        linked: only tasks that say where their evidence stands, as `drop_chunks` needs.
+        """
         for _ in range(8):
             made = self.sample(rng, length + 1)
-            if len(made.ids) <= length + 1:
+            if len(made.ids) <= length + 1 and (made.links or not linked):
                 break
+        if linked and not made.links:
+            made = self.facts(rng, length + 1)
         del made.ids[length + 1 :], made.weights[length + 1 :]
         made.links = [link for link in made.links if link[0] < length]
         missing = length + 1 - len(made.ids)
@@ -325,18 +332,22 @@ class TaskMaker:
 def drop_chunks(rng: random.Random, sequence: Sequence, keep_rate: float, size: int = 32) -> tuple[Sequence, list[int]]:
     """What a sparsely prefilled model reads: the chunks with evidence, the ends, and random others; and the positions.
 
-    Everything from the first question on is kept.
+    Everything from the first question on is kept. Evidence is known by the links alone; an answer without one may lose
+    it. A token that followed a gap is no label, since nobody can know it.
     """
     last = sequence.tail // size
-    wanted = {0, last} | {chunk for _, start, end in sequence.links for chunk in range(start // size, end // size + 1)}
+    wanted = {0, last} | {
+        chunk for _, start, end in sequence.links for chunk in range(start // size, (end - 1) // size + 1)
+    }
     others = [chunk for chunk in range(1, last) if chunk not in wanted]
     room = max(0, round(keep_rate * last) - len(wanted))
     wanted |= set(rng.sample(others, min(room, len(others))))
     positions = [at for at in range(len(sequence.ids)) if at >= sequence.tail or at // size in wanted]
     index = {position: at for at, position in enumerate(positions)}
+    jumped = {position for before, position in pairwise(positions) if position > before + 1}
     kept = Sequence(
         [sequence.ids[at] for at in positions],
-        [sequence.weights[at] for at in positions],
+        [0.0 if at in jumped else sequence.weights[at] for at in positions],
         [(index[query], index[start], index[end - 1] + 1) for query, start, end in sequence.links],
         index.get(sequence.tail, 0),
     )

@@ -8,118 +8,37 @@
 Every step takes one batch of each part of the mixture (`--mix`), so that language modelling, distillation and retrieval
 never fight over a step. A retrieval sequence has its loss on the answers alone; there the last layer's attention to the
 evidence is supervised too (`--attention-weight`), because that attention scores prompts for sparse prefill.
-A run is resumed from RUN/checkpoint.pt when there is one. Batches depend on the seed and the step alone.
+A run is resumed from RUN/checkpoint.pt when there is one. Batches depend on the seed and the step, and on the phase of
+the mixture, which follows the clock under --minutes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
+import shutil
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from pair_data import Corpus, gapped_positions, prepare
+from pair_batches import Batch, Part, Source, parse_mix
+from pair_data import Corpus, prepare
 from pair_model import PairModel, Shape, export_folder, load_folder, pack, seed_previous_token_heads, unpack
-from pair_tasks import TaskMaker, drop_chunks
-from tokenizers import Tokenizer
+from script import run_script
 
 SHAPES = {
     "target": Shape(),
     "draft": Shape(hidden=128, layers=2, intermediate=192),
-    "target-gpu": Shape(hidden=384, layers=8, heads=6, kv_heads=2, intermediate=1024, vocab=8192),
-    "draft-gpu": Shape(hidden=192, layers=2, heads=6, kv_heads=2, intermediate=256, vocab=8192),
+    "target-gpu": Shape(hidden=384, layers=8, heads=6, kv_heads=2, intermediate=1152, vocab=8192),
+    "draft-gpu": Shape(hidden=192, layers=2, heads=6, kv_heads=2, intermediate=192, vocab=8192),
     "target-tiny": Shape(hidden=32, layers=2, heads=2, kv_heads=1, intermediate=64, vocab=320),
     "draft-tiny": Shape(hidden=16, layers=2, heads=2, kv_heads=1, intermediate=32, vocab=320),
 }
-KINDS = ("lm", "task", "sparse", "repeat")
-KEEP_RATES = (0.1, 0.4)
-
-
-@dataclass(frozen=True)
-class Part:
-    """One part of the mixture: "kind:weight:lengths:batch", such as "task:1:4096/8192:1"."""
-
-    kind: str
-    weight: float
-    lengths: tuple[int, ...]
-    batch: int
-
-    @classmethod
-    def parse(cls, text: str) -> Part:
-        try:
-            kind, weight, lengths, batch = text.split(":")
-            part = cls(kind, float(weight), tuple(int(length) for length in lengths.split("/")), int(batch))
-        except ValueError as error:
-            raise ValueError(
-                f"a part of --mix is kind:weight:lengths:batch, as task:1:4096/8192:1, got {text!r}"
-            ) from error
-        if part.kind not in KINDS:
-            raise ValueError(f"a part of --mix begins with one of {KINDS}, got {text!r}")
-        return part
-
-
-def parse_mix(texts: list[str]) -> list[tuple[float, list[Part]]]:
-    """--mix "0.5=lm:1:512:8" --mix "lm:1:2048:2,task:1:8192:1": the parts until each fraction of the run."""
-    phases = []
-    for text in texts:
-        until, _, parts = text.rpartition("=")
-        phases.append((float(until or 1.0), [Part.parse(part) for part in parts.split(",")]))
-    return phases
-
-
-@dataclass
-class Batch:
-    ids: torch.Tensor
-    labels: torch.Tensor
-    weights: torch.Tensor
-    positions: torch.Tensor
-    links: list[tuple[int, int, int]]
-
-
-class Source:
-    """Draws the batches of a run; the same seed and step give the same ones."""
-
-    def __init__(self, data: Path, args: argparse.Namespace, span: int, device: torch.device) -> None:
-        self.corpus = Corpus(data)
-        tokenizer = Tokenizer.from_file(str(data / "tokenizer" / "tokenizer.json"))
-        passages = self.corpus.ids.get("qa")
-        self.tasks = TaskMaker(tokenizer, self.corpus.haystacks(), passages, context_weight=args.context_weight)
-        self.seed, self.gapped, self.span, self.device = args.seed, args.gapped, span, device
-
-    def batch(self, part: Part, step: int, index: int) -> Batch:
-        rng = random.Random(f"{self.seed}-{step}-{index}")
-        numbers = np.random.default_rng(rng.getrandbits(63))
-        length = rng.choice(part.lengths)
-        ids, weights, positions = [], [], []
-        links: list[tuple[int, int, int]] = []
-        for _ in range(part.batch):
-            places = gapped_positions(numbers, length, self.span, self.gapped)
-            if part.kind == "lm":
-                row, row_weights = self.corpus.window(numbers, length)
-            else:
-                made = (self.tasks.repeats if part.kind == "repeat" else self.tasks.sequence)(rng, length)
-                if part.kind == "sparse":
-                    made, kept = drop_chunks(rng, made, rng.uniform(*KEEP_RATES))
-                    places = np.array(kept[:-1])
-                row, row_weights, links = np.array(made.ids), np.array(made.weights, dtype=np.float32), made.links
-            ids.append(row)
-            weights.append(row_weights)
-            positions.append(places)
-        stacked = torch.from_numpy(np.stack(ids)).to(self.device)
-        return Batch(
-            stacked[:, :-1],
-            stacked[:, 1:],
-            torch.from_numpy(np.stack(weights))[:, 1:].to(self.device),
-            torch.from_numpy(np.stack(positions)).to(self.device),
-            links if part.batch == 1 else [],
-        )
 
 
 def token_losses(
@@ -180,19 +99,41 @@ def validate(model: PairModel, corpus: Corpus, device: torch.device, windows: in
 
 
 class Run:
-    """One training run: model, optimisers, progress; saved to and resumed from a folder."""
+    """One training run: model, optimisers, progress; saved to and resumed from a folder.
+
+    Raises ValueError where the arguments, the data and the models do not fit together.
+    """
 
     def __init__(self, args: argparse.Namespace) -> None:
+        if args.minutes <= 0 or args.steps < 0:
+            raise ValueError(f"--minutes must be above 0 and --steps 0 or more, got {args.minutes} and {args.steps}")
+        if not hasattr(torch.optim, "Muon"):
+            raise ValueError(f"this torch ({torch.__version__}) has no Muon optimiser; a newer one has")
         self.args, self.out = args, Path(args.out)
+        self.phases = parse_mix(args.mix or ["lm:1:1024:4"])
         self.device = torch.device(args.device)
-        self.out.mkdir(parents=True, exist_ok=True)
         torch.manual_seed(args.seed)
         self.model = (load_folder(Path(args.init)) if args.init else PairModel(SHAPES[args.shape])).to(self.device)
         if args.seed_heads and not args.init:
             seed_previous_token_heads(self.model)
+        longest = max(length for _, parts in self.phases for part in parts for length in part.lengths)
+        if longest > self.model.shape.max_positions:
+            raise ValueError(
+                f"--mix asks for {longest} tokens, the model has {self.model.shape.max_positions} positions"
+            )
+        self.source = Source(
+            Path(args.data),
+            vocab=self.model.shape.vocab,
+            span=self.model.shape.max_positions,
+            seed=args.seed,
+            gapped=args.gapped,
+            context_weight=args.context_weight,
+            device=self.device,
+        )
         self.teacher = None
         if args.teacher:
             self.teacher = load_folder(Path(args.teacher)).to(self.device).eval().requires_grad_(False)
+        self.out.mkdir(parents=True, exist_ok=True)
         named = dict(self.model.named_parameters())
         matrices = [value for name, value in named.items() if value.ndim == 2 and "embed" not in name]
         others = [value for name, value in named.items() if value.ndim != 2 or "embed" in name]
@@ -205,17 +146,31 @@ class Run:
         if (self.out / "checkpoint.pt").exists():
             self._resume()
         if args.compile:
-            for module in [self.model, *([self.teacher] if self.teacher else [])]:
-                for block in module.model.layers:
-                    block.compile()
+            self._compile()
 
     def _resume(self) -> None:
-        state = torch.load(self.out / "checkpoint.pt", map_location=self.device)
+        state = load_checkpoint(self.out)
+        if Shape(**state["shape"]) != self.model.shape:
+            raise ValueError(f"{self.out} holds a run of another shape, {state['shape']}; choose another --out")
         self.model.load_state_dict(state["model"])
         for (optimiser, _), saved in zip(self.optimisers, state["optimisers"], strict=True):
+            decay = optimiser.param_groups[0]["weight_decay"]
             optimiser.load_state_dict(saved)
+            optimiser.param_groups[0]["weight_decay"] = decay
         self.step, self.tokens, self.elapsed = state["step"], state["tokens"], state["elapsed"]
-        print(f"resumed at step {self.step}, {self.tokens} tokens", flush=True)
+        ignored = " (so --init and --seed-heads are not used)" if self.args.init or self.args.seed_heads else ""
+        print(f"resumed at step {self.step}, {self.tokens} tokens{ignored}", flush=True)
+
+    def _compile(self) -> None:
+        if not any(shutil.which(compiler) for compiler in ("cc", "gcc", "clang")):
+            print("no C compiler found: the blocks are not compiled", flush=True)
+            return
+        import torch._dynamo
+
+        torch._dynamo.config.suppress_errors = True  # a block that does not compile runs as it is
+        for module in [self.model, *([self.teacher] if self.teacher else [])]:
+            for block in module.model.layers:
+                block.compile()
 
     def save(self, valid_nats: float) -> None:
         state = {
@@ -231,12 +186,13 @@ class Run:
         (self.out / "checkpoint.tmp").replace(self.out / "checkpoint.pt")
 
     def progress(self) -> float:
+        """Done share of the run: of --steps, or of --minutes or --max-tokens, whichever comes first."""
         if self.args.steps:
             return self.step / self.args.steps
-        return self.elapsed / (self.args.minutes * 60)
+        return max(self.elapsed / (self.args.minutes * 60), self.tokens / self.args.max_tokens)
 
     def _stops(self) -> bool:
-        return self.step == self.args.stop_at or self.elapsed >= 60 * self.args.stop_minutes
+        return self.step >= self.args.stop_at or self.elapsed >= 60 * self.args.stop_minutes
 
     def set_rates(self, progress: float) -> float:
         warm = min(1.0, (self.step + 1) / self.args.warmup)
@@ -247,10 +203,10 @@ class Run:
                 group["lr"] = peak * scale
         return scale
 
-    def take_step(self, source: Source, parts: list[Part]) -> dict[str, float]:
+    def take_step(self, parts: list[Part]) -> dict[str, float]:
         logged: dict[str, float] = {}
         for index, part in enumerate(parts):
-            batch = source.batch(part, self.step, index)
+            batch = self.source.batch(part, self.step, index)
             teacher = self.teacher if part.kind == "lm" else None
             with torch.autocast(self.device.type, torch.bfloat16):
                 loss, values = part_loss(self.model, batch, teacher, self.args.distil, self.args.attention_weight)
@@ -267,35 +223,37 @@ class Run:
         return logged
 
     def fit(self) -> None:
-        source = Source(Path(self.args.data), self.args, self.model.shape.max_positions, self.device)
-        phases = parse_mix(self.args.mix)
         means: dict[str, float] = {}
+        last: list[Part] = []
         last_saved = last_logged = time.monotonic()
         while (progress := self.progress()) < 1 and not self._stops():
             started = time.monotonic()
             scale = self.set_rates(progress)
-            parts = next((parts for until, parts in phases if progress < until), phases[-1][1])
-            before = self.tokens
-            for name, value in self.take_step(source, parts).items():
+            parts = next((parts for until, parts in self.phases if progress < until), self.phases[-1][1])
+            if parts != last:
+                means.clear()
+            last, before = parts, self.tokens
+            for name, value in self.take_step(parts).items():
                 means[name] = value + 0.95 * (means.get(name, value) - value)
             self.elapsed += time.monotonic() - started
             if time.monotonic() - last_logged > self.args.log_s or self.step == 1:
                 rate = (self.tokens - before) / (time.monotonic() - started)
-                head = f"{time.strftime('%H:%M:%S')} step {self.step} tokens {self.tokens} done {progress:.3f}"
+                head = f"{time.strftime('%H:%M:%S')} {self.out.name} step {self.step} tokens {self.tokens}"
                 tail = " ".join(f"{name} {value:.3f}" for name, value in sorted(means.items()))
-                print(f"{head} rate {scale:.3f} tok/s {rate:.0f} {tail}", flush=True)
+                print(f"{head} done {progress:.3f} rate {scale:.3f} tok/s {rate:.0f} {tail}", flush=True)
                 last_logged = time.monotonic()
             if time.monotonic() - last_saved > self.args.save_s:
-                self.report(source)
+                self.report()
                 last_saved = time.monotonic()
-        self.report(source)
+        self.report()
 
-    def report(self, source: Source) -> None:
+    def report(self) -> None:
+        """Validate, save a checkpoint, and add a line to progress.jsonl."""
         with torch.autocast(self.device.type, torch.bfloat16):
-            loss = validate(self.model, source.corpus, self.device)
+            loss = validate(self.model, self.source.corpus, self.device)
         self.save(loss)
         line = {"step": self.step, "tokens": self.tokens, "elapsed_s": round(self.elapsed), "valid_nats": loss}
-        print(json.dumps(line), flush=True)
+        print(json.dumps({"run": self.out.name, **line}), flush=True)
         with (self.out / "progress.jsonl").open("a") as log:
             log.write(json.dumps(line) + "\n")
 
@@ -336,7 +294,12 @@ def parser() -> argparse.ArgumentParser:
     fit.add_argument("--mix", action="append", default=None, help="[until=]kind:weight:lengths:batch,…; repeatable")
     fit.add_argument("--minutes", type=float, default=30.0)
     fit.add_argument("--steps", type=int, default=0, help="run by steps instead of minutes")
-    fit.add_argument("--stop-at", type=int, help="stop at this step, to go on later with other arguments")
+    fit.add_argument(
+        "--max-tokens", type=float, default=float("inf"), help="end (and decay) by tokens, where they come first"
+    )
+    fit.add_argument(
+        "--stop-at", type=int, default=sys.maxsize, help="stop at this step, to go on later with other arguments"
+    )
     fit.add_argument(
         "--stop-minutes", type=float, default=float("inf"), help="stop after so many minutes of steps, likewise"
     )
@@ -372,25 +335,23 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     args = parser().parse_args()
-    try:
-        if args.command == "prepare":
-            text = (args.exclude, args.share, args.from_share)
-            print(json.dumps(prepare(args.corpus, args.data, args.tokenizer_from, args.vocab, *text)))
-        elif args.command == "export":
-            export(args.run, args.tokenizer, args.to)
-        elif args.command == "pack":
-            files = pack({run.name: load_checkpoint(run) for run in args.run}, args.to)
-            print(json.dumps({file.name: file.stat().st_size for file in files}))
-        elif args.command == "unpack":
-            for name, (shape, weights) in unpack(args.packed).items():
-                export_folder(shape, weights, args.tokenizer, args.to / name)
-        else:
-            args.mix = args.mix or ["lm:1:1024:4"]
-            torch.set_num_threads(args.threads)
-            Run(args).fit()
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+    if args.command == "prepare":
+        text = (args.exclude, args.share, args.from_share)
+        print(json.dumps(prepare(args.corpus, args.data, args.tokenizer_from, args.vocab, *text)))
+    elif args.command == "export":
+        export(args.run, args.tokenizer, args.to)
+    elif args.command == "pack":
+        if len({run.name for run in args.run}) < len(args.run):
+            raise ValueError("two --run folders have the same name, by which they are packed; rename one")
+        files = pack({run.name: load_checkpoint(run) for run in args.run}, args.to)
+        print(json.dumps({file.name: file.stat().st_size for file in files}))
+    elif args.command == "unpack":
+        for name, (shape, weights) in unpack(args.packed).items():
+            export_folder(shape, weights, args.tokenizer, args.to / name)
+    else:
+        torch.set_num_threads(args.threads)
+        Run(args).fit()
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -5,22 +5,21 @@
 # MINUTES=105 is the whole of it, but for a minute of preparation; RUN/pair is the result. An interrupted run goes on
 # from its checkpoints. The standard library's sources are left out of the corpus, because retrieval is tested on them.
 set -euo pipefail
+CORPUS=$(realpath "${CORPUS:?a folder of *.jsonl(.xz) files}")
+RUN=$(realpath -m "${RUN:?the folder for data, checkpoints and the pair}")
 cd "$(dirname "$0")/../.."
-PYTHON=${PYTHON:-python}
-CORPUS=${CORPUS:?a folder of *.jsonl(.xz) files}
-RUN=${RUN:?the folder for data, checkpoints and the pair}
 MINUTES=${MINUTES:-105}
-TRAIN="$PYTHON experiments/train_pair.py"
+TRAIN=("${PYTHON:-python3}" experiments/train_pair.py)
 
 share() { awk -v all="$MINUTES" -v part="$1" 'BEGIN { print all * part }'; }
 
-[ -f "$RUN/data/info.json" ] || $TRAIN prepare --corpus "$CORPUS" --data "$RUN/data" --vocab 4096 \
+[ -f "$RUN/data/info.json" ] || "${TRAIN[@]}" prepare --corpus "$CORPUS" --data "$RUN/data" --vocab 4096 \
     --exclude cpython-3.13-stdlib
 
 train_target() {
-    exec env OMP_NUM_THREADS=1 $TRAIN train --data "$RUN/data" --threads 1 --shape target --seed-heads --out "$RUN/target" \
+    exec env OMP_NUM_THREADS=1 "${TRAIN[@]}" train --data "$RUN/data" --threads 1 --shape target --seed-heads \
+        --out "$RUN/target" --save-s "$(share 3)" \
         --minutes "$(share 0.81)" --decay-from 0.5 --lr 0.015 --other-lr 3e-3 --gapped 0.3 --context-weight 1 \
-        --save-s "$(share 3)" \
         --mix "0.35=lm:1:256:10,repeat:0.5:256:2" \
         --mix "0.65=lm:1:512:5,repeat:0.2:512:1,task:0.5:512/1024:1" \
         --mix "lm:1:1024:3,task:0.7:2048/4096/8192:1,sparse:0.3:8192:1"
@@ -28,21 +27,24 @@ train_target() {
 
 # train_draft THREADS UNTIL [TEACHER]: go on until a share of the time.
 train_draft() {
-    OMP_NUM_THREADS=$1 $TRAIN train --data "$RUN/data" --threads "$1" --shape draft --seed-heads --out "$RUN/draft" \
-        --save-s "$(share 3)" --minutes "$MINUTES" --stop-minutes "$(share "$2")" ${3:+--teacher "$3"} --attention-weight 0.3 \
-        --decay-from 0.5 --lr 0.012 --other-lr 3e-3 \
+    env OMP_NUM_THREADS="$1" "${TRAIN[@]}" train --data "$RUN/data" --threads "$1" --shape draft --seed-heads \
+        --out "$RUN/draft" --save-s "$(share 3)" --minutes "$MINUTES" --stop-minutes "$(share "$2")" \
+        ${3:+--teacher "$3"} --attention-weight 0.3 --decay-from 0.5 --lr 0.012 --other-lr 3e-3 \
         --mix "0.2=lm:1:256:12,repeat:0.7:256:4" \
         --mix "0.55=lm:1:512:6,repeat:0.2:512:2,task:0.3:1024/2048:1" \
-        --mix "lm:1:1024:4,task:0.5:4096/8192/8192:1"
+        --mix "lm:1:1024:4,task:0.5:4096/8192/8192:1" &
+    wait $!
 }
 
 export_target() {
-    $TRAIN export --run "$RUN/target" --tokenizer "$RUN/data/tokenizer" --to "$1"
+    kill -0 "$TARGET_JOB" 2>/dev/null || wait "$TARGET_JOB"  # a target that failed ends the run here
+    "${TRAIN[@]}" export --run "$RUN/target" --tokenizer "$RUN/data/tokenizer" --to "$1"
 }
 
 train_target &
 TARGET_JOB=$!
-trap 'kill "$TARGET_JOB" 2>/dev/null || true' EXIT
+trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
+trap 'exit 130' INT TERM
 train_draft 1 0.2
 for until in 0.4 0.6 0.81; do  # the teacher is the target as far as it has come
     export_target "$RUN/teacher"
@@ -51,4 +53,4 @@ done
 wait "$TARGET_JOB"
 export_target "$RUN/pair/target"
 train_draft 2 1 "$RUN/pair/target"
-$TRAIN export --run "$RUN/draft" --tokenizer "$RUN/data/tokenizer" --to "$RUN/pair/draft"
+"${TRAIN[@]}" export --run "$RUN/draft" --tokenizer "$RUN/data/tokenizer" --to "$RUN/pair/draft"

@@ -3,9 +3,9 @@
 # prepare, target, draft with distillation, resume, export, pack and unpack, and loading the result.
 #   bash experiments/runs/train_pair_smoke.sh [FOLDER]
 set -euo pipefail
+PYTHON=${PYTHON:-python3}
+RUN=$(realpath -m "${1:-$(mktemp -d)}")
 cd "$(dirname "$0")/../.."
-PYTHON=${PYTHON:-python}
-RUN=${1:-$(mktemp -d)}
 export OMP_NUM_THREADS=1
 mkdir -p "$RUN/corpus"
 
@@ -22,19 +22,19 @@ write("qa_00", [{"src": "made", "id": i, "prompt": prose() + "Who sings?", "resp
 write("valid_mixed", [{"src": "made", "domain": "prose_novels", "text": prose() * 4} for _ in range(6)])
 PY
 
-TRAIN="$PYTHON experiments/train_pair.py"
-$TRAIN prepare --corpus "$RUN/corpus" --data "$RUN/data" --vocab 320
-COMMON="--data $RUN/data --warmup 2 --lr 0.005"
-MIX="--mix 0.5=lm:1:64:2,repeat:1:64:2 --mix lm:1:64/128:2,task:1:256:1,sparse:1:512:1"
-$TRAIN train $COMMON $MIX --shape target-tiny --out "$RUN/target" --steps 4
-$TRAIN train $COMMON $MIX --shape target-tiny --out "$RUN/target" --steps 6  # resumes
-$TRAIN export --run "$RUN/target" --tokenizer "$RUN/data/tokenizer" --to "$RUN/pair/target"
-$TRAIN train $COMMON $MIX --shape draft-tiny --out "$RUN/draft" --steps 4 --teacher "$RUN/pair/target" \
+TRAIN=("$PYTHON" experiments/train_pair.py)
+"${TRAIN[@]}" prepare --corpus "$RUN/corpus" --data "$RUN/data" --vocab 320
+COMMON=(--data "$RUN/data" --warmup 2 --lr 0.005)
+MIX=(--mix 0.5=lm:1:64:2,repeat:1:64:2 --mix lm:1:64/128:2,task:1:256:1,sparse:1:512:1)
+"${TRAIN[@]}" train "${COMMON[@]}" "${MIX[@]}" --shape target-tiny --out "$RUN/target" --steps 4
+"${TRAIN[@]}" train "${COMMON[@]}" "${MIX[@]}" --shape target-tiny --out "$RUN/target" --steps 6  # resumes
+"${TRAIN[@]}" export --run "$RUN/target" --tokenizer "$RUN/data/tokenizer" --to "$RUN/pair/target"
+"${TRAIN[@]}" train "${COMMON[@]}" "${MIX[@]}" --shape draft-tiny --out "$RUN/draft" --steps 4 --teacher "$RUN/pair/target" \
     --attention-weight 0.3 --seed-heads
-$TRAIN export --run "$RUN/draft" --tokenizer "$RUN/data/tokenizer" --to "$RUN/pair/draft"
-$TRAIN train $COMMON $MIX --init "$RUN/pair/draft" --out "$RUN/continued" --steps 2 --teacher "$RUN/pair/target"
-$TRAIN pack --run "$RUN/target" --run "$RUN/draft" --to "$RUN/packed"
-$TRAIN unpack --packed "$RUN/packed" --tokenizer "$RUN/data/tokenizer" --to "$RUN/unpacked"
+"${TRAIN[@]}" export --run "$RUN/draft" --tokenizer "$RUN/data/tokenizer" --to "$RUN/pair/draft"
+"${TRAIN[@]}" train "${COMMON[@]}" "${MIX[@]}" --init "$RUN/pair/draft" --out "$RUN/continued" --steps 2 --teacher "$RUN/pair/target"
+"${TRAIN[@]}" pack --run "$RUN/target" --run "$RUN/draft" --to "$RUN/packed"
+"${TRAIN[@]}" unpack --packed "$RUN/packed" --tokenizer "$RUN/data/tokenizer" --to "$RUN/unpacked"
 
 "$PYTHON" - "$RUN" <<'PY'
 import sys, torch

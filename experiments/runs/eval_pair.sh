@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# Pairs side by side as the model card shows them, one thread each; about 10 minutes a pair.
+#   VALID=CORPUS/valid_mixed.jsonl.xz bash experiments/runs/eval_pair.sh --pair starter=STARTER --pair new=NEW [--card FILE]
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+OMP_NUM_THREADS=1 "${PYTHON:-.venv/bin/python}" experiments/eval_pair.py --valid "${VALID:?the held-out records}" \
+    --share 0.12 --prompts 12 --tokens 96 --trials 20 --threads 1 "$@"
