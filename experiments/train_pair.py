@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from pair_batches import Batch, Part, Source, parse_mix
 from pair_data import Corpus, prepare
+from pair_data import __doc__ as about_data
 from pair_model import PairModel, Shape, export_folder, load_folder, pack, seed_previous_token_heads, unpack
 from script import run_script
 
@@ -275,7 +276,7 @@ def export(run: Path, tokenizer: Path, to: Path) -> None:
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = top.add_subparsers(dest="command", required=True)
-    make = commands.add_parser("prepare", help="tokenizer and token files from a corpus folder")
+    make = commands.add_parser("prepare", help="tokenizer and token files from a corpus folder", description=about_data)
     make.add_argument("--corpus", type=Path, required=True, help="folder with *.jsonl or *.jsonl.xz files")
     make.add_argument("--data", type=Path, required=True, help="folder to write")
     make.add_argument("--tokenizer-from", type=Path, help="take this folder's tokenizer instead of training one")
