@@ -1,8 +1,8 @@
 """Training data of the embedded pair: a tokenizer, token files and held-out text, made once from a folder.
 
 A corpus folder holds `*.jsonl` or `*.jsonl.xz` files. Each line is a record with "text", or with "prompt" and
-"response"; "src" and "id" name its origin. What a file holds is told by how its name begins (`GROUPS`): code_, prose_novels, docs_,
-instruct_, qa_, …. The file `valid_mixed.*` is held out and has "domain" as well.
+"response"; "src" and "id" name its origin. What a file holds is told by how its name begins (`GROUPS`): code_, docs_,
+prose_novels, instruct_, qa_, …. The file `valid_mixed.*` is held out and has "domain" as well.
 Lines are split on "\\n" alone: U+2028 and U+0085 occur inside strings. `pair_tasks` makes the synthetic tasks.
 """
 
