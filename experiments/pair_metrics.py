@@ -260,5 +260,4 @@ def cost_ratio(generator: SpecStackGenerator, context: int = 1024, repeats: int 
         "draft_prefill_ms": median["draft", "prefill"] * 1e3,
         "target_prefill_ms": median["target", "prefill"] * 1e3,
         "prefill_ratio": median["draft", "prefill"] / median["target", "prefill"],
-        "parameter_ratio": generator.draft.num_parameters() / generator.target.num_parameters(),
     }
