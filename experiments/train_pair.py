@@ -134,6 +134,8 @@ class Run:
         self.teacher = None
         if args.teacher:
             self.teacher = load_folder(Path(args.teacher)).to(self.device).eval().requires_grad_(False)
+            if self.teacher.shape.vocab != self.model.shape.vocab:
+                raise ValueError(f"the teacher in {args.teacher} has another vocabulary than the model to train")
         self.out.mkdir(parents=True, exist_ok=True)
         named = dict(self.model.named_parameters())
         matrices = [value for name, value in named.items() if value.ndim == 2 and "embed" not in name]

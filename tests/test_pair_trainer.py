@@ -276,6 +276,13 @@ def test_a_run_that_cannot_be_is_refused_before_it_begins(data, tmp_path, option
     assert not (tmp_path / "out").exists()
 
 
+def test_a_teacher_with_another_vocabulary_is_refused(data, tmp_path):
+    shape = replace(train_pair.SHAPES["target-tiny"], vocab=640)
+    pair_model.export_folder(shape, pair_model.PairModel(shape).state_dict(), data / "tokenizer", tmp_path / "teacher")
+    with pytest.raises(ValueError, match="another vocabulary"):
+        run_of(data, tmp_path / "out", "--teacher", str(tmp_path / "teacher"))
+
+
 def test_a_run_of_another_shape_is_not_resumed(data, tmp_path):
     run_of(data, tmp_path, "--steps", "1").fit()
     with pytest.raises(ValueError, match="another shape"):
