@@ -22,7 +22,7 @@ train() {  # in the background, so that a signal is not kept waiting
 }
 
 stop_with_me() {
-    trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
+    trap 'trap "" INT TERM; kill $(jobs -p) 2>/dev/null || true' EXIT
     trap 'exit 130' INT TERM
 }
 
