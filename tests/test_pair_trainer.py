@@ -234,6 +234,15 @@ def test_a_resumed_run_equals_an_uninterrupted_one(data, tmp_path):
     assert all(torch.equal(parts["model"][name], value) for name, value in whole["model"].items())
 
 
+def test_a_run_stopped_by_the_clock_goes_on_with_other_arguments(data, tmp_path):
+    run_of(data, tmp_path, "--minutes", "0.05", "--stop-minutes", "0").fit()
+    assert train_pair.load_checkpoint(tmp_path)["step"] == 0
+    resumed = run_of(data, tmp_path, "--steps", "2", "--decay", "0.3")
+    assert resumed.optimisers[0][0].param_groups[0]["weight_decay"] == 0.3
+    resumed.fit()
+    assert train_pair.load_checkpoint(tmp_path)["step"] == 2
+
+
 def test_tokens_end_a_run_where_they_come_first(data, tmp_path):
     run = run_of(data, tmp_path, "--minutes", "5", "--max-tokens", "1000", mix=["lm:1:64:4"])
     run.fit()
@@ -317,9 +326,13 @@ def test_a_llama_that_the_trainer_cannot_be_is_refused(tmp_path, tokenizer):
     pair_model.export_folder(SHAPE, pair_model.PairModel(SHAPE).state_dict(), tmp_path / "tokenizer", tmp_path / "out")
     file = tmp_path / "out" / "config.json"
     config = json.loads(file.read_text())
-    for name, value in {"attention_bias": True, "rms_norm_eps": 1e-6, "head_dim": 16}.items():
+    for name, value, says in [
+        ("attention_bias", True, "attention_bias True"),
+        ("rms_norm_eps", 1e-6, "rms_norm_eps 1e-06"),
+        ("head_dim", 16, "heads of 16"),
+    ]:
         file.write_text(json.dumps(config | {name: value}))
-        with pytest.raises(ValueError, match=str(value)):
+        with pytest.raises(ValueError, match=says):
             pair_model.load_folder(tmp_path / "out")
 
 

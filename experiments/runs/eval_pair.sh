@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Pairs side by side as the model card shows them, one thread each; about 10 minutes a pair.
+# Pairs side by side as the model card shows them, one thread each; about 5 minutes a pair.
 #   VALID=CORPUS/valid_mixed.jsonl.xz bash experiments/runs/eval_pair.sh --pair starter=STARTER --pair new=NEW [--card FILE]
 set -euo pipefail
 cd "$(dirname "$0")/../.."

@@ -40,7 +40,7 @@ export_target() {
     "${TRAIN[@]}" export --run "$RUN/target" --tokenizer "$RUN/data/tokenizer" --to "$1"
 }
 
-trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
+trap 'trap "" INT TERM; kill $(jobs -p) 2>/dev/null || true' EXIT
 trap 'exit 130' INT TERM
 train_target 1 0.365 &
 TARGET_JOB=$!

@@ -5,8 +5,8 @@
 #                       --exclude cpython-3.13-stdlib                               (under 30 MiB of token files)
 #   2. on the card: DATA=DATA OUT=OUT bash experiments/runs/train_pair_gpu.sh       resumes what OUT.run already has
 #   3. anywhere:    python experiments/train_pair.py unpack --packed OUT --tokenizer DATA/tokenizer --to PAIR
-# Needs torch (with Muon: 2.9 or newer), transformers and tokenizers; a C compiler makes it faster. Writes 5 files of at
-# most 15 MiB to OUT; checkpoints stay in RUN.
+# Needs torch (with Muon: 2.9 or newer), transformers and tokenizers; compiles its blocks where there is a C compiler.
+# Writes 5 files of at most 15 MiB to OUT; checkpoints stay in RUN.
 # A second run, on a bare card, takes the first one's OUT and the rest of the text:
 #   1. … prepare --corpus CORPUS --data DATA2 --tokenizer-from DATA/tokenizer --share 0.4 --from-share 0.6 --exclude …
 #   2. DATA=DATA2 FROM=OUT OUT=OUT2 bash experiments/runs/train_pair_gpu.sh
