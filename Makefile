@@ -16,7 +16,7 @@ test: lint
 
 # SGLang pins its own transformers, so it has an environment of its own; the core's tests must pass under that one too.
 serving-test: $(SERVING)/.ready
-	OMP_NUM_THREADS=1 $(SERVING)/bin/python -m pytest tests/test_cached_model.py tests/test_decode.py tests/serving
+	OMP_NUM_THREADS=1 $(SERVING)/bin/python -m pytest tests/hf/test_model.py tests/decode/test_loop.py tests/serving
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from spec_stack.config import DecodeConfig, PrefillConfig, SamplingParams, SpecStackConfig
+    from spec_stack.controller.base import DraftSignals, GammaPolicy, StepContext, StepRecord
     from spec_stack.generator import SpecStackGenerator
-    from spec_stack.records import DraftSignals, GammaPolicy, StepContext, StepRecord
     from spec_stack.types import GenerationResult, Metrics, Selection, StepOutput
 
 __version__ = "0.1.0"

@@ -21,8 +21,8 @@ from spec_stack.config import (
     SamplingParams,
     SpecStackConfig,
 )
-from spec_stack.controller.policies import LIVE_POLICY_NAMES
-from spec_stack.record_io import add_records, check_record_path
+from spec_stack.controller.registry import LIVE_POLICY_NAMES
+from spec_stack.offline.records import add_records, check_record_path
 
 if TYPE_CHECKING:
     from spec_stack.generator import SpecStackGenerator
@@ -197,7 +197,7 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from spec_stack.backends.doctor import diagnose
+    from spec_stack.doctor import diagnose
 
     report = diagnose(
         arguments.target, arguments.draft, arguments.precision, arguments.device, arguments.draft_precision

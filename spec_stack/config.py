@@ -117,7 +117,7 @@ class LoadConfig:
 class DecodeConfig:
     """How far the draft runs ahead.
 
-    policy: name of the gamma policy (see `spec_stack.controller.policies`).
+    policy: name of the gamma policy (see `spec_stack.controller.registry`).
     gamma: tokens proposed per step under the policy "fixed"; 0 is plain decoding.
     """
 

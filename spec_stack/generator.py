@@ -15,27 +15,28 @@ from typing import Any, Unpack
 import torch
 from transformers import PreTrainedModel
 
-from spec_stack.backends.architectures import scoring_limit, text_config
-from spec_stack.backends.attention import install
-from spec_stack.backends.cached_model import CachedModel
-from spec_stack.backends.fused_verify import accept_fused, fused_problem
-from spec_stack.backends.loading import check_pair, end_token_ids, load_pair, max_positions
-from spec_stack.backends.precision import precision_of, settle, weight_bytes
-from spec_stack.backends.sampling import make_warp
-from spec_stack.backends.translated_draft import TranslatedDraft
-from spec_stack.backends.translation import Translation
-from spec_stack.backends.vocabulary import compare
 from spec_stack.config import MAX_LOOK_AHEAD, LoadConfig, SamplingParams, SpecStackConfig
-from spec_stack.controller.policies import CLOCK_POLICY_NAMES, make_policy
+from spec_stack.controller.base import GammaPolicy, StepRecord
 from spec_stack.controller.pool import PolicyPool
-from spec_stack.decode.draft import propose
+from spec_stack.controller.registry import CLOCK_POLICY_NAMES, make_policy
 from spec_stack.decode.loop import RequestLabels, decode
+from spec_stack.decode.propose import propose
 from spec_stack.decode.sampler import Sampler
 from spec_stack.decode.stopping import Stopper
-from spec_stack.prefill.sparse import score_prompt
-from spec_stack.record_io import add_records, check_record_path
-from spec_stack.records import GammaPolicy, StepRecord
-from spec_stack.request import Request, StreamOptions, check_length, decide_scoring, encode_prompt
+from spec_stack.hf.architectures import scoring_limit, text_config
+from spec_stack.hf.attention import install
+from spec_stack.hf.fused_verify import accept_fused, fused_problem
+from spec_stack.hf.loading import check_pair, end_token_ids, load_pair, max_positions
+from spec_stack.hf.model import CachedModel
+from spec_stack.hf.precision import precision_of, settle, weight_bytes
+from spec_stack.hf.sampling import make_warp
+from spec_stack.offline.records import add_records, check_record_path
+from spec_stack.prefill.decide import decide_scoring
+from spec_stack.prefill.scoring import score_prompt
+from spec_stack.request import Request, StreamOptions, check_length, encode_prompt
+from spec_stack.tokenizers.translated_draft import TranslatedDraft
+from spec_stack.tokenizers.translation import Translation
+from spec_stack.tokenizers.vocabulary import compare
 from spec_stack.types import GenerationResult, Metrics, Proposal, Reading, Selection, StepOutput
 
 
@@ -62,7 +63,7 @@ class SpecStackGenerator:
     ) -> None:
         """Wrap loaded models (with transformers' default attention; it is replaced in place). Raises ValueError for a
         pair that does not fit together. Without a tokenizer only input_ids are taken and no text is made; without
-        draft_tokenizer the draft is taken to have the target's (see `backends.vocabulary.compare`). The names of the
+        draft_tokenizer the draft is taken to have the target's (see `tokenizers.vocabulary.compare`). The names of the
         precisions are found out where they are not given. predictors: files of trained predictors, by the name of the
         policy that is to use them."""
         check_pair(target.config, draft.config)

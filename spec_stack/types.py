@@ -8,13 +8,13 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from spec_stack.records import DraftSignals, StepRecord
+from spec_stack.controller.base import DraftSignals, StepRecord
 
 FinishReason = Literal["eos", "stop", "length"]
 
 
 class SteppableModel(Protocol):
-    """A model with its cache, as both phases see it; `backends.cached_model.CachedModel` is one."""
+    """A model with its cache, as both phases see it; `hf.model.CachedModel` is one."""
 
     @property
     def num_cached(self) -> int: ...

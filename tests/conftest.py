@@ -1,90 +1,20 @@
-"""Tiny random models of the supported families, and the embedded pair. Nothing here touches the network."""
+"""What all tests share: no network, one thread, two tiny models and the embedded pair."""
 
 from __future__ import annotations
 
-import copy
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    MistralConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import PreTrainedModel
 
 from spec_stack import SpecStackGenerator
+from tests.support.models import make_model
 
 # Tiny tensors gain nothing from threads and lose much on a busy machine.
 torch.set_num_threads(1)
-
-VOCAB = 64
-_SHAPE = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 4096,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
-FAMILIES = {
-    "llama": LlamaConfig(**_SHAPE),
-    "mistral": MistralConfig(**_SHAPE, sliding_window=None),
-    "qwen2": Qwen2Config(**_SHAPE, use_sliding_window=False),
-    "qwen3": Qwen3Config(**_SHAPE),
-}
-
-
-def make_model(
-    family: str = "llama", seed: int = 0, implementation: str = "sdpa", vocab: int = VOCAB
-) -> PreTrainedModel:
-    """A random model whose attention is far from uniform, so that mistakes in positions or masks show."""
-    torch.manual_seed(seed)
-    config = copy.deepcopy(FAMILIES[family])
-    config.vocab_size = vocab
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if weight.dim() == 2:
-                weight.normal_(std=0.3 if "_proj" in name else 1.0)
-    return model
-
-
-def random_prompt(length: int, seed: int = 0, vocab: int = VOCAB) -> list[int]:
-    return torch.randint(2, vocab, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def make_tokenizer(tokens: str, specials: str = "", bos: bool = False) -> PreTrainedTokenizerFast:
-    """A byte-level BPE with these tokens (separated by spaces), ids in their order after the special ones; a token of
-    several letters is merged from its longest known beginning and the rest. bos: the first special begins a text."""
-    special, ordinary = specials.split(), tokens.split()
-    merges = []
-    for token in ordinary:
-        if len(token) > 1:
-            cut = max(n for n in range(1, len(token)) if token[:n] in ordinary and token[n:] in ordinary)
-            merges.append((token[:cut], token[cut:]))
-    vocab = {token: index for index, token in enumerate([*special, *ordinary])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
-    if bos:
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{special[0]} $A", special_tokens=[(special[0], 0)]
-        )
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=special[0] if bos else None)
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_model, random_prompt
 from transformers import PreTrainedModel
 
 from spec_stack import (
@@ -21,10 +20,11 @@ from spec_stack import (
     StepContext,
     StepRecord,
 )
-from spec_stack.controller.policies import LIVE_POLICY_NAMES, make_policy
 from spec_stack.controller.pool import PolicyPool
+from spec_stack.controller.registry import LIVE_POLICY_NAMES, make_policy
 from spec_stack.demo import hide_fact
-from spec_stack.record_io import read_records
+from spec_stack.offline.records import read_records
+from tests.support.models import make_model, random_prompt
 
 CODE = "def read_lines(path):\n    with open(path) as file:\n"
 

@@ -2,4 +2,4 @@
 # A KV cache that is copied in every forward against one with room set aside, one thread, nothing else running.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-OMP_NUM_THREADS=1 .venv/bin/python experiments/bench_cache.py "$@"
+OMP_NUM_THREADS=1 .venv/bin/python -m experiments.speed.bench_cache "$@"

@@ -12,4 +12,4 @@ export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:Tr
 if ! "$PYTHON" -c 'import torch; torch.zeros(1 << 26, device="cuda")' 2>/dev/null; then
     unset PYTORCH_CUDA_ALLOC_CONF
 fi
-"$PYTHON" experiments/bench_gpu.py --device cuda --out "$OUT/bench_gpu.json" ${COMMIT:+--commit "$COMMIT"} "$@"
+"$PYTHON" -m experiments.gpu.bench_gpu --device cuda --out "$OUT/bench_gpu.json" ${COMMIT:+--commit "$COMMIT"} "$@"

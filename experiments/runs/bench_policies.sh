@@ -4,7 +4,7 @@ set -euo pipefail
 data=${1:?usage: bench_policies.sh DATA_FOLDER [options]}
 shift
 cd "$(dirname "$0")/../.."
-OMP_NUM_THREADS=1 .venv/bin/python experiments/bench_policies.py \
+OMP_NUM_THREADS=1 .venv/bin/python -m experiments.policies.bench_policies \
     "code=$data/humaneval/HumanEval.jsonl.gz" "math=$data/gsm8k/test.jsonl" \
     "chat=$data/mtbench/question.jsonl" "summary=$data/specbench/question.jsonl:summarization" \
     --per-task 12 --tokens 128 --repeats 3 "$@"

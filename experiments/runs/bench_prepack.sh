@@ -2,4 +2,4 @@
 # Plain against prepacked linear layers on the embedded pair, one thread, nothing else running.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-OMP_NUM_THREADS=1 .venv/bin/python experiments/bench_prepack.py --threads 1 "$@"
+OMP_NUM_THREADS=1 .venv/bin/python -m experiments.speed.bench_prepack --threads 1 "$@"

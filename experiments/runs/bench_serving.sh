@@ -5,9 +5,9 @@
 # (SGLang's own benchmark imports `datasets`.) That environment has stand-ins for what SGLang lacks on a CPU
 # (tests/serving/support): index kernels in Python, attention by torch. Torch's prefill is slow and quadratic there: the
 # ratios between modes show a direction, and no figure is SGLang's speed. On a GPU, without the stand-ins:
-#   python experiments/bench_serving.py --target TARGET --draft DRAFT --device cuda --tokens 8192 16384 \
+#   python -m experiments.serving.bench_serving --target TARGET --draft DRAFT --device cuda --tokens 8192 16384 \
 #       --rates 1 2 3 4 6 8 12 16 24 --timeout 10 --seconds 60 --server-args '--mem-fraction-static 0.8'
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 PYTHON=${PYTHON:-.venv-serving/bin/python}
-"$PYTHON" experiments/bench_serving.py --device cpu --rounds 2 --timeout 5 --seconds 15 "$@"
+"$PYTHON" -m experiments.serving.bench_serving --device cpu --rounds 2 --timeout 5 --seconds 15 "$@"

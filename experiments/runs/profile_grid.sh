@@ -14,14 +14,14 @@ mkdir -p "$out"
 
 # Run a script, show what it prints, keep its last line.
 keep() {
-    "$python" "experiments/$2" "${@:3}" | tee /dev/stderr | tail -n 1 >"$out/$1.json.unfinished"
+    "$python" -m "experiments.$2" "${@:3}" | tee /dev/stderr | tail -n 1 >"$out/$1.json.unfinished"
     mv "$out/$1.json.unfinished" "$out/$1.json"
 }
 
-keep profile_steps profile_steps.py --precisions fp32 bf16 int8 nf4 --gammas 0 1 2 4 6 8 --random 2 \
+keep profile_steps policies.profile_steps --precisions fp32 bf16 int8 nf4 --gammas 0 1 2 4 6 8 --random 2 \
     --per-task 6 --tokens 80 --threads 1 --out "$out/profile.parquet"
-keep block_rounding block_rounding.py --precisions fp32 bf16 int8 nf4 --threads 1
-keep profile_tables analyze_profile.py "$out/profile.parquet"
-keep profile_training train_controller.py "$out/profile.parquet" --policies random --out "${TMPDIR:-/tmp}/predictors" --ship "$ship"
-keep profile_speeds bench_precisions.py "$out/profile.parquet" --per-task 4 --tokens 64 --repeats 5 --threads 1
-keep profile_replay evaluate_policies.py "$out/profile.parquet"
+keep block_rounding exactness.block_rounding --precisions fp32 bf16 int8 nf4 --threads 1
+keep profile_tables policies.analyze_profile "$out/profile.parquet"
+keep profile_training policies.train_controller "$out/profile.parquet" --policies random --out "${TMPDIR:-/tmp}/predictors" --ship "$ship"
+keep profile_speeds speed.bench_precisions "$out/profile.parquet" --per-task 4 --tokens 64 --repeats 5 --threads 1
+keep profile_replay policies.evaluate_policies "$out/profile.parquet"

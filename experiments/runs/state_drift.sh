@@ -5,5 +5,5 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 corpus=${1:?give the corpus folder}
 shift
-OMP_NUM_THREADS=1 .venv/bin/python experiments/state_drift.py "$corpus" --train 700 --model build/tiny_hybrid \
+OMP_NUM_THREADS=1 .venv/bin/python -m experiments.quality.state_drift "$corpus" --train 700 --model build/tiny_hybrid \
   --plot experiments/results/state_drift.png "$@"

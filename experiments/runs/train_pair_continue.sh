@@ -10,7 +10,7 @@ PAIR=$(realpath "${PAIR:?the pair to continue}")
 RUN=$(realpath -m "${RUN:?the folder for data, checkpoints and the pair}")
 cd "$(dirname "$0")/../.."
 export OMP_NUM_THREADS=1
-TRAIN=("${PYTHON:-python3}" experiments/train_pair.py)
+TRAIN=("${PYTHON:-python3}" -m experiments.pair.train)
 COMMON=(--data "$RUN/data" --threads 1)
 
 [ -f "$RUN/data/info.json" ] || "${TRAIN[@]}" prepare --corpus "$CORPUS" --data "$RUN/data" \

@@ -9,7 +9,7 @@ CORPUS=$(realpath "${CORPUS:?a folder of *.jsonl(.xz) files}")
 RUN=$(realpath -m "${RUN:?the folder for data, checkpoints and the pair}")
 cd "$(dirname "$0")/../.."
 MINUTES=${MINUTES:-115}
-TRAIN=("${PYTHON:-python3}" experiments/train_pair.py)
+TRAIN=("${PYTHON:-python3}" -m experiments.pair.train)
 
 share() { awk -v all="$MINUTES" -v part="$1" 'BEGIN { print all * part }'; }
 

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # A larger pair (target 8 layers x 384, draft 2 layers x 192, vocabulary 8192, 16K positions) on one H100-class card,
 # in at most 20 minutes. No card has run it yet.
-#   1. anywhere:    python experiments/train_pair.py prepare --corpus CORPUS --data DATA --vocab 8192 --share 0.6 \
+#   1. anywhere:    python -m experiments.pair.train prepare --corpus CORPUS --data DATA --vocab 8192 --share 0.6 \
 #                       --exclude cpython-3.13-stdlib                               (under 30 MiB of token files)
 #   2. on the card: DATA=DATA OUT=OUT bash experiments/runs/train_pair_gpu.sh       resumes what OUT.run already has
-#   3. anywhere:    python experiments/train_pair.py unpack --packed OUT --tokenizer DATA/tokenizer --to PAIR
+#   3. anywhere:    python -m experiments.pair.train unpack --packed OUT --tokenizer DATA/tokenizer --to PAIR
 # Needs torch (with Muon: 2.9 or newer), transformers and tokenizers; compiles its blocks where there is a C compiler.
 # Writes 5 files of at most 15 MiB to OUT; checkpoints stay in RUN.
 # A second run, on a bare card, takes the first one's OUT and the rest of the text:
@@ -24,7 +24,7 @@ BATCH_SCALE=${BATCH_SCALE:-1}
 TARGET_MINUTES=${TARGET_MINUTES:-11}
 DRAFT_MINUTES=${DRAFT_MINUTES:-5}
 MAX_TOKENS=${MAX_TOKENS:-400e6}  # about 30 epochs of one folder: held-out loss is printed every two minutes
-TRAIN=("${PYTHON:-python3}" experiments/train_pair.py)
+TRAIN=("${PYTHON:-python3}" -m experiments.pair.train)
 COMMON=(--data "$DATA" --device "$DEVICE" ${COMPILE---compile} --threads "$THREADS" --max-tokens "$MAX_TOKENS"
     --save-s 120 --warmup 100 --lr 0.02 --other-lr 3e-3 --decay-from 0.5)
 

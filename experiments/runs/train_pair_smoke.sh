@@ -22,7 +22,7 @@ write("qa_00", [{"src": "made", "id": i, "prompt": prose() + "Who sings?", "resp
 write("valid_mixed", [{"src": "made", "domain": "prose_novels", "text": prose() * 4} for _ in range(6)])
 PY
 
-TRAIN=("$PYTHON" experiments/train_pair.py)
+TRAIN=("$PYTHON" -m experiments.pair.train)
 "${TRAIN[@]}" prepare --corpus "$RUN/corpus" --data "$RUN/data" --vocab 320
 COMMON=(--data "$RUN/data" --warmup 2 --lr 0.005)
 MIX=(--mix 0.5=lm:1:64:2,repeat:1:64:2 --mix lm:1:64/128:2,task:1:256:1,sparse:1:512:1)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from spec_stack.records import DraftSignals, StepRecord
+from spec_stack.controller.base import DraftSignals, StepRecord
 
 FEATURES = (
     "nothing_drafted",

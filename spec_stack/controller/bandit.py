@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from itertools import product
 
 from spec_stack.config import MAX_GAMMA
+from spec_stack.controller.base import DraftSignals, StepContext, StepRecord
 from spec_stack.controller.cost import DiscountedRate
-from spec_stack.records import DraftSignals, StepContext, StepRecord
 
 _FORGOTTEN = 0.05
 _MOST_PENDING = 8

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from threading import Lock
 from typing import Any
 
-from spec_stack.controller.policies import make_policy
-from spec_stack.records import GammaPolicy
+from spec_stack.controller.base import GammaPolicy
+from spec_stack.controller.registry import make_policy
 
 
 class PolicyPool:

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spec_stack.config import MAX_GAMMA
-from spec_stack.controller.predictors import STEP_FEATURES, load_step_predictor, step_features
-from spec_stack.records import DraftSignals, StepContext, StepRecord
+from spec_stack.controller.base import DraftSignals, StepContext, StepRecord
+from spec_stack.controller.predictor import STEP_FEATURES, load_step_predictor, step_features
 
 
 class RatePredictor(Protocol):

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from spec_stack.config import MAX_GAMMA
 from spec_stack.controller.acceptance import AcceptanceModel, History, OnlineAcceptance, Recalibrated
+from spec_stack.controller.base import DraftSignals, StepContext, StepRecord
 from spec_stack.controller.cost import CostOptions, DiscountedRate, StepCostModel
-from spec_stack.records import DraftSignals, StepContext, StepRecord
 
 _NO_SIGNALS = DraftSignals()
 _GAIN_WEIGHT = 0.1
@@ -22,7 +22,7 @@ class ThroughputOptions:
     """Everything has a default that works with no training at all.
 
     max_gamma: most tokens per step.
-    predictor: a model exported by `spec_stack.controller.predictors`; without one, the policy learns its own.
+    predictor: a model exported by `spec_stack.controller.predictor`; without one, the policy learns its own.
     cold_threshold: probability asked for while nothing has been measured yet.
     probe_every: with drafting off, one step in this many drafts a token all the same, so that better times are noticed.
     """
@@ -122,6 +122,6 @@ class Throughput:
 def _model(options: ThroughputOptions) -> AcceptanceModel:
     if options.predictor is None:
         return OnlineAcceptance()
-    from spec_stack.controller.predictors import load_token_predictor
+    from spec_stack.controller.predictor import load_token_predictor
 
     return Recalibrated(load_token_predictor(options.predictor))

@@ -9,11 +9,11 @@ from itertools import count
 from time import perf_counter
 
 from spec_stack.config import MAX_GAMMA
-from spec_stack.decode.draft import propose
+from spec_stack.controller.base import DraftSignals, GammaPolicy, StepContext, StepRecord
+from spec_stack.decode.propose import propose
 from spec_stack.decode.sampler import Sampler
 from spec_stack.decode.stopping import Stopper
 from spec_stack.decode.verify import verify
-from spec_stack.records import DraftSignals, GammaPolicy, StepContext, StepRecord
 from spec_stack.types import FinishReason, Proposal, Selection, StepOutput, SteppableModel, TargetModel
 
 

@@ -11,7 +11,7 @@ import types, torch
 from sglang.srt.layers.attention.triton_backend import TritonMultiStepDraftBackend
 from sglang.srt.layers.attention.flashinfer_backend import FlashInferMultiStepDraftBackend
 from sglang.srt.layers.attention import flashinfer_backend
-from spec_stack.backends.sglang.positions import protect_kv_lengths
+from spec_stack.sglang.positions import protect_kv_lengths
 
 STEPS, LENGTHS = 4, [6, 8, 10]
 table = torch.arange(3 * 64, dtype=torch.int32).view(3, 64)

@@ -128,10 +128,10 @@ def kept_ids(reference: Reference, prompt: list[int]) -> list[int]:
     """The tokens of a prompt that survive pruning."""
     from functools import partial
 
-    from spec_stack.backends.cached_model import CachedModel
-    from spec_stack.decode.draft import propose
+    from spec_stack.decode.propose import propose
     from spec_stack.decode.sampler import Sampler
-    from spec_stack.prefill.sparse import score_prompt
+    from spec_stack.hf.model import CachedModel
+    from spec_stack.prefill.scoring import score_prompt
 
     config = reference.generator.config.prefill
     draft = CachedModel(reference.generator.draft, config.prefill_chunk)

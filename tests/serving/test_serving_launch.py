@@ -37,7 +37,7 @@ _ACCEPTED: dict[str, Any] = {
 def test_arguments_that_cannot_work_are_refused_by_name(arguments: dict[str, Any], named: str) -> None:
     from sglang.srt.plugins import load_plugins
 
-    from spec_stack.backends.sglang.algorithm import validate
+    from spec_stack.sglang.algorithm import validate
 
     load_plugins()
 

@@ -1,0 +1,156 @@
+"""Whether chunked sparse prefill is right on a device, by each attention there is: against fp32 without a cache.
+
+The trap: transformers reads positions with gaps as borders between packed sequences; in its masks where there is
+neither cache nor mask, and in its FlashAttention calls even where there is a cache. Tokens then see their own run
+alone, and nothing says so. Routes that are known to fall into it are measured too: they show that this check can fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTrainedModel
+from transformers.utils import is_flash_attn_2_available
+
+from experiments.gpu.timing import describe_error
+from spec_stack.hf.attention import install
+from spec_stack.hf.model import CachedModel
+
+NUM_TOKENS, CHUNK, FOLLOW = 2048, 200, 6
+# Of the reference logits' standard deviation (a device may multiply fp32 with fewer bits); in 16 bits, what a forward
+# without a cache is off by sets the scale.
+FP32_TOLERANCE, ROUNDINGS = 1e-2, 3.0
+SCALE = "bf16, no cache, mask of ones"
+_CONFIG = LlamaConfig(
+    hidden_size=256,
+    intermediate_size=384,
+    num_hidden_layers=3,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    head_dim=64,
+    vocab_size=512,
+    max_position_embeddings=4096,
+    eos_token_id=None,
+)
+
+
+def _make_models(device: torch.device) -> Callable[[str, torch.dtype], PreTrainedModel]:
+    torch.manual_seed(0)
+    first = AutoModelForCausalLM.from_config(_CONFIG, dtype=torch.float32, attn_implementation="sdpa")
+    with torch.no_grad():
+        for name, weight in first.named_parameters():
+            if weight.dim() == 2:
+                # Large enough for attention that is far from uniform, so that a wrong mask shows.
+                weight.normal_(std=0.1 if "_proj" in name else 1.0)
+
+    def make(implementation: str, dtype: torch.dtype) -> PreTrainedModel:
+        model = AutoModelForCausalLM.from_config(_CONFIG, dtype=dtype, attn_implementation=implementation)
+        model.load_state_dict(first.state_dict())
+        return model.to(device).eval()
+
+    return make
+
+
+def _by_cached_model(model: PreTrainedModel, ids: Sequence[int], positions: Sequence[int], chunk: int) -> torch.Tensor:
+    cached = CachedModel(model, chunk)
+    num_kept = len(ids) - FOLLOW
+    last = cached.forward(ids[:num_kept], positions[:num_kept], 1)
+    return torch.cat([last, cached.forward(ids[num_kept:], positions[num_kept:], FOLLOW)])
+
+
+def _without_cache(model: PreTrainedModel, ids: Sequence[int], positions: Sequence[int], mask: bool) -> torch.Tensor:
+    inputs = torch.tensor([ids], device=model.device)
+    with torch.inference_mode():
+        return model(
+            input_ids=inputs,
+            position_ids=torch.tensor([positions], device=model.device),
+            attention_mask=torch.ones_like(inputs) if mask else None,
+            use_cache=False,
+        ).logits[0, -FOLLOW - 1 :]
+
+
+def _with_lengths(model: PreTrainedModel, ids: Sequence[int], positions: Sequence[int], chunk: int) -> torch.Tensor:
+    """FlashAttention told the lengths of queries and keys, which keeps it from guessing them."""
+    cache, rows = DynamicCache(config=model.config), []
+    num_kept = len(ids) - FOLLOW
+    starts = [*range(0, num_kept, chunk), num_kept]
+    for start, stop in zip(starts, [*starts[1:], len(ids)], strict=True):
+        lengths = [torch.tensor([0, size], dtype=torch.int32, device=model.device) for size in (stop - start, stop)]
+        with torch.inference_mode():
+            logits = model(
+                input_ids=torch.tensor([ids[start:stop]], device=model.device),
+                position_ids=torch.tensor([positions[start:stop]], device=model.device),
+                past_key_values=cache,
+                use_cache=True,
+                cu_seq_lens_q=lengths[0],
+                cu_seq_lens_k=lengths[1],
+                max_length_q=stop - start,
+                max_length_k=stop,
+            ).logits[0]
+        rows.append(logits)
+    return torch.cat([rows[-2][-1:], rows[-1]])
+
+
+def check_attention(device: torch.device) -> dict[str, Any]:
+    """Errors over the reference's standard deviation, and a verdict per route; package_right for the package's own."""
+    make = _make_models(device)
+    draw = torch.Generator().manual_seed(1)
+    kept = sorted(
+        {*range(32), *(torch.randperm(NUM_TOKENS, generator=draw)[: NUM_TOKENS // 4].tolist()), NUM_TOKENS - 1}
+    )
+    positions = [*kept, *range(NUM_TOKENS, NUM_TOKENS + FOLLOW)]
+    ids = torch.randint(2, _CONFIG.vocab_size, (len(positions),), generator=draw).tolist()
+    plain = make("sdpa", torch.float32)
+    expected = _without_cache(plain, ids, positions, mask=True)
+    package = {dtype: make("sdpa", dtype) for dtype in (torch.float32, torch.bfloat16)}
+    for model in package.values():
+        install(model)
+    fp32, bf16 = package.values()
+    whole = len(ids)
+    half = make("sdpa", torch.bfloat16)
+    routes: dict[str, Callable[[], torch.Tensor]] = {
+        SCALE: lambda: _without_cache(half, ids, positions, mask=True),
+        "package fp32, one forward": lambda: _by_cached_model(fp32, ids, positions, whole),
+        "package fp32, chunked": lambda: _by_cached_model(fp32, ids, positions, CHUNK),
+        "package bf16, one forward": lambda: _by_cached_model(bf16, ids, positions, whole),
+        "package bf16, chunked": lambda: _by_cached_model(bf16, ids, positions, CHUNK),
+        "trap: fp32, neither cache nor mask": lambda: _without_cache(plain, ids, positions, mask=False),
+    }
+    has_flash = device.type == "cuda" and is_flash_attn_2_available()
+    if has_flash:
+        flash = make("flash_attention_2", torch.bfloat16)
+        routes |= {
+            "flash_attention_2, one forward": lambda: _by_cached_model(flash, ids, positions, whole),
+            "trap: flash_attention_2, chunked": lambda: _by_cached_model(flash, ids, positions, CHUNK),
+            "flash_attention_2, chunked, lengths given": lambda: _with_lengths(flash, ids, positions, CHUNK),
+        }
+    errors: dict[str, float | str] = {}
+    for name, run in routes.items():
+        try:
+            errors[name] = float((run().float() - expected).abs().max() / expected.std())
+        except RuntimeError as error:
+            errors[name] = describe_error(error)
+    rounding = errors[SCALE]
+    verdicts = {name: _verdict(error, "fp32" in name, rounding) for name, error in errors.items()}
+    print(f"chunked sparse prefill: {len(kept)} of {NUM_TOKENS} tokens in pieces of {CHUNK}, then {FOLLOW} more")
+    for name, error in errors.items():
+        print(f"  {name:44s} {error if isinstance(error, str) else f'{error:10.2e}'}  {verdicts[name]}")
+    if not has_flash:
+        print("  flash_attention_2 was not run: it needs a CUDA device and the package flash-attn")
+    return {
+        "errors": errors,
+        "verdicts": verdicts,
+        "package_right": all(verdict == "right" for name, verdict in verdicts.items() if name.startswith("package")),
+        "flash_attention_2": "run" if has_flash else "needs a CUDA device and the package flash-attn",
+    }
+
+
+def _verdict(error: float | str, is_fp32: bool, rounding: float | str) -> str:
+    if isinstance(error, str):
+        return "failed"
+    if is_fp32:
+        return "right" if error <= FP32_TOLERANCE else "wrong"
+    # Beyond the logits' own scale nothing is a matter of rounding.
+    return "right" if not isinstance(rounding, str) and error <= min(ROUNDINGS * rounding, 1.0) else "wrong"

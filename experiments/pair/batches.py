@@ -1,0 +1,145 @@
+"""The mixture of a training run (`--mix`) and its batches, which depend on the seed, the step and the part alone."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+
+from experiments.pair.data import Corpus, gapped_positions
+from experiments.pair.tasks import TaskMaker, drop_chunks
+
+KINDS = ("lm", "task", "sparse", "repeat")
+KEEP_RATES = (0.1, 0.4)
+MIN_LENGTH = 64
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of the mixture: "kind:weight:lengths:batch", such as "task:1:4096/8192:1".
+
+    lengths are tokens per sequence, one drawn per batch. A sparse sequence is made at that length and then pruned, so
+    its batch is 1. Raises ValueError for values out of range.
+    """
+
+    kind: str
+    weight: float
+    lengths: tuple[int, ...]
+    batch: int
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"a part of --mix begins with one of {KINDS}, got {self.kind!r}")
+        if self.batch < 1 or self.weight <= 0 or min(self.lengths, default=0) < MIN_LENGTH:
+            raise ValueError(f"a part of --mix needs a positive weight and batch and {MIN_LENGTH} tokens, got {self}")
+        if self.kind == "sparse" and self.batch > 1:
+            raise ValueError(
+                f"sparse sequences differ in length, so their batch is 1; raise the weight instead of {self}"
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> Part:
+        try:
+            kind, weight, lengths, batch = text.split(":")
+            numbers = float(weight), tuple(int(length) for length in lengths.split("/")), int(batch)
+        except ValueError as error:
+            raise ValueError(
+                f"a part of --mix is kind:weight:lengths:batch, as task:1:4096/8192:1, got {text!r}"
+            ) from error
+        return cls(kind, *numbers)
+
+
+def parse_mix(texts: list[str]) -> list[tuple[float, list[Part]]]:
+    """--mix "0.5=lm:1:512:8" --mix "lm:1:2048:2,task:1:8192:1": the parts until each fraction of the run."""
+    phases: list[tuple[float, list[Part]]] = []
+    for text in texts:
+        until, _, parts = text.rpartition("=")
+        try:
+            fraction = float(until or 1.0)
+        except ValueError as error:
+            raise ValueError(f"--mix begins with a fraction and '=' or has no '=', got {text!r}") from error
+        if phases and fraction <= phases[-1][0]:
+            raise ValueError(f"the fractions of --mix must rise, got {fraction} after {phases[-1][0]}")
+        phases.append((fraction, [Part.parse(part) for part in parts.split(",")]))
+    return phases
+
+
+@dataclass
+class Batch:
+    """ids, labels, weights and positions are (batch, tokens); the label of a token is the one after it.
+
+    links: for a batch of one sequence, (query index, evidence start, evidence end) of its answer tokens.
+    """
+
+    ids: torch.Tensor
+    labels: torch.Tensor
+    weights: torch.Tensor
+    positions: torch.Tensor
+    links: list[tuple[int, int, int]]
+
+
+class Source:
+    """Draws the batches of a run from a folder that `train_pair.py prepare` wrote.
+
+    span: the largest position; gapped: the share of sequences with gaps in their positions. Raises ValueError where
+    the folder's tokens do not fit into a vocabulary of vocab.
+    """
+
+    def __init__(
+        self,
+        data: Path,
+        *,
+        vocab: int,
+        span: int,
+        seed: int,
+        gapped: float,
+        context_weight: float,
+        device: torch.device,
+    ) -> None:
+        self.corpus = Corpus(data)
+        made_for = json.loads((data / "info.json").read_text(encoding="utf-8"))["vocab"]
+        if made_for != vocab:
+            raise ValueError(
+                f"{data} has a vocabulary of {made_for}, the model one of {vocab}; prepare with --vocab {vocab}, "
+                "and with more text where it yields fewer"
+            )
+        tokenizer = Tokenizer.from_file(str(data / "tokenizer" / "tokenizer.json"))
+        passages = self.corpus.ids.get("qa")
+        self.tasks = TaskMaker(tokenizer, self.corpus.haystacks(), passages, context_weight=context_weight)
+        self.seed, self.gapped, self.span, self.device = seed, gapped, span, device
+
+    def batch(self, part: Part, step: int, index: int) -> Batch:
+        rng = random.Random(f"{self.seed}-{step}-{index}")
+        numbers = np.random.default_rng(rng.getrandbits(63))
+        length = rng.choice(part.lengths)
+        ids, weights, positions = [], [], []
+        links: list[tuple[int, int, int]] = []
+        for _ in range(part.batch):
+            places = gapped_positions(numbers, length, self.span, self.gapped)
+            if part.kind == "lm":
+                row, row_weights = self.corpus.window(numbers, length)
+            else:
+                if part.kind == "repeat":
+                    made = self.tasks.repeats(rng, length)
+                else:
+                    made = self.tasks.sequence(rng, length, linked=part.kind == "sparse")
+                if part.kind == "sparse":
+                    made, kept = drop_chunks(rng, made, rng.uniform(*KEEP_RATES))
+                    places = np.array(kept[:-1])
+                row, row_weights, links = np.array(made.ids), np.array(made.weights, dtype=np.float32), made.links
+            ids.append(row)
+            weights.append(row_weights)
+            positions.append(places)
+        stacked = torch.from_numpy(np.stack(ids)).to(self.device)
+        return Batch(
+            stacked[:, :-1],
+            stacked[:, 1:],
+            torch.from_numpy(np.stack(weights))[:, 1:].to(self.device),
+            torch.from_numpy(np.stack(positions)).to(self.device),
+            links if part.batch == 1 else [],
+        )

@@ -1,0 +1,378 @@
+"""Which gamma policy gives most tokens per second? Scored by greedy replay, on prompts no policy was tuned on.
+
+RECORDS are files written by spec_stack.offline.records (greedy runs of the same prompts at several fixed gammas), or
+the folder of the SpecKV authors' CSVs. Prompts are split into folds; what a policy needs to know beforehand (the best
+fixed gamma, the task oracle, trained predictors, the warm start of learning policies) comes from the training prompts.
+Intervals are bootstrapped over prompts. Regret is tokens/s lost against the best fixed gamma chosen on training
+prompts (negative: better) and against the best any sequence of gammas could do.
+
+--as-published instead repeats the SpecKV paper's own tables from the authors' CSVs, beside the paper's figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from experiments.common.script import run_script
+from experiments.policies import published, reproduce
+from spec_stack.config import MAX_GAMMA
+from spec_stack.controller.acceptance import Recalibrated
+from spec_stack.controller.base import DraftSignals, GammaPolicy, StepContext, StepRecord
+from spec_stack.controller.predictor import Card, StepPredictor, TokenPredictor
+from spec_stack.controller.registry import make_policy
+from spec_stack.controller.speckv import SpecKV
+from spec_stack.controller.throughput import Throughput
+from spec_stack.offline.records import read_records
+from spec_stack.offline.replay import (
+    Costs,
+    Merged,
+    ReplayText,
+    Score,
+    best_fixed,
+    fit_costs,
+    merge_runs,
+    oracle,
+    replay,
+)
+from spec_stack.offline.training import as_network, fit_token_model, make_estimator, step_examples, token_examples
+
+FIXED = (0, 1, 2, 4, 6, 8)
+LEARNING = ("throughput", "bandit", "speckv")
+
+
+@dataclass
+class Data:
+    """What is evaluated; reserve as in `replay`. measured: tokens/s of the runs themselves, (precision, gamma)."""
+
+    texts: list[ReplayText]
+    records: list[StepRecord]
+    costs: Mapping[str, Costs]
+    measured: dict[tuple[str, int], float]
+    reserve: int
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def precisions(self) -> list[str]:
+        return list(dict.fromkeys(text.precision for text in self.texts))
+
+
+class Timed:
+    """A policy whose own calls are timed. decisions counts steps."""
+
+    def __init__(self, policy: GammaPolicy) -> None:
+        self.name = policy.name
+        self._policy = policy
+        self.seconds = 0.0
+        self.num_decisions = 0
+
+    def choose(self, context: StepContext) -> int:
+        self.num_decisions += 1
+        began = perf_counter()
+        gamma = self._policy.choose(context)
+        self.seconds += perf_counter() - began
+        return gamma
+
+    def keep_drafting(self, context: StepContext, signals: DraftSignals) -> bool:
+        self.num_decisions += 1
+        began = perf_counter()
+        answer = self._policy.keep_drafting(context, signals)
+        self.seconds += perf_counter() - began
+        return answer
+
+    def observe(self, record: StepRecord) -> None:
+        began = perf_counter()
+        self._policy.observe(record)
+        self.seconds += perf_counter() - began
+
+
+def load(paths: list[Path], fill: str, seed: int = 0) -> Data:
+    """Read records of ours, or the authors' folder."""
+    if published.is_published(paths):
+        data = published.load(paths[0], fill, seed)
+        merged = merge_runs(data.records)
+        measured: dict[tuple[str, int], float] = {}
+        for precision in data.costs:
+            for gamma in reproduce.GAMMAS:
+                runs = [run for run in data.runs if (run.precision, run.gamma) == (precision, gamma)]
+                measured[precision, gamma] = sum(run.num_tokens for run in runs) / sum(run.seconds for run in runs)
+        notes = [
+            "times fitted from whole runs (a per step, b per drafted token): "
+            + ", ".join(
+                f"{name} a={1e3 * cost.verify_base_s:.1f} b={1e3 * cost.draft_per_token_s:.1f} ms "
+                f"R2={data.cost_r2[name]:.4f}"
+                for name, cost in data.costs.items()
+            ),
+            f"signals per token recovered from step aggregates, undetermined ones by {fill!r}; determined: "
+            + ", ".join(f"{name} {share:.0%}" for name, share in data.determined.items()),
+        ]
+        return Data(merged.texts, data.records, data.costs, measured, 0, [*notes, _agreement(merged)])
+    records = read_records(*paths)
+    merged, measured = merge_runs(records), {}
+    groups: dict[tuple[str, int], list[StepRecord]] = defaultdict(list)
+    for record in records:
+        if record.policy.startswith("fixed-") and not record.is_prefill:
+            groups[record.precision, int(record.policy.removeprefix("fixed-"))].append(record)
+    for key, group in groups.items():
+        seconds = sum(record.draft_s + record.verify_s for record in group)
+        measured[key] = sum(record.num_tokens for record in group) / seconds
+    return Data(merged.texts, records, fit_costs(records), measured, 1, [_agreement(merged)])
+
+
+def _agreement(merged: Merged) -> str:
+    return (
+        f"{len(merged.texts)} texts, {merged.num_positions} positions, {merged.num_unknown} never drafted, "
+        f"{merged.num_unanimous / max(merged.num_shared, 1):.1%} of {merged.num_shared} shared ones unanimous"
+    )
+
+
+def split(texts: list[ReplayText], num_folds: int) -> dict[str, int]:
+    """Fold of every prompt, tasks spread evenly; a prompt is in one fold at every precision."""
+    folds: dict[str, int] = {}
+    per_task: dict[str, int] = defaultdict(int)
+    for text in texts:
+        if text.prompt not in folds:
+            folds[text.prompt] = per_task[text.task] % num_folds
+            per_task[text.task] += 1
+    return folds
+
+
+Maker = Callable[[], GammaPolicy]
+
+
+def policies_for(train: list[ReplayText], records: list[StepRecord], data: Data) -> dict[str, Maker]:
+    """Every policy, with what it may know from the training prompts of all precisions."""
+    best = best_fixed(train, data.costs, reserve=data.reserve)
+    by_task = {
+        (precision, task): gamma
+        for task in {text.task for text in train}
+        for precision, gamma in best_fixed(
+            [text for text in train if text.task == task], data.costs, reserve=data.reserve
+        ).items()
+    }
+    makers: dict[str, Maker] = {f"fixed-{gamma}": partial(make_policy, "fixed", gamma=gamma) for gamma in FIXED}
+    makers["best-fixed"] = partial(make_policy, "best-fixed", gammas=best)
+    for name in ("heuristic", "confidence", "ema", *LEARNING):
+        makers[name] = partial(make_policy, name)
+    makers["task-oracle"] = partial(make_policy, "task-oracle", gammas=by_task)
+    inputs, rates, _ = step_examples(records)
+    for model in ("ridge", "mlp-16"):
+        step_model = StepPredictor(as_network(make_estimator(model).fit(inputs, rates)), _CARD)
+        makers[f"speckv {model}"] = partial(SpecKV, predictor=step_model)
+    token_inputs, accepted, groups = token_examples(records)
+    for model in ("logistic", "mlp"):
+        fitted = fit_token_model(model, token_inputs, accepted, groups, num_folds=3)
+        predictor = TokenPredictor(fitted.network, _CARD)
+        makers[f"throughput {model}"] = partial(_trained_throughput, predictor)
+    return makers
+
+
+def _trained_throughput(predictor: TokenPredictor) -> GammaPolicy:
+    return Throughput(model=Recalibrated(predictor))
+
+
+_CARD = Card("token", "fold", (), "", 0, 0)
+
+
+@dataclass
+class Results:
+    """scores[policy][precision][prompt], and microseconds per decision by policy."""
+
+    scores: dict[str, dict[str, dict[str, Score]]]
+    decision_us: dict[str, float]
+
+
+def evaluate(data: Data, num_folds: int, max_gamma: int) -> Results:
+    """Run every policy on every prompt, in the fold that leaves the prompt out of what it knows."""
+    folds = split(data.texts, num_folds)
+    scores: dict[str, dict[str, dict[str, Score]]] = defaultdict(lambda: defaultdict(dict))
+    seconds: dict[str, float] = defaultdict(float)
+    decisions: dict[str, int] = defaultdict(int)
+    for fold in range(num_folds):
+        train = [text for text in data.texts if folds[text.prompt] != fold]
+        records = [record for record in data.records if folds[record.request_id] != fold]
+        makers = policies_for(train, records, data)
+        for precision in data.precisions:
+            costs = data.costs[precision]
+            tests = [text for text in data.texts if folds[text.prompt] == fold and text.precision == precision]
+            for name, make in makers.items():
+                starts = [(name, False)] + ([(f"{name} warm", True)] if name in LEARNING else [])
+                for label, warm in starts:
+                    policy = Timed(make())
+                    for text in (text for text in train if warm and text.precision == precision):
+                        replay(text, policy, costs, max_gamma=max_gamma, reserve=data.reserve)
+                    for text in tests:
+                        scores[label][precision][text.prompt] = replay(
+                            text, policy, costs, max_gamma=max_gamma, reserve=data.reserve
+                        )
+                    seconds[label] += policy.seconds
+                    decisions[label] += policy.num_decisions
+            for text in tests:
+                scores["oracle"][precision][text.prompt] = oracle(
+                    text, costs, max_gamma=max_gamma, reserve=data.reserve
+                )
+    return Results(scores, {name: 1e6 * seconds[name] / decisions[name] for name in seconds})
+
+
+def rate(scores: list[Score]) -> float:
+    return sum(score.num_tokens for score in scores) / sum(score.seconds for score in scores)
+
+
+def gain_interval(
+    mine: dict[str, Score], base: dict[str, Score], num_resamples: int, seed: int
+) -> tuple[float, float, float]:
+    """Relative gain in tokens/s over `base`, with its 95 % interval, resampling prompts."""
+    rng = np.random.default_rng(seed)
+    table = np.array(
+        [
+            (mine[prompt].num_tokens, mine[prompt].seconds, base[prompt].num_tokens, base[prompt].seconds)
+            for prompt in base
+        ]
+    )
+    total = table.sum(axis=0)
+    point = (total[0] / total[1]) / (total[2] / total[3]) - 1
+    sums = table[rng.integers(0, len(table), (num_resamples, len(table)))].sum(axis=1)
+    gains = (sums[:, 0] / sums[:, 1]) / (sums[:, 2] / sums[:, 3]) - 1
+    low, high = np.percentile(gains, [2.5, 97.5])
+    return float(point), float(low), float(high)
+
+
+def rate_interval(mine: dict[str, Score], num_resamples: int, seed: int) -> tuple[float, float]:
+    """95 % interval of tokens/s, resampling prompts."""
+    rng = np.random.default_rng(seed)
+    table = np.array([(score.num_tokens, score.seconds) for score in mine.values()])
+    sums = table[rng.integers(0, len(table), (num_resamples, len(table)))].sum(axis=1)
+    low, high = np.percentile(sums[:, 0] / sums[:, 1], [2.5, 97.5])
+    return float(low), float(high)
+
+
+def summarise(data: Data, results: Results, num_resamples: int, seed: int) -> dict[str, dict[str, Any]]:
+    """Per precision and policy: tokens/s, interval, tokens/step, mean gamma, gain over best fixed, regrets."""
+    summary: dict[str, dict[str, Any]] = {}
+    for precision in data.precisions:
+        best = results.scores["best-fixed"][precision]
+        ceiling = rate(list(results.scores["oracle"][precision].values()))
+        rows: dict[str, Any] = {}
+        for name, by_precision in results.scores.items():
+            mine = by_precision[precision]
+            tokens_per_s = rate(list(mine.values()))
+            num_steps = sum(score.num_steps for score in mine.values())
+            gain, low, high = gain_interval(mine, best, num_resamples, seed)
+            rows[name] = {
+                "tokens_per_s": tokens_per_s,
+                "interval": rate_interval(mine, num_resamples, seed),
+                "tokens_per_step": sum(score.num_tokens for score in mine.values()) / num_steps,
+                "mean_gamma": sum(sum(score.gammas) for score in mine.values()) / num_steps,
+                "gain": gain,
+                "gain_interval": (low, high),
+                "regret_oracle": 1 - tokens_per_s / ceiling,
+            }
+        summary[precision] = rows
+    return summary
+
+
+def print_summary(summary: dict[str, dict[str, Any]], decision_us: dict[str, float], timing: bool) -> None:
+    for precision, rows in summary.items():
+        print(f"\n{precision}: tokens/s by replay, 95 % intervals over prompts; gain over best-fixed (chosen on train)")
+        head = f"{'policy':22s} {'tok/s':>7s} {'interval':>15s} {'tok/step':>8s} {'gamma':>6s} {'gain':>7s}"
+        print(f"{head} {'interval':>16s} {'< oracle':>8s}" + (f" {'µs/decision':>11s}" if timing else ""))
+        for name, row in sorted(rows.items(), key=lambda item: -item[1]["tokens_per_s"]):
+            interval = "[{:.1f}, {:.1f}]".format(*row["interval"])
+            gains = "[{:+.1%}, {:+.1%}]".format(*row["gain_interval"])
+            line = f"{name:22s} {row['tokens_per_s']:7.2f} {interval:>15s} {row['tokens_per_step']:8.2f}"
+            line += f" {row['mean_gamma']:6.2f} {row['gain']:+7.1%} {gains:>16s} {row['regret_oracle']:8.1%}"
+            if timing:
+                line += f" {decision_us[name]:11.2f}" if name in decision_us else f" {'-':>11s}"
+            print(line)
+
+
+def check_replay(data: Data) -> dict[str, float]:
+    """Replay of the recorded fixed gammas against the tokens/s those runs measured."""
+    errors = {}
+    print("\nreplay of fixed gammas against the runs themselves, tokens/s")
+    for (precision, gamma), measured in data.measured.items():
+        policy = make_policy("fixed", gamma=gamma)
+        costs = data.costs[precision]
+        texts = [text for text in data.texts if text.precision == precision]
+        replayed = rate([replay(text, policy, costs, reserve=data.reserve) for text in texts])
+        errors[f"{precision} {gamma}"] = replayed / measured - 1
+        figures = f"measured {measured:7.2f}  replayed {replayed:7.2f}  {replayed / measured - 1:+.2%}"
+        print(f"  {precision:5s} fixed-{gamma}: {figures}")
+    return errors
+
+
+def as_published(folder: Path, num_resamples: int) -> dict[str, Any]:
+    """Print the paper's tables beside ours."""
+    data = published.load(folder)
+    speeds: dict[tuple[str, str], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for run in data.runs:
+        # The authors' Table 1 averages the rounded tokens/s of runs; seconds and tokens give the same ranking.
+        speeds[run.precision, run.task][run.gamma].append(run.num_tokens / run.seconds)
+    oracle_gammas = {
+        key: max(by_gamma, key=lambda gamma: float(np.mean(by_gamma[gamma]))) for key, by_gamma in speeds.items()
+    }
+    outcome = reproduce.reproduce(data.table, oracle_gammas, num_resamples)
+    print(f"{'table':6s} {'cell':30s} {'paper':>10s} {'ours':>10s} {'difference':>10s}")
+    for cell in outcome.cells:
+        mark = "" if cell.within else "  <-- off"
+        print(f"{cell.table:6s} {cell.name:30s} {cell.paper:10.3f} {cell.ours:10.3f} {cell.difference:+10.3f}{mark}")
+    checked = [cell for cell in outcome.cells if cell.tolerance is not None]
+    off = [cell.name for cell in checked if not cell.within]
+    print(f"\n{len(checked) - len(off)} of {len(checked)} cells within tolerance")
+    for name, shares in outcome.gamma_shares.items():
+        print(f"SpecKV-fast picks, {name}: " + ", ".join(f"gamma {g} {share:.1%}" for g, share in shares.items()))
+    observed = ", ".join(f"gamma {g} {value:.2f}" for g, value in outcome.observed_tokens_per_step.items())
+    print(f"tokens/step really observed: {observed}")
+    return {
+        "cells": len(checked),
+        "within": len(checked) - len(off),
+        "off": off,
+        "largest_difference": max(abs(cell.difference) for cell in checked),
+        "improvement_over_fixed_4": outcome.improvement,
+        "gamma_shares": outcome.gamma_shares,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("records", nargs="+", type=Path, help="record files, or the authors' folder")
+    parser.add_argument("--as-published", action="store_true", help="repeat the SpecKV paper's tables")
+    parser.add_argument(
+        "--fill", choices=published.FILLS, default="sample", help="for signals the authors' data leave open"
+    )
+    parser.add_argument("--folds", type=int, default=5)
+    parser.add_argument("--max-gamma", type=int, default=MAX_GAMMA)
+    parser.add_argument("--resamples", type=int, default=2000, help="bootstrap resamples (as published: 10000)")
+    parser.add_argument("--seed", type=int, default=0, help="of the bootstrap and of fill 'sample'")
+    parser.add_argument("--timing", action="store_true", help="show microseconds per decision of every policy")
+    options = parser.parse_args()
+    if not 1 <= options.max_gamma <= MAX_GAMMA:
+        parser.error(f"--max-gamma must be 1 to {MAX_GAMMA}, got {options.max_gamma}")
+    if options.resamples < 1:
+        parser.error(f"--resamples must be 1 or more, got {options.resamples}")
+    if options.as_published:
+        print(json.dumps(as_published(options.records[0], 10_000)))
+        return
+    data = load(options.records, options.fill, options.seed)
+    print("\n".join(data.notes))
+    errors = check_replay(data)
+    results = evaluate(data, options.folds, options.max_gamma)
+    summary = summarise(data, results, options.resamples, options.seed)
+    print_summary(summary, results.decision_us, options.timing)
+    line: dict[str, Any] = {"replay_errors": errors, "summary": summary}
+    if options.timing:
+        line["decision_us"] = results.decision_us
+    print(json.dumps(line))
+
+
+if __name__ == "__main__":
+    run_script(main)

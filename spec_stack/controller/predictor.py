@@ -1,0 +1,182 @@
+"""Predictors trained offline (see `training`), exported as plain arrays in JSON, run in numpy.
+
+Two kinds. A *step* predictor is the SpecKV paper's: a step's acceptance rate from the signals of a step and a candidate
+gamma (section 4.3). A *token* predictor maps `acceptance.FEATURES` to the probability that all tokens so far and
+the next are accepted, calibrated on prompts it was not fitted on. Files hold numbers and a card, never code.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from spec_stack.controller.acceptance import FEATURES as TOKEN_FEATURES
+from spec_stack.controller.acceptance import sigmoid
+from spec_stack.controller.base import DraftSignals
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float64]
+
+Kind = Literal["step", "token"]
+STEP_FEATURES = ("mean_entropy", "mean_confidence", "max_entropy", "min_confidence", "precision_code", "gamma")
+PRECISION_CODES = {"fp32": 0.0, "fp16": 0.0, "bf16": 0.0, "int8": 1.0, "nf4": 2.0}
+"""The paper's ordinal code; precisions it did not measure share the unquantised one's."""
+STEP_MODELS = ("ridge", "mlp-16", "mlp-32", "rf-10", "rf-100")
+TOKEN_MODELS = ("logistic", "mlp")
+FORMAT = "spec-stack-predictor/1"
+_FEATURES: Mapping[str, tuple[str, ...]] = {"step": STEP_FEATURES, "token": TOKEN_FEATURES}
+
+
+def step_features(signals: DraftSignals, precision: str, gamma: int) -> tuple[float, ...]:
+    """STEP_FEATURES of one step's signals for a candidate gamma."""
+    code = PRECISION_CODES.get(precision, 0.0)
+    return (
+        signals.mean_entropy,
+        signals.mean_confidence,
+        signals.max_entropy,
+        signals.min_confidence,
+        code,
+        float(gamma),
+    )
+
+
+@dataclass(frozen=True)
+class Card:
+    """Where a predictor comes from.
+
+    data_sha256: of the records it was trained on. scores: on held-out prompts.
+    """
+
+    kind: Kind
+    model: str
+    features: tuple[str, ...]
+    data_sha256: str
+    num_examples: int
+    num_prompts: int
+    versions: Mapping[str, str] = field(default_factory=dict)
+    scores: Mapping[str, float] = field(default_factory=dict)
+
+
+class Network:
+    """Dense layers with ReLU between them, one output. A single layer is a linear model."""
+
+    def __init__(self, weights: Sequence[Floats], biases: Sequence[Floats]) -> None:
+        """weights[i] is (inputs, outputs). Raises ValueError where shapes do not chain, or a number is not finite."""
+        if not weights or len(weights) != len(biases):
+            raise ValueError(f"{len(weights)} weight matrices for {len(biases)} biases")
+        for index, (matrix, bias) in enumerate(zip(weights, biases, strict=True)):
+            if matrix.ndim != 2 or bias.shape != (matrix.shape[1],):
+                raise ValueError(f"layer {index}: weights {matrix.shape} do not go with biases {bias.shape}")
+            if index and matrix.shape[0] != weights[index - 1].shape[1]:
+                raise ValueError(
+                    f"layer {index} reads {matrix.shape[0]} values, layer {index - 1} gives another number"
+                )
+            if not (np.isfinite(matrix).all() and np.isfinite(bias).all()):
+                raise ValueError(f"layer {index} holds a value that is not finite")
+        if weights[-1].shape[1] != 1:
+            raise ValueError(f"the last layer gives {weights[-1].shape[1]} values, not 1")
+        self.weights = list(weights)
+        self.biases = list(biases)
+        # One dot product is quicker in plain Python than as an array.
+        self._linear = (weights[0][:, 0].tolist(), float(biases[0][0])) if len(weights) == 1 else None
+
+    @property
+    def num_inputs(self) -> int:
+        return int(self.weights[0].shape[0])
+
+    def output(self, features: Sequence[float]) -> float:
+        """The raw output for one example."""
+        if self._linear is not None:
+            total = self._linear[1]
+            for weight, value in zip(self._linear[0], features, strict=True):
+                total += weight * value
+            return total
+        values = np.array(features)
+        for matrix, bias in zip(self.weights[:-1], self.biases[:-1], strict=True):
+            values = np.maximum(values @ matrix + bias, 0.0)
+        return float((values @ self.weights[-1])[0] + self.biases[-1][0])
+
+    def rescaled(self, scale: float, shift: float) -> Network:
+        """The network with scale * output + shift for its output."""
+        weights = [*self.weights[:-1], self.weights[-1] * scale]
+        return Network(weights, [*self.biases[:-1], self.biases[-1] * scale + shift])
+
+
+class TokenPredictor:
+    """P(all so far and the next token are accepted) from TOKEN_FEATURES; used through `acceptance.Recalibrated`."""
+
+    def __init__(self, network: Network, card: Card) -> None:
+        self.network = network
+        self.card = card
+
+    def predict(self, features: Sequence[float]) -> float:
+        return sigmoid(self.network.output(features))
+
+
+class StepPredictor:
+    """The paper's predictor: an acceptance rate in [0, 1] from STEP_FEATURES."""
+
+    def __init__(self, network: Network, card: Card) -> None:
+        self.network = network
+        self.card = card
+
+    def acceptance_rate(self, features: Sequence[float]) -> float:
+        return min(max(self.network.output(features), 0.0), 1.0)
+
+
+def save_predictor(path: str | Path, network: Network, card: Card) -> None:
+    """Write a predictor as JSON, numbers in full precision."""
+    layers = [
+        {"weights": matrix.tolist(), "bias": bias.tolist()}
+        for matrix, bias in zip(network.weights, network.biases, strict=True)
+    ]
+    content = {"format": FORMAT, "card": asdict(card), "layers": layers}
+    Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def load_token_predictor(path: str | Path) -> TokenPredictor:
+    """Raises ValueError for a damaged or foreign file, and for one trained on other features."""
+    return TokenPredictor(*_load(Path(path), "token"))
+
+
+def load_step_predictor(path: str | Path) -> StepPredictor:
+    """Raises ValueError for a damaged or foreign file, and for one trained on other features."""
+    return StepPredictor(*_load(Path(path), "step"))
+
+
+def _load(path: Path, kind: Kind) -> tuple[Network, Card]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not a predictor file ({error})") from None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise ValueError(
+            f"{path}: not a predictor file of format {FORMAT}; train one with experiments/train_controller"
+        )
+    try:
+        raw = content["card"]
+        card = Card(**{**raw, "features": tuple(raw["features"])})
+        weights = [np.array(layer["weights"], dtype=float) for layer in content["layers"]]
+        biases = [np.array(layer["bias"], dtype=float) for layer in content["layers"]]
+        network = Network(weights, biases)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: damaged predictor file ({error})") from None
+    if card.kind != kind:
+        raise ValueError(f"{path}: a {card.kind} predictor, but a {kind} predictor is needed here")
+    if card.features != _FEATURES[kind]:
+        raise ValueError(
+            f"{path}: trained on features {list(card.features)}, not {list(_FEATURES[kind])}; train it again"
+        )
+    if network.num_inputs != len(card.features):
+        raise ValueError(f"{path}: {network.num_inputs} inputs for {len(card.features)} features")
+    if not all(math.isfinite(score) for score in card.scores.values()):
+        raise ValueError(f"{path}: a score in the card is not finite")
+    return network, card

@@ -1,0 +1,141 @@
+"""What is installed, which device there is, and whether a pair fits together: facts for `spec-stack doctor`."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from spec_stack.config import PRECISIONS, DecodeConfig, LoadConfig, PrefillConfig
+from spec_stack.hf import architectures, loading
+from spec_stack.hf.fused_verify import fused_problem
+from spec_stack.hf.precision import (
+    Precision,
+    estimate_bytes,
+    resolve_precisions,
+    stored_precision,
+    unquantized_dtype,
+)
+from spec_stack.hf.prepack import can_prepack
+from spec_stack.tokenizers.vocabulary import Vocabulary, compare
+
+_PACKAGES = ("spec-stack", "torch", "transformers", "tokenizers", "safetensors", "numpy")
+_OPTIONAL = ("scikit-learn", "bitsandbytes", "accelerate", "flashinfer-python", "sglang")
+
+
+def diagnose(
+    target: str | None,
+    draft: str | None,
+    precision: str,
+    device: str | None,
+    draft_precision: str = LoadConfig.draft_precision,
+) -> dict[str, Any]:
+    """A report of plain values. report["problem"] holds the reason where the pair cannot be used, else None.
+
+    Reads configurations and tokenizers, never weights.
+    """
+    report: dict[str, Any] = {
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in (*_PACKAGES, *_OPTIONAL)},
+        "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "threads": torch.get_num_threads(),
+        "problem": None,
+    }
+    try:
+        asked = LoadConfig(precision, draft_precision)
+        on = loading.resolve_device(device)
+        report["device"] = str(on)
+        problem = fused_problem(on)
+        report["verification"] = "flashinfer" if problem is None else f"torch (flashinfer: {problem})"
+        report["policy"] = DecodeConfig.policy
+        report["specprefill"] = (
+            f"prompts of {PrefillConfig.min_prompt_tokens} tokens or more, unless a call says otherwise"
+        )
+        sources = loading.resolve_pair(target, draft)
+        report["pair"] = "embedded" if target is None else "given"
+        report["predictors"] = {policy: file.name for policy, file in loading.shipped_predictors(target).items()}
+        configs = {}
+        for role, source in zip(("target", "draft"), sources, strict=True):
+            configs[role] = loading.load_config(source)
+            report[role] = _describe(source, configs[role], on)
+        report["support"] = _support(configs["target"], configs["draft"])
+        loading.check_pair(configs["target"], configs["draft"])
+        precisions = resolve_precisions(configs["target"], configs["draft"], asked, on)
+        for role, resolved in zip(configs, precisions, strict=True):
+            report[role] |= {"precision": resolved.name, "prepack_linears": can_prepack(on, resolved.dtype)}
+        target_tokenizer, draft_tokenizer = (loading.load_tokenizer(source) for source in sources)
+        sizes = [architectures.text_config(config).vocab_size for config in configs.values()]
+        report["vocabulary"] = _describe_vocabulary(compare(target_tokenizer, draft_tokenizer, *sizes))
+    except ValueError as error:
+        report["problem"] = str(error)
+    return report
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _describe_vocabulary(vocabulary: Vocabulary) -> dict[str, Any]:
+    num_common = len(vocabulary.common) if vocabulary.relation == "other" else vocabulary.num_tokens
+    return {
+        "tokenizer": vocabulary.relation,
+        "common_tokens": f"{num_common} of {vocabulary.num_tokens} ({num_common / vocabulary.num_tokens:.0%})",
+        "sparse_prefill": vocabulary.prefill_note,
+        "drafting": vocabulary.decode_reason,
+    }
+
+
+def _support(target: Any, draft: Any) -> dict[str, str]:
+    """What of the pair is exact, approximate or refused, and why."""
+    of_target, of_draft = architectures.abilities(target), architectures.abilities(draft)
+    return {
+        "the draft scores prompts": str(of_draft.score),
+        "the target prefills sparsely": str(of_target.sparse_prefill),
+        "the target decodes speculatively": str(of_target.decode),
+        "the draft's context after a sparse prefill": _draft_context(draft),
+    }
+
+
+def _draft_context(config: Any) -> str:
+    if architectures.is_recurrent(config):
+        return "the whole prompt; a recurrent state cannot forget single tokens"
+    return f"{PrefillConfig.draft_context}, as configured by default"
+
+
+def _describe(source: str, whole: Any, device: torch.device) -> dict[str, Any]:
+    config = architectures.text_config(whole)
+    weights = [path.stat().st_size for path in Path(source).glob("*.safetensors")] if Path(source).is_dir() else []
+    return {
+        "source": source,
+        "model_type": config.model_type,
+        "layers": config.num_hidden_layers,
+        "hidden_size": config.hidden_size,
+        "heads": _heads(config),
+        "sliding_window": getattr(config, "sliding_window", None),
+        "vocab_size": config.vocab_size,
+        "max_positions": getattr(config, "max_position_embeddings", None),
+        "weights_mb": round(sum(weights) / 1e6, 1) if weights else None,
+        "memory_mb": _memory_mb(whole, device),
+    }
+
+
+def _memory_mb(config: Any, device: torch.device) -> dict[str, float] | str:
+    """What the weights take in memory at each precision; prepacking keeps the last layer, and small ones, twice."""
+    stored = stored_precision(config)
+    if stored is not None:
+        return f"as stored ({stored})"
+    return {
+        name: round(estimate_bytes(config, Precision(name, unquantized_dtype(name, device))) / 1e6, 1)
+        for name in PRECISIONS
+    }
+
+
+def _heads(config: Any) -> str | None:
+    num_heads = getattr(config, "num_attention_heads", None)
+    return None if num_heads is None else f"{num_heads} over {getattr(config, 'num_key_value_heads', None)} key/value"

@@ -1,0 +1,116 @@
+"""The cache behind a `CachedModel`: key/value slots that can be dropped, and recurrent states that cannot.
+
+Sliding-window layers hold every slot: what a window shows is decided by position (`hf.attention`), and a rollback
+past the window finds its keys. A recurrent state (linear attention, Mamba) has no slots: it is copied before the
+tokens that may be rolled back, put back, and the tokens that stay are read again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+# Slots set aside whenever there is no room left; so one forward in so many copies the cache.
+_ROOM = 256
+
+
+class PreallocatedLayer(DynamicLayer):  # type: ignore[misc]
+    """A DynamicLayer that writes new tokens into room it has set aside.
+
+    transformers' growing cache copies all keys and values in every forward to append a token's; with thousands of
+    tokens cached that is a tenth of a step and more (experiments/speed/bench_cache.py). Here they are the beginnings of
+    larger buffers. Cropping shortens them, and the slots are written again; tensors put in their place (a selection of
+    slots) move into new buffers with the next tokens.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.keys = self._append("keys", self.keys, key_states)
+        self.values = self._append("values", self.values, value_states)
+        return self.keys, self.values
+
+    def _append(self, name: str, cached: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        used = cached.shape[-2] if cached.numel() else 0
+        total = used + new.shape[-2]
+        buffer = self._buffers.get(name)
+        if buffer is None or total > buffer.shape[-2] or (used and cached.data_ptr() != buffer.data_ptr()):
+            buffer = new.new_empty(*new.shape[:-2], total + _ROOM, new.shape[-1])
+            if used:
+                buffer[..., :used, :] = cached
+            self._buffers[name] = buffer
+        buffer[..., used:total, :] = new
+        return buffer[..., :total, :]
+
+
+def new_cache(config: Any) -> DynamicCache:
+    """An empty cache for a model of this configuration, every attention layer of it at full length."""
+    cache = DynamicCache(config=config)
+    cache.layers = [
+        PreallocatedLayer() if getattr(layer, "is_sliding", False) or type(layer) is DynamicLayer else layer
+        for layer in cache.layers
+    ]
+    return cache
+
+
+def is_stateful(cache: DynamicCache) -> bool:
+    """Whether some layer has a recurrent state."""
+    return any(hasattr(layer, "recurrent_states") for layer in cache.layers)
+
+
+def keep_slots(cache: DynamicCache, slots: Sequence[int], device: torch.device) -> None:
+    """Keep only these slots of every attention layer."""
+    index = torch.tensor(slots, device=device)
+    for layer in _attention_layers(cache):
+        layer.keys = layer.keys.index_select(2, index)
+        layer.values = layer.values.index_select(2, index)
+
+
+def crop(cache: DynamicCache, num_slots: int) -> None:
+    """Keep the first num_slots slots of every attention layer; recurrent states stay as they are."""
+    for layer in _attention_layers(cache):
+        layer.keys = layer.keys[:, :, :num_slots]
+        layer.values = layer.values[:, :, :num_slots]
+
+
+def _attention_layers(cache: DynamicCache) -> Iterator[Any]:
+    return (layer for layer in cache.layers if getattr(layer, "keys", None) is not None)
+
+
+@dataclass(frozen=True)
+class StateSnapshot:
+    """Copies of every recurrent state as it was when num_slots tokens had been read."""
+
+    num_slots: int
+    _states: list[tuple[dict[int, torch.Tensor], int, torch.Tensor]]
+
+    @classmethod
+    def take(cls, cache: DynamicCache, num_slots: int) -> StateSnapshot:
+        return cls(num_slots, [(states, index, states[index].clone()) for states, index in _states(cache)])
+
+    def restore(self, cache: DynamicCache) -> None:
+        """Put the states back and drop the later slots. The cache is the one the snapshot was taken of."""
+        for states, index, copy in self._states:
+            states[index].copy_(copy)
+        crop(cache, self.num_slots)
+
+
+def _states(cache: DynamicCache) -> Iterator[tuple[dict[int, torch.Tensor], int]]:
+    """Where each state tensor of the cache is: the convolution's last inputs, and the recurrent state proper."""
+    for layer in cache.layers:
+        for states in (getattr(layer, "conv_states", {}), getattr(layer, "recurrent_states", {})):
+            yield from ((states, index) for index, state in states.items() if state is not None)

@@ -1,0 +1,232 @@
+"""Precisions: what their names mean to transformers, where they work, and how many bytes they take.
+
+fp32, fp16 and bf16 are the dtype of the whole model. int8 (LLM.int8, with outliers apart) and nf4 (4 bits, constants
+quantized once more) are bitsandbytes' and quantize the linear layers; what is left (embeddings, norms, the last layer)
+has the device's own float dtype. A checkpoint that is quantized already loads as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
+
+from spec_stack.config import OTHER_PRECISION, PRECISIONS, LoadConfig
+from spec_stack.hf.architectures import text_config
+from spec_stack.hf.prepack import PrepackedLinear
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+QUANTIZED = tuple(name for name in PRECISIONS if name not in DTYPES)
+TIE_TOLERANCE = {"fp32": 1e-3, "fp16": 0.05, "bf16": 0.25, "int8": 0.5, "nf4": 0.25}
+"""Gap between the target's two best logits up to which greedy output may differ with and without speculation: a block
+and a single token round differently. Twice what experiments/exactness/block_rounding.py finds on the embedded pair,
+whose logits reach 19, or more; nf4 is as bf16 because bitsandbytes' CPU kernel multiplies in it, whatever dtype it is
+given."""
+_QUANTIZED_ON = ("cpu", "cuda")
+_PACKAGES = ("bitsandbytes", "accelerate")
+# What bitsandbytes' nf4 kernel for CPUs with AVX512-BF16 works in: rows of output, and a block of quantized weights.
+_CPU_TILE = (32, 64)
+# nf4: half a byte per weight, a byte per 64 of them, a float per 256 of those.
+_NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """name: as users give it. dtype: of everything that is not quantized. is_stored: the checkpoint is quantized
+    already, and nothing is asked of it."""
+
+    name: str
+    dtype: torch.dtype
+    is_stored: bool = False
+
+    def load_options(self, device: torch.device) -> dict[str, Any]:
+        """Options of `from_pretrained`."""
+        if self.is_stored:
+            return {"device_map": {"": str(device)}}
+        if self.name in DTYPES:
+            return {"dtype": self.dtype}
+        quantization = (
+            BitsAndBytesConfig(load_in_8bit=True)
+            if self.name == "int8"
+            else BitsAndBytesConfig(
+                load_in_4bit=True,
+                bnb_4bit_quant_type="nf4",
+                bnb_4bit_use_double_quant=True,
+                bnb_4bit_compute_dtype=self.dtype,
+            )
+        )
+        return {"dtype": self.dtype, "quantization_config": quantization, "device_map": {"": str(device)}}
+
+
+def stored_precision(config: Any) -> str | None:
+    """The precision that a checkpoint is stored quantized in; "other" for one of no name of ours, None for floats."""
+    stored = getattr(config, "quantization_config", None) or getattr(text_config(config), "quantization_config", None)
+    if stored is None:
+        return None
+    values = stored if isinstance(stored, dict) else stored.to_dict()
+    if values.get("load_in_8bit"):
+        return "int8"
+    return "nf4" if values.get("load_in_4bit") and values.get("bnb_4bit_quant_type") == "nf4" else OTHER_PRECISION
+
+
+def resolve_precisions(
+    target_config: Any, draft_config: Any, load: LoadConfig, device: torch.device
+) -> tuple[Precision, Precision]:
+    """Target's and draft's; see LoadConfig for what "auto" is. Warns of fp16 on a CPU.
+
+    Raises ValueError for another precision than a quantized checkpoint has, and for int8 and nf4 where they cannot
+    work.
+    """
+    default = _default_on(device)
+    target = _resolve("target", load.precision, default, target_config, device)
+    draft_default = target.name if target.name in DTYPES else default
+    draft = _resolve("draft", load.draft_precision, draft_default, draft_config, device)
+    if device.type == "cpu" and "fp16" in (target.name, draft.name):
+        warnings.warn("fp16 prefill is very slow on a CPU; use bf16 or fp32 there", stacklevel=4)
+    return target, draft
+
+
+def unquantized_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype of what a precision leaves unquantized: its own, or for int8 and nf4 the device's default."""
+    return DTYPES.get(name, DTYPES[_default_on(device)])
+
+
+def _default_on(device: torch.device) -> str:
+    return "fp32" if device.type == "cpu" else "bf16"
+
+
+def _resolve(role: str, asked: str, default: str, config: Any, device: torch.device) -> Precision:
+    stored = stored_precision(config)
+    if stored is not None:
+        if asked not in ("auto", stored):
+            raise ValueError(
+                f"the {role}'s checkpoint is quantized already ({stored}); load it with precision 'auto', or give "
+                f"an unquantized one to have {asked}"
+            )
+        if stored in QUANTIZED:
+            _check_bitsandbytes(role, stored, config, device)
+        dtype = getattr(config, "dtype", None)
+        floats = dtype if isinstance(dtype, torch.dtype) else unquantized_dtype(stored, device)
+        return Precision(stored, floats, is_stored=True)
+    name = default if asked == "auto" else asked
+    if name in QUANTIZED:
+        _check_bitsandbytes(role, name, config, device)
+        check_quantizable(role, name, config)
+    return Precision(name, unquantized_dtype(name, device))
+
+
+def _check_bitsandbytes(role: str, name: str, config: Any, device: torch.device) -> None:
+    if device.type not in _QUANTIZED_ON:
+        raise ValueError(
+            f"{name} for the {role} works on {' and '.join(_QUANTIZED_ON)}, not on {device.type!r}; use bf16 there"
+        )
+    missing = [package for package in _PACKAGES if find_spec(package) is None]
+    if missing:
+        raise ValueError(
+            f"{name} for the {role} needs {' and '.join(missing)}, not installed here: "
+            "pip install 'spec-stack[quantized]'"
+        )
+    if name == "nf4" and device.type == "cpu":
+        from bitsandbytes.functional import has_avx512bf16
+
+        shapes = [tuple(layer.weight.shape) for layer in _quantizable(_skeleton(config))]
+        odd = [shape for shape in shapes if shape[0] % _CPU_TILE[0] or shape[1] % _CPU_TILE[1]]
+        if odd and has_avx512bf16():
+            raise ValueError(
+                f"the {role} cannot be had in nf4 on this CPU: bitsandbytes' kernel wants weights of multiples of "
+                f"{_CPU_TILE[0]} by {_CPU_TILE[1]}, and it has one of {odd[0][0]} by {odd[0][1]}; use int8 or bf16"
+            )
+
+
+def check_quantizable(role: str, name: str, config: Any) -> None:
+    """Raise ValueError for a model most of whose layers bitsandbytes would leave as they are: it quantizes plain linear
+    layers, and not, for example, experts that are stored as one tensor."""
+    linear, embedded, total = _count_weights(config)
+    if total == embedded or linear / (total - embedded) < 0.5:
+        share = linear / max(total - embedded, 1)
+        raise ValueError(
+            f"the {role} cannot be had in {name}: bitsandbytes quantizes linear layers, and in this "
+            f"{config.model_type!r} model they hold {share:.0%} of the layers' weights; use bf16, or a checkpoint that "
+            "is quantized already"
+        )
+
+
+def estimate_bytes(config: Any, precision: Precision) -> int:
+    """Bytes of the weights at a precision, from the configuration alone; no other copy (`prepack`) is counted."""
+    linear, _, total = _count_weights(config)
+    per_linear = {"int8": 1.0, "nf4": _NF4_BYTES}.get(precision.name, precision.dtype.itemsize)
+    return round(linear * per_linear + (total - linear) * precision.dtype.itemsize)
+
+
+def _skeleton(config: Any) -> PreTrainedModel:
+    """The model without its weights."""
+    plain = copy.deepcopy(text_config(config))
+    if hasattr(plain, "quantization_config"):
+        del plain.quantization_config
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(plain)
+
+
+def _embeddings(model: PreTrainedModel) -> set[nn.Parameter]:
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    return {weight for end in ends if end is not None for weight in end.parameters()}
+
+
+def _quantizable(model: PreTrainedModel) -> list[nn.Linear]:
+    embedded = _embeddings(model)
+    return [module for module in model.modules() if type(module) is nn.Linear and module.weight not in embedded]
+
+
+def _count_weights(config: Any) -> tuple[int, int, int]:
+    """Weights in linear layers that can be quantized, in embeddings and the last layer, and in all; tied ones once."""
+    model = _skeleton(config)
+    groups = {layer.weight for layer in _quantizable(model)}, _embeddings(model), set(model.parameters())
+    linear, embedded, total = (sum(weight.numel() for weight in group) for group in groups)
+    return linear, embedded, total
+
+
+def weight_bytes(model: PreTrainedModel) -> int:
+    """Bytes that the weights take in memory, quantization constants and prepacked copies included, shared ones once."""
+    # Not from state_dict(): bitsandbytes undoes its layout for the CPU in it.
+    tensors = [*model.parameters(), *(tensor for module in model.modules() for tensor in _constants(module))]
+    packed: int = sum(module.num_bytes for module in model.modules() if isinstance(module, PrepackedLinear))
+    places: dict[int, int] = {tensor.data_ptr(): tensor.nbytes for tensor in tensors}
+    return sum(places.values()) + packed
+
+
+def _constants(module: nn.Module) -> Iterator[torch.Tensor]:
+    """What a quantized layer holds beside its weight: scales and codes (of 4 bits, also those of the scales)."""
+    codes = getattr(getattr(module, "weight", None), "quant_state", None)
+    scales = getattr(getattr(module, "state", None), "SCB", None)
+    holders = [vars(holder) for holder in (codes, getattr(codes, "state2", None)) if holder is not None]
+    for value in (scales, *(value for holder in holders for value in holder.values())):
+        if isinstance(value, torch.Tensor):
+            yield value
+
+
+def precision_of(model: PreTrainedModel) -> str:
+    """The precision's name of a loaded model; "other" for one without a name."""
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    return stored_precision(model.config) or names.get(model.dtype, OTHER_PRECISION)
+
+
+def settle(model: PreTrainedModel) -> None:
+    """Run a quantized model once: bitsandbytes lays its weights out in the first forward, which two threads must not do
+    at once. On a CPU its int8 layers also say in every call that they cast their inputs; that is not passed on."""
+    if stored_precision(model.config) is None:
+        return
+    logging.getLogger("bitsandbytes.autograd._functions").addFilter(_is_news)
+    with torch.inference_mode():
+        model(torch.zeros(1, 1, dtype=torch.long, device=model.device))
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith("MatMul8bitLt: inputs will be cast")

@@ -1,0 +1,79 @@
+"""SPEC_STACK as SGLang sees it among its speculative algorithms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from sglang.srt.speculative.spec_registry import CustomSpecAlgo
+
+from spec_stack.sglang import hooks
+from spec_stack.sglang.server_args import ServerConfig
+from spec_stack.sglang.support import NAME, check_version
+
+_DEFAULT_RUNNING_REQUESTS = 48
+
+
+class SpecStackAlgorithm(CustomSpecAlgo):  # type: ignore[misc]
+    """STANDALONE in every respect that SGLang asks about, but for its buffers, which fit the largest gamma."""
+
+    def is_standalone(self) -> bool:
+        return True
+
+    def supports_grammar_overlap(self) -> bool:
+        return True
+
+    def handle_server_args(self, server_args: Any) -> None:
+        """What SGLang settles for its own STANDALONE by name, and the widths for the largest gamma."""
+        largest = ServerConfig.from_environment().gammas[-1]
+        server_args.speculative_num_steps = largest
+        server_args.speculative_eagle_topk = 1
+        server_args.speculative_num_draft_tokens = largest + 1
+        if server_args.max_running_requests is None:
+            server_args.max_running_requests = _DEFAULT_RUNNING_REQUESTS
+        if server_args.device == "cpu":
+            server_args.disable_overlap_schedule = True
+        server_args.enable_mixed_chunk = False
+
+    def resolve_max_speculative_num_draft_tokens(self, server_args: Any) -> int:
+        return ServerConfig.from_environment().gammas[-1] + 1
+
+    def __getattr__(self, name: str) -> Any:
+        # The scheduler asks built-in algorithms for more than CustomSpecAlgo has (create_future_map, need_topk, …).
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(SpeculativeAlgorithm.STANDALONE, name)
+
+
+def validate(server_args: Any) -> None:
+    """Refuse what cannot work before anything is loaded. Raises ValueError, saying what to change."""
+    check_version()
+    hooks.check()
+    if not server_args.speculative_draft_model_path:
+        raise ValueError(f"{NAME} needs a draft model: add --speculative-draft-model-path")
+    largest = ServerConfig.from_environment().gammas[-1]
+    if server_args.speculative_num_steps not in (None, largest):
+        raise ValueError(f"{NAME} takes its steps from --spec-stack-gammas; leave --speculative-num-steps out")
+    if server_args.speculative_eagle_topk not in (None, 1):
+        raise ValueError(f"{NAME} drafts one chain; leave --speculative-eagle-topk out")
+    if server_args.speculative_num_draft_tokens not in (None, largest + 1):
+        raise ValueError(f"{NAME} takes its widths from --spec-stack-gammas; leave --speculative-num-draft-tokens out")
+    for name, value, wanted in (
+        ("--speculative-adaptive", server_args.speculative_adaptive, False),
+        ("--enable-dp-attention", server_args.enable_dp_attention, False),
+        ("--pp-size", server_args.pp_size, 1),
+    ):
+        if value != wanted:
+            raise ValueError(f"{NAME} does not work with {name}; leave it out")
+
+
+def register() -> None:
+    """Add the algorithm to SGLang's registry."""
+
+    @SpeculativeAlgorithm.register(  # type: ignore[untyped-decorator]
+        NAME, supports_overlap=True, validate_server_args=validate, spec_class=SpecStackAlgorithm
+    )
+    def make_worker(server_args: Any) -> type:
+        from spec_stack.sglang.worker import SpecStackWorker
+
+        return SpecStackWorker

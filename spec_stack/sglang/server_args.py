@@ -1,0 +1,177 @@
+"""What a server is told once: flags, a file, an environment variable. No SGLang here."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from spec_stack.config import MAX_GAMMA, DecodeConfig, PrefillConfig
+from spec_stack.controller.base import GammaPolicy
+from spec_stack.controller.registry import make_policy
+
+ENVIRONMENT = "SPEC_STACK_SGLANG"
+# Gamma is set for a whole batch before it drafts, and SGLang's captured draft loop gives no probabilities back.
+BATCH_POLICIES = ("batch-throughput", "bandit", "ema", "heuristic", "fixed")
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """The server's defaults. Raises ValueError, saying what to change.
+
+    prefill: how prompts are scored and pruned; its min_prompt_tokens is the length from which they are.
+    policy: one of BATCH_POLICIES. policy_options: its options as `make_policy` takes them.
+    gammas: the numbers of draft tokens a step may use. Buffers, and on CUDA one set of graphs each, are made for
+        every one at launch; 0 is plain decoding.
+    """
+
+    prefill: PrefillConfig = field(default_factory=PrefillConfig)
+    policy: str = "batch-throughput"
+    policy_options: Mapping[str, Any] = field(default_factory=dict)
+    gammas: tuple[int, ...] = (0, 1, 2, 4, 8)
+
+    def __post_init__(self) -> None:
+        whole = all(isinstance(gamma, int) and not isinstance(gamma, bool) for gamma in self.gammas)
+        if not whole or not self.gammas or not all(0 <= gamma <= MAX_GAMMA for gamma in self.gammas):
+            raise ValueError(f"gammas must be one or more whole numbers, 0 to {MAX_GAMMA}, got {self.gammas}")
+        if max(self.gammas) == 0:
+            raise ValueError("gammas must hold a number over 0; without drafting, leave --speculative-algorithm out")
+        object.__setattr__(self, "gammas", tuple(sorted(set(self.gammas))))
+        self.make_policy(self.policy)
+
+    def make_policy(self, name: str) -> GammaPolicy:
+        """A fresh policy that keeps to `gammas`. Raises ValueError for one that cannot decide for a batch."""
+        if name not in BATCH_POLICIES:
+            raise ValueError(f"policy {name!r} cannot decide for a whole batch; use one of {', '.join(BATCH_POLICIES)}")
+        drafting = tuple(gamma for gamma in self.gammas if gamma)
+        by_name: dict[str, dict[str, Any]] = {
+            "batch-throughput": {"gammas": self.gammas},
+            "bandit": {"gammas": self.gammas, "thresholds": (0.0,)},
+            "ema": {"max_gamma": drafting[-1]},
+            "heuristic": {"max_gamma": drafting[-1], "start": min(DecodeConfig.gamma, drafting[-1])},
+            "fixed": {"gamma": max(gamma for gamma in drafting if gamma <= max(DecodeConfig.gamma, drafting[0]))},
+        }
+        options = by_name[name]
+        if name == self.policy:
+            options.update(self.policy_options)
+        policy = make_policy(name, **options)
+        if name == "fixed" and options["gamma"] not in self.gammas:
+            raise ValueError(
+                f"gamma {options['gamma']} is not among the gammas the server is launched with: {self.gammas}"
+            )
+        return policy
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> ServerConfig:
+        """From what flags or a file said: the fields above (prefill as a mapping of PrefillConfig's), and keep_rate
+        and threshold, which go over prefill's. Raises ValueError for anything unknown."""
+        values = dict(values)
+        prefill = dict(_mapping("prefill", values.pop("prefill", {})))
+        for name, into in (("keep_rate", "keep_rate"), ("threshold", "min_prompt_tokens")):
+            if name in values:
+                prefill[into] = values.pop(name)
+        _refuse_unknown("", values, [entry.name for entry in fields(cls)])
+        _refuse_unknown("prefill.", prefill, [entry.name for entry in fields(PrefillConfig)])
+        if "gammas" in values:
+            values["gammas"] = _tuple("gammas", values["gammas"])
+        if "policy_options" in values:
+            values["policy_options"] = dict(_mapping("policy_options", values["policy_options"]))
+        return cls(prefill=PrefillConfig(**prefill), **values)
+
+    @classmethod
+    def from_environment(cls) -> ServerConfig:
+        """What the flags of this launch left for SGLang's other processes; a file's values yield to flags."""
+        flags = _read_environment()
+        path = flags.pop("config", None)
+        return cls.from_mapping({**(_read_file(path) if path else {}), **flags})
+
+
+class _Remember(argparse.Action):
+    """Leaves a flag's value where SGLang's other processes find it: they inherit the environment, no more."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        os.environ[ENVIRONMENT] = json.dumps({**_read_environment(), self.dest.removeprefix("spec_stack_"): values})
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the --spec-stack-* flags; their defaults are ServerConfig's."""
+    group = parser.add_argument_group("spec_stack", "with --speculative-algorithm SPEC_STACK")
+    defaults = ServerConfig()
+    # SUPPRESS keeps them out of the namespace: SGLang's own record has no such fields.
+    common: dict[str, Any] = {"action": _Remember, "default": argparse.SUPPRESS}
+    group.add_argument(
+        "--spec-stack-keep-rate",
+        type=float,
+        metavar="SHARE",
+        help=f"share of a long prompt that the target reads (default {defaults.prefill.keep_rate})",
+        **common,
+    )
+    group.add_argument(
+        "--spec-stack-threshold",
+        type=int,
+        metavar="TOKENS",
+        help=f"prompts from this length on are pruned (default {defaults.prefill.min_prompt_tokens})",
+        **common,
+    )
+    group.add_argument(
+        "--spec-stack-policy",
+        metavar="NAME",
+        help=f"decides how many tokens are drafted: {', '.join(BATCH_POLICIES)} (default {defaults.policy})",
+        **common,
+    )
+    group.add_argument(
+        "--spec-stack-gammas",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help=f"draft tokens a step may use (default {' '.join(map(str, defaults.gammas))})",
+        **common,
+    )
+    group.add_argument(
+        "--spec-stack-config",
+        metavar="FILE",
+        help="JSON with any of: prefill, keep_rate, threshold, policy, policy_options, gammas; flags go over it",
+        **common,
+    )
+
+
+def _read_environment() -> dict[str, Any]:
+    try:
+        return dict(_mapping(ENVIRONMENT, json.loads(os.environ.get(ENVIRONMENT, "{}"))))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"the environment variable {ENVIRONMENT} must hold a JSON object: {error}") from error
+
+
+def _read_file(path: str) -> dict[str, Any]:
+    try:
+        return dict(_mapping(path, json.loads(Path(path).expanduser().read_text(encoding="utf-8"))))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"--spec-stack-config {path}: {error}") from error
+
+
+def _mapping(name: str, value: object) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name} must be a JSON object, got {value!r}")
+    return value
+
+
+def _tuple(name: str, value: object) -> tuple[Any, ...]:
+    if not isinstance(value, list | tuple):
+        raise ValueError(f"{name} must be a list, got {value!r}")
+    return tuple(value)
+
+
+def _refuse_unknown(prefix: str, values: Mapping[str, Any], known: list[str]) -> None:
+    unknown = [prefix + name for name in values if name not in known]
+    if unknown:
+        raise ValueError(f"unknown setting {', '.join(unknown)}; known: {', '.join(prefix + name for name in known)}")

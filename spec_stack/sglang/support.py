@@ -1,0 +1,72 @@
+"""The algorithm's name, the versions of SGLang it was made for, and what a server's models and modes allow.
+
+Drafting works wherever SGLang's STANDALONE does; pruning needs more.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Any
+
+NAME = "SPEC_STACK"
+OLDEST, NEWEST = (0, 5, 20), (0, 5, 23)
+
+# Rotary, full attention in every layer, one key per head and token in the KV pool.
+_ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+)
+# Draft backends that take their KV lengths from seq_lens, or are made to (see positions.protect_kv_lengths).
+_MAPPED_DRAFT_BACKENDS = ("torch_native", "triton", "flashinfer", "fa3")
+
+
+def check_version() -> None:
+    """Raise RuntimeError unless SGLang is one of the versions the hooks were made for."""
+    installed = version("sglang")
+    numbers = tuple(int(part) for part in installed.split(".")[:3] if part.isdigit())
+    if not OLDEST <= numbers <= NEWEST:
+        supported = " to ".join(".".join(map(str, numbers)) for numbers in (OLDEST, NEWEST))
+        raise RuntimeError(f"{NAME} was made for SGLang {supported}, and this is {installed}; install one of those")
+
+
+def pruning_refusal(scheduler: Any) -> str | None:
+    """Why no prompt of this server may be pruned, or None. Unpruned prompts are drafted for all the same."""
+    draft = scheduler.draft_worker.draft_worker.draft_runner.model_config
+    for role, config in (("target", scheduler.model_config), ("draft", draft)):
+        reason = _model_refusal(config)
+        if reason is not None:
+            return f"the {role} {reason}"
+    args = scheduler.server_args
+    if str(getattr(args, "disaggregation_mode", None) or "null") != "null":
+        return "prefill and decode run on different servers"
+    if (getattr(args, "dcp_size", None) or getattr(args, "decode_context_parallel_size", None) or 1) > 1:
+        return "decode context parallelism splits the KV cache by position"
+    return None
+
+
+def _model_refusal(config: Any) -> str | None:
+    architecture = config.hf_config.architectures[0]
+    if architecture not in _ARCHITECTURES:
+        return f"is a {architecture}; prompts are pruned for {', '.join(_ARCHITECTURES)}"
+    hf = config.hf_text_config
+    layer_types = getattr(hf, "layer_types", None) or []
+    slides = getattr(hf, "sliding_window", None) if getattr(hf, "use_sliding_window", True) else None
+    if "sliding_attention" in layer_types or slides:
+        return "has sliding-window layers, whose window would slide over kept tokens instead of positions"
+    rope = getattr(hf, "rope_parameters", None) or getattr(hf, "rope_scaling", None) or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind in ("dynamic", "longrope") or "mrope_section" in rope:
+        return f"uses {kind!r} rotary angles, which do not depend on the position alone"
+    return None
+
+
+def draft_positions_are_mapped(runner: Any) -> bool:
+    """Whether the draft may run at original positions. On another backend it stays at its slots: replies are the same,
+    and fewer of its tokens are accepted."""
+    args = runner.server_args
+    backend = getattr(args, "speculative_draft_attention_backend", None) or runner.decode_attention_backend_str
+    return backend in _MAPPED_DRAFT_BACKENDS

@@ -1,0 +1,96 @@
+"""Between the ids of two tokenizers: what the draft reads for the target's tokens, what its logits say of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from spec_stack.prefill.alignment import overlaps
+from spec_stack.tokenizers.vocabulary import Vocabulary, added_tokens, by_bytes, special_pairs, token_bytes
+from spec_stack.types import Reading
+
+
+class Translation:
+    """Translates for one pair of tokenizers; shared by its requests, which only fill its store of pieces."""
+
+    def __init__(self, target: Any, draft: Any, vocabulary: Vocabulary) -> None:
+        self.vocabulary = vocabulary
+        self._target, self._draft = target, draft
+        self._texts = {token_id: text.encode() for token_id, text in added_tokens(target).items()} | token_bytes(target)
+        self._draft_ids = {
+            text: token_id for text, token_id in by_bytes(draft).items() if token_id < vocabulary.num_draft
+        }
+        self._longest = max(map(len, self._draft_ids), default=0)
+        self._pieces = {
+            target_id: [draft_id]
+            for target_id, draft_id in special_pairs(target, draft).items()
+            if draft_id < vocabulary.num_draft
+        }
+        self._common = torch.tensor([*vocabulary.common.items()], dtype=torch.long).reshape(-1, 2)
+
+    def to_target(self, logits: torch.Tensor) -> torch.Tensor:
+        """Draft logits (n, num_draft) → (n, num_target): those of the common tokens, -inf for all others. Their softmax
+        is the draft's distribution given that the token is a common one (token-level intersection)."""
+        self._common = self._common.to(logits.device)
+        target_ids, draft_ids = self._common.unbind(1)
+        mapped = logits.new_full((logits.shape[0], self.vocabulary.num_target), -torch.inf)
+        mapped[:, target_ids] = logits[:, draft_ids]
+        return mapped
+
+    def pieces(self, target_id: int) -> list[int]:
+        """Draft tokens with the text of one target token, one at least: always the longest that fits. An id without
+        text reads as a space."""
+        pieces = self._pieces.get(target_id)
+        if pieces is None:
+            pieces = self._pieces[target_id] = self._split(self._texts.get(target_id, b"")) or self._split(b" ") or [0]
+        return pieces
+
+    def _split(self, text: bytes) -> list[int]:
+        pieces, start = [], 0
+        while start < len(text):
+            for stop in range(min(len(text), start + self._longest), start, -1):
+                if (draft_id := self._draft_ids.get(text[start:stop])) is not None:
+                    pieces.append(draft_id)
+                    break
+            else:
+                stop = start + 1
+            start = stop
+        return pieces
+
+    def read(self, prompt_ids: Sequence[int]) -> Reading:
+        """The prompt's text as the draft's own tokenizer splits it, with the special tokens that belong before a text.
+
+        Raises ValueError, with the reason, where target ids and characters cannot be matched: ids that are not what
+        the tokenizer gives for their text (half a character at the end, say).
+        """
+        skipped = self._leading_bos(prompt_ids)
+        # Where the text begins, the draft's own tokenizer says what to put before it.
+        text = self._target.decode(prompt_ids[skipped:], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        target = self._target(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        if list(target.input_ids) != list(prompt_ids[skipped:]):
+            raise ValueError("the prompt's tokens are not those that the target's tokenizer gives for their text")
+        draft = self._draft(text, return_offsets_mapping=True, verbose=False)
+        draft_ids, spans = list(draft.input_ids), [tuple(span) for span in draft.offset_mapping]
+        if draft_ids and draft_ids[-1] == self._draft.eos_token_id and spans[-1][0] == spans[-1][1]:
+            del draft_ids[-1], spans[-1]
+        if not draft_ids or max(draft_ids) >= self.vocabulary.num_draft:
+            raise ValueError(
+                "the draft's tokenizer gives no tokens for the prompt, or some that the draft has no row for"
+            )
+        return Reading(draft_ids, overlaps([(0, 0)] * skipped + list(target.offset_mapping), spans))
+
+    def read_by_token(self, prompt_ids: Sequence[int]) -> Reading:
+        """The prompt translated token by token: the same text, split at the target's borders, whatever the ids."""
+        skipped = self._leading_bos(prompt_ids)
+        draft_ids = [token_id for token_id in self._draft("").input_ids if token_id != self._draft.eos_token_id]
+        ranges = [(len(draft_ids), len(draft_ids))] * skipped
+        for target_id in prompt_ids[skipped:]:
+            start = len(draft_ids)
+            draft_ids += self.pieces(target_id)
+            ranges.append((start, len(draft_ids)))
+        return Reading(draft_ids, ranges)
+
+    def _leading_bos(self, prompt_ids: Sequence[int]) -> int:
+        return int(len(prompt_ids) > 1 and prompt_ids[0] == self._target.bos_token_id)

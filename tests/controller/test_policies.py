@@ -1,0 +1,243 @@
+"""What every gamma policy keeps to, and what each one does."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spec_stack.controller.base import DraftSignals, GammaPolicy
+from spec_stack.controller.registry import LIVE_POLICY_NAMES, POLICY_NAMES, make_policy
+from spec_stack.controller.throughput import Throughput
+from spec_stack.offline.replay import StepCosts, merge_runs, oracle, replay
+from tests.support.controller_data import Greedy, context, step
+
+
+def test_importing_the_controller_loads_no_torch_and_no_scikit_learn() -> None:
+    code = (
+        "import sys, spec_stack.controller, spec_stack.controller.registry, spec_stack.controller.throughput, "
+        "spec_stack.controller.predictor, spec_stack.offline.replay, spec_stack.offline.training, "
+        "spec_stack.controller.bandit, spec_stack.controller.speckv, spec_stack.offline.records; "
+        "print([name for name in ('torch', 'transformers', 'sklearn', 'pyarrow') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_registry_itself_loads_not_even_numpy() -> None:
+    code = "import sys, spec_stack.controller.registry; print('numpy' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def build(name: str) -> GammaPolicy:
+    if name == "best-fixed":
+        return make_policy(name, gammas={"fp16": 3})
+    if name == "task-oracle":
+        return make_policy(name, gammas={("fp16", "chat"): 3})
+    return make_policy(name)
+
+
+@pytest.mark.parametrize("name", POLICY_NAMES)
+@settings(max_examples=20, deadline=None)
+@given(steps=st.lists(st.tuples(st.integers(0, 16), st.integers(0, 16), st.floats(0.0, 1.0)), max_size=30))
+def test_every_policy_stays_within_max_gamma_whatever_happened(name: str, steps: list[tuple[int, int, float]]) -> None:
+    policy = build(name)
+    assert isinstance(policy, GammaPolicy)
+    last = None
+    for room, accepted, confidence in steps:
+        before = context(max_gamma=room, last=last)
+        gamma = policy.choose(before)
+        assert 0 <= gamma <= room
+        if gamma:
+            assert policy.keep_drafting(before, DraftSignals([1.0], [confidence])) in (True, False)
+        last = step(gamma, min(accepted, gamma), confidence=confidence)
+        policy.observe(last)
+
+
+@pytest.mark.parametrize("name", LIVE_POLICY_NAMES)
+def test_prefill_steps_may_be_observed_before_anything_was_chosen(name: str) -> None:
+    policy = make_policy(name)
+    prefill = step(8, 3, verify_s=9.0, is_prefill=True)
+    policy.observe(prefill)
+    assert 0 <= policy.choose(context(last=prefill)) <= 16
+
+
+@pytest.mark.parametrize("name", LIVE_POLICY_NAMES)
+def test_a_step_whose_signals_were_not_kept_is_survived(name: str) -> None:
+    policy = make_policy(name)
+    silent = dataclasses.replace(step(8, 3, is_prefill=True), signals=DraftSignals())
+    policy.observe(silent)
+    assert 0 <= policy.choose(context(last=silent)) <= 16
+
+
+def test_unknown_policies_and_options_are_named_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"unknown policy 'magic'.*throughput"):
+        make_policy("magic")
+    with pytest.raises(ValueError, match=r"no option gama; it has gamma"):
+        make_policy("fixed", gama=4)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("fixed", {"gamma": 17}, "gamma must be a whole number, 0 to 16"),
+        ("best-fixed", {}, "needs gammas"),
+        ("task-oracle", {}, "needs gammas"),
+        ("heuristic", {"start": 9, "max_gamma": 8}, "start must be"),
+        ("confidence", {"threshold": 1.5}, "threshold"),
+        ("ema", {"weight": 0.0}, "weight"),
+        ("speckv", {"gammas": ()}, "gammas"),
+        ("throughput", {"cold_threshold": 1.0}, "cold_threshold"),
+        ("bandit", {"discount": 1.0}, "discount"),
+    ],
+)
+def test_bad_options_are_refused_when_the_policy_is_built(name: str, options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_policy(name, **options)
+
+
+def test_fixed_proposes_its_gamma_and_never_stops_early() -> None:
+    policy = make_policy("fixed", gamma=4)
+    assert policy.choose(context()) == 4
+    assert policy.choose(context(max_gamma=2)) == 2
+    assert policy.keep_drafting(context(), DraftSignals([9.0], [0.01]))
+
+
+def test_best_fixed_and_task_oracle_name_what_they_were_not_measured_on() -> None:
+    with pytest.raises(ValueError, match="'nf4'"):
+        make_policy("best-fixed", gammas={"fp16": 2}).choose(context(precision="nf4"))
+    with pytest.raises(ValueError, match="task 'chat'"):
+        make_policy("task-oracle", gammas={("fp16", "code"): 2}).choose(context())
+
+
+def test_heuristic_adds_two_after_full_acceptance_and_takes_one_otherwise() -> None:
+    policy = make_policy("heuristic", start=5)
+    trace = []
+    for accepted in (5, 7, 0, 0):
+        gamma = policy.choose(context())
+        trace.append(gamma)
+        policy.observe(step(gamma, accepted))
+    assert trace == [5, 7, 9, 8]
+    for _ in range(20):
+        policy.observe(step(1, 0))
+    assert policy.choose(context()) == 1
+
+
+def test_ema_follows_the_accepted_tokens_plus_one() -> None:
+    policy = make_policy("ema", weight=0.2, start=3.0)
+    for _ in range(60):
+        policy.observe(step(8, 6))
+    assert policy.choose(context()) == 7
+    policy.observe(step(0, 0))
+    assert policy.choose(context()) == 7
+
+
+def test_confidence_stops_after_the_first_doubtful_token_only() -> None:
+    policy = make_policy("confidence")
+    assert policy.keep_drafting(context(), DraftSignals([1.0, 1.0], [0.2, 0.41]))
+    assert not policy.keep_drafting(context(), DraftSignals([1.0, 1.0], [0.9, 0.39]))
+
+
+def test_speckv_takes_the_candidate_with_most_tokens_per_step() -> None:
+    from spec_stack.controller.speckv import SpecKV
+
+    class Falling:
+        def acceptance_rate(self, features: tuple[float, ...]) -> float:
+            return {2: 0.9, 4: 0.8, 6: 0.3, 8: 0.1}[int(features[-1])]
+
+    policy = SpecKV(predictor=Falling())
+    assert policy.choose(context()) == 4
+    last = step(4, 2)
+    policy.observe(last)
+    assert policy.choose(context(last=last)) == 4
+    assert policy.choose(context(last=last, max_gamma=3)) == 3
+
+
+def run(policy: GammaPolicy, p_right: float, costs: StepCosts, num_texts: int = 20) -> tuple[float, float]:
+    """Tokens/s and mean gamma over several texts."""
+    texts = merge_runs(
+        [record for seed in range(num_texts) for record in Greedy(seed, p_right=p_right).record(str(seed), 16)]
+    ).texts
+    scores = [replay(text, policy, costs) for text in texts]
+    steps = sum(score.num_steps for score in scores)
+    rate = sum(score.num_tokens for score in scores) / sum(score.seconds for score in scores)
+    return rate, sum(sum(score.gammas) for score in scores) / steps
+
+
+CHEAP_DRAFT = StepCosts(0.0, 0.002, 0.03, 0.0)
+DEAR_DRAFT = StepCosts(0.0, 0.03, 0.03, 0.0)
+
+
+def test_throughput_drafts_further_where_drafting_is_cheaper() -> None:
+    _, cheap = run(make_policy("throughput"), 0.85, CHEAP_DRAFT)
+    _, dear = run(make_policy("throughput"), 0.85, DEAR_DRAFT)
+    assert cheap > dear + 1
+
+
+def test_throughput_switches_a_useless_draft_off_and_loses_little() -> None:
+    rate, gamma = run(make_policy("throughput"), 0.05, DEAR_DRAFT)
+    plain, _ = run(make_policy("fixed", gamma=0), 0.05, DEAR_DRAFT)
+    assert gamma < 0.5
+    assert rate > 0.93 * plain
+
+
+@pytest.mark.parametrize("costs", [CHEAP_DRAFT, StepCosts(0.0, 0.01, 0.02, 0.001)])
+def test_throughput_beats_every_fixed_gamma_where_signals_tell_right_from_wrong(costs: StepCosts) -> None:
+    rate, _ = run(make_policy("throughput"), 0.8, costs)
+    fixed = max(run(make_policy("fixed", gamma=gamma), 0.8, costs)[0] for gamma in range(17))
+    assert rate > fixed
+
+
+def test_throughput_threshold_is_the_rate_times_the_cost_of_a_token() -> None:
+    policy = Throughput()
+    for gamma in (2, 4, 1, 3, 5) * 20:
+        policy.observe(step(gamma, gamma))
+    tokens, seconds = 20 * (15 + 5), 20 * (0.01 * 15 + 0.03 * 5)
+    assert policy.threshold("fp16") == pytest.approx(tokens / seconds * 0.01, rel=0.1)
+    assert policy.threshold("int8") == policy.options.cold_threshold
+
+
+def test_prefill_records_leave_the_cost_estimates_alone() -> None:
+    policy, undisturbed = Throughput(), Throughput()
+    for gamma in (2, 4, 1, 3, 5) * 5:
+        policy.observe(step(8, 0, draft_s=3.0, verify_s=50.0, is_prefill=True))
+        policy.observe(step(gamma, gamma))
+        undisturbed.observe(step(gamma, gamma))
+    assert policy.threshold("fp16") == undisturbed.threshold("fp16")
+
+
+def test_throughput_follows_costs_that_change() -> None:
+    policy = Throughput()
+    for draft_s in (0.001, 0.02):
+        for gamma in (2, 4, 1, 3, 5) * 40:
+            policy.observe(step(gamma, gamma // 2, draft_s=draft_s * gamma))
+    tokens, seconds = 5 + 6, 0.02 * 15 + 0.03 * 5
+    assert policy.threshold("fp16") == pytest.approx(tokens / seconds * 0.02, rel=0.15)
+
+
+def test_bandit_finds_the_better_arm_and_changes_its_mind() -> None:
+    policy = make_policy("bandit", gammas=(1, 8), thresholds=(0.0,), discount=0.98)
+
+    def share_of_eight(accepted: int) -> float:
+        chosen = []
+        for _ in range(300):
+            gamma = policy.choose(context())
+            chosen.append(gamma == 8)
+            policy.observe(step(gamma, min(accepted, gamma)))
+        return sum(chosen[100:]) / 200
+
+    assert share_of_eight(8) > 0.8
+    assert share_of_eight(0) < 0.2
+
+
+def test_no_policy_does_better_than_the_oracle() -> None:
+    text = merge_runs(Greedy(3).record("a", 16)).texts[0]
+    costs = CHEAP_DRAFT
+    best = oracle(text, costs).seconds
+    for name in LIVE_POLICY_NAMES:
+        assert replay(text, make_policy(name), costs).seconds >= best - 1e-12

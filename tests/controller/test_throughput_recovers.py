@@ -1,0 +1,147 @@
+"""The default policy after bad stretches of the machine: it must find its way back."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from spec_stack.controller.acceptance import History
+from spec_stack.controller.base import DraftSignals, StepContext, StepRecord
+from spec_stack.controller.cost import CostOptions, StepCostModel
+from spec_stack.controller.pool import PolicyPool
+from spec_stack.controller.throughput import Throughput
+
+VERIFY_S, PER_TOKEN_S = 3e-3, 0.7e-3
+
+
+class Machine:
+    """A pair whose tokens are accepted with a chance the draft knows, on a machine whose speed can change."""
+
+    def __init__(self, policy: Throughput, seed: int = 0) -> None:
+        self.policy = policy
+        self.gammas: list[int] = []
+        self.num_tokens, self.seconds = 0, 0.0
+        self._rng = random.Random(seed)
+        self._last: StepRecord | None = None
+
+    def step(self, per_token_s: float = PER_TOKEN_S, stall_s: float = 0.0, controller_s: float = 1e-5) -> None:
+        number = len(self.gammas)
+        context = StepContext(number, 99, 10, 10 + number, number, self._last, "fp32")
+        signals, num_accepted, right = DraftSignals(), 0, True
+        most = self.policy.choose(context)
+        while len(signals) < most:
+            confidence = self._rng.choice([0.5, 0.9, 0.98])
+            signals.append(1.0, confidence)
+            right = right and self._rng.random() < confidence
+            num_accepted += right
+            if not self.policy.keep_drafting(context, signals):
+                break
+        gamma = len(signals)
+        draft_s = gamma * per_token_s + stall_s
+        self._last = StepRecord(
+            "r", number, "throughput", "fp32", "", False, 1.0, gamma, num_accepted, num_accepted + 1, signals,
+            draft_s, VERIFY_S, controller_s,
+        )  # fmt: skip
+        self.policy.observe(self._last)
+        self.gammas.append(gamma)
+        self.num_tokens += num_accepted + 1
+        self.seconds += draft_s + VERIFY_S - stall_s
+
+    def speed(self, num_steps: int) -> float:
+        tokens, seconds = self.num_tokens, self.seconds
+        for _ in range(num_steps):
+            self.step()
+        return (self.num_tokens - tokens) / (self.seconds - seconds)
+
+
+def test_drafting_comes_back_after_a_stretch_in_which_it_did_not_pay() -> None:
+    machine = Machine(Throughput())
+    machine.speed(200)
+    usual = sum(machine.gammas[-100:]) / 100
+    assert usual > 2
+    for _ in range(300):
+        machine.step(per_token_s=10e-3)
+    assert sum(machine.gammas[-100:]) / 100 < 0.5
+    idle = machine.gammas[-64:]
+    assert 1 <= sum(gamma > 0 for gamma in idle) <= 8
+    machine.speed(500)
+    assert sum(machine.gammas[-100:]) / 100 > usual / 2
+
+
+@pytest.mark.parametrize("at", [1, 4, 50])
+@pytest.mark.parametrize("stall_s", [0.5, 5.0])
+def test_one_stall_does_not_slow_the_steps_after_it(at: int, stall_s: float) -> None:
+    speeds = []
+    for stall in (0.0, stall_s):
+        machine = Machine(Throughput())
+        machine.speed(at)
+        machine.step(stall_s=stall)
+        speeds.append(machine.speed(100))
+    assert speeds[1] > 0.9 * speeds[0]
+
+
+def test_a_stalled_sample_moves_the_cost_by_its_tolerance_at_most() -> None:
+    model = StepCostModel(CostOptions())
+    for gamma in (2, 4, 6, 3) * 10:
+        model.observe(gamma, gamma * PER_TOKEN_S, VERIFY_S)
+    assert model.per_token_s == pytest.approx(PER_TOKEN_S, rel=0.05)
+    model.observe(4, 5.0, 5.0)
+    assert model.per_token_s < 2 * PER_TOKEN_S
+
+
+def record(**changes: object) -> StepRecord:
+    values: dict[str, object] = {
+        "request_id": "r", "step": 1, "policy": "throughput", "precision": "fp32", "task": "", "is_prefill": False,
+        "keep_rate": 1.0, "gamma": 4, "num_accepted": 3, "num_tokens": 4,
+        "signals": DraftSignals([1.0] * 4, [0.9] * 4), "draft_s": 4 * PER_TOKEN_S, "verify_s": VERIFY_S,
+        "controller_s": 1e-5,
+    }  # fmt: skip
+    return StepRecord(**(values | changes))  # type: ignore[arg-type]
+
+
+def warm(**changes: object) -> Throughput:
+    policy = Throughput()
+    for _ in range(20):
+        policy.observe(record(**changes))
+    return policy
+
+
+@pytest.mark.parametrize(
+    "changes", [{"draft_read_prompt": True, "draft_s": 9.0}, {"is_prefill": True, "verify_s": 9.0}]
+)
+def test_the_time_of_reading_a_prompt_says_nothing_about_steps(changes: dict[str, object]) -> None:
+    policy = warm()
+    before = policy.threshold("fp32")
+    policy.observe(record(**changes))
+    assert policy.threshold("fp32") == before
+
+
+def test_a_duration_that_is_no_number_is_left_out() -> None:
+    policy = warm()
+    before = policy.threshold("fp32")
+    policy.observe(record(draft_s=float("nan")))
+    assert policy.threshold("fp32") == before
+
+
+def test_the_policys_own_time_counts_into_what_is_achieved() -> None:
+    assert warm(controller_s=2e-3).threshold("fp32") < 0.9 * warm().threshold("fp32")
+
+
+def test_what_was_rejected_fades_while_nothing_is_drafted() -> None:
+    history = History()
+    history.observe(record(num_accepted=0, num_tokens=1))
+    assert history.accepted_none == 1.0
+    for _ in range(2):
+        history.observe(record(gamma=0, num_accepted=0, num_tokens=1, signals=DraftSignals(), draft_s=0.0))
+    assert history.accepted_none == 0.25
+
+
+def test_lent_policies_are_apart_by_options_and_in_time() -> None:
+    pool = PolicyPool()
+    with pool.lend("fixed", gamma=4) as four:
+        assert four.name == "fixed-4"
+    with pool.lend("fixed", gamma=2) as two, pool.lend("fixed", gamma=4) as again, pool.lend("fixed", gamma=4) as third:
+        assert two.name == "fixed-2"
+        assert again is four
+        assert third is not four

@@ -1,0 +1,264 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from spec_stack import DraftSignals, PrefillConfig, SpecStackConfig, SpecStackGenerator, StepContext, StepRecord
+from spec_stack.decode.propose import entropy_and_confidence, propose
+from spec_stack.decode.sampler import Sampler
+from spec_stack.hf.attention import install
+from spec_stack.hf.model import CachedModel
+from spec_stack.hf.sampling import make_warp
+from spec_stack.prefill.scoring import score_prompt
+from tests.support import reference
+from tests.support.models import make_model, random_prompt
+
+
+class RandomGamma:
+    """A policy that proposes 0 to 8 tokens and sometimes stops early."""
+
+    name = "random"
+
+    def __init__(self, seed: int) -> None:
+        self._rng = random.Random(seed)
+        self.contexts: list[StepContext] = []
+        self.records: list[StepRecord] = []
+
+    def choose(self, context: StepContext) -> int:
+        self.contexts.append(context)
+        return self._rng.randint(0, 8)
+
+    def keep_drafting(self, context: StepContext, signals: DraftSignals) -> bool:
+        return self._rng.random() < 0.8
+
+    def observe(self, record: StepRecord) -> None:
+        self.records.append(record)
+
+
+def disturbed(model: PreTrainedModel, scale: float) -> PreTrainedModel:
+    """A copy that mostly agrees with the model."""
+    twin = make_model(seed=1)
+    twin.load_state_dict(model.state_dict())
+    torch.manual_seed(11)
+    with torch.no_grad():
+        for weight in twin.parameters():
+            weight.add_(scale * torch.randn_like(weight))
+    return twin
+
+
+DRAFTS: dict[str, Callable[[PreTrainedModel], PreTrainedModel]] = {
+    "random": lambda target: make_model(seed=2),
+    "equal": lambda target: disturbed(target, 0.0),
+    "similar": lambda target: disturbed(target, 0.02),
+}
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("gamma", [*range(9), 16])
+def test_greedy_speculation_gives_the_targets_own_tokens(draft: str, gamma: int, target: PreTrainedModel) -> None:
+    prompt = random_prompt(30)
+    expected = reference.greedy(make_model(seed=1), prompt, 40)
+    generator = SpecStackGenerator(target, DRAFTS[draft](target))
+    result = generator.generate(input_ids=prompt, max_tokens=40, gamma=gamma, return_records=True)
+    assert result.token_ids == expected
+    if gamma and draft == "equal":
+        assert result.metrics.acceptance_rate == 1.0
+    assert all(record.gamma <= gamma for record in result.records or [])
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("seed", range(4))
+def test_a_policy_that_changes_its_mind_every_step_changes_no_token(
+    draft: str, seed: int, target: PreTrainedModel
+) -> None:
+    prompt = random_prompt(30, seed)
+    expected = reference.greedy(make_model(seed=1), prompt, 40)
+    policy = RandomGamma(seed)
+    result = SpecStackGenerator(target, DRAFTS[draft](target)).generate(
+        input_ids=prompt, max_tokens=40, policy=policy, return_records=True
+    )
+    assert result.token_ids == expected
+    assert policy.records == result.records
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("draft_context", ["full", "kept"])
+@pytest.mark.parametrize("look_ahead", [0, 1, 8])
+def test_after_sparse_prefill_the_tokens_are_those_of_the_pruned_prompt(
+    draft: str, draft_context: str, look_ahead: int, target: PreTrainedModel
+) -> None:
+    prompt = random_prompt(120)
+    prefill = PrefillConfig(keep_rate=0.3, look_ahead=look_ahead, chunk_size=8, draft_context=draft_context)
+    generator = SpecStackGenerator(target, DRAFTS[draft](target), config=SpecStackConfig(prefill))
+    outputs = list(generator.stream(input_ids=prompt, max_tokens=30, specprefill=True, policy=RandomGamma(0)))
+    tokens = [token for output in outputs for token in output.token_ids]
+
+    model = CachedModel(generator.draft, 4096)
+    look = propose(model, prompt, look_ahead, Sampler(), ())
+    scores = reference.importance(_eager_copy(generator.draft), prompt, look.token_ids, pool_kernel=prefill.pool_kernel)
+    positions = reference.selected_positions(scores, 0.3, 8, 1, 2)
+    kept = [prompt[position] for position in positions]
+    assert tokens == reference.sparse_greedy(make_model(seed=1), kept, positions, len(prompt), 30)
+    first = outputs[0].record
+    assert (first.is_prefill, first.gamma) == (True, look_ahead)
+    metrics = outputs[-1].metrics
+    assert metrics is not None
+    assert metrics.num_kept_tokens == len(positions)
+
+
+def _eager_copy(model: PreTrainedModel) -> PreTrainedModel:
+    twin = make_model(implementation="eager")
+    twin.load_state_dict(model.state_dict())
+    return twin
+
+
+def test_keep_rate_one_equals_dense_prefill(target: PreTrainedModel, draft: PreTrainedModel) -> None:
+    generator = SpecStackGenerator(target, draft)
+    prompt = random_prompt(200)
+    dense = generator.generate(input_ids=prompt, max_tokens=30, specprefill=False)
+    expected = reference.greedy(make_model(seed=1), prompt, 30)
+    # 0.999 keeps every chunk as well, but through scoring and with the look-ahead as the first proposal.
+    for keep_rate, num_scored in ((1.0, 0), (0.999, 200)):
+        kept = generator.generate(input_ids=prompt, max_tokens=30, specprefill=True, keep_rate=keep_rate)
+        assert kept.token_ids == dense.token_ids == expected
+        assert not kept.metrics.specprefill
+        assert kept.metrics.num_scored_tokens == num_scored
+
+
+def test_the_loop_keeps_its_promises_to_policies(target: PreTrainedModel, draft: PreTrainedModel) -> None:
+    policy = RandomGamma(3)
+    result = SpecStackGenerator(target, draft).generate(
+        input_ids=random_prompt(25), max_tokens=30, policy=policy, return_records=True, task="code", request_id="r"
+    )
+    records = result.records or []
+    assert [record.step for record in records] == list(range(len(records)))
+    assert [record.is_prefill for record in records] == [True] + [False] * (len(records) - 1)
+    assert sum(record.num_tokens for record in records) == len(result.token_ids) == 30
+    generated = 0
+    for context, before in zip(policy.contexts, records, strict=False):
+        generated += before.num_tokens
+        assert context.last == before
+        assert context.num_generated == generated
+        assert context.max_gamma == 30 - generated - 1
+        assert context.num_cached == 25 + generated - 1
+        assert context.task == "code"
+    for record in records:
+        assert len(record.signals) == record.gamma >= record.num_accepted
+        assert record.request_id == "r"
+        assert min(record.draft_s, record.verify_s, record.controller_s) >= 0
+
+
+class Greedy16(RandomGamma):
+    def choose(self, context: StepContext) -> int:
+        return 99
+
+    def keep_drafting(self, context: StepContext, signals: DraftSignals) -> bool:
+        return True
+
+
+def test_a_policy_cannot_propose_past_max_tokens_or_sixteen(target: PreTrainedModel) -> None:
+    generator = SpecStackGenerator(target, DRAFTS["equal"](target))
+    result = generator.generate(input_ids=random_prompt(10), max_tokens=30, policy=Greedy16(0), return_records=True)
+    assert result.metrics.gamma_trace == [0, 16, 11]
+    assert [record.num_tokens for record in result.records or []] == [1, 17, 12]
+
+
+@pytest.mark.parametrize("draft_context", ["full", "kept"])
+def test_scoring_leaves_the_draft_with_its_context_and_the_look_ahead(
+    draft_context: str, draft: PreTrainedModel
+) -> None:
+    install(draft)
+    model, prompt = CachedModel(draft, 4096), random_prompt(160)
+    config = PrefillConfig(keep_rate=0.3, chunk_size=8, look_ahead=4, draft_context=draft_context)
+    look_ahead = partial(propose, model, sampler=Sampler(), end_ids=())
+    selection, _ = score_prompt(model, prompt, look_ahead, config)
+    num_read = len(selection.positions) if draft_context == "kept" else 160
+    assert (model.num_cached, model.next_position) == (num_read + 4, 164)
+
+
+def test_the_draft_is_fed_only_what_it_has_not_seen(target: PreTrainedModel, draft: PreTrainedModel) -> None:
+    sizes: list[int] = []
+    generator = SpecStackGenerator(target, draft)
+    draft.register_forward_pre_hook(
+        lambda module, args, kwargs: sizes.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    result = generator.generate(input_ids=random_prompt(20), max_tokens=30, gamma=3, return_records=True)
+    all_accepted = sum(record.num_accepted == record.gamma for record in (result.records or [])[1:-1])
+    # The prompt with the first token, then one at a time; two only after a step whose tokens were all accepted.
+    assert sizes[0] == 21
+    assert max(sizes[1:]) <= 2
+    assert sizes[1:].count(2) <= all_accepted
+
+
+def test_a_record_counts_only_what_was_handed_out(target: PreTrainedModel) -> None:
+    config = SpecStackConfig(PrefillConfig(chunk_size=8, keep_rate=0.99))
+    result = SpecStackGenerator(target, DRAFTS["equal"](target), config=config).generate(
+        input_ids=random_prompt(60), max_tokens=3, specprefill=True, return_records=True
+    )
+    assert result.records is not None
+    assert result.metrics.num_tokens == len(result.token_ids) == 3
+    assert (result.records[0].num_accepted, result.records[0].num_tokens) == (8, 3)
+
+
+class TwoAtMost(Greedy16):
+    def keep_drafting(self, context: StepContext, signals: DraftSignals) -> bool:
+        assert len(signals) <= 2
+        return len(signals) < 2
+
+
+def test_a_policy_can_end_a_proposal(target: PreTrainedModel) -> None:
+    result = SpecStackGenerator(target, DRAFTS["equal"](target)).generate(
+        input_ids=random_prompt(20), max_tokens=20, policy=TwoAtMost(0)
+    )
+    assert set(result.metrics.gamma_trace[1:-1]) == {2}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 3.0])
+def test_signals_are_of_the_unwarped_draft(temperature: float, draft: PreTrainedModel) -> None:
+    install(draft)
+    prompt = random_prompt(20)
+    warp = make_warp(temperature, 3, 0.9)
+    sampler = Sampler(warp, torch.Generator().manual_seed(0))
+    proposal = propose(CachedModel(draft, 4096), prompt, 3, sampler, ())
+    rows = CachedModel(draft, 4096).forward([*prompt, *proposal.token_ids[:2]], range(22), 3).softmax(-1)
+    assert proposal.signals.confidence == pytest.approx(rows.amax(-1).tolist(), rel=1e-4)
+    bits = -(rows * rows.clamp_min(1e-30).log2()).sum(-1)
+    assert proposal.signals.entropy == pytest.approx(bits.tolist(), rel=1e-3)
+
+
+def test_drafting_ends_with_an_end_token_and_feeds_what_was_unseen(draft: PreTrainedModel) -> None:
+    install(draft)
+    prompt = random_prompt(20)
+    model = CachedModel(draft, 4096)
+    full = propose(model, prompt, 6, Sampler(), ()).token_ids
+    model = CachedModel(draft, 4096)
+    model.forward(prompt[:5], range(5), 1)
+    end = full[2]
+    cut = propose(model, prompt, 6, Sampler(), {end}).token_ids
+    assert cut == full[: full.index(end) + 1]
+    assert model.next_position == 20 + len(cut) - 1
+    untouched = CachedModel(draft, 4096)
+    assert propose(untouched, prompt, 0, Sampler(), ()).token_ids == []
+    assert untouched.num_cached == 0
+
+
+def test_signals_are_entropy_in_bits_and_the_largest_probability() -> None:
+    entropy, confidence, token = entropy_and_confidence(torch.tensor([0.5, 0.25, 0.125, 0.125]).log())
+    assert entropy == pytest.approx(1.75, abs=1e-5)
+    assert confidence == pytest.approx(0.5, abs=1e-6)
+    assert token == 0
+    assert entropy_and_confidence(torch.tensor([0.0, -torch.inf, -torch.inf])) == (0.0, 1.0, 0)
+
+
+@pytest.mark.parametrize("gamma", [1, 4, 8])
+def test_the_embedded_pair_is_lossless_too(gamma: int, embedded: SpecStackGenerator) -> None:
+    prompt = embedded.tokenizer("def read_lines(path):\n").input_ids
+    expected = reference.greedy(embedded.target, prompt, 60)
+    result = embedded.generate(input_ids=prompt, max_tokens=60, gamma=gamma, ignore_eos=True)
+    assert result.token_ids == expected
+    assert result.metrics.num_accepted > 10

@@ -1,0 +1,262 @@
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chisquare
+from transformers import PreTrainedModel
+
+from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
+from spec_stack.decode.sampler import Sampler
+from spec_stack.decode.verify import verify
+from spec_stack.hf.fused_verify import accept_fused, fused_problem, try_fused
+from spec_stack.hf.sampling import make_warp
+from spec_stack.types import Proposal
+from tests.support import reference
+from tests.support.models import make_model, make_tokenizer
+
+
+def one_hot_logits(*choices: int) -> torch.Tensor:
+    return torch.nn.functional.one_hot(torch.tensor(choices), 10).float()
+
+
+@pytest.mark.parametrize(
+    ("drafted", "num_accepted", "next_token"),
+    [([4, 5, 6], 3, 7), ([4, 5, 9], 2, 6), ([9, 5, 6], 0, 4), ([4, 9, 6], 1, 5)],
+)
+def test_greedy_accepts_the_prefix_that_matches(drafted: list[int], num_accepted: int, next_token: int) -> None:
+    verification = verify(one_hot_logits(4, 5, 6, 7), Proposal(drafted), Sampler())
+    assert (verification.num_accepted, verification.next_token) == (num_accepted, next_token)
+
+
+def test_an_empty_proposal_yields_the_targets_token() -> None:
+    assert verify(one_hot_logits(4), Proposal(), Sampler()).next_token == 4
+
+
+def test_warps_are_temperature_then_top_k_then_top_p() -> None:
+    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
+
+    def probs(temperature: float, top_k: int, top_p: float) -> list[float]:
+        warp = make_warp(temperature, top_k, top_p)
+        assert warp is not None
+        return warp(logits).softmax(-1)[0].tolist()
+
+    squares = [0.25, 0.09, 0.0225, 0.0025]
+    assert probs(0.5, 0, 1.0) == pytest.approx([square / sum(squares) for square in squares])
+    assert probs(1.0, 2, 1.0) == pytest.approx([0.625, 0.375, 0, 0])
+    assert probs(1.0, 0, 0.7) == pytest.approx([0.625, 0.375, 0, 0])
+    # Top-p after top-k: of the two that are left the first has 0.625; before it, two would be needed for 0.6.
+    assert probs(1.0, 2, 0.6) == pytest.approx([1, 0, 0, 0])
+    # After the temperature: at 2 the first has 0.38 of the mass and is not enough for 0.5.
+    assert sum(p > 0 for p in probs(2.0, 0, 0.5)) == 2
+    assert make_warp(0, 5, 0.5) is None
+
+
+class Rigged(Sampler):
+    """A sampler whose uniform draws are all the same."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__(make_warp(1.0, 0, 1.0), torch.Generator().manual_seed(0))
+        self._value = value
+
+    def uniform(self, num: int, device: torch.device) -> torch.Tensor:
+        return torch.full((num,), self._value)
+
+
+def test_a_token_the_target_cannot_say_is_never_accepted() -> None:
+    logits = torch.tensor([[0.0, -torch.inf, 0.0]] * 2)
+    assert verify(logits, Proposal([1]), Rigged(0.0)).num_accepted == 0
+
+
+def test_a_rejection_by_rounding_draws_from_the_target() -> None:
+    logits = torch.tensor([[0.0, -torch.inf, 0.0]] * 2)
+    assert verify(logits, Proposal([0], logits[:1].softmax(-1)), Rigged(1.0)).next_token in (0, 2)
+
+
+needs_kernel = pytest.mark.skipif(
+    not torch.cuda.is_available() or fused_problem(torch.device("cuda")) is not None,
+    reason="needs a CUDA device that runs flashinfer's kernel",
+)
+ROUTES = [
+    pytest.param("torch", id="torch"),
+    pytest.param("stand-in", id="flashinfer stand-in"),
+    pytest.param("flashinfer", id="flashinfer", marks=[pytest.mark.gpu, needs_kernel]),
+]
+
+
+@pytest.fixture
+def make_sampler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Sampler]:
+    """A sampler of each route to the acceptance test, on the route's device."""
+    if request.param == "stand-in":
+        stand_in = ModuleType("flashinfer.sampling")
+        stand_in.chain_speculative_sampling = reference.chain_speculative_sampling  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "flashinfer", ModuleType("flashinfer"))
+        monkeypatch.setitem(sys.modules, "flashinfer.sampling", stand_in)
+    device = "cuda" if request.param == "flashinfer" else "cpu"
+    accept = None if request.param == "torch" else accept_fused
+    warp = make_warp(1.0, 0, 1.0)
+    return lambda seed: Sampler(warp, torch.Generator(device).manual_seed(seed), accept)
+
+
+def observed_law(target: np.ndarray, draft: np.ndarray, num_draws: int, sampler: Sampler) -> Counter[tuple[int, ...]]:
+    device = sampler.device
+    target_logits, draft_probs = (
+        torch.tensor(target, device=device).log().float(),
+        torch.tensor(draft, device=device).float(),
+    )
+    counts: Counter[tuple[int, ...]] = Counter()
+    for _ in range(num_draws):
+        drafted = [sampler.pick(row) for row in draft_probs]
+        verification = verify(target_logits, Proposal(drafted, draft_probs), sampler)
+        counts[(*drafted[: verification.num_accepted], verification.next_token)] += 1
+    return counts
+
+
+def random_rows(num: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).dirichlet(np.full(3, 0.7), size=num)
+
+
+@pytest.mark.parametrize("make_sampler", ROUTES, indirect=True)
+@pytest.mark.parametrize("gamma", [0, 1, 2])
+def test_rejection_sampling_has_the_enumerated_law(gamma: int, make_sampler: Callable[[int], Sampler]) -> None:
+    target, draft = random_rows(gamma + 1, 1), random_rows(max(gamma, 1), 2)[:gamma]
+    law = reference.speculative_law(target, draft)
+    counts = observed_law(target, draft, 6000, make_sampler(5))
+    assert set(counts) <= set(law)
+    expected = np.array(list(law.values())) * 6000
+    observed = np.array([counts[outcome] for outcome in law])
+    common = expected >= 5
+    rest = (observed[~common].sum(), expected[~common].sum())
+    observed, expected = np.append(observed[common], rest[0]), np.append(expected[common], rest[1])
+    if expected[-1] == 0:
+        observed, expected = observed[:-1], expected[:-1]
+    assert chisquare(observed, expected * observed.sum() / expected.sum()).pvalue > 1e-3
+
+
+def test_the_enumerated_law_is_the_targets_own_at_the_first_token() -> None:
+    target, draft = random_rows(3, 3), random_rows(2, 4)
+    first = np.zeros(3)
+    for outcome, weight in reference.speculative_law(target, draft).items():
+        first[outcome[0]] += weight
+    np.testing.assert_allclose(first, target[0], atol=1e-12)
+
+
+@pytest.mark.parametrize("make_sampler", ROUTES, indirect=True)
+def test_a_target_equal_to_the_draft_accepts_everything(make_sampler: Callable[[int], Sampler]) -> None:
+    sampler = make_sampler(0)
+    rows = torch.tensor(random_rows(3, 6), device=sampler.device).float()
+    for _ in range(200):
+        # The draft's probabilities go through the same softmax as the target's, as they do in the loop.
+        proposal = Proposal([sampler.pick(row) for row in rows[:2]], sampler.probs(rows.log())[:2])
+        assert verify(rows.log(), proposal, sampler).num_accepted == 2
+
+
+@pytest.mark.parametrize("make_sampler", ROUTES, indirect=True)
+def test_chosen_tokens_are_judged_exactly_too(make_sampler: Callable[[int], Sampler]) -> None:
+    target = random_rows(3, 8)
+    sampler = make_sampler(9)
+    logits = torch.tensor(target, device=sampler.device).log().float()
+    firsts = Counter()
+    for _ in range(6000):
+        verification = verify(logits, Proposal([1, 0]), sampler)
+        firsts[1 if verification.num_accepted else verification.next_token] += 1
+    assert chisquare([firsts[token] for token in range(3)], target[0] * 6000).pvalue > 1e-3
+
+
+def test_the_fused_route_is_tried_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "CUDA device" in (fused_problem(torch.device("cpu")) or "")
+    stand_in = ModuleType("flashinfer.sampling")
+    monkeypatch.setitem(sys.modules, "flashinfer", ModuleType("flashinfer"))
+    monkeypatch.setitem(sys.modules, "flashinfer.sampling", stand_in)
+    assert "ImportError" in (try_fused(torch.device("cpu")) or "")
+    stand_in.chain_speculative_sampling = reference.chain_speculative_sampling  # type: ignore[attr-defined]
+    assert try_fused(torch.device("cpu")) is None
+
+    def swapped(*arguments: torch.Tensor, **options: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        output, independent, emitted = reference.chain_speculative_sampling(*arguments, **options)
+        return output, emitted, independent + 1
+
+    stand_in.chain_speculative_sampling = swapped  # type: ignore[attr-defined]
+    assert "wrong answer" in (try_fused(torch.device("cpu")) or "")
+
+
+def test_a_token_the_kernel_does_not_name_comes_from_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in = ModuleType("flashinfer.sampling")
+    stand_in.chain_speculative_sampling = lambda *_, **__: (  # type: ignore[attr-defined]
+        torch.tensor([[-1, -1]], dtype=torch.int32),
+        torch.tensor([0], dtype=torch.int32),
+        torch.tensor([0], dtype=torch.int32),
+    )
+    monkeypatch.setitem(sys.modules, "flashinfer", ModuleType("flashinfer"))
+    monkeypatch.setitem(sys.modules, "flashinfer.sampling", stand_in)
+    sampler = Sampler(make_warp(1.0, 0, 1.0), torch.Generator().manual_seed(0), accept_fused)
+    logits = torch.tensor([[0.0, -torch.inf, 0.0]] * 2)
+    assert verify(logits, Proposal([0], logits[:1].softmax(-1)), sampler).next_token in (0, 2)
+
+
+def pair_law(model: PreTrainedModel, kept: list[int], positions: list[int], start: int) -> np.ndarray:
+    """Exact law (vocab, vocab) of the second and third token sampled after a (pruned) prompt."""
+    vocab = model.config.vocab_size
+
+    def probs(new: list[int]) -> np.ndarray:
+        places = [*positions, *range(start, start + len(new))]
+        return reference.logits(model, kept + new, places)[-1].double().softmax(-1).numpy()
+
+    law = np.zeros((vocab, vocab))
+    for first, p_first in enumerate(probs([])):
+        for second, p_second in enumerate(probs([first])):
+            law[second] += p_first * p_second * probs([first, second])
+    return law
+
+
+def make_pair(kind: str) -> tuple[SpecStackGenerator, list[int]]:
+    """Two models of next to no words, a prompt of 40 tokens for them."""
+    target_tokenizer = make_tokenizer("a b c ab ca")
+    tokenizers = {"draft_tokenizer": target_tokenizer}
+    if kind == "other":
+        # b, c and a are common; of its proposals none can be ab or ca.
+        tokenizers = {"draft_tokenizer": make_tokenizer("c a cb b")}
+    sizes = (5, {"same": 5, "narrower": 4, "wider": 7, "other": 4}[kind])
+    models = [make_model(seed=seed, vocab=vocab) for seed, vocab in zip((1, 2), sizes, strict=True)]
+    for model in models:
+        model.lm_head.weight.data.mul_(0.25)
+    config = SpecStackConfig(PrefillConfig(keep_rate=0.4, look_ahead=3, chunk_size=4, keep_last=1))
+    letters = "".join("abc"[index] for index in np.random.default_rng(0).integers(3, size=80))
+    prompt = target_tokenizer(letters).input_ids[:40]
+    return SpecStackGenerator(*models, target_tokenizer, config=config, **tokenizers), prompt
+
+
+@pytest.mark.parametrize(
+    ("specprefill", "kind"),
+    [(False, "same"), (True, "same"), (False, "narrower"), (True, "wider"), (True, "other")],
+)
+def test_sampled_text_of_the_real_loop_has_the_targets_distribution(specprefill: bool, kind: str) -> None:
+    """Three tokens, so that the plain first step, drafted tokens, corrections and bonus tokens all take part; with
+    pruning also the look-ahead as the first proposal, judged over the pruned cache. The draft's vocabulary may be
+    narrower or wider than the target's, or another one."""
+    generator, prompt = make_pair(kind)
+    options = {"gamma": 2, "specprefill": specprefill, "max_tokens": 3, "temperature": 1.0}
+    read: list[int] = []
+    handle = generator.target.register_forward_pre_hook(
+        lambda module, args, kwargs: read.extend(kwargs["position_ids"][0].tolist()), with_kwargs=True
+    )
+    metrics = generator.generate(input_ids=prompt, seed=0, **options).metrics
+    handle.remove()
+    assert metrics.num_proposed
+    positions = [position for position in read if position < 40]
+    assert len(positions) == (16 if specprefill else 40)
+    law = pair_law(generator.target, [prompt[position] for position in positions], positions, 40)
+
+    num_draws, counts = 2000, np.zeros((5, 5))
+    for seed in range(num_draws):
+        result = generator.generate(input_ids=prompt, seed=seed, **options)
+        counts[result.token_ids[1], result.token_ids[2]] += 1
+    common = law * num_draws >= 5
+    observed = np.append(counts[common], counts[~common].sum())
+    expected = np.append(law[common], law[~common].sum()) * num_draws
+    assert chisquare(observed[expected > 0], expected[expected > 0]).pvalue > 1e-3

@@ -1,0 +1,116 @@
+"""The GPU benchmark end to end on a CPU, at toy sizes: it must not rot between the days a GPU is at hand."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from experiments.gpu import shapes as gpu_shapes
+from experiments.gpu import timing as gpu_timing
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+
+
+def run_bench(out: Path, *options: str) -> tuple[dict[str, Any], str]:
+    """The file and the output; without what is installed from here, so that PYTHONPATH must be enough."""
+    command = [
+        sys.executable,
+        "-m",
+        "experiments.gpu.bench_gpu",
+        "--device",
+        "cpu",
+        "--shape",
+        "tiny",
+        "--out",
+        str(out),
+    ]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, *options], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(out.read_text(encoding="utf-8")), done.stdout
+
+
+def test_every_case_runs_and_leaves_its_figures(tmp_path: Path) -> None:
+    report, output = run_bench(tmp_path / "out.json", "--repeats", "2", "--precisions", "bf16", "--commit", "abc")
+    assert json.loads(output.splitlines()[-1]) == report
+    assert report["commit"] == "abc"
+    assert {"date", "device", "torch", "transformers", "shape", "budget_s", "spent_s"} <= set(report)
+    assert report["skipped"] == {}
+    cases = report["cases"]
+    assert not [name for name, case in cases.items() if "error" in case]
+    assert cases["attention check"]["package_right"] is True
+    assert cases["attention check"]["verdicts"]["trap: fp32, neither cache nor mask"] == "wrong"
+    assert len(cases["read-back"]["ms_per_token"]) == 3
+    assert all(value > 0 for value in cases["read-back"]["ms_per_token"].values())
+    for length in (256, 512):
+        prefill = cases[f"prefill {length}"]
+        assert [row["keep_rate"] for row in prefill["rows"]] == [0.2, 0.5]
+        assert all(timing["repeats"] == 2 for timing in prefill["times"].values())
+        for row in prefill["rows"]:
+            times = prefill["times"]
+            gain = times["dense"]["ms"] / times[f"sparse {row['keep_rate']}"]["ms"]
+            assert row["ttft_gain"] == pytest.approx(gain, rel=1e-2)
+            assert row["bound"] == pytest.approx(1 / (prefill["r"] + row["s"]), rel=1e-2)
+            assert row["share_of_bound"] == pytest.approx(row["ttft_gain"] / row["bound"], rel=1e-2)
+    assert set(cases["decode target bf16 192"]["over_one"]) == {str(size) for size in range(1, 10)}
+    assert set(cases["decode draft bf16 64"]["over_one"]) == {"1", "2"}
+    assert all(row["difference"] < 0.05 for row in cases["parts"]["attention"])
+
+
+def test_a_spent_budget_skips_every_case_and_says_so(tmp_path: Path) -> None:
+    report, output = run_bench(tmp_path / "out.json", "--budget-s", "0")
+    assert report["cases"] == {}
+    assert {"attention check", "prefill 512", "parts"} <= set(report["skipped"])
+    assert all("were left" in reason for reason in report["skipped"].values())
+    assert "skipped prefill 512" in output
+
+
+def test_repeats_end_with_the_budget() -> None:
+    budget = gpu_timing.Budget(1.0)
+    results = gpu_timing.interleave({"slow": lambda: time.sleep(0.1), "fast": lambda: None}, 1000, CPU, budget)
+    assert 1 <= len(results["slow"].seconds) < 10
+    assert len(results["fast"].seconds) <= len(results["slow"].seconds) + 1
+
+
+def test_a_variant_without_memory_is_named_and_the_others_go_on() -> None:
+    calls = []
+
+    def fails() -> None:
+        calls.append(1)
+        raise torch.OutOfMemoryError("too large")
+
+    results = gpu_timing.interleave({"large": fails, "small": lambda: None}, 3, CPU, gpu_timing.Budget(60))
+    assert results["large"].summary() == {"repeats": 0, "error": "out of memory"}
+    assert len(calls) == 1
+    assert len(results["small"].seconds) == 3
+
+
+@pytest.mark.parametrize(
+    ("shape", "role", "billions"),
+    [("llama-8b", "target", 8.03), ("llama-8b", "draft", 1.236), ("qwen-32b", "target", 32.76)],
+)
+def test_the_shapes_have_the_models_sizes(shape: str, role: str, billions: float) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(getattr(gpu_shapes.SHAPES[shape], role))
+    assert sum(weight.numel() for weight in model.parameters()) / 1e9 == pytest.approx(billions, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "percent"),
+    [((8192, 28672, 80, (64, 8), 128, 128256), 14.24), ((16384, 53248, 126, (128, 8), 128, 128256), 2.96)],
+)
+def test_the_operations_give_the_papers_ratios(sizes: tuple[Any, ...], percent: float) -> None:
+    """SpecPrefill, table 6: an 8B speculator over a 70B and a 405B base, at prompts of 32K."""
+    speculator, base = gpu_shapes.SHAPES["llama-8b"].target, gpu_shapes._config(*sizes)
+    ratio = gpu_shapes.prefill_macs(speculator, 32_000) / gpu_shapes.prefill_macs(base, 32_000)
+    assert 100 * ratio == pytest.approx(percent, abs=0.03)

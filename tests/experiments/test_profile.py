@@ -1,0 +1,176 @@
+"""The profile of precisions: resumable records, honest differences, and tables that follow from the records."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from experiments.common.prompt_files import choose_prompts
+from experiments.policies import analyze_profile, profile_steps, train_controller
+from experiments.speed import bench_precisions
+from spec_stack import SpecStackGenerator, StepRecord
+from spec_stack.controller.predictor import load_step_predictor
+from spec_stack.controller.registry import make_policy
+from spec_stack.offline.records import read_records
+from spec_stack.offline.replay import StepCosts
+from tests.support import reference
+from tests.support.controller_data import Greedy, context
+
+NUM_TOKENS = 28
+SMALL = ["--precisions", "fp32", "nf4", "--gammas", "0", "2", "4", "--random", "1", "--per-task", "1"]
+TINY = ["--precisions", "fp32", "--gammas", "0", "2", "--tokens", "8", "--per-task", "1"]
+
+
+def run(script: object, *arguments: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["script", *map(str, arguments)])
+    script.main()  # type: ignore[attr-defined]
+
+
+def steps(records: list[StepRecord]) -> Counter[tuple[object, ...]]:
+    return Counter((r.request_id, r.precision, r.policy, r.step, r.gamma, r.num_accepted) for r in records)
+
+
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("profile") / "profile.parquet"
+    with pytest.MonkeyPatch.context() as patch:
+        run(profile_steps, *SMALL, "--tokens", NUM_TOKENS, "--out", path, monkeypatch=patch)
+    return path
+
+
+def test_every_prompt_runs_at_every_precision_and_gamma_once(profile: Path) -> None:
+    records = read_records(profile)
+    assert max(steps(records).values()) == 1
+    runs = Counter((record.precision, record.policy) for record in records if record.step == 0)
+    policies = ("fixed-0", "fixed-2", "fixed-4", "random-0")
+    assert runs == {(precision, policy): 4 for precision in ("fp32", "nf4") for policy in policies}
+    lengths: Counter[tuple[str, str, str]] = Counter()
+    for record in records:
+        lengths[record.request_id, record.precision, record.policy] += record.num_tokens
+    assert set(lengths.values()) == {NUM_TOKENS}
+
+
+def test_an_interrupted_profile_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, path, blocks = tmp_path / "whole.parquet", tmp_path / "profile.parquet", []
+    run(profile_steps, *TINY, "--out", whole, monkeypatch=monkeypatch)
+
+    def interrupted(*arguments: object) -> object:
+        blocks.append(arguments)
+        if len(blocks) == 3:
+            raise KeyboardInterrupt
+        return run_block(*arguments)
+
+    run_block = profile_steps.run_block
+    with monkeypatch.context() as patch:
+        patch.setattr(profile_steps, "run_block", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(profile_steps, *TINY, "--out", path, monkeypatch=patch)
+    assert 0 < len(read_records(path)) < len(read_records(whole))
+    run(profile_steps, *TINY, "--out", path, monkeypatch=monkeypatch)
+    assert steps(read_records(path)) == steps(read_records(whole))
+
+    with pytest.raises(ValueError, match="begun with other settings of tokens"):
+        run(profile_steps, *TINY, "--tokens", "9", "--out", path, monkeypatch=monkeypatch)
+    path.with_suffix(".json").unlink()
+    with pytest.raises(ValueError, match="give another --out"):
+        run(profile_steps, *TINY, "--out", path, monkeypatch=monkeypatch)
+
+
+def test_random_gammas_vary_within_a_run_and_are_the_same_in_every_one() -> None:
+    drawn = [profile_steps.RandomGamma((1, 2, 4), 0, "code-0") for _ in range(2)]
+    other = profile_steps.RandomGamma((1, 2, 4), 1, "code-0")
+    choices = [[policy.choose(context(max_gamma=3)) for _ in range(30)] for policy in (*drawn, other)]
+    assert set(choices[0]) == {1, 2, 3}
+    assert choices[0] == choices[1] != choices[2]
+
+
+def test_the_gap_where_two_texts_part_is_the_targets(embedded: SpecStackGenerator) -> None:
+    ids = embedded.tokenizer("def read_lines(path):\n    ").input_ids
+    plain = embedded.generate(input_ids=ids, gamma=0, max_tokens=10, ignore_eos=True).token_ids
+    other = [*plain[:6], plain[6] + 1, *plain[7:]]
+    logits = reference.logits(embedded.target, ids + plain[:6], range(len(ids) + 6))[-1]
+    gap = profile_steps.gap_at(embedded, ids, plain, other, 6)
+    assert gap == pytest.approx(float(logits[plain[6]] - logits[plain[6] + 1]), abs=1e-3)
+    assert gap > 0
+
+
+def test_a_block_tells_which_runs_part_from_plain_decoding(embedded: SpecStackGenerator) -> None:
+    """A draft cannot change what a sound target says, so the target itself is made to change its mind."""
+    arguments = Namespace(gammas=[0, 2], random=0, tokens=8, max_prompt_tokens=64)
+    prompt = choose_prompts([], 1)[0]
+    records, differences = profile_steps.run_block({"fp32": embedded}, prompt, "code-0", arguments)
+    assert (len({record.policy for record in records}), differences) == (2, [])
+
+    pair = SpecStackGenerator.from_pretrained(device="cpu", precision="fp32", prepack_linears=False)
+    head = pair.target.lm_head.forward
+
+    def changed_in_blocks(states: torch.Tensor) -> torch.Tensor:
+        logits = head(states)
+        return logits if states.shape[1] == 1 else logits.flip(-1)
+
+    pair.target.lm_head.forward = changed_in_blocks  # type: ignore[method-assign]
+    _, differences = profile_steps.run_block({"fp32": pair}, prompt, "code-0", arguments)
+    assert [(each.policy, each.position) for each in differences] == [("fixed-2", 1)]
+    assert differences[0].gap > 1
+    assert not differences[0].is_tie
+
+
+def test_the_best_gamma_is_that_of_most_tokens_per_second() -> None:
+    records = []
+    for number in range(8):
+        text = Greedy(number, p_right=0.9)
+        for gamma in (0, 2, 4, 8):
+            records += text.record(f"p{number}", gamma, precision="bf16", costs=StepCosts(0.0, 0.01, 0.03, 0.001))
+    best, speeds, shares = analyze_profile.best_gamma(analyze_profile.fixed_runs(records, "bf16"))
+    for gamma, speed in speeds.items():
+        mine = [record for record in records if record.policy == f"fixed-{gamma}"]
+        seconds = sum(record.draft_s + record.verify_s for record in mine)
+        assert speed == pytest.approx(sum(record.num_tokens for record in mine) / seconds)
+    assert speeds[best] == max(speeds.values())
+    assert sum(shares.values()) == pytest.approx(1)
+    assert max(shares, key=shares.__getitem__) == best
+
+
+def test_correlations_are_those_of_the_steps_that_drafted() -> None:
+    records = [
+        record for number in range(6) for record in Greedy(number).record(f"p{number}", 4, precision="int8", prefill=8)
+    ]
+    found, low, high = analyze_profile.correlations(records, "int8")["min_confidence"]
+    drafted = [record for record in records if record.gamma and not record.is_prefill]
+    rates = [record.num_accepted / record.gamma for record in drafted]
+    assert found == pytest.approx(np.corrcoef([min(r.signals.confidence) for r in drafted], rates)[0, 1])
+    assert low < found < high
+
+
+def test_the_tables_the_speeds_and_the_predictor_come_from_the_file(
+    profile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(analyze_profile, profile, monkeypatch=monkeypatch)
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert set(result["table_1"]["nf4"]) == {"code", "math", "chat", "summary", "all"}
+    assert {row["runs"] for row in result["greedy"].values()} == {12}
+    assert result["greedy"]["fp32"]["differ"] == 0
+    assert result["causes"]["best_gamma"]["fp32"]["nf4"] in (0, 2, 4)
+
+    run(bench_precisions, profile, "--per-task", 1, "--tokens", 6, "--repeats", 1, monkeypatch=monkeypatch)
+    speeds = json.loads(capsys.readouterr().out.splitlines()[-1])["result"]
+    assert set(speeds) == {"fp32", "nf4"}
+    assert speeds["nf4"]["target_mb"] < speeds["fp32"]["target_mb"]
+
+    options = ["--policies", "random", "--folds", "2", "--out", tmp_path / "all", "--ship", tmp_path / "ship"]
+    run(train_controller, profile, *options, monkeypatch=monkeypatch)
+    assert load_step_predictor(tmp_path / "ship" / "step.json").card.num_prompts == 4
+    assert make_policy("speckv", predictor=tmp_path / "ship" / "step.json").name == "speckv"
+
+
+def test_the_projects_own_prompts_cover_the_four_categories() -> None:
+    prompts = choose_prompts([], 6)
+    assert Counter(prompt.task for prompt in prompts) == {"code": 6, "math": 6, "chat": 6, "summary": 6}
+    assert len({prompt.text for prompt in prompts}) == 24

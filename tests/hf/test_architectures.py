@@ -1,0 +1,308 @@
+"""Every entry of the support table, held to what it says, on tiny random models in fp32."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    DynamicCache,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    NemotronHConfig,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    masking_utils,
+    modeling_flash_attention_utils,
+)
+
+from spec_stack import SpecStackGenerator
+from spec_stack.hf import attention
+from spec_stack.hf.architectures import SUPPORTED, abilities, check_architecture, scoring_limit
+from spec_stack.hf.model import CachedModel
+from tests.support import matrix, reference, reference_architectures, support_table
+from tests.support.matrix import KEPT, NUM_PROMPT, cached
+from tests.support.tiny_architectures import CONFIGS, REFUSED, WINDOW, make_model, random_prompt
+
+# Largest error allowed, in units of the largest expected value; importances are at most 1.
+TOLERANCE = 5e-5
+EXACT_DECODING = [name for name in CONFIGS if abilities(CONFIGS[name]).decode.level == "exact"]
+SCORERS = [name for name in EXACT_DECODING if abilities(CONFIGS[name]).score.level == "exact"]
+SLIDING = [name for name in CONFIGS if "sliding" in reference_architectures.attention_layers(CONFIGS[name])]
+STATEFUL = [name for name in EXACT_DECODING if abilities(CONFIGS[name]).sparse_prefill.level == "approximate"]
+
+
+@pytest.mark.parametrize("name", SCORERS)
+@pytest.mark.parametrize(("num_prompt", "pool_kernel"), [(NUM_PROMPT, 5), (NUM_PROMPT, 1), (WINDOW - 4, 3)])
+def test_importance_equals_eager_attention_over_the_layers_that_see_the_whole_prompt(
+    name: str, num_prompt: int, pool_kernel: int
+) -> None:
+    assert matrix.score_error(name, num_prompt, pool_kernel) < 5e-6
+
+
+@pytest.mark.parametrize("name", EXACT_DECODING)
+@pytest.mark.parametrize("prefill_chunk", [4096, 7, 1])
+def test_sparse_prefill_equals_a_forward_without_cache_at_the_original_positions(name: str, prefill_chunk: int) -> None:
+    assert matrix.sparse_error(name, prefill_chunk) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", EXACT_DECODING)
+def test_greedy_speculation_gives_the_targets_own_tokens_past_acceptances_and_rejections(name: str) -> None:
+    runs = [matrix.decoded(name, seed) for seed in range(3)]
+    assert [run.num_equal for run in runs] == [run.num_tokens for run in runs]
+    assert sum(run.num_accepted for run in runs) > 10
+    assert sum(run.num_rejected for run in runs) > 10
+
+
+@pytest.mark.parametrize("name", EXACT_DECODING)
+def test_after_sparse_prefill_the_tokens_are_those_of_the_pruned_prompt(name: str) -> None:
+    draft = name if name in SCORERS else "Mistral"
+    runs = [matrix.decoded_sparsely(name, draft, seed) for seed in range(2)]
+    assert [run.num_equal for run in runs] == [run.num_tokens for run in runs]
+    assert sum(run.num_rejected for run in runs) > 0
+
+
+@pytest.mark.parametrize(
+    ("target", "draft"), [("Qwen3.5", "Llama"), ("Qwen3", "Falcon-H1"), ("Gemma3", "GPT-OSS"), ("Bamba", "Gemma3")]
+)
+def test_target_and_draft_may_be_of_different_architectures(target: str, draft: str) -> None:
+    run = matrix.decoded_sparsely(target, draft)
+    assert run.num_equal == run.num_tokens
+
+
+@pytest.mark.parametrize("name", EXACT_DECODING)
+@pytest.mark.parametrize("seed", range(2))
+def test_after_any_mix_of_forwards_and_rollbacks_cache_and_state_equal_a_fresh_prefill(name: str, seed: int) -> None:
+    assert matrix.rollback_error(name, seed) < TOLERANCE
+
+
+def test_nemotron_h_differs_only_by_transformers_own_bound_on_the_time_step() -> None:
+    bounded, unbounded = (abilities(CONFIGS[name]) for name in ("Nemotron-H", "Nemotron-H, unbounded"))
+    assert (bounded.score.level, bounded.decode.level) == ("approximate", "approximate")
+    assert (unbounded.score.level, unbounded.decode.level) == ("exact", "exact")
+    assert matrix.score_error("Nemotron-H") < 1e-3
+    assert TOLERANCE < matrix.rollback_error("Nemotron-H") < 0.1
+    assert matrix.sparse_error("Nemotron-H") < 1e-3
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_a_recurrent_state_does_not_see_the_gaps(name: str) -> None:
+    kept = [random_prompt(NUM_PROMPT)[position] for position in KEPT]
+    states = []
+    for positions in (KEPT, range(len(KEPT))):
+        model = cached(name)
+        model.forward(kept, positions, 1)
+        states.append(model._cache.layers[0].recurrent_states[0])
+    torch.testing.assert_close(*states, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("name", SLIDING)
+def test_on_cuda_too_only_windows_get_a_mask(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_has_flash", lambda *_: True)
+    assert matrix.sparse_error(name, prefill_chunk=7) < TOLERANCE
+    prompt = torch.tensor([random_prompt(NUM_PROMPT)])
+    model = make_model(name)
+    attention.install(model)
+    with torch.no_grad():
+        alone = model(prompt).logits[0]
+    expected = reference_architectures.logits(make_model(name), prompt[0].tolist(), range(NUM_PROMPT))
+    torch.testing.assert_close(alone, expected, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", SLIDING)
+def test_windows_over_slots_would_be_wrong(name: str) -> None:
+    # The same sparse prefill with transformers' own masks: the tolerance above can tell the two apart.
+    kept = [random_prompt(NUM_PROMPT)[position] for position in KEPT]
+    model = make_model(name)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        by_slot = model(torch.tensor([kept]), position_ids=torch.tensor([KEPT]), past_key_values=cache).logits[0]
+    by_position = reference_architectures.logits(model, kept, KEPT)
+    assert float((by_slot - by_position).abs().max() / by_position.abs().max()) > 100 * TOLERANCE
+
+
+def test_a_draft_whose_every_layer_slides_scores_only_what_it_sees_whole() -> None:
+    name = "Mistral, sliding"
+    assert scoring_limit(CONFIGS[name]) == WINDOW
+    assert scoring_limit(CONFIGS["Gemma3"]) is None
+    assert matrix.score_error(name, WINDOW - 4) < 1e-6
+    generator = SpecStackGenerator(make_model("Mistral"), make_model(name))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        result = generator.generate(input_ids=random_prompt(200), max_tokens=4, specprefill=True)
+    assert not result.metrics.specprefill
+    assert f"every attention layer of the draft slides over {WINDOW} tokens" in result.metrics.specprefill_reason
+
+
+def test_gaps_in_positions_are_never_read_as_packed_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    def packed(*arguments: object, **options: object) -> None:
+        raise AssertionError("packed-sequence detection was reached")
+
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", packed)
+    monkeypatch.setattr(modeling_flash_attention_utils, "_is_packed_sequence", packed)
+    for name in ("Llama", "Gemma3", "GPT-OSS", "Qwen3.5"):
+        model = cached(name, prefill_chunk=7)
+        model.forward([random_prompt(NUM_PROMPT)[position] for position in KEPT], KEPT, 3)
+
+
+def test_a_model_loaded_with_flash_attention_is_refused() -> None:
+    # Its kernels read gaps between chunks as packed sequences, and slide over slots.
+    model = make_model("Llama")
+    model.config._attn_implementation_internal = "flash_attention_2"
+    with pytest.raises(ValueError, match="load it with 'sdpa'"):
+        attention.install(model)
+    model = make_model("GPT-OSS")
+    model.config._attn_implementation_internal = "flash_attention_2"
+    with pytest.raises(ValueError, match="load it with 'eager'"):
+        attention.install(model)
+
+
+@pytest.mark.parametrize("name", ["GPT-OSS", "Gemma3", "Mistral, sliding", "Qwen3.5"])
+def test_an_installed_model_still_generates_by_itself(name: str) -> None:
+    prompt = torch.tensor([random_prompt(NUM_PROMPT)])
+    options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 12, "do_sample": False}
+    expected = make_model(name).generate(prompt, **options)
+    model = make_model(name)
+    attention.install(model)
+    assert torch.equal(model.generate(prompt, **options), expected)
+
+
+def test_a_recurrent_state_goes_back_without_reading_the_prompt_again() -> None:
+    prompt, proposal = random_prompt(NUM_PROMPT), random_prompt(6, seed=1)
+    model = cached("Qwen3.5")
+    model.forward(prompt + proposal, range(NUM_PROMPT + 6), 7)
+    model.rollback(4)
+    assert (model.num_cached, model.num_to_replay) == (NUM_PROMPT + 2, 3)
+    # However often the target rejects, it never drags more behind than one block can carry.
+    for _ in range(40):
+        start = model.num_cached
+        model.forward(random_prompt(5), range(start, start + 5), 5)
+        model.rollback(3)
+        assert model.num_to_replay <= 16 + 2
+    model.rollback(0)
+    assert model.num_cached == NUM_PROMPT + 2 + 40 * 2
+
+
+def test_a_drafts_states_are_kept_per_token_so_that_it_reads_nothing_again() -> None:
+    model = cached("Qwen3.5")
+    model.forward(random_prompt(NUM_PROMPT), range(NUM_PROMPT), 1)
+    for index, token in enumerate(random_prompt(8, seed=1)):
+        model.forward([token], [NUM_PROMPT + index], 1)
+    model.rollback(5)
+    assert (model.num_cached, model.num_to_replay) == (NUM_PROMPT + 3, 0)
+
+
+def test_a_model_with_a_state_keeps_its_whole_context() -> None:
+    model = cached("Falcon-H1")
+    model.forward(random_prompt(NUM_PROMPT), range(NUM_PROMPT), 1)
+    model.keep_slots(KEPT)
+    assert (model.num_cached, model.next_position) == (NUM_PROMPT, NUM_PROMPT)
+
+
+@pytest.mark.parametrize(("name", "replays"), [("Qwen3.5", True), ("Llama", False)])
+def test_records_count_the_tokens_read_again(name: str, replays: bool) -> None:
+    generator = SpecStackGenerator(make_model(name), make_model(name, disturbed=True))
+    result = generator.generate(input_ids=random_prompt(NUM_PROMPT), max_tokens=30, gamma=4, return_records=True)
+    records = result.records or []
+    for last, record in pairwise(records):
+        if last.num_accepted == last.gamma:
+            continue
+        # The tokens before the rejected one are undone with it, and so is the token before them.
+        assert (record.num_replayed >= last.num_accepted + 1) == replays
+    assert any(record.num_replayed for record in records) == replays
+
+
+def test_sinks_are_honoured_however_few_queries_fit_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_MAX_SINK_SCORES", 4 * 50 * 3)
+    assert matrix.sparse_error("GPT-OSS") < TOLERANCE
+
+
+def test_attention_refuses_a_cache_that_is_not_the_positions() -> None:
+    model = cached("Llama")
+    model.forward([3, 4, 5], range(3), 1)
+    model._positions.append(7)
+    with pytest.raises(RuntimeError, match="cached keys"):
+        model.forward([6], [8], 1)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_be_wrong_is_refused_in_both_roles_with_the_reason(name: str) -> None:
+    refused = abilities(REFUSED[name])
+    assert {refused.score.level, refused.sparse_prefill.level, refused.decode.level} == {"refused"}
+    for role in ("target", "draft"):
+        with pytest.raises(ValueError, match=f"the {role} is a") as error:
+            check_architecture(role, REFUSED[name])
+        assert refused.score.why in str(error.value)
+
+
+def test_only_a_draft_needs_attention_layers() -> None:
+    config = NemotronHConfig(layers_block_type=["linear_attention", "mlp"])
+    check_architecture("target", config)
+    assert abilities(config).score.level == "refused"
+    with pytest.raises(ValueError, match="'nemotron_h' model with 0 attention layers"):
+        check_architecture("draft", config)
+
+
+def test_every_supported_architecture_is_in_the_matrix() -> None:
+    assert {config.model_type for config in CONFIGS.values()} == set(SUPPORTED)
+
+
+def test_the_readme_has_the_table_of_the_matrix() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    assert support_table.replace_table(readme) == readme, "run tests/support/support_table.py --write"
+
+
+@pytest.mark.parametrize("name", ["GPT-OSS", "Qwen3.5-MoE", "Nemotron-H, unbounded", "Falcon-H1", "Gemma3"])
+def test_a_pair_loads_from_folders_and_generates(name: str, tmp_path: Path) -> None:
+    folders = []
+    for role in ("target", "draft"):
+        make_model(name, disturbed=role == "draft").save_pretrained(tmp_path / role)
+        folders.append(tmp_path / role)
+        _add_tokenizer(tmp_path / role)
+    generator = SpecStackGenerator.from_pretrained(*folders, device="cpu")
+    prompt = random_prompt(120)
+    result = generator.generate(input_ids=prompt, max_tokens=10, keep_rate=0.3, specprefill=True)
+    assert len(result.token_ids) == 10
+
+
+def _add_tokenizer(folder: Path) -> None:
+    vocab = {f"t{index}": index for index in range(CONFIGS["Llama"].vocab_size)}
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": {"type": "Whitespace"},
+        "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "t0"},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+
+
+@pytest.mark.parametrize(
+    ("config_class", "model_class", "name"),
+    [
+        (Gemma3Config, Gemma3ForConditionalGeneration, "Gemma3"),
+        (Qwen3_5Config, Qwen3_5ForConditionalGeneration, "Qwen3.5"),
+    ],
+)
+def test_the_text_part_of_a_composite_checkpoint_works_like_a_text_model(
+    config_class: Any, model_class: Any, name: str, tmp_path: Path
+) -> None:
+    text = make_model(name)
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {"depth": 1, "num_heads": 2, "out_hidden_size": 32} if name == "Qwen3.5" else {"image_size": 28}
+    composite = model_class(config_class(text_config=text.config.to_dict(), vision_config=vision | sizes))
+    composite.model.language_model.load_state_dict(text.model.state_dict())
+    composite.lm_head.load_state_dict(text.lm_head.state_dict())
+    composite.save_pretrained(tmp_path)
+    _add_tokenizer(tmp_path)
+    generator = SpecStackGenerator.from_pretrained(tmp_path, tmp_path, device="cpu")
+    prompt = random_prompt(NUM_PROMPT)
+    kept = [prompt[position] for position in KEPT]
+    got = CachedModel(generator.target, 7).forward(kept, KEPT, 4)
+    torch.testing.assert_close(got, reference_architectures.logits(text, kept, KEPT)[-4:], atol=1e-4, rtol=1e-4)
+    assert generator.generate(input_ids=prompt, max_tokens=8, gamma=3).token_ids == reference.greedy(text, prompt, 8)

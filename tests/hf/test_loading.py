@@ -1,0 +1,184 @@
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    Mamba2Config,
+    NemotronHConfig,
+)
+
+from spec_stack import SpecStackGenerator
+from spec_stack.doctor import diagnose
+from spec_stack.hf.architectures import check_architecture
+from spec_stack.hf.loading import ASSETS, check_pair, load_pair, resolve_pair
+from tests.support.models import FAMILIES, make_model
+
+DYNAMIC = {"rope_type": "dynamic", "factor": 8.0, "rope_theta": 1e4}
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> tuple[Path, Path]:
+    target, draft = tmp_path / "target", tmp_path / "draft"
+    shutil.copytree(ASSETS / "draft", target)
+    shutil.copytree(ASSETS / "draft", draft)
+    return target, draft
+
+
+def test_a_pair_loads_from_local_folders(folders: tuple[Path, Path]) -> None:
+    generator = SpecStackGenerator.from_pretrained(*folders, device="cpu")
+    result = generator.generate("def main():", max_tokens=12)
+    assert result.metrics.precision == "fp32"
+    assert result.metrics.acceptance_rate == 1.0
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_precision_sets_the_dtype_of_both_models(precision: str, dtype: torch.dtype) -> None:
+    pair = load_pair(precision=precision, device="cpu")
+    assert (pair.target.dtype, pair.draft.dtype, pair.precision) == (dtype, dtype, precision)
+    assert SpecStackGenerator.from_pretrained(precision=precision, device="cpu").generate("x", max_tokens=5).token_ids
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"target": "no/such/folder", "draft": "no/such/folder"}, "neither a folder nor a hub id"),
+        ({"target": "./missing", "draft": "./missing"}, "neither a folder nor a hub id"),
+        ({"target": "owner/not-cached", "draft": "owner/not-cached"}, "cannot read the model configuration"),
+        ({"target": str(ASSETS / "target")}, "no draft given"),
+        ({"draft": str(ASSETS / "draft")}, "no target given"),
+        ({"target": str(ASSETS), "draft": str(ASSETS)}, "no config.json"),
+        ({"precision": "int3"}, "unknown precision 'int3'"),
+        ({"policy": "clever"}, "unknown policy"),
+        ({"device": "abacus"}, "unknown device"),
+    ],
+)
+def test_a_bad_argument_is_a_value_error_that_says_so(options: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SpecStackGenerator.from_pretrained(**options)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for CUDA where there is none")
+def test_cuda_without_a_card_is_refused() -> None:
+    with pytest.raises(ValueError, match="sees 0 CUDA devices"):
+        load_pair(device="cuda")
+
+
+def test_a_tokenizer_without_offsets_is_refused_before_the_weights_are_read(folders: tuple[Path, Path]) -> None:
+    (folders[1] / "tokenizer.json").unlink()
+    (folders[1] / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "ByT5Tokenizer"}))
+    (folders[0] / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="no character offsets"):
+        load_pair(*folders)
+
+
+def test_a_draft_with_padded_embeddings_works_as_the_unpadded_one(folders: tuple[Path, Path]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folders[1])
+    model.resize_token_embeddings(4224)
+    model.save_pretrained(folders[1])
+    pairs = (folders[0], folders[0]), folders
+    plain, padded = (SpecStackGenerator.from_pretrained(*pair, device="cpu", precision="fp32") for pair in pairs)
+    assert (plain.vocabulary.relation, padded.vocabulary.relation) == ("same", "padded")
+    for specprefill in (False, True):
+        options = {"max_tokens": 20, "gamma": 4, "specprefill": specprefill}
+        one, two = (generator.generate("def main():\n    pass\n" * 40, **options) for generator in (plain, padded))
+        assert two.metrics.specprefill == specprefill
+        assert (two.token_ids, two.metrics.num_accepted) == (one.token_ids, one.metrics.num_accepted)
+        assert two.metrics.num_accepted > 0
+
+
+def test_missing_and_damaged_weights_are_refused(folders: tuple[Path, Path]) -> None:
+    (folders[0] / "model.safetensors").write_bytes(b"not weights")
+    with pytest.raises(ValueError, match="cannot load the weights"):
+        load_pair(*folders)
+    (folders[0] / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="cannot load the weights"):
+        load_pair(*folders)
+
+
+def test_a_pair_with_different_tokenizers_loads_and_drafts_without_changing_a_token(
+    folders: tuple[Path, Path],
+) -> None:
+    path = folders[1] / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    vocab = tokenizer["model"]["vocab"]
+    first, second = list(vocab)[300:302]
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    path.write_text(json.dumps(tokenizer))
+    generator = SpecStackGenerator.from_pretrained(*folders, device="cpu")
+    assert generator.vocabulary.relation == "other"
+    plain, drafted = (generator.generate("def main():", max_tokens=30, gamma=gamma) for gamma in (0, 4))
+    assert drafted.token_ids == plain.token_ids
+    assert drafted.metrics.num_accepted > 0
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (BloomConfig(), "ALiBi"),
+        (Mamba2Config(), "no attention layers"),
+        (LlamaConfig(rope_parameters=DYNAMIC), "dynamic"),
+        (Gemma3TextConfig(rope_parameters=dict.fromkeys(["full_attention", "sliding_attention"], DYNAMIC)), "dynamic"),
+        (Gemma3TextConfig(use_bidirectional_attention=True), "bidirectional"),
+        (Gemma2Config(), "soft-capped"),
+        (GPT2Config(), "learned table"),
+        (GPTNeoXConfig(), "not among those"),
+        (
+            NemotronHConfig(layers_block_type=["linear_attention", "mlp"]),
+            "0 attention layers; scoring",
+        ),
+    ],
+)
+def test_an_architecture_that_would_be_wrong_is_refused_with_the_reason(config: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_architecture("draft", config)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_supported_families_pass(family: str) -> None:
+    check_pair(FAMILIES[family], FAMILIES[family])
+    generator = SpecStackGenerator(make_model(family), make_model(family, seed=3))
+    assert len(generator.generate(input_ids=[3, 4, 5], max_tokens=5).token_ids) == 5
+
+
+def test_the_embedded_pair_is_the_default_and_hub_ids_pass_through() -> None:
+    assert resolve_pair(None, None) == (str(ASSETS / "target"), str(ASSETS / "draft"))
+    assert resolve_pair("org/big", "org/small-1.5B") == ("org/big", "org/small-1.5B")
+
+
+def test_the_doctor_reports_a_healthy_and_a_broken_pair(folders: tuple[Path, Path]) -> None:
+    healthy = diagnose(None, None, "auto", "cpu")
+    assert healthy["problem"] is None
+    assert healthy["target"]["precision"] == healthy["draft"]["precision"] == "fp32"
+    assert healthy["target"]["layers"] > healthy["draft"]["layers"]
+    assert healthy["packages"]["torch"]
+    assert healthy["vocabulary"]["tokenizer"] == "same"
+    path = folders[1] / "config.json"
+    path.write_text(Mamba2Config().to_json_string())
+    assert "no attention layers" in diagnose(str(folders[0]), str(folders[1]), "auto", "cpu")["problem"]
+    assert "unknown precision" in diagnose(None, None, "int3", "cpu")["problem"]
+
+
+def test_the_doctor_says_what_is_exact_approximate_and_refused(folders: tuple[Path, Path]) -> None:
+    assert set(diagnose(None, None, "auto", "cpu")["support"].values()) >= {"exact"}
+    for folder in folders:
+        (folder / "config.json").write_text(NemotronHConfig(vocab_size=4096).to_json_string())
+    hybrid = diagnose(*map(str, folders), "auto", "cpu")
+    assert hybrid["problem"] is None
+    support = hybrid["support"]
+    assert support["the draft scores prompts"].startswith("approximate (transformers")
+    assert support["the target prefills sparsely"].startswith("approximate (Mamba-2 layers")
+    assert support["the target decodes speculatively"].startswith("approximate (transformers")
+    assert support["the draft's context after a sparse prefill"].startswith("the whole prompt")
+    (folders[1] / "config.json").write_text(Mamba2Config(vocab_size=4096).to_json_string())
+    assert diagnose(*map(str, folders), "auto", "cpu")["support"]["the draft scores prompts"].startswith("refused (")

@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import DynamicCache, StaticCache
+from transformers.cache_utils import DynamicLayer
+
+from spec_stack.hf import attention
+from spec_stack.hf.attention import SlotPositions, capture_attention, install
+from spec_stack.hf.cache import PreallocatedLayer
+from spec_stack.hf.model import CachedModel
+from tests.support import reference
+from tests.support.models import FAMILIES, make_model, random_prompt
+
+SHARED = {family: make_model(family) for family in FAMILIES}
+for _model in SHARED.values():
+    install(_model)
+KEPT = sorted({*range(0, 30, 3), *range(40, 47), 59})
+TOLERANCE = {"atol": 2e-5, "rtol": 1e-4}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("prefill_chunk", [4096, 7, 1])
+def test_sparse_prefill_equals_a_plain_forward_at_the_original_positions(family: str, prefill_chunk: int) -> None:
+    prompt = random_prompt(60)
+    kept = [prompt[position] for position in KEPT]
+    follow = random_prompt(6, seed=9)
+    model = CachedModel(SHARED[family], prefill_chunk)
+    last = model.forward(kept, KEPT, 1)
+    block = model.forward(follow, range(60, 66), 6)
+    expected = reference.logits(make_model(family), kept + follow, [*KEPT, *range(60, 66)])
+    torch.testing.assert_close(last, expected[len(KEPT) - 1 : len(KEPT)], **TOLERANCE)
+    torch.testing.assert_close(block, expected[len(KEPT) :], **TOLERANCE)
+    assert (model.num_cached, model.next_position) == (len(KEPT) + 6, 66)
+
+
+def test_prompt_and_proposal_in_one_forward_equal_two_forwards() -> None:
+    prompt, proposal = random_prompt(40), random_prompt(5, seed=3)
+    one, two = CachedModel(SHARED["llama"], 4096), CachedModel(SHARED["llama"], 4096)
+    together = one.forward(prompt + proposal, range(45), 6)
+    first = two.forward(prompt, range(40), 1)
+    torch.testing.assert_close(together, torch.cat([first, two.forward(proposal, range(40, 45), 5)]), **TOLERANCE)
+
+
+@pytest.mark.parametrize("num_logits", [1, 3, 9])
+def test_pieces_give_the_last_logits_asked_for(num_logits: int) -> None:
+    prompt = random_prompt(30)
+    whole = CachedModel(SHARED["llama"], 4096).forward(prompt, range(30), num_logits)
+    pieces = CachedModel(SHARED["llama"], 4).forward(prompt, range(30), num_logits)
+    assert pieces.shape[0] == num_logits
+    torch.testing.assert_close(pieces, whole, **TOLERANCE)
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), min_size=1, max_size=8))
+def test_after_any_mix_of_forwards_and_rollbacks_the_cache_equals_a_fresh_prefill(steps: list[tuple[int, int]]) -> None:
+    prompt = random_prompt(20)
+    model = CachedModel(SHARED["llama"], 4096)
+    model.forward(prompt, range(20), 1)
+    tokens = list(prompt)
+    for step, (grow, back) in enumerate(steps):
+        block = random_prompt(grow, seed=step)
+        model.forward(block, range(len(tokens), len(tokens) + grow), grow)
+        back = min(back, grow)
+        model.rollback(back)
+        tokens = tokens + block[: grow - back]
+        assert (model.num_cached, model.next_position) == (len(tokens), len(tokens))
+    fresh = CachedModel(SHARED["llama"], 4096)
+    fresh.forward(tokens, range(len(tokens)), 1)
+    after = [model.forward([7], [len(tokens)], 1) for model in (model, fresh)]
+    torch.testing.assert_close(after[0], after[1], **TOLERANCE)
+
+
+def test_keeping_slots_leaves_a_cache_that_attends_to_them_only() -> None:
+    # One layer: its cached keys do not depend on the tokens dropped, so the uncached forward is the oracle.
+    config = make_model().config
+    config.num_hidden_layers = 1
+    torch.manual_seed(4)
+    one_layer = type(make_model())._from_config(config, attn_implementation="sdpa").eval()
+    install(one_layer)
+    prompt = random_prompt(60)
+    model = CachedModel(one_layer, 4096)
+    model.forward(prompt, range(60), 1)
+    model.keep_slots(KEPT)
+    assert (model.num_cached, model.next_position) == (len(KEPT), 60)
+    expected = reference.logits(one_layer, [*(prompt[position] for position in KEPT), 5], [*KEPT, 60])
+    torch.testing.assert_close(model.forward([5], [60], 1)[0], expected[-1], **TOLERANCE)
+
+
+@pytest.mark.parametrize(("num_tokens", "cached"), [(1, 300), (5, 300), (64, 80), (65, 80), (30, 0)])
+def test_folded_attention_gives_the_logits_of_plain_sdpa(num_tokens: int, cached: int) -> None:
+    prompt = random_prompt(cached + num_tokens)
+    model = CachedModel(SHARED["llama"], 4096)
+    if cached:
+        model.forward(prompt[:cached], range(cached), 1)
+    folded = model.forward(prompt[cached:], range(cached, len(prompt)), num_tokens)
+    expected = reference.logits(make_model(), prompt, range(len(prompt)))[cached:]
+    torch.testing.assert_close(folded, expected, **TOLERANCE)
+
+
+def test_bad_calls_are_refused_before_the_cache_changes() -> None:
+    model = CachedModel(SHARED["llama"], 4096)
+    model.forward([3, 4, 5], range(3), 1)
+    with pytest.raises(ValueError, match="do not fit"):
+        model.forward([3, 4], [3], 1)
+    with pytest.raises(ValueError, match="do not fit"):
+        model.forward([3], [3], 2)
+    with pytest.raises(ValueError, match="next position"):
+        model.forward([3], [2], 1)
+    with pytest.raises(ValueError, match="roll back"):
+        model.rollback(4)
+    assert model.num_cached == 3
+
+
+def test_captures_do_not_nest_and_end_with_their_block() -> None:
+    with capture_attention(), pytest.raises(RuntimeError, match="already"), capture_attention():
+        pass
+    with capture_attention() as layers:
+        CachedModel(SHARED["llama"], 4096).forward([3, 4], range(2), 1)
+    assert sorted(layers) == [0, 1, 2]
+    CachedModel(SHARED["llama"], 4096).forward([3, 4], range(2), 1)
+    assert all(len(layer.queries) == 1 for layer in layers.values())
+
+
+def test_a_model_not_loaded_with_sdpa_is_refused() -> None:
+    with pytest.raises(ValueError, match="sdpa"):
+        install(make_model(implementation="eager"))
+
+
+def test_the_folded_block_honours_the_scaling_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = torch.nn.Module()
+    module.layer_idx = 0
+    query, key, value = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8)
+    mask = torch.ones(3, 9, dtype=torch.bool).tril(6)[None, None]
+    whole = [tensor.repeat_interleave(2, 1) for tensor in (key, value)]
+    expected = F.scaled_dot_product_attention(query, *whole, attn_mask=mask, scale=0.7).transpose(1, 2)
+    # Taken away, so that the block must be folded.
+    monkeypatch.setattr(attention, "sdpa_attention_forward", None)
+    torch.testing.assert_close(attention.attend(module, query, key, value, mask, scaling=0.7)[0], expected)
+
+
+@pytest.mark.parametrize("prefill_chunk", [4096, 7])
+def test_without_a_mask_a_block_is_causal_up_to_the_last_key(
+    prefill_chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The route of CUDA: there no mask is made for a block that meets a cache."""
+    monkeypatch.setattr(attention, "_has_flash", lambda *_: True)
+    monkeypatch.setattr(SlotPositions, "_build", None)
+    kept, follow = random_prompt(len(KEPT)), random_prompt(6, seed=9)
+    model = CachedModel(SHARED["llama"], prefill_chunk)
+    got = [model.forward(kept, KEPT, 1), model.forward(follow, range(60, 66), 6), model.forward([7], [66], 1)]
+    expected = reference.logits(make_model(), [*kept, *follow, 7], [*KEPT, *range(60, 67)])
+    torch.testing.assert_close(torch.cat(got), expected[-8:], **TOLERANCE)
+
+
+@pytest.mark.parametrize("num_tokens", [30, 80])
+def test_a_cache_longer_than_the_prompt_gives_the_same_logits(num_tokens: int) -> None:
+    prompt = torch.tensor([random_prompt(num_tokens)])
+    with torch.no_grad():
+        cache = StaticCache(config=SHARED["llama"].config, max_cache_len=100)
+        got = SHARED["llama"](prompt, past_key_values=cache, use_cache=True).logits[0]
+    torch.testing.assert_close(got, reference.logits(make_model(), prompt[0], range(num_tokens)), **TOLERANCE)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_chunked_sparse_prefill_on_cuda_equals_one_forward(dtype: torch.dtype) -> None:
+    prompt = random_prompt(60)
+    kept = [prompt[position] for position in KEPT]
+    expected = reference.logits(make_model(), kept, KEPT)[-1]
+    model = make_model().to("cuda", dtype)
+    install(model)
+    chunked, whole = (CachedModel(model, size).forward(kept, KEPT, 1)[0].float().cpu() for size in (7, 4096))
+    error, rounding = (float((logits - expected).abs().max()) for logits in (chunked, whole))
+    assert error <= max(3 * rounding, 1e-3)
+
+
+def test_new_tokens_are_written_in_place_while_there_is_room() -> None:
+    model = CachedModel(SHARED["llama"], 4096)
+    model.forward(random_prompt(40), range(40), 1)
+
+    def places() -> list[int]:
+        return [tensor.data_ptr() for layer in model._cache.layers for tensor in (layer.keys, layer.values)]
+
+    before = places()
+    for start in range(40, 60, 5):
+        model.forward(random_prompt(5, seed=start), range(start, start + 5), 5)
+        model.rollback(2)
+        model.forward(random_prompt(2, seed=start), range(start + 3, start + 5), 2)
+    assert places() == before
+    # A selection of slots is a tensor of its own, and moves to where there is room again.
+    model.keep_slots(range(30))
+    model.forward([5], [70], 1)
+    moved = places()
+    model.forward([6], [71], 1)
+    assert places() == moved
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_cache_with_room_gives_the_logits_of_a_growing_one(family: str) -> None:
+    """Past the room set aside, over rollbacks and a selection of slots."""
+    model = SHARED[family]
+    growing, roomy = CachedModel(model, 4096), CachedModel(model, 4096)
+    growing._cache = DynamicCache(config=model.config)
+    assert {type(layer) for layer in roomy._cache.layers} == {PreallocatedLayer}
+    assert {type(layer) for layer in growing._cache.layers} == {DynamicLayer}
+    for each in (growing, roomy):
+        each.forward(random_prompt(30), range(30), 1)
+    for step in range(90):
+        start = growing.next_position
+        tokens = random_prompt(6, seed=step)
+        logits = [each.forward(tokens, range(start, start + 6), 6) for each in (growing, roomy)]
+        torch.testing.assert_close(*logits, **TOLERANCE)
+        for each in (growing, roomy):
+            each.rollback(step % 4)
+            if step % 30 == 29:
+                each.keep_slots(range(0, each.num_cached, 2))

@@ -1,0 +1,68 @@
+"""Predictors trained for a pair are found by the policies that use them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from spec_stack import SpecStackGenerator
+from spec_stack.controller.predictor import STEP_FEATURES, Card, load_step_predictor, save_predictor
+from spec_stack.controller.registry import POLICY_NAMES, make_policy
+from spec_stack.hf import loading
+from spec_stack.offline.training import as_network, make_estimator, step_examples
+
+OPTIONS = {"max_tokens": 60, "ignore_eos": True}
+PROMPT = "def read_lines(path):\n    "
+
+
+@pytest.fixture
+def trained(embedded: SpecStackGenerator, tmp_path: Path) -> Path:
+    """A ridge trained on a few steps of the pair itself, where the package keeps its own."""
+    records = []
+    for gamma in (2, 8):
+        result = embedded.generate(PROMPT, gamma=gamma, return_records=True, **OPTIONS)
+        records += result.records or []
+    inputs, rates, groups = step_examples(records)
+    card = Card("step", "ridge", STEP_FEATURES, "0" * 64, len(rates), len(set(groups)))
+    save_predictor(tmp_path / "step.json", as_network(make_estimator("ridge").fit(inputs, rates)), card)
+    return tmp_path / "step.json"
+
+
+def test_the_embedded_pair_finds_its_predictor(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "CONTROLLERS", trained.parent)
+    generator = SpecStackGenerator.from_pretrained(device="cpu", precision="fp32")
+    traces = [
+        generator.generate(PROMPT, policy=policy, **OPTIONS).metrics.gamma_trace
+        for policy in ("speckv", make_policy("speckv", predictor=trained), make_policy("speckv"))
+    ]
+    assert traces[0] == traces[1]
+    assert traces[0] != traces[2]
+
+
+def test_a_pair_of_ones_own_learns_online_unless_told(
+    trained: Path, embedded: SpecStackGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "CONTROLLERS", trained.parent)
+    assert loading.shipped_predictors("org/big") == {}
+    models = embedded.target, embedded.draft, embedded.tokenizer
+    own = SpecStackGenerator(*models, predictors={"speckv": trained})
+    plain = SpecStackGenerator(*models)
+    traces = [each.generate(PROMPT, policy="speckv", **OPTIONS).metrics.gamma_trace for each in (own, plain)]
+    assert traces[0] != traces[1]
+
+
+def test_a_bad_predictor_is_refused_when_its_policy_is_asked_for(embedded: SpecStackGenerator, tmp_path: Path) -> None:
+    (tmp_path / "step.json").write_text("{}")
+    models = embedded.target, embedded.draft, embedded.tokenizer
+    generator = SpecStackGenerator(*models, predictors={"speckv": tmp_path / "step.json"})
+    with pytest.raises(ValueError, match="not a predictor file"):
+        generator.stream(PROMPT, policy="speckv")
+    assert generator.generate(PROMPT, max_tokens=4).token_ids
+
+
+def test_what_the_package_ships_can_be_used() -> None:
+    shipped = loading.shipped_predictors(None)
+    assert set(shipped) <= set(POLICY_NAMES) - {"throughput"}
+    for file in shipped.values():
+        load_step_predictor(file)

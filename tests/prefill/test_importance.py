@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from spec_stack import PrefillConfig
+from spec_stack.decode.propose import propose
+from spec_stack.decode.sampler import Sampler
+from spec_stack.hf.attention import install
+from spec_stack.hf.model import CachedModel
+from spec_stack.prefill.importance import attention_to_prompt, pool, token_importance
+from spec_stack.prefill.scoring import score_prompt
+from tests.support import reference
+from tests.support.models import FAMILIES, make_model, random_prompt
+
+
+def scored_importance(family: str, prompt: list[int], config: PrefillConfig) -> tuple[torch.Tensor, list[int]]:
+    """Importance and look-ahead of the real stage, read off its capture."""
+    model = make_model(family)
+    install(model)
+    draft = CachedModel(model, config.prefill_chunk)
+    draft.forward(prompt[:-1], range(len(prompt) - 1), 1)
+    with draft.capture() as captured:
+        proposal = propose(draft, prompt, config.look_ahead, Sampler(), ())
+        fed = proposal.token_ids[-1:] or prompt[-1:]
+        draft.forward(fed, [draft.next_position], 1)
+    layers = [
+        (torch.cat(layer.queries, dim=1), layer.keys[:, : len(prompt)], layer.scaling)
+        for layer in captured.values()
+        if layer.keys is not None
+    ]
+    return token_importance(layers, config.pool_kernel), proposal.token_ids
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("look_ahead", [0, 1, 5])
+@pytest.mark.parametrize("pool_kernel", [1, 7])
+def test_importance_equals_loops_over_eager_attention(family: str, look_ahead: int, pool_kernel: int) -> None:
+    prompt = random_prompt(50)
+    config = PrefillConfig(look_ahead=look_ahead, pool_kernel=pool_kernel)
+    importance, drafted = scored_importance(family, prompt, config)
+    expected = reference.importance(make_model(family, implementation="eager"), prompt, drafted, pool_kernel)
+    assert len(drafted) == look_ahead
+    np.testing.assert_allclose(importance.numpy(), expected, atol=2e-6)
+
+
+def test_the_stage_selects_by_that_importance() -> None:
+    prompt = random_prompt(150)
+    config = PrefillConfig(keep_rate=0.3, look_ahead=4, pool_kernel=5, chunk_size=8)
+    model = make_model()
+    install(model)
+    draft = CachedModel(model, 4096)
+    selection, proposal = score_prompt(draft, prompt, lambda ids, num: propose(draft, ids, num, Sampler(), ()), config)
+    scores = reference.importance(make_model(implementation="eager"), prompt, proposal.token_ids, 5)
+    assert list(selection.positions) == reference.selected_positions(scores, 0.3, 8, 1, 2)
+    assert list(selection.token_ids) == [prompt[position] for position in selection.positions]
+
+
+def test_scoring_in_chunks_selects_the_same_tokens() -> None:
+    prompt = random_prompt(150)
+    chosen = []
+    for prefill_chunk in (4096, 16):
+        model = make_model()
+        install(model)
+        draft = CachedModel(model, prefill_chunk)
+        config = PrefillConfig(keep_rate=0.3, chunk_size=8, prefill_chunk=prefill_chunk)
+        selection, _ = score_prompt(
+            draft, prompt, lambda ids, num, d=draft: propose(d, ids, num, Sampler(), ()), config
+        )
+        chosen.append(list(selection.positions))
+    assert chosen[0] == chosen[1]
+
+
+def test_pooling_does_not_damp_the_ends() -> None:
+    row = torch.ones(2, 3, 40)
+    torch.testing.assert_close(pool(row, 13), row)
+
+
+def test_one_query_row_per_prompt_sums_to_one_over_the_prompt() -> None:
+    attention = attention_to_prompt(torch.randn(4, 3, 16), torch.randn(2, 20, 16), 0.25)
+    assert attention.shape == (4, 3, 20)
+    torch.testing.assert_close(attention.sum(-1), torch.ones(4, 3))
+
+
+def test_no_attention_layer_and_non_finite_attention_are_errors() -> None:
+    with pytest.raises(ValueError, match="no attention layer"):
+        token_importance([], 13)
+    with pytest.raises(ValueError, match="not finite"):
+        token_importance([(torch.full((2, 1, 4), torch.nan), torch.ones(2, 9, 4), 1.0)], 1)
+
+
+def test_scores_of_half_precision_keys_are_computed_in_fp32() -> None:
+    queries, keys = 8 * torch.randn(4, 3, 16).bfloat16(), 8 * torch.randn(2, 50, 16).bfloat16()
+    expected = attention_to_prompt(queries.float(), keys.float(), 0.25)
+    torch.testing.assert_close(attention_to_prompt(queries, keys, 0.25), expected)

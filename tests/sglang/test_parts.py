@@ -1,0 +1,427 @@
+"""The serving plugin's parts that need no SGLang: positions, options, settings, gamma for a batch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spec_stack.controller.base import DraftSignals, StepContext, StepRecord
+from spec_stack.controller.registry import make_policy
+from spec_stack.sglang import plugin, support
+from spec_stack.sglang.batch_policy import BatchGamma
+from spec_stack.sglang.positions import BatchMap, PositionMap, protect_kv_lengths
+from spec_stack.sglang.request_state import (
+    STATE,
+    PrefillReport,
+    ReplyInfo,
+    RequestOptions,
+    RequestState,
+    attach,
+    dense_reason,
+    namespace,
+    note_step,
+)
+from spec_stack.sglang.server_args import BATCH_POLICIES, ENVIRONMENT, ServerConfig, add_flags
+
+CPU = torch.device("cpu")
+
+
+@st.composite
+def selections(draw: st.DrawFn) -> tuple[list[int], int]:
+    num_prompt_tokens = draw(st.integers(1, 40))
+    kept = draw(st.sets(st.integers(0, num_prompt_tokens - 1)))
+    return sorted({*kept, num_prompt_tokens - 1}), num_prompt_tokens
+
+
+@given(selections(), st.integers(0, 12))
+def test_slots_stand_where_their_tokens_stood(selection: tuple[list[int], int], num_generated: int) -> None:
+    kept, num_prompt_tokens = selection
+    whole = [*kept, *range(num_prompt_tokens, num_prompt_tokens + num_generated)]
+    target = BatchMap([PositionMap(kept, num_prompt_tokens)], is_draft=False, device=CPU)
+    assert target(torch.arange(len(whole)), [len(whole)]).tolist() == whole
+
+
+@given(selections(), st.integers(1, 12))
+def test_the_drafts_slots_stand_one_before_the_token_they_hold(
+    selection: tuple[list[int], int], num_generated: int
+) -> None:
+    """Slot j of SGLang's draft holds token j + 1."""
+    kept, num_prompt_tokens = selection
+    whole = [*kept, *range(num_prompt_tokens, num_prompt_tokens + num_generated)]
+    draft = BatchMap([PositionMap(kept, num_prompt_tokens)], is_draft=True, device=CPU)
+    mapped = draft(torch.arange(len(whole) - 1), [len(whole) - 1])
+    assert mapped.tolist() == [position - 1 for position in whole[1:]]
+
+
+def test_a_batch_is_mapped_request_by_request() -> None:
+    pruned, other = PositionMap([0, 4, 9], 10), PositionMap([5, 6], 7)
+    slots = torch.tensor([0, 1, 2, 7, 8, 1, 2, 3], dtype=torch.int32)
+    mapped = BatchMap([pruned, None, other], is_draft=False, device=CPU)(slots, [3, 2, 3])
+    assert mapped.tolist() == [0, 4, 9, 7, 8, 6, 7, 8]
+    assert mapped.dtype == torch.int32
+
+
+def test_lengths_that_do_not_fit_a_batch_are_refused() -> None:
+    with pytest.raises(RuntimeError, match="nothing is mapped"):
+        BatchMap([None, PositionMap([0], 1)], is_draft=False, device=CPU)(torch.arange(5), [2, 2])
+
+
+def test_a_protected_draft_backend_sees_lengths_only_while_it_builds() -> None:
+    seen: list[list[int]] = []
+
+    class Backend:
+        topk = 1
+
+        def common_template(self, forward_batch: Any) -> None:
+            seen.append(forward_batch.positions.tolist())
+            raise ValueError("from within")
+
+    batch = SimpleNamespace(positions=torch.tensor([90, 7]), seq_lens=torch.tensor([30, 7]))
+    backend = protect_kv_lengths(Backend())
+    with pytest.raises(ValueError, match="from within"):
+        backend.common_template(batch)
+    assert seen == [[30, 7]]
+    assert batch.positions.tolist() == [90, 7]
+
+
+def test_selections_share_a_namespace_only_if_equal() -> None:
+    assert namespace([0, 3, 9], 10) == namespace([0, 3, 9], 10)
+    others = {namespace([0, 3, 9], 10), namespace([0, 4, 9], 10), namespace([0, 3, 9], 11), namespace([0, 9], 10)}
+    assert len(others) == 4
+
+
+CONFIG = ServerConfig()
+
+
+@pytest.mark.parametrize(
+    "custom",
+    [
+        {"specprefill": 1},
+        {"specprefill": "on"},
+        {"keep_rate": 0},
+        {"keep_rate": 1.1},
+        {"keep_rate": True},
+        {"keep_rate": [0.2]},
+        {"gamma": 3},
+        {"gamma": 4.0},
+        {"gamma": True},
+        {"gamma": [4]},
+        {"policy": "oracle"},
+        {"policy": {}},
+        {"gamma": 4, "policy": "ema"},
+    ],
+)
+def test_an_option_out_of_range_is_refused_by_name(custom: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(custom))):
+        RequestOptions.parse(custom, CONFIG)
+
+
+@pytest.mark.parametrize("custom", [None, {}, {"mine": 3}, "text", {"keep_rate": None}])
+def test_what_is_not_an_option_is_left_alone(custom: Any) -> None:
+    assert RequestOptions.parse(custom, CONFIG) == RequestOptions()
+
+
+def test_options_are_read() -> None:
+    options = RequestOptions.parse({"specprefill": True, "keep_rate": 0.3, "gamma": 8}, CONFIG)
+    assert options == RequestOptions(specprefill=True, keep_rate=0.3, gamma=8)
+    assert options.prefill(CONFIG).keep_rate == 0.3
+    assert RequestOptions().prefill(CONFIG) == CONFIG.prefill
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        ({"return_logprob": True, "logprob_start_len": 0}, "logprobs"),
+        ({"session_params": object()}, "session"),
+        ({"mm_inputs": object()}, "multimodal"),
+        ({"bootstrap_room": 5}, "different servers"),
+        ({"return_hidden_states": True}, "hidden states"),
+    ],
+)
+def test_a_request_that_needs_the_whole_prompt_says_why(asked: dict[str, Any], named: str) -> None:
+    reason = dense_reason(SimpleNamespace(**asked))
+    assert reason is not None
+    assert named in reason
+
+
+def test_output_logprobs_and_nothing_special_need_no_whole_prompt() -> None:
+    assert dense_reason(SimpleNamespace(return_logprob=True, logprob_start_len=-1, mm_inputs=None)) is None
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"keep_rate": 3}, "keep_rate"),
+        ({"threshold": -1}, "min_prompt_tokens"),
+        ({"policy": "confidence"}, "policy"),
+        ({"policy": "throughput"}, "policy"),
+        ({"gammas": []}, "gammas"),
+        ({"gammas": [0]}, "gammas"),
+        ({"gammas": [2, 99]}, "gammas"),
+        ({"gammas": [2.5]}, "gammas"),
+        ({"gammas": 4}, "gammas"),
+        ({"prefill": {"keep": 1}}, "prefill.keep"),
+        ({"prefill": 3}, "prefill"),
+        ({"colour": "red"}, "colour"),
+        ({"policy": "fixed", "policy_options": {"gamma": 3}}, "gamma 3"),
+        ({"policy_options": {"speed": 3}}, "speed"),
+    ],
+)
+def test_a_bad_setting_is_refused_by_name(values: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named.replace(".", r"\.")):
+        ServerConfig.from_mapping(values)
+
+
+@pytest.mark.parametrize("policy", BATCH_POLICIES)
+@pytest.mark.parametrize("gammas", [(0, 1, 2, 4, 8), (3,), (0, 2), (16,)])
+def test_every_policy_for_batches_is_made_from_any_gammas(policy: str, gammas: tuple[int, ...]) -> None:
+    assert ServerConfig(policy=policy, gammas=gammas).make_policy(policy).name.startswith(policy)
+
+
+def test_flags_reach_another_process_through_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(ENVIRONMENT, "{}")
+    path = tmp_path / "settings.json"
+    path.write_text(json.dumps({"keep_rate": 0.5, "policy": "ema", "prefill": {"chunk_size": 16}}))
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    namespace = parser.parse_args(["--spec-stack-config", str(path), "--spec-stack-keep-rate", "0.1"])
+    assert vars(namespace) == {}
+    parser.parse_args(["--spec-stack-gammas", "0", "4", "--spec-stack-threshold", "77"])
+    config = ServerConfig.from_environment()
+    assert (config.prefill.keep_rate, config.prefill.chunk_size, config.prefill.min_prompt_tokens) == (0.1, 16, 77)
+    assert (config.policy, config.gammas) == ("ema", (0, 4))
+
+
+@pytest.mark.parametrize("value", ["{", "[]", "3"])
+def test_a_broken_environment_is_named(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv(ENVIRONMENT, value)
+    with pytest.raises(ValueError, match=ENVIRONMENT):
+        ServerConfig.from_environment()
+
+
+@pytest.mark.parametrize("found", ["0.5.19", "0.6.0", "0.5.24", "1.0", "0.5.post1"])
+def test_a_version_of_sglang_out_of_range_ends_a_launch_that_asks_for_the_algorithm(
+    monkeypatch: pytest.MonkeyPatch, found: str
+) -> None:
+    monkeypatch.setattr(support, "version", lambda name: found)
+    monkeypatch.setattr(sys, "argv", ["launch_server", "--speculative-algorithm", "spec_stack"])
+    with pytest.raises(SystemExit, match=f"0.5.20 to 0.5.23, and this is {found}"):
+        plugin.register()
+    monkeypatch.setattr(sys, "argv", ["launch_server", "--speculative-algorithm=SPEC_STACK"])
+    with pytest.raises(SystemExit):
+        plugin.register()
+    monkeypatch.setattr(sys, "argv", ["launch_server", "--model-path", "spec_stack/assets/target"])
+    with pytest.raises(RuntimeError, match="install one of those"):
+        plugin.register()
+
+
+@pytest.mark.parametrize("found", ["0.5.20", "0.5.21", "0.5.22.post1", "0.5.23"])
+def test_the_versions_in_range_pass(monkeypatch: pytest.MonkeyPatch, found: str) -> None:
+    monkeypatch.setattr(support, "version", lambda name: found)
+    support.check_version()
+
+
+def _state(options: RequestOptions | None = None) -> RequestState:
+    report = PrefillReport(
+        num_prompt_tokens=9,
+        num_kept_tokens=4,
+        num_scored_tokens=9,
+        specprefill=True,
+        specprefill_reason="on",
+        keep_rate=4 / 9,
+        scoring_s=0.1,
+        policy="fixed",
+    )
+    return RequestState(options or RequestOptions(), report)
+
+
+def _request(rid: str, options: RequestOptions | None = None) -> Any:
+    request = SimpleNamespace(rid=rid, output_ids=[1], customized_info=None, is_retracted=False, finished=lambda: False)
+    attach(request, _state(options))
+    return request
+
+
+def test_what_travels_with_tokens_adds_up_to_the_reply() -> None:
+    request = _request("a")
+    for gamma, num_accepted in ((4, 2), (0, 0), (8, 8)):
+        note_step(request, gamma, num_accepted)
+        request.output_ids += [0] * (num_accepted + 1)
+    carried = request.customized_info[STATE]
+    assert len(carried) == len(request.output_ids)
+    reply = ReplyInfo()
+    assert reply.meta_info(is_finished=False) is None
+    # SGLang hands over slices of it, as the tokens go out.
+    for start in range(0, len(carried), 3):
+        reply.add(carried[start : start + 3])
+    unfinished, info = reply.meta_info(is_finished=False), reply.meta_info(is_finished=True)
+    assert info is not None
+    assert unfinished == {key: value for key, value in info.items() if key != "gamma_trace"}
+    assert (info["num_prompt_tokens"], info["num_kept_tokens"], info["specprefill"]) == (9, 4, True)
+    assert (info["gamma_trace"], info["num_proposed"], info["num_accepted"]) == ([4, 0, 8], 12, 10)
+
+
+def test_a_step_after_a_retraction_is_noted_at_its_own_token() -> None:
+    request = _request("a")
+    note_step(request, 4, 3)
+    request.output_ids = [1, 1]
+    note_step(request, 2, 0)
+    assert request.customized_info[STATE][1:] == [[4, 3], [2, 0]]
+    request.output_ids = [1, 1, 1, 1, 1]
+    note_step(request, 1, 1)
+    assert request.customized_info[STATE][5] == [1, 1]
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def _run(gamma: BatchGamma, clock: _Clock, requests: list[Any], accepted: int, seconds: Any) -> int:
+    gamma.begin(requests)
+    chosen = gamma.get_steps_for_batch(len(requests))
+    clock.now += seconds(chosen)
+    gamma.on_verify_complete([min(accepted, chosen)] * len(requests), len(requests))
+    return chosen
+
+
+@pytest.mark.parametrize(
+    ("accepted", "per_token_s", "best"),
+    [(8, 0.01, 8), (0, 0.2, 0), (2, 0.12, 2)],
+)
+def test_a_batch_settles_on_the_gamma_with_most_tokens_per_second(accepted: int, per_token_s: float, best: int) -> None:
+    clock = _Clock()
+    gamma = BatchGamma(ServerConfig(), "fp32", clock=clock)
+    requests = [_request(str(index)) for index in range(3)]
+    chosen = [_run(gamma, clock, requests, accepted, lambda drafted: 1 + per_token_s * drafted) for _ in range(200)]
+    assert chosen[100:].count(best) > 85
+
+
+def test_a_prefill_between_steps_is_not_their_cost() -> None:
+    clock = _Clock()
+    gamma = BatchGamma(ServerConfig(gammas=(1, 8)), "fp32", clock=clock)
+    requests = [_request("a")]
+    chosen = []
+    for step in range(300):
+        if step % 3 == 0:
+            gamma.interrupt()
+            clock.now += 500
+        chosen.append(_run(gamma, clock, requests, 8, lambda drafted: 1 + 0.01 * drafted))
+    assert chosen[150:].count(8) > 140
+
+
+def test_where_every_step_follows_a_prefill_the_batch_still_drafts() -> None:
+    """Short replies under load: no step's seconds are ever known, and plain decoding must not win by that."""
+    clock = _Clock()
+    gamma = BatchGamma(ServerConfig(), "fp32", clock=clock)
+    chosen = []
+    for _ in range(80):
+        gamma.interrupt()
+        chosen.append(_run(gamma, clock, [_request("a")], 8, lambda drafted: 1))
+    assert set(chosen[50:]) == {4}
+
+
+def test_a_stall_between_steps_is_not_their_cost() -> None:
+    """Under overlap, scoring may hold up a step that was begun before it."""
+    clock = _Clock()
+    gamma = BatchGamma(ServerConfig(gammas=(1, 8)), "fp32", clock=clock)
+    requests = [_request("a")]
+    chosen = []
+    for step in range(300):
+        gamma.begin(requests)
+        chosen.append(gamma.get_steps_for_batch(1))
+        clock.now += 1 + 0.01 * chosen[-1]
+        if step % 2 and chosen[-1] == 8:
+            gamma.interrupt()
+            clock.now += 500
+        gamma.on_verify_complete([chosen[-1]], 1)
+    assert chosen[150:].count(8) > 140
+
+
+def test_a_bandit_that_once_knew_no_seconds_still_settles() -> None:
+    clock = _Clock()
+    gamma = BatchGamma(ServerConfig(policy="bandit"), "fp32", clock=clock)
+    chosen = [_run(gamma, clock, [_request("a")], 0, lambda drafted: 1 + 0.5 * drafted) for _ in range(300)]
+    assert chosen[100:].count(0) > 150
+
+
+def test_a_late_result_is_charged_to_its_own_batch_size() -> None:
+    """Eight requests, then one: the first step's cost comes in while the second runs."""
+    policy = make_policy("batch-throughput", gammas=(1, 8), trials=1)
+
+    def choose(step: int, batch_size: int) -> int:
+        return policy.choose(StepContext(step, 8, 0, 0, 0, None, "fp32", batch_size=batch_size))
+
+    def observe(step: int, gamma: int, seconds: float) -> None:
+        policy.observe(
+            StepRecord(
+                "a", step, "", "fp32", "", False, 1.0, gamma, gamma, gamma + 1, DraftSignals(), 0.0, seconds, 0.0
+            )
+        )
+
+    assert choose(0, 8) == 1
+    assert choose(1, 1) == 1
+    observe(0, 1, 100.0)
+    observe(1, 1, 1.0)
+    # Both sizes have tried 1, so both now try 8.
+    assert [choose(2, 1), choose(3, 8)] == [8, 8]
+
+
+def test_tokens_of_a_request_that_is_gone_are_not_counted() -> None:
+    gamma = BatchGamma(ServerConfig(policy="fixed", policy_options={"gamma": 4}), "fp32")
+    stays, gone = _request("a"), _request("b")
+    gamma.begin([stays, gone])
+    gamma.get_steps_for_batch(2)
+    gone.is_retracted = True
+    gamma.on_verify_complete([3, 3], 2)
+    assert len(stays.customized_info[STATE]) == 5
+    assert len(gone.customized_info[STATE]) == 1
+
+
+def test_the_smallest_gamma_asked_for_holds_for_the_batch() -> None:
+    gamma = BatchGamma(ServerConfig(), "fp32")
+    gamma.begin([_request("a", RequestOptions(gamma=4)), _request("b"), _request("c", RequestOptions(gamma=2))])
+    assert gamma.get_steps_for_batch(3) == 2
+
+
+def test_a_policy_decides_only_where_all_that_ask_agree() -> None:
+    config = ServerConfig(policy="fixed", policy_options={"gamma": 1})
+    gamma = BatchGamma(config, "fp32")
+    ema = RequestOptions(policy="ema")
+    gamma.begin([_request("a", ema), _request("b")])
+    assert gamma.get_steps_for_batch(2) == 4
+    gamma.begin([_request("a", ema), _request("b", RequestOptions(policy="heuristic"))])
+    assert gamma.get_steps_for_batch(2) == 1
+
+
+def test_a_rank_takes_the_gamma_it_is_given() -> None:
+    gamma = BatchGamma(ServerConfig(), "fp32", agree=lambda chosen: 8 - chosen)
+    gamma.begin([_request("a", RequestOptions(gamma=8))])
+    assert gamma.get_steps_for_batch(1) == 0
+
+
+def test_a_result_that_comes_a_step_late_teaches_about_its_own_step() -> None:
+    gamma = BatchGamma(ServerConfig(policy="heuristic", gammas=(1, 2, 4, 8)), "fp32")
+    request = _request("a")
+    gamma.begin([request])
+    first = gamma.get_steps_for_batch(1)
+    second = gamma.get_steps_for_batch(1)
+    gamma.on_verify_complete([first], 1)
+    gamma.on_verify_complete([0], 1)
+    assert request.customized_info[STATE][-1] is not None
+    assert (first, second) == (4, 4)
+    # Four, two more for all accepted, one less for none: five, and the largest candidate under it is four.
+    assert gamma.get_steps_for_batch(1) == 4
+    assert math.isclose(sum(item[1] for item in request.customized_info[STATE] if isinstance(item, list)), 0)

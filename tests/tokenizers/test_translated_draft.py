@@ -1,0 +1,224 @@
+"""A draft with another tokenizer: what it is fed, what it proposes and selects; no token of the target changes."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from experiments.quality.retokenize import drop_merges
+from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
+from spec_stack.demo import hide_fact
+from spec_stack.hf.attention import install
+from spec_stack.hf.loading import ASSETS
+from spec_stack.hf.model import CachedModel
+from spec_stack.tokenizers.translated_draft import TranslatedDraft
+from spec_stack.tokenizers.translation import Translation
+from spec_stack.tokenizers.vocabulary import compare
+from tests.support import reference
+from tests.support.models import make_model, make_tokenizer
+
+TARGET_TOKENS = "a b c d e f ab abc de cd"
+DRAFT_TOKENS = "f e bc d abc c b ef a"
+CODE = "def read_lines(path):\n    with open(path) as file:\n"
+
+
+def text_of(length: int, seed: int = 0) -> str:
+    return "".join(random.Random(seed).choices("abcdef", k=length))
+
+
+def make_translation(bos: bool = False) -> Translation:
+    target = make_tokenizer(TARGET_TOKENS, "<t>", bos=bos)
+    draft = make_tokenizer(DRAFT_TOKENS, "<s>", bos=bos)
+    return Translation(target, draft, compare(target, draft, 16, 12))
+
+
+def make_generator(config: PrefillConfig | None = None, bos: bool = False) -> SpecStackGenerator:
+    tokenizers = make_tokenizer(TARGET_TOKENS, "<t>", bos=bos), make_tokenizer(DRAFT_TOKENS, "<s>", bos=bos)
+    models = make_model(seed=1, vocab=16), make_model(seed=2, vocab=12)
+    settings = SpecStackConfig(config or PrefillConfig(chunk_size=8))
+    return SpecStackGenerator(*models, tokenizers[0], config=settings, draft_tokenizer=tokenizers[1])
+
+
+def positions_read(generator: SpecStackGenerator, **options: Any) -> list[int]:
+    read: list[int] = []
+    handle = generator.target.register_forward_pre_hook(
+        lambda module, args, kwargs: read.extend(kwargs["position_ids"][0].tolist()), with_kwargs=True
+    )
+    next(generator.stream(max_tokens=1, **options))
+    handle.remove()
+    return read
+
+
+@pytest.fixture(scope="module")
+def retokenized(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("retokenized")
+    drop_merges(ASSETS / "draft", folder, 0.1, seed=0)
+    return folder
+
+
+@pytest.mark.parametrize("bos", [False, True])
+@pytest.mark.parametrize("specprefill", [False, True])
+def test_greedy_tokens_are_the_targets_own(specprefill: bool, bos: bool) -> None:
+    generator = make_generator(bos=bos)
+    for seed in range(3):
+        prompt = generator.tokenizer(text_of(160, seed)).input_ids
+        options = {"input_ids": prompt, "max_tokens": 40, "specprefill": specprefill}
+        plain = generator.generate(gamma=0, **options).token_ids
+        if not specprefill:
+            assert plain == reference.greedy(generator.target, prompt, 40)
+        for gamma in (1, 3, 8):
+            result = generator.generate(gamma=gamma, **options)
+            assert result.token_ids == plain
+            assert result.metrics.num_proposed
+            assert result.metrics.specprefill == specprefill
+
+
+def test_a_draft_whose_ids_alone_differ_works_as_the_original(embedded: SpecStackGenerator, tmp_path: Path) -> None:
+    """Every token has its counterpart, so nothing may be lost in translation."""
+    drop_merges(ASSETS / "draft", tmp_path, 0.0, seed=1)
+    shuffled = SpecStackGenerator.from_pretrained(ASSETS / "target", tmp_path, device="cpu", precision="fp32")
+    assert shuffled.vocabulary.relation == "other"
+    assert len(shuffled.vocabulary.common) == 4096
+    messages = hide_fact(embedded.tokenizer, 2500, seed=3).messages
+    for options in (
+        {"messages": messages, "specprefill": True, "gamma": 4},
+        {"prompt": CODE, "gamma": 6},
+        {"prompt": CODE, "gamma": 6, "temperature": 1.0, "seed": 5},
+    ):
+        one, two = (generator.generate(max_tokens=40, **options) for generator in (embedded, shuffled))
+        assert two.token_ids == one.token_ids
+        assert two.metrics.gamma_trace == one.metrics.gamma_trace
+        assert two.metrics.num_accepted == one.metrics.num_accepted > 0
+    options = {"messages": messages, "specprefill": True, "keep_rate": 0.1}
+    assert positions_read(shuffled, **options) == positions_read(embedded, **options)
+
+
+def test_with_fewer_merges_the_fact_is_still_kept_and_drafts_accepted(retokenized: Path) -> None:
+    generator = SpecStackGenerator.from_pretrained(ASSETS / "target", retokenized, device="cpu", precision="fp32")
+    fact = hide_fact(generator.tokenizer, 3000, seed=1)
+    result = generator.generate(messages=fact.messages, max_tokens=32, specprefill=True, keep_rate=0.2)
+    assert fact.is_answered_by(result.text)
+    assert result.metrics.keep_rate < 0.25
+    assert result.metrics.num_scored_tokens == result.metrics.num_prompt_tokens
+    drafted = generator.generate(fact.document[:2000], max_tokens=60, gamma=4, ignore_eos=True)
+    assert drafted.metrics.num_accepted > 10
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_prompt_is_scored_in_the_drafts_tokens_and_selected_in_the_targets(seed: int) -> None:
+    config = PrefillConfig(keep_rate=0.3, look_ahead=0, pool_kernel=5, chunk_size=4)
+    generator = make_generator(config)
+    # The last target token is one draft token, so that the last draft token alone asks.
+    text = text_of(120, seed) + "f"
+    target, draft = (
+        tokenizer(text, return_offsets_mapping=True)
+        for tokenizer in (generator.tokenizer, make_tokenizer(DRAFT_TOKENS, "<s>"))
+    )
+    assert target.offset_mapping != draft.offset_mapping
+    eager = make_model(seed=2, vocab=12, implementation="eager")
+    scores = reference.importance(eager, draft.input_ids, [], 5)
+    mapped = reference.importance_by_characters(scores.tolist(), target.offset_mapping, draft.offset_mapping)
+    expected = reference.selected_positions(mapped, 0.3, 4, 1, 2)
+    assert positions_read(generator, prompt=text, specprefill=True) == expected
+
+
+def masked(logits: torch.Tensor, translation: Translation) -> torch.Tensor:
+    row = torch.full((translation.vocabulary.num_target,), -torch.inf)
+    for target_id, draft_id in translation.vocabulary.common.items():
+        row[target_id] = logits[draft_id]
+    return row
+
+
+@pytest.mark.parametrize("bos", [False, True])
+@pytest.mark.parametrize("aligned", [False, True])
+def test_after_any_reading_and_rollback_the_logits_are_those_of_a_fresh_draft(aligned: bool, bos: bool) -> None:
+    translation, model = make_translation(bos), make_model(seed=2, vocab=12)
+    install(model)
+    tokenizer = make_tokenizer(TARGET_TOKENS, "<t>", bos=bos)
+    prompt = tokenizer(text_of(50)).input_ids
+    reading = translation.read(prompt) if aligned else translation.read_by_token(prompt)
+    draft = TranslatedDraft(CachedModel(model, 4096), translation, reading)
+    draft.forward(prompt[:-1], range(len(prompt) - 1), 1)
+    rng, later = random.Random(0), [prompt[-1]]
+    logits = draft.forward(later, [len(prompt) - 1], 1)
+    for _ in range(12):
+        if rng.random() < 0.5 and len(later) > 1:
+            gone = rng.randint(0, len(later) - 1)
+            draft.rollback(gone)
+            later = later[: len(later) - gone]
+        new = [rng.randrange(1, 11) for _ in range(rng.randint(1, 4))]
+        start = draft.next_position
+        assert start == len(prompt) - 1 + len(later)
+        logits = draft.forward(new, range(start, start + len(new)), 1)
+        later += new
+        fed = [*reading.token_ids, *(piece for token in later[1:] for piece in translation.pieces(token))]
+        expected = masked(reference.logits(model, fed, range(len(fed)))[-1], translation)
+        torch.testing.assert_close(logits[0], expected, atol=1e-4, rtol=1e-4)
+        assert draft.num_cached == len(fed)
+
+
+def test_the_kept_slots_are_those_of_the_kept_tokens_and_of_the_drafts_own_beginning() -> None:
+    translation, model = make_translation(bos=True), make_model(seed=2, vocab=12)
+    install(model)
+    prompt = make_tokenizer(TARGET_TOKENS, "<t>", bos=True)(text_of(60)).input_ids
+    reading, size = translation.read(prompt), len(prompt)
+    assert reading.token_ids[0] == 0
+    assert reading.ranges[0] == (1, 1)
+    draft, by_hand = TranslatedDraft(CachedModel(model, 4096), translation, reading), CachedModel(model, 4096)
+    draft.forward([*prompt, 1, 8], range(size + 2), 1)
+    kept = [3, 4, 10, *range(size - 5, size)]
+    draft.keep_slots([*kept, size, size + 1])
+    draft.rollback(1)
+    logits = draft.forward([9], [size + 1], 1)
+
+    whole = [*reading.token_ids, *translation.pieces(1)]
+    by_hand.forward(whole, range(len(whole)), 1)
+    slots = sorted({0, *(slot for token in kept for slot in range(*reading.ranges[token]))})
+    by_hand.keep_slots([*slots, *range(len(reading.token_ids), len(whole))])
+    pieces = translation.pieces(9)
+    expected = by_hand.forward(pieces, range(len(whole), len(whole) + len(pieces)), 1)[0]
+    torch.testing.assert_close(logits[0], masked(expected, translation), atol=1e-4, rtol=1e-4)
+    assert draft.num_cached == by_hand.num_cached < len(whole)
+
+
+def test_other_positions_than_the_next_ones_are_refused() -> None:
+    translation, model = make_translation(), make_model(seed=2, vocab=12)
+    prompt = make_tokenizer(TARGET_TOKENS, "<t>")("abcabcd").input_ids
+    draft = TranslatedDraft(CachedModel(model, 4096), translation, translation.read(prompt))
+    with pytest.raises(ValueError, match="reads on"):
+        draft.forward(prompt, range(1, len(prompt) + 1), 1)
+    with pytest.raises(ValueError, match="cannot roll back 1 of 0"):
+        draft.rollback(1)
+
+
+def test_ids_that_are_not_what_the_tokenizer_gives_are_prefilled_densely_and_still_drafted() -> None:
+    generator = make_generator()
+    prompt = [1, 2] * 60  # "ab" is one token
+    result = generator.generate(input_ids=prompt, max_tokens=30, specprefill=True, gamma=3)
+    assert result.token_ids == reference.greedy(generator.target, prompt, 30)
+    assert not result.metrics.specprefill
+    assert "not those that the target's tokenizer gives for their text" in result.metrics.specprefill_reason
+    assert result.metrics.num_proposed
+
+
+def test_half_a_character_is_prefilled_densely(retokenized: Path) -> None:
+    generator = SpecStackGenerator.from_pretrained(ASSETS / "target", retokenized, device="cpu", precision="fp32")
+    whole = generator.tokenizer("naïve café ☕ " * 40 + "☕").input_ids
+    assert generator.generate(input_ids=whole, max_tokens=2, specprefill=True).metrics.specprefill
+    half = generator.generate(input_ids=whole[:-1], max_tokens=2, specprefill=True).metrics
+    assert not half.specprefill
+    assert "another tokenizer" in half.specprefill_reason
+
+
+def test_the_drafts_positions_are_counted_in_its_own_tokens() -> None:
+    generator = make_generator()
+    prompt = generator.tokenizer("abde" * 20).input_ids
+    generator.draft.config.max_position_embeddings = 80 + 5
+    assert len(prompt) == 40
+    assert len(generator.generate(input_ids=prompt, max_tokens=5).token_ids) == 5
+    with pytest.raises(ValueError, match=r"80 prompt tokens .* exceed the draft's 85 positions"):
+        generator.generate(input_ids=prompt, max_tokens=6)
