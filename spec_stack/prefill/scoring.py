@@ -12,7 +12,7 @@ from spec_stack.config import PrefillConfig
 from spec_stack.prefill.alignment import map_importance
 from spec_stack.prefill.importance import ScoredLayer, token_importance
 from spec_stack.prefill.selection import select
-from spec_stack.types import Proposal, Reading, Selection, SteppableModel
+from spec_stack.types import DraftTokenization, Proposal, Selection, SteppableModel
 
 
 class CapturedLayer(Protocol):
@@ -53,14 +53,14 @@ def score_prompt(
     look_ahead: LookAhead,
     config: PrefillConfig,
     protected: Sequence[tuple[int, int]] = (),
-    reading: Reading | None = None,
+    tokenization: DraftTokenization | None = None,
 ) -> tuple[Selection, Proposal]:
     """Prefill the draft, look ahead, score the prompt and select (SpecPrefill, algorithm 1).
 
     Queries come from the last prompt token and from every look-ahead token; the long prefill before them
     runs uncaptured. The draft's cache is left with the prompt (under draft_context="kept" with the kept slots of it,
     where the draft can drop slots) and the look-ahead, ready for decoding. The look-ahead is returned as the
-    first proposal; it is shorter than config.look_ahead when the draft ends its text. reading: the prompt in the
+    first proposal; it is shorter than config.look_ahead when the draft ends its text. tokenization: the prompt in the
     draft's own tokens where it has another tokenizer; they are scored, and each prompt token takes the most of what
     it overlaps.
     """
@@ -75,10 +75,10 @@ def score_prompt(
         else:
             proposal = Proposal()
             draft.forward(prompt_ids[-1:], [num_tokens - 1], num_logits=1)
-    num_read = num_tokens if reading is None else len(reading.token_ids)
-    importance = token_importance(captured_layers(captured, num_read), config.pool_kernel)
-    if reading is not None:
-        importance = map_importance(importance, reading.ranges)
+    num_draft_tokens = num_tokens if tokenization is None else len(tokenization.token_ids)
+    importance = token_importance(captured_layers(captured, num_draft_tokens), config.pool_kernel)
+    if tokenization is not None:
+        importance = map_importance(importance, tokenization.ranges)
     selection = select(prompt_ids, importance, config, protected)
     if config.draft_context == "kept":
         draft.keep_slots([*selection.positions, *range(num_tokens, draft.next_position)])

@@ -21,7 +21,8 @@ from transformers import (
 from spec_stack import SpecStackGenerator
 from spec_stack.doctor import diagnose
 from spec_stack.hf.architectures import check_architecture
-from spec_stack.hf.loading import ASSETS, check_pair, load_pair, resolve_pair
+from spec_stack.hf.loading import ASSETS, check_pair, resolve_pair
+from spec_stack.pair import ModelPair
 from tests.support.models import FAMILIES, make_model
 
 DYNAMIC = {"rope_type": "dynamic", "factor": 8.0, "rope_theta": 1e4}
@@ -44,7 +45,7 @@ def test_a_pair_loads_from_local_folders(folders: tuple[Path, Path]) -> None:
 
 @pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
 def test_precision_sets_the_dtype_of_both_models(precision: str, dtype: torch.dtype) -> None:
-    pair = load_pair(precision=precision, device="cpu")
+    pair = ModelPair.load(precision=precision, device="cpu")
     assert (pair.target.dtype, pair.draft.dtype, pair.precision) == (dtype, dtype, precision)
     assert SpecStackGenerator.from_pretrained(precision=precision, device="cpu").generate("x", max_tokens=5).token_ids
 
@@ -71,7 +72,7 @@ def test_a_bad_argument_is_a_value_error_that_says_so(options: dict[str, str], m
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks for CUDA where there is none")
 def test_cuda_without_a_card_is_refused() -> None:
     with pytest.raises(ValueError, match="sees 0 CUDA devices"):
-        load_pair(device="cuda")
+        ModelPair.load(device="cuda")
 
 
 def test_a_tokenizer_without_offsets_is_refused_before_the_weights_are_read(folders: tuple[Path, Path]) -> None:
@@ -79,7 +80,7 @@ def test_a_tokenizer_without_offsets_is_refused_before_the_weights_are_read(fold
     (folders[1] / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "ByT5Tokenizer"}))
     (folders[0] / "model.safetensors").unlink()
     with pytest.raises(ValueError, match="no character offsets"):
-        load_pair(*folders)
+        ModelPair.load(*folders)
 
 
 def test_a_draft_with_padded_embeddings_works_as_the_unpadded_one(folders: tuple[Path, Path]) -> None:
@@ -100,10 +101,10 @@ def test_a_draft_with_padded_embeddings_works_as_the_unpadded_one(folders: tuple
 def test_missing_and_damaged_weights_are_refused(folders: tuple[Path, Path]) -> None:
     (folders[0] / "model.safetensors").write_bytes(b"not weights")
     with pytest.raises(ValueError, match="cannot load the weights"):
-        load_pair(*folders)
+        ModelPair.load(*folders)
     (folders[0] / "model.safetensors").unlink()
     with pytest.raises(ValueError, match="cannot load the weights"):
-        load_pair(*folders)
+        ModelPair.load(*folders)
 
 
 def test_a_pair_with_different_tokenizers_loads_and_drafts_without_changing_a_token(

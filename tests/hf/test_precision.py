@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from spec_stack import SpecStackGenerator
 from spec_stack.config import PRECISIONS, LoadConfig
 from spec_stack.doctor import diagnose
-from spec_stack.hf.loading import ASSETS, load_config, load_pair
+from spec_stack.hf.loading import ASSETS, load_config
 from spec_stack.hf.precision import (
     DTYPES,
     TIE_TOLERANCE,
@@ -26,6 +26,7 @@ from spec_stack.hf.precision import (
     weight_bytes,
 )
 from spec_stack.offline.records import read_records, write_records
+from spec_stack.pair import ModelPair
 from tests.support import reference, tiny_architectures
 from tests.support.controller_data import step
 from tests.support.models import FAMILIES, random_prompt
@@ -134,7 +135,7 @@ def test_memory_is_foretold_from_the_configuration_and_told_by_the_metrics(preci
 
 
 def test_prepacked_copies_count_as_memory(embedded: SpecStackGenerator) -> None:
-    plain = load_pair(device="cpu", precision="fp32", prepack_linears=False).target
+    plain = ModelPair.load(device="cpu", precision="fp32", prepack_linears=False).target
     assert weight_bytes(embedded.target) > 1.5 * weight_bytes(plain)
 
 
@@ -151,7 +152,7 @@ def test_the_doctor_shows_what_each_precision_takes() -> None:
 def test_a_checkpoint_that_is_quantized_already_loads_as_it_is(
     generators: dict[str, SpecStackGenerator], precision: str, tmp_path: Path
 ) -> None:
-    plain = load_pair(device="cpu", precision=precision, prepack_linears=False)
+    plain = ModelPair.load(device="cpu", precision=precision, prepack_linears=False)
     folder = tmp_path / "stored"
     shutil.copytree(ASSETS / "target", folder, ignore=shutil.ignore_patterns("model.safetensors", "config.json"))
     plain.target.save_pretrained(folder)
@@ -169,7 +170,7 @@ def test_a_checkpoint_that_is_quantized_already_loads_as_it_is(
     other = "nf4" if precision == "int8" else "int8"
     for asked in (other, "bf16"):
         with pytest.raises(ValueError, match="quantized already"):
-            load_pair(str(folder), draft, asked, "cpu")
+            ModelPair.load(str(folder), draft, precision=asked, device="cpu")
 
 
 @pytest.mark.parametrize("missing", ["bitsandbytes", "accelerate"])
@@ -181,7 +182,7 @@ def test_a_missing_package_is_named_before_the_weights_are_read(
     (tmp_path / "model" / "model.safetensors").unlink()
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(ValueError, match=rf"needs {missing}, .* pip install 'spec-stack\[quantized\]'"):
-        load_pair(tmp_path / "model", tmp_path / "model", device="cpu", **options)
+        ModelPair.load(tmp_path / "model", tmp_path / "model", device="cpu", **options)
 
 
 def test_devices_and_models_that_cannot_be_quantized_are_refused() -> None:
@@ -229,7 +230,7 @@ def test_an_unknown_precision_is_refused_at_construction(options: dict[str, str]
 
 def test_fp16_on_a_cpu_warns() -> None:
     with pytest.warns(match="fp16 prefill is very slow on a CPU"):
-        pair = load_pair(device="cpu", precision="fp16")
+        pair = ModelPair.load(device="cpu", precision="fp16")
     assert (pair.target.dtype, pair.draft.dtype) == (DTYPES["fp16"], DTYPES["fp16"])
 
 
