@@ -15,7 +15,7 @@ from spec_stack.hf.architectures import text_config
 from spec_stack.hf.attention import LayerCapture, attend_by_position, capture_attention
 from spec_stack.hf.cache import StateSnapshot
 
-# Tokens to be read again up to which they ride along with the next forward; more get one of their own, so that a
+# Tokens to recompute up to which they ride along with the next forward; more get one of their own, so that a
 # snapshot can follow them.
 _MAX_RIDING = 16
 _MAX_SNAPSHOTS = 17
@@ -31,8 +31,8 @@ class CachedModel:
     narrower (the rest is -inf) than the target's; None leaves them. An id it has no row for is read as its last row.
 
     A recurrent state cannot be cropped. For models that have one, a rollback goes back to the latest snapshot before
-    the tokens that are forgotten; those after it that stay are read again by the next forward, ahead of its
-    own tokens (num_to_replay says how many). Their cost is therefore part of the next forward's.
+    the tokens that are forgotten; those after it that stay are recomputed by the next forward, ahead of its
+    own tokens (num_to_recompute says how many). Their cost is therefore part of the next forward's.
     """
 
     def __init__(self, model: PreTrainedModel, prefill_chunk: int, num_ids: int | None = None) -> None:
@@ -43,25 +43,25 @@ class CachedModel:
         self._num_ids = num_ids or self._num_rows
         self._cache = model_cache.new_cache(model.config)
         self._is_stateful = model_cache.is_stateful(self._cache)
-        # What the cache holds, one entry per slot, and what it has yet to read again.
+        # What the cache holds, one entry per slot, and what it has yet to recompute.
         self._token_ids: list[int] = []
         self._positions: list[int] = []
-        self._replay: list[tuple[int, int]] = []
+        self._to_recompute: list[tuple[int, int]] = []
         self._snapshots: list[StateSnapshot] = []
 
     @property
     def num_cached(self) -> int:
-        return len(self._positions) + len(self._replay)
+        return len(self._positions) + len(self._to_recompute)
 
     @property
     def next_position(self) -> int:
-        if self._replay:
-            return self._replay[-1][1] + 1
+        if self._to_recompute:
+            return self._to_recompute[-1][1] + 1
         return self._positions[-1] + 1 if self._positions else 0
 
     @property
-    def num_to_replay(self) -> int:
-        return len(self._replay)
+    def num_to_recompute(self) -> int:
+        return len(self._to_recompute)
 
     def forward(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> torch.Tensor:
         """Append the tokens to the cache at these positions; logits (num_logits, vocab) of the last ones.
@@ -76,12 +76,12 @@ class CachedModel:
         started = perf_counter()
         if self._num_ids > self._num_rows:
             token_ids = [min(token_id, self._num_rows - 1) for token_id in token_ids]
-        token_ids = [*(token_id for token_id, _ in self._replay), *token_ids]
-        positions = [*(position for _, position in self._replay), *positions]
-        self._replay = []
+        token_ids = [*(token_id for token_id, _ in self._to_recompute), *token_ids]
+        positions = [*(position for _, position in self._to_recompute), *positions]
+        self._to_recompute = []
         total = len(token_ids)
         # Only tokens whose logits were asked for are ever rolled back: a state is copied right before them, unless
-        # so few come before them that reading those again is cheaper than a forward of their own.
+        # so few come before them that recomputing those is cheaper than a forward of their own.
         splits = self._is_stateful and num_logits > 1 and total - num_logits > _MAX_RIDING
         with torch.inference_mode():
             start = 0
@@ -128,7 +128,7 @@ class CachedModel:
         num_left = self.num_cached - num_tokens
         with torch.inference_mode():
             if num_left >= len(self._positions):
-                del self._replay[num_left - len(self._positions) :]
+                del self._to_recompute[num_left - len(self._positions) :]
             elif self._is_stateful:
                 self._restore(num_left)
             else:
@@ -138,7 +138,7 @@ class CachedModel:
 
     def _restore(self, num_left: int) -> None:
         """Go back to the latest state that has read no more than num_left tokens, at worst to none; the next forward
-        reads the tokens between."""
+        recomputes the tokens between."""
         while self._snapshots and self._snapshots[-1].num_slots > num_left:
             self._snapshots.pop()
         num_slots = self._snapshots[-1].num_slots if self._snapshots else 0
@@ -146,7 +146,9 @@ class CachedModel:
             self._snapshots[-1].restore(self._cache)
         else:
             self._cache = model_cache.new_cache(self.model.config)
-        self._replay = list(zip(self._token_ids[num_slots:num_left], self._positions[num_slots:num_left], strict=True))
+        self._to_recompute = list(
+            zip(self._token_ids[num_slots:num_left], self._positions[num_slots:num_left], strict=True)
+        )
         del self._positions[num_slots:], self._token_ids[num_slots:]
 
     def keep_slots(self, slots: Sequence[int]) -> None:
