@@ -3,12 +3,7 @@
 - It can hand the post-rotary queries and keys of a forward to whoever is capturing (the draft's scoring).
 - Under a `CachedModel` it masks by the original position of every cache slot. transformers slides its windows over
   cache slots, so over a pruned cache they would span more of the text than they were made for.
-- It knows attention sinks (GPT-OSS), which SDPA does not.
-- It folds the query heads that share a key head into the query length for short blocks over a long cache, where
-  transformers' SDPA copies the whole KV cache once per step to repeat its heads (measured: half of the time of
-  a 5-token verification at 8K cached tokens on a CPU).
-- On CUDA it makes no mask for a block that meets a cache, where transformers makes one (1 GB, and 2 GB more once added
-  to the scores in 16 bits, for an 8,192-token chunk at 128K): a mask also keeps SDPA off its flash kernel.
+- It takes the kernel that fits the call (`_route` says which, and why).
 """
 
 from __future__ import annotations
@@ -18,7 +13,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -38,9 +33,17 @@ _MAX_SINK_SCORES = 1 << 26
 class LayerCapture:
     """Queries and keys of one attention layer, rotary positions applied.
 
-    queries: one (num_heads, n, head_dim) tensor per forward; keys (num_kv_heads, num_cached, head_dim), the latest,
-    or None once a sliding window hides some of them from the newest queries. sinks (num_heads,): logits that take
-    part in the softmax beside the keys'.
+    Attributes
+    ----------
+    scaling
+        Of the scores.
+    queries
+        One (num_heads, n, head_dim) tensor per forward.
+    keys
+        (num_kv_heads, num_cached, head_dim), the latest, or None once a sliding window hides some of them from the
+        newest queries.
+    sinks
+        (num_heads,): logits that take part in the softmax beside the keys', for a model that has them.
     """
 
     scaling: float
@@ -52,7 +55,10 @@ class LayerCapture:
 class SlotPositions:
     """The original positions of all cache slots during one forward, and the masks that follow from them.
 
-    positions: strictly increasing, one per slot, the forward's own tokens last. Not copied.
+    Parameters
+    ----------
+    positions
+        Strictly increasing, one per slot, the forward's own tokens last. Not copied.
     """
 
     def __init__(self, positions: Sequence[int]) -> None:
@@ -92,7 +98,13 @@ _thread = threading.local()
 
 @contextmanager
 def capture_attention() -> Iterator[dict[int, LayerCapture]]:
-    """Collect the queries and keys of every attention layer run by this thread inside the block, by layer index."""
+    """Collect the queries and keys of every attention layer run by this thread inside the block, by layer index.
+
+    Raises
+    ------
+    RuntimeError
+        Inside another such block of the same thread.
+    """
     if getattr(_thread, "captured", None) is not None:
         raise RuntimeError("attention is being captured already in this thread")
     layers: dict[int, LayerCapture] = {}
@@ -105,8 +117,13 @@ def capture_attention() -> Iterator[dict[int, LayerCapture]]:
 
 @contextmanager
 def attend_by_position(positions: Sequence[int]) -> Iterator[None]:
-    """Inside the block this thread's attention masks by these positions of the cache slots, one for every slot that
-    the cache holds with the forward's own tokens."""
+    """Inside the block this thread's attention masks by the positions of the cache slots.
+
+    Parameters
+    ----------
+    positions
+        One for every slot that the cache holds with the forward's own tokens, in the order of the slots.
+    """
     _thread.slots = SlotPositions(positions)
     try:
         yield
@@ -131,11 +148,17 @@ def causal_mask(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """A transformers mask function: its SDPA mask, or None only where that means to `attend` what is asked for, or
-    where `attend` masks by position anyway."""
+    """A transformers mask function.
+
+    Returns
+    -------
+    torch.Tensor or None
+        transformers' SDPA mask (batch, 1, q_length, kv_length), or None where that means to `attend` what is asked for,
+        or where `attend` masks by position anyway.
+    """
     if getattr(_thread, "slots", None) is not None:
         return None
-    # Not so in a cache allocated for longer than what was read, nor where a window hides keys.
+    # Not so in a cache allocated for longer than what it holds, nor where a window hides keys.
     local_size = kwargs.get("local_size")
     is_aligned = allow_is_causal_skip and bool(q_offset + q_length == kv_length)
     if is_aligned and attention_mask is None and local_size is None and _has_flash(torch.device(device), dtype):
@@ -161,45 +184,118 @@ def attend(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A transformers attention function: query (1, heads, n, dim), key and value (1, kv_heads, cached, dim).
+    """A transformers attention function.
 
-    attention_mask None is causal with the last query at the last key, however many keys come before the queries.
+    Parameters
+    ----------
+    module
+        The attention layer.
+    query
+        (1, num_heads, n, head_dim), rotary positions applied.
+    key, value
+        (1, num_kv_heads, num_cached, head_dim), the newest n are the queries' own.
+    attention_mask
+        (1, 1, n, num_cached), bool or additive. None is causal with the last query at the last key, however many
+        keys come before the queries. Under `attend_by_position` the mask of the positions takes its place.
+    scaling
+        Of the scores; None is head_dim ** -0.5.
+
+    Returns
+    -------
+    tuple
+        The output (1, n, num_heads, head_dim), and None for the weights.
     """
     window, sinks = kwargs.get("sliding_window"), kwargs.get("s_aux")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    _capture(module, query, key, scale, window, sinks)
+    key, value, mask = _visible(query, key, value, attention_mask, window)
+    kernel = _route(query, key, mask, sinks)
+    if kernel == "library":
+        return sdpa_attention_forward(module, query, key, value, mask, scaling=scale, **kwargs)[0], None
+    if kernel == "sinks":
+        output = _attend_with_sinks(query, key, value, mask, scale, sinks)  # type: ignore[arg-type]
+    elif kernel == "lower right":
+        output = _attend_lower_right(query, key, value, scale)
+    else:
+        output = _attend_folded(query, key, value, mask, scale)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _capture(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    scaling: float,
+    window: int | None,
+    sinks: torch.Tensor | None,
+) -> None:
+    """Hand queries and keys to whoever captures in this thread, if anybody does."""
     captured: dict[int, LayerCapture] | None = getattr(_thread, "captured", None)
-    if captured is not None:
-        index = int(module.layer_idx)  # type: ignore[arg-type]
-        layer = captured.setdefault(index, LayerCapture(scale, sinks=None if sinks is None else sinks.detach()))
-        layer.queries.append(query[0])
-        layer.keys = key[0] if window is None or key.shape[2] <= window else None
-    batch, num_heads, num_queries, head_dim = query.shape
+    if captured is None:
+        return
+    index = int(module.layer_idx)  # type: ignore[arg-type]
+    layer = captured.setdefault(index, LayerCapture(scaling, sinks=None if sinks is None else sinks.detach()))
+    layer.queries.append(query[0])
+    layer.keys = key[0] if window is None or key.shape[2] <= window else None
+
+
+def _visible(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The keys and values from the first that any query sees, and the mask over them."""
     slots: SlotPositions | None = getattr(_thread, "slots", None)
-    if slots is not None:
-        if key.shape[2] != len(slots.positions):
-            raise RuntimeError(f"{key.shape[2]} cached keys for {len(slots.positions)} positions")
-        first = slots.first_visible(num_queries, window)
-        if first:
-            key, value = key[:, :, first:], value[:, :, first:]
-        attention_mask = slots.mask(query, window, first)
+    if slots is None:
+        return key, value, attention_mask
+    if key.shape[2] != len(slots.positions):
+        raise RuntimeError(f"{key.shape[2]} cached keys for {len(slots.positions)} positions")
+    first = slots.first_visible(query.shape[2], window)
+    return key[:, :, first:], value[:, :, first:], slots.mask(query, window, first)
+
+
+def _route(
+    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, sinks: torch.Tensor | None
+) -> Literal["sinks", "lower right", "folded", "library"]:
+    """Which kernel computes this attention."""
+    num_queries, groups = query.shape[2], query.shape[1] // key.shape[1]
+    # GPT-OSS's sinks are no business of SDPA's.
     if sinks is not None:
-        return _attend_with_sinks(query, key, value, attention_mask, scale, sinks), None
+        return "sinks"
+    # On CUDA no mask is made for a block that meets a cache, where transformers makes one (1 GB, and 2 GB more once
+    # added to the scores in 16 bits, for an 8,192-token chunk at 128K): a mask also keeps SDPA off its flash kernel.
+    if mask is None and 1 < num_queries < key.shape[2]:
+        return "lower right"
+    # For a short block over a long cache transformers copies the whole KV cache once per step to repeat its heads (half
+    # of the time of a 5-token verification at 8K cached tokens on a CPU). A single query on CUDA goes to SDPA's own
+    # grouped kernel, which needs no copy.
+    is_short = num_queries <= _MAX_FOLDED_QUERIES and num_queries < key.shape[2]
+    if groups > 1 and is_short and (num_queries > 1 or query.device.type == "cpu"):
+        return "folded"
+    return "library"
+
+
+def _attend_lower_right(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+    """Causal, the last query at the last key; (1, num_heads, n, head_dim)."""
+    bias = causal_lower_right(query.shape[2], key.shape[2])
+    return F.scaled_dot_product_attention(
+        query, key, value, bias, scale=scale, enable_gqa=query.shape[1] > key.shape[1]
+    )
+
+
+def _attend_folded(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float
+) -> torch.Tensor:
+    """The query heads that share a key head folded into the query length; (1, num_heads, n, head_dim)."""
+    batch, num_heads, num_queries, head_dim = query.shape
     groups = num_heads // key.shape[1]
-    if attention_mask is None and 1 < num_queries < key.shape[2]:
-        bias = causal_lower_right(num_queries, key.shape[2])
-        output = F.scaled_dot_product_attention(query, key, value, bias, scale=scaling, enable_gqa=groups > 1)
-        return output.transpose(1, 2).contiguous(), None
-    # On CUDA a single query goes to SDPA's own grouped kernel, which needs no copy.
-    folds = num_queries > 1 or query.device.type == "cpu"
-    if groups == 1 or not folds or num_queries > _MAX_FOLDED_QUERIES or key.shape[2] == num_queries:
-        output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-        return output, None
-    folded = query.reshape(batch, num_heads // groups, groups * num_queries, head_dim)
-    mask = None
-    if attention_mask is not None:
-        mask = attention_mask.expand(batch, 1, num_queries, -1).repeat(1, 1, groups, 1)
-    output = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
-    return output.reshape(batch, num_heads, num_queries, head_dim).transpose(1, 2).contiguous(), None
+    folded = query.reshape(batch, key.shape[1], groups * num_queries, head_dim)
+    if mask is not None:
+        mask = mask.expand(batch, 1, num_queries, -1).repeat(1, 1, groups, 1)
+    output = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scale)
+    return output.reshape(batch, num_heads, num_queries, head_dim)
 
 
 def _attend_with_sinks(
@@ -210,8 +306,8 @@ def _attend_with_sinks(
     scaling: float,
     sinks: torch.Tensor,
 ) -> torch.Tensor:
-    """Attention whose softmax has one more column per head, the sink's, which brings no value. The mask is bool; None
-    is causal."""
+    """Attention whose softmax has one more column per head, the sink's, which brings no value; (1, num_heads, n,
+    head_dim). The mask is bool; None is causal."""
     batch, num_heads, num_queries, head_dim = query.shape
     num_kv_heads, num_slots = key.shape[1], key.shape[2]
     groups = num_heads // num_kv_heads
@@ -229,13 +325,17 @@ def _attend_with_sinks(
         sink = sinks.to(scores.dtype).reshape(1, num_kv_heads, groups, 1, 1).expand(*scores.shape[:4], 1)
         weights = torch.cat([scores, sink], dim=-1).softmax(dim=-1, dtype=torch.float32)[..., :-1]
         outputs.append(torch.matmul(weights.to(value.dtype), value[:, :, None]))
-    output = torch.cat(outputs, dim=3).reshape(batch, num_heads, num_queries, head_dim)
-    return output.transpose(1, 2).contiguous()
+    return torch.cat(outputs, dim=3).reshape(batch, num_heads, num_queries, head_dim)
 
 
 def install(model: PreTrainedModel) -> None:
-    """Run the model's attention through `attend`. Raises ValueError for a model that was not loaded with SDPA, or with
-    eager attention where transformers has no SDPA for it."""
+    """Run the model's attention through `attend`; the model is changed in place, once.
+
+    Raises
+    ------
+    ValueError
+        For a model that was not loaded with SDPA, or with eager attention where transformers has no SDPA for it.
+    """
     loaded = model.config._attn_implementation
     if loaded == NAME:
         return

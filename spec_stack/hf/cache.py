@@ -2,7 +2,7 @@
 
 Sliding-window layers hold every slot: what a window shows is decided by position (`hf.attention`), and a rollback
 past the window finds its keys. A recurrent state (linear attention, Mamba) has no slots: it is copied before the
-tokens that may be rolled back, put back, and the tokens that stay are read again.
+tokens that may be rolled back, put back, and the tokens that stay are recomputed.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _attention_layers(cache: DynamicCache) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class StateSnapshot:
-    """Copies of every recurrent state as it was when num_slots tokens had been read."""
+    """Copies of every recurrent state as it was after num_slots tokens."""
 
     num_slots: int
     _states: list[tuple[dict[int, torch.Tensor], int, torch.Tensor]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from itertools import pairwise
 from time import perf_counter
 
 import torch
@@ -21,18 +22,59 @@ _MAX_RIDING = 16
 _MAX_SNAPSHOTS = 17
 
 
+def piece_ends(num_tokens: int, num_logits: int, chunk: int, own_piece: bool) -> list[int]:
+    """Where the pieces of a long forward end.
+
+    Parameters
+    ----------
+    num_tokens, num_logits
+        Tokens of the forward, and how many of the last ones are asked for logits; these stay together.
+    chunk
+        Most tokens in a piece; the last one may hold more where more logits are asked for.
+    own_piece
+        Whether the tokens with logits get a piece of their own.
+
+    Returns
+    -------
+    list of int
+        Strictly increasing; the last one is num_tokens.
+    """
+    ends, at = [], 0
+    while num_tokens - at > (num_logits if own_piece else max(chunk, num_logits)):
+        at = min(at + chunk, num_tokens - num_logits)
+        ends.append(at)
+    return [*ends, num_tokens]
+
+
 class CachedModel:
-    """One request's view of a model on which `attention.install` has been called; without it transformers masks, and
-    slides windows over slots, not positions.
+    """One request's view of a model on which `attention.install` has been called.
 
-    num_cached: tokens read and not forgotten. next_position: the position after the last of them, which is larger
-    than num_cached after a sparse prefill. forward_s: seconds spent inside the model so far (on CUDA: until the
-    launch returned). num_ids: width of the logits handed out, for a draft whose own are wider (the rest is cut off) or
-    narrower (the rest is -inf) than the target's; None leaves them. An id it has no row for is read as its last row.
+    Without that call transformers masks, and slides windows over slots, not positions.
 
+    Parameters
+    ----------
+    model
+        The model; shared, never changed.
+    prefill_chunk
+        Most tokens in one piece of a long forward.
+    num_ids
+        Width of the logits handed out, for a draft whose own are wider (the rest is cut off) or narrower (the rest is
+        -inf) than the target's; None leaves them. An id that the model has no row for is taken as its last row.
+
+    Attributes
+    ----------
+    num_cached
+        Tokens prefilled or decoded and not forgotten.
+    next_position
+        The position after the last of them, which is larger than num_cached after a sparse prefill.
+    forward_s
+        Seconds spent inside the model so far (on CUDA: until the launch returned).
+
+    Notes
+    -----
     A recurrent state cannot be cropped. For models that have one, a rollback goes back to the latest snapshot before
-    the tokens that are forgotten; those after it that stay are recomputed by the next forward, ahead of its
-    own tokens (num_to_recompute says how many). Their cost is therefore part of the next forward's.
+    the tokens that are forgotten; those after it that stay are recomputed by the next forward, ahead of its own tokens
+    (num_to_recompute says how many). Their cost is therefore part of the next forward's.
     """
 
     def __init__(self, model: PreTrainedModel, prefill_chunk: int, num_ids: int | None = None) -> None:
@@ -64,10 +106,24 @@ class CachedModel:
         return len(self._to_recompute)
 
     def forward(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> torch.Tensor:
-        """Append the tokens to the cache at these positions; logits (num_logits, vocab) of the last ones.
+        """Append tokens to the cache, in pieces of prefill_chunk where they are many.
 
-        Long inputs run in pieces of prefill_chunk tokens (the last one holds num_logits at least). Raises
-        ValueError when the positions do not go on from the cached ones.
+        Parameters
+        ----------
+        token_ids, positions
+            One each per token. Positions increase strictly and begin at next_position or after it.
+        num_logits
+            How many of the last tokens are asked for logits, 1 or more.
+
+        Returns
+        -------
+        torch.Tensor
+            Logits (num_logits, vocab), in the model's dtype.
+
+        Raises
+        ------
+        ValueError
+            Where the counts do not fit, or the positions do not go on from the cached ones. The cache is unchanged.
         """
         if not len(token_ids) == len(positions) >= num_logits >= 1:
             raise ValueError(f"{len(token_ids)} tokens, {len(positions)} positions, {num_logits} logits do not fit")
@@ -79,29 +135,21 @@ class CachedModel:
         token_ids = [*(token_id for token_id, _ in self._to_recompute), *token_ids]
         positions = [*(position for _, position in self._to_recompute), *positions]
         self._to_recompute = []
-        total = len(token_ids)
         # Only tokens whose logits were asked for are ever rolled back: a state is copied right before them, unless
         # so few come before them that recomputing those is cheaper than a forward of their own.
-        splits = self._is_stateful and num_logits > 1 and total - num_logits > _MAX_RIDING
+        own_piece = self._is_stateful and num_logits > 1 and len(token_ids) - num_logits > _MAX_RIDING
+        ends = piece_ends(len(token_ids), num_logits, self.prefill_chunk, own_piece)
+        *earlier, (start, end) = pairwise([0, *ends])
         with torch.inference_mode():
-            start = 0
-            while True:
-                left = total - start
-                last = left <= max(self.prefill_chunk, num_logits) and not (splits and left > num_logits)
-                stop = total if last else min(start + self.prefill_chunk, total - num_logits)
-                if last:
-                    self._take_snapshot()
-                logits = self._run(token_ids[start:stop], positions[start:stop], num_logits if last else 1)
-                start = stop
-                if last:
-                    break
+            for first, last in earlier:
+                self._run(token_ids[first:last], positions[first:last], 1)
+            self._take_snapshot()
+            logits = self._run(token_ids[start:end], positions[start:end], num_logits)
         self.forward_s += perf_counter() - started
-        if self._num_ids != self._num_rows:
-            # A negative pad cuts off.
-            return F.pad(logits[0], (0, self._num_ids - self._num_rows), value=-torch.inf)
-        return logits[0]
+        return self._widen(logits)
 
     def _run(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> torch.Tensor:
+        """One forward of the model; logits (num_logits, rows)."""
         device = self.model.device
         self._token_ids += token_ids
         self._positions += positions
@@ -113,7 +161,14 @@ class CachedModel:
                 use_cache=True,
                 logits_to_keep=num_logits,
             )
-        return output.logits  # type: ignore[no-any-return]
+        return output.logits[0]  # type: ignore[no-any-return]
+
+    def _widen(self, logits: torch.Tensor) -> torch.Tensor:
+        """The logits (…, rows) at the width asked for, (…, num_ids)."""
+        if self._num_ids == self._num_rows:
+            return logits
+        # A negative pad cuts off.
+        return F.pad(logits, (0, self._num_ids - self._num_rows), value=-torch.inf)
 
     def _take_snapshot(self) -> None:
         num_slots = len(self._positions)
@@ -122,7 +177,13 @@ class CachedModel:
             self._snapshots.append(StateSnapshot.take(self._cache, num_slots))
 
     def rollback(self, num_tokens: int) -> None:
-        """Forget the last num_tokens cached tokens. Called after every step, also with 0."""
+        """Forget the last num_tokens cached tokens. Called after every step, also with 0.
+
+        Raises
+        ------
+        ValueError
+            Where fewer are cached.
+        """
         if not 0 <= num_tokens <= self.num_cached:
             raise ValueError(f"cannot roll back {num_tokens} of {self.num_cached} cached tokens")
         num_left = self.num_cached - num_tokens
@@ -137,8 +198,10 @@ class CachedModel:
         del self._snapshots[:-1]
 
     def _restore(self, num_left: int) -> None:
-        """Go back to the latest state that has read no more than num_left tokens, at worst to none; the next forward
-        recomputes the tokens between."""
+        """Go back to the latest state of no more than num_left tokens, at worst to none.
+
+        The next forward recomputes the tokens between.
+        """
         while self._snapshots and self._snapshots[-1].num_slots > num_left:
             self._snapshots.pop()
         num_slots = self._snapshots[-1].num_slots if self._snapshots else 0
@@ -146,15 +209,19 @@ class CachedModel:
             self._snapshots[-1].restore(self._cache)
         else:
             self._cache = model_cache.new_cache(self.model.config)
-        self._to_recompute = list(
-            zip(self._token_ids[num_slots:num_left], self._positions[num_slots:num_left], strict=True)
-        )
+        forgotten = self._token_ids[num_slots:num_left], self._positions[num_slots:num_left]
+        self._to_recompute = list(zip(*forgotten, strict=True))
         del self._positions[num_slots:], self._token_ids[num_slots:]
 
     def keep_slots(self, slots: Sequence[int]) -> None:
-        """Keep only these cache slots, given in increasing order; their positions stay as they were.
+        """Keep only these cache slots; their positions stay as they were.
 
         A recurrent state cannot forget single tokens: a model that has one keeps its whole context.
+
+        Parameters
+        ----------
+        slots
+            Indices into the cached tokens, in increasing order.
         """
         if self._is_stateful or len(slots) == self.num_cached:
             return

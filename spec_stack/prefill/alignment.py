@@ -13,10 +13,23 @@ Span = tuple[int, int]
 def overlaps(target_spans: Sequence[Span], draft_spans: Sequence[Span]) -> list[Span]:
     """For every target token the half-open range of draft tokens that share a character with it.
 
-    Spans are half-open character offsets into one text; several tokens may stand for one character (pieces of a
-    byte-level one). A token without characters (start >= stop: a special token that the tokenizer added) shares none:
-    a target token gets an empty range, a draft token is in a range only where it stands between two that are. The
-    ranges' starts never decrease. Raises ValueError where the draft's spans run backwards.
+    Parameters
+    ----------
+    target_spans, draft_spans
+        Half-open character offsets into one text, one per token; several tokens may stand for one character (pieces
+        of a byte-level one). A token without characters (start >= stop: a special token that the tokenizer added)
+        shares none.
+
+    Returns
+    -------
+    list of (int, int)
+        Their starts never decrease. A target token without characters gets an empty range; a draft token without is in
+        a range only where it stands between two that are.
+
+    Raises
+    ------
+    ValueError
+        Where the draft's spans run backwards.
     """
     written = [index for index, (start, stop) in enumerate(draft_spans) if start < stop]
     starts = [draft_spans[index][0] for index in written]
@@ -36,13 +49,19 @@ def overlaps(target_spans: Sequence[Span], draft_spans: Sequence[Span]) -> list[
 
 
 def map_importance(importance: torch.Tensor, ranges: Sequence[Span]) -> torch.Tensor:
-    """Importance (len(ranges),) of the target's tokens from that of the draft's (num_draft_tokens,), which is not
-    negative: each takes the largest of its range, and 0 where that is empty."""
-    device = importance.device
-    starts = torch.tensor([start for start, _ in ranges], dtype=torch.long, device=device)
-    counts = torch.tensor([stop - start for start, stop in ranges], dtype=torch.long, device=device)
-    owners = torch.repeat_interleave(torch.arange(len(ranges), device=device), counts)
-    # Within a range the draft tokens are counted from its start; before it stand the counts of the earlier ranges.
-    within = torch.arange(len(owners), device=device) - (counts.cumsum(0) - counts)[owners]
-    mapped = torch.zeros(len(ranges), dtype=importance.dtype, device=device)
-    return mapped.scatter_reduce_(0, owners, importance[starts[owners] + within], reduce="amax")
+    """Importance of the target's tokens from that of the draft's.
+
+    Parameters
+    ----------
+    importance
+        (num_draft_tokens,), not negative.
+    ranges
+        For every target token its half-open range of draft tokens, as `overlaps` gives them.
+
+    Returns
+    -------
+    torch.Tensor
+        (len(ranges),): each the largest of its range, and 0 where that is empty.
+    """
+    values = importance.tolist()
+    return importance.new_tensor([max(values[start:stop], default=0.0) for start, stop in ranges])

@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicLayer
 from spec_stack.hf import attention
 from spec_stack.hf.attention import SlotPositions, capture_attention, install
 from spec_stack.hf.cache import PreallocatedLayer
-from spec_stack.hf.model import CachedModel
+from spec_stack.hf.model import CachedModel, piece_ends
 from tests.support import reference
 from tests.support.models import FAMILIES, make_model, random_prompt
 
@@ -219,3 +219,28 @@ def test_a_cache_with_room_gives_the_logits_of_a_growing_one(family: str) -> Non
             each.rollback(step % 4)
             if step % 30 == 29:
                 each.keep_slots(range(0, each.num_cached, 2))
+
+
+def _pieces_by_the_loop(num_tokens: int, num_logits: int, chunk: int, own_piece: bool) -> list[int]:
+    """The same plan by walking over the tokens, as `CachedModel.forward` did before it had a planner."""
+    ends, start = [], 0
+    while True:
+        left = num_tokens - start
+        is_last = left <= max(chunk, num_logits) and not (own_piece and left > num_logits)
+        start = num_tokens if is_last else min(start + chunk, num_tokens - num_logits)
+        ends.append(start)
+        if is_last:
+            return ends
+
+
+@given(st.integers(1, 200), st.integers(1, 20), st.integers(1, 64), st.booleans())
+def test_pieces_end_where_walking_over_the_tokens_ends_them(
+    num_tokens: int, num_logits: int, chunk: int, own_piece: bool
+) -> None:
+    num_logits = min(num_logits, num_tokens)
+    ends = piece_ends(num_tokens, num_logits, chunk, own_piece)
+    assert ends == _pieces_by_the_loop(num_tokens, num_logits, chunk, own_piece)
+    starts = [0, *ends[:-1]]
+    assert all(0 < end - start <= max(chunk, num_logits) for start, end in zip(starts, ends, strict=True))
+    assert ends[-1] == num_tokens
+    assert num_tokens - starts[-1] >= num_logits
