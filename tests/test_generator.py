@@ -193,6 +193,21 @@ def test_an_error_while_scoring_falls_back_to_dense_with_one_warning(
     assert generator.generate(input_ids=prompt, max_tokens=10, specprefill=True).metrics.specprefill
 
 
+def test_an_error_while_scoring_is_logged_with_its_traceback_or_raised_on_request(
+    target: PreTrainedModel, draft: PreTrainedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    options: dict[str, Any] = {"input_ids": random_prompt(100), "max_tokens": 3, "specprefill": True}
+    poison(draft, lambda size: size == 99)
+    with pytest.warns(UserWarning, match="out of memory"):
+        SpecStackGenerator(target, draft).generate(**options, keep_rate=0.1)
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    assert "RuntimeError: out of memory" in caplog.text
+    assert "in score_prompt" in caplog.text
+    strict = SpecStackConfig(PrefillConfig(on_scoring_error="raise"))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        SpecStackGenerator(target, draft, config=strict).generate(**options, keep_rate=0.1)
+
+
 def test_an_error_after_the_first_token_is_raised_and_leaves_the_generator_usable(
     target: PreTrainedModel, draft: PreTrainedModel
 ) -> None:
@@ -317,7 +332,7 @@ def test_the_system_message_and_the_templates_own_tokens_stay_dense(embedded: Sp
         ({"prompt": "a", "gamma": 17}, "gamma"),
         ({"prompt": "a", "gamma": -1}, "gamma"),
         ({"prompt": "a", "policy": "clever"}, "unknown policy"),
-        ({"prompt": "a", "policy": object()}, "choose, keep_drafting and observe"),
+        ({"prompt": "a", "policy": object()}, "a class Mine"),
         ({"prompt": "a", "policy": make_policy("fixed", gamma=1), "gamma": 2}, "not both"),
         ({"prompt": "a", "stop": [""]}, "stop"),
         ({"prompt": ["a", "b"]}, "one string"),
@@ -336,7 +351,7 @@ def test_the_system_message_and_the_templates_own_tokens_stay_dense(embedded: Sp
         ({"prompt": "a", "seed": 2**70}, "seed"),
         ({"prompt": "a", "temperature": 1e-40}, "temperature"),
         ({"prompt": "a", "specprefill": "off"}, "specprefill"),
-        ({"prompt": "a", "policy": type(make_policy("fixed"))}, "choose, keep_drafting and observe"),
+        ({"prompt": "a", "policy": type(make_policy("fixed"))}, "a class Mine"),
     ],
 )
 def test_a_mistake_is_refused_at_the_call_with_what_to_change(
@@ -375,10 +390,11 @@ def test_the_policy_of_the_constructor_is_the_default(target: PreTrainedModel, d
 def test_a_policy_by_name_keeps_what_it_learned_and_is_never_shared(
     target: PreTrainedModel, draft: PreTrainedModel
 ) -> None:
-    pool = PolicyPool()
-    with pool.lend("heuristic") as first, pool.lend("heuristic") as second:
+    pool = PolicyPool("throughput")
+    heuristic, fixed = pool.choose("heuristic"), pool.choose(gamma=2)
+    with pool.lend(heuristic) as first, pool.lend(heuristic) as second:
         assert first is not second
-    with pool.lend("heuristic") as again, pool.lend("fixed", gamma=2) as other:
+    with pool.lend(heuristic) as again, pool.lend(fixed) as other:
         assert again is second or again is first
         assert other.name == "fixed-2"
     generator = SpecStackGenerator(target, make_model(seed=1), policy="heuristic")

@@ -83,9 +83,6 @@ class StepContext:
 
     step: int
     max_gamma: int
-    num_prompt_tokens: int
-    num_cached: int
-    num_generated: int
     last: StepRecord | None
     precision: str
     task: str = ""
@@ -93,7 +90,7 @@ class StepContext:
 
 
 @runtime_checkable
-class GammaPolicy(Protocol):
+class Policy(Protocol):
     """Decides how far the draft may run ahead. Called by the decode loop, once per step and once per drafted token."""
 
     name: str
@@ -109,3 +106,6 @@ class GammaPolicy(Protocol):
     def observe(self, record: StepRecord) -> None:
         """Told what a step did, the prefill step included (`record.is_prefill`)."""
         ...
+
+
+GammaPolicy = Policy

@@ -77,9 +77,7 @@ class PolicyPool:
         if isinstance(policy, Policy):
             return PolicyChoice(policy.name, policy=policy)
         if not isinstance(policy, str):
-            raise ValueError(
-                f"policy must be a name or an object of a class made as `class Mine(Policy)`, got {policy!r}"
-            )
+            raise ValueError(f"policy must be a name or an object of a class Mine(Policy), got {policy!r}")
         options = tuple(sorted(self._options.get(policy, {}).items()))
         return self._checked(PolicyChoice(policy, options, is_fresh=is_seeded))
 

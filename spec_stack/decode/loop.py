@@ -77,7 +77,9 @@ def decode(
     for step in count():
         draft_is_behind = False
         if last is not None:
-            context = StepContext(step, stopper.num_left - 1, last, labels.precision, labels.task)
+            context = StepContext(
+                step=step, max_gamma=stopper.num_left - 1, last=last, precision=labels.precision, task=labels.task
+            )
             gamma = _choose(policy, context, clock)
             draft_is_behind = gamma > 0 and draft.next_position < len(prompt_ids)
             with clock.measure("draft"):
@@ -111,7 +113,7 @@ def decode(
             draft_s=clock.take("scoring") + clock.take("draft"),
             verify_s=clock.take("verify"),
             controller_s=clock.take("controller"),
-            draft_prefilled_prompt=draft_is_behind,
+            draft_read_prompt=draft_is_behind,
             num_recomputed=num_recomputed,
         )
         with clock.measure("controller"):

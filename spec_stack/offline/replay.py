@@ -265,7 +265,7 @@ def replay(
     seconds = 0.0
     while position < text.end:
         room = min(max_gamma, text.end - position - reserve)
-        context = StepContext(step, room, 0, position, position, last, text.precision, text.task)
+        context = StepContext(step, room, last, text.precision, text.task)
         run_length = text.run_length(position, room)
         signals = DraftSignals()
         limit = min(policy.choose(context), room)

@@ -72,9 +72,6 @@ class BatchGamma:
         context = StepContext(
             step=self._number,
             max_gamma=self._config.gammas[-1],
-            num_prompt_tokens=0,
-            num_cached=0,
-            num_generated=0,
             last=self._last,
             precision=self._precision,
             batch_size=batch_size,

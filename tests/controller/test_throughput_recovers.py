@@ -27,7 +27,7 @@ class Machine:
 
     def step(self, per_token_s: float = PER_TOKEN_S, stall_s: float = 0.0, controller_s: float = 1e-5) -> None:
         number = len(self.gammas)
-        context = StepContext(number, 99, 10, 10 + number, number, self._last, "fp32")
+        context = StepContext(number, 99, self._last, "fp32")
         signals, num_accepted, right = DraftSignals(), 0, True
         most = self.policy.choose(context)
         while len(signals) < most:

@@ -362,7 +362,7 @@ def test_a_late_result_is_charged_to_its_own_batch_size() -> None:
     policy = make_policy("batch-throughput", gammas=(1, 8), trials=1)
 
     def choose(step: int, batch_size: int) -> int:
-        return policy.choose(StepContext(step, 8, 0, 0, 0, None, "fp32", batch_size=batch_size))
+        return policy.choose(StepContext(step, 8, None, "fp32", batch_size=batch_size))
 
     def observe(step: int, gamma: int, seconds: float) -> None:
         policy.observe(

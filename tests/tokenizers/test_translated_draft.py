@@ -189,7 +189,7 @@ def test_other_positions_than_the_next_ones_are_refused() -> None:
     translation, model = make_translation(), make_model(seed=2, vocab=12)
     prompt = make_tokenizer(TARGET_TOKENS, "<t>")("abcabcd").input_ids
     draft = TranslatedDraft(CachedModel(model, 4096), translation, translation.tokenize(prompt))
-    with pytest.raises(ValueError, match="reads on"):
+    with pytest.raises(ValueError, match="goes on from its next position"):
         draft.forward(prompt, range(1, len(prompt) + 1), 1)
     with pytest.raises(ValueError, match="cannot roll back 1 of 0"):
         draft.rollback(1)
