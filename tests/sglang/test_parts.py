@@ -188,7 +188,7 @@ def test_a_bad_setting_is_refused_by_name(values: dict[str, Any], named: str) ->
 @pytest.mark.parametrize("gammas", [(0, 1, 2, 4, 8), (3,), (0, 2), (16,)])
 def test_every_policy_for_batches_is_made_from_any_gammas(policy: str, gammas: tuple[int, ...]) -> None:
     made = ServerConfig(policy=policy, gammas=gammas).make_policy(policy)
-    context = StepContext(0, gammas[-1], 0, 0, 0, None, "fp32", batch_size=2)
+    context = StepContext(0, gammas[-1], None, "fp32", batch_size=2)
     assert 0 <= made.choose(context) <= gammas[-1]
     assert policy in made.name
 
