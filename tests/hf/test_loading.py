@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -23,6 +22,7 @@ from spec_stack.doctor import diagnose
 from spec_stack.hf.architectures import check_architecture
 from spec_stack.hf.loading import ASSETS, check_pair, resolve_pair
 from spec_stack.pair import ModelPair
+from tests.support.folders import TOKENIZER_FILES, copy_draft
 from tests.support.models import FAMILIES, make_model
 
 DYNAMIC = {"rope_type": "dynamic", "factor": 8.0, "rope_theta": 1e4}
@@ -31,8 +31,8 @@ DYNAMIC = {"rope_type": "dynamic", "factor": 8.0, "rope_theta": 1e4}
 @pytest.fixture
 def folders(tmp_path: Path) -> tuple[Path, Path]:
     target, draft = tmp_path / "target", tmp_path / "draft"
-    shutil.copytree(ASSETS / "draft", target)
-    shutil.copytree(ASSETS / "draft", draft)
+    copy_draft(target)
+    copy_draft(draft)
     return target, draft
 
 
@@ -41,6 +41,17 @@ def test_a_pair_loads_from_local_folders(folders: tuple[Path, Path]) -> None:
     result = generator.generate("def main():", max_tokens=12)
     assert result.metrics.precision == "fp32"
     assert result.metrics.acceptance_rate == 1.0
+
+
+def test_a_draft_folder_without_a_tokenizer_has_the_targets(folders: tuple[Path, Path]) -> None:
+    for name in TOKENIZER_FILES:
+        (folders[1] / name).unlink()
+    generator = SpecStackGenerator.from_pretrained(*folders, device="cpu")
+    assert generator.vocabulary.relation == "same"
+    assert diagnose(str(folders[0]), str(folders[1]), "auto", "cpu")["draft"]["tokenizer"] == "the target's"
+    (folders[0] / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match="cannot load the tokenizer"):
+        SpecStackGenerator.from_pretrained(*folders, device="cpu")
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])

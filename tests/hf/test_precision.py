@@ -29,6 +29,7 @@ from spec_stack.offline.records import read_records, write_records
 from spec_stack.pair import ModelPair
 from tests.support import reference, tiny_architectures
 from tests.support.controller_data import step
+from tests.support.folders import copy_draft
 from tests.support.models import FAMILIES, random_prompt
 from tests.support.tiny_architectures import CONFIGS
 
@@ -178,7 +179,7 @@ def test_a_checkpoint_that_is_quantized_already_loads_as_it_is(
 def test_a_missing_package_is_named_before_the_weights_are_read(
     missing: str, options: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    shutil.copytree(ASSETS / "draft", tmp_path / "model")
+    copy_draft(tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").unlink()
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(ValueError, match=rf"needs {missing}, .* pip install 'spec-stack\[quantized\]'"):

@@ -56,7 +56,7 @@ def positions_read(generator: SpecStackGenerator, **options: Any) -> list[int]:
 @pytest.fixture(scope="module")
 def retokenized(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("retokenized")
-    drop_merges(ASSETS / "draft", folder, 0.1, seed=0)
+    drop_merges(ASSETS / "draft", folder, 0.1, seed=0, tokenizer_from=ASSETS / "target")
     return folder
 
 
@@ -79,7 +79,7 @@ def test_greedy_tokens_are_the_targets_own(specprefill: bool, bos: bool) -> None
 
 def test_a_draft_whose_ids_alone_differ_works_as_the_original(embedded: SpecStackGenerator, tmp_path: Path) -> None:
     """Every token has its counterpart, so nothing may be lost in translation."""
-    drop_merges(ASSETS / "draft", tmp_path, 0.0, seed=1)
+    drop_merges(ASSETS / "draft", tmp_path, 0.0, seed=1, tokenizer_from=ASSETS / "target")
     shuffled = SpecStackGenerator.from_pretrained(ASSETS / "target", tmp_path, device="cpu", precision="fp32")
     assert shuffled.vocabulary.relation == "other"
     assert len(shuffled.vocabulary.common) == 4096
