@@ -41,7 +41,7 @@ class Translation:
 
     def pieces(self, target_id: int) -> list[int]:
         """Draft tokens with the text of one target token, one at least: always the longest that fits. An id without
-        text reads as a space."""
+        text counts as a space."""
         pieces = self._pieces.get(target_id)
         if pieces is None:
             pieces = self._pieces[target_id] = self._split(self._texts.get(target_id, b"")) or self._split(b" ") or [0]
