@@ -23,7 +23,7 @@ from spec_stack.config import (
     SpecStackConfig,
     meaning,
 )
-from spec_stack.controller.registry import LIVE_POLICY_NAMES
+from spec_stack.controller.registry import POLICY_NAMES
 from spec_stack.offline.records import add_records, check_record_path
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for name, kind in (("keep_rate", float), ("min_prompt_tokens", int), ("look_ahead", int)):
         _add_option(parser, PrefillConfig, name, type=kind)
-    _add_option(parser, DecodeConfig, "policy", default=None, metavar="|".join(LIVE_POLICY_NAMES))
+    _add_option(parser, DecodeConfig, "policy", default=None, metavar="|".join(POLICY_NAMES))
     parser.add_argument(
         "--gamma",
         type=int,

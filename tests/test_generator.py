@@ -12,16 +12,15 @@ from transformers import PreTrainedModel
 
 from spec_stack import (
     DecodeConfig,
-    DraftSignals,
     GenerationResult,
+    Policy,
     PrefillConfig,
     SpecStackConfig,
     SpecStackGenerator,
     StepContext,
-    StepRecord,
 )
 from spec_stack.controller.pool import PolicyPool
-from spec_stack.controller.registry import LIVE_POLICY_NAMES, make_policy
+from spec_stack.controller.registry import POLICY_NAMES, make_policy
 from spec_stack.demo import hide_fact
 from spec_stack.offline.records import read_records
 from tests.support.models import make_model, random_prompt
@@ -403,7 +402,7 @@ def test_a_policy_by_name_keeps_what_it_learned_and_is_never_shared(
     assert traces[1][1] > 5
 
 
-@pytest.mark.parametrize("policy", LIVE_POLICY_NAMES)
+@pytest.mark.parametrize("policy", POLICY_NAMES)
 @pytest.mark.parametrize("specprefill", [False, True])
 def test_every_policy_is_lossless_live(
     policy: str, specprefill: bool, target: PreTrainedModel, draft: PreTrainedModel
@@ -515,7 +514,7 @@ def test_every_end_token_ends_wherever_it_is_configured(home: str, target: PreTr
     assert (result.token_ids, result.finish_reason) == (plain[: plain.index(plain[9]) + 1], "eos")
 
 
-class Unhurried:
+class Unhurried(Policy):
     """Gamma 2, after 20 ms of thought."""
 
     name = "unhurried"
@@ -523,12 +522,6 @@ class Unhurried:
     def choose(self, context: StepContext) -> int:
         time.sleep(0.02)
         return 2
-
-    def keep_drafting(self, context: StepContext, signals: DraftSignals) -> bool:
-        return True
-
-    def observe(self, record: StepRecord) -> None:
-        """Learns nothing."""
 
 
 def test_durations_are_where_the_time_went(target: PreTrainedModel, draft: PreTrainedModel) -> None:

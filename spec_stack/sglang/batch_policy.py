@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
-from spec_stack.controller.base import DraftSignals, GammaPolicy, StepContext, StepRecord
+from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord
 from spec_stack.sglang.protocols import RunningRequest
 from spec_stack.sglang.request_state import note_step, options_of
 from spec_stack.sglang.server_args import ServerConfig
@@ -24,7 +24,7 @@ class Pending:
 
     number: int
     gamma: int
-    policy: GammaPolicy
+    policy: Policy
     requests: list[RunningRequest]
     follows_a_step: bool
 
@@ -65,7 +65,7 @@ class BatchPolicy:
         self._precision = precision
         self._agree = agree
         self._clock = clock
-        self._policies: dict[str, GammaPolicy] = {}
+        self._policies: dict[str, Policy] = {}
         self._requests: Sequence[RunningRequest] = ()
         self._pending: deque[Pending] = deque()
         self._number = 0
@@ -151,7 +151,7 @@ class BatchPolicy:
         for step in self._pending:
             step.follows_a_step = False
 
-    def _rule(self) -> tuple[GammaPolicy, int | None]:
+    def _rule(self) -> tuple[Policy, int | None]:
         options = [options_of(request) for request in self._requests]
         asked = [option.gamma for option in options if option.gamma is not None]
         if asked:
@@ -159,7 +159,7 @@ class BatchPolicy:
         names = {option.policy for option in options if option.policy is not None}
         return self._policy(names.pop() if len(names) == 1 else self._config.policy), None
 
-    def _policy(self, name: str) -> GammaPolicy:
+    def _policy(self, name: str) -> Policy:
         if name not in self._policies:
             self._policies[name] = self._config.make_policy(name)
         return self._policies[name]

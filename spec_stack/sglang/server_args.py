@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from spec_stack.config import MAX_GAMMA, DecodeConfig, PrefillConfig
-from spec_stack.controller.base import GammaPolicy
-from spec_stack.controller.registry import make_policy
+from spec_stack.controller.base import Policy
+from spec_stack.controller.registry import BATCH_POLICY_NAMES, make_batch_policy
 
 ENVIRONMENT = "SPEC_STACK_SGLANG"
 # Gamma is set for a whole batch before it drafts, so a policy here has no signals of the step's own tokens.
-BATCH_POLICIES = ("throughput", "bandit", "ema", "heuristic", "fixed")
-# The same objective under the same name: in Python it stops after each token, here it sets a batch's gamma.
-_FOR_BATCHES = {"throughput": "batch-throughput"}
+BATCH_POLICIES = BATCH_POLICY_NAMES
 
 
 @dataclass(frozen=True)
@@ -26,7 +24,7 @@ class ServerConfig:
     """The server's defaults. Raises ValueError, saying what to change.
 
     prefill: how prompts are scored and pruned; its min_prompt_tokens is the length from which they are.
-    policy: one of BATCH_POLICIES. policy_options: its options as `make_policy` takes them.
+    policy: one of BATCH_POLICIES. policy_options: its options as `make_batch_policy` takes them.
     gammas: the numbers of draft tokens a step may use. Buffers, and on CUDA one set of graphs each, are made for
         every one at launch; 0 is plain decoding.
     raise_scoring_errors: let an error while a prompt is scored end the server, as tests want it; else it is logged
@@ -50,7 +48,7 @@ class ServerConfig:
             raise ValueError(f"raise_scoring_errors must be true or false, got {self.raise_scoring_errors!r}")
         self.make_policy(self.policy)
 
-    def make_policy(self, name: str) -> GammaPolicy:
+    def make_policy(self, name: str) -> Policy:
         """A fresh policy that keeps to `gammas`. Raises ValueError for one that cannot decide for a batch."""
         if name not in BATCH_POLICIES:
             raise ValueError(f"policy {name!r} cannot decide for a whole batch; use one of {', '.join(BATCH_POLICIES)}")
@@ -65,7 +63,7 @@ class ServerConfig:
         options = by_name[name]
         if name == self.policy:
             options.update(self.policy_options)
-        policy = make_policy(_FOR_BATCHES.get(name, name), **options)
+        policy = make_batch_policy(name, **options)
         if name == "fixed" and options["gamma"] not in self.gammas:
             raise ValueError(
                 f"gamma {options['gamma']} is not among the gammas the server is launched with: {self.gammas}"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from spec_stack import DraftSignals, PrefillConfig, SpecStackConfig, SpecStackGenerator, StepContext, StepRecord
+from spec_stack import DraftSignals, Policy, PrefillConfig, SpecStackConfig, SpecStackGenerator, StepContext, StepRecord
 from spec_stack.decode.propose import entropy_and_confidence, propose
 from spec_stack.decode.sampler import Sampler
 from spec_stack.hf.attention import install
@@ -19,7 +19,7 @@ from tests.support import reference
 from tests.support.models import make_model, random_prompt
 
 
-class RandomGamma:
+class RandomGamma(Policy):
     """A policy that proposes 0 to 8 tokens and sometimes stops early."""
 
     name = "random"

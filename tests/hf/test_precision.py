@@ -267,8 +267,8 @@ def test_a_precision_without_a_name_is_other_also_in_records(tmp_path: Path) -> 
     precision = precision_of(model.double())
     assert precision == "other"
     records = [step(2, 1, precision=precision)]
-    write_records(records, tmp_path / "steps.csv")
-    assert read_records(tmp_path / "steps.csv") == records
+    write_records(records, tmp_path / "steps.jsonl")
+    assert read_records(tmp_path / "steps.jsonl") == records
     gptq = LlamaConfig(quantization_config={"quant_method": "gptq", "bits": 4})
     resolved = resolve_precisions(gptq, LlamaConfig(), LoadConfig(), CPU)
     assert [(each.name, each.is_stored) for each in resolved] == [("other", True), ("fp32", False)]

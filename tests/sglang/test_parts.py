@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spec_stack.controller.base import DraftSignals, StepContext, StepRecord
-from spec_stack.controller.registry import make_policy
+from spec_stack.controller.registry import make_batch_policy
 from spec_stack.sglang import plugin, support
 from spec_stack.sglang.batch_policy import BatchPolicy
 from spec_stack.sglang.positions import BatchMap, PositionMap, protect_kv_lengths
@@ -364,7 +364,7 @@ def test_a_bandit_that_once_knew_no_seconds_still_settles() -> None:
 
 def test_a_late_result_is_charged_to_its_own_batch_size() -> None:
     """Eight requests, then one: the first step's cost comes in while the second runs."""
-    policy = make_policy("batch-throughput", gammas=(1, 8), trials=1)
+    policy = make_batch_policy("throughput", gammas=(1, 8), trials=1)
 
     def choose(step: int, batch_size: int) -> int:
         return policy.choose(StepContext(step, 8, None, "fp32", batch_size=batch_size))

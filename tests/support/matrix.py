@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from spec_stack import DraftSignals, PrefillConfig, SpecStackConfig, SpecStackGenerator, StepContext, StepRecord
+from spec_stack import DraftSignals, Policy, PrefillConfig, SpecStackConfig, SpecStackGenerator, StepContext, StepRecord
 from spec_stack.decode.propose import propose
 from spec_stack.decode.sampler import Sampler
 from spec_stack.hf.attention import install
@@ -27,7 +27,7 @@ NUM_PROMPT = 60
 KEPT = sorted({*range(0, 30, 3), *range(40, 47), 58, 59})
 
 
-class RandomGamma:
+class RandomGamma(Policy):
     """A policy that proposes 0 to 8 tokens and sometimes stops early."""
 
     name = "random"
