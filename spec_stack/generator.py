@@ -237,7 +237,7 @@ class SpecStackGenerator:
         return_records : bool
             Keep one StepRecord per step in the result.
         records : str or Path, optional
-            Add the records to this .jsonl or .parquet file, which is made where there is none (`offline.records`).
+            Append the records to this .jsonl file, which is made where there is none (`offline.records`).
 
         Returns
         -------
