@@ -1,7 +1,7 @@
 """What works on which architecture, and how exactly: the table of docs/support.md, and the largest error of each entry.
 
 Every entry is a claim of `spec_stack.hf.architectures`; the figures come from the same measurements that the
-tests assert on (`tests/support/matrix.py`), on tiny random models in fp32 with a prompt longer than their sliding windows.
+tests assert on (`tests/support/matrix.py`), on tiny random models in fp32 with a prompt longer than their windows.
 Prints both, ends in one JSON line; --write puts the table into docs/support.md.
 """
 
