@@ -66,7 +66,7 @@ def score_prompt(
     """
     num_tokens = len(prompt_ids)
     if num_tokens > 1:
-        draft.forward(prompt_ids[:-1], range(num_tokens - 1), num_logits=1)
+        draft.prefill(prompt_ids[:-1], range(num_tokens - 1))
     with draft.capture() as captured:
         if config.look_ahead:
             proposal = look_ahead(prompt_ids, config.look_ahead)

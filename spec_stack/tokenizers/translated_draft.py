@@ -46,11 +46,33 @@ class TranslatedDraft:
         The prompt's part of token_ids is taken from the reading. Raises ValueError for other positions, for more
         than one row of logits, or where no draft token ends within these tokens.
         """
+        if num_logits != 1:
+            raise ValueError("a draft with another tokenizer gives one row of logits")
+        fed, ends = self._fed(token_ids, positions)
+        first = self._draft.next_position
+        logits = self._draft.forward(fed, range(first, first + len(fed)), num_logits=1)
+        self._ends += ends
+        return self._translation.to_target(logits)
+
+    def prefill(
+        self,
+        token_ids: Sequence[int],
+        positions: Sequence[int],
+        window: int | None = None,
+        num_sinks: int = 0,
+        num_layers: int | None = None,
+    ) -> None:
+        """The same without logits; window, sinks and layers as in `CachedModel.prefill`, in the draft's own tokens."""
+        fed, ends = self._fed(token_ids, positions)
+        first = self._draft.next_position
+        self._draft.prefill(fed, range(first, first + len(fed)), window, num_sinks, num_layers)
+        self._ends += ends
+
+    def _fed(self, token_ids: Sequence[int], positions: Sequence[int]) -> tuple[list[int], list[int]]:
+        """The draft's tokens for these of the target, and its next position after each of them."""
         start, num_prompt = self.next_position, len(self._reading.ranges)
-        if list(positions) != list(range(start, start + len(token_ids))) or num_logits != 1:
-            raise ValueError(
-                "a draft with another tokenizer reads on from its next position and gives one row of logits"
-            )
+        if list(positions) != list(range(start, start + len(token_ids))):
+            raise ValueError("a draft with another tokenizer goes on from its next position")
         ends = [self._end(position) for position in range(start, min(start + len(token_ids), num_prompt))]
         first = self._draft.next_position
         fed = list(self._reading.token_ids[first : ends[-1]]) if ends else []
@@ -59,9 +81,7 @@ class TranslatedDraft:
             ends.append(first + len(fed))
         if not fed:
             raise ValueError("no token of the draft ends within these tokens of the target")
-        logits = self._draft.forward(fed, range(first, first + len(fed)), num_logits=1)
-        self._ends += ends
-        return self._translation.to_target(logits)
+        return fed, ends
 
     def _end(self, position: int) -> int:
         """The draft tokens of the prompt that are read with its target token at position: all before the next one's."""
@@ -79,12 +99,22 @@ class TranslatedDraft:
     def keep_slots(self, slots: Sequence[int]) -> None:
         """Keep the draft's slots for these target tokens, given in increasing order, and those for no target token
         before them (the draft's own beginning of a text)."""
+        self._draft.keep_slots(self._draft_slots(slots))
+
+    def recompute_slots(self, slots: Sequence[int]) -> None:
+        """Keep the same slots, prefilled anew through all layers of the draft; what came after them is forgotten."""
+        # A draft token that the last of them shares with the token after it waits for that one again.
+        end = self._ends[slots[-1]]
+        self._draft.recompute_slots([slot for slot in self._draft_slots(slots) if slot < end])
+        del self._ends[slots[-1] + 1 :]
+
+    def _draft_slots(self, slots: Sequence[int]) -> list[int]:
         ranges, num_prompt = self._reading.ranges, len(self._reading.ranges)
         kept = set(range(ranges[0][0]))
         for slot in slots:
             later = slot >= num_prompt
             kept.update(range(self._ends[slot - 1], self._ends[slot]) if later else range(*ranges[slot]))
-        self._draft.keep_slots(sorted(kept))
+        return sorted(kept)
 
     def capture(self) -> AbstractContextManager[dict[int, LayerCapture]]:
         """Capture the draft's queries and keys, in its own tokens."""
