@@ -25,10 +25,10 @@ class SteppableModel(Protocol):
 
 
 class TargetModel(SteppableModel, Protocol):
-    """What the decode loop needs of the target on top: the tokens its next forward reads again after a rollback."""
+    """What the decode loop needs of the target on top: the tokens its next forward recomputes after a rollback."""
 
     @property
-    def num_to_replay(self) -> int: ...
+    def num_to_recompute(self) -> int: ...
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ class StepRecord:
     and the acceptance test, controller_s the policy. In the prefill step draft_s is what scoring the prompt took,
     verify_s holds the target's prefill, and gamma is the look-ahead. After a dense prefill the first step that
     drafts has the draft read the whole prompt: draft_read_prompt marks it, and its draft_s says nothing of later ones.
-    num_replayed counts the tokens that the target read once more in this step because a rollback had undone its
+    num_recomputed counts the tokens that the target recomputed in this step because a rollback had undone its
     recurrent state (0 for models without one); verify_s has their cost.
     """
 
@@ -70,7 +70,7 @@ class StepRecord:
     verify_s: float
     controller_s: float
     draft_read_prompt: bool = False
-    num_replayed: int = 0
+    num_recomputed: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """What a step costs, measured while it runs: seconds = base + per_token * gamma, for draft and verify apart.
 
-A target with a recurrent state reads accepted tokens again after a rejection. Its verify time is a line over all tokens
-read beside the last committed one, drafted and replayed, and a drafted token is charged for the replays that drafting
-has lately brought.
+A target with a recurrent state recomputes accepted tokens after a rejection. Its verify time is a line over all tokens
+it takes in beside the last committed one, drafted and recomputed, and a drafted token is charged for the recomputing
+that drafting has lately brought.
 
 Two things make a plain regression wrong here. Steps stall now and then (a first kernel, another process), so a sample
 far above the line is pulled towards it before it counts. And a policy that settles on one gamma leaves the slope
@@ -95,7 +95,7 @@ class StepCostModel:
         self._draft = DiscountedLine(self.options.discount, self.options.tolerance, self.options.shrinkage)
         self._verify = DiscountedLine(self.options.discount, self.options.tolerance, self.options.shrinkage)
         self._drafted = False
-        self._num_proposed = self._num_replayed = 0.0
+        self._num_proposed = self._num_recomputed = 0.0
 
     @property
     def ready(self) -> bool:
@@ -104,13 +104,14 @@ class StepCostModel:
 
     @property
     def per_token_s(self) -> float:
-        """Seconds that one more draft token costs: its draft forward, the marginal verify time, and the replays."""
+        """Seconds that one more draft token costs: its draft forward, the marginal verify time, and what is recomputed
+        for it."""
         return self._draft.slope + self._verify_slope
 
     @property
     def _verify_slope(self) -> float:
-        replays = self._num_replayed / self._num_proposed if self._num_proposed else 0.0
-        return self._verify.slope * (1 + replays)
+        recomputed = self._num_recomputed / self._num_proposed if self._num_proposed else 0.0
+        return self._verify.slope * (1 + recomputed)
 
     @property
     def base_s(self) -> float:
@@ -122,42 +123,42 @@ class StepCostModel:
         draft_s = self._draft.base + self._draft.slope * gamma if gamma else 0.0
         return draft_s + self._verify.base + self._verify_slope * gamma
 
-    def observe(self, gamma: int, draft_s: float, verify_s: float, num_replayed: int = 0) -> None:
-        """Take in one decode step, in which the target read num_replayed tokens once more. Prefill steps are not decode
+    def observe(self, gamma: int, draft_s: float, verify_s: float, num_recomputed: int = 0) -> None:
+        """Take in one decode step, in which the target recomputed num_recomputed tokens. Prefill steps are not decode
         steps: do not pass them."""
         keep = self.options.discount
         self._num_proposed = self._num_proposed * keep + gamma
-        self._num_replayed = self._num_replayed * keep + num_replayed
+        self._num_recomputed = self._num_recomputed * keep + num_recomputed
         if len(self._early) < self.options.warm_up:
-            self._early.append((gamma, draft_s, verify_s, num_replayed))
+            self._early.append((gamma, draft_s, verify_s, num_recomputed))
             self._drafted = self._drafted or gamma > 0
             if len(self._early) == self.options.warm_up:
                 self._start()
             return
         self._drafted = self._drafted or gamma > 0
-        self._add(gamma, draft_s, verify_s, num_replayed)
+        self._add(gamma, draft_s, verify_s, num_recomputed)
 
     def _start(self) -> None:
-        """Replay the warm-up steps, each brought within the tolerance of their median."""
+        """Take in the warm-up steps, each brought within the tolerance of their median."""
         per_token = [draft_s / gamma for gamma, draft_s, _, _ in self._early if gamma]
         typical_draft = median(per_token) if per_token else 0.0
         typical_verify = median(verify_s for _, _, verify_s, _ in self._early)
         bound = self.options.tolerance
-        for gamma, draft_s, verify_s, num_replayed in self._early:
+        for gamma, draft_s, verify_s, num_recomputed in self._early:
             self._add(
                 gamma,
                 min(draft_s, bound * typical_draft * gamma),
                 min(max(verify_s, typical_verify / bound), bound * typical_verify),
-                num_replayed,
+                num_recomputed,
             )
 
-    def _add(self, gamma: int, draft_s: float, verify_s: float, num_replayed: int) -> None:
+    def _add(self, gamma: int, draft_s: float, verify_s: float, num_recomputed: int) -> None:
         if gamma:
             # The draft's time is close to proportional, so the sample itself tells where an unidentified slope lies.
             self._draft.add(gamma, draft_s)
         else:
             self._draft.age()
-        self._verify.add(gamma + num_replayed, verify_s, prior_slope=0.0)
+        self._verify.add(gamma + num_recomputed, verify_s, prior_slope=0.0)
 
 
 class DiscountedRate:

@@ -105,7 +105,7 @@ class Throughput:
         if record.is_prefill or record.draft_read_prompt or not math.isfinite(seconds):
             return
         machine = self._machines.setdefault(record.precision, _Machine(self.options.cost))
-        machine.cost.observe(record.gamma, record.draft_s, record.verify_s, record.num_replayed)
+        machine.cost.observe(record.gamma, record.draft_s, record.verify_s, record.num_recomputed)
         machine.unrated.append(record)
         if machine.cost.ready:
             for step in machine.unrated:

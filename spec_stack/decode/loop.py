@@ -100,7 +100,7 @@ def decode(
             choosing_s = timed_policy.take_elapsed()
         proposed = perf_counter()
 
-        gamma, num_replayed = len(proposal.token_ids), target.num_to_replay
+        gamma, num_recomputed = len(proposal.token_ids), target.num_to_recompute
         proposed_at = range(len(committed), len(committed) + gamma)
         logits = target.forward(unread_ids + proposal.token_ids, [*unread_positions, *proposed_at], gamma + 1)
         verification = verify(logits, proposal, sampler)
@@ -129,7 +129,7 @@ def decode(
             verify_s=verified - proposed,
             controller_s=controller_s + choosing_s,
             draft_read_prompt=draft_read_prompt,
-            num_replayed=num_replayed,
+            num_recomputed=num_recomputed,
         )
         timed_policy.observe(last)
         yield StepOutput(token_ids, text, last, finish_reason)

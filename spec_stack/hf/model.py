@@ -77,7 +77,7 @@ class CachedModel:
     -----
     A recurrent state cannot be cropped. For models that have one, a rollback goes back to the latest snapshot before
     the tokens that are forgotten; those after it that stay are recomputed by the next forward, ahead of its own tokens
-    (num_to_replay says how many). Their cost is therefore part of the next forward's.
+    (num_to_recompute says how many). Their cost is therefore part of the next forward's.
     """
 
     def __init__(self, model: PreTrainedModel, prefill_chunk: int, num_ids: int | None = None) -> None:
@@ -106,7 +106,7 @@ class CachedModel:
         return self._positions[-1] + 1 if self._positions else 0
 
     @property
-    def num_to_replay(self) -> int:
+    def num_to_recompute(self) -> int:
         return len(self._to_recompute)
 
     def forward(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> torch.Tensor:

@@ -221,7 +221,7 @@ def _as_row(record: StepRecord, position: int) -> dict[str, Any]:
         "draft_read_prompt": record.draft_read_prompt,
         "draft_entropy": " ".join(map(repr, map(float, signals.entropy))),
         "draft_confidence": " ".join(map(repr, map(float, signals.confidence))),
-        "num_replayed": record.num_replayed,
+        "num_replayed": record.num_recomputed,
     }
 
 
@@ -242,7 +242,7 @@ def _as_record(row: Row) -> StepRecord:
         verify_s=row.seconds("verify_s"),
         controller_s=row.seconds("controller_s"),
         draft_read_prompt=row.flag("draft_read_prompt"),
-        num_replayed=row.count("num_replayed") if "num_replayed" in row.cells else 0,
+        num_recomputed=row.count("num_replayed") if "num_replayed" in row.cells else 0,
     )
     for column, signals in (("draft_entropy", record.signals.entropy), ("draft_confidence", record.signals.confidence)):
         if len(signals) != record.gamma:

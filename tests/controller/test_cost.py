@@ -72,14 +72,14 @@ def test_bad_cost_options_are_refused(options: dict[str, float]) -> None:
         CostOptions(**options)  # type: ignore[arg-type]
 
 
-def test_replays_are_priced_into_the_drafted_token() -> None:
+def test_recomputed_tokens_are_priced_into_the_drafted_token() -> None:
     # Half of the drafted tokens are read once more; every token beside the first costs the target 2 ms.
     rng = random.Random(2)
     model = StepCostModel()
-    replayed = 0
+    recomputed = 0
     for _ in range(300):
         gamma = rng.randint(0, 8)
-        model.observe(gamma, 0.01 * gamma, 0.03 + 0.002 * (gamma + replayed), replayed)
-        replayed = gamma // 2 + rng.randint(0, gamma % 2)
+        model.observe(gamma, 0.01 * gamma, 0.03 + 0.002 * (gamma + recomputed), recomputed)
+        recomputed = gamma // 2 + rng.randint(0, gamma % 2)
     assert model.base_s == pytest.approx(0.03, rel=0.05)
     assert model.per_token_s == pytest.approx(0.01 + 0.002 * 1.5, rel=0.05)

@@ -230,13 +230,13 @@ def test_a_recurrent_state_goes_back_without_reading_the_prompt_again() -> None:
     model = cached("Qwen3.5")
     model.forward(prompt + proposal, range(NUM_PROMPT + 6), 7)
     model.rollback(4)
-    assert (model.num_cached, model.num_to_replay) == (NUM_PROMPT + 2, 3)
+    assert (model.num_cached, model.num_to_recompute) == (NUM_PROMPT + 2, 3)
     # However often the target rejects, it never drags more behind than one block can carry.
     for _ in range(40):
         start = model.num_cached
         model.forward(random_prompt(5), range(start, start + 5), 5)
         model.rollback(3)
-        assert model.num_to_replay <= 16 + 2
+        assert model.num_to_recompute <= 16 + 2
     model.rollback(0)
     assert model.num_cached == NUM_PROMPT + 2 + 40 * 2
 
@@ -247,7 +247,7 @@ def test_a_drafts_states_are_kept_per_token_so_that_it_reads_nothing_again() -> 
     for index, token in enumerate(random_prompt(8, seed=1)):
         model.forward([token], [NUM_PROMPT + index], 1)
     model.rollback(5)
-    assert (model.num_cached, model.num_to_replay) == (NUM_PROMPT + 3, 0)
+    assert (model.num_cached, model.num_to_recompute) == (NUM_PROMPT + 3, 0)
 
 
 def test_a_model_with_a_state_keeps_its_whole_context() -> None:
@@ -257,8 +257,8 @@ def test_a_model_with_a_state_keeps_its_whole_context() -> None:
     assert (model.num_cached, model.next_position) == (NUM_PROMPT, NUM_PROMPT)
 
 
-@pytest.mark.parametrize(("name", "replays"), [("Qwen3.5", True), ("Llama", False)])
-def test_records_count_the_tokens_read_again(name: str, replays: bool) -> None:
+@pytest.mark.parametrize(("name", "recomputes"), [("Qwen3.5", True), ("Llama", False)])
+def test_records_count_the_tokens_recomputed(name: str, recomputes: bool) -> None:
     generator = SpecStackGenerator(make_model(name), make_model(name, disturbed=True))
     result = generator.generate(input_ids=random_prompt(NUM_PROMPT), max_tokens=30, gamma=4, return_records=True)
     records = result.records or []
@@ -266,8 +266,8 @@ def test_records_count_the_tokens_read_again(name: str, replays: bool) -> None:
         if last.num_accepted == last.gamma:
             continue
         # The tokens before the rejected one are undone with it, and so is the token before them.
-        assert (record.num_replayed >= last.num_accepted + 1) == replays
-    assert any(record.num_replayed for record in records) == replays
+        assert (record.num_recomputed >= last.num_accepted + 1) == recomputes
+    assert any(record.num_recomputed for record in records) == recomputes
 
 
 def test_sinks_are_honoured_however_few_queries_fit_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

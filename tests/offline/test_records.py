@@ -192,11 +192,11 @@ def test_extreme_signals_survive_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
-def test_replays_are_kept_and_files_from_before_them_are_read(suffix: str, tmp_path: Path) -> None:
-    records = [dataclasses.replace(record, num_replayed=3) for record in Greedy(0).record("a", 4)]
+def test_recomputed_tokens_are_kept_and_files_from_before_them_are_read(suffix: str, tmp_path: Path) -> None:
+    records = [dataclasses.replace(record, num_recomputed=3) for record in Greedy(0).record("a", 4)]
     path = tmp_path / f"records.{suffix}"
     write_records(records, path)
     assert read_records(path) == records
     if suffix == "csv":
         path.write_text("\n".join(line.rsplit(",", 1)[0] for line in path.read_text().splitlines()) + "\n")
-        assert {record.num_replayed for record in read_records(path)} == {0}
+        assert {record.num_recomputed for record in read_records(path)} == {0}
