@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -183,7 +183,7 @@ def attend(
         key, value, attention_mask = key[:, :, seen.first :], value[:, :, seen.first :], None
     output = _attend_by_mask(query, key, value, attention_mask, scale, sinks)
     if output is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scale, **kwargs)
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scale, **kwargs)[0], None
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -356,7 +356,7 @@ def _attend_in_windows(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, slots: SlotPositions, seen: Seen
 ) -> torch.Tensor:
     """Windows and sinks, in time and memory linear in the queries: most blocks look alike, and run as one batch."""
-    num_queries, begin = query.shape[2], key.shape[2] - query.shape[2]
+    begin = key.shape[2] - query.shape[2]
     start = max(begin, slots.regular_from(seen))
     num_blocks = max(0, key.shape[2] - start) // _WINDOW_BLOCK
     blocks = partial(

@@ -206,7 +206,7 @@ class CachedModel:
         window: int | None = None,
         num_sinks: int = 0,
     ) -> None:
-        """One forward of the model up to the keys and values of that attention layer; to its end where there is none."""
+        """One forward of the model up to that attention layer's keys and values; to its end where there is none."""
         self._token_ids += token_ids
         self._positions += positions
         slots = SlotPositions(self._positions, window, num_sinks, last_layer)

@@ -25,6 +25,15 @@ class CapturedLayer(Protocol):
 class ScoringModel(SteppableModel, Protocol):
     """What scoring needs of the draft on top."""
 
+    def prefill(
+        self,
+        token_ids: Sequence[int],
+        positions: Sequence[int],
+        window: int | None = None,
+        num_sinks: int = 0,
+        num_layers: int | None = None,
+    ) -> None: ...
+    def recompute_slots(self, slots: Sequence[int]) -> None: ...
     def keep_slots(self, slots: Sequence[int]) -> None: ...
     def capture(self) -> AbstractContextManager[Mapping[int, CapturedLayer]]: ...
 

@@ -47,7 +47,7 @@ class TranslatedDraft:
         than one row of logits, or where no draft token ends within these tokens.
         """
         if num_logits != 1:
-            raise ValueError("a draft with another tokenizer gives one row of logits")
+            raise ValueError("a draft with another tokenizer reads on and gives one row of logits")
         fed, ends = self._fed(token_ids, positions)
         first = self._draft.next_position
         logits = self._draft.forward(fed, range(first, first + len(fed)), num_logits=1)
@@ -72,7 +72,7 @@ class TranslatedDraft:
         """The draft's tokens for these of the target, and its next position after each of them."""
         start, num_prompt = self.next_position, len(self._reading.ranges)
         if list(positions) != list(range(start, start + len(token_ids))):
-            raise ValueError("a draft with another tokenizer goes on from its next position")
+            raise ValueError("a draft with another tokenizer reads on from its next position")
         ends = [self._end(position) for position in range(start, min(start + len(token_ids), num_prompt))]
         first = self._draft.next_position
         fed = list(self._reading.token_ids[first : ends[-1]]) if ends else []
