@@ -101,7 +101,7 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         help=f"the policy fixed with this many tokens per step, 0 to {MAX_GAMMA}; 0 is plain decoding",
     )
-    parser.add_argument("--records", type=Path, help="add a record per step to this .jsonl or .parquet file")
+    parser.add_argument("--records", type=Path, help="add a record per step to this .jsonl file")
     parser.add_argument("--json", action="store_true", help="no stream: print text and metrics as one JSON object")
 
 

@@ -1,19 +1,21 @@
 """The attention function that spec_stack's models run on: transformers' SDPA, plus what it lacks.
 
 - It can hand the post-rotary queries and keys of a forward to whoever is capturing (the draft's scoring).
-- Under a `CachedModel` it masks by the original position of every cache slot. transformers slides its windows over
+- Under a `CachedModel` it sees by the original position of every cache slot. transformers slides its windows over
   cache slots, so over a pruned cache they would span more of the text than they were made for.
-- It takes the kernel that fits the call (`_route` says which, and why).
+- A draft may prefill with a window and sinks, whatever window its layers have.
+- It takes the kernel that fits the call (`attend` says which, and why), and never makes a mask of a long block times a
+  long cache.
 """
 
 from __future__ import annotations
 
 import threading
-from bisect import bisect_left
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,11 +24,17 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from spec_stack.hf.slots import KeysCached, Seen, SlotPositions
+
 # The name must avoid "sdpa", "flash", "flex_attention" and "/": transformers gives those substrings a meaning.
 NAME = "spec_stack"
 _MAX_FOLDED_QUERIES = 64
-# Scores of attention with sinks held at once.
-_MAX_SINK_SCORES = 1 << 26
+# Scores, or entries of a mask, held at once where a kernel needs them in memory.
+_MAX_SCORES = 1 << 26
+# Queries in a block of windowed attention: fewer waste launches, more waste masked scores.
+_WINDOW_BLOCK = 128
+# Widest window, with its sinks, whose blocks run as one batch.
+_MAX_COPIED = 1024
 
 
 @dataclass
@@ -52,47 +60,6 @@ class LayerCapture:
     sinks: torch.Tensor | None = None
 
 
-class SlotPositions:
-    """The original positions of all cache slots during one forward, and the masks that follow from them.
-
-    Parameters
-    ----------
-    positions
-        Strictly increasing, one per slot, the forward's own tokens last. Not copied.
-    """
-
-    def __init__(self, positions: Sequence[int]) -> None:
-        self.positions = positions
-        self._masks: dict[tuple[int, int, int], torch.Tensor | None] = {}
-
-    def first_visible(self, num_queries: int, window: int | None) -> int:
-        """The oldest slot that any of the newest num_queries tokens sees."""
-        if window is None:
-            return 0
-        return bisect_left(self.positions, self.positions[-num_queries] - window + 1)
-
-    def mask(self, query: torch.Tensor, window: int | None, first: int) -> torch.Tensor | None:
-        """What the queries (…, num_queries, dim), the newest tokens', see of the slots from `first` on: bool
-        (1, 1, num_queries, num_slots). None where `attend` needs none for causal attention."""
-        num_queries, num_slots = query.shape[2], len(self.positions) - first
-        slides = window is not None and self.positions[-1] - self.positions[first] >= window
-        if not slides and (num_queries in (1, num_slots) or _has_flash(query.device, query.dtype)):
-            return None
-        key = (num_queries, first, window if window is not None and slides else 0)
-        if key not in self._masks:
-            self._masks[key] = self._build(num_queries, window if slides else None, first, query.device)
-        return self._masks[key]
-
-    def _build(self, num_queries: int, window: int | None, first: int, device: torch.device) -> torch.Tensor:
-        num_slots = len(self.positions) - first
-        if window is None:
-            causal = torch.ones(num_queries, num_slots, dtype=torch.bool, device=device)
-            return causal.tril(num_slots - num_queries)[None, None]
-        keys = torch.tensor(self.positions[first:], device=device)
-        distance = keys[-num_queries:, None] - keys[None, :]
-        return ((distance >= 0) & (distance < window))[None, None]
-
-
 _thread = threading.local()
 
 
@@ -116,15 +83,10 @@ def capture_attention() -> Iterator[dict[int, LayerCapture]]:
 
 
 @contextmanager
-def attend_by_position(positions: Sequence[int]) -> Iterator[None]:
-    """Inside the block this thread's attention masks by the positions of the cache slots.
-
-    Parameters
-    ----------
-    positions
-        One for every slot that the cache holds with the forward's own tokens, in the order of the slots.
-    """
-    _thread.slots = SlotPositions(positions)
+def attend_by_position(slots: SlotPositions) -> Iterator[None]:
+    """Inside the block this thread's attention sees by the positions of the cache slots, one for every slot that the
+    cache holds with the forward's own tokens, in the order of the slots."""
+    _thread.slots = slots
     try:
         yield
     finally:
@@ -154,7 +116,7 @@ def causal_mask(
     -------
     torch.Tensor or None
         transformers' SDPA mask (batch, 1, q_length, kv_length), or None where that means to `attend` what is asked for,
-        or where `attend` masks by position anyway.
+        or where `attend` sees by position anyway.
     """
     if getattr(_thread, "slots", None) is not None:
         return None
@@ -196,7 +158,7 @@ def attend(
         (1, num_kv_heads, num_cached, head_dim), the newest n are the queries' own.
     attention_mask
         (1, 1, n, num_cached), bool or additive. None is causal with the last query at the last key, however many
-        keys come before the queries. Under `attend_by_position` the mask of the positions takes its place.
+        keys come before the queries. Under `attend_by_position` the positions say what is seen instead.
     scaling
         Of the scores; None is head_dim ** -0.5.
 
@@ -207,18 +169,73 @@ def attend(
     """
     window, sinks = kwargs.get("sliding_window"), kwargs.get("s_aux")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    slots: SlotPositions | None = getattr(_thread, "slots", None)
     _capture(module, query, key, scale, window, sinks)
-    key, value, mask = _visible(query, key, value, attention_mask, window)
-    kernel = _route(query, key, mask, sinks)
-    if kernel == "library":
-        return sdpa_attention_forward(module, query, key, value, mask, scaling=scale, **kwargs)[0], None
-    if kernel == "sinks":
-        output = _attend_with_sinks(query, key, value, mask, scale, sinks)  # type: ignore[arg-type]
-    elif kernel == "lower right":
-        output = _attend_lower_right(query, key, value, scale)
-    else:
-        output = _attend_folded(query, key, value, mask, scale)
+    if slots is not None and slots.last_layer == module.layer_idx:
+        raise KeysCached
+    if slots is not None:
+        if key.shape[2] != len(slots.positions):
+            raise RuntimeError(f"{key.shape[2]} cached keys for {len(slots.positions)} positions")
+        seen = slots.seen(query.shape[2], window)
+        output = _attend_by_position(query, key, value, scale, sinks, slots, seen)
+        if output is not None:
+            return output.transpose(1, 2).contiguous(), None
+        key, value, attention_mask = key[:, :, seen.first :], value[:, :, seen.first :], None
+    output = _attend_by_mask(query, key, value, attention_mask, scale, sinks)
+    if output is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scale, **kwargs)[0], None
     return output.transpose(1, 2).contiguous(), None
+
+
+def _attend_by_mask(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """Attention (1, num_heads, n, head_dim) under a mask, None being causal up to the last key; None where
+    transformers' own function does as well."""
+    num_queries, num_keys = query.shape[2], key.shape[2]
+    # GPT-OSS's sinks are no business of SDPA's.
+    if sinks is not None:
+        return _attend_with_sinks(query, key, value, mask, scale, sinks)
+    # On CUDA no mask is made for a block that meets a cache, where transformers makes one (1 GB, and 2 GB more once
+    # added to the scores in 16 bits, for an 8,192-token chunk at 128K): a mask also keeps SDPA off its flash kernel.
+    if mask is None and 1 < num_queries < num_keys:
+        bias, groups = causal_lower_right(num_queries, num_keys), query.shape[1] // key.shape[1]
+        return F.scaled_dot_product_attention(query, key, value, bias, scale=scale, enable_gqa=groups > 1)
+    # For a short block over a long cache transformers copies the whole KV cache once per step to repeat its heads (half
+    # of the time of a 5-token verification at 8K cached tokens on a CPU). A single query on CUDA goes to SDPA's own
+    # grouped kernel, which needs no copy.
+    is_short = num_queries <= _MAX_FOLDED_QUERIES and num_queries < num_keys
+    if query.shape[1] > key.shape[1] and is_short and (num_queries > 1 or query.device.type == "cpu"):
+        return _attend_folded(query, key, value, mask, scale)
+    return None
+
+
+def _attend_by_position(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    sinks: torch.Tensor | None,
+    slots: SlotPositions,
+    seen: Seen,
+) -> torch.Tensor | None:
+    """The same where positions say what is seen; None where nothing but the future is hidden from `seen.first` on, and
+    no mask is needed for that."""
+    num_queries, num_keys = query.shape[2], key.shape[2] - seen.first
+    if sinks is not None:
+        return _attend_in_blocks(query, key, value, scale, slots, seen, partial(_attend_with_sinks, sinks=sinks))
+    if seen.window is not None:
+        return _attend_in_windows(query, key, value, scale, slots, seen)
+    if num_queries in (1, num_keys) or _has_flash(query.device, query.dtype):
+        return None
+    if num_queries > _MAX_FOLDED_QUERIES and query.device.type == "cpu":
+        return _attend_past_and_present(query, key[:, :, seen.first :], value[:, :, seen.first :], scale)
+    return _attend_in_blocks(query, key, value, scale, slots, seen, _attend_folded)
 
 
 def _capture(
@@ -239,52 +256,6 @@ def _capture(
     layer.keys = key[0] if window is None or key.shape[2] <= window else None
 
 
-def _visible(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    window: int | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The keys and values from the first that any query sees, and the mask over them."""
-    slots: SlotPositions | None = getattr(_thread, "slots", None)
-    if slots is None:
-        return key, value, attention_mask
-    if key.shape[2] != len(slots.positions):
-        raise RuntimeError(f"{key.shape[2]} cached keys for {len(slots.positions)} positions")
-    first = slots.first_visible(query.shape[2], window)
-    return key[:, :, first:], value[:, :, first:], slots.mask(query, window, first)
-
-
-def _route(
-    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, sinks: torch.Tensor | None
-) -> Literal["sinks", "lower right", "folded", "library"]:
-    """Which kernel computes this attention."""
-    num_queries, groups = query.shape[2], query.shape[1] // key.shape[1]
-    # GPT-OSS's sinks are no business of SDPA's.
-    if sinks is not None:
-        return "sinks"
-    # On CUDA no mask is made for a block that meets a cache, where transformers makes one (1 GB, and 2 GB more once
-    # added to the scores in 16 bits, for an 8,192-token chunk at 128K): a mask also keeps SDPA off its flash kernel.
-    if mask is None and 1 < num_queries < key.shape[2]:
-        return "lower right"
-    # For a short block over a long cache transformers copies the whole KV cache once per step to repeat its heads (half
-    # of the time of a 5-token verification at 8K cached tokens on a CPU). A single query on CUDA goes to SDPA's own
-    # grouped kernel, which needs no copy.
-    is_short = num_queries <= _MAX_FOLDED_QUERIES and num_queries < key.shape[2]
-    if groups > 1 and is_short and (num_queries > 1 or query.device.type == "cpu"):
-        return "folded"
-    return "library"
-
-
-def _attend_lower_right(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-    """Causal, the last query at the last key; (1, num_heads, n, head_dim)."""
-    bias = causal_lower_right(query.shape[2], key.shape[2])
-    return F.scaled_dot_product_attention(
-        query, key, value, bias, scale=scale, enable_gqa=query.shape[1] > key.shape[1]
-    )
-
-
 def _attend_folded(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float
 ) -> torch.Tensor:
@@ -303,29 +274,130 @@ def _attend_with_sinks(
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
-    scaling: float,
+    scale: float,
     sinks: torch.Tensor,
 ) -> torch.Tensor:
     """Attention whose softmax has one more column per head, the sink's, which brings no value; (1, num_heads, n,
-    head_dim). The mask is bool; None is causal."""
+    head_dim). The mask is bool; None is causal up to the last key."""
     batch, num_heads, num_queries, head_dim = query.shape
-    num_kv_heads, num_slots = key.shape[1], key.shape[2]
+    num_kv_heads, num_keys = key.shape[1], key.shape[2]
     groups = num_heads // num_kv_heads
-    if mask is None and num_queries > 1:
-        mask = torch.ones(num_queries, num_slots, dtype=torch.bool, device=query.device)
-        mask = mask.tril(num_slots - num_queries)[None, None]
-    grouped = query.reshape(batch, num_kv_heads, groups, num_queries, head_dim) * scaling
+    if mask is None:
+        mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device)
+        mask = mask.tril(num_keys - num_queries)[None, None]
+    grouped = query.reshape(batch, num_kv_heads, groups, num_queries, head_dim) * scale
     outputs = []
-    size = max(1, _MAX_SINK_SCORES // (batch * num_heads * num_slots))
+    size = max(1, _MAX_SCORES // (batch * num_heads * num_keys))
     for start in range(0, num_queries, size):
         scores = torch.matmul(grouped[:, :, :, start : start + size], key[:, :, None].transpose(-1, -2))
-        if mask is not None:
-            hidden = ~mask[:, :, start : start + size, :num_slots]
-            scores = scores.masked_fill(hidden[:, :, None], torch.finfo(scores.dtype).min)
+        hidden = ~mask[:, :, None, start : start + size, :num_keys]
+        scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
         sink = sinks.to(scores.dtype).reshape(1, num_kv_heads, groups, 1, 1).expand(*scores.shape[:4], 1)
         weights = torch.cat([scores, sink], dim=-1).softmax(dim=-1, dtype=torch.float32)[..., :-1]
         outputs.append(torch.matmul(weights.to(value.dtype), value[:, :, None]))
     return torch.cat(outputs, dim=3).reshape(batch, num_heads, num_queries, head_dim)
+
+
+def _attend_past_and_present(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+    """Causal attention of a long block over a long cache on a CPU, which has a fast kernel for either part alone.
+
+    The block sees all of what is cached before it, and itself causally. Merged by the two log-sum-exps, without a mask,
+    this takes as long as the same rows of a prefill in one piece; a mask makes it 1.6 to 2.3 times as long.
+    """
+    batch, num_heads, num_queries, head_dim = query.shape
+    num_kv_heads, past = key.shape[1], key.shape[2] - num_queries
+    groups = num_heads // num_kv_heads
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    own = [each[:, :, past:].repeat_interleave(groups, 1) for each in (key, value)]
+    output, log_sum = kernel(query, *own, 0.0, True, scale=scale)
+    folded = query.reshape(batch, num_kv_heads, groups * num_queries, head_dim)
+    before, log_sum_before = kernel(folded, key[:, :, :past], value[:, :, :past], 0.0, False, scale=scale)
+    share = torch.sigmoid(log_sum_before.reshape(log_sum.shape) - log_sum)[..., None].to(output.dtype)
+    merged: torch.Tensor = torch.lerp(output, before.reshape(output.shape), share)
+    return merged
+
+
+Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
+
+
+def _attend_in_blocks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    slots: SlotPositions,
+    seen: Seen,
+    kernel: Kernel,
+    begin: int | None = None,
+) -> torch.Tensor:
+    """Blocks of queries, each under a mask over the slots that it may see: right for any positions.
+
+    begin: the first query's slot, where the queries are not the newest tokens.
+    """
+    num_queries = query.shape[2]
+    begin = key.shape[2] - num_queries if begin is None else begin
+    size = max(1, min(_MAX_SCORES // (query.shape[1] * key.shape[2]), num_queries))
+    if seen.window is not None:
+        size = min(size, max(_WINDOW_BLOCK, seen.window))
+    outputs = []
+    for start in range(begin, begin + num_queries, size):
+        stop = min(start + size, begin + num_queries)
+        num_front, first = slots.shown(start, seen)
+        keys, values = key[:, :, first:stop], value[:, :, first:stop]
+        if num_front:
+            keys = torch.cat([key[:, :, :num_front], keys], 2)
+            values = torch.cat([value[:, :, :num_front], values], 2)
+        mask = slots.mask(start, stop, seen, key.device)
+        outputs.append(kernel(query[:, :, start - begin : stop - begin], keys, values, mask, scale))
+    return torch.cat(outputs, 2) if len(outputs) > 1 else outputs[0]
+
+
+def _attend_in_windows(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, slots: SlotPositions, seen: Seen
+) -> torch.Tensor:
+    """Windows and sinks, in time and memory linear in the queries: most blocks look alike, and run as one batch."""
+    begin = key.shape[2] - query.shape[2]
+    start = max(begin, slots.regular_from(seen))
+    num_blocks = max(0, key.shape[2] - start) // _WINDOW_BLOCK
+    blocks = partial(
+        _attend_in_blocks, key=key, value=value, scale=scale, slots=slots, seen=seen, kernel=_attend_folded
+    )
+    # The batch copies what neighbouring blocks share, which a wide window makes too much of.
+    if seen.window is None or seen.window + seen.num_sinks > _MAX_COPIED or num_blocks < 2:
+        return blocks(query)
+    stop = start + num_blocks * _WINDOW_BLOCK
+    parts = [_attend_in_alike_blocks(query[:, :, start - begin : stop - begin], key, value, scale, seen, start)]
+    if start > begin:
+        parts.insert(0, blocks(query[:, :, : start - begin], begin=begin))
+    if stop < key.shape[2]:
+        parts.append(blocks(query[:, :, stop - begin :]))
+    return torch.cat(parts, 2)
+
+
+def _attend_in_alike_blocks(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, seen: Seen, start: int
+) -> torch.Tensor:
+    """Blocks of queries from slot `start` on, each over all sinks and over a whole window before its first token."""
+    _, num_heads, num_queries, head_dim = query.shape
+    num_kv_heads, size, window = key.shape[1], _WINDOW_BLOCK, seen.window or 0
+    groups, num_blocks = num_heads // num_kv_heads, num_queries // size
+
+    def by_block(cached: torch.Tensor) -> torch.Tensor:
+        """(num_blocks, num_kv_heads, sinks + window - 1 + size, head_dim)"""
+        local = cached[0, :, start - window + 1 : start + num_queries].unfold(1, window - 1 + size, size)
+        sinks = cached[0, :, : seen.num_sinks].expand(num_blocks, -1, -1, -1)
+        return torch.cat([sinks, local.permute(1, 0, 3, 2)], 2)
+
+    rows = torch.arange(size, device=query.device)[:, None]
+    columns = torch.arange(-seen.num_sinks, window - 1 + size, device=query.device)[None]
+    mask = (columns < 0) | ((columns >= rows) & (columns < rows + window))
+    folded = query.reshape(num_kv_heads, groups, num_blocks, size, head_dim).permute(2, 0, 1, 3, 4)
+    folded = folded.reshape(num_blocks, num_kv_heads, groups * size, head_dim)
+    output = F.scaled_dot_product_attention(
+        folded, by_block(key), by_block(value), attn_mask=mask.repeat(groups, 1)[None, None], scale=scale
+    )
+    output = output.reshape(num_blocks, num_kv_heads, groups, size, head_dim).permute(1, 2, 0, 3, 4)
+    return output.reshape(1, num_heads, num_queries, head_dim)
 
 
 def install(model: PreTrainedModel) -> None:
@@ -347,3 +419,33 @@ def install(model: PreTrainedModel) -> None:
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, causal_mask)
     model.set_attn_implementation(NAME)
+    for layer in model.get_decoder().layers:
+        layer.register_forward_pre_hook(_narrow, with_kwargs=True)
+
+
+def _narrow(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A decoder layer after which nothing is cached: its keys and values are wanted of all tokens, the rest of it, and
+    all that follows, of those whose logits are asked for."""
+    slots: SlotPositions | None = getattr(_thread, "slots", None)
+    if slots is None or slots.narrow_layer is None or getattr(_thread, "captured", None) is not None:
+        return None
+    if not any(getattr(part, "layer_idx", None) == slots.narrow_layer for part in layer.modules()):
+        return None
+    num_tokens = (args[0] if args else kwargs["hidden_states"]).shape[1]
+    cut = num_tokens - slots.num_wanted
+    slots.last_layer, slots.narrow_layer = slots.narrow_layer, None
+    with suppress(KeysCached):
+        layer.forward(*_tokens(args, num_tokens, 0, cut), **_tokens(kwargs, num_tokens, 0, cut))
+    slots.last_layer = None
+    return _tokens(args, num_tokens, cut, num_tokens), _tokens(kwargs, num_tokens, cut, num_tokens)
+
+
+def _tokens(value: Any, num_tokens: int, start: int, stop: int) -> Any:
+    """What a layer is handed, with the tokens start…stop - 1 of whatever there is one row per token of."""
+    if isinstance(value, torch.Tensor):
+        return value[:, start:stop] if value.dim() > 1 and value.shape[1] == num_tokens else value
+    if isinstance(value, tuple):
+        return tuple(_tokens(each, num_tokens, start, stop) for each in value)
+    if isinstance(value, dict):
+        return {name: _tokens(each, num_tokens, start, stop) for name, each in value.items()}
+    return value

@@ -72,6 +72,22 @@ def is_stateful(cache: DynamicCache) -> bool:
     return any(hasattr(layer, "recurrent_states") for layer in cache.layers)
 
 
+def last_attention_layer(cache: DynamicCache, num_layers: int | None = None) -> int | None:
+    """Index of the last layer, of the first num_layers, that keeps anything of its tokens, if it keeps keys alone.
+
+    A prefill may end there, once these are cached. None where it may not, since a recurrent state comes with the keys
+    or after them. With num_layers the layers before which nothing is kept do not count; the first attention layer
+    always does.
+    """
+    attention = [isinstance(layer, PreallocatedLayer) for layer in cache.layers]
+    if num_layers is not None:
+        first = attention.index(True)
+        attention = attention[: max(num_layers, first + 1)]
+        while not attention[-1]:
+            attention.pop()
+    return len(attention) - 1 if attention[-1] else None
+
+
 def keep_slots(cache: DynamicCache, slots: Sequence[int], device: torch.device) -> None:
     """Keep only these slots of every attention layer."""
     index = torch.tensor(slots, device=device)

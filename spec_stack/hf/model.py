@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from itertools import pairwise
 from time import perf_counter
 
@@ -15,11 +15,14 @@ from spec_stack.hf import cache as model_cache
 from spec_stack.hf.architectures import text_config
 from spec_stack.hf.attention import LayerCapture, attend_by_position, capture_attention
 from spec_stack.hf.cache import StateSnapshot
+from spec_stack.hf.slots import KeysCached, SlotPositions
 
 # Tokens to recompute up to which they ride along with the next forward; more get one of their own, so that a
 # snapshot can follow them.
 _MAX_RIDING = 16
 _MAX_SNAPSHOTS = 17
+# Tokens without logits from which the last layer leaves them out.
+_MIN_NARROWED = 64
 
 
 def piece_ends(num_tokens: int, num_logits: int, chunk: int, own_piece: bool) -> list[int]:
@@ -85,6 +88,7 @@ class CachedModel:
         self._num_ids = num_ids or self._num_rows
         self._cache = model_cache.new_cache(model.config)
         self._is_stateful = model_cache.is_stateful(self._cache)
+        self._last_layer = model_cache.last_attention_layer(self._cache)
         # What the cache holds, one entry per slot, and what it has yet to recompute.
         self._token_ids: list[int] = []
         self._positions: list[int] = []
@@ -125,16 +129,10 @@ class CachedModel:
         ValueError
             Where the counts do not fit, or the positions do not go on from the cached ones. The cache is unchanged.
         """
-        if not len(token_ids) == len(positions) >= num_logits >= 1:
-            raise ValueError(f"{len(token_ids)} tokens, {len(positions)} positions, {num_logits} logits do not fit")
-        if positions[0] < self.next_position:
-            raise ValueError(f"position {positions[0]} comes before the cache's next position {self.next_position}")
+        if num_logits < 1:
+            raise ValueError(f"{num_logits} logits do not fit; `prefill` gives none")
         started = perf_counter()
-        if self._num_ids > self._num_rows:
-            token_ids = [min(token_id, self._num_rows - 1) for token_id in token_ids]
-        token_ids = [*(token_id for token_id, _ in self._to_recompute), *token_ids]
-        positions = [*(position for _, position in self._to_recompute), *positions]
-        self._to_recompute = []
+        token_ids, positions = self._take(token_ids, positions, num_logits)
         # Only tokens whose logits were asked for are ever rolled back: a state is copied right before them, unless
         # so few come before them that recomputing those is cheaper than a forward of their own.
         own_piece = self._is_stateful and num_logits > 1 and len(token_ids) - num_logits > _MAX_RIDING
@@ -142,18 +140,93 @@ class CachedModel:
         *earlier, (start, end) = pairwise([0, *ends])
         with torch.inference_mode():
             for first, last in earlier:
-                self._run(token_ids[first:last], positions[first:last], 1)
+                self._cache_keys(token_ids[first:last], positions[first:last], self._last_layer)
             self._take_snapshot()
             logits = self._run(token_ids[start:end], positions[start:end], num_logits)
         self.forward_s += perf_counter() - started
         return self._widen(logits)
 
-    def _run(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> torch.Tensor:
-        """One forward of the model; logits (num_logits, rows)."""
-        device = self.model.device
+    def prefill(
+        self,
+        token_ids: Sequence[int],
+        positions: Sequence[int],
+        window: int | None = None,
+        num_sinks: int = 0,
+        num_layers: int | None = None,
+    ) -> None:
+        """Append tokens to the cache without asking for logits, which costs less than `forward`.
+
+        Parameters
+        ----------
+        token_ids, positions
+            As in `forward`.
+        window, num_sinks
+            Where a window is given, each token sees only the window's positions up to itself and the positions below
+            num_sinks; layers with a window of their own keep the smaller one. What comes later sees everything again.
+        num_layers
+            Run only so many of the model's layers (at least as far as its first attention layer). The cache is then
+            good for scoring alone, until `recompute_slots`.
+
+        Raises
+        ------
+        ValueError
+            As in `forward`.
+        """
+        started = perf_counter()
+        token_ids, positions = self._take(token_ids, positions, 0)
+        last_layer = self._last_layer
+        if num_layers is not None:
+            last_layer = model_cache.last_attention_layer(self._cache, num_layers)
+        ends = piece_ends(len(token_ids), 0, self.prefill_chunk, own_piece=False)
+        with torch.inference_mode():
+            for first, last in pairwise([0, *ends]):
+                self._cache_keys(token_ids[first:last], positions[first:last], last_layer, window, num_sinks)
+        self.forward_s += perf_counter() - started
+
+    def _take(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> tuple[list[int], list[int]]:
+        """What a forward over these tokens has to run: they, and before them what there is to recompute."""
+        if not (len(token_ids) == len(positions) >= num_logits and token_ids):
+            raise ValueError(f"{len(token_ids)} tokens, {len(positions)} positions, {num_logits} logits do not fit")
+        if positions[0] < self.next_position:
+            raise ValueError(f"position {positions[0]} comes before the cache's next position {self.next_position}")
+        if self._num_ids > self._num_rows:
+            token_ids = [min(token_id, self._num_rows - 1) for token_id in token_ids]
+        taken = (
+            [*(token_id for token_id, _ in self._to_recompute), *token_ids],
+            [*(position for _, position in self._to_recompute), *positions],
+        )
+        self._to_recompute = []
+        return taken
+
+    def _cache_keys(
+        self,
+        token_ids: Sequence[int],
+        positions: Sequence[int],
+        last_layer: int | None,
+        window: int | None = None,
+        num_sinks: int = 0,
+    ) -> None:
+        """One forward of the model up to that attention layer's keys and values; to its end where there is none."""
         self._token_ids += token_ids
         self._positions += positions
-        with attend_by_position(self._positions):
+        slots = SlotPositions(self._positions, window, num_sinks, last_layer)
+        with suppress(KeysCached):
+            self._call(token_ids, positions, slots, num_logits=1)
+
+    def _run(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> torch.Tensor:
+        """One forward of the model; logits (num_logits, rows)."""
+        self._token_ids += token_ids
+        self._positions += positions
+        slots = SlotPositions(self._positions)
+        if self._last_layer is not None and len(token_ids) - num_logits >= _MIN_NARROWED:
+            slots.narrow_layer, slots.num_wanted = self._last_layer, num_logits
+        return self._call(token_ids, positions, slots, num_logits)
+
+    def _call(
+        self, token_ids: Sequence[int], positions: Sequence[int], slots: SlotPositions, num_logits: int
+    ) -> torch.Tensor:
+        device = self.model.device
+        with attend_by_position(slots):
             output = self.model(
                 input_ids=torch.tensor([token_ids], device=device),
                 position_ids=torch.tensor([positions], device=device),
@@ -229,6 +302,20 @@ class CachedModel:
             model_cache.keep_slots(self._cache, slots, self.model.device)
         self._positions = [self._positions[slot] for slot in slots]
         self._token_ids = [self._token_ids[slot] for slot in slots]
+
+    def recompute_slots(self, slots: Sequence[int]) -> None:
+        """Keep only these cache slots, prefilled anew through all layers, each seeing what is kept before it.
+
+        Parameters
+        ----------
+        slots
+            Indices into the cached tokens, in increasing order.
+        """
+        token_ids = [self._token_ids[slot] for slot in slots]
+        positions = [self._positions[slot] for slot in slots]
+        self._cache = model_cache.new_cache(self.model.config)
+        self._token_ids, self._positions, self._to_recompute, self._snapshots = [], [], [], []
+        self.prefill(token_ids, positions)
 
     def capture(self) -> AbstractContextManager[dict[int, LayerCapture]]:
         """Capture the queries and keys of every forward inside the block, by layer."""

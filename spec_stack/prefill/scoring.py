@@ -25,6 +25,15 @@ class CapturedLayer(Protocol):
 class ScoringModel(SteppableModel, Protocol):
     """What scoring needs of the draft on top."""
 
+    def prefill(
+        self,
+        token_ids: Sequence[int],
+        positions: Sequence[int],
+        window: int | None = None,
+        num_sinks: int = 0,
+        num_layers: int | None = None,
+    ) -> None: ...
+    def recompute_slots(self, slots: Sequence[int]) -> None: ...
     def keep_slots(self, slots: Sequence[int]) -> None: ...
     def capture(self) -> AbstractContextManager[Mapping[int, CapturedLayer]]: ...
 
@@ -66,7 +75,7 @@ def score_prompt(
     """
     num_tokens = len(prompt_ids)
     if num_tokens > 1:
-        draft.forward(prompt_ids[:-1], range(num_tokens - 1), num_logits=1)
+        draft.prefill(prompt_ids[:-1], range(num_tokens - 1))
     with draft.capture() as captured:
         if config.look_ahead:
             proposal = look_ahead(prompt_ids, config.look_ahead)

@@ -60,11 +60,33 @@ class TranslatedDraft:
         The prompt's part of token_ids is taken from the tokenization. Raises ValueError for other positions, for more
         than one row of logits, or where no draft token ends within these tokens.
         """
+        if num_logits != 1:
+            raise ValueError("a draft with another tokenizer goes on and gives one row of logits")
+        fed, ends = self._fed(token_ids, positions)
+        first = self._draft.next_position
+        logits = self._draft.forward(fed, range(first, first + len(fed)), num_logits=1)
+        self._ends += ends
+        return self._translation.to_target(logits)
+
+    def prefill(
+        self,
+        token_ids: Sequence[int],
+        positions: Sequence[int],
+        window: int | None = None,
+        num_sinks: int = 0,
+        num_layers: int | None = None,
+    ) -> None:
+        """The same without logits; window, sinks and layers as in `CachedModel.prefill`, in the draft's own tokens."""
+        fed, ends = self._fed(token_ids, positions)
+        first = self._draft.next_position
+        self._draft.prefill(fed, range(first, first + len(fed)), window, num_sinks, num_layers)
+        self._ends += ends
+
+    def _fed(self, token_ids: Sequence[int], positions: Sequence[int]) -> tuple[list[int], list[int]]:
+        """The draft's tokens for these of the target, and its next position after each of them."""
         start, num_prompt = self.next_position, len(self._tokenization.ranges)
-        if list(positions) != list(range(start, start + len(token_ids))) or num_logits != 1:
-            raise ValueError(
-                "a draft with another tokenizer goes on from its next position and gives one row of logits"
-            )
+        if list(positions) != list(range(start, start + len(token_ids))):
+            raise ValueError("a draft with another tokenizer goes on from its next position")
         first = self._draft.next_position
         ends = [self._prompt_end(position) for position in range(start, min(start + len(token_ids), num_prompt))]
         fed = list(self._tokenization.token_ids[first : ends[-1]]) if ends else []
@@ -73,9 +95,7 @@ class TranslatedDraft:
             ends.append(first + len(fed))
         if not fed:
             raise ValueError("no token of the draft ends within these tokens of the target")
-        logits = self._draft.forward(fed, range(first, first + len(fed)), num_logits=1)
-        self._ends += ends
-        return self._translation.to_target(logits)
+        return fed, ends
 
     def _prompt_end(self, position: int) -> int:
         """How many draft tokens of the prompt are fed with its target token at position: all that end before the next
@@ -96,12 +116,23 @@ class TranslatedDraft:
     def keep_slots(self, slots: Sequence[int]) -> None:
         """Keep the draft's slots for these target tokens, given in increasing order, and those for no target token
         before them (the draft's own beginning of a text)."""
+        self._draft.keep_slots(self._draft_slots(slots))
+
+    def recompute_slots(self, slots: Sequence[int]) -> None:
+        """Keep the same slots, prefilled anew through all layers of the draft; what came after them is forgotten."""
+        # A draft token that the last of them shares with the token after it waits for that one again.
+        end = self._ends[slots[-1]]
+        self._draft.recompute_slots([slot for slot in self._draft_slots(slots) if slot < end])
+        del self._ends[slots[-1] + 1 :]
+
+    def _draft_slots(self, slots: Sequence[int]) -> list[int]:
+        """The draft's own slots for target tokens, and those before the first of them."""
         ranges = self._tokenization.ranges
         kept = set(range(ranges[0][0]))
         for slot in slots:
             is_prompt = slot < len(ranges)
             kept.update(range(*ranges[slot]) if is_prompt else range(self._ends[slot - 1], self._ends[slot]))
-        self._draft.keep_slots(sorted(kept))
+        return sorted(kept)
 
     def capture(self) -> AbstractContextManager[dict[int, LayerCapture]]:
         """Capture the draft's queries and keys, in its own tokens."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from transformers import (
 
 from spec_stack import SpecStackGenerator
 from spec_stack.hf import attention
+from spec_stack.hf import model as hf_model
 from spec_stack.hf.architectures import SUPPORTED, abilities, check_architecture, scoring_limit
 from spec_stack.hf.model import CachedModel
 from tests.support import matrix, reference, reference_architectures, support_table
@@ -49,6 +51,57 @@ def test_importance_equals_eager_attention_over_the_layers_that_see_the_whole_pr
 @pytest.mark.parametrize("prefill_chunk", [4096, 7, 1])
 def test_sparse_prefill_equals_a_forward_without_cache_at_the_original_positions(name: str, prefill_chunk: int) -> None:
     assert matrix.sparse_error(name, prefill_chunk) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", EXACT_DECODING)
+@pytest.mark.parametrize("kept", [range(NUM_PROMPT), KEPT], ids=["whole", "with gaps"])
+@pytest.mark.parametrize(("window", "num_sinks", "prefill_chunk"), [(8, 3, 4096), (8, 0, 9), (1, 5, 17), (24, 4, 33)])
+def test_a_prompt_prefilled_with_a_window_equals_an_explicit_mask(
+    name: str, kept: Sequence[int], window: int, num_sinks: int, prefill_chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Small enough that blocks run as one batch, and that some do not.
+    monkeypatch.setattr(attention, "_WINDOW_BLOCK", 5)
+    # Rounding of the recurrent layers is larger over gaps; a token too many or too few is a thousand times that.
+    assert matrix.windowed_error(name, window, num_sinks, prefill_chunk, kept) < 4 * TOLERANCE
+
+
+@pytest.mark.parametrize(("window", "num_sinks"), [(9, 3), (7, 3), (8, 4), (8, 2)])
+def test_a_window_or_sinks_off_by_one_token_would_show(
+    window: int, num_sinks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill = CachedModel.prefill
+    off = lambda self, ids, positions, *_: prefill(self, ids, positions, window, num_sinks)  # noqa: E731
+    monkeypatch.setattr(CachedModel, "prefill", off)
+    assert matrix.windowed_error("Llama", 8, 3) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("name", EXACT_DECODING)
+def test_a_window_as_wide_as_the_prompt_hides_nothing(name: str) -> None:
+    prompt = random_prompt(NUM_PROMPT)
+    windowed, dense = cached(name), cached(name)
+    windowed.prefill(prompt, range(NUM_PROMPT), NUM_PROMPT, 0)
+    dense.prefill(prompt, range(NUM_PROMPT))
+    torch.testing.assert_close(*(each.forward([7], [NUM_PROMPT], 1) for each in (windowed, dense)))
+
+
+@pytest.mark.parametrize("name", EXACT_DECODING)
+@pytest.mark.parametrize("prefill_chunk", [4096, 7])
+def test_only_tokens_whose_logits_are_wanted_pass_the_last_layer(
+    name: str, prefill_chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The keys and values behind the logits are still those of all tokens."""
+    monkeypatch.setattr(hf_model, "_MIN_NARROWED", 1)
+    assert matrix.sparse_error(name, prefill_chunk) < TOLERANCE
+    model, num_rows = cached(name), []
+    model.model.get_output_embeddings().register_forward_pre_hook(lambda _, args: num_rows.append(args[0].shape[1]))
+    norm = [module for module in model.model.get_decoder().children() if "Norm" in type(module).__name__][-1]
+    norm.register_forward_pre_hook(lambda _, args: num_rows.append(args[0].shape[1]))
+    prompt = random_prompt(NUM_PROMPT)
+    model.prefill(prompt[:40], range(40))
+    model.forward(prompt[40:], range(40, NUM_PROMPT), 3)
+    # In a Falcon-H1 layer a state reads beside the attention, so it runs whole.
+    assert max(num_rows) == (40 if name == "Falcon-H1" else 3)
+    assert num_rows[-2:] == [3, 3]
 
 
 @pytest.mark.parametrize("name", EXACT_DECODING)
@@ -218,7 +271,7 @@ def test_records_count_the_tokens_recomputed(name: str, recomputes: bool) -> Non
 
 
 def test_sinks_are_honoured_however_few_queries_fit_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "_MAX_SINK_SCORES", 4 * 50 * 3)
+    monkeypatch.setattr(attention, "_MAX_SCORES", 4 * 50 * 3)
     assert matrix.sparse_error("GPT-OSS") < TOLERANCE
 
 

@@ -9,9 +9,10 @@ from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 from spec_stack.hf import attention
-from spec_stack.hf.attention import SlotPositions, capture_attention, install
+from spec_stack.hf.attention import capture_attention, install
 from spec_stack.hf.cache import PreallocatedLayer
 from spec_stack.hf.model import CachedModel, piece_ends
+from spec_stack.hf.slots import SlotPositions
 from tests.support import reference
 from tests.support.models import FAMILIES, make_model, random_prompt
 
@@ -148,7 +149,7 @@ def test_without_a_mask_a_block_is_causal_up_to_the_last_key(
 ) -> None:
     """The route of CUDA: there no mask is made for a block that meets a cache."""
     monkeypatch.setattr(attention, "_has_flash", lambda *_: True)
-    monkeypatch.setattr(SlotPositions, "_build", None)
+    monkeypatch.setattr(SlotPositions, "mask", None)
     kept, follow = random_prompt(len(KEPT)), random_prompt(6, seed=9)
     model = CachedModel(SHARED["llama"], prefill_chunk)
     got = [model.forward(kept, KEPT, 1), model.forward(follow, range(60, 66), 6), model.forward([7], [66], 1)]

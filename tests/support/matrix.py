@@ -6,6 +6,7 @@ The tests assert on these figures, and `tests/support/support_table.py` prints t
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,6 +91,25 @@ def sparse_error(name: str, prefill_chunk: int = 4096) -> float:
     positions = [*KEPT, *range(NUM_PROMPT, NUM_PROMPT + 8)]
     expected = reference_architectures.logits(make_model(name), kept + follow, positions)[len(KEPT) - 1 :]
     return _relative(torch.cat(got), expected)
+
+
+def windowed_error(
+    name: str, window: int, num_sinks: int, prefill_chunk: int = 4096, kept: Sequence[int] = range(NUM_PROMPT)
+) -> float:
+    """Largest difference of logits behind a prompt prefilled with a window and sinks, of which a little was rolled
+    back, from one forward without a cache under an explicit mask."""
+    prompt, follow = random_prompt(NUM_PROMPT), random_prompt(8, seed=9)
+    token_ids = [prompt[position] for position in kept]
+    model = cached(name, prefill_chunk)
+    model.prefill(token_ids, kept, window, num_sinks)
+    model.forward(random_prompt(3, seed=5), range(NUM_PROMPT, NUM_PROMPT + 3), 3)
+    model.rollback(3)
+    got = [model.forward(follow[:5], range(NUM_PROMPT, NUM_PROMPT + 5), 5)]
+    got += [model.forward(follow[index : index + 1], [NUM_PROMPT + index], 1) for index in range(5, 8)]
+    positions = [*kept, *range(NUM_PROMPT, NUM_PROMPT + 8)]
+    prefill = reference_architectures.WindowedPrefill(len(kept), window, num_sinks)
+    expected = reference_architectures.logits(make_model(name), token_ids + follow, positions, prefill)
+    return _relative(torch.cat(got), expected[len(kept) :])
 
 
 def decoded(name: str, seed: int = 0, num_tokens: int = 48) -> Decoded:
