@@ -98,7 +98,7 @@ def test_json_carries_text_and_metrics(capsys: pytest.CaptureFixture[str]) -> No
         (["generate", "   "], "prompt is empty"),
         (["generate", "half a pair \ud800"], "not valid Unicode"),
         (["generate", "x", "--device", "meta"], "cannot run a model"),
-        (["generate", "x", "--records", "steps.txt"], "parquet"),
+        (["generate", "x", "--records", "steps.txt"], "give a .jsonl file"),
         (["generate", "--file", "missing.txt"], "cannot read missing.txt"),
         (["generate", "x", "--keep-rate", "2"], "keep_rate"),
         (["generate", "x", "--gamma", "99"], "gamma"),
