@@ -418,24 +418,24 @@ def test_every_policy_is_lossless_live(
 
 
 def test_records_are_added_to_a_file(embedded: SpecStackGenerator, tmp_path: Path) -> None:
-    path = tmp_path / "steps.csv"
+    path = tmp_path / "steps.jsonl"
     options: dict[str, Any] = {"max_tokens": 20, "task": "code", "records": path, "return_records": True}
     results = [embedded.generate(CODE, gamma=gamma, **options) for gamma in (2, 4)]
     assert read_records(path) == [record for result in results for record in result.records or []]
-    with pytest.raises(ValueError, match="parquet"):
+    with pytest.raises(ValueError, match=r"give a \.jsonl file"):
         embedded.generate(CODE, records=tmp_path / "steps.txt")
     embedded.generate(CODE, max_tokens=2, records=path, request_id="again")
     with pytest.raises(ValueError, match="'again' is in the file already"):
         embedded.generate(CODE, max_tokens=2, records=path, request_id="again")
-    damaged = tmp_path / "damaged.csv"
+    damaged = tmp_path / "damaged.jsonl"
     damaged.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match="damaged"):
         embedded.generate(CODE, records=damaged)
-    (tmp_path / "folder.csv").mkdir()
+    (tmp_path / "folder.jsonl").mkdir()
     with pytest.raises(ValueError, match="folder"):
-        embedded.generate(CODE, records=tmp_path / "folder.csv")
+        embedded.generate(CODE, records=tmp_path / "folder.jsonl")
     with pytest.raises(ValueError, match="does not exist"):
-        embedded.generate(CODE, records=tmp_path / "no" / "steps.csv")
+        embedded.generate(CODE, records=tmp_path / "no" / "steps.jsonl")
 
 
 def test_scoring_is_not_begun_where_nothing_could_be_pruned(embedded: SpecStackGenerator) -> None:

@@ -30,7 +30,7 @@ from experiments.policies.token_model import TOKEN_MODELS, Recalibrated, fit_tok
 from spec_stack.config import MAX_GAMMA
 from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord
 from spec_stack.controller.predictor import Card, Network, StepPredictor
-from spec_stack.controller.registry import make_policy
+from spec_stack.controller.registry import POLICY_NAMES, make_policy
 from spec_stack.controller.speckv import SpecKV
 from spec_stack.controller.throughput import Throughput
 from spec_stack.offline.oracles import BestFixed, TaskOracle, best_fixed, oracle
@@ -155,8 +155,9 @@ def policies_for(train: list[ReplayText], records: list[StepRecord], data: Data)
     }
     makers: dict[str, Maker] = {f"fixed-{gamma}": partial(make_policy, "fixed", gamma=gamma) for gamma in FIXED}
     makers["best-fixed"] = partial(BestFixed, best)
-    for name in ("heuristic", "confidence", "ema", *LEARNING):
-        makers[name] = partial(make_policy, name)
+    for name in POLICY_NAMES:
+        if name != "fixed":
+            makers[name] = partial(make_policy, name)
     makers["task-oracle"] = partial(TaskOracle, by_task)
     inputs, rates, _ = step_examples(records)
     for model in ("ridge", "mlp-16"):

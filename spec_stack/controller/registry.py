@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from importlib import import_module
@@ -9,7 +10,7 @@ from typing import Any
 
 from spec_stack.controller.base import Policy
 
-POLICIES = {
+POLICIES: dict[str, str | type[Policy]] = {
     "throughput": "spec_stack.controller.throughput:Throughput",
     "fixed": "spec_stack.controller.fixed:Fixed",
     "confidence": "spec_stack.controller.confidence:Confidence",
@@ -18,8 +19,8 @@ POLICIES = {
     "bandit": "spec_stack.controller.bandit:Bandit",
     "speckv": "spec_stack.controller.speckv:SpecKV",
 }
-"""name -> "module:Class", for Python and the command line. An entry more is a policy more."""
-BATCH_POLICIES = {
+"""name -> "module:Class" or the class itself, for Python and the command line. An entry more is a policy more."""
+BATCH_POLICIES: dict[str, str | type[Policy]] = {
     "throughput": "spec_stack.controller.batch_throughput:BatchThroughput",
     "bandit": POLICIES["bandit"],
     "ema": POLICIES["ema"],
@@ -56,22 +57,29 @@ def make_batch_policy(name: str, **options: Any) -> Policy:
     return _make(BATCH_POLICIES, name, options)
 
 
-def _make(policies: dict[str, str], name: str, options: dict[str, Any]) -> Policy:
+def _make(policies: Mapping[str, str | type[Policy]], name: str, options: dict[str, Any]) -> Policy:
     if not isinstance(name, str) or name not in policies:
         raise ValueError(f"unknown policy {name!r}{_nearest(name, list(policies))}")
-    module, _, class_name = policies[name].partition(":")
-    policy_class = getattr(import_module(module), class_name)
-    known = [entry.name for entry in fields(policy_class) if entry.init] if is_dataclass(policy_class) else []
+    policy_class = _load(policies[name])
+    known: list[str] = (
+        [entry.name for entry in fields(policy_class) if entry.init] if is_dataclass(policy_class) else []
+    )
     for option in options:
         if option not in known:
             raise ValueError(f"policy {name!r} has no option {option!r}{_nearest(option, known)}")
     try:
-        policy = policy_class(**options)
+        return policy_class(**options)
     except (TypeError, AttributeError) as error:
         raise ValueError(f"policy {name!r} cannot be built from {options}: {error}") from error
-    if not isinstance(policy, Policy):
-        raise ValueError(f"{policies[name]} is no policy; write `class {class_name}(Policy)`")
-    return policy
+
+
+def _load(entry: str | type[Policy]) -> type[Policy]:
+    if isinstance(entry, str):
+        module, _, name = entry.partition(":")
+        entry = getattr(import_module(module), name)
+    if not (isinstance(entry, type) and issubclass(entry, Policy)):
+        raise ValueError(f"the registry holds {entry!r}, which is no policy class; write `class Mine(Policy)`")
+    return entry
 
 
 def _nearest(wanted: object, known: list[str]) -> str:

@@ -115,7 +115,7 @@ def test_what_a_policy_chooses_is_cut_in_replay(chosen: int, most: int) -> None:
 
 
 def test_no_policy_clips_for_itself() -> None:
-    for name in POLICIES:
+    for name in POLICY_NAMES:
         assert "context.max_gamma)" not in inspect.getsource(type(make_policy(name)).choose), name
 
 
@@ -167,6 +167,16 @@ def test_an_error_names_no_policy_that_cannot_be_used_where_it_is_raised(make: C
     for name in listed:
         assert make(name).choose(context()) >= 0
     assert ("confidence" in listed) == (make is make_policy)
+
+
+def test_an_entry_more_in_the_registry_is_a_policy_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(POLICIES, "three", ThreeAtMost)
+    assert make_policy("three", gamma=2).choose(context()) == 2
+    with pytest.raises(ValueError, match="did you mean 'gamma'"):
+        make_policy("three", gammas=2)
+    monkeypatch.setitem(POLICIES, "three", "tests.support.controller_data:Greedy")
+    with pytest.raises(ValueError, match=r"Greedy.* is no policy class; write `class Mine\(Policy\)`"):
+        make_policy("three")
 
 
 def test_an_object_that_is_no_policy_is_refused_with_what_to_write() -> None:
