@@ -50,6 +50,12 @@ def test_a_line_is_the_record_as_a_dictionary(tmp_path: Path) -> None:
     assert lines_of(path) == [dataclasses.asdict(record) for record in some_records()]
 
 
+def test_a_label_that_is_no_valid_unicode_survives_a_line(tmp_path: Path) -> None:
+    record = dataclasses.replace(step(2, 1), task="half a pair \ud800")
+    add_records([record], tmp_path / "records.jsonl")
+    assert read_records(tmp_path / "records.jsonl") == [record]
+
+
 def test_records_written_and_records_added_are_the_same_file(tmp_path: Path) -> None:
     write_records(runs(2), tmp_path / "written.jsonl")
     for number in range(2):
@@ -154,6 +160,7 @@ def test_a_path_that_cannot_be_appended_to_is_refused_before_any_work(tmp_path: 
     check_record_path(path)
     add_records(Greedy(0).record("a", 4), path)
     check_record_path(path, "b")
+    check_record_path(path, "chat")
     with pytest.raises(ValueError, match="request 'a' is in the file already"):
         check_record_path(path, "a")
     path.write_bytes(path.read_bytes()[:-9])
