@@ -249,7 +249,7 @@ class StepOutput:
         Their text; it may lag behind while it could still become a stop string or is half a character.
     record : StepRecord
         What the step did.
-    finish_reason : {"eos", "stop", "length"} or None
+    finish_reason : "eos", "stop", "length" or None
         Why the request ends here; None while it goes on.
     metrics : Metrics or None
         With the last step only.
@@ -272,7 +272,7 @@ class GenerationResult:
         Generated tokens, with the end-of-sequence token or the tokens of the stop string that ended them.
     text : str
         Their text, without either.
-    finish_reason : {"eos", "stop", "length"}
+    finish_reason : "eos", "stop" or "length"
         Why it ended.
     metrics : Metrics
         What it cost.

@@ -52,6 +52,7 @@ def test_both_precisions_arrive(capsys: pytest.CaptureFixture[str]) -> None:
     assert (report["target"]["precision"], report["draft"]["precision"]) == ("nf4", "bf16")
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "spec_stack.cli", "generate", "def main():", "--max-tokens", "400"]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -137,6 +138,7 @@ def test_a_hidden_fact_stands_once_in_a_document_of_the_asked_length(embedded: S
     assert 0 <= fact.depth < 1
 
 
+@pytest.mark.slow
 def test_the_demo_reports_both_modes_side_by_side(embedded: SpecStackGenerator) -> None:
     report = run_demo(embedded, num_tokens=2200, seed=0, repeats=1)
     dense, sparse = report["modes"].values()

@@ -44,7 +44,8 @@ class PolicyPool:
     def __init__(self, default: str | Policy, options: Mapping[str, Mapping[str, Any]] | None = None) -> None:
         self._default = default
         self._options = dict(options or {})
-        self._idle: dict[PolicyChoice, list[Policy]] = {}
+        # By what a choice looks like: as dictionary keys True, 1 and 1.0 are one.
+        self._idle: dict[str, list[Policy]] = {}
         self._lock = Lock()
         self.choose()
 
@@ -84,8 +85,8 @@ class PolicyPool:
     def _checked(self, choice: PolicyChoice) -> PolicyChoice:
         # Checked by making one, which then waits for its first request: nothing is built to be thrown away.
         with self._lock:
-            if choice not in self._idle:
-                self._idle[choice] = [make_policy(choice.name, **dict(choice.options))]
+            if repr(choice) not in self._idle:
+                self._idle[repr(choice)] = [make_policy(choice.name, **dict(choice.options))]
         return choice
 
     @contextmanager
@@ -98,7 +99,7 @@ class PolicyPool:
             yield make_policy(choice.name, **dict(choice.options))
             return
         with self._lock:
-            idle = self._idle.setdefault(choice, [])
+            idle = self._idle.setdefault(repr(choice), [])
             policy = idle.pop() if idle else make_policy(choice.name, **dict(choice.options))
         try:
             yield policy

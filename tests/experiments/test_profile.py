@@ -45,6 +45,7 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_every_prompt_runs_at_every_precision_and_gamma_once(profile: Path) -> None:
     records = read_records(profile)
     assert max(steps(records).values()) == 1
@@ -149,6 +150,7 @@ def test_correlations_are_those_of_the_steps_that_drafted() -> None:
     assert low < found < high
 
 
+@pytest.mark.slow
 def test_the_tables_the_speeds_and_the_predictor_come_from_the_file(
     profile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -44,6 +44,7 @@ def generators() -> dict[str, SpecStackGenerator]:
     return {name: SpecStackGenerator.from_pretrained(device="cpu", precision=name) for name in names}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "int8", "nf4"])
 @pytest.mark.parametrize("specprefill", [False, True])
 def test_speculation_gives_the_plain_greedy_tokens_of_its_precision_up_to_ties(

@@ -61,4 +61,5 @@ def _fences(text: str) -> Iterator[Block]:
 
 
 def python_blocks(page: Path) -> list[Block]:
-    return [block for block in blocks(page) if block.language == "python"]
+    """The blocks that are Python to run or to read; not those that belong into a file."""
+    return [block for block in blocks(page) if block.language == "python" and not block.title]
