@@ -62,9 +62,15 @@ class Sums(NamedTuple):
         """The same, a step later."""
         return Sums(self.weight * keep, self.x * keep, self.y * keep, self.xx * keep, self.xy * keep)
 
-    def plus(self, x: float, y: float) -> Sums:
-        """The same, with one sample more."""
-        return Sums(self.weight + 1, self.x + x, self.y + y, self.xx + x * x, self.xy + x * y)
+    def aged_with(self, x: float, y: float, keep: float) -> Sums:
+        """The same, a step later and with one sample more."""
+        return Sums(
+            self.weight * keep + 1,
+            self.x * keep + x,
+            self.y * keep + y,
+            self.xx * keep + x * x,
+            self.xy * keep + x * y,
+        )
 
 
 def fit(sums: Sums, prior_slope: float, shrinkage: float) -> tuple[float, float]:
@@ -117,7 +123,7 @@ class DiscountedLine:
         expected = self.base + self.slope * x
         if expected > 0:
             y = min(y, expected * self._tolerance)
-        self._sums = self._sums.aged(self._discount).plus(x, y)
+        self._sums = self._sums.aged_with(x, y, self._discount)
         self.base, self.slope = fit(self._sums, y / x if prior_slope is None else prior_slope, self._shrinkage)
 
 
