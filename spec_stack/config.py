@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 DraftContext = Literal["full", "kept"]
+Scorer = Literal["attention", "anchors", "fused"]
+KeepCurve = tuple[tuple[int, float], ...]
 MAX_GAMMA = 16
 MAX_LOOK_AHEAD = 64
 PRECISIONS = ("fp32", "fp16", "bf16", "int8", "nf4")
@@ -33,23 +36,80 @@ def _require_int(name: str, value: object, least: int, most: float = math.inf, h
     _require(whole and least <= value <= most, f"{name} must be a whole number, {bounds}, got {value!r}{hint}")  # type: ignore[operator]
 
 
+def _require_curve(curve: KeepCurve) -> None:
+    pairs = all(isinstance(pair, tuple) and len(pair) == 2 for pair in curve) and bool(curve)
+    _require(pairs, f"keep_rate must be a number or (num_tokens, keep_rate) pairs, got {curve!r}")
+    for num_tokens, rate in curve:
+        _require_int("a length of the keep_rate curve", num_tokens, 1)
+        _require_number("a rate of the keep_rate curve", rate)
+        _require(0 < rate <= 1, f"every rate of the keep_rate curve must be in (0, 1], got {rate}")
+    lengths = [num_tokens for num_tokens, _ in curve]
+    _require(lengths == sorted(set(lengths)), f"the lengths of the keep_rate curve must increase, got {lengths}")
+
+
+def _require_heads(heads: tuple[tuple[int, int], ...]) -> None:
+    pairs = isinstance(heads, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in heads)
+    _require(pairs and bool(heads), f"scoring_heads must be (layer, head) pairs or None, got {heads!r}")
+    for layer, head in heads:
+        _require_int("a layer of scoring_heads", layer, 0)
+        _require_int("a head of scoring_heads", head, 0)
+
+
 @dataclass(frozen=True)
 class PrefillConfig:
-    """How the prompt is scored and which part of it the target reads (SpecPrefill, sections 3.2.1-3.2.4).
+    """How the prompt is scored and which part of it the target prefills.
 
-    keep_rate: share of the prompt's chunks that the target reads, in (0, 1]; 1.0 is dense prefill.
-    look_ahead: draft tokens whose queries score the prompt beside the last prompt token's; they are
-        also the first proposal. 0 scores by the last prompt token alone.
-    pool_kernel: width, in tokens, of the average that smooths attention; odd, 1 is none.
-    chunk_size: tokens per chunk; chunks are kept or dropped whole.
-    keep_first, keep_last: chunks at either end that are always kept.
-    min_prompt_tokens: shorter prompts are prefilled densely unless a call asks otherwise.
-    prefill_chunk: most tokens in one forward pass; bounds the memory of long prefills.
-    draft_context: whether the draft decodes over the full prompt or over the kept slots only. A draft with a
-        recurrent state keeps the full prompt either way.
+    Parameters
+    ----------
+    keep_rate
+        Share of the prompt's chunks that the target prefills, in (0, 1]; 1.0 is dense prefill. Or a curve by length:
+        (num_tokens, keep_rate) pairs with increasing lengths, linear in the logarithm of the length between them and
+        level beyond.
+    look_ahead
+        Draft tokens whose queries score the prompt beside the last prompt token's; they are also the first proposal. 0
+        scores by the last prompt token alone.
+    pool_kernel
+        Width, in tokens, of the average that smooths attention; odd, 1 is none.
+    chunk_size
+        Tokens per chunk; chunks are kept or dropped whole.
+    keep_first, keep_last
+        Chunks at either end that are always kept.
+    min_prompt_tokens
+        Shorter prompts are prefilled densely unless a call asks otherwise.
+    prefill_chunk
+        Most tokens in one forward pass; bounds the memory of long prefills.
+    draft_context
+        Whether the draft decodes over the full prompt or over the kept slots only. A draft with a recurrent state keeps
+        the full prompt either way.
+    draft_window
+        Positions that a token sees, up to itself, while the draft prefills the prompt; the scoring queries and all
+        decoding see everything. Layers with a smaller window of their own keep it. None is dense, and quadratic.
+    draft_sinks
+        Positions at the beginning of the prompt that are seen beside the window.
+    scoring_layers
+        The prompt is prefilled and scored by so many of the draft's layers alone; the whole draft then prefills the
+        kept tokens, over which it looks ahead and decodes. Instead of the look-ahead's, the queries of as many tokens
+        at the end of the prompt score. None is all layers.
+    scoring_heads
+        (layer, head) pairs whose attention scores the prompt; None is all of them.
+    neighbour_share
+        A chunk has at least this share of its better neighbour's score, in [0, 1): evidence that crosses a chunk's
+        border is kept whole. 0 is none.
+    scorer
+        "attention": the draft's (the paper's rule). "anchors": rare n-grams that the end of the prompt shares with the
+        rest; the draft prefills the kept tokens only. "fused": both, by rank.
+    anchor_weight
+        Weight of the anchors' ranks against the attention's under "fused", in (0, 1).
+    anchor_tail
+        Tokens at the end of the prompt that are taken for the question.
+
+    Notes
+    -----
+    The defaults are SpecPrefill's "Full LAH" (https://arxiv.org/abs/2502.02789, sections 3.2.1-3.2.4) with eight
+    look-ahead tokens. `calibrated` settings come from a calibration file (see `spec_stack.calibration`).
     """
 
-    keep_rate: float = 0.2
+    keep_rate: float | KeepCurve = 0.2
     look_ahead: int = 8
     pool_kernel: int = 13
     chunk_size: int = 32
@@ -58,10 +118,23 @@ class PrefillConfig:
     min_prompt_tokens: int = 2048
     prefill_chunk: int = 8192
     draft_context: DraftContext = "kept"
+    draft_window: int | None = None
+    draft_sinks: int = 64
+    scoring_layers: int | None = None
+    scoring_heads: tuple[tuple[int, int], ...] | None = None
+    neighbour_share: float = 0.0
+    scorer: Scorer = "attention"
+    anchor_weight: float = 0.5
+    anchor_tail: int = 96
 
     def __post_init__(self) -> None:
-        _require_number("keep_rate", self.keep_rate)
-        _require(0 < self.keep_rate <= 1, f"keep_rate must be in (0, 1], got {self.keep_rate}; 1.0 is dense prefill")
+        if isinstance(self.keep_rate, tuple):
+            _require_curve(self.keep_rate)
+        else:
+            _require_number("keep_rate", self.keep_rate)
+            _require(
+                0 < self.keep_rate <= 1, f"keep_rate must be in (0, 1], got {self.keep_rate}; 1.0 is dense prefill"
+            )
         _require_int("look_ahead", self.look_ahead, 0, MAX_LOOK_AHEAD)
         _require_int("pool_kernel", self.pool_kernel, 1)
         _require(
@@ -77,19 +150,49 @@ class PrefillConfig:
             self.draft_context in get_args(DraftContext),
             f"draft_context must be one of {list(get_args(DraftContext))}, got {self.draft_context!r}",
         )
+        if self.draft_window is not None:
+            _require_int("draft_window", self.draft_window, 1, hint="; None is dense")
+        _require_int("draft_sinks", self.draft_sinks, 0)
+        if self.scoring_layers is not None:
+            _require_int("scoring_layers", self.scoring_layers, 1, hint="; None is all layers")
+        if self.scoring_heads is not None:
+            _require_heads(self.scoring_heads)
+        _require_number("neighbour_share", self.neighbour_share)
+        _require(0 <= self.neighbour_share < 1, f"neighbour_share must be in [0, 1), got {self.neighbour_share}")
+        _require(
+            self.scorer in get_args(Scorer), f"scorer must be one of {list(get_args(Scorer))}, got {self.scorer!r}"
+        )
+        _require_number("anchor_weight", self.anchor_weight)
+        _require(
+            0 < self.anchor_weight < 1,
+            f"anchor_weight must be in (0, 1), got {self.anchor_weight}; for one side alone set scorer",
+        )
+        _require_int("anchor_tail", self.anchor_tail, 1)
+
+    def rate_for(self, num_prompt_tokens: int) -> float:
+        """The keep_rate of a prompt of this length."""
+        if not isinstance(self.keep_rate, tuple):
+            return self.keep_rate
+        lengths, rates = zip(*self.keep_rate, strict=True)
+        after = bisect_left(lengths, num_prompt_tokens)
+        if after in (0, len(lengths)):
+            return float(rates[min(after, len(rates) - 1)])
+        low, high = lengths[after - 1], lengths[after]
+        share = math.log(num_prompt_tokens / low) / math.log(high / low)
+        return float(rates[after - 1] + share * (rates[after] - rates[after - 1]))
 
     @classmethod
-    def raw(cls, keep_rate: float = keep_rate) -> PrefillConfig:
+    def raw(cls, keep_rate: float | KeepCurve = keep_rate) -> PrefillConfig:
         """The paper's plain variant: last-token attention, single tokens, no pooling, no look-ahead."""
         return cls(keep_rate=keep_rate, look_ahead=0, pool_kernel=1, chunk_size=1, keep_first=0, keep_last=1)
 
     @classmethod
-    def full(cls, keep_rate: float = keep_rate) -> PrefillConfig:
+    def full(cls, keep_rate: float | KeepCurve = keep_rate) -> PrefillConfig:
         """The paper's "Full" variant: pooling and chunks, no look-ahead."""
         return cls(keep_rate=keep_rate, look_ahead=0)
 
     @classmethod
-    def full_look_ahead(cls, keep_rate: float = keep_rate) -> PrefillConfig:
+    def full_look_ahead(cls, keep_rate: float | KeepCurve = keep_rate) -> PrefillConfig:
         """The paper's "Full LAH" variant, with eight look-ahead tokens: the default."""
         return cls(keep_rate=keep_rate)
 
