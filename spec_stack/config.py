@@ -96,12 +96,13 @@ class PrefillConfig:
         A chunk has at least this share of its better neighbour's score, in [0, 1): evidence that crosses a chunk's
         border is kept whole. 0 is none.
     scorer
-        "attention": the draft's (the paper's rule). "anchors": rare n-grams that the end of the prompt shares with the
+        "attention": the draft's (the paper's rule). "anchors": rare words that the end of the prompt shares with the
         rest; the draft prefills the kept tokens only. "fused": both, by rank.
     anchor_weight
         Weight of the anchors' ranks against the attention's under "fused", in (0, 1).
     anchor_tail
-        Tokens at the end of the prompt that are taken for the question.
+        Tokens at the end of the prompt in which the question is looked for where nobody says where it is; those at
+        their end count most.
 
     Notes
     -----
@@ -124,7 +125,7 @@ class PrefillConfig:
     scoring_heads: tuple[tuple[int, int], ...] | None = None
     neighbour_share: float = 0.0
     scorer: Scorer = "attention"
-    anchor_weight: float = 0.5
+    anchor_weight: float = 0.6
     anchor_tail: int = 96
 
     def __post_init__(self) -> None:

@@ -176,7 +176,7 @@ class CachedModel:
         token_ids, positions = self._take(token_ids, positions, 0)
         last_layer = self._last_layer
         if num_layers is not None:
-            last_layer = model_cache.last_attention_layer(self._cache, num_layers)
+            last_layer = model_cache.last_scoring_layer(self._cache, num_layers)
         ends = piece_ends(len(token_ids), 0, self.prefill_chunk, own_piece=False)
         with torch.inference_mode():
             for first, last in pairwise([0, *ends]):

@@ -10,9 +10,11 @@ import torch
 
 from spec_stack.config import PrefillConfig
 
-# Longest n-grams first; a gram that occurs more often than this in the body tells too little.
-_ORDERS = (4, 3, 2)
-_MAX_OCCURRENCES = 8
+# Lengths of the n-grams; one that occurs more often than this in the body tells too little.
+_ORDERS = (2, 1)
+_MAX_OCCURRENCES = 4
+# Where nobody says where the question begins: the tokens towards the end over which an n-gram's weight doubles.
+_HALF_LIFE = 12
 # Of reciprocal rank fusion: how much the first ranks stand out.
 _RANK_OFFSET = 10
 
@@ -28,12 +30,12 @@ class Evidence:
     importance
         (num_prompt_tokens,) from the draft's attention, or None where no draft was asked.
     question
-        Half-open span of the tokens that say what is wanted.
+        Half-open span of the tokens that say what is wanted, or None where nobody told.
     """
 
     prompt_ids: Sequence[int]
-    importance: torch.Tensor | None
-    question: tuple[int, int]
+    importance: torch.Tensor | None = None
+    question: tuple[int, int] | None = None
 
 
 def by_attention(evidence: Evidence, config: PrefillConfig) -> torch.Tensor:
@@ -48,7 +50,12 @@ def by_attention(evidence: Evidence, config: PrefillConfig) -> torch.Tensor:
 
 def by_anchors(evidence: Evidence, config: PrefillConfig) -> torch.Tensor:
     """Chunk scores (num_chunks,): rare n-grams that the question shares with the chunk."""
-    scores = anchor_scores(evidence.prompt_ids, evidence.question, config.chunk_size)
+    num_tokens = len(evidence.prompt_ids)
+    if evidence.question is None:
+        tail = max(0, num_tokens - config.anchor_tail), num_tokens
+        scores = anchor_scores(evidence.prompt_ids, tail, config.chunk_size, _HALF_LIFE)
+    else:
+        scores = anchor_scores(evidence.prompt_ids, evidence.question, config.chunk_size)
     return with_neighbours(scores, config.neighbour_share)
 
 
@@ -78,11 +85,13 @@ def with_neighbours(scores: torch.Tensor, share: float) -> torch.Tensor:
     return torch.maximum(scores, share * torch.maximum(left, right))
 
 
-def anchor_scores(prompt_ids: Sequence[int], question: tuple[int, int], size: int) -> torch.Tensor:
-    """How much each chunk shares with the question, counted in rare n-grams.
+def anchor_scores(
+    prompt_ids: Sequence[int], question: tuple[int, int], size: int, half_life: float = math.inf
+) -> torch.Tensor:
+    """How much each chunk shares with the question, counted in rare n-grams. No model; milliseconds.
 
-    Every n-gram of the question that occurs at most 8 times before it gives n, divided by the number of times it
-    occurs, to each chunk that an occurrence touches. Integers only: no model, milliseconds.
+    Every n-gram (n is 1 or 2) of the question that occurs at most 4 times in the body gives n, divided by the number
+    of times it occurs there, to each chunk that an occurrence touches.
 
     Parameters
     ----------
@@ -92,6 +101,9 @@ def anchor_scores(prompt_ids: Sequence[int], question: tuple[int, int], size: in
         Half-open span of the question in it; the body is what comes before.
     size
         Tokens per chunk.
+    half_life
+        An n-gram's weight halves with every so many tokens from its end to the question's, for a span that may hold
+        more than the question.
 
     Returns
     -------
@@ -100,38 +112,43 @@ def anchor_scores(prompt_ids: Sequence[int], question: tuple[int, int], size: in
 
     Notes
     -----
-    After PFlash's anchors (lexical overlap of the query's tail with the prompt's chunks).
+    The idea is PFlash's: chunks are anchored by words that they share with the end of the prompt. The short n-grams
+    and the half-life are ours, chosen on the wordings of `prefill.needles`.
     """
     ids = torch.as_tensor(prompt_ids)
     scores = torch.zeros(math.ceil(len(ids) / size), dtype=torch.float64)
     body, asked = ids[: question[0]], ids[question[0] : question[1]]
+    if not len(asked):
+        return scores.float()
     # The question's tokens by small numbers, so that an n-gram fits one integer; 0 is every other token.
     words = torch.unique(asked)
-    digits = len(words) + 1
 
     def numbered(tokens: torch.Tensor) -> torch.Tensor:
-        at = torch.searchsorted(words, tokens).clamp(max=max(len(words) - 1, 0))
+        at = torch.searchsorted(words, tokens).clamp(max=len(words) - 1)
         return torch.where(words[at] == tokens, at + 1, 0)
 
-    if not len(body) or not len(asked) or digits ** _ORDERS[0] >= 1 << 62:
-        return scores
     body, asked = numbered(body), numbered(asked)
     for order in _ORDERS:
         if len(body) < order or len(asked) < order:
             continue
-        radix = digits ** torch.arange(order)
+        radix = (len(words) + 1) ** torch.arange(order)
+        grams, owner = torch.unique((asked.unfold(0, order, 1) * radix).sum(dim=1), return_inverse=True)
+        distance = torch.arange(len(owner) - 1, -1, -1, dtype=torch.float64)
+        # The occurrence nearest to the end counts.
+        weights = torch.zeros(len(grams), dtype=torch.float64)
+        weights.scatter_reduce_(0, owner, 0.5 ** (distance / half_life), reduce="amax")
         windows = body.unfold(0, order, 1)
         starts = torch.nonzero((windows > 0).all(dim=1))[:, 0]
-        grams = (windows[starts] * radix).sum(dim=1)
-        shared = torch.isin(grams, (asked.unfold(0, order, 1) * radix).sum(dim=1))
-        starts, grams = starts[shared], grams[shared]
-        _, owner, counts = torch.unique(grams, return_inverse=True, return_counts=True)
-        times = counts[owner]
-        starts, weights = starts[times <= _MAX_OCCURRENCES], order / times[times <= _MAX_OCCURRENCES].double()
+        codes = (windows[starts] * radix).sum(dim=1)
+        found = torch.searchsorted(grams, codes).clamp(max=len(grams) - 1)
+        shared = grams[found] == codes
+        starts, found = starts[shared], found[shared]
+        times = torch.bincount(found, minlength=len(grams))[found]
+        rare = times <= _MAX_OCCURRENCES
+        starts, votes = starts[rare], order * weights[found[rare]] / times[rare]
         first, last = starts // size, (starts + order - 1) // size
-        scores.index_add_(0, first, weights)
-        # An order is shorter than two chunks of any sensible size; a gram over more of them counts at its ends.
-        scores.index_add_(0, last[last > first], weights[last > first])
+        scores.index_add_(0, first, votes)
+        scores.index_add_(0, last[last > first], votes[last > first])
     return scores.float()
 
 

@@ -58,11 +58,11 @@ def select(
         Half-open token spans that are kept on top of the chunks, token by token (the system message, the template's own
         tokens).
     question
-        Half-open span of what is asked, for the anchors; None is the last anchor_tail tokens.
+        Half-open span of what is asked, for the anchors; None is somewhere in the last
+        anchor_tail tokens, most likely at their end.
     """
     num_tokens, size = len(prompt_ids), config.chunk_size
-    asked = question or (max(0, num_tokens - config.anchor_tail), num_tokens)
-    scores = SCORERS[config.scorer](Evidence(prompt_ids, importance, asked), config)
+    scores = SCORERS[config.scorer](Evidence(prompt_ids, importance, question), config)
     kept = {
         position
         for chunk in select_chunks(scores, config, config.rate_for(num_tokens))
