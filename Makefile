@@ -1,17 +1,26 @@
-# Two commands matter: `make demo` and `make test`. Both make their own virtual environment first.
+# Two commands matter: `make demo` and `make test`. `make check` is the short one, for while you work.
+# Each makes the virtual environment that it needs first. Linux, Python 3.11 or newer.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SERVING := .venv-serving
+DOCS := .venv-docs
+# Test processes side by side, each with one torch thread.
+WORKERS ?= 2
+PYTEST := env OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test lint serving-test clean
+.PHONY: demo check test lint docs docs-serve serving-test clean
 
 demo: $(VENV)/.ready
 	$(BIN)/spec-stack demo
 
-test: lint
+check: lint
+	$(PYTEST) -m "not slow and not serving and not gpu"
+
+test: lint docs
 	PYTHON=$(CURDIR)/$(BIN)/python bash experiments/runs/train_pair_smoke.sh
-	$(BIN)/python -m pytest
+	$(PYTEST) -m "not serving"
 	$(MAKE) serving-test
 
 # SGLang pins its own transformers, so it has an environment of its own; the core's tests must pass under that one too.
@@ -23,18 +32,32 @@ lint: $(VENV)/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Reads the sources and imports nothing, so its environment holds neither torch nor the package.
+docs: $(DOCS)/.ready
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+
+docs-serve: $(DOCS)/.ready
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs serve
+
 # constraints.txt pins the versions the checks were run with; installed from elsewhere, the ranges of pyproject.toml hold.
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed; try make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python $(PIP_INSTALL) --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
 $(SERVING)/.ready: pyproject.toml tests/serving/requirements.txt $(wildcard tests/serving/support/*)
 	$(PYTHON) -m venv $(SERVING)
-	$(SERVING)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r tests/serving/requirements.txt
-	$(SERVING)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable . ./tests/serving/support
+	$(SERVING)/bin/python $(PIP_INSTALL) --no-deps -r tests/serving/requirements.txt
+	$(SERVING)/bin/python $(PIP_INSTALL) --no-deps --editable . ./tests/serving/support
+	touch $@
+
+# The packages are the extra `docs` of pyproject.toml, installed without the package itself.
+$(DOCS)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' > $(DOCS)/requirements.txt
+	$(DOCS)/bin/python $(PIP_INSTALL) --constraint constraints.txt -r $(DOCS)/requirements.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(SERVING)
+	rm -rf $(VENV) $(SERVING) $(DOCS) site

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from spec_stack.config import DecodeConfig, PrefillConfig, SamplingParams, SpecStackConfig
-    from spec_stack.controller.base import DraftSignals, GammaPolicy, StepContext, StepRecord
+    from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord
     from spec_stack.generator import SpecStackGenerator
     from spec_stack.types import GenerationResult, Metrics, Selection, StepOutput
 
@@ -20,7 +20,7 @@ _HOMES = {
     "SpecStackConfig": "config",
     "SpecStackGenerator": "generator",
     "DraftSignals": "controller.base",
-    "GammaPolicy": "controller.base",
+    "Policy": "controller.base",
     "StepContext": "controller.base",
     "StepRecord": "controller.base",
     "GenerationResult": "types",
@@ -32,9 +32,9 @@ _HOMES = {
 __all__ = [
     "DecodeConfig",
     "DraftSignals",
-    "GammaPolicy",
     "GenerationResult",
     "Metrics",
+    "Policy",
     "PrefillConfig",
     "SamplingParams",
     "Selection",

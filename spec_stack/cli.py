@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from spec_stack import __version__
 from spec_stack.config import (
     MAX_GAMMA,
     PRECISIONS,
@@ -20,8 +21,9 @@ from spec_stack.config import (
     PrefillConfig,
     SamplingParams,
     SpecStackConfig,
+    meaning,
 )
-from spec_stack.controller.registry import LIVE_POLICY_NAMES
+from spec_stack.controller.registry import POLICY_NAMES
 from spec_stack.offline.records import add_records, check_record_path
 
 if TYPE_CHECKING:
@@ -31,10 +33,11 @@ SPECPREFILL = {"auto": None, "on": True, "off": False}
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line. Defaults come from the configuration dataclasses."""
+    """The command line. Names, defaults and meanings come from the configuration dataclasses."""
     parser = argparse.ArgumentParser(
         prog="spec-stack", description="One draft model for both phases: sparse prefill and speculative decoding."
     )
+    parser.add_argument("--version", action="version", version=f"spec-stack {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
 
     generate = commands.add_parser("generate", help="answer or continue a prompt, streamed")
@@ -57,49 +60,48 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_option(parser: argparse.ArgumentParser, config: type, name: str, **settings: Any) -> None:
+    """A flag for a field of a configuration: its name, default and meaning are the field's."""
+    settings.setdefault("default", getattr(config, name))
+    default = getattr(config, name)
+    shown = f" ({default})" if isinstance(default, int | float | str) and default is not False else ""
+    help_text = (meaning(config, name) + shown).replace("%", "%%")
+    parser.add_argument(f"--{name.replace('_', '-')}", help=help_text, **settings)
+
+
 def _add_pair_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", help="target model, a folder or hub id (default: the embedded pair)")
     parser.add_argument("--draft", help="draft model, a folder or hub id")
-    names = ", ".join(("auto", *PRECISIONS))
-    parser.add_argument("--precision", default=LoadConfig.precision, help=f"of the target: {names} (%(default)s)")
-    parser.add_argument("--draft-precision", default=LoadConfig.draft_precision, help="likewise (%(default)s)")
+    for name in ("precision", "draft_precision"):
+        _add_option(parser, LoadConfig, name, metavar="|".join(("auto", *PRECISIONS)))
     parser.add_argument("--device", help="cpu, cuda, cuda:1, … (default: CUDA where there is one)")
 
 
 def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group()
     source.add_argument("prompt", nargs="?", help="the prompt; without it and --file, standard input")
-    source.add_argument("--file", type=Path, help="read the prompt from a file")
+    source.add_argument("--file", type=Path, help="take the prompt from a file")
     parser.add_argument("--chat", action="store_true", help="send the prompt as a user message")
     parser.add_argument("--system", help="a system message; implies --chat")
-    params = SamplingParams()
-    parser.add_argument("--max-tokens", type=int, default=params.max_tokens, help="%(default)s")
-    parser.add_argument("--temperature", type=float, default=params.temperature, help="0 is greedy (%(default)s)")
-    parser.add_argument("--top-k", type=int, default=params.top_k, help="0 is off (%(default)s)")
-    parser.add_argument("--top-p", type=float, default=params.top_p, help="1.0 is off (%(default)s)")
-    parser.add_argument("--seed", type=int, help="makes a sampled answer reproducible")
-    parser.add_argument("--stop", action="append", default=[], help="end at this string; may be repeated")
-    parser.add_argument("--specprefill", choices=[*SPECPREFILL], default="auto", help="prune the prompt (%(default)s)")
-    prefill = PrefillConfig()
+    for name, kind in (("max_tokens", int), ("temperature", float), ("top_k", int), ("top_p", float), ("seed", int)):
+        _add_option(parser, SamplingParams, name, type=kind)
+    _add_option(parser, SamplingParams, "stop", action="append", default=[])
+    _add_option(parser, SamplingParams, "ignore_eos", action="store_true")
     parser.add_argument(
-        "--keep-rate", type=float, default=prefill.keep_rate, help="share of the prompt the target reads (%(default)s)"
+        "--specprefill",
+        choices=[*SPECPREFILL],
+        default="auto",
+        help="prune the prompt: on whatever its length, off never, auto from --min-prompt-tokens on (%(default)s)",
     )
+    for name, kind in (("keep_rate", float), ("min_prompt_tokens", int), ("look_ahead", int)):
+        _add_option(parser, PrefillConfig, name, type=kind)
+    _add_option(parser, DecodeConfig, "policy", default=None, metavar="|".join(POLICY_NAMES))
     parser.add_argument(
-        "--min-prompt-tokens",
+        "--gamma",
         type=int,
-        default=prefill.min_prompt_tokens,
-        help="shortest prompt, in tokens, that --specprefill auto prunes (%(default)s)",
+        help=f"the policy fixed with this many tokens per step, 0 to {MAX_GAMMA}; 0 is plain decoding",
     )
-    parser.add_argument(
-        "--look-ahead", type=int, default=prefill.look_ahead, help="draft tokens that help to score (%(default)s)"
-    )
-    parser.add_argument(
-        "--policy", help=f"gamma policy: {', '.join(LIVE_POLICY_NAMES)} (default {DecodeConfig.policy})"
-    )
-    parser.add_argument(
-        "--gamma", type=int, help=f"the fixed policy with this many tokens per step, 0…{MAX_GAMMA}; 0 is plain decoding"
-    )
-    parser.add_argument("--records", type=Path, help="add a record per step to this .csv or .parquet file")
+    parser.add_argument("--records", type=Path, help="add a record per step to this .jsonl file")
     parser.add_argument("--json", action="store_true", help="no stream: print text and metrics as one JSON object")
 
 
@@ -144,6 +146,7 @@ def request_of(arguments: argparse.Namespace, prompt: str) -> tuple[SpecStackCon
         "top_p": arguments.top_p,
         "seed": arguments.seed,
         "stop": arguments.stop,
+        "ignore_eos": arguments.ignore_eos,
         "specprefill": SPECPREFILL[arguments.specprefill],
         "policy": arguments.policy,
         "gamma": arguments.gamma,

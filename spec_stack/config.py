@@ -1,13 +1,18 @@
-"""Configuration. Every default lives here, once; the CLI and the docs read it from here."""
+"""Configuration. Every default and its meaning live here, once; command line, server and docs read them from here."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from dataclasses import dataclass, field
-from typing import Literal, get_args
+from collections.abc import Sequence
+from dataclasses import Field, dataclass, field, fields
+from typing import Any, Literal, TypeVar, get_args
+
+Value = TypeVar("Value")
+Config = TypeVar("Config", bound=type)
 
 DraftContext = Literal["full", "kept"]
+OnScoringError = Literal["dense", "raise"]
 Scorer = Literal["attention", "anchors", "fused"]
 KeepCurve = tuple[tuple[int, float], ...]
 MAX_GAMMA = 16
@@ -29,6 +34,10 @@ def _require_number(name: str, value: object) -> None:
     _require(number, f"{name} must be a number, got {value!r}")
 
 
+def _require_one_of(name: str, value: object, known: Sequence[object]) -> None:
+    _require(value in known, f"{name} must be one of {list(known)}, got {value!r}")
+
+
 def _require_int(name: str, value: object, least: int, most: float = math.inf, hint: str = "") -> None:
     """Refuse what is no whole number (a bool or 2.0 included) or is out of range."""
     whole = isinstance(value, int) and not isinstance(value, bool)
@@ -36,106 +45,118 @@ def _require_int(name: str, value: object, least: int, most: float = math.inf, h
     _require(whole and least <= value <= most, f"{name} must be a whole number, {bounds}, got {value!r}{hint}")  # type: ignore[operator]
 
 
-def _require_curve(curve: KeepCurve) -> None:
-    pairs = all(isinstance(pair, tuple) and len(pair) == 2 for pair in curve) and bool(curve)
-    _require(pairs, f"keep_rate must be a number or (num_tokens, keep_rate) pairs, got {curve!r}")
-    for num_tokens, rate in curve:
+def _require_keep_rate(keep_rate: object) -> None:
+    hint = f"got {keep_rate!r}; 1.0 is dense prefill"
+    if not isinstance(keep_rate, tuple):
+        _require_number("keep_rate", keep_rate)
+        _require(0 < keep_rate <= 1, f"keep_rate must be in (0, 1], {hint}")  # type: ignore[operator]
+        return
+    pairs = bool(keep_rate) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in keep_rate)
+    _require(pairs, f"keep_rate must be a number or (num_tokens, keep_rate) pairs, {hint}")
+    for num_tokens, rate in keep_rate:
         _require_int("a length of the keep_rate curve", num_tokens, 1)
         _require_number("a rate of the keep_rate curve", rate)
-        _require(0 < rate <= 1, f"every rate of the keep_rate curve must be in (0, 1], got {rate}")
-    lengths = [num_tokens for num_tokens, _ in curve]
+        _require(0 < rate <= 1, f"every rate of the keep_rate curve must be in (0, 1], {hint}")
+    lengths = [num_tokens for num_tokens, _ in keep_rate]
     _require(lengths == sorted(set(lengths)), f"the lengths of the keep_rate curve must increase, got {lengths}")
 
 
-def _require_heads(heads: tuple[tuple[int, int], ...]) -> None:
+def _require_heads(heads: object) -> None:
     pairs = isinstance(heads, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in heads)
     _require(pairs and bool(heads), f"scoring_heads must be (layer, head) pairs or None, got {heads!r}")
-    for layer, head in heads:
+    for layer, head in heads:  # type: ignore[attr-defined]
         _require_int("a layer of scoring_heads", layer, 0)
         _require_int("a head of scoring_heads", head, 0)
 
 
+def option(default: Value, help: str) -> Value:
+    """A dataclass field with its meaning beside its default; `meaning` gives it back."""
+    return field(default=default, metadata={"help": help})
+
+
+def meaning(config: type, name: str) -> str:
+    """What a field of a configuration means. Raises KeyError for a name that it does not have."""
+    known: dict[str, Field[Any]] = {entry.name: entry for entry in fields(config)}
+    return str(known[name].metadata["help"])
+
+
+def documented(config: Config) -> Config:
+    """Add a "Parameters" section, made from the fields, to the docstring of a configuration."""
+    rows = [
+        f"{entry.name} : {entry.type}, default {entry.default!r}\n        {entry.metadata['help']}"
+        for entry in fields(config)
+        if "help" in entry.metadata
+    ]
+    config.__doc__ = "\n    ".join([(config.__doc__ or "").rstrip() + "\n", "Parameters", "----------", *rows, ""])
+    return config
+
+
+@documented
 @dataclass(frozen=True)
 class PrefillConfig:
-    """How the prompt is scored and which part of it the target prefills.
+    """How the prompt is scored, and which part of it the target prefills.
 
-    Parameters
-    ----------
-    keep_rate
-        Share of the prompt's chunks that the target prefills, in (0, 1]; 1.0 is dense prefill. Or a curve by length:
-        (num_tokens, keep_rate) pairs with increasing lengths, linear in the logarithm of the length between them and
-        level beyond.
-    look_ahead
-        Draft tokens whose queries score the prompt beside the last prompt token's; they are also the first proposal. 0
-        scores by the last prompt token alone.
-    pool_kernel
-        Width, in tokens, of the average that smooths attention; odd, 1 is none.
-    chunk_size
-        Tokens per chunk; chunks are kept or dropped whole.
-    keep_first, keep_last
-        Chunks at either end that are always kept.
-    min_prompt_tokens
-        Shorter prompts are prefilled densely unless a call asks otherwise.
-    prefill_chunk
-        Most tokens in one forward pass; bounds the memory of long prefills.
-    draft_context
-        Whether the draft decodes over the full prompt or over the kept slots only. A draft with a recurrent state keeps
-        the full prompt either way.
-    draft_window
-        Positions that a token sees, up to itself, while the draft prefills the prompt; the scoring queries and all
-        decoding see everything. Layers with a smaller window of their own keep it. None is dense, and quadratic.
-    draft_sinks
-        Positions at the beginning of the prompt that are seen beside the window.
-    scoring_layers
-        The prompt is prefilled and scored by so many of the draft's layers alone; the whole draft then prefills the
-        kept tokens, over which it looks ahead and decodes. Instead of the look-ahead's, the queries of as many tokens
-        at the end of the prompt score. None is all layers.
-    scoring_heads
-        (layer, head) pairs whose attention scores the prompt; None is all of them.
-    neighbour_share
-        A chunk has at least this share of its better neighbour's score, in [0, 1): evidence that crosses a chunk's
-        border is kept whole. 0 is none.
-    scorer
-        "attention": the draft's (the paper's rule). "anchors": rare words that the end of the prompt shares with the
-        rest; the draft prefills the kept tokens only. "fused": both, by rank.
-    anchor_weight
-        Weight of the anchors' ranks against the attention's under "fused", in (0, 1).
-    anchor_tail
-        Tokens at the end of the prompt in which the question is looked for where nobody says where it is; those at
-        their end count most.
-
-    Notes
-    -----
-    The defaults are SpecPrefill's "Full LAH" (https://arxiv.org/abs/2502.02789, sections 3.2.1-3.2.4) with eight
-    look-ahead tokens. `calibrated` settings come from a calibration file (see `spec_stack.calibration`).
+    SpecPrefill (sections 3.2.1 to 3.2.4). The names in the authors' code are `look_ahead_cnt`, `pool_kernel_size` and,
+    for keep_rate, `keep_kwargs.percentage`. `raw`, `full` and `full_look_ahead` are the paper's three variants.
     """
 
-    keep_rate: float | KeepCurve = 0.2
-    look_ahead: int = 8
-    pool_kernel: int = 13
-    chunk_size: int = 32
-    keep_first: int = 1
-    keep_last: int = 2
-    min_prompt_tokens: int = 2048
-    prefill_chunk: int = 8192
-    draft_context: DraftContext = "kept"
-    draft_window: int | None = None
-    draft_sinks: int = 64
-    scoring_layers: int | None = None
-    scoring_heads: tuple[tuple[int, int], ...] | None = None
-    neighbour_share: float = 0.0
-    scorer: Scorer = "attention"
-    anchor_weight: float = 0.6
-    anchor_tail: int = 96
+    keep_rate: float | KeepCurve = option(
+        0.2,
+        "share of the prompt that the target prefills, over 0 to 1; 1.0 is dense prefill. Or a curve: (num_tokens, "
+        "keep_rate) pairs, linear in the logarithm of the length between them and level beyond",
+    )
+    look_ahead: int = option(
+        8,
+        "draft tokens whose queries score the prompt beside the last prompt token's; they are the first proposal too. "
+        "0 scores by the last prompt token alone",
+    )
+    pool_kernel: int = option(13, "width, in tokens, of the average that smooths attention; odd, 1 is none")
+    chunk_size: int = option(32, "tokens per chunk; a chunk is kept or dropped whole")
+    keep_first: int = option(1, "chunks at the beginning that are always kept")
+    keep_last: int = option(2, "chunks at the end that are always kept, 1 or more")
+    min_prompt_tokens: int = option(2048, "shortest prompt, in tokens, that is pruned without being asked to")
+    prefill_chunk: int = option(8192, "most tokens in one forward; bounds the memory of long prefills")
+    draft_context: DraftContext = option(
+        "kept",
+        "whether the draft decodes over the 'full' prompt or over the 'kept' slots only; a draft with a recurrent "
+        "state keeps the full prompt either way",
+    )
+    draft_window: int | None = option(
+        None,
+        "positions that a token sees, up to itself, while the draft prefills the prompt; None is dense, and quadratic. "
+        "Scoring queries and decoding see everything; layers with a smaller window keep it",
+    )
+    draft_sinks: int = option(64, "positions at the prompt's beginning that are seen beside the draft_window")
+    scoring_layers: int | None = option(
+        None,
+        "layers of the draft that prefill and score the whole prompt, by its last look_ahead + 1 tokens asking; "
+        "the draft then prefills the kept tokens with all layers. None is all",
+    )
+    scoring_heads: tuple[tuple[int, int], ...] | None = option(
+        None, "(layer, head) pairs whose attention scores the prompt; None is all"
+    )
+    neighbour_share: float = option(
+        0.0,
+        "share of its better neighbour's score that a chunk has at least, 0 to under 1, so that evidence across a "
+        "chunk's border is kept whole",
+    )
+    scorer: Scorer = option(
+        "attention",
+        "who votes on the chunks: the draft's 'attention' (the paper's rule), 'anchors' (rare words that the end of "
+        "the prompt shares with the rest, without a pass of the draft) or both 'fused' by rank",
+    )
+    anchor_weight: float = option(
+        0.6, "weight of the anchors' ranks against the attention's where 'fused', over 0 to 1"
+    )
+    anchor_tail: int = option(
+        96, "tokens at the prompt's end in which the question is looked for where nobody says where it is"
+    )
+    on_scoring_error: OnScoringError = option(
+        "dense", "what follows when scoring a prompt fails: 'dense' prefill, the traceback in the log, or 'raise'"
+    )
 
     def __post_init__(self) -> None:
-        if isinstance(self.keep_rate, tuple):
-            _require_curve(self.keep_rate)
-        else:
-            _require_number("keep_rate", self.keep_rate)
-            _require(
-                0 < self.keep_rate <= 1, f"keep_rate must be in (0, 1], got {self.keep_rate}; 1.0 is dense prefill"
-            )
+        _require_keep_rate(self.keep_rate)
         _require_int("look_ahead", self.look_ahead, 0, MAX_LOOK_AHEAD)
         _require_int("pool_kernel", self.pool_kernel, 1)
         _require(
@@ -147,10 +168,8 @@ class PrefillConfig:
         _require_int("keep_last", self.keep_last, 1, hint="; decoding continues from the last prompt token")
         _require_int("min_prompt_tokens", self.min_prompt_tokens, 0)
         _require_int("prefill_chunk", self.prefill_chunk, 1)
-        _require(
-            self.draft_context in get_args(DraftContext),
-            f"draft_context must be one of {list(get_args(DraftContext))}, got {self.draft_context!r}",
-        )
+        _require_one_of("draft_context", self.draft_context, get_args(DraftContext))
+        _require_one_of("on_scoring_error", self.on_scoring_error, get_args(OnScoringError))
         if self.draft_window is not None:
             _require_int("draft_window", self.draft_window, 1, hint="; None is dense")
         _require_int("draft_sinks", self.draft_sinks, 0)
@@ -160,9 +179,7 @@ class PrefillConfig:
             _require_heads(self.scoring_heads)
         _require_number("neighbour_share", self.neighbour_share)
         _require(0 <= self.neighbour_share < 1, f"neighbour_share must be in [0, 1), got {self.neighbour_share}")
-        _require(
-            self.scorer in get_args(Scorer), f"scorer must be one of {list(get_args(Scorer))}, got {self.scorer!r}"
-        )
+        _require_one_of("scorer", self.scorer, get_args(Scorer))
         _require_number("anchor_weight", self.anchor_weight)
         _require(
             0 < self.anchor_weight < 1,
@@ -198,18 +215,21 @@ class PrefillConfig:
         return cls(keep_rate=keep_rate)
 
 
+@documented
 @dataclass(frozen=True)
 class LoadConfig:
-    """In what precision a pair is loaded.
+    """In what precision a pair is loaded: "fp32", "fp16", "bf16", "int8", "nf4" or "auto"."""
 
-    precision: of the target. "auto" is how a checkpoint is stored that is quantized already, else fp32 on a CPU and
-        bf16 elsewhere.
-    draft_precision: "auto" is how it is stored likewise; else the target's, or where that is a quantized one, fp32 on
-        a CPU and bf16 elsewhere.
-    """
-
-    precision: str = "auto"
-    draft_precision: str = "auto"
+    precision: str = option(
+        "auto",
+        "of the target; 'auto' is how a checkpoint is stored that is quantized already, else fp32 on a CPU and bf16 "
+        "elsewhere",
+    )
+    draft_precision: str = option(
+        "auto",
+        "of the draft; 'auto' is how it is stored likewise, else the target's, or where that is a quantized one, fp32 "
+        "on a CPU and bf16 elsewhere",
+    )
 
     def __post_init__(self) -> None:
         for name in ("precision", "draft_precision"):
@@ -217,39 +237,36 @@ class LoadConfig:
             _require(value in ("auto", *PRECISIONS), f"unknown {name} {value!r}; use one of {['auto', *PRECISIONS]}")
 
 
+@documented
 @dataclass(frozen=True)
 class DecodeConfig:
-    """How far the draft runs ahead.
+    """How far the draft runs ahead."""
 
-    policy: name of the gamma policy (see `spec_stack.controller.registry`).
-    gamma: tokens proposed per step under the policy "fixed"; 0 is plain decoding.
-    """
-
-    policy: str = "throughput"
-    gamma: int = 4
+    policy: str = option("throughput", "name of the policy that chooses gamma, the number of tokens drafted in a step")
+    gamma: int = option(4, "tokens drafted per step under the policy 'fixed'; 0 is plain decoding")
 
     def __post_init__(self) -> None:
         _require_int("gamma", self.gamma, 0, MAX_GAMMA)
 
 
+@documented
 @dataclass(frozen=True)
 class SamplingParams:
     """How tokens are drawn and when a request ends.
 
-    temperature 0 is greedy. top_k 0 and top_p 1.0 are off; both are applied after the temperature, in that
-    order, as in transformers. A seed makes a sampled request reproducible under a policy that does not watch the
-    clock. stop: strings that end the text; they are not part of it (special tokens are no text, so they never match).
-    ignore_eos goes on past the end-of-sequence token (for benchmarks). No other setting of a model's generation
-    config is applied (a repetition penalty, say).
+    top_k and top_p are applied after the temperature, in that order, as in transformers. No other setting of a model's
+    generation config is applied (a repetition penalty, say).
     """
 
-    max_tokens: int = 256
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    ignore_eos: bool = False
+    max_tokens: int = option(256, "most tokens to generate")
+    temperature: float = option(0.0, "0 is greedy")
+    top_k: int = option(0, "draw among this many most likely tokens; 0 is off")
+    top_p: float = option(1.0, "draw among the most likely tokens with this share of the probability; 1.0 is off")
+    seed: int | None = option(None, "makes a sampled request reproducible under a policy that does not watch the clock")
+    stop: str | Sequence[str] = option(
+        (), "strings that end the text; they are not part of it. Special tokens are no text, so they never match"
+    )
+    ignore_eos: bool = option(False, "go on past the end-of-sequence token (for benchmarks)")
 
     def __post_init__(self) -> None:
         _require_int("max_tokens", self.max_tokens, 1)
@@ -264,14 +281,30 @@ class SamplingParams:
         if self.seed is not None:
             _require_int("seed", self.seed, 0, 2**63 - 1)
         _require(
-            all(isinstance(text, str) and text for text in self.stop),
+            isinstance(self.stop, str | Sequence), f"stop must be a string or a list of strings, got {self.stop!r}"
+        )
+        _require(
+            all(isinstance(text, str) and text for text in self.stop_strings),
             f"stop must be non-empty strings, got {self.stop!r}",
         )
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """The stop strings, one or many, as a tuple."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
 
 @dataclass(frozen=True)
 class SpecStackConfig:
-    """Everything a `SpecStackGenerator` can be told once, for all its requests."""
+    """Everything a `SpecStackGenerator` can be told once, for all its requests.
+
+    Parameters
+    ----------
+    prefill : PrefillConfig
+        How prompts are scored and pruned.
+    decode : DecodeConfig
+        How far the draft runs ahead.
+    """
 
     prefill: PrefillConfig = field(default_factory=PrefillConfig)
     decode: DecodeConfig = field(default_factory=DecodeConfig)

@@ -143,7 +143,7 @@ def format_demo(report: dict[str, Any]) -> str:
     acceptance = ["–" if c["acceptance_rate"] is None else f"{c['acceptance_rate']:.0%}" for c in columns]
     table = [
         ("", "dense + plain", "sparse + speculative", ""),
-        ("prompt tokens read", *(f"{c['kept_tokens']:,} of {c['prompt_tokens']:,}" for c in columns), ""),
+        ("prompt tokens prefilled", *(f"{c['kept_tokens']:,} of {c['prompt_tokens']:,}" for c in columns), ""),
         ("share of the prompt kept", *(f"{c['keep_rate']:.0%}" for c in columns), ""),
         ("time to first token", *(f"{c['ttft_s']:.2f} s" for c in columns), f"{report['ttft_ratio']:.1f}x sooner"),
         (

@@ -66,9 +66,10 @@ def diagnose(
         precisions = resolve_precisions(configs["target"], configs["draft"], asked, on)
         for role, resolved in zip(configs, precisions, strict=True):
             report[role] |= {"precision": resolved.name, "prepack_linears": can_prepack(on, resolved.dtype)}
-        target_tokenizer, draft_tokenizer = (loading.load_tokenizer(source) for source in sources)
+        tokenizers = loading.load_tokenizers(*sources)
+        report["draft"]["tokenizer"] = "the target's" if tokenizers[0] is tokenizers[1] else "its own"
         sizes = [architectures.text_config(config).vocab_size for config in configs.values()]
-        report["vocabulary"] = _describe_vocabulary(compare(target_tokenizer, draft_tokenizer, *sizes))
+        report["vocabulary"] = _describe_vocabulary(compare(*tokenizers, *sizes))
     except ValueError as error:
         report["problem"] = str(error)
     return report

@@ -1,43 +1,66 @@
-"""A request's options, checked before any work: what `SpecStackGenerator.stream` was asked, as data."""
+"""One request, planned: everything that a call asked for, checked before any work."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, TypedDict
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from spec_stack.config import PrefillConfig, SamplingParams
-from spec_stack.controller.base import GammaPolicy
+from spec_stack.clock import Clock
+from spec_stack.config import MAX_LOOK_AHEAD, PrefillConfig, SamplingParams, SpecStackConfig
+from spec_stack.controller.base import Policy
+from spec_stack.controller.pool import PolicyChoice, PolicyPool
 from spec_stack.decode.loop import RequestLabels
-from spec_stack.hf.prompt import Span, encode_messages, encode_text
-from spec_stack.types import Reading
+from spec_stack.hf.prompt import Span, encode_prompt
+from spec_stack.pair import ModelPair
+from spec_stack.prefill.decide import decide_scoring
+from spec_stack.types import DraftTokenization
 
 
-class StreamOptions(TypedDict, total=False):
-    """Everything `SpecStackGenerator.stream` takes beside the prompt; see there."""
+@dataclass(frozen=True)
+class CallOptions:
+    """What a call asks for beside its prompt and how tokens are drawn; None is the generator's own way.
 
-    max_tokens: int
-    temperature: float
-    top_k: int
-    top_p: float
-    seed: int | None
-    stop: str | Sequence[str] | None
-    ignore_eos: bool
-    keep_rate: float | None
-    specprefill: bool | None
-    policy: str | GammaPolicy | None
-    gamma: int | None
-    request_id: str | None
-    task: str
+    The meaning of each is told at `SpecStackGenerator.generate`.
+    """
+
+    keep_rate: float | None = None
+    specprefill: bool | None = None
+    policy: str | Policy | None = None
+    gamma: int | None = None
+    request_id: str | None = None
+    task: str = ""
 
 
 @dataclass(frozen=True)
 class Request:
-    """reading: the prompt as a draft with another tokenizer reads it, None where the draft reads the target's tokens or
-    is not used. prepared_s: seconds between the call and the first step's start, tokenizing mostly."""
+    """What is done for one call.
+
+    Parameters
+    ----------
+    prompt_ids : list of int
+        The prompt, N tokens of the target.
+    protected : list of (int, int)
+        Half-open spans of it that are never pruned.
+    params : SamplingParams
+        How tokens are drawn, and when it ends.
+    prefill : PrefillConfig
+        The generator's, with this call's keep_rate and as much look-ahead as the models have positions for.
+    scores : bool
+        Whether the prompt is scored, to be pruned.
+    reason : str
+        Why, or why not.
+    policy : PolicyChoice
+        Which policy chooses gamma.
+    labels : RequestLabels
+        What its records carry.
+    tokenization : DraftTokenization or None
+        The prompt in the tokens of a draft with another tokenizer, where that draft is of use.
+    clock : Clock
+        Began with the call, and stands still until the first step.
+    """
 
     prompt_ids: list[int]
     protected: list[Span]
@@ -45,60 +68,78 @@ class Request:
     prefill: PrefillConfig
     scores: bool
     reason: str
-    lend_policy: Callable[[], AbstractContextManager[GammaPolicy]]
+    policy: PolicyChoice
     labels: RequestLabels
-    prepared_s: float
-    reading: Reading | None = None
+    tokenization: DraftTokenization | None = None
+    clock: Clock = field(default_factory=Clock)
 
+    @classmethod
+    def plan(
+        cls,
+        pair: ModelPair,
+        config: SpecStackConfig,
+        pool: PolicyPool,
+        *,
+        prompt: str | None,
+        messages: Sequence[Mapping[str, str]] | None,
+        input_ids: Sequence[int] | torch.Tensor | None,
+        params: SamplingParams,
+        options: CallOptions,
+    ) -> Request:
+        """Check a call and settle what is done for it. Nothing goes through a model yet.
 
-def encode_prompt(
-    tokenizer: Any,
-    vocab_size: int,
-    prompt: str | None,
-    messages: Sequence[Mapping[str, str]] | None,
-    input_ids: Sequence[int] | torch.Tensor | None,
-) -> tuple[list[int], list[Span]]:
-    """Token ids of the one prompt given, and the spans of it that must stay dense.
-
-    Raises ValueError for none or several, an empty one, one of the wrong type, ids outside the vocabulary.
-    """
-    if sum(given is not None for given in (prompt, messages, input_ids)) != 1:
-        raise ValueError("give exactly one of prompt, messages or input_ids")
-    protected: list[Span] = []
-    if input_ids is not None:
-        prompt_ids = _check_ids(input_ids, vocab_size)
-    elif tokenizer is None:
-        raise ValueError("this generator was made without a tokenizer; give input_ids")
-    elif messages is not None:
-        prompt_ids, protected = encode_messages(tokenizer, messages)
-    elif isinstance(prompt, str):
-        prompt_ids = encode_text(tokenizer, prompt) if prompt else []
-    else:
-        raise ValueError(f"prompt must be one string, got {type(prompt).__name__}; see messages= and input_ids=")
-    if not prompt_ids:
-        raise ValueError("the prompt is empty; give at least one token")
-    return prompt_ids, protected
-
-
-def _check_ids(input_ids: Sequence[int] | torch.Tensor, vocab_size: int) -> list[int]:
-    try:
-        ids = torch.as_tensor(input_ids)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"input_ids must be one sequence of ints, got {type(input_ids).__name__}: {error}") from error
-    if ids.dim() == 2 and ids.shape[0] == 1:
-        ids = ids[0]
-    if ids.dim() != 1 or (ids.numel() and (ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex())):
-        raise ValueError(f"input_ids must be one sequence of ints, got {ids.dtype} of shape {tuple(ids.shape)}")
-    token_ids: list[int] = ids.tolist()
-    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
-        raise ValueError(f"input_ids must lie in 0…{vocab_size - 1}, the target's vocabulary")
-    return token_ids
-
-
-def check_length(role: str, num_prompt_tokens: int, max_tokens: int, limit: int) -> None:
-    """Raise ValueError where a request would run past the positions that the model was made for."""
-    if num_prompt_tokens + max_tokens > limit:
-        raise ValueError(
-            f"{num_prompt_tokens} prompt tokens + max_tokens={max_tokens} exceed the {role}'s {limit} positions; "
-            "shorten the prompt or lower max_tokens"
+        Raises
+        ------
+        ValueError
+            For what the caller can change; the message says how.
+        """
+        clock = Clock()
+        if params.stop_strings and pair.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer; this generator was made without one")
+        policy = pool.choose(options.policy, options.gamma, params.seed is not None and params.temperature > 0)
+        if not pair.vocabulary.can_propose:
+            policy = pool.choose(gamma=0)
+        prompt_ids, protected = encode_prompt(pair.tokenizer, pair.vocab_size, prompt, messages, input_ids)
+        prefill = config.prefill
+        if options.keep_rate is not None:
+            prefill = replace(prefill, keep_rate=options.keep_rate)
+        tokenization, obstacle = pair.tokenize_for_draft(prompt_ids)
+        num_draft_tokens = len(prompt_ids) if tokenization is None else len(tokenization.token_ids)
+        scores, reason = decide_scoring(
+            options.specprefill, prefill, len(prompt_ids), protected, num_draft_tokens, pair.scoring_limit
         )
+        if scores and obstacle:
+            scores, reason = False, f"off: {obstacle}"
+        room = _positions_left(pair, len(prompt_ids), num_draft_tokens, params.max_tokens)
+        # Where nothing can be proposed there is nothing to look ahead with either.
+        most = min(room, MAX_LOOK_AHEAD) if pair.vocabulary.can_propose else 0
+        clock.pause()
+        return cls(
+            prompt_ids=prompt_ids,
+            protected=protected,
+            params=params,
+            prefill=replace(prefill, look_ahead=min(prefill.look_ahead, most)),
+            scores=scores,
+            reason=reason,
+            policy=policy,
+            labels=RequestLabels(options.request_id or secrets.token_hex(4), pair.precision, options.task),
+            tokenization=tokenization,
+            clock=clock,
+        )
+
+
+def _positions_left(pair: ModelPair, num_prompt_tokens: int, num_draft_tokens: int, max_tokens: int) -> int:
+    """Positions that both models have after the prompt.
+
+    Raises ValueError where the request would run past those that one of them was made for.
+    """
+    left = []
+    lengths = num_prompt_tokens, num_draft_tokens
+    for role, length, limit in zip(("target", "draft"), lengths, pair.max_positions, strict=True):
+        if length + max_tokens > limit:
+            raise ValueError(
+                f"{length} prompt tokens + max_tokens={max_tokens} exceed the {role}'s {limit} positions; shorten the "
+                "prompt or lower max_tokens"
+            )
+        left.append(limit - length)
+    return min(left)

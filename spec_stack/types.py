@@ -14,29 +14,72 @@ FinishReason = Literal["eos", "stop", "length"]
 
 
 class SteppableModel(Protocol):
-    """A model with its cache, as both phases see it; `hf.model.CachedModel` is one."""
+    """A model with its KV cache and its position counter, as both phases see it: counts in, logits out.
+
+    `hf.model.CachedModel` is one, `tokenizers.translated_draft.TranslatedDraft` another. A token's position is where it
+    stands in the whole text, so after a sparse prefill positions have gaps and `next_position` exceeds `num_cached`.
+    """
 
     @property
-    def num_cached(self) -> int: ...
+    def num_cached(self) -> int:
+        """Tokens that went through the model and were not rolled back."""
+        ...
+
     @property
-    def next_position(self) -> int: ...
-    def forward(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> torch.Tensor: ...
-    def rollback(self, num_tokens: int) -> None: ...
+    def next_position(self) -> int:
+        """The position after that of the last cached token; 0 for an empty cache."""
+        ...
+
+    def forward(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> torch.Tensor:
+        """Append tokens to the cache.
+
+        Parameters
+        ----------
+        token_ids : sequence of int, length n
+            The new tokens, one or more.
+        positions : sequence of int, length n
+            Where they stand in the whole text: strictly increasing, from `next_position` on.
+        num_logits : int
+            How many rows of logits are wanted, 1 to n.
+
+        Returns
+        -------
+        torch.Tensor
+            Logits (num_logits, vocab) of the last `num_logits` tokens: row i predicts the token after the i-th of them.
+        """
+        ...
+
+    def rollback(self, num_tokens: int) -> None:
+        """Forget the last `num_tokens` cached tokens. Called after every step, also with 0."""
+        ...
 
 
 class TargetModel(SteppableModel, Protocol):
-    """What the decode loop needs of the target on top: the tokens its next forward recomputes after a rollback."""
+    """What the decode loop needs of the target on top."""
 
     @property
-    def num_to_recompute(self) -> int: ...
+    def num_to_recompute(self) -> int:
+        """Tokens that the next forward computes once more, because a rollback undid a recurrent state after them."""
+        ...
 
 
 @dataclass(frozen=True)
 class Selection:
-    """The prompt tokens the target reads, with their original positions, sorted.
+    """The prompt tokens that the target prefills, with their original positions.
 
-    Raises ValueError where the two differ in length, are empty, or positions are not strictly increasing
-    inside the prompt.
+    Parameters
+    ----------
+    token_ids : sequence of int, length K
+        The kept tokens.
+    positions : sequence of int, length K
+        Where each stands in the prompt: strictly increasing, 0 to `num_prompt_tokens` - 1.
+    num_prompt_tokens : int
+        N, the length of the whole prompt.
+
+    Raises
+    ------
+    ValueError
+        Where the two differ in length, are empty, or positions are not strictly increasing inside the prompt.
     """
 
     token_ids: Sequence[int]
@@ -57,14 +100,22 @@ class Selection:
 
     @property
     def keep_rate(self) -> float:
-        """The share really kept."""
+        """The share really kept, K / N."""
         return len(self.positions) / self.num_prompt_tokens
 
 
 @dataclass(frozen=True)
-class Reading:
-    """A prompt in the draft's own tokens, for a draft with another tokenizer. ranges: for every target token the
-    half-open range of the draft tokens with its text, empty where there are none; their starts never decrease."""
+class DraftTokenization:
+    """A prompt in the tokens of a draft that has another tokenizer.
+
+    Parameters
+    ----------
+    token_ids : sequence of int
+        The draft's own tokens of the text.
+    ranges : sequence of (int, int)
+        For every token of the target the half-open range of draft tokens that share a character with it; empty where
+        none does. Their starts never decrease. With target `["hell", "o"]` and draft `["he", "llo"]`: (0, 2), (1, 2).
+    """
 
     token_ids: Sequence[int]
     ranges: Sequence[tuple[int, int]]
@@ -72,8 +123,18 @@ class Reading:
 
 @dataclass(frozen=True)
 class Proposal:
-    """Drafted tokens. draft_probs (gamma, vocab): the warped distributions they were drawn from; None where they were
-    not drawn but chosen (greedy requests, the look-ahead)."""
+    """Drafted tokens.
+
+    Parameters
+    ----------
+    token_ids : list of int, length gamma
+        What the draft proposes; empty for a step of plain decoding.
+    draft_probs : torch.Tensor or None
+        (gamma, vocab): the warped distributions that the tokens were drawn from. None where they were chosen, not drawn
+        (greedy requests, the look-ahead).
+    signals : DraftSignals
+        The draft's own view of every token.
+    """
 
     token_ids: list[int] = field(default_factory=list)
     draft_probs: torch.Tensor | None = None
@@ -82,7 +143,15 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Verification:
-    """The target's answer to a proposal. next_token: the correction, or the bonus token when all were accepted."""
+    """The target's answer to a proposal.
+
+    Parameters
+    ----------
+    num_accepted : int
+        Length of the accepted prefix of the proposal.
+    next_token : int
+        The correction of the first rejected token, or the bonus token where all were accepted.
+    """
 
     num_accepted: int
     next_token: int
@@ -90,8 +159,12 @@ class Verification:
 
 @dataclass
 class Metrics:
-    """What a request cost and did. Durations in seconds, from the call on; precision is the target's, and the bytes are
-    those of the weights in memory. decode_reason: whether the draft can propose to this target, and why."""
+    """What a request cost and did.
+
+    Durations are in seconds, without the time that the caller of a stream lets pass; `precision` is the target's; the
+    bytes are those of the weights in memory. `specprefill_reason` and `decode_reason` say each time why the prompt was
+    or was not pruned, and whether the draft can propose to this target.
+    """
 
     num_prompt_tokens: int
     num_kept_tokens: int
@@ -118,12 +191,28 @@ class Metrics:
     forward_s: float = 0.0
     gamma_trace: list[int] = field(default_factory=list)
 
+    def add(self, record: StepRecord, elapsed_s: float) -> None:
+        """Take in a step that ended `elapsed_s` seconds after the request began."""
+        if record.is_prefill:
+            self.ttft_s = elapsed_s
+            self.num_first_tokens = record.num_tokens
+        self.total_s = elapsed_s
+        self.num_tokens += record.num_tokens
+        self.num_proposed += record.gamma
+        self.num_accepted += record.num_accepted
+        self.draft_s += record.draft_s
+        self.verify_s += record.verify_s
+        self.controller_s += record.controller_s
+        self.gamma_trace.append(record.gamma)
+
     @property
     def keep_rate(self) -> float:
+        """Share of the prompt that the target prefilled."""
         return self.num_kept_tokens / self.num_prompt_tokens
 
     @property
     def num_steps(self) -> int:
+        """Forwards of the target."""
         return len(self.gamma_trace)
 
     @property
@@ -133,6 +222,7 @@ class Metrics:
 
     @property
     def tokens_per_step(self) -> float:
+        """Tokens handed out per forward of the target."""
         return self.num_tokens / self.num_steps if self.num_steps else 0.0
 
     @property
@@ -143,14 +233,27 @@ class Metrics:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, the derived ones included, ready for JSON."""
-        derived = ("keep_rate", "num_steps", "acceptance_rate", "tokens_per_step", "decode_tokens_per_s")
+        derived = (name for name, member in vars(Metrics).items() if isinstance(member, property))
         return asdict(self) | {name: getattr(self, name) for name in derived}
 
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What one step hands out. text may lag behind token_ids while it could still become a stop string or is
-    half a character; finish_reason and metrics come with the last step."""
+    """What one step hands out.
+
+    Parameters
+    ----------
+    token_ids : list of int
+        The step's new tokens.
+    text : str
+        Their text; it may lag behind while it could still become a stop string or is half a character.
+    record : StepRecord
+        What the step did.
+    finish_reason : "eos", "stop", "length" or None
+        Why the request ends here; None while it goes on.
+    metrics : Metrics or None
+        With the last step only.
+    """
 
     token_ids: list[int]
     text: str
@@ -161,7 +264,21 @@ class StepOutput:
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """A drained stream. token_ids include the EOS or the tokens of the stop string; text does not."""
+    """A drained stream.
+
+    Parameters
+    ----------
+    token_ids : list of int
+        Generated tokens, with the end-of-sequence token or the tokens of the stop string that ended them.
+    text : str
+        Their text, without either.
+    finish_reason : "eos", "stop" or "length"
+        Why it ended.
+    metrics : Metrics
+        What it cost.
+    records : list of StepRecord or None
+        One per step, where `return_records=True` asked for them.
+    """
 
     token_ids: list[int]
     text: str

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from spec_stack import SpecStackGenerator
+from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
 from tests.support.models import make_model
 
 # Tiny tensors gain nothing from threads and lose much on a busy machine.
@@ -29,4 +29,6 @@ def draft() -> PreTrainedModel:
 
 @pytest.fixture(scope="session")
 def embedded() -> SpecStackGenerator:
-    return SpecStackGenerator.from_pretrained(device="cpu", precision="fp32")
+    """Scoring that fails is raised, so that no test passes by the dense fallback."""
+    strict = SpecStackConfig(PrefillConfig(on_scoring_error="raise"))
+    return SpecStackGenerator.from_pretrained(device="cpu", precision="fp32", config=strict)

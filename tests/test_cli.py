@@ -24,7 +24,7 @@ def test_the_defaults_are_those_of_the_configuration() -> None:
 
 def test_every_option_of_the_command_line_arrives() -> None:
     line = "generate hello --system S --max-tokens 3 --temperature 0.5 --top-k 4 --top-p 0.6 --seed 7 --stop a --stop b"
-    more = "--specprefill off --keep-rate 0.3 --min-prompt-tokens 9 --look-ahead 2 --gamma 5"
+    more = "--ignore-eos --specprefill off --keep-rate 0.3 --min-prompt-tokens 9 --look-ahead 2 --gamma 5"
     config, request = request_of(build_parser().parse_args([*line.split(), *more.split()]), "hello")
     assert (config.prefill.keep_rate, config.prefill.min_prompt_tokens, config.prefill.look_ahead) == (0.3, 9, 2)
     assert request == {
@@ -35,6 +35,7 @@ def test_every_option_of_the_command_line_arrives() -> None:
         "top_p": 0.6,
         "seed": 7,
         "stop": ["a", "b"],
+        "ignore_eos": True,
         "specprefill": False,
         "policy": None,
         "gamma": 5,
@@ -51,6 +52,7 @@ def test_both_precisions_arrive(capsys: pytest.CaptureFixture[str]) -> None:
     assert (report["target"]["precision"], report["draft"]["precision"]) == ("nf4", "bf16")
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "spec_stack.cli", "generate", "def main():", "--max-tokens", "400"]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -97,7 +99,7 @@ def test_json_carries_text_and_metrics(capsys: pytest.CaptureFixture[str]) -> No
         (["generate", "   "], "prompt is empty"),
         (["generate", "half a pair \ud800"], "not valid Unicode"),
         (["generate", "x", "--device", "meta"], "cannot run a model"),
-        (["generate", "x", "--records", "steps.txt"], "parquet"),
+        (["generate", "x", "--records", "steps.txt"], "give a .jsonl file"),
         (["generate", "--file", "missing.txt"], "cannot read missing.txt"),
         (["generate", "x", "--keep-rate", "2"], "keep_rate"),
         (["generate", "x", "--gamma", "99"], "gamma"),
@@ -136,6 +138,7 @@ def test_a_hidden_fact_stands_once_in_a_document_of_the_asked_length(embedded: S
     assert 0 <= fact.depth < 1
 
 
+@pytest.mark.slow
 def test_the_demo_reports_both_modes_side_by_side(embedded: SpecStackGenerator) -> None:
     report = run_demo(embedded, num_tokens=2200, seed=0, repeats=1)
     dense, sparse = report["modes"].values()

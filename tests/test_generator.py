@@ -12,16 +12,15 @@ from transformers import PreTrainedModel
 
 from spec_stack import (
     DecodeConfig,
-    DraftSignals,
     GenerationResult,
+    Policy,
     PrefillConfig,
     SpecStackConfig,
     SpecStackGenerator,
     StepContext,
-    StepRecord,
 )
 from spec_stack.controller.pool import PolicyPool
-from spec_stack.controller.registry import LIVE_POLICY_NAMES, make_policy
+from spec_stack.controller.registry import POLICY_NAMES, make_policy
 from spec_stack.demo import hide_fact
 from spec_stack.offline.records import read_records
 from tests.support.models import make_model, random_prompt
@@ -193,6 +192,21 @@ def test_an_error_while_scoring_falls_back_to_dense_with_one_warning(
     assert generator.generate(input_ids=prompt, max_tokens=10, specprefill=True).metrics.specprefill
 
 
+def test_an_error_while_scoring_is_logged_with_its_traceback_or_raised_on_request(
+    target: PreTrainedModel, draft: PreTrainedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    options: dict[str, Any] = {"input_ids": random_prompt(100), "max_tokens": 3, "specprefill": True}
+    poison(draft, lambda size: size == 99)
+    with pytest.warns(UserWarning, match="out of memory"):
+        SpecStackGenerator(target, draft).generate(**options, keep_rate=0.1)
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    assert "RuntimeError: out of memory" in caplog.text
+    assert "in score_prompt" in caplog.text
+    strict = SpecStackConfig(PrefillConfig(on_scoring_error="raise"))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        SpecStackGenerator(target, draft, config=strict).generate(**options, keep_rate=0.1)
+
+
 def test_an_error_after_the_first_token_is_raised_and_leaves_the_generator_usable(
     target: PreTrainedModel, draft: PreTrainedModel
 ) -> None:
@@ -317,7 +331,7 @@ def test_the_system_message_and_the_templates_own_tokens_stay_dense(embedded: Sp
         ({"prompt": "a", "gamma": 17}, "gamma"),
         ({"prompt": "a", "gamma": -1}, "gamma"),
         ({"prompt": "a", "policy": "clever"}, "unknown policy"),
-        ({"prompt": "a", "policy": object()}, "choose, keep_drafting and observe"),
+        ({"prompt": "a", "policy": object()}, "a class Mine"),
         ({"prompt": "a", "policy": make_policy("fixed", gamma=1), "gamma": 2}, "not both"),
         ({"prompt": "a", "stop": [""]}, "stop"),
         ({"prompt": ["a", "b"]}, "one string"),
@@ -336,7 +350,7 @@ def test_the_system_message_and_the_templates_own_tokens_stay_dense(embedded: Sp
         ({"prompt": "a", "seed": 2**70}, "seed"),
         ({"prompt": "a", "temperature": 1e-40}, "temperature"),
         ({"prompt": "a", "specprefill": "off"}, "specprefill"),
-        ({"prompt": "a", "policy": type(make_policy("fixed"))}, "choose, keep_drafting and observe"),
+        ({"prompt": "a", "policy": type(make_policy("fixed"))}, "a class Mine"),
     ],
 )
 def test_a_mistake_is_refused_at_the_call_with_what_to_change(
@@ -375,10 +389,11 @@ def test_the_policy_of_the_constructor_is_the_default(target: PreTrainedModel, d
 def test_a_policy_by_name_keeps_what_it_learned_and_is_never_shared(
     target: PreTrainedModel, draft: PreTrainedModel
 ) -> None:
-    pool = PolicyPool()
-    with pool.lend("heuristic") as first, pool.lend("heuristic") as second:
+    pool = PolicyPool("throughput")
+    heuristic, fixed = pool.choose("heuristic"), pool.choose(gamma=2)
+    with pool.lend(heuristic) as first, pool.lend(heuristic) as second:
         assert first is not second
-    with pool.lend("heuristic") as again, pool.lend("fixed", gamma=2) as other:
+    with pool.lend(heuristic) as again, pool.lend(fixed) as other:
         assert again is second or again is first
         assert other.name == "fixed-2"
     generator = SpecStackGenerator(target, make_model(seed=1), policy="heuristic")
@@ -387,7 +402,7 @@ def test_a_policy_by_name_keeps_what_it_learned_and_is_never_shared(
     assert traces[1][1] > 5
 
 
-@pytest.mark.parametrize("policy", LIVE_POLICY_NAMES)
+@pytest.mark.parametrize("policy", POLICY_NAMES)
 @pytest.mark.parametrize("specprefill", [False, True])
 def test_every_policy_is_lossless_live(
     policy: str, specprefill: bool, target: PreTrainedModel, draft: PreTrainedModel
@@ -403,24 +418,24 @@ def test_every_policy_is_lossless_live(
 
 
 def test_records_are_added_to_a_file(embedded: SpecStackGenerator, tmp_path: Path) -> None:
-    path = tmp_path / "steps.csv"
+    path = tmp_path / "steps.jsonl"
     options: dict[str, Any] = {"max_tokens": 20, "task": "code", "records": path, "return_records": True}
     results = [embedded.generate(CODE, gamma=gamma, **options) for gamma in (2, 4)]
     assert read_records(path) == [record for result in results for record in result.records or []]
-    with pytest.raises(ValueError, match="parquet"):
+    with pytest.raises(ValueError, match=r"give a \.jsonl file"):
         embedded.generate(CODE, records=tmp_path / "steps.txt")
     embedded.generate(CODE, max_tokens=2, records=path, request_id="again")
     with pytest.raises(ValueError, match="'again' is in the file already"):
         embedded.generate(CODE, max_tokens=2, records=path, request_id="again")
-    damaged = tmp_path / "damaged.csv"
+    damaged = tmp_path / "damaged.jsonl"
     damaged.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match="damaged"):
         embedded.generate(CODE, records=damaged)
-    (tmp_path / "folder.csv").mkdir()
+    (tmp_path / "folder.jsonl").mkdir()
     with pytest.raises(ValueError, match="folder"):
-        embedded.generate(CODE, records=tmp_path / "folder.csv")
+        embedded.generate(CODE, records=tmp_path / "folder.jsonl")
     with pytest.raises(ValueError, match="does not exist"):
-        embedded.generate(CODE, records=tmp_path / "no" / "steps.csv")
+        embedded.generate(CODE, records=tmp_path / "no" / "steps.jsonl")
 
 
 def test_scoring_is_not_begun_where_nothing_could_be_pruned(embedded: SpecStackGenerator) -> None:
@@ -499,7 +514,7 @@ def test_every_end_token_ends_wherever_it_is_configured(home: str, target: PreTr
     assert (result.token_ids, result.finish_reason) == (plain[: plain.index(plain[9]) + 1], "eos")
 
 
-class Unhurried:
+class Unhurried(Policy):
     """Gamma 2, after 20 ms of thought."""
 
     name = "unhurried"
@@ -507,12 +522,6 @@ class Unhurried:
     def choose(self, context: StepContext) -> int:
         time.sleep(0.02)
         return 2
-
-    def keep_drafting(self, context: StepContext, signals: DraftSignals) -> bool:
-        return True
-
-    def observe(self, record: StepRecord) -> None:
-        """Learns nothing."""
 
 
 def test_durations_are_where_the_time_went(target: PreTrainedModel, draft: PreTrainedModel) -> None:

@@ -17,14 +17,14 @@ ROOMS = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_fi
 ALLOWED = {
     "controller": {"config"},
     "prefill": {"config", "types", "controller.base"},
-    "decode": {"config", "types", "controller.base"},
+    "decode": {"config", "types", "clock", "controller.base"},
     "offline": {"config", "controller"},
-    "hf": {"config", "types", "controller", "prefill", "decode", "tokenizers.vocabulary"},
+    "hf": {"config", "types", "controller", "decode"},
     "tokenizers": {"types", "prefill", "hf"},
     "sglang": {"config", "types", "controller", "prefill"},
 }
 LIBRARIES = {
-    "transformers": {"hf", "tokenizers", "generator.py"},
+    "transformers": {"hf", "tokenizers", "pair.py", "generator.py"},
     "bitsandbytes": {"hf"},
     "flashinfer": {"hf"},
     "sglang": {"sglang"},

@@ -14,42 +14,29 @@ import json
 import math
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from experiments.common.script import run_script
 from experiments.policies import evaluate_policies as evaluation
-from spec_stack.controller.acceptance import History, OnlineAcceptance, Recalibrated, features
-from spec_stack.controller.base import DraftSignals, GammaPolicy, StepRecord
-from spec_stack.controller.predictor import Card, TokenPredictor
+from experiments.policies.token_model import TOKEN_MODELS, Frozen, Recalibrated, fit_token_model, token_examples
+from spec_stack.controller.acceptance import OnlineAcceptance
+from spec_stack.controller.base import Policy, StepRecord
+from spec_stack.controller.predictor import Network
 from spec_stack.controller.registry import make_policy
 from spec_stack.controller.throughput import Throughput
 from spec_stack.offline.replay import Costs, ReplayText, replay
-from spec_stack.offline.training import fit_token_model, token_examples
 
 
+@dataclass
 class Scaled(Throughput):
     """The rule with its threshold multiplied by a factor."""
 
-    def __init__(self, factor: float) -> None:
-        super().__init__()
-        self._factor = factor
+    factor: float = 1.0
 
     def threshold(self, precision: str) -> float:
-        return min(self._factor * super().threshold(precision), 1.0)
-
-
-class Frozen:
-    """A trained predictor as exported, without recalibration."""
-
-    def __init__(self, predictor: TokenPredictor) -> None:
-        self._predictor = predictor
-
-    def joint(self, signals: DraftSignals, num_drafted: int, history: History) -> float:
-        return self._predictor.predict(features(signals, num_drafted, history))
-
-    def learn(self, record: StepRecord, history: History) -> None:
-        """Nothing."""
+        return min(self.factor * super().threshold(precision), 1.0)
 
 
 class NoisyCosts:
@@ -72,17 +59,16 @@ class NoisyCosts:
         return self.draft_s(gamma) + self.verify_s(gamma)
 
 
-def trained(records: list[StepRecord], name: str) -> TokenPredictor:
+def trained(records: list[StepRecord], name: str) -> Network:
     inputs, accepted, groups = token_examples(records)
-    fitted = fit_token_model(name, inputs, accepted, groups, num_folds=3)
-    return TokenPredictor(fitted.network, Card("token", name, (), "", 0, 0))
+    return fit_token_model(name, inputs, accepted, groups, num_folds=3).network
 
 
-def recalibrated(predictor: TokenPredictor) -> GammaPolicy:
-    return Throughput(model=Recalibrated(predictor))
+def recalibrated(network: Network) -> Policy:
+    return Throughput(acceptance=Recalibrated(network))
 
 
-def tokens_per_s(texts: list[ReplayText], policy: GammaPolicy, shown: Costs, true: Costs, reserve: int) -> float:
+def tokens_per_s(texts: list[ReplayText], policy: Policy, shown: Costs, true: Costs, reserve: int) -> float:
     """By the true costs, while the policy is shown others."""
     scores = [replay(text, policy, shown, reserve=reserve) for text in texts]
     seconds = sum(true.step_s(gamma) for score in scores for gamma in score.gammas)
@@ -94,19 +80,19 @@ def main() -> None:
     parser.add_argument("records", nargs="+", type=Path)
     parser.add_argument("--train", nargs="*", type=Path, default=[], help="other records to train predictors on")
     options = parser.parse_args()
-    data = evaluation.load(options.records, "sample")
-    variants: dict[str, Callable[[], GammaPolicy]] = {"throughput": Throughput, "throughput, noisy times": Throughput}
+    data = evaluation.load(options.records)
+    variants: dict[str, Callable[[], Policy]] = {"throughput": Throughput, "throughput, noisy times": Throughput}
     for factor in (0.7, 0.8, 0.9, 1.1, 1.2):
-        variants[f"threshold x {factor}"] = partial(Scaled, factor)
-    variants["no optimism"] = lambda: Throughput(model=OnlineAcceptance(optimism=0.0))
+        variants[f"threshold x {factor}"] = partial(Scaled, factor=factor)
+    variants["no optimism"] = lambda: Throughput(acceptance=OnlineAcceptance(optimism=0.0))
     sources = {"these prompts": data.records}
     if options.train:
-        sources["other records"] = evaluation.load(options.train, "sample").records
+        sources["other records"] = evaluation.load(options.train).records
     for source, records in sources.items():
-        for name in ("logistic", "mlp"):
-            predictor = trained(records, name)
-            variants[f"{name} of {source}"] = partial(Throughput, model=Frozen(predictor))
-            variants[f"{name} of {source}, recalibrated"] = partial(recalibrated, predictor)
+        for name in TOKEN_MODELS:
+            network = trained(records, name)
+            variants[f"{name} of {source}"] = partial(Throughput, acceptance=Frozen(network))
+            variants[f"{name} of {source}, recalibrated"] = partial(recalibrated, network)
     for threshold in (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9):
         variants[f"confidence {threshold}"] = partial(make_policy, "confidence", threshold=threshold)
     for gamma in (2, 4, 6, 8):

@@ -32,7 +32,7 @@ from experiments.common.pair_arguments import add_pair_arguments, load_generator
 from experiments.common.prompt_files import choose_prompts
 from experiments.common.script import run_script
 from spec_stack import SpecStackGenerator
-from spec_stack.controller.registry import LIVE_POLICY_NAMES, make_policy
+from spec_stack.controller.registry import POLICY_NAMES, make_policy
 from spec_stack.hf.precision import QUANTIZED
 
 PLAIN = "plain"
@@ -140,7 +140,7 @@ def main() -> None:
     parser.add_argument("--max-prompt-tokens", type=int, default=1024, help="longer ones lose their middle")
     parser.add_argument("--tokens", type=int, default=128, help="tokens per answer (%(default)s)")
     parser.add_argument("--gammas", type=int, nargs="+", default=[1, 2, 3, 4, 5, 6, 8])
-    parser.add_argument("--policies", nargs="+", default=[name for name in LIVE_POLICY_NAMES if name != "fixed"])
+    parser.add_argument("--policies", nargs="+", default=[name for name in POLICY_NAMES if name != "fixed"])
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
     try:

@@ -2,7 +2,7 @@
 
 The authors' CSVs hold mean and extreme per step, not signals per token; published.py recovers those from four runs
 over one text. Here the same is done to runs whose signals are known: RECORDS (greedy, gammas 2, 4, 6, 8, by
-record_runs.py) are reduced to the authors' columns, with their rounding, recovered with every fill, and policies that
+record_runs.py) are reduced to the authors' columns, with their rounding, recovered, and policies that
 stop by signals are replayed on truth and recovery. The difference in tokens/s is the bias to expect in
 evaluate_policies.py on the authors' data. Costs are the authors' three precisions' (--published) or the records' own.
 """
@@ -55,14 +55,14 @@ class Reduced:
             self.runs.append(published.Run(records[0].precision, gamma, task, prompt, 0.0, start, steps))
         self.mean_entropy, self.max_entropy, self.mean_confidence, self.min_confidence = np.round(aggregates, 4).T
 
-    def recovered(self, fill: str, seed: int, costs: Costs) -> tuple[list[ReplayText], float]:
+    def recovered(self, seed: int, costs: Costs) -> tuple[list[ReplayText], float]:
         """The texts with recovered signals, and the share of positions that were determined."""
         records: list[StepRecord] = []
         determined: list[bool] = []
         for _, group in itertools.groupby(self.runs, key=lambda run: run.prompt):
             text = sorted(group, key=lambda run: run.gamma)
-            doubt, known = published.recover(text, 1 - self.mean_confidence, 1 - self.min_confidence, fill, seed)
-            entropy, _ = published.recover(text, self.mean_entropy, self.max_entropy, fill, seed)
+            doubt, known = published.recover(text, 1 - self.mean_confidence, 1 - self.min_confidence, seed)
+            entropy, _ = published.recover(text, self.mean_entropy, self.max_entropy, seed)
             determined += known
             confidence = {key: 1 - value for key, value in doubt.items()}
             for run in text:
@@ -81,33 +81,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("records", nargs="+", type=Path)
     parser.add_argument("--published", type=Path, help="the authors' folder, for its three precisions' costs")
-    parser.add_argument("--seeds", type=int, default=3, help="worlds drawn for fill 'sample' (default 3)")
+    parser.add_argument("--seeds", type=int, default=3, help="worlds drawn (%(default)s)")
     options = parser.parse_args()
     records = read_records(*options.records)
     reduced = Reduced(records)
-    costs: Mapping[str, Costs] = (
-        published.load(options.published, "carry").costs if options.published else fit_costs(records)
-    )
+    costs: Mapping[str, Costs] = published.load(options.published).costs if options.published else fit_costs(records)
     any_costs = next(iter(costs.values()))
     truth = merge_runs(records).texts
-    worlds: dict[str, list[list[ReplayText]]] = {}
-    share = 0.0
-    for fill in published.FILLS:
-        seeds = range(options.seeds if fill == "sample" else 1)
-        outcomes = [reduced.recovered(fill, seed, any_costs) for seed in seeds]
-        worlds[fill], share = [texts for texts, _ in outcomes], outcomes[0][1]
+    outcomes = [reduced.recovered(seed, any_costs) for seed in range(options.seeds)]
+    worlds, share = [texts for texts, _ in outcomes], outcomes[0][1]
     print(f"{len(truth)} texts; {share:.1%} of positions determined within {published.DETERMINED}")
-    print(f"{'costs':6s} {'policy':16s} {'truth':>8s}" + "".join(f" {fill:>9s} {'bias':>7s}" for fill in worlds))
-    result: dict[str, dict[str, dict[str, float]]] = {}
+    print(f"{'costs':6s} {'policy':16s} {'truth':>8s} {'recovered':>9s} {'bias':>7s}")
+    result: dict[str, dict[str, float]] = {}
     for precision, cost in costs.items():
         for policy in POLICIES:
             true = tokens_per_s(truth, policy, cost)
-            line = f"{precision:6s} {policy:16s} {true:8.2f}"
-            for fill, texts in worlds.items():
-                ours = float(np.mean([tokens_per_s(world, policy, cost) for world in texts]))
-                line += f" {ours:9.2f} {ours / true - 1:+7.2%}"
-                result.setdefault(precision, {}).setdefault(policy, {})[fill] = ours / true - 1
-            print(line)
+            ours = float(np.mean([tokens_per_s(world, policy, cost) for world in worlds]))
+            print(f"{precision:6s} {policy:16s} {true:8.2f} {ours:9.2f} {ours / true - 1:+7.2%}")
+            result.setdefault(precision, {})[policy] = ours / true - 1
     print(json.dumps({"determined": share, "bias": result}))
 
 

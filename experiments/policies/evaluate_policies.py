@@ -25,26 +25,18 @@ import numpy as np
 
 from experiments.common.script import run_script
 from experiments.policies import published, reproduce
+from experiments.policies.published_columns import StepTable
+from experiments.policies.token_model import TOKEN_MODELS, Recalibrated, fit_token_model, token_examples
 from spec_stack.config import MAX_GAMMA
-from spec_stack.controller.acceptance import Recalibrated
-from spec_stack.controller.base import DraftSignals, GammaPolicy, StepContext, StepRecord
-from spec_stack.controller.predictor import Card, StepPredictor, TokenPredictor
-from spec_stack.controller.registry import make_policy
+from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord
+from spec_stack.controller.predictor import Card, Network, StepPredictor
+from spec_stack.controller.registry import POLICY_NAMES, make_policy
 from spec_stack.controller.speckv import SpecKV
 from spec_stack.controller.throughput import Throughput
+from spec_stack.offline.oracles import BestFixed, TaskOracle, best_fixed, oracle
 from spec_stack.offline.records import read_records
-from spec_stack.offline.replay import (
-    Costs,
-    Merged,
-    ReplayText,
-    Score,
-    best_fixed,
-    fit_costs,
-    merge_runs,
-    oracle,
-    replay,
-)
-from spec_stack.offline.training import as_network, fit_token_model, make_estimator, step_examples, token_examples
+from spec_stack.offline.replay import Costs, Merged, ReplayText, Score, fit_costs, merge_runs, replay
+from spec_stack.offline.training import as_network, make_estimator, step_examples
 
 FIXED = (0, 1, 2, 4, 6, 8)
 LEARNING = ("throughput", "bandit", "speckv")
@@ -52,13 +44,15 @@ LEARNING = ("throughput", "bandit", "speckv")
 
 @dataclass
 class Data:
-    """What is evaluated; reserve as in `replay`. measured: tokens/s of the runs themselves, (precision, gamma)."""
+    """What is evaluated; reserve as in `replay`. measured: tokens/s of the runs themselves, (precision, gamma).
+    table: the authors' step file, where it is theirs."""
 
     texts: list[ReplayText]
     records: list[StepRecord]
     costs: Mapping[str, Costs]
     measured: dict[tuple[str, int], float]
     reserve: int
+    table: StepTable | None = None
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -66,10 +60,10 @@ class Data:
         return list(dict.fromkeys(text.precision for text in self.texts))
 
 
-class Timed:
-    """A policy whose own calls are timed. decisions counts steps."""
+class Timed(Policy):
+    """A policy whose own calls are timed: seconds in all of them, and the number of decisions."""
 
-    def __init__(self, policy: GammaPolicy) -> None:
+    def __init__(self, policy: Policy) -> None:
         self.name = policy.name
         self._policy = policy
         self.seconds = 0.0
@@ -95,10 +89,10 @@ class Timed:
         self.seconds += perf_counter() - began
 
 
-def load(paths: list[Path], fill: str, seed: int = 0) -> Data:
+def load(paths: list[Path], seed: int = 0) -> Data:
     """Read records of ours, or the authors' folder."""
     if published.is_published(paths):
-        data = published.load(paths[0], fill, seed)
+        data = published.load(paths[0], seed)
         merged = merge_runs(data.records)
         measured: dict[tuple[str, int], float] = {}
         for precision in data.costs:
@@ -112,10 +106,10 @@ def load(paths: list[Path], fill: str, seed: int = 0) -> Data:
                 f"R2={data.cost_r2[name]:.4f}"
                 for name, cost in data.costs.items()
             ),
-            f"signals per token recovered from step aggregates, undetermined ones by {fill!r}; determined: "
+            "signals per token recovered from step aggregates; determined: "
             + ", ".join(f"{name} {share:.0%}" for name, share in data.determined.items()),
         ]
-        return Data(merged.texts, data.records, data.costs, measured, 0, [*notes, _agreement(merged)])
+        return Data(merged.texts, data.records, data.costs, measured, 0, data.table, [*notes, _agreement(merged)])
     records = read_records(*paths)
     merged, measured = merge_runs(records), {}
     groups: dict[tuple[str, int], list[StepRecord]] = defaultdict(list)
@@ -125,7 +119,7 @@ def load(paths: list[Path], fill: str, seed: int = 0) -> Data:
     for key, group in groups.items():
         seconds = sum(record.draft_s + record.verify_s for record in group)
         measured[key] = sum(record.num_tokens for record in group) / seconds
-    return Data(merged.texts, records, fit_costs(records), measured, 1, [_agreement(merged)])
+    return Data(merged.texts, records, fit_costs(records), measured, 1, notes=[_agreement(merged)])
 
 
 def _agreement(merged: Merged) -> str:
@@ -146,7 +140,7 @@ def split(texts: list[ReplayText], num_folds: int) -> dict[str, int]:
     return folds
 
 
-Maker = Callable[[], GammaPolicy]
+Maker = Callable[[], Policy]
 
 
 def policies_for(train: list[ReplayText], records: list[StepRecord], data: Data) -> dict[str, Maker]:
@@ -160,27 +154,27 @@ def policies_for(train: list[ReplayText], records: list[StepRecord], data: Data)
         ).items()
     }
     makers: dict[str, Maker] = {f"fixed-{gamma}": partial(make_policy, "fixed", gamma=gamma) for gamma in FIXED}
-    makers["best-fixed"] = partial(make_policy, "best-fixed", gammas=best)
-    for name in ("heuristic", "confidence", "ema", *LEARNING):
-        makers[name] = partial(make_policy, name)
-    makers["task-oracle"] = partial(make_policy, "task-oracle", gammas=by_task)
+    makers["best-fixed"] = partial(BestFixed, best)
+    for name in POLICY_NAMES:
+        if name != "fixed":
+            makers[name] = partial(make_policy, name)
+    makers["task-oracle"] = partial(TaskOracle, by_task)
     inputs, rates, _ = step_examples(records)
     for model in ("ridge", "mlp-16"):
         step_model = StepPredictor(as_network(make_estimator(model).fit(inputs, rates)), _CARD)
         makers[f"speckv {model}"] = partial(SpecKV, predictor=step_model)
     token_inputs, accepted, groups = token_examples(records)
-    for model in ("logistic", "mlp"):
+    for model in TOKEN_MODELS:
         fitted = fit_token_model(model, token_inputs, accepted, groups, num_folds=3)
-        predictor = TokenPredictor(fitted.network, _CARD)
-        makers[f"throughput {model}"] = partial(_trained_throughput, predictor)
+        makers[f"throughput {model}"] = partial(_trained_throughput, fitted.network)
     return makers
 
 
-def _trained_throughput(predictor: TokenPredictor) -> GammaPolicy:
-    return Throughput(model=Recalibrated(predictor))
+def _trained_throughput(network: Network) -> Policy:
+    return Throughput(acceptance=Recalibrated(network))
 
 
-_CARD = Card("token", "fold", (), "", 0, 0)
+_CARD = Card("step", "fold", (), "", 0, 0)
 
 
 @dataclass
@@ -346,13 +340,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("records", nargs="+", type=Path, help="record files, or the authors' folder")
     parser.add_argument("--as-published", action="store_true", help="repeat the SpecKV paper's tables")
-    parser.add_argument(
-        "--fill", choices=published.FILLS, default="sample", help="for signals the authors' data leave open"
-    )
     parser.add_argument("--folds", type=int, default=5)
     parser.add_argument("--max-gamma", type=int, default=MAX_GAMMA)
     parser.add_argument("--resamples", type=int, default=2000, help="bootstrap resamples (as published: 10000)")
-    parser.add_argument("--seed", type=int, default=0, help="of the bootstrap and of fill 'sample'")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the bootstrap, and of signals that the authors' data leave open"
+    )
     parser.add_argument("--timing", action="store_true", help="show microseconds per decision of every policy")
     options = parser.parse_args()
     if not 1 <= options.max_gamma <= MAX_GAMMA:
@@ -362,7 +355,7 @@ def main() -> None:
     if options.as_published:
         print(json.dumps(as_published(options.records[0], 10_000)))
         return
-    data = load(options.records, options.fill, options.seed)
+    data = load(options.records, options.seed)
     print("\n".join(data.notes))
     errors = check_replay(data)
     results = evaluate(data, options.folds, options.max_gamma)

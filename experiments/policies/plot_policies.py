@@ -26,11 +26,10 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from experiments.common.script import run_script
-from experiments.policies import published
+from experiments.policies.published_columns import StepTable, tabulate
 from spec_stack.config import MAX_GAMMA
 from spec_stack.controller.base import StepRecord
 from spec_stack.controller.predictor import STEP_MODELS
-from spec_stack.offline.records import StepTable, read_steps
 from spec_stack.offline.training import as_network, make_estimator, step_examples
 
 COLOURS = {"fp32": "#555555", "bf16": "#8c6bb1", "fp16": "#1b6ca8", "int8": "#d9822b", "nf4": "#3a9c5f"}
@@ -222,12 +221,8 @@ def main() -> None:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     style()
-    if published.is_published(options.records):
-        folder = options.records[0] if options.records[0].is_dir() else options.records[0].parent
-        table = read_steps(folder / published.STEPS_FILE)
-    else:
-        table = read_steps(*options.records)
-    data = evaluation.load(options.records, "sample")
+    data = evaluation.load(options.records)
+    table = data.table if data.table is not None else tabulate(data.records)
     results = evaluation.evaluate(data, options.folds, MAX_GAMMA)
     summary = evaluation.summarise(data, results, 2000, 0)
     points = predictor_points(data.records)

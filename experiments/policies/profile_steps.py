@@ -33,16 +33,16 @@ from experiments.common.script import run_script
 from experiments.policies.record_runs import check_tokens, run_prompt, summarise
 from spec_stack import DraftSignals, SpecStackGenerator, StepContext, StepRecord
 from spec_stack.config import PRECISIONS
-from spec_stack.controller.base import GammaPolicy
+from spec_stack.controller.base import Policy
 from spec_stack.controller.registry import make_policy
 from spec_stack.hf.model import CachedModel
 from spec_stack.hf.precision import TIE_TOLERANCE
-from spec_stack.offline.records import check_record_path, read_records, write_records
+from spec_stack.offline.records import SUFFIXES, check_record_path, read_records, write_records
 
 PLAIN = "fixed-0"
 
 
-class RandomGamma:
+class RandomGamma(Policy):
     """Draws every step's gamma from the given ones. Equal names and request seeds draw alike."""
 
     def __init__(self, gammas: Sequence[int], number: int, seed: str) -> None:
@@ -51,13 +51,7 @@ class RandomGamma:
         self._random = random.Random(f"{number} {seed}")
 
     def choose(self, context: StepContext) -> int:
-        return min(self._random.choice(self._gammas), context.max_gamma)
-
-    def keep_drafting(self, context: StepContext, signals: DraftSignals) -> bool:
-        return True
-
-    def observe(self, record: StepRecord) -> None:
-        """Nothing to learn."""
+        return self._random.choice(self._gammas)
 
 
 @dataclass(frozen=True)
@@ -80,7 +74,7 @@ class Profile:
 
     def __init__(self, out: Path, settings: dict[str, Any]) -> None:
         """Goes on where the files end. Raises ValueError for files of another kind or of other settings."""
-        check_record_path(out)
+        check_record_path(out, suffixes=SUFFIXES)
         self.out, self.settings = out, settings
         self.side_file = out.with_suffix(".json")
         self.records: list[StepRecord] = []
@@ -144,7 +138,7 @@ def run_block(
     generators: dict[str, SpecStackGenerator], prompt: Prompt, request_id: str, arguments: argparse.Namespace
 ) -> tuple[list[StepRecord], list[Difference]]:
     """All runs of one prompt, in an order of its own; records come out in the order of the grid."""
-    policies: list[GammaPolicy] = [make_policy("fixed", gamma=gamma) for gamma in arguments.gammas]
+    policies: list[Policy] = [make_policy("fixed", gamma=gamma) for gamma in arguments.gammas]
     policies += [RandomGamma(arguments.gammas, number, request_id) for number in range(arguments.random)]
     grid = [(precision, policy) for precision in generators for policy in policies]
     records: dict[tuple[str, str], list[StepRecord]] = {}
@@ -202,7 +196,7 @@ def main() -> None:
     parser.add_argument("--per-task", type=int, default=6, help="prompts per task (%(default)s)")
     parser.add_argument("--max-prompt-tokens", type=int, default=512, help="longer ones lose their middle")
     parser.add_argument("--tokens", type=int, default=80, help="tokens per run (%(default)s)")
-    parser.add_argument("--out", type=Path, required=True, help=".csv or .parquet; goes on where it ends")
+    parser.add_argument("--out", type=Path, required=True, help=".jsonl or .parquet; goes on where it ends")
     arguments = parser.parse_args()
     check_tokens(arguments.tokens)
     named = [f"--precisions {arguments.precisions}", f"--gammas {arguments.gammas}"]

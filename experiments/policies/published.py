@@ -7,9 +7,8 @@ the runs' seconds.
 Signals are given per step as mean and extreme. Drafting is greedy, so a position's signal is the same number in every
 run that drafts it, and four runs over one text give a system of such sums: bounds are propagated through it, and every
 "which token is the extreme one" is tried out and dropped where it contradicts another step (one half to two thirds of
-the positions come out within 0.02). The others are filled: "sample" draws one of the worlds the sums allow; "midpoint"
-takes the middle of the bounds; "carry" the nearest earlier known value. check_recovery.py measures, on runs whose
-signals are known, what each fill does to the scores of policies.
+the positions come out within 0.02). The others are those of one of the worlds that the sums allow, drawn at random.
+check_recovery.py measures, on runs whose signals are known, what that does to the scores of policies.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from pathlib import Path
 
 import numpy as np
 
+from experiments.policies.published_columns import StepTable, read_steps
 from spec_stack.controller.base import DraftSignals, StepRecord
-from spec_stack.offline.records import StepTable, read_steps
 from spec_stack.offline.replay import Costs, StepCosts
 
 STEPS_FILE = "phase2_step_results.csv"
@@ -32,7 +31,6 @@ RUNS_FILE = "phase2_experiment_results.csv"
 NUM_TOKENS = 80
 ROUNDING = 1e-4
 DETERMINED = 0.02
-FILLS = ("sample", "carry", "midpoint")
 
 Key = tuple[str, int, int]
 
@@ -71,7 +69,7 @@ def is_published(paths: Sequence[Path]) -> bool:
     return len(paths) == 1 and (paths[0].is_dir() or paths[0].name == STEPS_FILE)
 
 
-def load(path: Path, fill: str = "sample", seed: int = 0) -> Published:
+def load(path: Path, seed: int = 0) -> Published:
     """Read the authors' folder (or the step file in it). Raises ValueError where rows and runs do not align."""
     if not (path / STEPS_FILE).is_file():
         raise ValueError(f"{path} holds no {STEPS_FILE}; give the folder of the SpecKV authors' CSVs")
@@ -86,8 +84,8 @@ def load(path: Path, fill: str = "sample", seed: int = 0) -> Published:
         key=lambda run: (run.precision, run.prompt),
     ):
         text = list(group)
-        confidence, known = recover(text, 1 - table.mean_confidence, 1 - table.min_confidence, fill, seed)
-        entropy, _ = recover(text, table.mean_entropy, table.max_entropy, fill, seed)
+        confidence, known = recover(text, 1 - table.mean_confidence, 1 - table.min_confidence, seed)
+        entropy, _ = recover(text, table.mean_entropy, table.max_entropy, seed)
         determined[precision] += known
         for run in text:
             records += as_records(run, entropy, {key: 1 - value for key, value in confidence.items()}, costs[precision])
@@ -287,11 +285,12 @@ class _Bounds:
 
 
 def recover(
-    runs: list[Run], means: np.ndarray, extremes: np.ndarray, fill: str, seed: int = 0
+    runs: list[Run], means: np.ndarray, extremes: np.ndarray, seed: int = 0
 ) -> tuple[dict[Key, float], list[bool]]:
     """Values for every drafted token of one text, and whether each on-path one is determined.
 
-    means and extremes (the largest) are by row of the step file; the unknowns are not negative. seed: of fill "sample".
+    means and extremes (the largest) are by row of the step file; the unknowns are not negative.
+    seed: of the draw among the worlds that the sums allow.
     """
     solved: _Bounds | None = None
     for num_runs in range(len(runs), 0, -1):
@@ -307,7 +306,7 @@ def recover(
     values: dict[Key, float] = {}
     known: list[bool] = []
     certain = {key for key, low in solved.low.items() if solved.high[key] - low < DETERMINED} if solved else set()
-    if solved is not None and fill == "sample":
+    if solved is not None:
         solved.settle(np.random.default_rng(seed))
     wanted = {key for run in runs for start, gamma, accepted, _ in run.steps for key in _keys(start, gamma, accepted)}
     last = float(np.median([means[row] for run in runs for _, _, _, row in run.steps]))
@@ -315,7 +314,7 @@ def recover(
         low = solved.low.get(key) if solved else None
         if key[0] == "on":
             known.append(key in certain)
-        if solved is not None and low is not None and (key in certain or fill != "carry"):
+        if solved is not None and low is not None:
             values[key] = (low + solved.high[key]) / 2
         elif key[0] == "off":
             # What follows a wrong token is filled from the token before it, which a policy has seen by then.

@@ -2,7 +2,7 @@
 
 Asks: what do the draft's signals look like token by token, and what does a step cost here? Every prompt is generated
 once per gamma, past the end-of-sequence token so that all runs of a prompt have one length; runs of one prompt
-share a request id, which is what `evaluate_policies.py` merges them by. Writes .csv or .parquet, prints tokens per
+share a request id, which is what `evaluate_policies.py` merges them by. Writes .jsonl or .parquet, prints tokens per
 second of the decode steps, ends in one JSON line.
 
     record_runs.py code=HumanEval.jsonl.gz math=gsm8k.jsonl --gammas 0 1 2 4 6 8 --out records.parquet
@@ -22,13 +22,13 @@ from experiments.common.pair_arguments import add_pair_arguments, load_generator
 from experiments.common.prompt_files import choose_prompts
 from experiments.common.script import run_script
 from spec_stack import GenerationResult, SpecStackGenerator, StepRecord
-from spec_stack.controller.base import GammaPolicy
+from spec_stack.controller.base import Policy
 from spec_stack.controller.registry import make_policy
-from spec_stack.offline.records import check_record_path, write_records
+from spec_stack.offline.records import SUFFIXES, check_record_path, write_records
 
 
 def run_prompt(
-    generator: SpecStackGenerator, ids: list[int], policy: GammaPolicy, num_tokens: int, task: str, request_id: str
+    generator: SpecStackGenerator, ids: list[int], policy: Policy, num_tokens: int, task: str, request_id: str
 ) -> GenerationResult:
     """One greedy run over a densely read prompt, past the end-of-sequence token, with its records."""
     return generator.generate(
@@ -74,10 +74,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96, help="tokens per run (%(default)s)")
     parser.add_argument("--gammas", type=int, nargs="*", default=[0, 1, 2, 4, 6, 8])
     parser.add_argument("--policies", nargs="*", default=[], help="policies to record beside the fixed gammas")
-    parser.add_argument("--out", type=Path, required=True, help=".csv or .parquet")
+    parser.add_argument("--out", type=Path, required=True, help=".jsonl or .parquet")
     arguments = parser.parse_args()
     try:
-        check_record_path(arguments.out)
+        check_record_path(arguments.out, suffixes=SUFFIXES)
         check_tokens(arguments.tokens)
         prompts = choose_prompts(arguments.prompts, arguments.per_task)
         policies = [make_policy("fixed", gamma=gamma) for gamma in arguments.gammas]

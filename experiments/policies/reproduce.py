@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from experiments.policies.published_columns import StepTable
 from spec_stack.controller.predictor import PRECISION_CODES, STEP_MODELS
-from spec_stack.offline.records import StepTable
 from spec_stack.offline.training import make_estimator
 
 GAMMAS = (2, 4, 6, 8)

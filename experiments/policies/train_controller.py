@@ -1,11 +1,12 @@
-"""Train the controller's predictors on records, export them, and say whether an MLP earns its place over a linear
-model.
+"""Train the step predictors of the `speckv` policy on records and export them; and say whether an MLP earns its place
+over a linear model, there and in the token models that `throughput` was tried with.
 
-The token predictor gives P(all tokens drafted so far and the next one are accepted) to the `throughput` policy. Linear
-and MLP are fitted on the same examples, calibrated and scored on prompts left out; the difference in log loss is
-bootstrapped over prompts, and the one named in the last line wins only where that interval excludes zero (else the
-linear one, being cheaper). Step predictors (ridge, MLP-16) are exported for the `speckv` policy. Files are JSON with a
-card. --ship puts the step predictor that errs least on prompts left out where the embedded pair's `speckv` finds it.
+Step predictors (ridge, MLP-16) give a step's acceptance rate from the signals of the step before. --ship puts the one
+that errs least on prompts left out where the embedded pair's `speckv` finds it; files are JSON with a card. Token
+models give P(all tokens drafted so far and the next one are accepted). They are calibrated and scored on prompts left
+out, the difference in log loss is bootstrapped over prompts, and the one named in the last line wins only where that
+interval excludes zero (else the linear one, being cheaper). They are not exported: none has given more tokens/s than
+what `throughput` learns online.
 """
 
 from __future__ import annotations
@@ -23,27 +24,11 @@ import sklearn
 
 from experiments.common.script import run_script
 from experiments.policies import published
+from experiments.policies.token_model import TOKEN_MODELS, FittedToken, fit_token_model, token_examples
 from spec_stack.controller.base import StepRecord
-from spec_stack.controller.predictor import (
-    STEP_FEATURES,
-    TOKEN_FEATURES,
-    TOKEN_MODELS,
-    Card,
-    Kind,
-    Network,
-    load_step_predictor,
-    load_token_predictor,
-    save_predictor,
-)
+from spec_stack.controller.predictor import KIND, STEP_FEATURES, Card, Network, load_step_predictor, save_predictor
 from spec_stack.offline.records import read_records
-from spec_stack.offline.training import (
-    FittedToken,
-    as_network,
-    fit_token_model,
-    make_estimator,
-    step_examples,
-    token_examples,
-)
+from spec_stack.offline.training import as_network, make_estimator, step_examples
 
 
 def read(paths: list[Path]) -> tuple[list[StepRecord], str]:
@@ -101,10 +86,6 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     versions = {"python": platform.python_version(), "numpy": np.__version__, "scikit-learn": sklearn.__version__}
 
-    def card(kind: Kind, model: str, num_examples: int, groups: list[str], scores: dict[str, float]) -> Card:
-        features = TOKEN_FEATURES if kind == "token" else STEP_FEATURES
-        return Card(kind, model, features, data_hash, num_examples, len(set(groups)), versions, scores)
-
     inputs, accepted, groups = token_examples(records)
     base = float(accepted.mean())
     entropy = -(base * np.log(base) + (1 - base) * np.log(1 - base))
@@ -115,9 +96,6 @@ def main() -> None:
     fits: dict[str, FittedToken] = {}
     for name in TOKEN_MODELS:
         fits[name] = fitted = fit_token_model(name, inputs, accepted, groups, options.folds)
-        path = options.out / f"token-{name}.json"
-        save_predictor(path, fitted.network, card("token", name, len(accepted), groups, dict(fitted.scores)))
-        load_token_predictor(path)
         speed = microseconds(fitted.network, inputs[0].tolist())
         scores = fitted.scores
         print(
@@ -144,7 +122,9 @@ def main() -> None:
         step_scores[name], step_errors[name] = correlation, scores["mse"]
         path = options.out / f"step-{name}.json"
         network = as_network(make_estimator(name).fit(step_inputs, rates))
-        save_predictor(path, network, card("step", name, len(rates), step_groups, scores))
+        num_prompts = len(set(step_groups))
+        card = Card(KIND, name, STEP_FEATURES, data_hash, len(rates), num_prompts, versions, scores)
+        save_predictor(path, network, card)
         load_step_predictor(path)
         print(
             f"step {name:7s} causal (previous step's signals): correlation {correlation:.3f}, mse {scores['mse']:.4f}"

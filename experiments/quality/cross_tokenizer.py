@@ -33,13 +33,13 @@ PROMPTS = Path(__file__).parents[1] / "prompts" / "decode.jsonl"
 
 
 @contextmanager
-def draft_folder(draft: Path, drop: float, seed: int) -> Iterator[Path]:
+def draft_folder(draft: Path, tokenizer: Path, drop: float, seed: int) -> Iterator[Path]:
     """The draft itself for drop 0, else a re-tokenized copy that goes when the block ends."""
     if drop == 0:
         yield draft
         return
     with tempfile.TemporaryDirectory() as folder:
-        drop_merges(draft, Path(folder), drop, seed)
+        drop_merges(draft, Path(folder), drop, seed, tokenizer)
         yield Path(folder)
 
 
@@ -72,7 +72,10 @@ def draft_tokens(generator: SpecStackGenerator, arguments: argparse.Namespace) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", type=Path, default=ASSETS / "target", help="folder (default: the embedded one)")
-    parser.add_argument("--draft", type=Path, default=ASSETS / "draft", help="folder of a Llama with a byte-level BPE")
+    parser.add_argument("--draft", type=Path, default=ASSETS / "draft", help="folder of a Llama")
+    parser.add_argument(
+        "--tokenizer", type=Path, default=ASSETS / "target", help="folder of its tokenizer, a byte-level BPE"
+    )
     parser.add_argument("--drop", type=float, nargs="+", default=[0, 0.1, 0.2, 0.33], help="shares of merges to drop")
     parser.add_argument("--tokens", type=int, nargs="+", default=[2000, 4000, 8000], help="document lengths")
     parser.add_argument("--keep-rates", type=float, nargs="+", default=[0.1, 0.2, 0.3])
@@ -85,7 +88,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     drafts = []
     for drop in arguments.drop:
-        with draft_folder(arguments.draft, drop, arguments.seed) as folder:
+        with draft_folder(arguments.draft, arguments.tokenizer, drop, arguments.seed) as folder:
             generator = SpecStackGenerator.from_pretrained(arguments.target, folder, device="cpu", precision="fp32")
             vocabulary = generator.vocabulary
             drafts.append(

@@ -13,14 +13,21 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
-def drop_merges(source: Path, to: Path, share: float, seed: int) -> None:
-    """Write to `to` the Llama folder `source` (one safetensors file) with that share of its tokenizer's merges
-    dropped, chosen by the seed together with all that build on them; the ordinary tokens left get shuffled ids."""
+
+def drop_merges(source: Path, to: Path, share: float, seed: int, tokenizer_from: Path | None = None) -> None:
+    """Write to `to` the Llama folder `source` (one safetensors file) with that share of its tokenizer's merges dropped,
+    chosen by the seed together with all that build on them; the ordinary tokens left get shuffled ids.
+
+    tokenizer_from: the folder of its tokenizer, where it has none itself.
+    """
     if not 0 <= share <= 1:
         raise ValueError(f"the share of merges to drop must be in 0…1, got {share}")
     shutil.copytree(source, to, dirs_exist_ok=True)
-    tokenizer = json.loads((source / "tokenizer.json").read_text(encoding="utf-8"))
+    for name in TOKENIZER_FILES:
+        shutil.copyfile((tokenizer_from or source) / name, to / name)
+    tokenizer = json.loads((to / "tokenizer.json").read_text(encoding="utf-8"))
     model, rng = tokenizer["model"], random.Random(seed)
     made = {left + right for left, right in model["merges"]}
     known = {token for token in model["vocab"] if token not in made}

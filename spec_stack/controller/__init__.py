@@ -1,1 +1,1 @@
-"""How far the draft may run ahead: gamma policies, their cost and acceptance models, and replay to compare them."""
+"""How far the draft may run ahead: the policies, one per file, and what they learn of costs and acceptance."""

@@ -1,36 +1,33 @@
-"""P(every token drafted so far and the next one are accepted), from what the draft itself knows.
+"""P(every token drafted so far and the next one are accepted), learned online from what the draft itself knows.
 
 One probability serves both decisions of a step: before the first token it says whether to draft at all, after
-each token whether to go on. Two models give it: one that is learned online from nothing, and a trained one
-(`predictors.TokenPredictor`) behind `Recalibrated`.
+each token whether to go on.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from spec_stack.controller.base import DraftSignals, StepRecord
 
-FEATURES = (
-    "nothing_drafted",
-    "log_num_drafted",
-    "log_joint_confidence",
-    "logit_last_confidence",
-    "logit_min_confidence",
-    "last_entropy",
-    "recent_acceptance",
-    "last_step_accepted_all",
-    "last_step_accepted_none",
-)
 _SMALLEST = 1e-3
 _HISTORY_WEIGHT = 0.2
 _TYPICAL_ACCEPTANCE = 0.75
 
 
 class History:
-    """How the last steps went. Mutated by `observe`."""
+    """How the last steps went. Mutated by `observe`.
+
+    Attributes
+    ----------
+    recent_acceptance : float
+        Moving average of the share of judged tokens that were accepted (those after the first wrong one are not
+        judged).
+    accepted_all, accepted_none : float
+        Of the last step that drafted: 1.0 where every token was accepted, where none was.
+    """
 
     def __init__(self) -> None:
         self.recent_acceptance = _TYPICAL_ACCEPTANCE
@@ -52,10 +49,17 @@ class History:
 
 
 class AcceptanceModel(Protocol):
-    """What `throughput` asks, in the order of drafting; joint(…, 0, …) begins a step and is always asked."""
+    """What `throughput` asks: `begin` once per step, then `extend` once per drafted token, in order."""
 
-    def joint(self, signals: DraftSignals, num_drafted: int, history: History) -> float:
-        """P(the first num_drafted tokens and the next one are all accepted), from signals[:num_drafted]."""
+    def begin(self, history: History) -> float:
+        """P(the first token is accepted), before anything is drafted."""
+        ...
+
+    def extend(self, signals: DraftSignals) -> float:
+        """P(all tokens drafted so far and the next one are accepted).
+
+        signals: of the tokens drafted since `begin`. One call may bring more tokens than one.
+        """
         ...
 
     def learn(self, record: StepRecord, history: History) -> None:
@@ -68,16 +72,28 @@ def sigmoid(value: float) -> float:
     return 1 / (1 + math.exp(-value)) if value >= 0 else 1 - 1 / (1 + math.exp(value))
 
 
-def _logit(confidence: float) -> float:
-    confidence = min(max(confidence, _SMALLEST), 1 - _SMALLEST)
-    return math.log(confidence / (1 - confidence))
+def logit(probability: float, least: float = _SMALLEST) -> float:
+    """The inverse of `sigmoid`, for a probability brought within [least, 1 - least] first."""
+    probability = min(max(probability, least), 1 - least)
+    return math.log(probability / (1 - probability))
 
 
 class OnlineLogistic:
     """Logistic regression one example at a time: a diagonal Gaussian over the weights, corrected by each example.
 
-    start: the weights before any example, the last for the bias. trust: the examples the start is worth.
-    forgetting: per example, in (0, 1]; 1 never forgets. Raises ValueError for values outside.
+    Parameters
+    ----------
+    start : sequence of float
+        The weights before any example, the last for the bias.
+    trust : float
+        The examples that the start is worth.
+    forgetting : float
+        Per example, in (0, 1]; 1 never forgets.
+
+    Raises
+    ------
+    ValueError
+        For values outside.
     """
 
     def __init__(self, start: Sequence[float], trust: float = 10.0, forgetting: float = 0.999) -> None:
@@ -123,29 +139,49 @@ class OnlineAcceptance:
     the last's. So a step teaches accepted + 1 independent lessons. (Learned as one number, a step of 16 tokens whose
     first is wrong would count 16 times, and a few such steps end drafting for good.) The next token's chance is taken
     `optimism` standard errors high, because a policy that stops early never sees what it missed.
+
+    Parameters
+    ----------
+    trust, forgetting : float
+        As in `OnlineLogistic`.
+    optimism : float
+        In standard errors, 0 or more.
+
+    Notes
+    -----
+    The start weights, one per feature of `_own_features` and `_next_features`, are round figures chosen with the SpecKV
+    authors' data and the first records of one small pair in view (experiments/LOG.md, "The controller"): a draft's
+    confidence counts most, its entropy adds nothing to it, and what a fresh draft proposes is probably right. They
+    weigh as much as `trust` examples, so they decide the first steps of a new generator and little after.
     """
 
-    _OWN = (1.6, 0.0, 0.4, 0.5, 0.0, 0.0, 0.5)
-    _NEXT = (0.2, 0.4, 0.0, 0.4, 1.0, 0.3, -0.3, 1.0)
+    # logit of the confidence, entropy, place, recent acceptance, accepted all, accepted none, bias
+    _OWN_START = (1.6, 0.0, 0.4, 0.5, 0.0, 0.0, 0.5)
+    # nothing drafted, logit of the last confidence, last entropy, place, then as above
+    _NEXT_START = (0.2, 0.4, 0.0, 0.4, 1.0, 0.3, -0.3, 1.0)
 
     def __init__(self, trust: float = 10.0, forgetting: float = 0.999, optimism: float = 0.5) -> None:
-        """Options as in OnlineLogistic. Raises ValueError for a negative optimism."""
         if optimism < 0:
             raise ValueError(f"optimism must be 0 or more, got {optimism}")
-        self._own = OnlineLogistic(self._OWN, trust, forgetting)
-        self._next = OnlineLogistic(self._NEXT, trust, forgetting)
+        self._own = OnlineLogistic(self._OWN_START, trust, forgetting)
+        self._next = OnlineLogistic(self._NEXT_START, trust, forgetting)
         self._optimism = optimism
-        self._product = 1.0
-        self._num_multiplied = 0
+        self._history = History()
+        self._drafted_all_right = 1.0
+        self._num_drafted = 0
 
-    def joint(self, signals: DraftSignals, num_drafted: int, history: History) -> float:
-        if num_drafted == 0:
-            self._product, self._num_multiplied = 1.0, 0
-        for index in range(self._num_multiplied, num_drafted):
-            self._product *= sigmoid(self._own.logit(_own_features(signals, index, history)))
-        self._num_multiplied = num_drafted
-        following = self._next.logit(_next_features(signals, num_drafted, history), self._optimism)
-        return self._product * sigmoid(following)
+    def begin(self, history: History) -> float:
+        self._history, self._drafted_all_right, self._num_drafted = history, 1.0, 0
+        return self._next_is_right(DraftSignals())
+
+    def extend(self, signals: DraftSignals) -> float:
+        for index in range(self._num_drafted, len(signals)):
+            self._drafted_all_right *= sigmoid(self._own.logit(_own_features(signals, index, self._history)))
+        self._num_drafted = len(signals)
+        return self._drafted_all_right * self._next_is_right(signals)
+
+    def _next_is_right(self, signals: DraftSignals) -> float:
+        return sigmoid(self._next.logit(_next_features(signals, len(signals), self._history), self._optimism))
 
     def learn(self, record: StepRecord, history: History) -> None:
         """From each token up to the first wrong one; those after it tell nothing of their own."""
@@ -157,8 +193,9 @@ class OnlineAcceptance:
 
 # Both are centred and scaled to about one: the diagonal Gaussian learns best then.
 def _own_features(signals: DraftSignals, index: int, history: History) -> tuple[float, ...]:
+    """(7,) of the index-th drafted token."""
     return (
-        _logit(signals.confidence[index]) / 2,
+        logit(signals.confidence[index]) / 2,
         signals.entropy[index] / 2 - 0.5,
         math.log1p(index) / 2,
         2 * history.recent_acceptance - 1.5,
@@ -169,61 +206,9 @@ def _own_features(signals: DraftSignals, index: int, history: History) -> tuple[
 
 
 def _next_features(signals: DraftSignals, num_drafted: int, history: History) -> tuple[float, ...]:
+    """(8,) of the token after the first num_drafted ones; later entries of `signals` are not used."""
     past = (2 * history.recent_acceptance - 1.5, history.accepted_all - 0.5, history.accepted_none, 1.0)
     if num_drafted == 0:
         return (1.0, 0.0, 0.0, 0.0, *past)
     confidence, entropy = signals.confidence[num_drafted - 1], signals.entropy[num_drafted - 1]
-    return (0.0, _logit(confidence) / 2 - 1, entropy / 2 - 0.5, math.log1p(num_drafted) / 2, *past)
-
-
-def features(signals: DraftSignals, num_drafted: int, history: History) -> tuple[float, ...]:
-    """FEATURES after num_drafted tokens, for trained models; later entries of `signals` are not read."""
-    past = (history.recent_acceptance, history.accepted_all, history.accepted_none)
-    if num_drafted == 0:
-        return (1.0, 0.0, 0.0, 0.0, 0.0, 0.0, *past)
-    drafted = signals.confidence[:num_drafted]
-    log_joint = sum(math.log(max(confidence, _SMALLEST)) for confidence in drafted)
-    return (
-        0.0,
-        math.log(num_drafted),
-        max(log_joint, -20.0),
-        _logit(drafted[-1]),
-        _logit(min(drafted)),
-        min(signals.entropy[num_drafted - 1], 8.0),
-        *past,
-    )
-
-
-def examples(record: StepRecord, history: History) -> Iterator[tuple[tuple[float, ...], bool]]:
-    """What one step teaches a trained model: before each drafted token, was it and all before it accepted?"""
-    for num_drafted in range(len(record.signals)):
-        yield features(record.signals, num_drafted, history), record.num_accepted > num_drafted
-
-
-class ProbabilityModel(Protocol):
-    """Maps FEATURES to a probability."""
-
-    def predict(self, features: Sequence[float]) -> float: ...
-
-
-class Recalibrated:
-    """A trained model whose logit is scaled and shifted online, so that it may be used on another pair or task."""
-
-    def __init__(self, model: ProbabilityModel, trust: float = 20.0) -> None:
-        self._model = model
-        self._line = OnlineLogistic((1.0, 0.0), trust, forgetting=1.0)
-
-    def joint(self, signals: DraftSignals, num_drafted: int, history: History) -> float:
-        return sigmoid(self._line.logit(self._inner(features(signals, num_drafted, history))))
-
-    def learn(self, record: StepRecord, history: History) -> None:
-        """From one token a step, in turn: a step's outcomes are one event, not gamma of them."""
-        if not record.signals:
-            return
-        chosen = record.step % len(record.signals)
-        inner = self._inner(features(record.signals, chosen, history))
-        self._line.learn(inner, record.num_accepted > chosen)
-
-    def _inner(self, values: Sequence[float]) -> tuple[float, float]:
-        probability = min(max(self._model.predict(values), 1e-4), 1 - 1e-4)
-        return math.log(probability / (1 - probability)), 1.0
+    return (0.0, logit(confidence) / 2 - 1, entropy / 2 - 0.5, math.log1p(num_drafted) / 2, *past)

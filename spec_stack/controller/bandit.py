@@ -5,42 +5,15 @@ from __future__ import annotations
 import math
 import random
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 
-from spec_stack.config import MAX_GAMMA
-from spec_stack.controller.base import DraftSignals, StepContext, StepRecord
+from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord, check_gammas
 from spec_stack.controller.cost import DiscountedRate
 
+# An arm whose weight has faded below this is tried again.
 _FORGOTTEN = 0.05
-_MOST_PENDING = 8
-
-
-@dataclass(frozen=True)
-class BanditOptions:
-    """Arms and forgetting.
-
-    gammas, thresholds: every pair is an arm: draft up to gamma, stop after a token under the threshold.
-    discount: weight of an arm's past per step, in (0, 1); it keeps the bandit trying, since times change.
-    dwell: steps an arm is kept once chosen.
-    seed: of the sampling; equal seeds choose alike.
-    """
-
-    gammas: tuple[int, ...] = (1, 2, 4, 8)
-    thresholds: tuple[float, ...] = (0.0, 0.5, 0.8)
-    discount: float = 0.995
-    dwell: int = 2
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not self.gammas or any(not 0 <= gamma <= MAX_GAMMA for gamma in self.gammas):
-            raise ValueError(f"gammas must be one or more of 0 to {MAX_GAMMA}, got {self.gammas}")
-        if not self.thresholds or any(not 0 <= threshold <= 1 for threshold in self.thresholds):
-            raise ValueError(f"thresholds must be one or more probabilities, got {self.thresholds}; 0 never stops")
-        if not 0 < self.discount < 1:
-            raise ValueError(f"discount must be between 0 and 1, got {self.discount}")
-        if self.dwell < 1:
-            raise ValueError(f"dwell must be 1 or more, got {self.dwell}")
+_MAX_PENDING = 8
 
 
 class _Arm:
@@ -74,39 +47,65 @@ class _Arm:
         return mean, math.sqrt((variance * self.weight + 1.0) / (self.weight + 1) / self.weight)
 
 
-class Bandit:
+@dataclass
+class Bandit(Policy):
     """Thompson sampling over (gamma, threshold), on tokens gained over what the present rate would have given.
 
     Averaging tokens/s over steps would favour short steps; tokens - rate * seconds has its maximum where the ratio
     of the sums has. Arms are kept per precision, since costs differ. Mutated by every call.
+
+    Parameters
+    ----------
+    gammas, thresholds : tuple
+        Every pair is an arm: draft up to gamma, stop after a token under the threshold.
+    discount : float
+        Weight of an arm's past per step, in (0, 1); it keeps the bandit trying, since times change.
+    dwell : int
+        Steps an arm is kept once chosen.
+    seed : int
+        Of the sampling; equal seeds choose alike.
     """
+
+    gammas: tuple[int, ...] = (1, 2, 4, 8)
+    thresholds: tuple[float, ...] = (0.0, 0.5, 0.8)
+    discount: float = 0.995
+    dwell: int = 2
+    seed: int = 0
+    _arms: list[tuple[int, float]] = field(init=False, repr=False)
+    _sums: dict[str, list[_Arm]] = field(init=False, repr=False, default_factory=dict)
+    _rates: dict[str, DiscountedRate] = field(init=False, repr=False, default_factory=dict)
+    _random: random.Random = field(init=False, repr=False)
+    _current: int = field(init=False, repr=False, default=0)
+    _remaining: int = field(init=False, repr=False, default=0)
+    # A server may tell how a step went while the next one runs already.
+    _chosen: OrderedDict[int, tuple[int, bool]] = field(init=False, repr=False, default_factory=OrderedDict)
 
     name = "bandit"
 
-    def __init__(self, options: BanditOptions | None = None) -> None:
-        self.options = options or BanditOptions()
-        self._random = random.Random(self.options.seed)
-        self._arms = list(product(self.options.gammas, self.options.thresholds))
+    def __post_init__(self) -> None:
+        check_gammas("gammas", self.gammas)
+        if not self.thresholds or any(not 0 <= threshold <= 1 for threshold in self.thresholds):
+            raise ValueError(f"thresholds must be one or more probabilities, got {self.thresholds}; 0 never stops")
+        if not 0 < self.discount < 1:
+            raise ValueError(f"discount must be between 0 and 1, got {self.discount}")
+        if self.dwell < 1:
+            raise ValueError(f"dwell must be 1 or more, got {self.dwell}")
+        self._random = random.Random(self.seed)
         # One gamma 0 or 1 arm per gamma is enough: there is no second token that a threshold could hold back.
-        self._arms = [arm for arm in self._arms if arm[0] > 1 or arm[1] == self.options.thresholds[0]]
-        self._sums: dict[str, list[_Arm]] = {}
-        self._rates: dict[str, DiscountedRate] = {}
-        self._current = 0
-        self._remaining = 0
-        # A server may tell how a step went while the next one runs already.
-        self._chosen: OrderedDict[int, tuple[int, bool]] = OrderedDict()
+        pairs = product(self.gammas, self.thresholds)
+        self._arms = [arm for arm in pairs if arm[0] > 1 or arm[1] == self.thresholds[0]]
 
     def choose(self, context: StepContext) -> int:
         if self._remaining == 0:
             self._current = self._sample(context.precision)
-            self._remaining = self.options.dwell
+            self._remaining = self.dwell
         self._remaining -= 1
         gamma = self._arms[self._current][0]
         self._chosen.pop(context.step, None)
         self._chosen[context.step] = self._current, gamma > context.max_gamma
-        if len(self._chosen) > _MOST_PENDING:
+        if len(self._chosen) > _MAX_PENDING:
             self._chosen.popitem(last=False)
-        return min(gamma, context.max_gamma)
+        return gamma
 
     def keep_drafting(self, context: StepContext, signals: DraftSignals) -> bool:
         return signals.confidence[-1] >= self._arms[self._current][1]
@@ -115,19 +114,18 @@ class Bandit:
         """Credit the arm. Prefill steps, steps cut short by the request's end and steps whose seconds are not known say
         nothing about one."""
         arm_index, was_cut = self._chosen.get(record.step, (self._current, False))
-        seconds = record.draft_s + record.verify_s + record.controller_s
-        if record.is_prefill or was_cut or not math.isfinite(seconds):
+        if record.is_prefill or was_cut or not math.isfinite(record.seconds):
             return
         sums = self._precision(record.precision)
         for arm in sums:
-            arm.decay(self.options.discount)
-        sums[arm_index].add(record.num_tokens, seconds)
-        self._rates[record.precision].add(record.num_tokens, seconds)
+            arm.decay(self.discount)
+        sums[arm_index].add(record.num_tokens, record.seconds)
+        self._rates[record.precision].add(record.num_tokens, record.seconds)
 
     def _precision(self, precision: str) -> list[_Arm]:
         if precision not in self._sums:
             self._sums[precision] = [_Arm() for _ in self._arms]
-            self._rates[precision] = DiscountedRate(self.options.discount)
+            self._rates[precision] = DiscountedRate(self.discount)
         return self._sums[precision]
 
     def _sample(self, precision: str) -> int:

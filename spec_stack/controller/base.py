@@ -1,9 +1,12 @@
-"""What a policy sees before and during a step, and what a step leaves behind. Loads no torch."""
+"""What a policy is, what it sees before and during a step, and what a step leaves behind. Loads no torch."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+
+from spec_stack.config import MAX_GAMMA
 
 
 @dataclass(slots=True)
@@ -45,14 +48,40 @@ class DraftSignals:
 class StepRecord:
     """One step of one request: a proposal and its verification.
 
-    gamma counts the tokens really proposed, num_accepted those the target agreed with, num_tokens
-    those handed out (num_accepted + 1, less what EOS, a stop string or max_tokens cut off).
-    draft_s covers the draft's forwards (with what it had to catch up on), verify_s the target's forward
-    and the acceptance test, controller_s the policy. In the prefill step draft_s is what scoring the prompt took,
-    verify_s holds the target's prefill, and gamma is the look-ahead. After a dense prefill the first step that
-    drafts has the draft read the whole prompt: draft_read_prompt marks it, and its draft_s says nothing of later ones.
-    num_recomputed counts the tokens that the target recomputed in this step because a rollback had undone its
-    recurrent state (0 for models without one); verify_s has their cost.
+    Parameters
+    ----------
+    request_id, policy, task : str
+        Labels. A run, in files of records, is one request under one policy.
+    step : int
+        Counts from 0, the prefill step.
+    precision : str
+        The target's.
+    is_prefill : bool
+        The step that prefills the target. Its gamma is the look-ahead, its draft_s what scoring the prompt took, and
+        its verify_s holds the target's prefill.
+    keep_rate : float
+        Share of the prompt that the target prefilled.
+    gamma : int
+        Tokens really proposed, which can be fewer than the policy chose.
+    num_accepted : int
+        Proposed tokens that the target agreed with.
+    num_tokens : int
+        Tokens handed out: num_accepted + 1, less what EOS, a stop string or max_tokens cut off.
+    signals : DraftSignals
+        One entry per proposed token; empty where the draft's are not to be had (on a server).
+    draft_s : float
+        Seconds of the draft's forwards, with what it had to catch up on.
+    verify_s : float
+        Seconds of the target's forward and the acceptance test. NaN where the step's seconds are not known, as on a
+        server after a prefill: such a record teaches about acceptance alone.
+    controller_s : float
+        Seconds in the policy.
+    draft_read_prompt : bool
+        The draft prefilled the whole prompt in this step, as the first one that drafts after a dense prefill does; its
+        draft_s says nothing of later ones.
+    num_recomputed : int
+        Tokens that the target recomputed in this step because a rollback had undone its recurrent state (0 for models
+        without one); verify_s has their cost.
     """
 
     request_id: str
@@ -72,40 +101,98 @@ class StepRecord:
     draft_read_prompt: bool = False
     num_recomputed: int = 0
 
+    @property
+    def seconds(self) -> float:
+        """The whole step's; NaN where they are not known."""
+        return self.draft_s + self.verify_s + self.controller_s
+
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
     """Everything known before a step. A policy never sees the signals of the step it is choosing.
 
-    max_gamma is the most that can still be used: one token less than the request has left, since the
-    target adds one of its own.
+    Parameters
+    ----------
+    step : int
+        The number of the step that begins.
+    max_gamma : int
+        Most tokens that can still be used: one less than the request has left, since the target adds one of its own.
+        A policy need not keep to it: who calls cuts what it chooses.
+    last : StepRecord or None
+        What the step before did; on a server, a step of any request of the batch.
+    precision, task : str
+        The target's precision, and the request's label.
+    batch_size : int
+        Requests that take the step together; 1 outside a server.
     """
 
     step: int
     max_gamma: int
-    num_prompt_tokens: int
-    num_cached: int
-    num_generated: int
     last: StepRecord | None
     precision: str
     task: str = ""
     batch_size: int = 1
 
 
-@runtime_checkable
-class GammaPolicy(Protocol):
-    """Decides how far the draft may run ahead. Called by the decode loop, once per step and once per drafted token."""
+class Policy(ABC):
+    """Decides how far the draft may run ahead. A subclass writes `choose`; the rest is optional.
+
+    Called once per step and once per drafted token, by one request at a time; what it learns it keeps from one request
+    to the next. What it chooses is cut to `StepContext.max_gamma` by who calls. Make it a dataclass whose fields are
+    its options, checked in `__post_init__`; docs/add-a-policy.md has an example.
+
+    Attributes
+    ----------
+    name : str
+        Stands in every record, so two policies of different options need different names to be told apart in one file.
+        The class's own where it sets none.
+    """
 
     name: str
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if not hasattr(cls, "name"):
+            cls.name = cls.__name__
+
+    @abstractmethod
     def choose(self, context: StepContext) -> int:
-        """The most tokens to propose now; 0 is plain decoding. Values over `context.max_gamma` are cut to it."""
-        ...
+        """The most tokens to propose now.
+
+        Parameters
+        ----------
+        context : StepContext
+            What is known before the step.
+
+        Returns
+        -------
+        int
+            0 is plain decoding; values over `context.max_gamma` are cut to it.
+        """
 
     def keep_drafting(self, context: StepContext, signals: DraftSignals) -> bool:
-        """Asked after every drafted token with the signals so far; False ends the proposal here."""
-        ...
+        """Whether to draft one token more; asked after every drafted token but the last, unless it said no.
 
-    def observe(self, record: StepRecord) -> None:
-        """Told what a step did, the prefill step included (`record.is_prefill`)."""
-        ...
+        Parameters
+        ----------
+        context : StepContext
+            What `choose` was shown.
+        signals : DraftSignals
+            Of the tokens drafted so far in this step.
+        """
+        return True
+
+    def observe(self, record: StepRecord) -> None:  # noqa: B027
+        """Told what a step did, the prefill step (`record.is_prefill`) included. Learns, or does nothing."""
+
+
+def check_gamma(name: str, gamma: object, least: int = 0) -> None:
+    """Raise ValueError where an option is no gamma: a whole number, `least` to MAX_GAMMA."""
+    if not isinstance(gamma, int) or isinstance(gamma, bool) or not least <= gamma <= MAX_GAMMA:
+        raise ValueError(f"{name} must be a whole number, {least} to {MAX_GAMMA}, got {gamma!r}")
+
+
+def check_gammas(name: str, gammas: Sequence[int], least: int = 0) -> None:
+    """Raise ValueError where an option is not one gamma or more."""
+    if not gammas or any(not least <= gamma <= MAX_GAMMA for gamma in gammas):
+        raise ValueError(f"{name} must be one or more of {least} to {MAX_GAMMA}, got {gammas}")

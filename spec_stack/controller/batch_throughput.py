@@ -1,4 +1,4 @@
-"""A policy for servers: one gamma for a whole batch, fixed before it drafts, by tokens per second.
+"""`throughput` for servers: one gamma for a whole batch, fixed before it drafts, by tokens per second.
 
 A server's step has fixed shapes: all requests of a batch draft equally far, and how far is settled before the first
 token. So there are no signals to stop by, and what is known is how each request has gone and what each gamma has cost
@@ -9,42 +9,24 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from spec_stack.config import MAX_GAMMA, DecodeConfig
-from spec_stack.controller.acceptance import sigmoid
-from spec_stack.controller.base import DraftSignals, StepContext, StepRecord
+from spec_stack.config import DecodeConfig
+from spec_stack.controller.acceptance import logit, sigmoid
+from spec_stack.controller.base import Policy, StepContext, StepRecord, check_gammas
 
 _TYPICAL_ACCEPTANCE = 0.7
-_LEAST, _MOST = 0.02, 0.98
-_MOST_REQUESTS = 4096
-_MOST_PENDING = 8
+# Odds of an acceptance seen as 0 or 1 would be infinite.
+_MIN_ACCEPTANCE = 0.02
+# Requests whose acceptance is remembered; the longest silent one is forgotten first.
+_MAX_REQUESTS = 4096
+# Steps whose result may be outstanding. SGLang's overlap leaves one.
+_MAX_PENDING = 8
+# A gamma is tried until `trials` steps had known seconds, but this many times `trials` at most: a step that follows a
+# prefill leaves no seconds, and where all do, trying must come to an end all the same.
 _TRIES_PER_TRIAL = 4
 
-
-@dataclass(frozen=True)
-class BatchThroughputOptions:
-    """gammas: the candidates, 0 for plain decoding among them if it may be used.
-
-    weight: of the last step in a request's acceptance and in a gamma's seconds.
-    trials: steps each gamma is tried for at a new batch size. probe_every: one step in this many measures a neighbour
-    of the best gamma again, since times change with load and length.
-    """
-
-    gammas: tuple[int, ...] = (0, 1, 2, 4, 8)
-    weight: float = 0.1
-    trials: int = 2
-    probe_every: int = 32
-
-    def __post_init__(self) -> None:
-        if not self.gammas or any(not 0 <= gamma <= MAX_GAMMA for gamma in self.gammas):
-            raise ValueError(f"gammas must be one or more of 0 to {MAX_GAMMA}, got {self.gammas}")
-        if not 0 < self.weight <= 1:
-            raise ValueError(f"weight must be in (0, 1], got {self.weight}")
-        if self.trials < 1:
-            raise ValueError(f"trials must be 1 or more, got {self.trials}")
-        if self.probe_every < 2:
-            raise ValueError(f"probe_every must be 2 or more, got {self.probe_every}; or use the policy fixed")
+Costs = dict[int, "_GammaCost"]
 
 
 class _GammaCost:
@@ -66,64 +48,96 @@ class _GammaCost:
         self.last_step = step
 
 
-def _logit(probability: float) -> float:
-    probability = min(max(probability, _LEAST), _MOST)
-    return math.log(probability / (1 - probability))
-
-
-class BatchThroughput:
+@dataclass
+class BatchThroughput(Policy):
     """The gamma with most expected tokens per second, over the requests of the last step.
 
     The chance that a drafted token is accepted, given those before it, is learned by place over all requests, and
-    each request's own acceptance raises or lowers it (in log odds).
+    each request's own acceptance raises or lowers it (in log odds). Costs are kept per batch size, in powers of two.
+
+    Parameters
+    ----------
+    gammas : tuple of int
+        The candidates, 0 for plain decoding among them if it may be used.
+    weight : float
+        Of the last step in a request's acceptance and in a gamma's seconds, in (0, 1].
+    trials : int
+        Steps each gamma is tried for at a new batch size.
+    probe_every : int
+        One step in this many measures a neighbour of the best gamma again, since times change with load and length.
+
+    Notes
+    -----
     Records of one step carry the same step number and each its request's share of the seconds; a record whose seconds
-    are not finite teaches about acceptance alone. Costs are kept per batch size, in powers of two.
+    are not finite teaches about acceptance alone.
     """
 
-    name = "batch-throughput"
+    gammas: tuple[int, ...] = (0, 1, 2, 4, 8)
+    weight: float = 0.1
+    trials: int = 2
+    probe_every: int = 32
+    _by_place: list[float] = field(init=False, repr=False)
+    _acceptance: OrderedDict[str, float] = field(init=False, repr=False, default_factory=OrderedDict)
+    _typical: float = field(init=False, repr=False, default=_TYPICAL_ACCEPTANCE)
+    _costs: dict[tuple[str, int], Costs] = field(init=False, repr=False, default_factory=dict)
+    _batch: list[str] = field(init=False, repr=False, default_factory=list)
+    _step: int = field(init=False, repr=False, default=-1)
+    # A server may tell how a step went while the next one runs already, at another batch size.
+    _buckets: OrderedDict[int, int] = field(init=False, repr=False, default_factory=OrderedDict)
+    _num_chosen: int = field(init=False, repr=False, default=0)
 
-    def __init__(self, options: BatchThroughputOptions | None = None) -> None:
-        self.options = options or BatchThroughputOptions()
-        self._by_place = [_TYPICAL_ACCEPTANCE] * max(self.options.gammas)
-        self._acceptance: OrderedDict[str, float] = OrderedDict()
-        self._typical = _TYPICAL_ACCEPTANCE
-        self._costs: dict[tuple[str, int], dict[int, _GammaCost]] = {}
-        self._batch: list[str] = []
-        self._step = -1
-        # A server may tell how a step went while the next one runs already, at another batch size.
-        self._buckets: OrderedDict[int, int] = OrderedDict()
-        self._num_chosen = 0
+    name = "throughput"
+
+    def __post_init__(self) -> None:
+        check_gammas("gammas", self.gammas)
+        if not 0 < self.weight <= 1:
+            raise ValueError(f"weight must be in (0, 1], got {self.weight}")
+        if self.trials < 1:
+            raise ValueError(f"trials must be 1 or more, got {self.trials}")
+        if self.probe_every < 2:
+            raise ValueError(f"probe_every must be 2 or more, got {self.probe_every}; or use the policy fixed")
+        self._by_place = [_TYPICAL_ACCEPTANCE] * max(self.gammas)
 
     def choose(self, context: StepContext) -> int:
+        """Try what was never tried at this batch size, else take the best, now and then a neighbour of it."""
         bucket = context.batch_size.bit_length()
-        self._buckets.pop(context.step, None)
-        self._buckets[context.step] = bucket
-        if len(self._buckets) > _MOST_PENDING:
-            self._buckets.popitem(last=False)
-        costs = self._of(context.precision, bucket)
-        usable = [gamma for gamma in self.options.gammas if gamma <= context.max_gamma]
+        self._remember(context.step, bucket)
+        costs = self._costs_at(context.precision, bucket)
+        usable = [gamma for gamma in self.gammas if gamma <= context.max_gamma]
         if not usable:
             return 0
-        # A step that follows a prefill leaves no seconds; where all do, trying must come to an end all the same.
-        most_tries = _TRIES_PER_TRIAL * self.options.trials
-        for gamma in usable:
-            if costs[gamma].num_seen < self.options.trials and costs[gamma].num_tried < most_tries:
-                costs[gamma].num_tried += 1
-                return gamma
-        known = [gamma for gamma in usable if costs[gamma].num_seen]
-        if not known:
+        untried = self._untried(usable, costs)
+        if untried is not None:
+            costs[untried].num_tried += 1
+            return untried
+        best = self._best(usable, costs)
+        if best is None:
+            # No step had known seconds, as under a load of short replies: the usual gamma then.
             return max((gamma for gamma in usable if gamma <= DecodeConfig.gamma), default=usable[0])
-        expected = self._expected_accepted()
-        best = max(known, key=lambda gamma: (1 + expected[gamma]) / max(costs[gamma].seconds, 1e-9))
         self._num_chosen += 1
-        if self._num_chosen % self.options.probe_every == 0:
-            at = usable.index(best)
-            neighbours = usable[max(at - 1, 0) : at] + usable[at + 1 : at + 2]
-            return min(neighbours, key=lambda gamma: costs[gamma].last_step, default=best)
+        if self._num_chosen % self.probe_every == 0:
+            return _stale_neighbour(best, usable, costs)
         return best
 
-    def keep_drafting(self, context: StepContext, signals: DraftSignals) -> bool:
-        return True
+    def _remember(self, step: int, bucket: int) -> None:
+        self._buckets.pop(step, None)
+        self._buckets[step] = bucket
+        if len(self._buckets) > _MAX_PENDING:
+            self._buckets.popitem(last=False)
+
+    def _untried(self, usable: list[int], costs: Costs) -> int | None:
+        """The first gamma that is still to be tried, or None."""
+        max_tries = _TRIES_PER_TRIAL * self.trials
+        for gamma in usable:
+            if costs[gamma].num_seen < self.trials and costs[gamma].num_tried < max_tries:
+                return gamma
+        return None
+
+    def _best(self, usable: list[int], costs: Costs) -> int | None:
+        """The gamma with most expected tokens per second, or None where no gamma's seconds are known."""
+        known = [gamma for gamma in usable if costs[gamma].num_seen]
+        expected = self._expected_accepted()
+        return max(known, key=lambda gamma: (1 + expected[gamma]) / max(costs[gamma].seconds, 1e-9), default=None)
 
     def observe(self, record: StepRecord) -> None:
         if record.is_prefill:
@@ -134,37 +148,46 @@ class BatchThroughput:
         self._batch.append(record.request_id)
         if record.gamma:
             self._learn_acceptance(record)
-        seconds = record.draft_s + record.verify_s + record.controller_s
         bucket = self._buckets.get(record.step)
-        if is_new_step and bucket is not None and math.isfinite(seconds) and record.gamma in self.options.gammas:
-            cost = self._of(record.precision, bucket)[record.gamma]
-            cost.observe(seconds, record.step, self.options.weight, self.options.trials)
+        is_timed = math.isfinite(record.seconds)
+        if is_new_step and is_timed and bucket is not None and record.gamma in self.gammas:
+            cost = self._costs_at(record.precision, bucket)[record.gamma]
+            cost.observe(record.seconds, record.step, self.weight, self.trials)
 
     def _learn_acceptance(self, record: StepRecord) -> None:
         for place in range(min(record.num_accepted + 1, record.gamma, len(self._by_place))):
             accepted = float(place < record.num_accepted)
-            self._by_place[place] += 0.5 * self.options.weight * (accepted - self._by_place[place])
+            self._by_place[place] += 0.5 * self.weight * (accepted - self._by_place[place])
         rate = record.num_accepted / (record.num_accepted + (record.num_accepted < record.gamma))
         before = self._acceptance.pop(record.request_id, self._typical)
-        self._acceptance[record.request_id] = before + self.options.weight * (rate - before)
-        self._typical += 0.1 * self.options.weight * (rate - self._typical)
-        if len(self._acceptance) > _MOST_REQUESTS:
+        self._acceptance[record.request_id] = before + self.weight * (rate - before)
+        self._typical += 0.1 * self.weight * (rate - self._typical)
+        if len(self._acceptance) > _MAX_REQUESTS:
             self._acceptance.popitem(last=False)
 
     def _expected_accepted(self) -> list[float]:
-        """Accepted tokens of an average request, for every gamma up to the largest."""
+        """(max(gammas) + 1,): accepted tokens of an average request, for every gamma from 0 on."""
         rates = [self._acceptance.get(request_id, self._typical) for request_id in self._batch] or [self._typical]
-        places = [_logit(chance) - _logit(self._typical) for chance in self._by_place]
+        places = [_odds(chance) - _odds(self._typical) for chance in self._by_place]
         expected = [0.0] * (len(places) + 1)
         for rate in rates:
-            own, reached, total = _logit(rate), 1.0, 0.0
+            own, reached, total = _odds(rate), 1.0, 0.0
             for place, odds in enumerate(places):
                 reached *= sigmoid(odds + own)
                 total += reached
                 expected[place + 1] += total / len(rates)
         return expected
 
-    def _of(self, precision: str, bucket: int) -> dict[int, _GammaCost]:
-        return self._costs.setdefault(
-            (precision, bucket), {gamma: _GammaCost() for gamma in sorted(self.options.gammas)}
-        )
+    def _costs_at(self, precision: str, bucket: int) -> Costs:
+        return self._costs.setdefault((precision, bucket), {gamma: _GammaCost() for gamma in sorted(self.gammas)})
+
+
+def _stale_neighbour(best: int, usable: list[int], costs: Costs) -> int:
+    """Of the gammas beside the best one, that whose seconds were measured longest ago."""
+    at = usable.index(best)
+    neighbours = usable[max(at - 1, 0) : at] + usable[at + 1 : at + 2]
+    return min(neighbours, key=lambda gamma: costs[gamma].last_step, default=best)
+
+
+def _odds(acceptance: float) -> float:
+    return logit(acceptance, _MIN_ACCEPTANCE)

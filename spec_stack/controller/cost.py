@@ -14,16 +14,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from statistics import median
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
 class CostOptions:
     """How quickly the estimate follows.
 
-    discount: weight of the past per step, in (0, 1); 0.98 remembers about 50 steps.
-    warm_up: steps seen before an estimate is given; their median starts it, so one slow first step does no harm.
-    tolerance: a sample over this factor above the line counts as if it were on that bound; none is too fast.
-    shrinkage: weight of the prior slope, in squared tokens times steps.
+    Parameters
+    ----------
+    discount : float
+        Weight of the past per step, in (0, 1); 0.98 remembers about 50 steps.
+    warm_up : int
+        Steps seen before an estimate is given; their median starts it, so one slow first step does no harm.
+    tolerance : float
+        A sample over this factor above the line counts as if it were on that bound; none is too fast.
+    shrinkage : float
+        Weight of the prior slope, in squared tokens times steps.
     """
 
     discount: float = 0.98
@@ -42,22 +49,71 @@ class CostOptions:
             raise ValueError(f"shrinkage must be over 0, got {self.shrinkage}")
 
 
+class Sums(NamedTuple):
+    """Discounted sums over samples (x, y): all that a line needs."""
+
+    weight: float = 0.0
+    x: float = 0.0
+    y: float = 0.0
+    xx: float = 0.0
+    xy: float = 0.0
+
+    def aged(self, keep: float) -> Sums:
+        """The same, a step later."""
+        return Sums(self.weight * keep, self.x * keep, self.y * keep, self.xx * keep, self.xy * keep)
+
+    def aged_with(self, x: float, y: float, keep: float) -> Sums:
+        """The same, a step later and with one sample more."""
+        return Sums(
+            self.weight * keep + 1,
+            self.x * keep + x,
+            self.y * keep + y,
+            self.xx * keep + x * x,
+            self.xy * keep + x * y,
+        )
+
+
+def fit(sums: Sums, prior_slope: float, shrinkage: float) -> tuple[float, float]:
+    """The line y = base + slope * x through samples, its slope shrunk towards a prior.
+
+    With s the shrinkage, p the prior slope, W the weight, and cov and var the discounted sums of (x - mean)(y - mean)
+    and (x - mean)²::
+
+        slope = max((cov + s p) / (var + s), 0)        base = mean_y - slope * mean_x
+
+    which is least squares with s more samples' worth of evidence for p. Where that base is under zero, the line goes
+    through the origin, or its slope would be too steep for all that was seen::
+
+        slope = max((Σxy + s p) / (Σx² + s), 0)        base = 0
+
+    Returns
+    -------
+    base, slope : float
+    """
+    mean_x, mean_y = sums.x / sums.weight, sums.y / sums.weight
+    var = max(sums.xx - sums.weight * mean_x * mean_x, 0.0)
+    cov = sums.xy - sums.weight * mean_x * mean_y
+    slope = max((cov + shrinkage * prior_slope) / (var + shrinkage), 0.0)
+    base = mean_y - slope * mean_x
+    if base < 0:
+        return 0.0, max((sums.xy + shrinkage * prior_slope) / (sums.xx + shrinkage), 0.0)
+    return base, slope
+
+
 class DiscountedLine:
-    """y = base + slope * x by least squares over a discounted past, the slope shrunk towards `prior_slope`."""
+    """y = base + slope * x over a discounted past. Mutated by `age` and `add`."""
 
     def __init__(self, discount: float, tolerance: float, shrinkage: float) -> None:
         self._discount = discount
         self._tolerance = tolerance
         self._shrinkage = shrinkage
-        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+        self._sums = Sums()
         self.base = 0.0
         self.slope = 0.0
 
     def age(self) -> None:
         """A step without a sample: what is known grows older all the same."""
-        keep = self._discount
-        self._weight, self._x, self._y = self._weight * keep, self._x * keep, self._y * keep
-        self._xx, self._xy = self._xx * keep, self._xy * keep
+        self._sums = self._sums.aged(self._discount)
 
     def add(self, x: float, y: float, prior_slope: float | None = None) -> None:
         """Take in one sample; one far above the line is moved to the edge of the tolerance first.
@@ -67,40 +123,34 @@ class DiscountedLine:
         expected = self.base + self.slope * x
         if expected > 0:
             y = min(y, expected * self._tolerance)
-        if prior_slope is None:
-            prior_slope = y / x
-        keep = self._discount
-        self._weight = self._weight * keep + 1
-        self._x = self._x * keep + x
-        self._y = self._y * keep + y
-        self._xx = self._xx * keep + x * x
-        self._xy = self._xy * keep + x * y
-        mean_x, mean_y = self._x / self._weight, self._y / self._weight
-        spread = max(self._xx - self._weight * mean_x * mean_x, 0.0)
-        covariance = self._xy - self._weight * mean_x * mean_y
-        self.slope = max((covariance + self._shrinkage * prior_slope) / (spread + self._shrinkage), 0.0)
-        self.base = mean_y - self.slope * mean_x
-        if self.base < 0:
-            # Through the origin then, or the slope would be too steep for all that was seen.
-            self.base = 0.0
-            self.slope = max((self._xy + self._shrinkage * prior_slope) / (self._xx + self._shrinkage), 0.0)
+        self._sums = self._sums.aged_with(x, y, self._discount)
+        self.base, self.slope = fit(self._sums, y / x if prior_slope is None else prior_slope, self._shrinkage)
+
+
+class StepTimes(NamedTuple):
+    """What one decode step is to the cost model: tokens drafted, seconds, tokens recomputed."""
+
+    gamma: int
+    draft_s: float
+    verify_s: float
+    num_recomputed: int = 0
 
 
 class StepCostModel:
-    """Live estimate of a step's seconds. Mutated by `observe` alone, in about a microsecond."""
+    """Live estimate of a step's seconds. Mutated by `observe` alone, in a few microseconds."""
 
     def __init__(self, options: CostOptions | None = None) -> None:
         self.options = options or CostOptions()
-        self._early: list[tuple[int, float, float, int]] = []
+        self._warm_up: list[StepTimes] = []
         self._draft = DiscountedLine(self.options.discount, self.options.tolerance, self.options.shrinkage)
         self._verify = DiscountedLine(self.options.discount, self.options.tolerance, self.options.shrinkage)
-        self._drafted = False
+        self._has_drafted = False
         self._num_proposed = self._num_recomputed = 0.0
 
     @property
     def ready(self) -> bool:
         """Whether the warm-up is over and something has been drafted."""
-        return self._drafted and len(self._early) >= self.options.warm_up
+        return self._has_drafted and len(self._warm_up) >= self.options.warm_up
 
     @property
     def per_token_s(self) -> float:
@@ -129,36 +179,37 @@ class StepCostModel:
         keep = self.options.discount
         self._num_proposed = self._num_proposed * keep + gamma
         self._num_recomputed = self._num_recomputed * keep + num_recomputed
-        if len(self._early) < self.options.warm_up:
-            self._early.append((gamma, draft_s, verify_s, num_recomputed))
-            self._drafted = self._drafted or gamma > 0
-            if len(self._early) == self.options.warm_up:
-                self._start()
+        self._has_drafted = self._has_drafted or gamma > 0
+        step = StepTimes(gamma, draft_s, verify_s, num_recomputed)
+        if len(self._warm_up) >= self.options.warm_up:
+            self._add(step)
             return
-        self._drafted = self._drafted or gamma > 0
-        self._add(gamma, draft_s, verify_s, num_recomputed)
+        self._warm_up.append(step)
+        if len(self._warm_up) == self.options.warm_up:
+            for early in _calmed(self._warm_up, self.options.tolerance):
+                self._add(early)
 
-    def _start(self) -> None:
-        """Take in the warm-up steps, each brought within the tolerance of their median."""
-        per_token = [draft_s / gamma for gamma, draft_s, _, _ in self._early if gamma]
-        typical_draft = median(per_token) if per_token else 0.0
-        typical_verify = median(verify_s for _, _, verify_s, _ in self._early)
-        bound = self.options.tolerance
-        for gamma, draft_s, verify_s, num_recomputed in self._early:
-            self._add(
-                gamma,
-                min(draft_s, bound * typical_draft * gamma),
-                min(max(verify_s, typical_verify / bound), bound * typical_verify),
-                num_recomputed,
-            )
-
-    def _add(self, gamma: int, draft_s: float, verify_s: float, num_recomputed: int) -> None:
-        if gamma:
+    def _add(self, step: StepTimes) -> None:
+        if step.gamma:
             # The draft's time is close to proportional, so the sample itself tells where an unidentified slope lies.
-            self._draft.add(gamma, draft_s)
+            self._draft.add(step.gamma, step.draft_s)
         else:
             self._draft.age()
-        self._verify.add(gamma + num_recomputed, verify_s, prior_slope=0.0)
+        self._verify.add(step.gamma + step.num_recomputed, step.verify_s, prior_slope=0.0)
+
+
+def _calmed(steps: list[StepTimes], tolerance: float) -> list[StepTimes]:
+    """The warm-up steps, each brought within the tolerance of their median."""
+    per_token = [step.draft_s / step.gamma for step in steps if step.gamma]
+    typical_draft = median(per_token) if per_token else 0.0
+    typical_verify = median(step.verify_s for step in steps)
+    return [
+        step._replace(
+            draft_s=min(step.draft_s, tolerance * typical_draft * step.gamma),
+            verify_s=min(max(step.verify_s, typical_verify / tolerance), tolerance * typical_verify),
+        )
+        for step in steps
+    ]
 
 
 class DiscountedRate:

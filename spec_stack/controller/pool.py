@@ -1,33 +1,106 @@
-"""Policies by name for a generator: what one request taught is there for the next, and none is shared by two."""
+"""Policies of a generator: what one request taught is there for the next, and no two requests have one at once."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 
-from spec_stack.controller.base import GammaPolicy
-from spec_stack.controller.registry import make_policy
+from spec_stack.controller.base import Policy
+from spec_stack.controller.registry import CLOCK_POLICY_NAMES, make_policy
+
+
+@dataclass(frozen=True)
+class PolicyChoice:
+    """A request's policy, checked: an object, or a name with its options.
+
+    is_fresh: the request gets a policy by that name which has learned nothing yet.
+    """
+
+    name: str
+    options: tuple[tuple[str, Any], ...] = ()
+    policy: Policy | None = None
+    is_fresh: bool = False
 
 
 class PolicyPool:
-    """Lends policies, one to a request at a time; safe to use from several threads."""
+    """Lends policies, one to a request at a time; safe to use from several threads.
 
-    def __init__(self) -> None:
-        self._idle: defaultdict[tuple[Any, ...], list[GammaPolicy]] = defaultdict(list)
+    Parameters
+    ----------
+    default : str or Policy
+        What a request gets that names none.
+    options : mapping of str to mapping, optional
+        Options of policies by name.
+
+    Raises
+    ------
+    ValueError
+        Where the default is no policy.
+    """
+
+    def __init__(self, default: str | Policy, options: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+        self._default = default
+        self._options = dict(options or {})
+        # By what a choice looks like: as dictionary keys True, 1 and 1.0 are one.
+        self._idle: dict[str, list[Policy]] = {}
         self._lock = Lock()
+        self.choose()
+
+    def choose(
+        self, policy: str | Policy | None = None, gamma: int | None = None, is_seeded: bool = False
+    ) -> PolicyChoice:
+        """Settle which policy a request gets.
+
+        Parameters
+        ----------
+        policy : str or Policy, optional
+            A name, or an object that the caller keeps. None is the generator's.
+        gamma : int, optional
+            Short for the policy "fixed" with this gamma.
+        is_seeded : bool
+            Whether the same call must draw the same tokens again. Policies that watch the clock draft other lengths in
+            every run, so the generator's own is replaced by "fixed" then; one that the call names is lent afresh.
+
+        Raises
+        ------
+        ValueError
+            For an unknown name, a bad option, something that is no policy, and a gamma beside another policy.
+        """
+        if gamma is not None:
+            if policy is not None and policy != "fixed":
+                raise ValueError("gamma sets the fixed policy; give gamma or another policy, not both")
+            return self._checked(PolicyChoice("fixed", (("gamma", gamma),)))
+        if policy is None:
+            policy = "fixed" if is_seeded and self._default in CLOCK_POLICY_NAMES else self._default
+        if isinstance(policy, Policy):
+            return PolicyChoice(policy.name, policy=policy)
+        if not isinstance(policy, str):
+            raise ValueError(f"policy must be a name or an object of a class Mine(Policy), got {policy!r}")
+        options = tuple(sorted(self._options.get(policy, {}).items()))
+        return self._checked(PolicyChoice(policy, options, is_fresh=is_seeded))
+
+    def _checked(self, choice: PolicyChoice) -> PolicyChoice:
+        # Checked by making one, which then waits for its first request: nothing is built to be thrown away.
+        with self._lock:
+            if repr(choice) not in self._idle:
+                self._idle[repr(choice)] = [make_policy(choice.name, **dict(choice.options))]
+        return choice
 
     @contextmanager
-    def lend(self, name: str, **options: Any) -> Iterator[GammaPolicy]:
-        """An idle policy of that name and options for as long as the block lasts, or a new one where all are lent.
-
-        Raises ValueError as `make_policy` does.
-        """
+    def lend(self, choice: PolicyChoice) -> Iterator[Policy]:
+        """The chosen policy for as long as the block lasts: an idle one, or a new one where all are lent."""
+        if choice.policy is not None:
+            yield choice.policy
+            return
+        if choice.is_fresh:
+            yield make_policy(choice.name, **dict(choice.options))
+            return
         with self._lock:
-            idle = self._idle[(name, *sorted(options.items()))]
-            policy = idle.pop() if idle else make_policy(name, **options)
+            idle = self._idle.setdefault(repr(choice), [])
+            policy = idle.pop() if idle else make_policy(choice.name, **dict(choice.options))
         try:
             yield policy
         finally:

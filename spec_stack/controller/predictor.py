@@ -1,8 +1,7 @@
-"""Predictors trained offline (see `training`), exported as plain arrays in JSON, run in numpy.
+"""Step predictors trained offline (see `offline.training`), exported as plain arrays in JSON, run in numpy.
 
-Two kinds. A *step* predictor is the SpecKV paper's: a step's acceptance rate from the signals of a step and a candidate
-gamma (section 4.3). A *token* predictor maps `acceptance.FEATURES` to the probability that all tokens so far and
-the next are accepted, calibrated on prompts it was not fitted on. Files hold numbers and a card, never code.
+A step predictor is the SpecKV paper's: a step's acceptance rate from the signals of a step and a candidate gamma
+(section 4.3). Files hold numbers and a card that says where they come from, never code.
 """
 
 from __future__ import annotations
@@ -11,13 +10,12 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from spec_stack.controller.acceptance import FEATURES as TOKEN_FEATURES
-from spec_stack.controller.acceptance import sigmoid
 from spec_stack.controller.base import DraftSignals
 
 if TYPE_CHECKING:
@@ -25,14 +23,12 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
 
-Kind = Literal["step", "token"]
+KIND = "step"
 STEP_FEATURES = ("mean_entropy", "mean_confidence", "max_entropy", "min_confidence", "precision_code", "gamma")
 PRECISION_CODES = {"fp32": 0.0, "fp16": 0.0, "bf16": 0.0, "int8": 1.0, "nf4": 2.0}
 """The paper's ordinal code; precisions it did not measure share the unquantised one's."""
 STEP_MODELS = ("ridge", "mlp-16", "mlp-32", "rf-10", "rf-100")
-TOKEN_MODELS = ("logistic", "mlp")
 FORMAT = "spec-stack-predictor/1"
-_FEATURES: Mapping[str, tuple[str, ...]] = {"step": STEP_FEATURES, "token": TOKEN_FEATURES}
 
 
 def step_features(signals: DraftSignals, precision: str, gamma: int) -> tuple[float, ...]:
@@ -50,12 +46,27 @@ def step_features(signals: DraftSignals, precision: str, gamma: int) -> tuple[fl
 
 @dataclass(frozen=True)
 class Card:
-    """Where a predictor comes from.
+    """Where a predictor comes from: what stands in its file beside the numbers.
 
-    data_sha256: of the records it was trained on. scores: on held-out prompts.
+    Parameters
+    ----------
+    kind : str
+        What it predicts; KIND is the one that this library runs.
+    model : str
+        Name of the estimator it was exported from.
+    features : tuple of str
+        What it was trained on, in order.
+    data_sha256 : str
+        Of the record files it was trained on.
+    num_examples, num_prompts : int
+        How much that was.
+    versions : mapping
+        Of Python and the libraries.
+    scores : mapping
+        On held-out prompts.
     """
 
-    kind: Kind
+    kind: str
     model: str
     features: tuple[str, ...]
     data_sha256: str
@@ -77,7 +88,7 @@ class Network:
                 raise ValueError(f"layer {index}: weights {matrix.shape} do not go with biases {bias.shape}")
             if index and matrix.shape[0] != weights[index - 1].shape[1]:
                 raise ValueError(
-                    f"layer {index} reads {matrix.shape[0]} values, layer {index - 1} gives another number"
+                    f"layer {index} takes {matrix.shape[0]} values, layer {index - 1} gives another number"
                 )
             if not (np.isfinite(matrix).all() and np.isfinite(bias).all()):
                 raise ValueError(f"layer {index} holds a value that is not finite")
@@ -104,22 +115,6 @@ class Network:
             values = np.maximum(values @ matrix + bias, 0.0)
         return float((values @ self.weights[-1])[0] + self.biases[-1][0])
 
-    def rescaled(self, scale: float, shift: float) -> Network:
-        """The network with scale * output + shift for its output."""
-        weights = [*self.weights[:-1], self.weights[-1] * scale]
-        return Network(weights, [*self.biases[:-1], self.biases[-1] * scale + shift])
-
-
-class TokenPredictor:
-    """P(all so far and the next token are accepted) from TOKEN_FEATURES; used through `acceptance.Recalibrated`."""
-
-    def __init__(self, network: Network, card: Card) -> None:
-        self.network = network
-        self.card = card
-
-    def predict(self, features: Sequence[float]) -> float:
-        return sigmoid(self.network.output(features))
-
 
 class StepPredictor:
     """The paper's predictor: an acceptance rate in [0, 1] from STEP_FEATURES."""
@@ -142,24 +137,44 @@ def save_predictor(path: str | Path, network: Network, card: Card) -> None:
     Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def load_token_predictor(path: str | Path) -> TokenPredictor:
-    """Raises ValueError for a damaged or foreign file, and for one trained on other features."""
-    return TokenPredictor(*_load(Path(path), "token"))
-
-
 def load_step_predictor(path: str | Path) -> StepPredictor:
-    """Raises ValueError for a damaged or foreign file, and for one trained on other features."""
-    return StepPredictor(*_load(Path(path), "step"))
+    """A step predictor from its file, which is read once while it does not change.
+
+    Raises
+    ------
+    ValueError
+        For a file that is damaged, foreign, or not there, and for one trained on other features.
+    """
+    path = Path(path)
+    try:
+        stat = path.stat()
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error})") from error
+    return _load_step_predictor(path, stat.st_mtime_ns, stat.st_size)
 
 
-def _load(path: Path, kind: Kind) -> tuple[Network, Card]:
+@lru_cache(maxsize=8)
+def _load_step_predictor(path: Path, mtime_ns: int, size: int) -> StepPredictor:
+    """The times and sizes are what a changed file is told by; a predictor is never mutated, so all may share it."""
+    network, card = read_predictor(path)
+    if card.kind != KIND:
+        raise ValueError(f"{path}: a {card.kind} predictor, but a {KIND} predictor is needed here")
+    if card.features != STEP_FEATURES:
+        raise ValueError(
+            f"{path}: trained on features {list(card.features)}, not {list(STEP_FEATURES)}; train it again"
+        )
+    return StepPredictor(network, card)
+
+
+def read_predictor(path: Path) -> tuple[Network, Card]:
+    """The arrays and the card of a predictor file of any kind. Raises ValueError for a damaged or foreign file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not a predictor file ({error})") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(
-            f"{path}: not a predictor file of format {FORMAT}; train one with experiments/train_controller"
+            f"{path}: not a predictor file of format {FORMAT}; train one with experiments.policies.train_controller"
         )
     try:
         raw = content["card"]
@@ -169,12 +184,6 @@ def _load(path: Path, kind: Kind) -> tuple[Network, Card]:
         network = Network(weights, biases)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: damaged predictor file ({error})") from None
-    if card.kind != kind:
-        raise ValueError(f"{path}: a {card.kind} predictor, but a {kind} predictor is needed here")
-    if card.features != _FEATURES[kind]:
-        raise ValueError(
-            f"{path}: trained on features {list(card.features)}, not {list(_FEATURES[kind])}; train it again"
-        )
     if network.num_inputs != len(card.features):
         raise ValueError(f"{path}: {network.num_inputs} inputs for {len(card.features)} features")
     if not all(math.isfinite(score) for score in card.scores.values()):

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from spec_stack.config import MAX_GAMMA
-from spec_stack.controller.base import DraftSignals, StepContext, StepRecord
+from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord, check_gamma, check_gammas
 from spec_stack.controller.predictor import STEP_FEATURES, load_step_predictor, step_features
 
 
 class RatePredictor(Protocol):
     """Predicts a step's acceptance rate from STEP_FEATURES."""
 
-    def acceptance_rate(self, features: Sequence[float]) -> float: ...
+    def acceptance_rate(self, features: Sequence[float]) -> float:
+        """In [0, 1], from (6,) features as `step_features` makes them."""
+        ...
 
 
 class OnlineRidge:
@@ -42,57 +43,60 @@ class OnlineRidge:
         return min(max(float(self._weights @ np.array([*features, 1.0])), 0.0), 1.0)
 
 
-@dataclass(frozen=True)
-class SpecKVOptions:
-    """gammas: the candidates. predictor: an exported step predictor; without one a ridge is learned online.
+@dataclass
+class SpecKV(Policy):
+    """argmax over the candidates of acceptance_rate * gamma + 1: tokens per step, whatever a step costs.
 
-    start: gamma while no step with signals has gone before. explore: steps that try the candidates in turn
-    before the online ridge is asked.
+    Parameters
+    ----------
+    gammas : tuple of int
+        The candidates.
+    predictor : str, Path or RatePredictor, optional
+        An exported step predictor, or an object that predicts; without one a ridge is learned online.
+    start : int
+        Gamma while no step with signals has gone before.
+    explore : int
+        Steps that try the candidates in turn before the online ridge is asked.
+
+    Raises
+    ------
+    ValueError
+        For an option out of range and a bad predictor file.
     """
 
     gammas: tuple[int, ...] = (2, 4, 6, 8)
-    predictor: str | Path | None = None
+    predictor: str | Path | RatePredictor | None = None
     start: int = 4
     explore: int = 16
-
-    def __post_init__(self) -> None:
-        if not self.gammas or any(not 1 <= gamma <= MAX_GAMMA for gamma in self.gammas):
-            raise ValueError(f"gammas must be one or more of 1 to {MAX_GAMMA}, got {self.gammas}")
-        if not 0 <= self.start <= MAX_GAMMA:
-            raise ValueError(f"start must be 0 to {MAX_GAMMA}, got {self.start}")
-        if self.explore < 0:
-            raise ValueError(f"explore must be 0 or more, got {self.explore}")
-
-
-class SpecKV:
-    """argmax over the candidates of acceptance_rate * gamma + 1: tokens per step, whatever a step costs."""
+    _online: OnlineRidge | None = field(init=False, repr=False, default=None)
+    _rates: RatePredictor = field(init=False, repr=False)
+    _signals: DraftSignals | None = field(init=False, repr=False, default=None)
 
     name = "speckv"
 
-    def __init__(self, options: SpecKVOptions | None = None, predictor: RatePredictor | None = None) -> None:
-        """predictor replaces the exported one. Raises ValueError for a bad predictor file."""
-        self.options = options or SpecKVOptions()
-        if predictor is None and self.options.predictor is not None:
-            predictor = load_step_predictor(self.options.predictor)
-        self._online = OnlineRidge() if predictor is None else None
-        self._predictor: RatePredictor = predictor or OnlineRidge()
-        self._signals: DraftSignals | None = None
+    def __post_init__(self) -> None:
+        check_gammas("gammas", self.gammas, least=1)
+        check_gamma("start", self.start)
+        if self.explore < 0:
+            raise ValueError(f"explore must be 0 or more, got {self.explore}")
+        if self.predictor is None:
+            self._rates = self._online = OnlineRidge()
+        elif isinstance(self.predictor, str | Path):
+            self._rates = load_step_predictor(self.predictor)
+        else:
+            self._rates = self.predictor
 
     def choose(self, context: StepContext) -> int:
         if self._signals is None or context.last is None:
-            return min(self.options.start, context.max_gamma)
-        candidates = self.options.gammas
-        if self._online is not None and self._online.num_seen < self.options.explore:
-            return min(candidates[self._online.num_seen % len(candidates)], context.max_gamma)
-        predictor = self._online or self._predictor
-        expected = [
-            predictor.acceptance_rate(step_features(self._signals, context.precision, gamma)) * gamma + 1
-            for gamma in candidates
-        ]
-        return min(candidates[expected.index(max(expected))], context.max_gamma)
+            return self.start
+        if self._online is not None and self._online.num_seen < self.explore:
+            return self.gammas[self._online.num_seen % len(self.gammas)]
+        expected = [self._expected_tokens(self._signals, context.precision, gamma) for gamma in self.gammas]
+        return self.gammas[expected.index(max(expected))]
 
-    def keep_drafting(self, context: StepContext, signals: DraftSignals) -> bool:
-        return True
+    def _expected_tokens(self, signals: DraftSignals, precision: str, gamma: int) -> float:
+        """Equation 1: the tokens that a step at this gamma is expected to bring."""
+        return self._rates.acceptance_rate(step_features(signals, precision, gamma)) * gamma + 1
 
     def observe(self, record: StepRecord) -> None:
         """Remember the step's signals for the next one, and learn how they foretold this one."""

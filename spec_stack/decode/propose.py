@@ -1,4 +1,4 @@
-"""The draft's part of a step: read what it has not seen, then propose."""
+"""The draft's part of a step: catch up with what it has not seen, then propose."""
 
 from __future__ import annotations
 
@@ -28,11 +28,30 @@ def propose(
     end_ids: Collection[int],
     keep_drafting: Callable[[DraftSignals], bool] = lambda _: True,
 ) -> Proposal:
-    """Draft up to max_tokens tokens after committed_ids.
+    """Draft tokens after the committed ones.
 
-    The draft is first fed the committed tokens it has not seen, however many: none of them is a special case.
-    Drafting ends early after a token of end_ids, or when keep_drafting says so. The last drafted token is not
-    fed. With max_tokens 0 the draft is not touched.
+    The draft is first fed the committed tokens it has not seen, however many: none of them is a special case. The last
+    drafted token is not fed. The draft's cache is advanced; with max_tokens 0 it is not touched.
+
+    Parameters
+    ----------
+    draft : SteppableModel
+        The draft.
+    committed_ids : sequence of int
+        The prompt and what was generated, the whole of it.
+    max_tokens : int
+        Most tokens to draft.
+    sampler : Sampler
+        Draws them, or takes the likeliest where it is greedy.
+    end_ids : collection of int
+        Tokens after which drafting ends.
+    keep_drafting : callable
+        Asked after every token with the signals so far; False ends the proposal.
+
+    Returns
+    -------
+    Proposal
+        The tokens, their signals and, where they were drawn, draft_probs (gamma, vocab).
     """
     token_ids: list[int] = []
     rows: list[torch.Tensor] = []

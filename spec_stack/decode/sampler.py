@@ -12,8 +12,17 @@ Warp = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Sampler:
-    """warp maps logits (n, vocab) to warped logits; None is greedy. generator lives on the models' device and is
-    advanced by every draw. accept replaces `verify.accept` where a device has a faster route to the same law."""
+    """How one request draws.
+
+    Parameters
+    ----------
+    warp : callable, optional
+        Maps logits (n, vocab) to warped logits, for draft and target alike; None is greedy.
+    generator : torch.Generator, optional
+        On the models' device; every draw advances it.
+    accept : callable, optional
+        Takes the place of `verify.accept` where a device has a faster route to the same law.
+    """
 
     def __init__(
         self, warp: Warp | None = None, generator: torch.Generator | None = None, accept: Accept | None = None

@@ -2,51 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
+from typing import Protocol
 
 from spec_stack.types import FinishReason
 
-_INCOMPLETE = "\ufffd"
-# Tokens decoded anew with every increment: few enough to be cheap, many enough that they seldom need to be cut.
-_LONGEST_WINDOW = 64
 
-
-class TextStream:
-    """Text of a growing token list, in increments that concatenate to the text of the whole.
-
-    decode maps token ids to text. Half a character is held back until the tokens that complete it arrive.
-    """
-
-    def __init__(self, decode: Callable[[list[int]], str]) -> None:
-        self._decode = decode
-        self._window: list[int] = []
-        self._context_len = 0
-        self._context_text = ""
+class TextStream(Protocol):
+    """Text of a growing token list, in increments that concatenate to the text of the whole (`hf.text` makes them)."""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that these tokens add, as far as it is certain."""
-        self._window.extend(token_ids)
-        text = self._decode(self._window)
-        if text.endswith(_INCOMPLETE) or len(text) <= len(self._context_text):
-            return ""
-        added = text[len(self._context_text) :]
-        # The tokens just decoded become the context of the next ones: a piece's text can depend on its left neighbour.
-        if len(self._window) > _LONGEST_WINDOW:
-            self._window = self._window[self._context_len :]
-            text = self._decode(self._window)
-        self._context_len = len(self._window)
-        self._context_text = text
-        return added
+        """The text that these tokens add, as far as it is certain: half a character waits for its other half."""
+        ...
 
     def flush(self) -> str:
         """What was held back, as it stands."""
-        return self._decode(self._window)[len(self._context_text) :]
+        ...
 
 
 class Stopper:
     """Cuts every step's tokens at max_tokens, an end-of-sequence token or a stop string, and gives their text.
 
     Text that could still become a stop string is held back. Stateful: one per request.
+
+    Parameters
+    ----------
+    max_tokens : int
+        Most tokens of the request.
+    end_ids : collection of int
+        Tokens that end it; they count, and have no text.
+    stop : sequence of str
+        Strings that end it; the tokens that complete one count, and its text does not come out.
+    text : TextStream, optional
+        Makes the text; without one there is none.
+
+    Raises
+    ------
+    ValueError
+        For stop strings without a text.
     """
 
     def __init__(
@@ -54,14 +47,14 @@ class Stopper:
         max_tokens: int,
         end_ids: Collection[int],
         stop: Sequence[str] = (),
-        decode: Callable[[list[int]], str] | None = None,
+        text: TextStream | None = None,
     ) -> None:
-        if stop and decode is None:
+        if stop and text is None:
             raise ValueError("stop strings need a tokenizer")
         self.num_left = max_tokens
         self._end_ids = end_ids
         self._stop = tuple(stop)
-        self._text = TextStream(decode) if decode else None
+        self._text = text
         self._held = ""
 
     def cut(self, token_ids: list[int]) -> tuple[list[int], str, FinishReason | None]:

@@ -20,10 +20,7 @@ def verify_greedy(target_logits: torch.Tensor, token_ids: list[int]) -> Verifica
 
 
 def verify_sampled(target_logits: torch.Tensor, proposal: Proposal, sampler: Sampler) -> Verification:
-    """Rejection sampling (Leviathan et al., 2023): the result has exactly the target's warped distribution.
-
-    Tokens that were chosen, not drawn, have draft probability 1.
-    """
+    """`accept`, from logits (gamma + 1, vocab); tokens that were chosen, not drawn, have draft probability 1."""
     target_probs = sampler.probs(target_logits)
     if not proposal.token_ids:
         return Verification(0, sampler.pick(target_probs[0]))
@@ -37,10 +34,22 @@ def verify_sampled(target_logits: torch.Tensor, proposal: Proposal, sampler: Sam
 def accept(
     target_probs: torch.Tensor, draft_probs: torch.Tensor, token_ids: Sequence[int], sampler: Sampler
 ) -> Verification:
-    """Judge one or more drafted tokens. target_probs (gamma + 1, vocab), draft_probs (gamma, vocab).
+    """Judge one or more drafted tokens by rejection sampling.
 
     A token is accepted with probability min(1, target / draft); the first rejected one is replaced by a draw from
-    max(target - draft, 0). After full acceptance the bonus token comes from the target.
+    max(target - draft, 0). After full acceptance the bonus token comes from the target. So the result has exactly the
+    target's distribution (Leviathan et al., 2023, https://arxiv.org/abs/2211.17192).
+
+    Parameters
+    ----------
+    target_probs : torch.Tensor
+        (gamma + 1, vocab), warped, at the places of the drafted tokens and after the last.
+    draft_probs : torch.Tensor
+        (gamma, vocab), warped: what the tokens were drawn from.
+    token_ids : sequence of int
+        The drafted tokens.
+    sampler : Sampler
+        Its generator is advanced.
     """
     num_drafted = len(token_ids)
     tokens = torch.tensor(token_ids, device=target_probs.device)[:, None]
@@ -57,8 +66,17 @@ def accept(
 
 
 def verify(target_logits: torch.Tensor, proposal: Proposal, sampler: Sampler) -> Verification:
-    """Which drafted tokens stand, and the target's own next token. target_logits (gamma + 1, vocab): row i is the
-    target's prediction of drafted token i, the last row the one after all of them."""
+    """Which drafted tokens stand, and the target's own next token.
+
+    Parameters
+    ----------
+    target_logits : torch.Tensor
+        (gamma + 1, vocab): row i is the target's prediction of drafted token i, the last row the one after all of them.
+    proposal : Proposal
+        The drafted tokens, and what they were drawn from.
+    sampler : Sampler
+        Greedy: the prefix that equals the target's argmax is accepted. Else by rejection sampling.
+    """
     if sampler.is_greedy:
         return verify_greedy(target_logits, proposal.token_ids)
     return verify_sampled(target_logits, proposal, sampler)

@@ -97,7 +97,7 @@ def abilities(config: Any) -> Abilities:
     recurrent = SUPPORTED[config.model_type].recurrent
     sparse = Support("exact")
     if recurrent:
-        sparse = Support("approximate", f"{recurrent} layers read the kept tokens as if they were neighbours")
+        sparse = Support("approximate", f"{recurrent} layers take the kept tokens for neighbours")
     return Abilities(_score(config), sparse, _block_by_block(config))
 
 

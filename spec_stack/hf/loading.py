@@ -17,28 +17,55 @@ from spec_stack.config import LoadConfig
 from spec_stack.hf.architectures import check_architecture, text_config
 from spec_stack.hf.precision import Precision, resolve_precisions
 from spec_stack.hf.prepack import can_prepack, prepack
-from spec_stack.tokenizers.vocabulary import compare
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 CONTROLLERS = ASSETS / "controllers"
 # Policies that use a trained predictor where one is shipped for the pair. `throughput` is not among them: none has
 # beaten what it learns online (experiments/LOG.md).
 _PREDICTORS = {"speckv": "step.json"}
+# A folder with a tokenizer has one of these.
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass(frozen=True)
-class LoadedPair:
-    """Two models on one device, their tokenizers, the names of their precisions, and the predictors trained for the
-    pair, by the policy that uses them."""
+class FoundPair:
+    """A pair that can be loaded: all that is known of it before the weights are read.
 
-    target: PreTrainedModel
-    draft: PreTrainedModel
-    tokenizer: Any
-    draft_tokenizer: Any
-    precision: str
-    draft_precision: str
+    Parameters
+    ----------
+    sources : (str, str)
+        Folders or hub ids of target and draft.
+    configs, tokenizers : (object, object)
+        Target's and draft's.
+    precisions : (Precision, Precision)
+        What each is loaded in.
+    packs : (bool, bool)
+        Whether the linear layers of each are laid out for oneDNN.
+    device : torch.device
+        Where both go.
+    predictors : mapping of str to Path
+        Files of trained predictors that come with the pair, by the policy that uses them.
+    """
+
+    sources: tuple[str, str]
+    configs: tuple[Any, Any]
+    tokenizers: tuple[Any, Any]
+    precisions: tuple[Precision, Precision]
+    packs: tuple[bool, bool]
+    device: torch.device
     predictors: Mapping[str, Path]
+
+    def load_models(self) -> tuple[PreTrainedModel, PreTrainedModel]:
+        """Read the weights. Raises ValueError where they cannot be read or do not fit on the device."""
+        target, draft = (
+            _load_model(source, precision, self.device)
+            for source, precision in zip(self.sources, self.precisions, strict=True)
+        )
+        for model, is_packed in zip((target, draft), self.packs, strict=True):
+            if is_packed:
+                prepack(model)
+        return target, draft
 
 
 def resolve_device(device: str | None) -> torch.device:
@@ -102,6 +129,14 @@ def load_tokenizer(source: str) -> Any:
         raise ValueError(f"cannot load the tokenizer of {source!r}: {error}") from error
 
 
+def load_tokenizers(target: str, draft: str) -> tuple[Any, Any]:
+    """Both tokenizers. A draft folder without one is taken to have the target's; the pair embedded in the package is
+    stored so. Raises ValueError as `load_tokenizer` does."""
+    tokenizer = load_tokenizer(target)
+    shares = Path(draft).is_dir() and not any((Path(draft) / name).is_file() for name in _TOKENIZER_FILES)
+    return tokenizer, tokenizer if shares else load_tokenizer(draft)
+
+
 def check_pair(target: Any, draft: Any) -> None:
     """Raise ValueError where two configurations cannot work together."""
     check_architecture("target", target)
@@ -120,41 +155,48 @@ def end_token_ids(model: PreTrainedModel) -> frozenset[int]:
     return frozenset() if ids is None else frozenset([ids] if isinstance(ids, int) else ids)
 
 
-def load_pair(
-    target: str | Path | None = None,
-    draft: str | Path | None = None,
-    precision: str = LoadConfig.precision,
+def open_pair(
+    target: str | Path | None,
+    draft: str | Path | None,
+    load: LoadConfig,
     device: str | None = None,
     prepack_linears: bool | None = None,
-    draft_precision: str = LoadConfig.draft_precision,
-) -> LoadedPair:
-    """Load both models and tokenizers; everything that can be refused is refused before the weights are read.
+) -> FoundPair:
+    """Find a pair and settle how it is loaded; everything that can be refused is refused here, before any long work.
 
-    prepack_linears lays the weights of linear layers out for oneDNN (`hf.prepack`); None does so wherever it
-    works. Raises ValueError for what a caller can change.
+    Parameters
+    ----------
+    target, draft : str or Path or None
+        Folders or hub ids; the embedded pair where neither is named.
+    load : LoadConfig
+        The precisions asked for.
+    device : str, optional
+        "cpu", "cuda", "cuda:1", …; None takes CUDA where there is one.
+    prepack_linears : bool, optional
+        Lay the weights of linear layers out for oneDNN (`hf.prepack`); None does so wherever it works.
+
+    Raises
+    ------
+    ValueError
+        For what a caller can change: a missing folder, an unsupported architecture, a precision or device that cannot
+        be had here.
     """
-    asked = LoadConfig(precision, draft_precision)
     on = resolve_device(device)
     sources = resolve_pair(target, draft)
-    target_config, draft_config = (load_config(source) for source in sources)
-    check_pair(target_config, draft_config)
-    precisions = resolve_precisions(target_config, draft_config, asked, on)
-    packs = [prepack_linears is not False and can_prepack(on, each.dtype) for each in precisions]
+    configs = load_config(sources[0]), load_config(sources[1])
+    check_pair(*configs)
+    precisions = resolve_precisions(*configs, load, on)
+    packs = tuple(prepack_linears is not False and can_prepack(on, each.dtype) for each in precisions)
     if prepack_linears and not all(packs):
         refused = precisions[packs.index(False)].name
         raise ValueError(f"linear layers cannot be prepacked on {on} in {refused}; leave prepack_linears out")
-    tokenizers = load_tokenizer(sources[0]), load_tokenizer(sources[1])
-    compare(*tokenizers, *(text_config(config).vocab_size for config in (target_config, draft_config)))
-    models = [_load_model(source, each, on) for source, each in zip(sources, precisions, strict=True)]
-    for model in (model for model, is_packed in zip(models, packs, strict=True) if is_packed):
-        prepack(model)
-    return LoadedPair(
-        target=models[0],
-        draft=models[1],
-        tokenizer=tokenizers[0],
-        draft_tokenizer=tokenizers[1],
-        precision=precisions[0].name,
-        draft_precision=precisions[1].name,
+    return FoundPair(
+        sources=sources,
+        configs=configs,
+        tokenizers=load_tokenizers(*sources),
+        precisions=precisions,
+        packs=(packs[0], packs[1]),
+        device=on,
         predictors=shipped_predictors(target),
     )
 

@@ -218,7 +218,7 @@ def precision_of(model: PreTrainedModel) -> str:
     return stored_precision(model.config) or names.get(model.dtype, OTHER_PRECISION)
 
 
-def settle(model: PreTrainedModel) -> None:
+def warm_up_quantized(model: PreTrainedModel) -> None:
     """Run a quantized model once: bitsandbytes lays its weights out in the first forward, which two threads must not do
     at once. On a CPU its int8 layers also say in every call that they cast their inputs; that is not passed on."""
     if stored_precision(model.config) is None:

@@ -1,7 +1,7 @@
 """Linear layers for CPUs whose weights oneDNN has laid out beforehand.
 
-A verification reads 2 to 17 tokens at once, and there `F.linear` in fp32 takes two to three times what it takes for one
-token, which eats what speculation gains; laid out for oneDNN the same product hardly costs more than one token's,
+A verification computes 2 to 17 tokens at once, and there `F.linear` in fp32 takes two to three times what it takes for
+one token, which eats what speculation gains; laid out for oneDNN the same product hardly costs more than one token's,
 and prefill is faster too (measured: `experiments/speed/bench_prepack.py`). The operators are private to torch, so they
 are tried before anything is replaced.
 """

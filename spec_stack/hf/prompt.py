@@ -6,8 +6,66 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 Message = Mapping[str, str]
 Span = tuple[int, int]
+
+
+def encode_prompt(
+    tokenizer: Any,
+    vocab_size: int,
+    prompt: str | None,
+    messages: Sequence[Mapping[str, str]] | None,
+    input_ids: Sequence[int] | torch.Tensor | None,
+) -> tuple[list[int], list[Span]]:
+    """Token ids of the one prompt given, and the half-open spans of it that are never pruned.
+
+    Parameters
+    ----------
+    tokenizer : object or None
+        The target's; None takes input_ids only.
+    vocab_size : int
+        Ids that the target knows.
+    prompt, messages, input_ids
+        A text, a chat, or token ids (N,) or (1, N): exactly one is not None.
+
+    Raises
+    ------
+    ValueError
+        For none or several, an empty one, one of the wrong type, ids outside the vocabulary.
+    """
+    if sum(given is not None for given in (prompt, messages, input_ids)) != 1:
+        raise ValueError("give exactly one of prompt, messages or input_ids")
+    protected: list[Span] = []
+    if input_ids is not None:
+        prompt_ids = _check_ids(input_ids, vocab_size)
+    elif tokenizer is None:
+        raise ValueError("this generator was made without a tokenizer; give input_ids")
+    elif messages is not None:
+        prompt_ids, protected = encode_messages(tokenizer, messages)
+    elif isinstance(prompt, str):
+        prompt_ids = encode_text(tokenizer, prompt) if prompt else []
+    else:
+        raise ValueError(f"prompt must be one string, got {type(prompt).__name__}; see messages= and input_ids=")
+    if not prompt_ids:
+        raise ValueError("the prompt is empty; give at least one token")
+    return prompt_ids, protected
+
+
+def _check_ids(input_ids: Sequence[int] | torch.Tensor, vocab_size: int) -> list[int]:
+    try:
+        ids = torch.as_tensor(input_ids)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"input_ids must be one sequence of ints, got {type(input_ids).__name__}: {error}") from error
+    if ids.dim() == 2 and ids.shape[0] == 1:
+        ids = ids[0]
+    if ids.dim() != 1 or (ids.numel() and (ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex())):
+        raise ValueError(f"input_ids must be one sequence of ints, got {ids.dtype} of shape {tuple(ids.shape)}")
+    token_ids: list[int] = ids.tolist()
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+        raise ValueError(f"input_ids must lie in 0…{vocab_size - 1}, the target's vocabulary")
+    return token_ids
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:
@@ -71,18 +129,25 @@ def _render(tokenizer: Any, messages: Sequence[Message]) -> str:
 
 
 def _content_spans(tokenizer: Any, text: str, messages: Sequence[Message]) -> list[Span]:
-    """Character spans of the prunable contents, found by rendering marks in their place. Where the template does more
-    than insert or strip the contents, nothing is prunable."""
+    """Character spans of the contents that may be pruned: those of all but system and developer messages.
+
+    The contents are replaced by marks and the chat is rendered once more, so that the text between the marks is the
+    template's own: for one user message "hi" that renders to `<user>hi<end>`, the skeleton is `<user>#0#<end>`, split
+    into `<user>` and `<end>`, and the span is (6, 8). Where putting the contents back, as they are or stripped, does
+    not give the text, the template does more with them, and nothing may be pruned.
+    """
     marks = [f"\ue000{index}\ue001" for index in range(len(messages))]
     skeleton = _render(tokenizer, [{**message, "content": mark} for message, mark in zip(messages, marks, strict=True)])
-    head, *pieces = re.split("|".join(marks), skeleton)
-    for strips in (False, True):
+    head, *template_parts = re.split("|".join(marks), skeleton)
+    for contents in (
+        [message["content"] for message in messages],
+        [message["content"].strip() for message in messages],
+    ):
         rebuilt, spans = head, []
-        for message, piece in zip(messages, pieces, strict=False):
-            content = message["content"].strip() if strips else message["content"]
+        for message, content, part in zip(messages, contents, template_parts, strict=False):
             if message["role"] not in ("system", "developer"):
                 spans.append((len(rebuilt), len(rebuilt) + len(content)))
-            rebuilt += content + piece
+            rebuilt += content + part
         if rebuilt == text:
             return spans
     return []

@@ -1,279 +1,306 @@
-"""StepRecords to and from CSV and Parquet. Loads no torch; pyarrow only when a Parquet file is named.
+"""StepRecords in files: JSON Lines to append to, Parquet for analysis. Loads no torch; pyarrow for Parquet only.
 
-The columns are those of the SpecKV authors' step results, under their names, and ours beside them, so that `read_steps`
-loads both alike. A drafted token needs no row of its own: token i of a step sits at `position` + i of its
-request's output, it is right for i < accepted, wrong for i == accepted, and beyond that it follows a wrong token.
-Signals per token are stored in full precision, so a written record is read back equal.
+A line is `dataclasses.asdict` of one record, so pandas.read_json(path, lines=True) reads a file too; a Parquet file has
+the same fields for columns. A drafted token needs no row of its own: token i of a step stands at i plus the tokens of
+the run's earlier steps, it is right for i < num_accepted, wrong for i == num_accepted, and beyond that it follows a
+wrong token. Numbers are stored in full precision, so a record is read back equal.
 """
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
-import numpy as np
-
+from spec_stack.config import MAX_GAMMA, OTHER_PRECISION, PRECISIONS
 from spec_stack.controller.base import DraftSignals, StepRecord
-from spec_stack.offline.record_rows import Row, load_pyarrow, read_rows
 
-PUBLISHED_COLUMNS = (
-    "compression",
-    "gamma",
-    "task",
-    "step",
-    "accepted",
-    "acceptance_rate",
-    "tokens_produced",
-    "mean_draft_entropy",
-    "mean_draft_confidence",
-    "max_draft_entropy",
-    "min_draft_confidence",
-)
-COLUMNS = (
-    *PUBLISHED_COLUMNS,
-    "request_id",
-    "policy",
-    "is_prefill",
-    "keep_rate",
-    "position",
-    "draft_s",
-    "verify_s",
-    "controller_s",
-    "draft_read_prompt",
-    "draft_entropy",
-    "draft_confidence",
-    "num_replayed",
-)
-# Files from before the last column was added are read as well.
-_REQUIRED_COLUMNS = COLUMNS[:-1]
-
-
-@dataclass(frozen=True)
-class StepTable:
-    """Decode steps that drafted something, as columns: what the authors' file and ours have in common.
-
-    run numbers the runs in file order: a new one begins wherever `step` does not go on counting.
-    gamma is the column as written: tokens really proposed in our files, the loop's setting in the authors'
-    (theirs overstates the last step of a run).
-    """
-
-    precision: np.ndarray[Any, Any]
-    task: np.ndarray[Any, Any]
-    run: np.ndarray[Any, Any]
-    step: np.ndarray[Any, Any]
-    gamma: np.ndarray[Any, Any]
-    num_accepted: np.ndarray[Any, Any]
-    num_tokens: np.ndarray[Any, Any]
-    acceptance_rate: np.ndarray[Any, Any]
-    mean_entropy: np.ndarray[Any, Any]
-    mean_confidence: np.ndarray[Any, Any]
-    max_entropy: np.ndarray[Any, Any]
-    min_confidence: np.ndarray[Any, Any]
-
-    def __len__(self) -> int:
-        return len(self.gamma)
+SUFFIXES = (".jsonl", ".parquet")
+_FIELDS = {entry.name: str(entry.type) for entry in fields(StepRecord)}
+# A field that came later has a default, and is not in older files.
+_REQUIRED = tuple(entry.name for entry in fields(StepRecord) if entry.default is MISSING)
+_SIGNALS = tuple(entry.name for entry in fields(DraftSignals))
+_TAIL_BYTES = 1 << 20
 
 
 def write_records(records: Iterable[StepRecord], path: str | Path) -> None:
-    """Write records, the steps of each run together and in order, to a .csv or .parquet file (overwritten).
+    """Write records to a .jsonl or .parquet file, which is overwritten.
 
-    Raises ValueError for no records, for another suffix, and for a run whose steps are mixed up.
+    Parameters
+    ----------
+    records : iterable of StepRecord
+        The steps of each run together and in order. A run is one request under one policy, precision and keep_rate.
+    path : str or Path
+        Of the file. It is replaced at once, so a failure leaves the earlier one whole.
+
+    Raises
+    ------
+    ValueError
+        For no records, another suffix, a value that `read_records` would refuse, and a run whose steps are mixed up.
     """
-    path = Path(path)
-    records = list(records)
+    path, records = Path(path), list(records)
+    _check_suffix(path, SUFFIXES)
     if not records:
         raise ValueError(f"{path}: no records to write")
-    _check_runs(records, [f"record {index}" for index in range(len(records))])
-    positions: dict[tuple[str, ...], int] = {}
-    rows = []
-    for record in records:
-        run = _run_key(record)
-        position = positions.get(run, 0)
-        positions[run] = position + record.num_tokens
-        rows.append(_as_row(record, position))
-    # Written beside and then moved, so that a failure leaves the earlier file whole.
+    _check(records, [f"record {index}" for index in range(len(records))])
     unfinished = path.with_name(path.name + ".unfinished")
-    if path.suffix == ".csv":
-        with unfinished.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, COLUMNS)
-            writer.writeheader()
-            writer.writerows(rows)
-    elif path.suffix == ".parquet":
-        pyarrow, parquet = load_pyarrow(path)
-        table = pyarrow.table({name: [row[name] for row in rows] for name in COLUMNS})
-        parquet.write_table(table, unfinished, compression="zstd")
+    if path.suffix == ".parquet":
+        pyarrow, parquet = _load_pyarrow(path)
+        rows = [asdict(record) for record in records]
+        parquet.write_table(pyarrow.Table.from_pylist(rows, _schema(pyarrow)), unfinished, compression="zstd")
     else:
-        raise ValueError(f"{path}: give a .csv or a .parquet file")
+        unfinished.write_bytes(_lines(records))
     unfinished.replace(path)
 
 
-def check_record_path(path: str | Path, request_id: str | None = None) -> None:
-    """Raise ValueError, before any long work, for a path that records could not be added to: no folder, another kind
-    of file, a damaged one, or one that has this request's records already."""
+def add_records(records: Iterable[StepRecord], path: str | Path) -> None:
+    """Append the records of whole runs to a .jsonl file, which is made where there is none.
+
+    Takes no longer for a long file. Several threads and processes may append to one file, as long as it lies on this
+    machine: all lines go out in one write, which the system puts at the end undivided.
+
+    Raises
+    ------
+    ValueError
+        As `write_records`, and for a suffix other than .jsonl.
+    OSError
+        Where the disk does not take all of it; the file's last line is unfinished then.
+    """
+    path, records = Path(path), list(records)
+    _check_suffix(path, SUFFIXES[:1])
+    _check(records, [f"record {index}" for index in range(len(records))])
+    block = _lines(records)
+    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    try:
+        num_written = os.write(file, block)
+    finally:
+        os.close(file)
+    if num_written < len(block):
+        raise OSError(f"{path}: {num_written} of {len(block)} bytes were written; remove the unfinished last line")
+
+
+def check_record_path(
+    path: str | Path, request_id: str | None = None, *, suffixes: Sequence[str] = SUFFIXES[:1]
+) -> None:
+    """Raise ValueError, before any long work, for a path that records could not be written to.
+
+    Parameters
+    ----------
+    path : str or Path
+        Refused where its suffix is another, its folder is not there, it is a folder itself, or a .jsonl file whose last
+        line is no record.
+    request_id : str, optional
+        Refused where a .jsonl file has records of it. The file is searched for it; without one, its end alone is read.
+    suffixes : sequence of str
+        Those allowed: `add_records` takes .jsonl, `write_records` takes SUFFIXES.
+    """
     path = Path(path)
-    if path.suffix not in (".csv", ".parquet"):
-        raise ValueError(f"{path}: give a .csv or a .parquet file")
+    _check_suffix(path, suffixes)
     if not path.parent.is_dir():
         raise ValueError(f"{path}: the folder {path.parent} does not exist")
     if path.is_dir():
         raise ValueError(f"{path}: a folder; give a file")
     if path.suffix == ".parquet":
-        load_pyarrow(path)
-    if path.exists() and any(record.request_id == request_id for record in read_records(path)):
-        raise ValueError(f"{path}: request {request_id!r} is in the file already; give another request_id")
-
-
-_adding = Lock()
-
-
-def add_records(records: Iterable[StepRecord], path: str | Path) -> None:
-    """Write records to a file, after those it already holds. The whole file is rewritten: for many requests collect
-    the records and call `write_records` once. Raises ValueError as `read_records` and `write_records` do."""
-    with _adding:
-        earlier = read_records(path) if Path(path).exists() else []
-        write_records([*earlier, *records], path)
+        _load_pyarrow(path)
+    elif path.exists():
+        _check_end(path)
+        # As it stands in the lines: a search of bytes, since reading would take seconds for a long file.
+        if request_id is not None and f'"request_id": {json.dumps(request_id)}'.encode() in path.read_bytes():
+            raise ValueError(f"{path}: request {request_id!r} is in the file already; give another request_id")
 
 
 def read_records(*paths: str | Path) -> list[StepRecord]:
-    """Read the records of one or more files written by `write_records`.
+    """Read the records of one or more files.
 
-    Raises ValueError that names file, row and column for an empty file, missing columns, NaN, unknown
-    precision or gamma, cells that contradict each other, and runs that are mixed up or in two files.
+    Returns
+    -------
+    list of StepRecord
+        In the order of the files and of their lines.
+
+    Raises
+    ------
+    ValueError
+        That names file, line and field: for an empty or damaged file, a field too few or too many, a value of another
+        type or out of range (NaN is), values that contradict each other, and runs that are mixed up or in two files.
     """
     records: list[StepRecord] = []
     places: list[str] = []
-    for path in paths:
-        for row in read_rows(Path(path), _REQUIRED_COLUMNS):
-            records.append(_as_record(row))
-            places.append(row.place)
-    _check_runs(records, places)
+    for path in map(Path, paths):
+        _check_suffix(path, SUFFIXES)
+        rows = list(_parquet_rows(path) if path.suffix == ".parquet" else _json_rows(path))
+        if not rows:
+            raise ValueError(f"{path}: no records in the file; record at least one step")
+        records += [_as_record(row, place) for place, row in rows]
+        places += [place for place, _ in rows]
+    _check(records, places)
     return records
 
 
-def read_steps(*paths: str | Path) -> StepTable:
-    """Read the columns our files share with the authors', from either; prefill and gamma 0 steps are left out.
-
-    Raises ValueError as `read_records` does.
-    """
-    columns: dict[str, list[Any]] = {name: [] for name in StepTable.__dataclass_fields__}
-    run = -1
-    for path in paths:
-        expected = -1
-        for row in read_rows(Path(path), PUBLISHED_COLUMNS):
-            step, gamma, num_accepted = row.count("step"), row.gamma(), row.count("accepted")
-            if step != expected:
-                run += 1
-            expected = step + 1
-            if num_accepted > gamma:
-                raise row.error("accepted", f"{num_accepted} accepted of {gamma} proposed")
-            if gamma == 0 or row.cells.get("is_prefill") == "True":
-                continue
-            values: dict[str, Any] = {
-                "precision": row.precision(),
-                "task": row.cells["task"],
-                "run": run,
-                "step": step,
-                "gamma": gamma,
-                "num_accepted": num_accepted,
-                "num_tokens": row.count("tokens_produced"),
-                "acceptance_rate": row.real("acceptance_rate"),
-                "mean_entropy": row.real("mean_draft_entropy"),
-                "mean_confidence": row.real("mean_draft_confidence"),
-                "max_entropy": row.real("max_draft_entropy"),
-                "min_confidence": row.real("min_draft_confidence"),
-            }
-            for name, value in values.items():
-                columns[name].append(value)
-    return StepTable(**{name: np.array(values) for name, values in columns.items()})
+def _lines(records: Iterable[StepRecord]) -> bytes:
+    return "".join(json.dumps(asdict(record)) + "\n" for record in records).encode()
 
 
-def _run_key(record: StepRecord) -> tuple[str, ...]:
-    return (record.request_id, record.policy, record.precision, str(record.keep_rate))
+def _check_suffix(path: Path, suffixes: Sequence[str]) -> None:
+    if path.suffix in suffixes:
+        return
+    if path.suffix == ".parquet":
+        raise ValueError(f"{path}: records are added to a .jsonl file; write_records makes a .parquet file of them")
+    raise ValueError(f"{path}: give a .jsonl file" + (", or a .parquet file" if len(suffixes) > 1 else ""))
 
 
-def _as_row(record: StepRecord, position: int) -> dict[str, Any]:
-    signals = record.signals
-    drafted = len(signals) > 0
-    return {
-        "compression": record.precision,
-        "gamma": record.gamma,
-        "task": record.task,
-        "step": record.step,
-        "accepted": record.num_accepted,
-        "acceptance_rate": record.num_accepted / record.gamma if record.gamma else None,
-        "tokens_produced": record.num_tokens,
-        "mean_draft_entropy": signals.mean_entropy if drafted else None,
-        "mean_draft_confidence": signals.mean_confidence if drafted else None,
-        "max_draft_entropy": signals.max_entropy if drafted else None,
-        "min_draft_confidence": signals.min_confidence if drafted else None,
-        "request_id": record.request_id,
-        "policy": record.policy,
-        "is_prefill": record.is_prefill,
-        "keep_rate": record.keep_rate,
-        "position": position,
-        "draft_s": record.draft_s,
-        "verify_s": record.verify_s,
-        "controller_s": record.controller_s,
-        "draft_read_prompt": record.draft_read_prompt,
-        "draft_entropy": " ".join(map(repr, map(float, signals.entropy))),
-        "draft_confidence": " ".join(map(repr, map(float, signals.confidence))),
-        "num_replayed": record.num_recomputed,
-    }
+def _check_end(path: Path) -> None:
+    """Raise ValueError for a file that a line cannot be appended to."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - _TAIL_BYTES))
+        end = file.read()
+    if not end:
+        return
+    if not end.endswith(b"\n"):
+        raise ValueError(f"{path}: the last line is not finished; remove it, or give another file")
+    _as_record(_parse(end.splitlines()[-1], f"{path}, last line"), f"{path}, last line")
 
 
-def _as_record(row: Row) -> StepRecord:
-    record = StepRecord(
-        request_id=row.text("request_id"),
-        step=row.count("step"),
-        policy=row.text("policy"),
-        precision=row.precision(),
-        task=row.cells["task"],
-        is_prefill=row.flag("is_prefill"),
-        keep_rate=row.share("keep_rate"),
-        gamma=row.gamma(),
-        num_accepted=row.count("accepted"),
-        num_tokens=row.count("tokens_produced"),
-        signals=DraftSignals(row.reals("draft_entropy"), row.reals("draft_confidence")),
-        draft_s=row.seconds("draft_s"),
-        verify_s=row.seconds("verify_s"),
-        controller_s=row.seconds("controller_s"),
-        draft_read_prompt=row.flag("draft_read_prompt"),
-        num_recomputed=row.count("num_replayed") if "num_replayed" in row.cells else 0,
+def _json_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            place = f"{path}, line {number}"
+            yield place, _parse(line, place)
+
+
+def _parse(line: bytes, place: str) -> Mapping[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{place}: not JSON ({error})") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"{place}: a JSON object is needed, got {type(row).__name__}")
+    return row
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    pyarrow, parquet = _load_pyarrow(path)
+    try:
+        table = parquet.read_table(path)
+    except pyarrow.ArrowInvalid as error:
+        raise ValueError(f"{path}: not a Parquet file ({error})") from None
+    for number, row in enumerate(table.to_pylist()):
+        yield f"{path}, row {number}", row
+
+
+def _load_pyarrow(path: Path) -> tuple[Any, Any]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ImportError(f"{path}: Parquet needs pyarrow (pip install pyarrow); JSON Lines need nothing") from error
+    return pyarrow, pyarrow.parquet
+
+
+def _schema(pyarrow: Any) -> Any:
+    types = {"str": pyarrow.string(), "int": pyarrow.int64(), "float": pyarrow.float64(), "bool": pyarrow.bool_()}
+    numbers = pyarrow.list_(pyarrow.float64())
+    types["DraftSignals"] = pyarrow.struct([("entropy", numbers), ("confidence", numbers)])
+    return pyarrow.schema([(name, types[kind]) for name, kind in _FIELDS.items()])
+
+
+def _error(place: str, name: str, problem: str) -> ValueError:
+    return ValueError(f"{place}, field {name!r}: {problem}")
+
+
+def _as_record(row: Mapping[str, Any], place: str) -> StepRecord:
+    """A row as a record: its fields are there and of their types; what they say is not checked yet."""
+    missing = [name for name in _REQUIRED if name not in row]
+    if missing:
+        raise ValueError(f"{place}: missing fields {', '.join(missing)}; records are written by this module")
+    values: dict[str, Any] = {}
+    for name, value in row.items():
+        if name not in _FIELDS:
+            raise _error(place, name, "unknown; was the file written by a newer version?")
+        values[name] = _signals(value, place) if name == "signals" else _typed(value, _FIELDS[name], place, name)
+    return StepRecord(**values)
+
+
+def _signals(value: Any, place: str) -> DraftSignals:
+    if not isinstance(value, dict) or [type(value.get(name)) for name in _SIGNALS] != [list] * len(_SIGNALS):
+        raise _error(place, "signals", f"lists of {' and '.join(_SIGNALS)} are needed, got {value!r}")
+    return DraftSignals(
+        *([_typed(each, "float", place, f"signals.{name}") for each in value[name]] for name in _SIGNALS)
     )
-    for column, signals in (("draft_entropy", record.signals.entropy), ("draft_confidence", record.signals.confidence)):
-        if len(signals) != record.gamma:
-            raise row.error(column, f"{len(signals)} values for {record.gamma} drafted tokens")
+
+
+def _typed(value: Any, kind: str, place: str, name: str) -> Any:
+    if kind == "float" and type(value) is int:
+        return float(value)
+    if type(value).__name__ != kind:
+        raise _error(place, name, f"{value!r} is no {kind}")
+    return value
+
+
+def _check(records: Sequence[StepRecord], places: Sequence[str]) -> None:
+    for record, place in zip(records, places, strict=True):
+        for name, problem in _problems(record):
+            raise _error(place, name, problem)
+    _check_runs(records, places)
+
+
+def _problems(record: StepRecord) -> Iterator[tuple[str, str]]:
+    """Values out of range, and values that contradict each other: field and problem."""
+    for name in ("request_id", "policy"):
+        if not getattr(record, name):
+            yield name, "empty"
+    known = (*PRECISIONS, OTHER_PRECISION)
+    if record.precision not in known:
+        yield "precision", f"unknown precision {record.precision!r}; known: {', '.join(known)}"
+    for name in ("step", "gamma", "num_accepted", "num_tokens", "num_recomputed"):
+        if getattr(record, name) < 0:
+            yield name, f"{getattr(record, name)} is not a count"
+    # In a prefill step it is the look-ahead.
+    if record.gamma > MAX_GAMMA and not record.is_prefill:
+        yield "gamma", f"unknown gamma {record.gamma}; it must be 0 to {MAX_GAMMA}"
+    for name in ("draft_s", "verify_s", "controller_s"):
+        if not 0 <= getattr(record, name) < math.inf:
+            yield name, f"{getattr(record, name)} is no duration: it must be finite and 0 or more"
+    if not 0 < record.keep_rate <= 1:
+        yield "keep_rate", f"{record.keep_rate} is no share; it must be in (0, 1]"
+    for name in _SIGNALS:
+        values = getattr(record.signals, name)
+        if len(values) != record.gamma:
+            yield f"signals.{name}", f"{len(values)} values for {record.gamma} drafted tokens"
+        if not all(map(math.isfinite, values)):
+            yield f"signals.{name}", f"a value is not finite in {values}"
     if record.num_accepted > record.gamma:
-        raise row.error("accepted", f"{record.num_accepted} accepted of {record.gamma} proposed")
+        yield "num_accepted", f"{record.num_accepted} accepted of {record.gamma} proposed"
     if record.num_tokens > record.num_accepted + 1:
-        raise row.error("tokens_produced", f"{record.num_tokens} tokens from {record.num_accepted} accepted ones")
-    return record
+        yield "num_tokens", f"{record.num_tokens} tokens from {record.num_accepted} accepted ones"
+
+
+def _run_key(record: StepRecord) -> tuple[str, str, str, float]:
+    return record.request_id, record.policy, record.precision, record.keep_rate
 
 
 def _check_runs(records: Sequence[StepRecord], places: Sequence[str]) -> None:
     """A run is one request under one policy, precision and keep_rate; its steps stand together, counted up."""
-    seen: set[tuple[str, ...]] = set()
+    seen: set[tuple[str, str, str, float]] = set()
     last: StepRecord | None = None
     for record, place in zip(records, places, strict=True):
         run = _run_key(record)
         if last is not None and run == _run_key(last):
             if record.step != last.step + 1:
-                raise ValueError(
-                    f"{place}, column 'step': {record.step} after {last.step} in request {record.request_id!r}; "
-                    f"a run's steps must be complete, in order and recorded once"
-                )
+                problem = f"{record.step} after {last.step} in request {record.request_id!r}"
+                raise _error(place, "step", f"{problem}; a run's steps must be complete, in order and recorded once")
             if record.task != last.task:
-                raise ValueError(
-                    f"{place}, column 'task': {record.task!r} after {last.task!r} in request {record.request_id!r}"
-                )
+                raise _error(place, "task", f"{record.task!r} after {last.task!r} in request {record.request_id!r}")
         elif run in seen:
-            raise ValueError(
-                f"{place}, column 'request_id': the run of request {record.request_id!r} under {record.policy!r} "
-                f"({record.precision}) appears a second time; keep one run per request and policy"
+            raise _error(
+                place,
+                "request_id",
+                f"the run of request {record.request_id!r} under {record.policy!r} ({record.precision}) appears a "
+                "second time; keep one run per request and policy",
             )
         seen.add(run)
         last = record

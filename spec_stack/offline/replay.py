@@ -20,17 +20,23 @@ from typing import Protocol
 import numpy as np
 
 from spec_stack.config import MAX_GAMMA
-from spec_stack.controller.base import DraftSignals, GammaPolicy, StepContext, StepRecord
+from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord
 
 
 class Costs(Protocol):
     """Seconds of a step that drafts gamma tokens."""
 
-    def draft_s(self, gamma: int) -> float: ...
+    def draft_s(self, gamma: int) -> float:
+        """The draft's forwards; 0.0 at gamma 0."""
+        ...
 
-    def verify_s(self, gamma: int) -> float: ...
+    def verify_s(self, gamma: int) -> float:
+        """The target's forward over gamma + 1 tokens."""
+        ...
 
-    def step_s(self, gamma: int) -> float: ...
+    def step_s(self, gamma: int) -> float:
+        """Both."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -120,15 +126,14 @@ class ReplayText:
         return limit
 
     def signal(self, position: int, index: int, run_length: int) -> tuple[float, float]:
-        """Entropy and confidence of the index-th token drafted from `position` on."""
-        if index <= run_length:
-            at = min(position + index, len(self.entropy) - 1)
-            return self.entropy[at], self.confidence[at]
+        """Entropy and confidence of the index-th token drafted from `position` on, run_length of which are right."""
         tail = self.tails.get(position + run_length)
-        if not tail:
-            return self.signal(position, run_length, run_length)
-        at = min(index - run_length, len(tail)) - 1
-        return tail.entropy[at], tail.confidence[at]
+        if index > run_length and tail:
+            # It follows a wrong token. Where fewer were recorded there, the last of them stands for the rest.
+            at = min(index - run_length, len(tail)) - 1
+            return tail.entropy[at], tail.confidence[at]
+        at = min(position + min(index, run_length), len(self.entropy) - 1)
+        return self.entropy[at], self.confidence[at]
 
 
 @dataclass(frozen=True)
@@ -155,7 +160,7 @@ class _Facts:
 def merge_runs(records: Iterable[StepRecord]) -> Merged:
     """Merge greedy runs of the same request_id, precision and keep_rate into one text each, by majority.
 
-    The steps of a run must follow each other, as `record_io` keeps them. A position no run drafted takes the text's
+    The steps of a run must follow each other, as `records` keeps them. A position no run drafted takes the text's
     majority. Raises ValueError for no records.
     """
     facts: dict[tuple[str, str, float], _Facts] = {}
@@ -251,13 +256,30 @@ class Score:
         return len(self.gammas)
 
 
-def replay(
-    text: ReplayText, policy: GammaPolicy, costs: Costs, *, max_gamma: int = MAX_GAMMA, reserve: int = 1
-) -> Score:
-    """Run a policy over one text, with these costs for its clock. The policy is mutated: it learns as it would live.
+def replay(text: ReplayText, policy: Policy, costs: Costs, *, max_gamma: int = MAX_GAMMA, reserve: int = 1) -> Score:
+    """Run a policy over one text, with these costs for its clock.
 
-    reserve: tokens of the request kept for the target's own, as in `StepContext.max_gamma`; 0 lets the last step
-    overshoot the end, as the SpecKV authors' loop does. Costs about 10 µs a step besides the policy.
+    Parameters
+    ----------
+    text : ReplayText
+        What greedy decoding gives.
+    policy : Policy
+        Mutated: it learns as it would live.
+    costs : Costs
+        Of the text's precision, in seconds.
+    max_gamma : int
+        Most tokens in a step, whatever the policy says.
+    reserve : int
+        Tokens of the request kept for the target's own, as in `StepContext.max_gamma`; 0 lets the last step overshoot
+        the end, as the SpecKV authors' loop does.
+
+    Returns
+    -------
+    Score
+
+    Notes
+    -----
+    Costs about 10 µs a step besides the policy.
     """
     position, step = text.start, 0
     last: StepRecord | None = None
@@ -265,10 +287,10 @@ def replay(
     seconds = 0.0
     while position < text.end:
         room = min(max_gamma, text.end - position - reserve)
-        context = StepContext(step, room, 0, position, position, last, text.precision, text.task)
+        context = StepContext(step, room, last, text.precision, text.task)
         run_length = text.run_length(position, room)
         signals = DraftSignals()
-        limit = min(policy.choose(context), room)
+        limit = max(0, min(policy.choose(context), room))
         while len(signals) < limit:
             signals.append(*text.signal(position, len(signals), run_length))
             if len(signals) < limit and not policy.keep_drafting(context, signals):
@@ -297,44 +319,3 @@ def replay(
         position += accepted + 1
         step += 1
     return Score(position - text.start, seconds, gammas)
-
-
-def oracle(text: ReplayText, costs: Costs, *, max_gamma: int = MAX_GAMMA, reserve: int = 1) -> Score:
-    """The least time any choice of gammas could take, by dynamic programming over positions."""
-    best: dict[int, tuple[float, int, int]] = {}
-    for position in range(text.end - 1, text.start - 1, -1):
-        room = min(max_gamma, text.end - position - reserve)
-        # Drafting past the first wrong token never helps, so the accepted counts are the only candidates.
-        options = []
-        for gamma in range(text.run_length(position, room) + 1):
-            following = position + gamma + 1
-            rest = best[following][0] if following < text.end else 0.0
-            options.append((costs.step_s(gamma) + rest, gamma, following))
-        best[position] = min(options)
-    position, gammas = text.start, []
-    while position < text.end:
-        gammas.append(best[position][1])
-        position = best[position][2]
-    return Score(position - text.start, best[text.start][0] if gammas else 0.0, gammas)
-
-
-def best_fixed(
-    texts: Iterable[ReplayText],
-    costs: Mapping[str, Costs],
-    *,
-    gammas: Sequence[int] = range(MAX_GAMMA + 1),
-    reserve: int = 1,
-) -> dict[str, int]:
-    """The fixed gamma with most tokens/s per precision, as `best-fixed` takes it."""
-    from spec_stack.controller.registry import make_policy
-
-    by_precision: dict[str, list[ReplayText]] = defaultdict(list)
-    for text in texts:
-        by_precision[text.precision].append(text)
-
-    def tokens_per_s(precision: str, gamma: int) -> float:
-        policy = make_policy("fixed", gamma=gamma)
-        scores = [replay(text, policy, costs[precision], reserve=reserve) for text in by_precision[precision]]
-        return sum(score.num_tokens for score in scores) / sum(score.seconds for score in scores)
-
-    return {precision: max(gammas, key=lambda gamma: tokens_per_s(precision, gamma)) for precision in by_precision}

@@ -13,13 +13,13 @@ def decide_scoring(
     config: PrefillConfig,
     num_prompt_tokens: int,
     protected: Sequence[Span],
-    num_read: int = 0,
+    num_draft_tokens: int = 0,
     scoring_limit: int | None = None,
 ) -> tuple[bool, str]:
     """Whether to score the prompt, and why.
 
-    num_read: the prompt's length in the draft's tokens. scoring_limit: the longest context that the draft sees whole,
-    None for any. Raises ValueError where specprefill is not True, False or None.
+    num_draft_tokens: the prompt's length in the draft's tokens. scoring_limit: the longest context that the draft sees
+    whole, None for any. Raises ValueError where specprefill is not True, False or None.
     """
     if specprefill not in (True, False, None):
         raise ValueError(f"specprefill must be True, False or None (by length), got {specprefill!r}")
@@ -32,7 +32,7 @@ def decide_scoring(
         return False, f"off: the prompt is shorter than min_prompt_tokens={config.min_prompt_tokens}"
     if num_prunable <= (config.keep_first + config.keep_last) * config.chunk_size:
         return False, f"off: no more than {num_prunable} of {num_prompt_tokens} prompt tokens could be pruned"
-    if scoring_limit is not None and num_read + config.look_ahead > scoring_limit:
+    if scoring_limit is not None and num_draft_tokens + config.look_ahead > scoring_limit:
         return False, f"off: every attention layer of the draft slides over {scoring_limit} tokens, and none sees more"
     if specprefill is True:
         return True, "on: the call asked for it"

@@ -13,7 +13,7 @@ from spec_stack.prefill.alignment import map_importance
 from spec_stack.prefill.chunks import DRAFT_FREE
 from spec_stack.prefill.importance import ScoredLayer, choose_heads, token_importance
 from spec_stack.prefill.selection import select
-from spec_stack.types import Proposal, Reading, Selection, SteppableModel
+from spec_stack.types import DraftTokenization, Proposal, Selection, SteppableModel
 
 
 class CapturedLayer(Protocol):
@@ -71,7 +71,7 @@ def score_prompt(
     look_ahead: LookAhead,
     config: PrefillConfig,
     protected: Sequence[tuple[int, int]] = (),
-    reading: Reading | None = None,
+    tokenization: DraftTokenization | None = None,
     question: tuple[int, int] | None = None,
 ) -> tuple[Selection, Proposal]:
     """Have the draft say which part of the prompt matters, and select it.
@@ -89,7 +89,7 @@ def score_prompt(
         How to prefill, to score and to select.
     protected
         Half-open token spans to keep whatever their scores.
-    reading
+    tokenization
         The prompt in the draft's own tokens where it has another tokenizer; they are scored, and each prompt token
         takes the most of what it overlaps.
     question
@@ -114,11 +114,11 @@ def score_prompt(
         captured = _score_by_first_layers(draft, prompt_ids, config) if scorer_takes_part else {}
     importance = None
     if scorer_takes_part:
-        num_scored = len(prompt_ids) if reading is None else len(reading.token_ids)
+        num_scored = len(prompt_ids) if tokenization is None else len(tokenization.token_ids)
         layers = captured_layers(captured, num_scored, config.scoring_heads)
         importance = token_importance(layers, config.pool_kernel)
-        if reading is not None:
-            importance = map_importance(importance, reading.ranges)
+        if tokenization is not None:
+            importance = map_importance(importance, tokenization.ranges)
         importance = importance.cpu()
     selection = select(prompt_ids, importance, config, protected, question)
     if proposal is None:

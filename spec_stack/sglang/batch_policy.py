@@ -5,31 +5,52 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
 
-from spec_stack.controller.base import DraftSignals, GammaPolicy, StepContext, StepRecord
-from spec_stack.sglang.request_state import STATE, RequestState, note_step
+from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord
+from spec_stack.sglang.protocols import RunningRequest
+from spec_stack.sglang.request_state import note_step, options_of
 from spec_stack.sglang.server_args import ServerConfig
 
 
-@dataclass(frozen=True)
-class _Step:
+@dataclass
+class Pending:
+    """A decode step that has begun and whose result has not come yet.
+
+    follows_a_step: nothing but decode steps ran since the step before it began, so that the end of that step is the
+    beginning of this one's seconds.
+    """
+
     number: int
     gamma: int
-    policy: GammaPolicy
-    requests: list[Any]
+    policy: Policy
+    requests: list[RunningRequest]
     follows_a_step: bool
 
+    def ended(self, now: float, previous_end: float | None) -> float | None:
+        """Seconds the step took, now that its result is here; None where they are not known to be its own."""
+        return now - previous_end if self.follows_a_step and previous_end is not None else None
 
-class BatchGamma:
+
+class BatchPolicy:
     """Chooses one gamma for each step of a batch, and learns from what the step brought.
 
     Requests may ask for a gamma or a policy. While some do, the smallest gamma asked for holds for the whole batch;
-    else the one policy asked for, where all that ask agree; else the server's. A step's seconds run from the end of the
-    step before to its own end, so they hold everything that a step costs; after a prefill they are not known. A policy
-    observes one record per request, each with its share of them.
+    else the one policy asked for, where all that ask agree; else the server's.
+
+    Notes
+    -----
+    A step's seconds run from the end of the step before to its own end, so they hold everything that a step costs.
+    Under overlap scheduling the next step begins before the result of this one is known::
+
+        begins       1    2    3    prefill    4    5    6
+        result            1    2    3               4    5
+        has seconds       no   yes  no              no   yes
+
+    Step 1 has no step before it. Step 3 is still to end when the prefill begins, and step 4 follows the prefill, so
+    the seconds of both may hold it: they teach about acceptance alone. A policy observes one record per request, each
+    with its share of the seconds.
     """
 
     def __init__(
@@ -44,13 +65,13 @@ class BatchGamma:
         self._precision = precision
         self._agree = agree
         self._clock = clock
-        self._policies: dict[str, GammaPolicy] = {}
-        self._requests: Sequence[Any] = ()
-        self._steps: deque[_Step] = deque()
+        self._policies: dict[str, Policy] = {}
+        self._requests: Sequence[RunningRequest] = ()
+        self._pending: deque[Pending] = deque()
         self._number = 0
         self._last: StepRecord | None = None
-        self._ended_at = math.nan
-        self._interrupted = True
+        self._previous_end: float | None = None
+        self._only_steps_ran = False
         self._graph_sizes: list[int] | None = None
 
     # SGLang's AdaptiveSpecPolicy
@@ -72,30 +93,27 @@ class BatchGamma:
         context = StepContext(
             step=self._number,
             max_gamma=self._config.gammas[-1],
-            num_prompt_tokens=0,
-            num_cached=0,
-            num_generated=0,
             last=self._last,
             precision=self._precision,
             batch_size=batch_size,
         )
         gamma = asked if asked is not None else self._among_candidates(policy.choose(context))
         gamma = self._agree(gamma)
-        self._steps.append(_Step(self._number, gamma, policy, list(self._requests), not self._interrupted))
-        self._interrupted = False
+        self._pending.append(Pending(self._number, gamma, policy, list(self._requests), self._only_steps_ran))
+        self._only_steps_ran = True
         self._number += 1
         return gamma
 
     def on_verify_complete(self, num_correct_drafts_per_req: list[int], batch_size: int) -> None:
-        """Learn from a step. Under overlap scheduling its result comes while the next one runs already."""
+        """Learn from the oldest step whose result has not come yet."""
         now = self._clock()
-        while self._steps and len(self._steps[0].requests) != batch_size:
-            self._steps.popleft()
-        if not self._steps:
-            return None
-        step = self._steps.popleft()
-        seconds = now - self._ended_at if step.follows_a_step else math.nan
-        self._ended_at = now
+        while self._pending and len(self._pending[0].requests) != batch_size:
+            self._pending.popleft()
+        if not self._pending:
+            return
+        step = self._pending.popleft()
+        seconds = step.ended(now, self._previous_end)
+        self._previous_end = now
         for request, num_correct in zip(step.requests, num_correct_drafts_per_req, strict=True):
             if request.is_retracted or request.finished():
                 # It ended, or was taken back, while this step ran: its tokens are thrown away.
@@ -115,34 +133,33 @@ class BatchGamma:
                 num_tokens=num_accepted + 1,
                 signals=DraftSignals(),
                 draft_s=0.0,
-                verify_s=seconds / batch_size,
+                # Not finite is how a record says that its seconds are not known.
+                verify_s=math.nan if seconds is None else seconds / batch_size,
                 controller_s=0.0,
             )
             step.policy.observe(self._last)
-        return None
 
     # The worker's side
 
-    def begin(self, requests: Sequence[Any]) -> None:
+    def begin_step(self, requests: Sequence[RunningRequest]) -> None:
         """Told the requests of the decode step that comes next."""
         self._requests = requests
 
-    def interrupt(self) -> None:
-        """Told that something else than a decode step runs now: the next step's seconds are not its own, nor are those
-        of steps that have not ended."""
-        self._interrupted = True
-        self._steps = deque(replace(step, follows_a_step=False) for step in self._steps)
+    def something_else_runs(self) -> None:
+        """Told that a prefill, or the scoring of a prompt, runs now: no seconds that hold it are a step's own."""
+        self._only_steps_ran = False
+        for step in self._pending:
+            step.follows_a_step = False
 
-    def _rule(self) -> tuple[GammaPolicy, int | None]:
-        states = [getattr(request, STATE, None) for request in self._requests]
-        options = [state.options for state in states if isinstance(state, RequestState)]
+    def _rule(self) -> tuple[Policy, int | None]:
+        options = [options_of(request) for request in self._requests]
         asked = [option.gamma for option in options if option.gamma is not None]
         if asked:
             return self._policy("fixed"), min(asked)
         names = {option.policy for option in options if option.policy is not None}
         return self._policy(names.pop() if len(names) == 1 else self._config.policy), None
 
-    def _policy(self, name: str) -> GammaPolicy:
+    def _policy(self, name: str) -> Policy:
         if name not in self._policies:
             self._policies[name] = self._config.make_policy(name)
         return self._policies[name]

@@ -9,8 +9,9 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from spec_stack.sglang.admission import CAPTURE, Engine, positions_of
+from spec_stack.sglang.admission import CAPTURE, RequestPruner, positions_of
 from spec_stack.sglang.positions import protect_kv_lengths
+from spec_stack.sglang.protocols import RunningRequest, Scheduler, TokenizedRequest
 from spec_stack.sglang.request_state import META_INFO, STATE, ReplyInfo, RequestOptions
 from spec_stack.sglang.server_args import ServerConfig, add_flags
 from spec_stack.sglang.support import NAME
@@ -66,27 +67,27 @@ def _report(
             meta_info["prompt_tokens"] = said["num_prompt_tokens"]
 
 
-def _prune(handle: Callable[..., Any], scheduler: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-    engine = Engine.of(scheduler)
-    if engine is None:
-        return handle(scheduler, request, *args, **kwargs)
-    with engine.prepared(request):
-        return handle(scheduler, request, *args, **kwargs)
+def _prune(handle: Callable[..., Any], scheduler: Scheduler, request: TokenizedRequest, *args: Any) -> Any:
+    pruner = RequestPruner.of(scheduler)
+    if pruner is None:
+        return handle(scheduler, request, *args)
+    with pruner.pruned(request):
+        return handle(scheduler, request, *args)
 
 
-def _adopt(init: Callable[..., None], scheduler: Any, request: Any) -> None:
-    engine = Engine.of(scheduler)
-    if engine is not None:
-        engine.adopt(request)
+def _attach_state(init: Callable[..., None], scheduler: Scheduler, request: RunningRequest) -> None:
+    pruner = RequestPruner.of(scheduler)
+    if pruner is not None:
+        pruner.attach_state(request)
     init(scheduler, request)
 
 
-def _leave_a_row(count: Callable[..., int], scheduler: Any, *args: Any, **kwargs: Any) -> int:
+def _reserve_a_row_for_scoring(count: Callable[..., int], scheduler: Scheduler, *args: Any, **kwargs: Any) -> int:
     """Scoring needs a request row of its own, also when the server is full."""
     allowed: int = count(scheduler, *args, **kwargs)
     pool = scheduler.req_to_token_pool
-    engine = Engine.of(scheduler)
-    if engine is None or not engine.prunes or pool.size < 2:
+    pruner = RequestPruner.of(scheduler)
+    if pruner is None or not pruner.prunes or pool.size < 2:
         return allowed
     return min(allowed, max(int(pool.available_size()) - 1, 0))
 
@@ -108,13 +109,14 @@ def _protect_draft(create: Callable[..., Any], factory: Any) -> Any:
     return protect_kv_lengths(backend) if _is_on() else backend
 
 
-AROUND: dict[str, Callable[..., Any]] = {
+# Each is called as hook(SGLang's own function, *its arguments).
+HOOKS: dict[str, Callable[..., Any]] = {
     f"{_SRT}.server_args.ServerArgs.add_cli_args": _add_flags,
     f"{_SRT}.sampling.sampling_params.SamplingParams.verify": _check_options,
     f"{_SRT}.managers.tokenizer_manager.TokenizerManager.update_request_meta_info": _report,
     f"{_SRT}.managers.scheduler.Scheduler.handle_generate_request": _prune,
-    f"{_SRT}.managers.scheduler.Scheduler.init_req_max_new_tokens": _adopt,
-    f"{_SRT}.managers.scheduler.Scheduler.get_num_allocatable_reqs": _leave_a_row,
+    f"{_SRT}.managers.scheduler.Scheduler.init_req_max_new_tokens": _attach_state,
+    f"{_SRT}.managers.scheduler.Scheduler.get_num_allocatable_reqs": _reserve_a_row_for_scoring,
     f"{_SRT}.model_executor.forward_batch_info.ForwardBatch.init_new": _map_positions,
     f"{_SRT}.layers.radix_attention.RadixAttention.forward": CAPTURE.attend,
     f"{_SRT}.speculative.spec_utils.spec_need_hidden_states": _need_hidden_states,
@@ -124,13 +126,13 @@ AROUND: dict[str, Callable[..., Any]] = {
 
 def register() -> None:
     """Hand the hooks to SGLang, which applies them once all plugins have been called."""
-    for target, hook in AROUND.items():
+    for target, hook in HOOKS.items():
         HookRegistry.register(target, hook, HookType.AROUND)
 
 
 def check() -> None:
     """Raise RuntimeError, naming them, where hooks are not in place in this process."""
-    missing = [target for target in AROUND if target not in HookRegistry._patched]
+    missing = [target for target in HOOKS if target not in HookRegistry._patched]
     if missing:
         raise RuntimeError(
             f"{NAME} cannot serve: SGLang did not apply its hooks on {', '.join(missing)}. Look for plugin errors "

@@ -31,7 +31,7 @@ class PositionMap:
 class BatchMap:
     """The maps of a batch as four tensors, so that a step costs a few kernels however many requests it holds.
 
-    maps[i] is None where request i was read whole.
+    maps[i] is None where request i was prefilled densely.
     """
 
     def __init__(self, maps: Sequence[PositionMap | None], is_draft: bool, device: torch.device) -> None:

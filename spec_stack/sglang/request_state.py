@@ -10,6 +10,7 @@ from typing import Any
 
 from spec_stack.config import PrefillConfig
 from spec_stack.sglang.positions import PositionMap
+from spec_stack.sglang.protocols import RunningRequest, TokenizedRequest
 from spec_stack.sglang.server_args import BATCH_POLICIES, ServerConfig
 
 META_INFO = "spec_stack"
@@ -24,7 +25,7 @@ class RequestOptions:
     """A request's own wishes; None is the server's way.
 
     specprefill: prune this prompt (True: whatever its length), or do not. keep_rate: share the target reads.
-    gamma, policy: how far to draft, as far as a batch allows: see `BatchGamma`.
+    gamma, policy: how far to draft, as far as a batch allows: see `BatchPolicy`.
     """
 
     specprefill: bool | None = None
@@ -61,7 +62,7 @@ class RequestOptions:
 
 @dataclass(frozen=True)
 class PrefillReport:
-    """How a prompt was read; the names are those of the library's own metrics."""
+    """How a prompt was prefilled; the names are those of the library's own metrics."""
 
     num_prompt_tokens: int
     num_kept_tokens: int
@@ -82,23 +83,41 @@ class RequestState:
     positions: PositionMap | None = None
 
 
-def attach(request: Any, state: RequestState) -> None:
+def options_of(request: RunningRequest) -> RequestOptions:
+    """What the request asked for; nothing, where it carries no state."""
+    state = getattr(request, STATE, None)
+    return state.options if isinstance(state, RequestState) else RequestOptions()
+
+
+def attach(request: RunningRequest, state: RequestState) -> None:
     """Give SGLang's request its state, and its report a place in the reply. Mutates the request.
 
-    SGLang sends customized_info[key][i] along with output token i. So the report goes with the first token, and
-    each later step's [gamma, num_accepted] with the first token of that step (see `note_step`).
+    Notes
+    -----
+    The tokenizer's process, which writes replies, has nothing of the scheduler's but what SGLang carries along with
+    the tokens: `customized_info[key][i]` goes out with output token i, and every entry goes out once. So the report
+    lies at token 0, and a step's [gamma, num_accepted] at the step's first token. After a prefill (token 0), a step
+    that drafted 4 and had 2 accepted (tokens 1 to 3), and one that drafted none (token 4)::
+
+        token      0         1       2     3     4
+        carried    report    [4, 2]  None  None  [0, 0]
+
+    `ReplyInfo` adds them up again on the other side.
     """
     setattr(request, STATE, state)
     request.customized_info = {**(request.customized_info or {}), META_INFO: [asdict(state.report)]}
 
 
-def note_step(request: Any, gamma: int, num_accepted: int) -> None:
-    """Put a step's figures where its first token is about to be. Mutates the request, which is running."""
+def note_step(request: RunningRequest, gamma: int, num_accepted: int) -> None:
+    """Put a step's figures where its first token is about to be (see `attach`). Mutates the request.
+
+    Called before SGLang appends the step's num_accepted + 1 tokens to output_ids. SGLang may append fewer (a stop, a
+    limit) and takes tokens away from a request that it retracts: what was noted for those is put right here.
+    """
     carried = (request.customized_info or {}).get(META_INFO)
     if carried is None:
         return
     num_out = len(request.output_ids)
-    # A retracted request may have lost tokens that it had put out.
     del carried[num_out:]
     carried += [None] * (num_out - len(carried))
     carried += [[gamma, num_accepted], *[None] * num_accepted]
@@ -137,8 +156,8 @@ def namespace(kept: Sequence[int], num_prompt_tokens: int) -> str:
     return f"|spec_stack:{digest[:32]}"
 
 
-def dense_reason(request: Any) -> str | None:
-    """Why this request's prompt must be read whole, or None.
+def dense_reason(request: TokenizedRequest) -> str | None:
+    """Why this request's prompt must be prefilled densely, or None.
 
     request: SGLang's tokenized request. Its attributes differ between versions: an absent one asks for nothing.
     """

@@ -27,6 +27,10 @@ from spec_stack.prefill.selection import select
 from spec_stack.types import Selection
 
 
+class NoRoomError(RuntimeError):
+    """The KV pool cannot lend the slots that scoring needs now. Not a fault: the prompt is prefilled densely."""
+
+
 @dataclass
 class _LayerQueries:
     scaling: float
@@ -40,7 +44,7 @@ class QueryCapture:
         self._layers: dict[int, _LayerQueries] | None = None
 
     def attend(self, attend: Any, layer: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """AROUND `RadixAttention.forward`; query (num_tokens, num_heads * head_dim), rotary positions applied."""
+        """Around `RadixAttention.forward`; query (num_tokens, num_heads * head_dim), rotary positions applied."""
         if self._layers is not None:
             found = self._layers.setdefault(layer.layer_id, _LayerQueries(float(layer.scaling)))
             found.queries.append(query.reshape(query.shape[0], -1, layer.qk_head_dim).transpose(0, 1).clone())
@@ -66,9 +70,9 @@ class DraftScorer:
 
     @torch.no_grad()
     def select(self, prompt_ids: Sequence[int], config: PrefillConfig, end_ids: Collection[int]) -> Selection:
-        """The prompt tokens the target is to read. All ranks of a tensor-parallel group select alike.
+        """The prompt tokens the target is to prefill. All ranks of a tensor-parallel group select alike.
 
-        end_ids: tokens after which the look-ahead stops. Raises RuntimeError where the KV pool has no room.
+        end_ids: tokens after which the look-ahead stops. Raises NoRoomError where the KV pool has none.
         """
         limit = int(self._scheduler.model_config.context_len)
         config = replace(config, look_ahead=max(0, min(config.look_ahead, limit - len(prompt_ids))))
@@ -83,13 +87,13 @@ class DraftScorer:
         row = _BorrowedRow(self._scheduler, self._runner, prompt_ids)
         try:
             for start in range(0, num_tokens - 1, chunk):
-                row.read(min(start + chunk, num_tokens - 1))
+                row.prefill(min(start + chunk, num_tokens - 1))
             with self._capture.on() as layers:
-                token_id = row.read(num_tokens)
+                token_id = row.prefill(num_tokens)
                 for drafted in range(config.look_ahead):
                     row.append(token_id)
                     ended = token_id in end_ids
-                    token_id = row.read(num_tokens + drafted + 1)
+                    token_id = row.prefill(num_tokens + drafted + 1)
                     if ended:
                         break
             slots = row.slots(num_tokens)
@@ -108,7 +112,7 @@ class DraftScorer:
         page = self._scheduler.page_size
         free = self._scheduler.token_to_kv_pool_allocator.available_size() + self._scheduler.tree_cache.evictable_size()
         if num_slots + page > free:
-            raise RuntimeError(f"the KV pool has room for {free} tokens, and scoring needs {num_slots}")
+            raise NoRoomError(f"the KV pool has room for {free} tokens, and scoring needs {num_slots}")
 
     def _chunk(self, config: PrefillConfig) -> int:
         server = self._scheduler.chunked_prefill_size
@@ -164,14 +168,14 @@ class _BorrowedRow:
         )
         self._req.full_untruncated_fill_ids = array("q", ids)
         self._req.logprob_start_len = -1
-        self._num_read = 0
+        self._num_prefilled = 0
 
     def append(self, token_id: int) -> None:
         self._req.full_untruncated_fill_ids.append(token_id)
 
-    def read(self, end: int) -> int:
+    def prefill(self, end: int) -> int:
         """Put the tokens from where the last call ended up to `end` through the draft; its most likely next token."""
-        self._set_range(self._num_read, end)
+        self._set_range(self._num_prefilled, end)
         scheduler, runner = self._scheduler, self._runner
         batch = ScheduleBatch.init_new(
             reqs=[self._req],
@@ -183,7 +187,7 @@ class _BorrowedRow:
             spec_algorithm=SpeculativeAlgorithm.NONE,
         )
         batch.prepare_for_extend()
-        self._num_read = end
+        self._num_prefilled = end
         if batch.input_ids is None:
             batch.input_ids = batch.prefill_input_ids_cpu.to(batch.device)
         forward_batch = ForwardBatch.init_new(batch, runner, return_hidden_states_before_norm=False)

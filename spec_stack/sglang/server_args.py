@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from spec_stack.config import MAX_GAMMA, DecodeConfig, PrefillConfig
-from spec_stack.controller.base import GammaPolicy
-from spec_stack.controller.registry import make_policy
+from spec_stack.controller.base import Policy
+from spec_stack.controller.registry import BATCH_POLICY_NAMES, make_batch_policy
 
 ENVIRONMENT = "SPEC_STACK_SGLANG"
-# Gamma is set for a whole batch before it drafts, and SGLang's captured draft loop gives no probabilities back.
-BATCH_POLICIES = ("batch-throughput", "bandit", "ema", "heuristic", "fixed")
+# Gamma is set for a whole batch before it drafts, so a policy here has no signals of the step's own tokens.
+BATCH_POLICIES = BATCH_POLICY_NAMES
 
 
 @dataclass(frozen=True)
@@ -24,15 +24,18 @@ class ServerConfig:
     """The server's defaults. Raises ValueError, saying what to change.
 
     prefill: how prompts are scored and pruned; its min_prompt_tokens is the length from which they are.
-    policy: one of BATCH_POLICIES. policy_options: its options as `make_policy` takes them.
+    policy: one of BATCH_POLICIES. policy_options: its options as `make_batch_policy` takes them.
     gammas: the numbers of draft tokens a step may use. Buffers, and on CUDA one set of graphs each, are made for
         every one at launch; 0 is plain decoding.
+    raise_scoring_errors: let an error while a prompt is scored end the server, as tests want it; else it is logged
+        with its traceback and the prompt is prefilled densely.
     """
 
     prefill: PrefillConfig = field(default_factory=PrefillConfig)
-    policy: str = "batch-throughput"
+    policy: str = "throughput"
     policy_options: Mapping[str, Any] = field(default_factory=dict)
     gammas: tuple[int, ...] = (0, 1, 2, 4, 8)
+    raise_scoring_errors: bool = False
 
     def __post_init__(self) -> None:
         whole = all(isinstance(gamma, int) and not isinstance(gamma, bool) for gamma in self.gammas)
@@ -41,15 +44,17 @@ class ServerConfig:
         if max(self.gammas) == 0:
             raise ValueError("gammas must hold a number over 0; without drafting, leave --speculative-algorithm out")
         object.__setattr__(self, "gammas", tuple(sorted(set(self.gammas))))
+        if not isinstance(self.raise_scoring_errors, bool):
+            raise ValueError(f"raise_scoring_errors must be true or false, got {self.raise_scoring_errors!r}")
         self.make_policy(self.policy)
 
-    def make_policy(self, name: str) -> GammaPolicy:
+    def make_policy(self, name: str) -> Policy:
         """A fresh policy that keeps to `gammas`. Raises ValueError for one that cannot decide for a batch."""
         if name not in BATCH_POLICIES:
             raise ValueError(f"policy {name!r} cannot decide for a whole batch; use one of {', '.join(BATCH_POLICIES)}")
         drafting = tuple(gamma for gamma in self.gammas if gamma)
         by_name: dict[str, dict[str, Any]] = {
-            "batch-throughput": {"gammas": self.gammas},
+            "throughput": {"gammas": self.gammas},
             "bandit": {"gammas": self.gammas, "thresholds": (0.0,)},
             "ema": {"max_gamma": drafting[-1]},
             "heuristic": {"max_gamma": drafting[-1], "start": min(DecodeConfig.gamma, drafting[-1])},
@@ -58,7 +63,7 @@ class ServerConfig:
         options = by_name[name]
         if name == self.policy:
             options.update(self.policy_options)
-        policy = make_policy(name, **options)
+        policy = make_batch_policy(name, **options)
         if name == "fixed" and options["gamma"] not in self.gammas:
             raise ValueError(
                 f"gamma {options['gamma']} is not among the gammas the server is launched with: {self.gammas}"
@@ -68,12 +73,10 @@ class ServerConfig:
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> ServerConfig:
         """From what flags or a file said: the fields above (prefill as a mapping of PrefillConfig's), and keep_rate
-        and threshold, which go over prefill's. Raises ValueError for anything unknown."""
+        and min_prompt_tokens, which go over prefill's. Raises ValueError for anything unknown."""
         values = dict(values)
         prefill = dict(_mapping("prefill", values.pop("prefill", {})))
-        for name, into in (("keep_rate", "keep_rate"), ("threshold", "min_prompt_tokens")):
-            if name in values:
-                prefill[into] = values.pop(name)
+        prefill.update({name: values.pop(name) for name in ("keep_rate", "min_prompt_tokens") if name in values})
         _refuse_unknown("", values, [entry.name for entry in fields(cls)])
         _refuse_unknown("prefill.", prefill, [entry.name for entry in fields(PrefillConfig)])
         if "gammas" in values:
@@ -117,7 +120,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         **common,
     )
     group.add_argument(
-        "--spec-stack-threshold",
+        "--spec-stack-min-prompt-tokens",
         type=int,
         metavar="TOKENS",
         help=f"prompts from this length on are pruned (default {defaults.prefill.min_prompt_tokens})",
@@ -140,7 +143,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--spec-stack-config",
         metavar="FILE",
-        help="JSON with any of: prefill, keep_rate, threshold, policy, policy_options, gammas; flags go over it",
+        help="JSON with any of: keep_rate, min_prompt_tokens, prefill, policy, policy_options, gammas, "
+        "raise_scoring_errors; flags go over it",
         **common,
     )
 

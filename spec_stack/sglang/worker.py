@@ -12,7 +12,7 @@ from sglang.srt.speculative.adaptive_runtime_state import AdaptiveController
 from sglang.srt.speculative.standalone_worker_v2 import StandaloneWorkerV2
 
 from spec_stack.sglang import hooks
-from spec_stack.sglang.batch_policy import BatchGamma
+from spec_stack.sglang.batch_policy import BatchPolicy
 from spec_stack.sglang.server_args import ServerConfig
 
 _SWITCH = "Switch adaptive runtime state"
@@ -25,20 +25,20 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
         hooks.check()
         super().__init__(*args, **kwargs)
         runner = self._target_worker.model_runner
-        self.gamma = BatchGamma(
+        self.batch_policy = BatchPolicy(
             ServerConfig.from_environment(),
             precision=str(runner.dtype).removeprefix("torch."),
             agree=_first_ranks_choice(get_tp_group()),
         )
-        self.adaptive_controller = AdaptiveController(self, self.gamma)
+        self.adaptive_controller = AdaptiveController(self, self.batch_policy)
         # SGLang logs every change of gamma, which it expects now and then; here it is every step's business.
         logging.getLogger(eagle_worker_v2.__name__).addFilter(lambda entry: not entry.getMessage().startswith(_SWITCH))
 
     def forward_batch_generation(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
-            self.gamma.interrupt()
+            self.batch_policy.something_else_runs()
         else:
-            self.gamma.begin(batch.reqs)
+            self.batch_policy.begin_step(batch.reqs)
         return super().forward_batch_generation(batch, *args, **kwargs)
 
 

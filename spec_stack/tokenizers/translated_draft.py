@@ -10,44 +10,58 @@ import torch
 from spec_stack.hf.attention import LayerCapture
 from spec_stack.hf.model import CachedModel
 from spec_stack.tokenizers.translation import Translation
-from spec_stack.types import Reading
+from spec_stack.types import DraftTokenization
 
 
 class TranslatedDraft:
-    """Counts in target tokens, feeds its draft (which it owns) the draft's own.
+    """Counts in target tokens and feeds its draft, which it owns, the draft's own.
 
-    The prompt is fed as its Reading has it, every later token by itself as its pieces: borders of target tokens are
-    borders of draft tokens from there on, so a rollback never has to split one. next_position counts the target
-    tokens read; num_cached counts the draft's own slots.
+    The prompt is fed as its tokenization has it, every later token by itself as its pieces. So borders of generated
+    target tokens are borders of draft tokens, and a rollback never has to split one. An example: the prompt "hello" is
+    `hell|o` for the target and `he|llo` for the draft, ranges (0, 2) and (1, 2). With the target's `hell` the draft is
+    fed `he` (`llo` also belongs to `o`), with `o` the rest; so after the prompt `_ends` is [1, 2]. A generated `world`
+    that the draft spells `wor|ld` makes it [1, 2, 4], and rolling it back takes two tokens from the draft.
+
+    Parameters
+    ----------
+    draft : CachedModel
+        Over the draft's own ids.
+    translation : Translation
+        Of the pair.
+    tokenization : DraftTokenization
+        The prompt in the draft's tokens.
     """
 
-    def __init__(self, draft: CachedModel, translation: Translation, reading: Reading) -> None:
+    def __init__(self, draft: CachedModel, translation: Translation, tokenization: DraftTokenization) -> None:
         self._draft = draft
         self._translation = translation
-        self._reading = reading
-        # The draft's next position after every target token read so far.
+        self._tokenization = tokenization
+        # The draft's next position after every target token fed so far.
         self._ends: list[int] = []
 
     @property
     def num_cached(self) -> int:
+        """The draft's own cached tokens."""
         return self._draft.num_cached
 
     @property
     def next_position(self) -> int:
+        """Target tokens fed so far."""
         return len(self._ends)
 
     @property
     def forward_s(self) -> float:
+        """Seconds inside the draft."""
         return self._draft.forward_s
 
     def forward(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> torch.Tensor:
-        """Read target tokens at the next positions; logits (1, num_target) after the last one.
+        """Feed target tokens at the next positions; logits (1, num_target) after the last one.
 
-        The prompt's part of token_ids is taken from the reading. Raises ValueError for other positions, for more
+        The prompt's part of token_ids is taken from the tokenization. Raises ValueError for other positions, for more
         than one row of logits, or where no draft token ends within these tokens.
         """
         if num_logits != 1:
-            raise ValueError("a draft with another tokenizer reads on and gives one row of logits")
+            raise ValueError("a draft with another tokenizer goes on and gives one row of logits")
         fed, ends = self._fed(token_ids, positions)
         first = self._draft.next_position
         logits = self._draft.forward(fed, range(first, first + len(fed)), num_logits=1)
@@ -70,12 +84,12 @@ class TranslatedDraft:
 
     def _fed(self, token_ids: Sequence[int], positions: Sequence[int]) -> tuple[list[int], list[int]]:
         """The draft's tokens for these of the target, and its next position after each of them."""
-        start, num_prompt = self.next_position, len(self._reading.ranges)
+        start, num_prompt = self.next_position, len(self._tokenization.ranges)
         if list(positions) != list(range(start, start + len(token_ids))):
-            raise ValueError("a draft with another tokenizer reads on from its next position")
-        ends = [self._end(position) for position in range(start, min(start + len(token_ids), num_prompt))]
+            raise ValueError("a draft with another tokenizer goes on from its next position")
         first = self._draft.next_position
-        fed = list(self._reading.token_ids[first : ends[-1]]) if ends else []
+        ends = [self._prompt_end(position) for position in range(start, min(start + len(token_ids), num_prompt))]
+        fed = list(self._tokenization.token_ids[first : ends[-1]]) if ends else []
         for target_id in token_ids[max(0, num_prompt - start) :]:
             fed += self._translation.pieces(target_id)
             ends.append(first + len(fed))
@@ -83,11 +97,14 @@ class TranslatedDraft:
             raise ValueError("no token of the draft ends within these tokens of the target")
         return fed, ends
 
-    def _end(self, position: int) -> int:
-        """The draft tokens of the prompt that are read with its target token at position: all before the next one's."""
-        ranges, num_read = self._reading.ranges, len(self._reading.token_ids)
+    def _prompt_end(self, position: int) -> int:
+        """How many draft tokens of the prompt are fed with its target token at position: all that end before the next
+        one's begin."""
+        ranges, num_draft_tokens = self._tokenization.ranges, len(self._tokenization.token_ids)
+        if position + 1 == len(ranges):
+            return num_draft_tokens
         # The last draft token waits for the last target token, which has to bring logits.
-        return num_read if position + 1 == len(ranges) else min(ranges[position + 1][0], num_read - 1)
+        return min(ranges[position + 1][0], num_draft_tokens - 1)
 
     def rollback(self, num_tokens: int) -> None:
         """Forget the last num_tokens target tokens, none of the prompt's once slots of it were dropped."""
@@ -103,18 +120,18 @@ class TranslatedDraft:
 
     def prefill_kept(self, prompt_ids: Sequence[int], positions: Sequence[int]) -> None:
         """Forget everything, and prefill the draft's tokens of these target tokens of the prompt alone."""
-        self._ends = [self._end(position) for position in range(positions[-1] + 1)] if positions else []
+        self._ends = [self._prompt_end(position) for position in range(positions[-1] + 1)] if positions else []
         # A draft token that the last of them shares with the token after it waits for that one.
         end = self._ends[-1] if positions else 0
-        self._draft.prefill_kept(self._reading.token_ids, [at for at in self._draft_slots(positions) if at < end])
+        self._draft.prefill_kept(self._tokenization.token_ids, [at for at in self._draft_slots(positions) if at < end])
 
     def _draft_slots(self, slots: Sequence[int]) -> list[int]:
-        """The draft's slots, counted from the beginning of the text, that hold something of these target tokens."""
-        ranges, num_prompt = self._reading.ranges, len(self._reading.ranges)
+        """The draft's own slots for target tokens, and those before the first of them."""
+        ranges = self._tokenization.ranges
         kept = set(range(ranges[0][0]))
         for slot in slots:
-            later = slot >= num_prompt
-            kept.update(range(self._ends[slot - 1], self._ends[slot]) if later else range(*ranges[slot]))
+            is_prompt = slot < len(ranges)
+            kept.update(range(*ranges[slot]) if is_prompt else range(self._ends[slot - 1], self._ends[slot]))
         return sorted(kept)
 
     def capture(self) -> AbstractContextManager[dict[int, LayerCapture]]:

@@ -1,4 +1,4 @@
-"""Between the ids of two tokenizers: what the draft reads for the target's tokens, what its logits say of them."""
+"""Between the ids of two tokenizers: what the draft is fed for the target's tokens, what its logits say of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from spec_stack.prefill.alignment import overlaps
 from spec_stack.tokenizers.vocabulary import Vocabulary, added_tokens, by_bytes, special_pairs, token_bytes
-from spec_stack.types import Reading
+from spec_stack.types import DraftTokenization
 
 
 class Translation:
@@ -41,25 +41,24 @@ class Translation:
 
     def pieces(self, target_id: int) -> list[int]:
         """Draft tokens with the text of one target token, one at least: always the longest that fits. An id without
-        text reads as a space."""
+        text counts as a space."""
         pieces = self._pieces.get(target_id)
         if pieces is None:
             pieces = self._pieces[target_id] = self._split(self._texts.get(target_id, b"")) or self._split(b" ") or [0]
         return pieces
 
     def _split(self, text: bytes) -> list[int]:
+        """The text as draft tokens, always the longest that fits; a byte that begins none is left out."""
         pieces, start = [], 0
         while start < len(text):
-            for stop in range(min(len(text), start + self._longest), start, -1):
-                if (draft_id := self._draft_ids.get(text[start:stop])) is not None:
-                    pieces.append(draft_id)
-                    break
-            else:
-                stop = start + 1
-            start = stop
+            ends = range(min(len(text), start + self._longest), start, -1)
+            end = next((end for end in ends if text[start:end] in self._draft_ids), None)
+            if end is not None:
+                pieces.append(self._draft_ids[text[start:end]])
+            start = end or start + 1
         return pieces
 
-    def read(self, prompt_ids: Sequence[int]) -> Reading:
+    def tokenize(self, prompt_ids: Sequence[int]) -> DraftTokenization:
         """The prompt's text as the draft's own tokenizer splits it, with the special tokens that belong before a text.
 
         Raises ValueError, with the reason, where target ids and characters cannot be matched: ids that are not what
@@ -79,9 +78,9 @@ class Translation:
             raise ValueError(
                 "the draft's tokenizer gives no tokens for the prompt, or some that the draft has no row for"
             )
-        return Reading(draft_ids, overlaps([(0, 0)] * skipped + list(target.offset_mapping), spans))
+        return DraftTokenization(draft_ids, overlaps([(0, 0)] * skipped + list(target.offset_mapping), spans))
 
-    def read_by_token(self, prompt_ids: Sequence[int]) -> Reading:
+    def tokenize_by_token(self, prompt_ids: Sequence[int]) -> DraftTokenization:
         """The prompt translated token by token: the same text, split at the target's borders, whatever the ids."""
         skipped = self._leading_bos(prompt_ids)
         draft_ids = [token_id for token_id in self._draft("").input_ids if token_id != self._draft.eos_token_id]
@@ -90,7 +89,7 @@ class Translation:
             start = len(draft_ids)
             draft_ids += self.pieces(target_id)
             ranges.append((start, len(draft_ids)))
-        return Reading(draft_ids, ranges)
+        return DraftTokenization(draft_ids, ranges)
 
     def _leading_bos(self, prompt_ids: Sequence[int]) -> int:
         return int(len(prompt_ids) > 1 and prompt_ids[0] == self._target.bos_token_id)

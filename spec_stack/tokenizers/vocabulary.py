@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -105,15 +106,15 @@ def token_bytes(tokenizer: Any) -> dict[int, bytes]:
     Byte-level tokens (GPT-2, Llama 3, Qwen) and those with a mark for the space (SentencePiece) are understood; of
     other kinds none is. Pieces for single bytes come first, so that a dict by bytes ends up with the others.
     """
-    decoder, ordinary = str(tokenizer.backend_tokenizer.decoder), _ordinary(tokenizer)
-    if "ByteLevel(" in decoder:
+    kinds, ordinary = _decoder_kinds(tokenizer), _ordinary(tokenizer)
+    if "ByteLevel" in kinds:
         values = {character: value for value, character in bytes_to_unicode().items()}
         return {
             token_id: bytes(values[character] for character in token)
             for token, token_id in ordinary.items()
             if all(character in values for character in token)
         }
-    if "Metaspace(" in decoder or "ByteFallback(" in decoder:
+    if kinds & {"Metaspace", "ByteFallback"}:
         single = {
             token_id: bytes.fromhex(match[1])
             for token, token_id in ordinary.items()
@@ -125,6 +126,12 @@ def token_bytes(tokenizer: Any) -> dict[int, bytes]:
             if token_id not in single
         }
     return {}
+
+
+def _decoder_kinds(tokenizer: Any) -> set[str]:
+    """Types of a fast tokenizer's decoders, those of a sequence one by one."""
+    decoder = json.loads(tokenizer.backend_tokenizer.to_str())["decoder"] or {}
+    return {part["type"] for part in decoder.get("decoders", [decoder]) if part}
 
 
 def by_bytes(tokenizer: Any) -> dict[bytes, int]:

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spec_stack.controller.base import DraftSignals, GammaPolicy
-from spec_stack.controller.registry import LIVE_POLICY_NAMES, POLICY_NAMES, make_policy
+from spec_stack.config import MAX_GAMMA
+from spec_stack.controller.base import DraftSignals, Policy, StepContext
+from spec_stack.controller.batch_throughput import BatchThroughput
+from spec_stack.controller.pool import PolicyPool
+from spec_stack.controller.registry import (
+    BATCH_POLICY_NAMES,
+    POLICIES,
+    POLICY_NAMES,
+    make_batch_policy,
+    make_policy,
+)
+from spec_stack.controller.speckv import SpecKV
 from spec_stack.controller.throughput import Throughput
-from spec_stack.offline.replay import StepCosts, merge_runs, oracle, replay
+from spec_stack.offline.oracles import BestFixed, TaskOracle, oracle
+from spec_stack.offline.replay import StepCosts, merge_runs, replay
 from tests.support.controller_data import Greedy, context, step
 
 
@@ -21,45 +35,103 @@ def test_importing_the_controller_loads_no_torch_and_no_scikit_learn() -> None:
     code = (
         "import sys, spec_stack.controller, spec_stack.controller.registry, spec_stack.controller.throughput, "
         "spec_stack.controller.predictor, spec_stack.offline.replay, spec_stack.offline.training, "
-        "spec_stack.controller.bandit, spec_stack.controller.speckv, spec_stack.offline.records; "
+        "spec_stack.controller.bandit, spec_stack.controller.speckv, spec_stack.offline.records, "
+        "spec_stack.offline.oracles, spec_stack.controller.batch_throughput; "
         "print([name for name in ('torch', 'transformers', 'sklearn', 'pyarrow') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
 
-def test_the_registry_itself_loads_not_even_numpy() -> None:
-    code = "import sys, spec_stack.controller.registry; print('numpy' in sys.modules)"
+def test_the_registry_itself_loads_no_policy_and_not_even_numpy() -> None:
+    code = (
+        "import sys, spec_stack.controller.registry; "
+        "print(sorted(name for name in sys.modules if name == 'numpy' or name.startswith('spec_stack.controller.')))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
+    assert done.stdout.strip() == "['spec_stack.controller.base', 'spec_stack.controller.registry']"
 
 
-def build(name: str) -> GammaPolicy:
-    if name == "best-fixed":
-        return make_policy(name, gammas={"fp16": 3})
-    if name == "task-oracle":
-        return make_policy(name, gammas={("fp16", "chat"): 3})
-    return make_policy(name)
+@dataclass
+class ThreeAtMost(Policy):
+    """All that a policy needs."""
+
+    gamma: int = 3
+
+    def choose(self, context: StepContext) -> int:
+        return self.gamma
 
 
-@pytest.mark.parametrize("name", POLICY_NAMES)
+MAKERS: dict[str, Callable[[], Policy]] = {
+    **{name: lambda name=name: make_policy(name) for name in POLICY_NAMES},  # type: ignore[misc]
+    "throughput for batches": lambda: make_batch_policy("throughput"),
+    "best-fixed": lambda: BestFixed({"fp16": 3}),
+    "task-oracle": lambda: TaskOracle({("fp16", "chat"): 3}),
+    "ThreeAtMost": ThreeAtMost,
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
 @settings(max_examples=20, deadline=None)
 @given(steps=st.lists(st.tuples(st.integers(0, 16), st.integers(0, 16), st.floats(0.0, 1.0)), max_size=30))
-def test_every_policy_stays_within_max_gamma_whatever_happened(name: str, steps: list[tuple[int, int, float]]) -> None:
-    policy = build(name)
-    assert isinstance(policy, GammaPolicy)
+def test_every_policy_chooses_a_gamma_whatever_happened(name: str, steps: list[tuple[int, int, float]]) -> None:
+    policy = MAKERS[name]()
+    assert isinstance(policy, Policy)
     last = None
     for room, accepted, confidence in steps:
         before = context(max_gamma=room, last=last)
         gamma = policy.choose(before)
-        assert 0 <= gamma <= room
+        assert 0 <= gamma <= MAX_GAMMA
+        gamma = min(gamma, room)
         if gamma:
             assert policy.keep_drafting(before, DraftSignals([1.0], [confidence])) in (True, False)
         last = step(gamma, min(accepted, gamma), confidence=confidence)
         policy.observe(last)
 
 
-@pytest.mark.parametrize("name", LIVE_POLICY_NAMES)
+def test_a_policy_needs_nothing_but_choose() -> None:
+    policy = ThreeAtMost()
+    assert (policy.name, policy.choose(context())) == ("ThreeAtMost", 3)
+    assert policy.keep_drafting(context(), DraftSignals([9.0], [0.0]))
+    policy.observe(step(3, 0))
+    text = merge_runs(Greedy(3).record("a", 4)).texts[0]
+    assert max(replay(text, policy, CHEAP_DRAFT).gammas) == 3
+
+
+def test_a_policy_without_choose_cannot_be_made() -> None:
+    class Undecided(Policy):
+        pass
+
+    with pytest.raises(TypeError, match="choose"):
+        Undecided()  # type: ignore[abstract]
+
+
+@pytest.mark.parametrize(("chosen", "most"), [(99, 5), (-3, 0)])
+def test_what_a_policy_chooses_is_cut_in_replay(chosen: int, most: int) -> None:
+    text = merge_runs(Greedy(3, p_right=1.0).record("a", 4)).texts[0]
+    score = replay(text, ThreeAtMost(chosen), CHEAP_DRAFT, max_gamma=5)
+    assert max(score.gammas) == most
+    assert score.num_tokens == text.end
+
+
+def test_no_policy_clips_for_itself() -> None:
+    for name in POLICY_NAMES:
+        assert "context.max_gamma)" not in inspect.getsource(type(make_policy(name)).choose), name
+
+
+@pytest.mark.parametrize("name", POLICY_NAMES)
+def test_a_policy_is_called_what_the_registry_calls_it(name: str) -> None:
+    assert make_policy(name).name.split("-")[0] == name
+
+
+def test_a_name_means_the_same_rule_in_python_and_on_a_server() -> None:
+    assert set(BATCH_POLICY_NAMES) < set(POLICY_NAMES)
+    assert isinstance(make_batch_policy("throughput"), BatchThroughput)
+    for name in BATCH_POLICY_NAMES:
+        assert make_batch_policy(name).name == make_policy(name).name
+
+
+@pytest.mark.parametrize("name", POLICY_NAMES)
 def test_prefill_steps_may_be_observed_before_anything_was_chosen(name: str) -> None:
     policy = make_policy(name)
     prefill = step(8, 3, verify_s=9.0, is_prefill=True)
@@ -67,7 +139,7 @@ def test_prefill_steps_may_be_observed_before_anything_was_chosen(name: str) -> 
     assert 0 <= policy.choose(context(last=prefill)) <= 16
 
 
-@pytest.mark.parametrize("name", LIVE_POLICY_NAMES)
+@pytest.mark.parametrize("name", POLICY_NAMES)
 def test_a_step_whose_signals_were_not_kept_is_survived(name: str) -> None:
     policy = make_policy(name)
     silent = dataclasses.replace(step(8, 3, is_prefill=True), signals=DraftSignals())
@@ -75,44 +147,86 @@ def test_a_step_whose_signals_were_not_kept_is_survived(name: str) -> None:
     assert 0 <= policy.choose(context(last=silent)) <= 16
 
 
-def test_unknown_policies_and_options_are_named_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"unknown policy 'magic'.*throughput"):
+def test_unknown_policies_and_options_are_named_with_the_known_ones_and_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"unknown policy 'magic'; known: .*throughput, fixed"):
         make_policy("magic")
-    with pytest.raises(ValueError, match=r"no option gama; it has gamma"):
+    with pytest.raises(ValueError, match=r"unknown policy 'Throughput'; did you mean 'throughput'\?"):
+        make_policy("Throughput")
+    with pytest.raises(ValueError, match=r"no option 'gama'; did you mean 'gamma'\? known: gamma"):
         make_policy("fixed", gama=4)
+    with pytest.raises(ValueError, match=r"no option '_gamma'; did you mean 'max_gamma'\? known: start, max_gamma$"):
+        make_policy("heuristic", _gamma=4)
+
+
+@pytest.mark.parametrize("make", [make_policy, make_batch_policy])
+def test_an_error_names_no_policy_that_cannot_be_used_where_it_is_raised(make: Callable[[str], Policy]) -> None:
+    with pytest.raises(ValueError, match="unknown policy 'best-fixed'") as raised:
+        make("best-fixed")
+    listed = str(raised.value).split("known: ")[1].split(", ")
+    assert "task-oracle" not in str(raised.value)
+    for name in listed:
+        assert make(name).choose(context()) >= 0
+    assert ("confidence" in listed) == (make is make_policy)
+
+
+def test_an_entry_more_in_the_registry_is_a_policy_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(POLICIES, "three", ThreeAtMost)
+    assert make_policy("three", gamma=2).choose(context()) == 2
+    with pytest.raises(ValueError, match="did you mean 'gamma'"):
+        make_policy("three", gammas=2)
+    monkeypatch.setitem(POLICIES, "three", "tests.support.controller_data:Greedy")
+    with pytest.raises(ValueError, match=r"Greedy.* is no policy class; write `class Mine\(Policy\)`"):
+        make_policy("three")
+
+
+def test_an_object_that_is_no_policy_is_refused_with_what_to_write() -> None:
+    class Duck:
+        name = "duck"
+
+        def choose(self, context: StepContext) -> int:
+            return 2
+
+    pool = PolicyPool("throughput")
+    for wrong in (Duck(), Duck, ThreeAtMost, 3):
+        with pytest.raises(ValueError, match=r"class \w+\(Policy\)"):
+            pool.choose(wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "message"),
+    ("make", "options", "message"),
     [
         ("fixed", {"gamma": 17}, "gamma must be a whole number, 0 to 16"),
-        ("best-fixed", {}, "needs gammas"),
-        ("task-oracle", {}, "needs gammas"),
+        (BestFixed, {"gammas": {}}, "needs gammas"),
+        (TaskOracle, {"gammas": {}}, "needs gammas"),
         ("heuristic", {"start": 9, "max_gamma": 8}, "start must be"),
         ("confidence", {"threshold": 1.5}, "threshold"),
         ("ema", {"weight": 0.0}, "weight"),
         ("speckv", {"gammas": ()}, "gammas"),
+        ("speckv", {"predictor": "no/such/file.json"}, "file.json: cannot be read"),
         ("throughput", {"cold_threshold": 1.0}, "cold_threshold"),
+        ("throughput", {"max_gamma": "8"}, "max_gamma"),
         ("bandit", {"discount": 1.0}, "discount"),
+        ("bandit", {"gammas": 4}, "cannot be built"),
     ],
 )
-def test_bad_options_are_refused_when_the_policy_is_built(name: str, options: dict[str, object], message: str) -> None:
+def test_bad_options_are_refused_when_the_policy_is_built(
+    make: str | Callable[..., Policy], options: dict[str, object], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
-        make_policy(name, **options)
+        make_policy(make, **options) if isinstance(make, str) else make(**options)
 
 
 def test_fixed_proposes_its_gamma_and_never_stops_early() -> None:
     policy = make_policy("fixed", gamma=4)
     assert policy.choose(context()) == 4
-    assert policy.choose(context(max_gamma=2)) == 2
     assert policy.keep_drafting(context(), DraftSignals([9.0], [0.01]))
 
 
 def test_best_fixed_and_task_oracle_name_what_they_were_not_measured_on() -> None:
     with pytest.raises(ValueError, match="'nf4'"):
-        make_policy("best-fixed", gammas={"fp16": 2}).choose(context(precision="nf4"))
+        BestFixed({"fp16": 2}).choose(context(precision="nf4"))
     with pytest.raises(ValueError, match="task 'chat'"):
-        make_policy("task-oracle", gammas={("fp16", "code"): 2}).choose(context())
+        TaskOracle({("fp16", "code"): 2}).choose(context())
 
 
 def test_heuristic_adds_two_after_full_acceptance_and_takes_one_otherwise() -> None:
@@ -144,8 +258,6 @@ def test_confidence_stops_after_the_first_doubtful_token_only() -> None:
 
 
 def test_speckv_takes_the_candidate_with_most_tokens_per_step() -> None:
-    from spec_stack.controller.speckv import SpecKV
-
     class Falling:
         def acceptance_rate(self, features: tuple[float, ...]) -> float:
             return {2: 0.9, 4: 0.8, 6: 0.3, 8: 0.1}[int(features[-1])]
@@ -155,10 +267,9 @@ def test_speckv_takes_the_candidate_with_most_tokens_per_step() -> None:
     last = step(4, 2)
     policy.observe(last)
     assert policy.choose(context(last=last)) == 4
-    assert policy.choose(context(last=last, max_gamma=3)) == 3
 
 
-def run(policy: GammaPolicy, p_right: float, costs: StepCosts, num_texts: int = 20) -> tuple[float, float]:
+def run(policy: Policy, p_right: float, costs: StepCosts, num_texts: int = 20) -> tuple[float, float]:
     """Tokens/s and mean gamma over several texts."""
     texts = merge_runs(
         [record for seed in range(num_texts) for record in Greedy(seed, p_right=p_right).record(str(seed), 16)]
@@ -199,7 +310,7 @@ def test_throughput_threshold_is_the_rate_times_the_cost_of_a_token() -> None:
         policy.observe(step(gamma, gamma))
     tokens, seconds = 20 * (15 + 5), 20 * (0.01 * 15 + 0.03 * 5)
     assert policy.threshold("fp16") == pytest.approx(tokens / seconds * 0.01, rel=0.1)
-    assert policy.threshold("int8") == policy.options.cold_threshold
+    assert policy.threshold("int8") == policy.cold_threshold
 
 
 def test_prefill_records_leave_the_cost_estimates_alone() -> None:
@@ -239,5 +350,5 @@ def test_no_policy_does_better_than_the_oracle() -> None:
     text = merge_runs(Greedy(3).record("a", 16)).texts[0]
     costs = CHEAP_DRAFT
     best = oracle(text, costs).seconds
-    for name in LIVE_POLICY_NAMES:
+    for name in POLICY_NAMES:
         assert replay(text, make_policy(name), costs).seconds >= best - 1e-12

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+import spec_stack
 from spec_stack.controller.acceptance import History
 from spec_stack.controller.base import DraftSignals, StepContext, StepRecord
 from spec_stack.controller.cost import CostOptions, StepCostModel
 from spec_stack.controller.pool import PolicyPool
 from spec_stack.controller.throughput import Throughput
 
+SHIPPED = Path(spec_stack.__file__).parent / "assets" / "controllers" / "step.json"
 VERIFY_S, PER_TOKEN_S = 3e-3, 0.7e-3
 
 
@@ -27,7 +31,7 @@ class Machine:
 
     def step(self, per_token_s: float = PER_TOKEN_S, stall_s: float = 0.0, controller_s: float = 1e-5) -> None:
         number = len(self.gammas)
-        context = StepContext(number, 99, 10, 10 + number, number, self._last, "fp32")
+        context = StepContext(number, 99, self._last, "fp32")
         signals, num_accepted, right = DraftSignals(), 0, True
         most = self.policy.choose(context)
         while len(signals) < most:
@@ -138,10 +142,35 @@ def test_what_was_rejected_fades_while_nothing_is_drafted() -> None:
 
 
 def test_lent_policies_are_apart_by_options_and_in_time() -> None:
-    pool = PolicyPool()
-    with pool.lend("fixed", gamma=4) as four:
+    pool = PolicyPool("throughput")
+    with pool.lend(pool.choose(gamma=4)) as four:
         assert four.name == "fixed-4"
-    with pool.lend("fixed", gamma=2) as two, pool.lend("fixed", gamma=4) as again, pool.lend("fixed", gamma=4) as third:
+    with (
+        pool.lend(pool.choose(gamma=2)) as two,
+        pool.lend(pool.choose(gamma=4)) as again,
+        pool.lend(pool.choose("fixed", gamma=4)) as third,
+    ):
         assert two.name == "fixed-2"
         assert again is four
         assert third is not four
+
+
+def test_a_policy_is_made_once_for_being_checked_and_lent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "step.json"
+    path.write_bytes(SHIPPED.read_bytes())
+    reads: list[Path] = []
+    read_text = Path.read_text
+
+    def counted(self: Path, *args: Any, **kwargs: Any) -> str:
+        reads.append(self)
+        return read_text(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "read_text", counted)
+    pool = PolicyPool("speckv", {"speckv": {"predictor": path}})
+    lent = []
+    for is_seeded in (False, True, False, True):
+        with pool.lend(pool.choose("speckv", is_seeded=is_seeded)) as policy:
+            lent.append(policy)
+    assert reads == [path]
+    assert lent[2] is lent[0]
+    assert lent[1] is not lent[3]

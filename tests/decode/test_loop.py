@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from spec_stack import DraftSignals, PrefillConfig, SpecStackConfig, SpecStackGenerator, StepContext, StepRecord
+from spec_stack import DraftSignals, Policy, PrefillConfig, SpecStackConfig, SpecStackGenerator, StepContext, StepRecord
 from spec_stack.decode.propose import entropy_and_confidence, propose
 from spec_stack.decode.sampler import Sampler
 from spec_stack.hf.attention import install
@@ -19,7 +19,7 @@ from tests.support import reference
 from tests.support.models import make_model, random_prompt
 
 
-class RandomGamma:
+class RandomGamma(Policy):
     """A policy that proposes 0 to 8 tokens and sometimes stops early."""
 
     name = "random"
@@ -59,7 +59,9 @@ DRAFTS: dict[str, Callable[[PreTrainedModel], PreTrainedModel]] = {
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
-@pytest.mark.parametrize("gamma", [*range(9), 16])
+@pytest.mark.parametrize(
+    "gamma", [0, 1, 4, 8, *(pytest.param(gamma, marks=pytest.mark.slow) for gamma in (2, 3, 5, 6, 7, 16))]
+)
 def test_greedy_speculation_gives_the_targets_own_tokens(draft: str, gamma: int, target: PreTrainedModel) -> None:
     prompt = random_prompt(30)
     expected = reference.greedy(make_model(seed=1), prompt, 40)
@@ -143,9 +145,7 @@ def test_the_loop_keeps_its_promises_to_policies(target: PreTrainedModel, draft:
     for context, before in zip(policy.contexts, records, strict=False):
         generated += before.num_tokens
         assert context.last == before
-        assert context.num_generated == generated
         assert context.max_gamma == 30 - generated - 1
-        assert context.num_cached == 25 + generated - 1
         assert context.task == "code"
     for record in records:
         assert len(record.signals) == record.gamma >= record.num_accepted

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spec_stack import SpecStackGenerator
-from spec_stack.decode.stopping import Stopper, TextStream
+from spec_stack.decode.stopping import Stopper
+from spec_stack.hf.text import WindowedText
 
 ALPHABET = "abcde"
 
@@ -31,8 +31,8 @@ steps_of_tokens = st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=5), 
 def test_stop_strings_cut_alike_however_the_tokens_are_stepped(steps: list[list[int]], stop: list[str]) -> None:
     flat = [token for step in steps for token in step]
     whole = letters(flat)
-    stepped = run(Stopper(len(flat), (), stop, letters), steps)
-    single = run(Stopper(len(flat), (), stop, letters), [[token] for token in flat])
+    stepped = run(Stopper(len(flat), (), stop, WindowedText(letters)), steps)
+    single = run(Stopper(len(flat), (), stop, WindowedText(letters)), [[token] for token in flat])
     assert stepped == single
     cut = min((whole.find(text) for text in stop if text in whole), default=None)
     tokens, text, reason = stepped
@@ -50,7 +50,7 @@ def test_stop_strings_cut_alike_however_the_tokens_are_stepped(steps: list[list[
 def test_max_tokens_and_end_tokens_cut_inside_a_step(steps: list[list[int]], limit: int, end_ids: set[int]) -> None:
     flat = [token for step in steps for token in step]
     end = next((index + 1 for index, token in enumerate(flat) if token in end_ids), len(flat) + 1)
-    tokens, text, reason = run(Stopper(limit, end_ids, (), letters), steps)
+    tokens, text, reason = run(Stopper(limit, end_ids, (), WindowedText(letters)), steps)
     expected = flat[: min(end, limit)]
     assert tokens == expected
     assert text == letters(expected[:-1] if end <= min(limit, len(flat)) else expected)
@@ -63,7 +63,7 @@ def test_max_tokens_and_end_tokens_cut_inside_a_step(steps: list[list[int]], lim
 
 
 def test_text_that_could_become_a_stop_string_is_held_back() -> None:
-    stopper = Stopper(9, (), ["cde"], letters)
+    stopper = Stopper(9, (), ["cde"], WindowedText(letters))
     assert [stopper.cut([token])[1] for token in (0, 2, 3)] == ["a", "", ""]
     assert stopper.cut([1])[1] == "cdb"
 
@@ -73,36 +73,5 @@ def test_stop_strings_without_a_tokenizer_are_refused() -> None:
         Stopper(5, (), ["x"])
 
 
-@given(text=st.text(max_size=40), sizes=st.lists(st.integers(1, 5), min_size=60, max_size=60))
-def test_streamed_text_concatenates_to_the_text_of_the_whole(
-    embedded: SpecStackGenerator, text: str, sizes: list[int]
-) -> None:
-    tokenizer = embedded.tokenizer
-    token_ids = tokenizer(text, add_special_tokens=False).input_ids
-    stream, joined, at = TextStream(lambda ids: tokenizer.decode(ids, skip_special_tokens=True)), "", 0
-    for size in sizes:
-        joined += stream.push(token_ids[at : at + size])
-        assert "\ufffd" not in joined or "\ufffd" in text
-        at += size
-        if at >= len(token_ids):
-            break
-    joined += stream.push(token_ids[at:]) + stream.flush()
-    assert joined == tokenizer.decode(token_ids, skip_special_tokens=True)
-
-
 def test_the_earliest_start_of_stop_strings_that_end_together_cuts() -> None:
-    assert Stopper(9, (), ["bcd", "d"], letters).cut([0, 1, 2, 3, 4]) == ([0, 1, 2, 3], "a", "stop")
-
-
-def test_half_a_character_comes_out_at_the_end(embedded: SpecStackGenerator) -> None:
-    ids = embedded.tokenizer("x\U0001f9ea", add_special_tokens=False).input_ids[:-1]
-    for stop in ((), ("zz",)):
-        text = Stopper(len(ids), (), stop, embedded.tokenizer.decode).cut(ids)[1]
-        assert text == embedded.tokenizer.decode(ids)
-        assert text.endswith("\ufffd")
-
-
-def test_a_pieces_text_may_depend_on_its_left_neighbour() -> None:
-    words = [" the", " cat", " sat"]
-    stream = TextStream(lambda ids: "".join(words[i] for i in ids).removeprefix(" "))
-    assert [stream.push([i]) for i in (0, 1, 2)] == ["the", " cat", " sat"]
+    assert Stopper(9, (), ["bcd", "d"], WindowedText(letters)).cut([0, 1, 2, 3, 4]) == ([0, 1, 2, 3], "a", "stop")

@@ -231,6 +231,7 @@ def make_pair(kind: str) -> tuple[SpecStackGenerator, list[int]]:
     return SpecStackGenerator(*models, target_tokenizer, config=config, **tokenizers), prompt
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("specprefill", "kind"),
     [(False, "same"), (True, "same"), (False, "narrower"), (True, "wider"), (True, "other")],

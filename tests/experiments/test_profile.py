@@ -45,6 +45,7 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_every_prompt_runs_at_every_precision_and_gamma_once(profile: Path) -> None:
     records = read_records(profile)
     assert max(steps(records).values()) == 1
@@ -86,8 +87,8 @@ def test_an_interrupted_profile_goes_on_where_it_stopped(tmp_path: Path, monkeyp
 def test_random_gammas_vary_within_a_run_and_are_the_same_in_every_one() -> None:
     drawn = [profile_steps.RandomGamma((1, 2, 4), 0, "code-0") for _ in range(2)]
     other = profile_steps.RandomGamma((1, 2, 4), 1, "code-0")
-    choices = [[policy.choose(context(max_gamma=3)) for _ in range(30)] for policy in (*drawn, other)]
-    assert set(choices[0]) == {1, 2, 3}
+    choices = [[policy.choose(context()) for _ in range(30)] for policy in (*drawn, other)]
+    assert set(choices[0]) == {1, 2, 4}
     assert choices[0] == choices[1] != choices[2]
 
 
@@ -149,6 +150,7 @@ def test_correlations_are_those_of_the_steps_that_drafted() -> None:
     assert low < found < high
 
 
+@pytest.mark.slow
 def test_the_tables_the_speeds_and_the_predictor_come_from_the_file(
     profile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

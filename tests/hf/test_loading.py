@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,9 @@ from transformers import (
 from spec_stack import SpecStackGenerator
 from spec_stack.doctor import diagnose
 from spec_stack.hf.architectures import check_architecture
-from spec_stack.hf.loading import ASSETS, check_pair, load_pair, resolve_pair
+from spec_stack.hf.loading import ASSETS, check_pair, resolve_pair
+from spec_stack.pair import ModelPair
+from tests.support.folders import TOKENIZER_FILES, copy_draft
 from tests.support.models import FAMILIES, make_model
 
 DYNAMIC = {"rope_type": "dynamic", "factor": 8.0, "rope_theta": 1e4}
@@ -30,8 +31,8 @@ DYNAMIC = {"rope_type": "dynamic", "factor": 8.0, "rope_theta": 1e4}
 @pytest.fixture
 def folders(tmp_path: Path) -> tuple[Path, Path]:
     target, draft = tmp_path / "target", tmp_path / "draft"
-    shutil.copytree(ASSETS / "draft", target)
-    shutil.copytree(ASSETS / "draft", draft)
+    copy_draft(target)
+    copy_draft(draft)
     return target, draft
 
 
@@ -42,9 +43,20 @@ def test_a_pair_loads_from_local_folders(folders: tuple[Path, Path]) -> None:
     assert result.metrics.acceptance_rate == 1.0
 
 
+def test_a_draft_folder_without_a_tokenizer_has_the_targets(folders: tuple[Path, Path]) -> None:
+    for name in TOKENIZER_FILES:
+        (folders[1] / name).unlink()
+    generator = SpecStackGenerator.from_pretrained(*folders, device="cpu")
+    assert generator.vocabulary.relation == "same"
+    assert diagnose(str(folders[0]), str(folders[1]), "auto", "cpu")["draft"]["tokenizer"] == "the target's"
+    (folders[0] / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match="cannot load the tokenizer"):
+        SpecStackGenerator.from_pretrained(*folders, device="cpu")
+
+
 @pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
 def test_precision_sets_the_dtype_of_both_models(precision: str, dtype: torch.dtype) -> None:
-    pair = load_pair(precision=precision, device="cpu")
+    pair = ModelPair.load(precision=precision, device="cpu")
     assert (pair.target.dtype, pair.draft.dtype, pair.precision) == (dtype, dtype, precision)
     assert SpecStackGenerator.from_pretrained(precision=precision, device="cpu").generate("x", max_tokens=5).token_ids
 
@@ -71,7 +83,7 @@ def test_a_bad_argument_is_a_value_error_that_says_so(options: dict[str, str], m
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks for CUDA where there is none")
 def test_cuda_without_a_card_is_refused() -> None:
     with pytest.raises(ValueError, match="sees 0 CUDA devices"):
-        load_pair(device="cuda")
+        ModelPair.load(device="cuda")
 
 
 def test_a_tokenizer_without_offsets_is_refused_before_the_weights_are_read(folders: tuple[Path, Path]) -> None:
@@ -79,7 +91,7 @@ def test_a_tokenizer_without_offsets_is_refused_before_the_weights_are_read(fold
     (folders[1] / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "ByT5Tokenizer"}))
     (folders[0] / "model.safetensors").unlink()
     with pytest.raises(ValueError, match="no character offsets"):
-        load_pair(*folders)
+        ModelPair.load(*folders)
 
 
 def test_a_draft_with_padded_embeddings_works_as_the_unpadded_one(folders: tuple[Path, Path]) -> None:
@@ -100,10 +112,10 @@ def test_a_draft_with_padded_embeddings_works_as_the_unpadded_one(folders: tuple
 def test_missing_and_damaged_weights_are_refused(folders: tuple[Path, Path]) -> None:
     (folders[0] / "model.safetensors").write_bytes(b"not weights")
     with pytest.raises(ValueError, match="cannot load the weights"):
-        load_pair(*folders)
+        ModelPair.load(*folders)
     (folders[0] / "model.safetensors").unlink()
     with pytest.raises(ValueError, match="cannot load the weights"):
-        load_pair(*folders)
+        ModelPair.load(*folders)
 
 
 def test_a_pair_with_different_tokenizers_loads_and_drafts_without_changing_a_token(

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from spec_stack import SpecStackGenerator
 from spec_stack.config import PRECISIONS, LoadConfig
 from spec_stack.doctor import diagnose
-from spec_stack.hf.loading import ASSETS, load_config, load_pair
+from spec_stack.hf.loading import ASSETS, load_config
 from spec_stack.hf.precision import (
     DTYPES,
     TIE_TOLERANCE,
@@ -26,8 +26,10 @@ from spec_stack.hf.precision import (
     weight_bytes,
 )
 from spec_stack.offline.records import read_records, write_records
+from spec_stack.pair import ModelPair
 from tests.support import reference, tiny_architectures
 from tests.support.controller_data import step
+from tests.support.folders import copy_draft
 from tests.support.models import FAMILIES, random_prompt
 from tests.support.tiny_architectures import CONFIGS
 
@@ -42,6 +44,7 @@ def generators() -> dict[str, SpecStackGenerator]:
     return {name: SpecStackGenerator.from_pretrained(device="cpu", precision=name) for name in names}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "int8", "nf4"])
 @pytest.mark.parametrize("specprefill", [False, True])
 def test_speculation_gives_the_plain_greedy_tokens_of_its_precision_up_to_ties(
@@ -134,7 +137,7 @@ def test_memory_is_foretold_from_the_configuration_and_told_by_the_metrics(preci
 
 
 def test_prepacked_copies_count_as_memory(embedded: SpecStackGenerator) -> None:
-    plain = load_pair(device="cpu", precision="fp32", prepack_linears=False).target
+    plain = ModelPair.load(device="cpu", precision="fp32", prepack_linears=False).target
     assert weight_bytes(embedded.target) > 1.5 * weight_bytes(plain)
 
 
@@ -151,7 +154,7 @@ def test_the_doctor_shows_what_each_precision_takes() -> None:
 def test_a_checkpoint_that_is_quantized_already_loads_as_it_is(
     generators: dict[str, SpecStackGenerator], precision: str, tmp_path: Path
 ) -> None:
-    plain = load_pair(device="cpu", precision=precision, prepack_linears=False)
+    plain = ModelPair.load(device="cpu", precision=precision, prepack_linears=False)
     folder = tmp_path / "stored"
     shutil.copytree(ASSETS / "target", folder, ignore=shutil.ignore_patterns("model.safetensors", "config.json"))
     plain.target.save_pretrained(folder)
@@ -169,7 +172,7 @@ def test_a_checkpoint_that_is_quantized_already_loads_as_it_is(
     other = "nf4" if precision == "int8" else "int8"
     for asked in (other, "bf16"):
         with pytest.raises(ValueError, match="quantized already"):
-            load_pair(str(folder), draft, asked, "cpu")
+            ModelPair.load(str(folder), draft, precision=asked, device="cpu")
 
 
 @pytest.mark.parametrize("missing", ["bitsandbytes", "accelerate"])
@@ -177,11 +180,11 @@ def test_a_checkpoint_that_is_quantized_already_loads_as_it_is(
 def test_a_missing_package_is_named_before_the_weights_are_read(
     missing: str, options: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    shutil.copytree(ASSETS / "draft", tmp_path / "model")
+    copy_draft(tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").unlink()
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(ValueError, match=rf"needs {missing}, .* pip install 'spec-stack\[quantized\]'"):
-        load_pair(tmp_path / "model", tmp_path / "model", device="cpu", **options)
+        ModelPair.load(tmp_path / "model", tmp_path / "model", device="cpu", **options)
 
 
 def test_devices_and_models_that_cannot_be_quantized_are_refused() -> None:
@@ -229,7 +232,7 @@ def test_an_unknown_precision_is_refused_at_construction(options: dict[str, str]
 
 def test_fp16_on_a_cpu_warns() -> None:
     with pytest.warns(match="fp16 prefill is very slow on a CPU"):
-        pair = load_pair(device="cpu", precision="fp16")
+        pair = ModelPair.load(device="cpu", precision="fp16")
     assert (pair.target.dtype, pair.draft.dtype) == (DTYPES["fp16"], DTYPES["fp16"])
 
 
@@ -265,8 +268,8 @@ def test_a_precision_without_a_name_is_other_also_in_records(tmp_path: Path) -> 
     precision = precision_of(model.double())
     assert precision == "other"
     records = [step(2, 1, precision=precision)]
-    write_records(records, tmp_path / "steps.csv")
-    assert read_records(tmp_path / "steps.csv") == records
+    write_records(records, tmp_path / "steps.jsonl")
+    assert read_records(tmp_path / "steps.jsonl") == records
     gptq = LlamaConfig(quantization_config={"quant_method": "gptq", "bits": 4})
     resolved = resolve_precisions(gptq, LlamaConfig(), LoadConfig(), CPU)
     assert [(each.name, each.is_stored) for each in resolved] == [("other", True), ("fp32", False)]

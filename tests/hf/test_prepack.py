@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from spec_stack import SpecStackGenerator
-from spec_stack.hf.loading import load_pair
 from spec_stack.hf.prepack import PrepackedLinear, can_prepack, prepack
+from spec_stack.pair import ModelPair
 from tests.support.models import random_prompt
 
 
@@ -64,4 +64,4 @@ def test_prepacking_where_it_cannot_work_is_refused() -> None:
     assert not can_prepack(torch.device("cpu"), torch.float16)
     assert not can_prepack(torch.device("cuda"), torch.float32)
     with pytest.warns(match="fp16 prefill"), pytest.raises(ValueError, match="prepack_linears"):
-        load_pair(precision="fp16", device="cpu", prepack_linears=True)
+        ModelPair.load(precision="fp16", device="cpu", prepack_linears=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from spec_stack import SpecStackGenerator
-from spec_stack.controller.predictor import STEP_FEATURES, Card, load_step_predictor, save_predictor
+from spec_stack.controller.predictor import KIND, STEP_FEATURES, Card, load_step_predictor, save_predictor
 from spec_stack.controller.registry import POLICY_NAMES, make_policy
 from spec_stack.hf import loading
 from spec_stack.offline.training import as_network, make_estimator, step_examples
@@ -24,7 +24,7 @@ def trained(embedded: SpecStackGenerator, tmp_path: Path) -> Path:
         result = embedded.generate(PROMPT, gamma=gamma, return_records=True, **OPTIONS)
         records += result.records or []
     inputs, rates, groups = step_examples(records)
-    card = Card("step", "ridge", STEP_FEATURES, "0" * 64, len(rates), len(set(groups)))
+    card = Card(KIND, "ridge", STEP_FEATURES, "0" * 64, len(rates), len(set(groups)))
     save_predictor(tmp_path / "step.json", as_network(make_estimator("ridge").fit(inputs, rates)), card)
     return tmp_path / "step.json"
 

@@ -8,16 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spec_stack.controller.base import DraftSignals, StepContext, StepRecord
+from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord
 from spec_stack.controller.registry import make_policy
+from spec_stack.offline.oracles import best_fixed, oracle
 from spec_stack.offline.replay import (
     CostTable,
     ReplayText,
     StepCosts,
-    best_fixed,
     fit_costs,
     merge_runs,
-    oracle,
     replay,
 )
 from tests.support.controller_data import COSTS, Greedy, runs
@@ -80,7 +79,7 @@ def test_decoding_is_replayed_from_where_the_prefill_step_ended() -> None:
     assert fit_costs(longer)["fp16"].verify_s(4) == pytest.approx(COSTS.verify_s(4))
 
 
-class Spy:
+class Spy(Policy):
     """A policy that notes what it is shown. It drafts until told to stop by its own count."""
 
     name = "spy"

@@ -1,9 +1,8 @@
-"""Predictors: exported arrays equal scikit-learn, files are checked, and acceptance models learn what they should."""
+"""Predictors: exported arrays equal scikit-learn, files are checked, and the acceptance model learns what it should."""
 
 from __future__ import annotations
 
 import json
-import math
 import random
 from pathlib import Path
 from typing import Any
@@ -11,37 +10,29 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spec_stack.controller.acceptance import FEATURES, History, OnlineAcceptance, Recalibrated, examples, features
+from spec_stack.controller.acceptance import History, OnlineAcceptance
 from spec_stack.controller.base import DraftSignals
 from spec_stack.controller.predictor import (
+    KIND,
     STEP_FEATURES,
-    TOKEN_FEATURES,
     Card,
     Network,
     load_step_predictor,
-    load_token_predictor,
     save_predictor,
+    step_features,
 )
 from spec_stack.controller.registry import make_policy
-from spec_stack.offline.training import (
-    as_network,
-    calibration_error,
-    fit_token_model,
-    make_estimator,
-    step_examples,
-    token_examples,
-)
-from tests.support.controller_data import Greedy, runs, step
-from tests.support.reference_controller import gap_by_bins, network_output
+from spec_stack.offline.training import as_network, make_estimator, step_examples
+from tests.support.controller_data import context, runs, step
+from tests.support.reference_controller import network_output
 
 
-def card(kind: str = "token", **changes: Any) -> Card:
-    names = TOKEN_FEATURES if kind == "token" else STEP_FEATURES
-    values: dict[str, Any] = {"kind": kind, "model": "mlp", "features": names, "data_sha256": "0" * 64}
+def card(**changes: Any) -> Card:
+    values: dict[str, Any] = {"kind": KIND, "model": "mlp", "features": STEP_FEATURES, "data_sha256": "0" * 64}
     return Card(**{**values, "num_examples": 10, "num_prompts": 2, **changes})
 
 
-def network(num_inputs: int = len(TOKEN_FEATURES), hidden: int = 3) -> Network:
+def network(num_inputs: int = len(STEP_FEATURES), hidden: int = 3) -> Network:
     rng = np.random.default_rng(0)
     return Network(
         [rng.normal(size=(num_inputs, hidden)), rng.normal(size=(hidden, 1))],
@@ -68,17 +59,6 @@ def test_an_exported_step_model_predicts_what_scikit_learn_does(name: str) -> No
     assert [exported.output(row) for row in inputs[:20].tolist()] == pytest.approx(model.predict(inputs[:20]).tolist())
 
 
-@pytest.mark.parametrize("name", ["logistic", "mlp"])
-@pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
-def test_an_exported_token_model_gives_scikit_learns_logit(name: str) -> None:
-    inputs, accepted, _ = token_examples(runs(3))
-    model = make_estimator(name).fit(inputs, accepted.astype(int))
-    exported = as_network(model)
-    chances = model.predict_proba(inputs[:20])[:, 1]
-    logits = [math.log(chance / (1 - chance)) for chance in chances]
-    assert [exported.output(row) for row in inputs[:20].tolist()] == pytest.approx(logits, abs=1e-6)
-
-
 def test_forests_and_unknown_names_are_not_exported() -> None:
     with pytest.raises(ValueError, match="no layers to export"):
         as_network(make_estimator("rf-10").fit(np.eye(3), np.arange(3.0)))
@@ -87,13 +67,13 @@ def test_forests_and_unknown_names_are_not_exported() -> None:
 
 
 def test_a_saved_predictor_is_loaded_equal_with_its_card(tmp_path: Path) -> None:
-    path, saved = tmp_path / "token.json", network()
+    path, saved = tmp_path / "step.json", network()
     save_predictor(path, saved, card(scores={"auc": 0.9}, versions={"numpy": "2"}))
-    loaded = load_token_predictor(path)
-    row = [0.5] * len(TOKEN_FEATURES)
+    loaded = load_step_predictor(path)
+    row = [0.5] * len(STEP_FEATURES)
     assert loaded.network.output(row) == saved.output(row)
     assert loaded.card == card(scores={"auc": 0.9}, versions={"numpy": "2"})
-    assert 0 <= loaded.predict(row) <= 1
+    assert 0 <= loaded.acceptance_rate(row) <= 1
 
 
 def damage(content: dict[str, Any], how: str) -> Any:
@@ -117,7 +97,7 @@ def damage(content: dict[str, Any], how: str) -> Any:
         case "unknown card entry":
             content["card"]["colour"] = "red"
         case "another kind":
-            content["card"]["kind"] = "step"
+            content["card"]["kind"] = "token"
         case "a list":
             return [content]
     return content
@@ -140,44 +120,43 @@ def damage(content: dict[str, Any], how: str) -> Any:
     ],
 )
 def test_damaged_and_foreign_files_are_refused_by_name(tmp_path: Path, how: str) -> None:
-    path = tmp_path / "token.json"
+    path = tmp_path / "step.json"
     save_predictor(path, network(), card())
     path.write_text(json.dumps(damage(json.loads(path.read_text()), how)))
-    with pytest.raises(ValueError, match=r"token\.json"):
-        load_token_predictor(path)
+    with pytest.raises(ValueError, match=r"step\.json"):
+        load_step_predictor(path)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\x80\x04pickle", b'{"format": 1}'])
 def test_files_that_are_no_json_are_refused(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "token.json"
+    path = tmp_path / "step.json"
     path.write_bytes(content)
     with pytest.raises(ValueError, match="not a predictor file"):
-        load_token_predictor(path)
+        load_step_predictor(path)
 
 
-def test_policies_run_on_exported_predictors(tmp_path: Path) -> None:
-    save_predictor(tmp_path / "token.json", network(), card())
-    save_predictor(tmp_path / "step.json", network(len(STEP_FEATURES)), card("step"))
-    throughput = make_policy("throughput", predictor=tmp_path / "token.json")
-    speckv = make_policy("speckv", predictor=str(tmp_path / "step.json"))
-    for policy in (throughput, speckv):
-        policy.observe(step(4, 2))
-    assert load_step_predictor(tmp_path / "step.json").acceptance_rate([0.0] * 6) <= 1
-    with pytest.raises(ValueError, match="a step predictor, but a token predictor"):
-        make_policy("throughput", predictor=tmp_path / "step.json")
+def test_a_policy_runs_on_an_exported_predictor(tmp_path: Path) -> None:
+    save_predictor(tmp_path / "step.json", network(), card())
+    predictor = load_step_predictor(tmp_path / "step.json")
+    policy, last = make_policy("speckv", predictor=str(tmp_path / "step.json")), step(4, 2)
+    policy.observe(last)
+    expected = {
+        gamma: predictor.acceptance_rate(step_features(last.signals, "fp16", gamma)) * gamma for gamma in (2, 4, 6, 8)
+    }
+    assert policy.choose(context(last=last)) == max(expected, key=expected.__getitem__)
 
 
-def test_features_read_no_token_beyond_those_drafted() -> None:
-    signals = DraftSignals([1.0, 2.0, 3.0], [0.9, 0.8, 0.7])
-    other = DraftSignals([1.0, 2.0, 9.0], [0.9, 0.8, 0.1])
-    for num_drafted in range(3):
-        assert features(signals, num_drafted, History()) == features(other, num_drafted, History())
-    assert len(features(signals, 3, History())) == len(FEATURES)
+def test_a_predictor_file_is_read_again_when_it_has_changed(tmp_path: Path) -> None:
+    path = tmp_path / "step.json"
+    save_predictor(path, network(), card())
+    first = load_step_predictor(path)
+    assert load_step_predictor(path) is first
+    save_predictor(path, network(hidden=4), card())
+    assert load_step_predictor(path).network.weights[0].shape == (len(STEP_FEATURES), 4)
 
 
-def test_examples_say_whether_everything_up_to_a_token_was_accepted() -> None:
-    assert [accepted for _, accepted in examples(step(4, 2), History())] == [True, True, False, False]
-    assert list(examples(step(0, 0), History())) == []
+def first(signals: DraftSignals, num_drafted: int) -> DraftSignals:
+    return DraftSignals(signals.entropy[:num_drafted], signals.confidence[:num_drafted])
 
 
 def test_history_fades_while_nothing_is_drafted() -> None:
@@ -203,8 +182,8 @@ def test_online_acceptance_becomes_calibrated() -> None:
             accepted += 1
         record = step(3, accepted, confidence=confidence)
         if number >= 500:
-            model.joint(record.signals, 0, history)
-            chances.append(model.joint(record.signals, 1, history))
+            model.begin(history)
+            chances.append(model.extend(first(record.signals, 1)))
             outcomes.append(float(accepted >= 2))
         model.learn(record, history)
     by_level = {level: [o for c, o in zip(chances, outcomes, strict=True) if (c > 0.4) == level] for level in (0, 1)}
@@ -219,55 +198,15 @@ def test_a_rejected_run_does_not_count_for_each_of_its_tokens() -> None:
     long, short = OnlineAcceptance(), OnlineAcceptance()
     long.learn(step(16, 0), History())
     short.learn(step(1, 0), History())
-    signals = step(4, 0).signals
-    for model in (long, short):
-        model.joint(signals, 0, History())
-    assert long.joint(signals, 1, History()) == short.joint(signals, 1, History())
+    signals = first(step(4, 0).signals, 1)
+    assert long.begin(History()) == short.begin(History())
+    assert long.extend(signals) == short.extend(signals)
 
 
-def test_recalibration_mends_a_model_that_is_too_sure() -> None:
-    class TooSure:
-        def predict(self, features: object) -> float:
-            return 0.98
-
-    rng = random.Random(3)
-    model, history = Recalibrated(TooSure()), History()
-    for _ in range(600):
-        model.learn(step(1, int(rng.random() < 0.6)), history)
-    assert model.joint(step(1, 1).signals, 0, history) == pytest.approx(0.6, abs=0.1)
-
-
-@pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
-def test_trained_token_models_beat_the_base_rate_on_unseen_prompts() -> None:
-    inputs, accepted, groups = token_examples(runs(8))
-    rate = accepted.mean()
-    base = -(rate * math.log(rate) + (1 - rate) * math.log(1 - rate))
-    for name in ("logistic", "mlp"):
-        fitted = fit_token_model(name, inputs, accepted, groups, num_folds=4)
-        assert fitted.scores["log_loss"] < 0.9 * base
-        assert fitted.scores["ece"] < 0.1
-        assert len(fitted.out_of_fold) == len(accepted)
-
-
-def test_training_needs_prompts_and_two_outcomes() -> None:
-    inputs, accepted, groups = token_examples(runs(2))
-    with pytest.raises(ValueError, match="2 prompts for 5 folds"):
-        fit_token_model("logistic", inputs, accepted, groups)
-    with pytest.raises(ValueError, match="same outcome"):
-        fit_token_model("logistic", inputs, np.ones(len(inputs)), groups, num_folds=2)
-    with pytest.raises(ValueError, match="unknown token model"):
-        fit_token_model("forest", inputs, accepted, groups)
-
-
-def test_histories_do_not_leak_from_one_run_into_the_next() -> None:
-    first, second = Greedy(0).record("a", 4), Greedy(1).record("b", 4)
-    together, _, _ = token_examples([*first, *second])
-    alone, _, groups = token_examples(second)
-    assert together[-len(alone) :].tolist() == alone.tolist()
-    assert set(groups) == {"b"}
-
-
-def test_calibration_error_is_the_mean_gap_of_equal_bins() -> None:
-    rng = np.random.default_rng(0)
-    chances, outcomes = rng.random(200), rng.integers(0, 2, 200)
-    assert calibration_error(chances, outcomes) == pytest.approx(gap_by_bins(chances.tolist(), outcomes.tolist(), 10))
+def test_the_chance_of_a_proposal_does_not_depend_on_how_often_it_was_asked_for() -> None:
+    model, signals = OnlineAcceptance(), DraftSignals([1.0, 2.0, 0.5], [0.9, 0.6, 0.8])
+    model.begin(History())
+    one_by_one = [model.extend(first(signals, num_drafted)) for num_drafted in (1, 2, 3)]
+    model.begin(History())
+    assert model.extend(signals) == one_by_one[-1]
+    assert len(set(one_by_one)) == 3

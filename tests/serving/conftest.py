@@ -34,12 +34,21 @@ _ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",
     # A leaked KV slot or request row ends the server: while it works, and (SGLang's default) whenever it idles.
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "2",
+    # An error while scoring ends the server instead of hiding in a dense prefill.
+    "SPEC_STACK_SGLANG": '{"raise_scoring_errors": true}',
 }
 _ARGUMENTS = (
     *("--device", "cpu", "--host", "127.0.0.1", "--dtype", "float32"),
     *("--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--grammar-backend", "none"),
     *("--mem-fraction-static", "0.1", "--disable-cuda-graph", "--skip-server-warmup"),
 )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """All of this folder is marked, so that `-m "not serving"` leaves it out."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.serving)
 
 
 class ServerDiedError(Exception):

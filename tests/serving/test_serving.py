@@ -24,7 +24,7 @@ def server(launch: Any) -> Server:
         "256",
         "--max-running-requests",
         "8",
-        "--spec-stack-threshold",
+        "--spec-stack-min-prompt-tokens",
         "1500",
         "--context-length",
         str(CONTEXT),

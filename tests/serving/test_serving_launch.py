@@ -70,7 +70,13 @@ def test_a_server_without_the_plugins_hooks_refuses_to_start(launch: Any) -> Non
 
 
 def test_settings_come_from_a_file_and_flags_go_over_them(launch: Any, tmp_path: Path, reference: Reference) -> None:
-    settings = {"keep_rate": 0.9, "threshold": 100, "policy": "fixed", "policy_options": {"gamma": 2}, "gammas": [2, 4]}
+    settings = {
+        "keep_rate": 0.9,
+        "min_prompt_tokens": 100,
+        "policy": "fixed",
+        "policy_options": {"gamma": 2},
+        "gammas": [2, 4],
+    }
     path = tmp_path / "settings.json"
     path.write_text(json.dumps(settings))
     server = launch("--max-total-tokens", "8000", "--spec-stack-config", str(path), "--spec-stack-keep-rate", "0.3")

@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spec_stack.controller.base import DraftSignals, StepContext, StepRecord
-from spec_stack.controller.registry import make_policy
+from spec_stack.controller.registry import make_batch_policy
 from spec_stack.sglang import plugin, support
-from spec_stack.sglang.batch_policy import BatchGamma
+from spec_stack.sglang.batch_policy import BatchPolicy
 from spec_stack.sglang.positions import BatchMap, PositionMap, protect_kv_lengths
 from spec_stack.sglang.request_state import (
     STATE,
@@ -162,9 +162,11 @@ def test_output_logprobs_and_nothing_special_need_no_whole_prompt() -> None:
     ("values", "named"),
     [
         ({"keep_rate": 3}, "keep_rate"),
-        ({"threshold": -1}, "min_prompt_tokens"),
+        ({"min_prompt_tokens": -1}, "min_prompt_tokens"),
+        ({"threshold": 9}, "threshold"),
+        ({"raise_scoring_errors": 1}, "raise_scoring_errors"),
         ({"policy": "confidence"}, "policy"),
-        ({"policy": "throughput"}, "policy"),
+        ({"policy": "batch-throughput"}, "policy"),
         ({"gammas": []}, "gammas"),
         ({"gammas": [0]}, "gammas"),
         ({"gammas": [2, 99]}, "gammas"),
@@ -185,7 +187,10 @@ def test_a_bad_setting_is_refused_by_name(values: dict[str, Any], named: str) ->
 @pytest.mark.parametrize("policy", BATCH_POLICIES)
 @pytest.mark.parametrize("gammas", [(0, 1, 2, 4, 8), (3,), (0, 2), (16,)])
 def test_every_policy_for_batches_is_made_from_any_gammas(policy: str, gammas: tuple[int, ...]) -> None:
-    assert ServerConfig(policy=policy, gammas=gammas).make_policy(policy).name.startswith(policy)
+    made = ServerConfig(policy=policy, gammas=gammas).make_policy(policy)
+    context = StepContext(0, gammas[-1], None, "fp32", batch_size=2)
+    assert 0 <= made.choose(context) <= gammas[-1]
+    assert policy in made.name
 
 
 def test_flags_reach_another_process_through_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -196,7 +201,7 @@ def test_flags_reach_another_process_through_the_environment(monkeypatch: pytest
     add_flags(parser)
     namespace = parser.parse_args(["--spec-stack-config", str(path), "--spec-stack-keep-rate", "0.1"])
     assert vars(namespace) == {}
-    parser.parse_args(["--spec-stack-gammas", "0", "4", "--spec-stack-threshold", "77"])
+    parser.parse_args(["--spec-stack-gammas", "0", "4", "--spec-stack-min-prompt-tokens", "77"])
     config = ServerConfig.from_environment()
     assert (config.prefill.keep_rate, config.prefill.chunk_size, config.prefill.min_prompt_tokens) == (0.1, 16, 77)
     assert (config.policy, config.gammas) == ("ema", (0, 4))
@@ -289,8 +294,8 @@ class _Clock:
         return self.now
 
 
-def _run(gamma: BatchGamma, clock: _Clock, requests: list[Any], accepted: int, seconds: Any) -> int:
-    gamma.begin(requests)
+def _run(gamma: BatchPolicy, clock: _Clock, requests: list[Any], accepted: int, seconds: Any) -> int:
+    gamma.begin_step(requests)
     chosen = gamma.get_steps_for_batch(len(requests))
     clock.now += seconds(chosen)
     gamma.on_verify_complete([min(accepted, chosen)] * len(requests), len(requests))
@@ -303,7 +308,7 @@ def _run(gamma: BatchGamma, clock: _Clock, requests: list[Any], accepted: int, s
 )
 def test_a_batch_settles_on_the_gamma_with_most_tokens_per_second(accepted: int, per_token_s: float, best: int) -> None:
     clock = _Clock()
-    gamma = BatchGamma(ServerConfig(), "fp32", clock=clock)
+    gamma = BatchPolicy(ServerConfig(), "fp32", clock=clock)
     requests = [_request(str(index)) for index in range(3)]
     chosen = [_run(gamma, clock, requests, accepted, lambda drafted: 1 + per_token_s * drafted) for _ in range(200)]
     assert chosen[100:].count(best) > 85
@@ -311,12 +316,12 @@ def test_a_batch_settles_on_the_gamma_with_most_tokens_per_second(accepted: int,
 
 def test_a_prefill_between_steps_is_not_their_cost() -> None:
     clock = _Clock()
-    gamma = BatchGamma(ServerConfig(gammas=(1, 8)), "fp32", clock=clock)
+    gamma = BatchPolicy(ServerConfig(gammas=(1, 8)), "fp32", clock=clock)
     requests = [_request("a")]
     chosen = []
     for step in range(300):
         if step % 3 == 0:
-            gamma.interrupt()
+            gamma.something_else_runs()
             clock.now += 500
         chosen.append(_run(gamma, clock, requests, 8, lambda drafted: 1 + 0.01 * drafted))
     assert chosen[150:].count(8) > 140
@@ -325,10 +330,10 @@ def test_a_prefill_between_steps_is_not_their_cost() -> None:
 def test_where_every_step_follows_a_prefill_the_batch_still_drafts() -> None:
     """Short replies under load: no step's seconds are ever known, and plain decoding must not win by that."""
     clock = _Clock()
-    gamma = BatchGamma(ServerConfig(), "fp32", clock=clock)
+    gamma = BatchPolicy(ServerConfig(), "fp32", clock=clock)
     chosen = []
     for _ in range(80):
-        gamma.interrupt()
+        gamma.something_else_runs()
         chosen.append(_run(gamma, clock, [_request("a")], 8, lambda drafted: 1))
     assert set(chosen[50:]) == {4}
 
@@ -336,15 +341,15 @@ def test_where_every_step_follows_a_prefill_the_batch_still_drafts() -> None:
 def test_a_stall_between_steps_is_not_their_cost() -> None:
     """Under overlap, scoring may hold up a step that was begun before it."""
     clock = _Clock()
-    gamma = BatchGamma(ServerConfig(gammas=(1, 8)), "fp32", clock=clock)
+    gamma = BatchPolicy(ServerConfig(gammas=(1, 8)), "fp32", clock=clock)
     requests = [_request("a")]
     chosen = []
     for step in range(300):
-        gamma.begin(requests)
+        gamma.begin_step(requests)
         chosen.append(gamma.get_steps_for_batch(1))
         clock.now += 1 + 0.01 * chosen[-1]
         if step % 2 and chosen[-1] == 8:
-            gamma.interrupt()
+            gamma.something_else_runs()
             clock.now += 500
         gamma.on_verify_complete([chosen[-1]], 1)
     assert chosen[150:].count(8) > 140
@@ -352,17 +357,17 @@ def test_a_stall_between_steps_is_not_their_cost() -> None:
 
 def test_a_bandit_that_once_knew_no_seconds_still_settles() -> None:
     clock = _Clock()
-    gamma = BatchGamma(ServerConfig(policy="bandit"), "fp32", clock=clock)
+    gamma = BatchPolicy(ServerConfig(policy="bandit"), "fp32", clock=clock)
     chosen = [_run(gamma, clock, [_request("a")], 0, lambda drafted: 1 + 0.5 * drafted) for _ in range(300)]
     assert chosen[100:].count(0) > 150
 
 
 def test_a_late_result_is_charged_to_its_own_batch_size() -> None:
     """Eight requests, then one: the first step's cost comes in while the second runs."""
-    policy = make_policy("batch-throughput", gammas=(1, 8), trials=1)
+    policy = make_batch_policy("throughput", gammas=(1, 8), trials=1)
 
     def choose(step: int, batch_size: int) -> int:
-        return policy.choose(StepContext(step, 8, 0, 0, 0, None, "fp32", batch_size=batch_size))
+        return policy.choose(StepContext(step, 8, None, "fp32", batch_size=batch_size))
 
     def observe(step: int, gamma: int, seconds: float) -> None:
         policy.observe(
@@ -380,9 +385,9 @@ def test_a_late_result_is_charged_to_its_own_batch_size() -> None:
 
 
 def test_tokens_of_a_request_that_is_gone_are_not_counted() -> None:
-    gamma = BatchGamma(ServerConfig(policy="fixed", policy_options={"gamma": 4}), "fp32")
+    gamma = BatchPolicy(ServerConfig(policy="fixed", policy_options={"gamma": 4}), "fp32")
     stays, gone = _request("a"), _request("b")
-    gamma.begin([stays, gone])
+    gamma.begin_step([stays, gone])
     gamma.get_steps_for_batch(2)
     gone.is_retracted = True
     gamma.on_verify_complete([3, 3], 2)
@@ -391,31 +396,31 @@ def test_tokens_of_a_request_that_is_gone_are_not_counted() -> None:
 
 
 def test_the_smallest_gamma_asked_for_holds_for_the_batch() -> None:
-    gamma = BatchGamma(ServerConfig(), "fp32")
-    gamma.begin([_request("a", RequestOptions(gamma=4)), _request("b"), _request("c", RequestOptions(gamma=2))])
+    gamma = BatchPolicy(ServerConfig(), "fp32")
+    gamma.begin_step([_request("a", RequestOptions(gamma=4)), _request("b"), _request("c", RequestOptions(gamma=2))])
     assert gamma.get_steps_for_batch(3) == 2
 
 
 def test_a_policy_decides_only_where_all_that_ask_agree() -> None:
     config = ServerConfig(policy="fixed", policy_options={"gamma": 1})
-    gamma = BatchGamma(config, "fp32")
+    gamma = BatchPolicy(config, "fp32")
     ema = RequestOptions(policy="ema")
-    gamma.begin([_request("a", ema), _request("b")])
+    gamma.begin_step([_request("a", ema), _request("b")])
     assert gamma.get_steps_for_batch(2) == 4
-    gamma.begin([_request("a", ema), _request("b", RequestOptions(policy="heuristic"))])
+    gamma.begin_step([_request("a", ema), _request("b", RequestOptions(policy="heuristic"))])
     assert gamma.get_steps_for_batch(2) == 1
 
 
 def test_a_rank_takes_the_gamma_it_is_given() -> None:
-    gamma = BatchGamma(ServerConfig(), "fp32", agree=lambda chosen: 8 - chosen)
-    gamma.begin([_request("a", RequestOptions(gamma=8))])
+    gamma = BatchPolicy(ServerConfig(), "fp32", agree=lambda chosen: 8 - chosen)
+    gamma.begin_step([_request("a", RequestOptions(gamma=8))])
     assert gamma.get_steps_for_batch(1) == 0
 
 
 def test_a_result_that_comes_a_step_late_teaches_about_its_own_step() -> None:
-    gamma = BatchGamma(ServerConfig(policy="heuristic", gammas=(1, 2, 4, 8)), "fp32")
+    gamma = BatchPolicy(ServerConfig(policy="heuristic", gammas=(1, 2, 4, 8)), "fp32")
     request = _request("a")
-    gamma.begin([request])
+    gamma.begin_step([request])
     first = gamma.get_steps_for_batch(1)
     second = gamma.get_steps_for_batch(1)
     gamma.on_verify_complete([first], 1)

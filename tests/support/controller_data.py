@@ -112,4 +112,4 @@ def step(
 
 
 def context(max_gamma: int = 16, last: StepRecord | None = None, precision: str = "fp16") -> StepContext:
-    return StepContext(0, max_gamma, 10, 10, 0, last, precision, "chat")
+    return StepContext(0, max_gamma, last, precision, "chat")

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from spec_stack import DraftSignals, PrefillConfig, SpecStackConfig, SpecStackGenerator, StepContext, StepRecord
+from spec_stack import DraftSignals, Policy, PrefillConfig, SpecStackConfig, SpecStackGenerator, StepContext, StepRecord
 from spec_stack.decode.propose import propose
 from spec_stack.decode.sampler import Sampler
 from spec_stack.hf.attention import install
@@ -28,7 +28,7 @@ NUM_PROMPT = 60
 KEPT = sorted({*range(0, 30, 3), *range(40, 47), 58, 59})
 
 
-class RandomGamma:
+class RandomGamma(Policy):
     """A policy that proposes 0 to 8 tokens and sometimes stops early."""
 
     name = "random"
@@ -127,14 +127,14 @@ def decoded_sparsely(name: str, draft: str, seed: int = 0, num_tokens: int = 32)
     config = SpecStackConfig(PrefillConfig(keep_rate=0.3, look_ahead=6, chunk_size=8))
     generator = SpecStackGenerator(make_model(name), make_model(draft, disturbed=True), config=config)
     kept: list[int] = []
-    original = generator._prefill_draft
+    original = generator._draft_prompt
 
     def spy(*arguments: Any) -> Any:
-        answer = original(*arguments)
-        kept.extend(answer[0].positions)
-        return answer
+        drafted = original(*arguments)
+        kept.extend(drafted.selection.positions)
+        return drafted
 
-    generator._prefill_draft = spy  # type: ignore[method-assign]
+    generator._draft_prompt = spy  # type: ignore[method-assign]
     result = generator.generate(input_ids=prompt, max_tokens=num_tokens, specprefill=True, policy=RandomGamma(seed))
     assert len(kept) < len(prompt)
     kept_ids = [prompt[position] for position in kept]

@@ -1,8 +1,8 @@
-"""What works on which architecture, and how exactly: the README's table, and the largest error behind each entry.
+"""What works on which architecture, and how exactly: the table of docs/support.md, and the largest error of each entry.
 
 Every entry is a claim of `spec_stack.hf.architectures`; the figures come from the same measurements that the
-tests assert on (`tests/matrix.py`), on tiny random models in fp32 with a prompt longer than their sliding windows.
-Prints both, ends in one JSON line; --write puts the table into README.md.
+tests assert on (`tests/support/matrix.py`), on tiny random models in fp32 with a prompt longer than their windows.
+Prints both, ends in one JSON line; --write puts the table into docs/support.md.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from spec_stack.hf.architectures import abilities
 from tests.support import matrix
 from tests.support.tiny_architectures import CONFIGS, REFUSED
 
-ROOT = Path(__file__).parents[2]
+PAGE = Path(__file__).parents[2] / "docs" / "support.md"
 BEGIN, END = "<!-- support table: begin -->", "<!-- support table: end -->"
 # A configuration that is only there to tell our own error from transformers'.
 _UNLISTED = ("Nemotron-H, unbounded",)
@@ -70,11 +70,10 @@ def measure(name: str, seeds: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3, help="random gamma sequences per architecture (%(default)s)")
-    parser.add_argument("--write", action="store_true", help="put the table into README.md and measure nothing")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/support.md and measure nothing")
     arguments = parser.parse_args()
     if arguments.write:
-        readme = ROOT / "README.md"
-        readme.write_text(replace_table(readme.read_text(encoding="utf-8")), encoding="utf-8")
+        PAGE.write_text(replace_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
         return
     print(table())
     print("\nlargest error, in units of the largest expected value (importance: absolute)")

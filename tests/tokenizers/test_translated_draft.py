@@ -56,7 +56,7 @@ def positions_read(generator: SpecStackGenerator, **options: Any) -> list[int]:
 @pytest.fixture(scope="module")
 def retokenized(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("retokenized")
-    drop_merges(ASSETS / "draft", folder, 0.1, seed=0)
+    drop_merges(ASSETS / "draft", folder, 0.1, seed=0, tokenizer_from=ASSETS / "target")
     return folder
 
 
@@ -79,7 +79,7 @@ def test_greedy_tokens_are_the_targets_own(specprefill: bool, bos: bool) -> None
 
 def test_a_draft_whose_ids_alone_differ_works_as_the_original(embedded: SpecStackGenerator, tmp_path: Path) -> None:
     """Every token has its counterpart, so nothing may be lost in translation."""
-    drop_merges(ASSETS / "draft", tmp_path, 0.0, seed=1)
+    drop_merges(ASSETS / "draft", tmp_path, 0.0, seed=1, tokenizer_from=ASSETS / "target")
     shuffled = SpecStackGenerator.from_pretrained(ASSETS / "target", tmp_path, device="cpu", precision="fp32")
     assert shuffled.vocabulary.relation == "other"
     assert len(shuffled.vocabulary.common) == 4096
@@ -140,8 +140,8 @@ def test_after_any_reading_and_rollback_the_logits_are_those_of_a_fresh_draft(al
     install(model)
     tokenizer = make_tokenizer(TARGET_TOKENS, "<t>", bos=bos)
     prompt = tokenizer(text_of(50)).input_ids
-    reading = translation.read(prompt) if aligned else translation.read_by_token(prompt)
-    draft = TranslatedDraft(CachedModel(model, 4096), translation, reading)
+    tokenization = translation.tokenize(prompt) if aligned else translation.tokenize_by_token(prompt)
+    draft = TranslatedDraft(CachedModel(model, 4096), translation, tokenization)
     draft.forward(prompt[:-1], range(len(prompt) - 1), 1)
     rng, later = random.Random(0), [prompt[-1]]
     logits = draft.forward(later, [len(prompt) - 1], 1)
@@ -155,7 +155,7 @@ def test_after_any_reading_and_rollback_the_logits_are_those_of_a_fresh_draft(al
         assert start == len(prompt) - 1 + len(later)
         logits = draft.forward(new, range(start, start + len(new)), 1)
         later += new
-        fed = [*reading.token_ids, *(piece for token in later[1:] for piece in translation.pieces(token))]
+        fed = [*tokenization.token_ids, *(piece for token in later[1:] for piece in translation.pieces(token))]
         expected = masked(reference.logits(model, fed, range(len(fed)))[-1], translation)
         torch.testing.assert_close(logits[0], expected, atol=1e-4, rtol=1e-4)
         assert draft.num_cached == len(fed)
@@ -165,20 +165,20 @@ def test_the_kept_slots_are_those_of_the_kept_tokens_and_of_the_drafts_own_begin
     translation, model = make_translation(bos=True), make_model(seed=2, vocab=12)
     install(model)
     prompt = make_tokenizer(TARGET_TOKENS, "<t>", bos=True)(text_of(60)).input_ids
-    reading, size = translation.read(prompt), len(prompt)
-    assert reading.token_ids[0] == 0
-    assert reading.ranges[0] == (1, 1)
-    draft, by_hand = TranslatedDraft(CachedModel(model, 4096), translation, reading), CachedModel(model, 4096)
+    tokenization, size = translation.tokenize(prompt), len(prompt)
+    assert tokenization.token_ids[0] == 0
+    assert tokenization.ranges[0] == (1, 1)
+    draft, by_hand = TranslatedDraft(CachedModel(model, 4096), translation, tokenization), CachedModel(model, 4096)
     draft.forward([*prompt, 1, 8], range(size + 2), 1)
     kept = [3, 4, 10, *range(size - 5, size)]
     draft.keep_slots([*kept, size, size + 1])
     draft.rollback(1)
     logits = draft.forward([9], [size + 1], 1)
 
-    whole = [*reading.token_ids, *translation.pieces(1)]
+    whole = [*tokenization.token_ids, *translation.pieces(1)]
     by_hand.forward(whole, range(len(whole)), 1)
-    slots = sorted({0, *(slot for token in kept for slot in range(*reading.ranges[token]))})
-    by_hand.keep_slots([*slots, *range(len(reading.token_ids), len(whole))])
+    slots = sorted({0, *(slot for token in kept for slot in range(*tokenization.ranges[token]))})
+    by_hand.keep_slots([*slots, *range(len(tokenization.token_ids), len(whole))])
     pieces = translation.pieces(9)
     expected = by_hand.forward(pieces, range(len(whole), len(whole) + len(pieces)), 1)[0]
     torch.testing.assert_close(logits[0], masked(expected, translation), atol=1e-4, rtol=1e-4)
@@ -188,8 +188,8 @@ def test_the_kept_slots_are_those_of_the_kept_tokens_and_of_the_drafts_own_begin
 def test_other_positions_than_the_next_ones_are_refused() -> None:
     translation, model = make_translation(), make_model(seed=2, vocab=12)
     prompt = make_tokenizer(TARGET_TOKENS, "<t>")("abcabcd").input_ids
-    draft = TranslatedDraft(CachedModel(model, 4096), translation, translation.read(prompt))
-    with pytest.raises(ValueError, match="reads on"):
+    draft = TranslatedDraft(CachedModel(model, 4096), translation, translation.tokenize(prompt))
+    with pytest.raises(ValueError, match="goes on from its next position"):
         draft.forward(prompt, range(1, len(prompt) + 1), 1)
     with pytest.raises(ValueError, match="cannot roll back 1 of 0"):
         draft.rollback(1)

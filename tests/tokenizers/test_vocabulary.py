@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from spec_stack.hf.model import CachedModel
 from spec_stack.tokenizers.translation import Translation
 from spec_stack.tokenizers.vocabulary import compare, token_bytes
 from tests.support import reference
+from tests.support.folders import copy_draft
 from tests.support.models import make_model, make_tokenizer, random_prompt
 
 LETTERS = "a b c d e f g h i j"
@@ -168,8 +168,8 @@ def test_without_a_common_token_the_prompt_is_pruned_and_nothing_is_drafted() ->
 @pytest.fixture
 def folders(tmp_path: Path) -> tuple[Path, Path]:
     target, draft = tmp_path / "target", tmp_path / "draft"
-    shutil.copytree(ASSETS / "draft", target)
-    shutil.copytree(ASSETS / "draft", draft)
+    copy_draft(target)
+    copy_draft(draft)
     return target, draft
 
 
@@ -185,7 +185,7 @@ def test_the_doctor_says_how_the_vocabularies_relate(folders: tuple[Path, Path])
     config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": 4224}))
     assert vocabulary()["tokenizer"] == "padded"
     assert "4096 and 4224" in vocabulary()["drafting"]
-    drop_merges(ASSETS / "draft", folders[1], 0.1, seed=0)
+    drop_merges(ASSETS / "draft", folders[1], 0.1, seed=0, tokenizer_from=ASSETS / "target")
     other = vocabulary()
     assert (other["tokenizer"], other["common_tokens"]) == ("other", "3104 of 4096 (76%)")
     assert "mapped to the target's by characters" in other["sparse_prefill"]

@@ -15,9 +15,9 @@ import torch
 def register():
     _teach_attention()
     if shared := os.environ.get("SPEC_STACK_TEST_NAMESPACE"):
-        from spec_stack.sglang import engine
+        from spec_stack.sglang import admission
 
-        engine.namespace = lambda kept, num_prompt_tokens: shared
+        admission.namespace = lambda kept, num_prompt_tokens: shared
     if os.environ.get("SPEC_STACK_TEST_BREAK_HOOK"):
         _break("ForwardBatch.init_new")
 

@@ -1,0 +1,126 @@
+"""The columns of the SpecKV authors' step file, as a table: from their CSV, or from records of ours. Not a script."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spec_stack.config import MAX_GAMMA, PRECISIONS
+from spec_stack.controller.base import StepRecord
+
+PUBLISHED_COLUMNS = {
+    "compression": "precision",
+    "gamma": "gamma",
+    "task": "task",
+    "step": "step",
+    "accepted": "num_accepted",
+    "acceptance_rate": "acceptance_rate",
+    "tokens_produced": "num_tokens",
+    "mean_draft_entropy": "mean_entropy",
+    "mean_draft_confidence": "mean_confidence",
+    "max_draft_entropy": "max_entropy",
+    "min_draft_confidence": "min_confidence",
+}
+"""The authors' name of a column -> the table's."""
+_TEXTS = ("precision", "task")
+_COUNTS = ("gamma", "step", "num_accepted", "num_tokens")
+
+
+@dataclass(frozen=True)
+class StepTable:
+    """Decode steps that drafted something, as columns (n,).
+
+    run numbers the runs in file order: a new one begins wherever `step` does not go on counting.
+    gamma is the column as written: tokens really proposed in our records, the loop's setting in the authors'
+    (theirs overstates the last step of a run).
+    """
+
+    precision: np.ndarray[Any, Any]
+    task: np.ndarray[Any, Any]
+    run: np.ndarray[Any, Any]
+    step: np.ndarray[Any, Any]
+    gamma: np.ndarray[Any, Any]
+    num_accepted: np.ndarray[Any, Any]
+    num_tokens: np.ndarray[Any, Any]
+    acceptance_rate: np.ndarray[Any, Any]
+    mean_entropy: np.ndarray[Any, Any]
+    mean_confidence: np.ndarray[Any, Any]
+    max_entropy: np.ndarray[Any, Any]
+    min_confidence: np.ndarray[Any, Any]
+
+    def __len__(self) -> int:
+        return len(self.gamma)
+
+
+def read_steps(path: Path) -> StepTable:
+    """Read a step file of the authors'.
+
+    Raises ValueError that names file, line and column, for an empty file, a missing column, a value that is no number
+    or not finite, and values that contradict each other.
+    """
+    # utf-8-sig: spreadsheets put a byte order mark first.
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        reader = csv.DictReader(file)
+        missing = [name for name in PUBLISHED_COLUMNS if name not in (reader.fieldnames or ())]
+        if missing:
+            raise ValueError(f"{path}: missing columns {', '.join(missing)}")
+        rows = [_parse(cells, f"{path}, line {reader.line_num}") for cells in reader]
+    if not rows:
+        raise ValueError(f"{path}: no rows below the header")
+    return _table(rows)
+
+
+def tabulate(records: Iterable[StepRecord]) -> StepTable:
+    """Records as such a table; prefill steps and steps that drafted nothing are left out."""
+    rows = []
+    for record in records:
+        row = {name: getattr(record, name) for name in (*_TEXTS, *_COUNTS)}
+        if record.gamma and not record.is_prefill:
+            signals = record.signals
+            row |= {"acceptance_rate": record.num_accepted / record.gamma}
+            row |= {name: getattr(signals, name) for name in PUBLISHED_COLUMNS.values() if hasattr(signals, name)}
+        rows.append(row)
+    return _table(rows)
+
+
+def _table(rows: list[dict[str, Any]]) -> StepTable:
+    run, expected = -1, -1
+    columns: dict[str, list[Any]] = {name: [] for name in StepTable.__dataclass_fields__}
+    for row in rows:
+        run += row["step"] != expected
+        expected = row["step"] + 1
+        if "acceptance_rate" in row:
+            for name, value in {**row, "run": run}.items():
+                columns[name].append(value)
+    return StepTable(**{name: np.array(values) for name, values in columns.items()})
+
+
+def _parse(cells: dict[str, str], place: str) -> dict[str, Any]:
+    row: dict[str, Any] = {}
+    for column, name in PUBLISHED_COLUMNS.items():
+        text = cells[column]
+        if name in _TEXTS:
+            row[name] = text
+            continue
+        try:
+            value = float(text)
+        except (TypeError, ValueError):
+            raise ValueError(f"{place}, column {column!r}: {text!r} is not a number") from None
+        if not math.isfinite(value):
+            raise ValueError(f"{place}, column {column!r}: {text} is not finite")
+        if name in _COUNTS and (value < 0 or value != int(value)):
+            raise ValueError(f"{place}, column {column!r}: {text} is not a count")
+        row[name] = int(value) if name in _COUNTS else value
+    if row["precision"] not in PRECISIONS:
+        raise ValueError(f"{place}, column 'compression': unknown precision {row['precision']!r}")
+    if not 1 <= row["gamma"] <= MAX_GAMMA:
+        raise ValueError(f"{place}, column 'gamma': unknown gamma {row['gamma']}; it must be 1 to {MAX_GAMMA}")
+    if row["num_accepted"] > row["gamma"]:
+        raise ValueError(f"{place}, column 'accepted': {row['num_accepted']} accepted of {row['gamma']} proposed")
+    return row

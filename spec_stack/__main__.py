@@ -1,0 +1,7 @@
+"""`python -m spec_stack` is the command `spec-stack`."""
+
+import sys
+
+from spec_stack.cli import main
+
+sys.exit(main())

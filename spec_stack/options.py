@@ -1,0 +1,55 @@
+"""Calls with an option that is none: say which function, and what the option may have been meant to be."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from difflib import get_close_matches
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+# What the same thing is called elsewhere (transformers, vLLM, SGLang, mlx-lm).
+ALIASES = {
+    "max_new_tokens": "max_tokens",
+    "max_length": "max_tokens",
+    "do_sample": "temperature",
+    "prompt_ids": "input_ids",
+    "prompt_token_ids": "input_ids",
+    "token_ids": "input_ids",
+    "text": "prompt",
+    "inputs": "prompt",
+    "conversation": "messages",
+    "stop_strings": "stop",
+    "sampling_params": "params",
+    "num_draft_tokens": "gamma",
+    "num_assistant_tokens": "gamma",
+    "num_speculative_tokens": "gamma",
+    "assistant_model": "draft",
+    "draft_model": "draft",
+    "torch_dtype": "precision",
+    "dtype": "precision",
+    "compression_ratio": "keep_rate",
+}
+
+
+def refuses_unknown_options(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Make an unknown keyword raise a TypeError that names the function called and the nearest option."""
+    known = [name for name in inspect.signature(function).parameters if name not in ("self", "cls")]
+
+    @wraps(function)
+    def checked(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        for name in kwargs:
+            if name not in known:
+                raise TypeError(f"{function.__name__}() has no option {name!r}{_hint(name, known)}")
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def _hint(name: str, known: list[str]) -> str:
+    alias = ALIASES.get(name)
+    nearest = [alias] if alias in known else get_close_matches(name, known, 1, cutoff=0.5)
+    return f"; did you mean {nearest[0]}=?" if nearest else f"; it has {', '.join(known)}"

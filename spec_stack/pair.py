@@ -1,0 +1,180 @@
+"""A draft/target pair as requests see it: two models on one device, their tokenizers, and what follows from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from spec_stack.config import LoadConfig
+from spec_stack.hf.architectures import scoring_limit, text_config
+from spec_stack.hf.attention import install
+from spec_stack.hf.loading import check_pair, end_token_ids, max_positions, open_pair
+from spec_stack.hf.model import CachedModel
+from spec_stack.hf.precision import precision_of, warm_up_quantized, weight_bytes
+from spec_stack.tokenizers.translated_draft import TranslatedDraft
+from spec_stack.tokenizers.translation import Translation
+from spec_stack.tokenizers.vocabulary import Vocabulary, compare
+from spec_stack.types import DraftTokenization
+
+DraftModel = CachedModel | TranslatedDraft
+
+
+@dataclass(frozen=True)
+class ModelPair:
+    """Loaded models that fit together. Made by `assemble` or `load`; requests share it and change nothing in it.
+
+    Parameters
+    ----------
+    target, draft : PreTrainedModel
+        On one device, their attention replaced by `hf.attention`.
+    tokenizer : object or None
+        The target's; None takes token ids only.
+    vocabulary : Vocabulary
+        How the draft's ids relate to the target's.
+    translation : Translation or None
+        For a draft with another tokenizer.
+    precision, draft_precision : str
+        Names of the precisions.
+    target_weight_bytes, draft_weight_bytes : int
+        Memory of the weights.
+    predictors : mapping of str to Path
+        Files of trained predictors that come with the pair, by the name of the policy that uses them.
+    """
+
+    target: PreTrainedModel
+    draft: PreTrainedModel
+    tokenizer: Any
+    vocabulary: Vocabulary
+    translation: Translation | None
+    precision: str
+    draft_precision: str
+    target_weight_bytes: int
+    draft_weight_bytes: int
+    predictors: Mapping[str, str | Path] = field(default_factory=dict)
+
+    @classmethod
+    def assemble(
+        cls,
+        target: PreTrainedModel,
+        draft: PreTrainedModel,
+        tokenizer: Any = None,
+        draft_tokenizer: Any = None,
+        precision: str = "",
+        draft_precision: str = "",
+        predictors: Mapping[str, str | Path] | None = None,
+    ) -> ModelPair:
+        """Put loaded models together; their attention is replaced in place.
+
+        Raises
+        ------
+        ValueError
+            For a pair that does not fit together: an unsupported architecture, two devices, vocabularies that cannot be
+            matched.
+        """
+        check_pair(target.config, draft.config)
+        if target.device != draft.device:
+            raise ValueError(f"target and draft are on different devices, {target.device} and {draft.device}")
+        sizes = (text_config(model.config).vocab_size for model in (target, draft))
+        vocabulary = compare(tokenizer, draft_tokenizer, *sizes)
+        return cls._of(
+            target, draft, tokenizer, draft_tokenizer, vocabulary, precision, draft_precision, predictors or {}
+        )
+
+    @classmethod
+    def load(
+        cls,
+        target: str | Path | None = None,
+        draft: str | Path | None = None,
+        *,
+        precision: str = LoadConfig.precision,
+        draft_precision: str = LoadConfig.draft_precision,
+        device: str | None = None,
+        prepack_linears: bool | None = None,
+    ) -> ModelPair:
+        """Load a pair from folders or hub ids, the embedded one where neither is named.
+
+        The options are those of `SpecStackGenerator.from_pretrained`. All that can be refused is refused before the
+        weights are read; raises ValueError as `hf.loading.open_pair` and `assemble` do.
+        """
+        found = open_pair(target, draft, LoadConfig(precision, draft_precision), device, prepack_linears)
+        sizes = (text_config(config).vocab_size for config in found.configs)
+        vocabulary = compare(*found.tokenizers, *sizes)
+        models = found.load_models()
+        of_target, of_draft = (each.name for each in found.precisions)
+        return cls._of(*models, *found.tokenizers, vocabulary, of_target, of_draft, found.predictors)
+
+    @classmethod
+    def _of(
+        cls,
+        target: PreTrainedModel,
+        draft: PreTrainedModel,
+        tokenizer: Any,
+        draft_tokenizer: Any,
+        vocabulary: Vocabulary,
+        precision: str,
+        draft_precision: str,
+        predictors: Mapping[str, str | Path],
+    ) -> ModelPair:
+        for model in (target, draft):
+            install(model)
+            warm_up_quantized(model)
+        is_foreign = vocabulary.relation == "other"
+        return cls(
+            target=target,
+            draft=draft,
+            tokenizer=tokenizer,
+            vocabulary=vocabulary,
+            translation=Translation(tokenizer, draft_tokenizer, vocabulary) if is_foreign else None,
+            precision=precision or precision_of(target),
+            draft_precision=draft_precision or precision_of(draft),
+            target_weight_bytes=weight_bytes(target),
+            draft_weight_bytes=weight_bytes(draft),
+            predictors=predictors,
+        )
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """Tokens that end the target's text."""
+        return end_token_ids(self.target)
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids that the target knows."""
+        return int(text_config(self.target.config).vocab_size)
+
+    @property
+    def max_positions(self) -> tuple[int, int]:
+        """Positions that target and draft were made for."""
+        return max_positions(self.target.config), max_positions(self.draft.config)
+
+    @property
+    def scoring_limit(self) -> int | None:
+        """The longest context that the draft sees whole; None is any length."""
+        return scoring_limit(self.draft.config)
+
+    def tokenize_for_draft(self, prompt_ids: Sequence[int]) -> tuple[DraftTokenization | None, str]:
+        """The prompt in the tokens of a draft that has another tokenizer, and why it cannot score it, if so.
+
+        None where the draft takes the target's tokens, or is of no use for this prompt.
+        """
+        if self.translation is None:
+            return None, ""
+        try:
+            return self.translation.tokenize(prompt_ids), ""
+        except ValueError as error:
+            by_token = self.translation.tokenize_by_token(prompt_ids) if self.vocabulary.can_propose else None
+            return by_token, f"the draft has another tokenizer, and {error}"
+
+    def open_target(self, prefill_chunk: int) -> CachedModel:
+        """The target with an empty cache."""
+        return CachedModel(self.target, prefill_chunk)
+
+    def open_draft(self, prefill_chunk: int, tokenization: DraftTokenization | None = None) -> DraftModel:
+        """The draft with an empty cache, taking target ids and giving logits over them whatever its own tokenizer."""
+        if self.translation is not None and tokenization is not None:
+            return TranslatedDraft(CachedModel(self.draft, prefill_chunk), self.translation, tokenization)
+        return CachedModel(self.draft, prefill_chunk, num_ids=self.vocabulary.num_target)

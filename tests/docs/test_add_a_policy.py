@@ -1,0 +1,59 @@
+"""The page "Add a policy", followed into a copy of the package; `test_code_blocks` runs it live and in replay."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from spec_stack import DraftSignals, StepContext
+from tests.support.pages import ROOT, blocks
+
+PAGE = ROOT / "docs" / "add-a-policy.md"
+
+
+def _python(root: Path, folder: Path, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_a_policy_put_into_the_package_has_a_name_and_passes_the_tests_of_all(tmp_path: Path) -> None:
+    for folder in ("spec_stack", "tests"):
+        ignored = shutil.ignore_patterns("__pycache__", "*.safetensors")
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignored)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    policy = next(block for block in blocks(PAGE) if block.language == "python")
+    (entry,) = [block for block in blocks(PAGE) if block.title]
+    assert entry.title == "spec_stack/controller/registry.py: in POLICIES"
+    (tmp_path / "spec_stack" / "controller" / "patience.py").write_text(policy.code, encoding="utf-8")
+    registry = tmp_path / "spec_stack" / "controller" / "registry.py"
+    before, opening, after = registry.read_text(encoding="utf-8").partition(
+        "POLICIES: dict[str, str | type[Policy]] = {\n"
+    )
+    assert opening
+    registry.write_text(f"{before}{opening}{entry.code}{after}", encoding="utf-8")
+    made = "from spec_stack.controller.registry import make_policy; print(make_policy('patience', threshold=0.3))"
+    assert _python(tmp_path, tmp_path, "-c", made) == "Patience(threshold=0.3, weight=0.3)\n"
+    assert "patience" in _python(tmp_path, tmp_path, "-m", "spec_stack.cli", "generate", "--help")
+    chosen = ("tests/controller/test_policies.py", "tests/test_import_rules.py", "-k", "patience or controller")
+    assert " passed" in _python(tmp_path, tmp_path, "-m", "pytest", "-p", "no:cacheprovider", "-v", *chosen)
+
+
+def test_the_page_names_every_field_of_what_a_policy_is_shown() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    for shown in (StepContext, DraftSignals):
+        for name in shown.__dataclass_fields__:
+            assert f"`{name}`" in text, name

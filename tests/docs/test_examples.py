@@ -1,0 +1,32 @@
+"""The examples run, print what they are about, and stay short enough to be read."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+# A word of what each prints; what a model says is not promised.
+PRINTS = {
+    "compare_with_plain.py": "the same tokens: True",
+    "own_policy.py": "cautious",
+    "quickstart.py": "48213",
+    "streaming.py": "because of: length",
+}
+_SLOW = {"quickstart.py"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in _SLOW else []) for name in PRINTS]
+)
+def test_an_example_runs_and_prints_its_point(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    assert PRINTS[name] in capsys.readouterr().out
+
+
+def test_every_example_is_run_and_short() -> None:
+    files = {path.name: path for path in EXAMPLES.glob("*.py")}
+    assert set(files) == set(PRINTS)
+    assert max(len(path.read_text(encoding="utf-8").splitlines()) for path in files.values()) < 40

@@ -1,0 +1,91 @@
+"""Streamed text is the text of the whole, whatever the tokens, the steps and the decoder."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from spec_stack import SpecStackGenerator
+from spec_stack.decode.stopping import Stopper, TextStream
+from spec_stack.hf.text import ContinuedText, WindowedText, open_text_stream
+
+
+def streams(tokenizer: Any) -> list[TextStream]:
+    return [
+        ContinuedText(tokenizer.backend_tokenizer, []),
+        WindowedText(lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True))),
+    ]
+
+
+def joined(stream: TextStream, token_ids: list[int], sizes: list[int]) -> tuple[str, list[str]]:
+    pieces, at = [], 0
+    for size in sizes:
+        pieces.append(stream.push(token_ids[at : at + size]))
+        at += size
+    pieces.append(stream.push(token_ids[at:]))
+    return "".join(pieces) + stream.flush(), pieces
+
+
+@given(text=st.text(max_size=40), sizes=st.lists(st.integers(1, 5), max_size=20))
+def test_streamed_text_concatenates_to_the_text_of_the_whole(
+    embedded: SpecStackGenerator, text: str, sizes: list[int]
+) -> None:
+    token_ids = embedded.tokenizer(text, add_special_tokens=False).input_ids
+    whole = embedded.tokenizer.decode(token_ids, skip_special_tokens=True)
+    for stream in streams(embedded.tokenizer):
+        result, pieces = joined(stream, token_ids, sizes)
+        assert result == whole
+        assert "\ufffd" not in "".join(pieces) or "\ufffd" in text
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_ids_stream_to_their_text_after_any_prompt(embedded: SpecStackGenerator, seed: int) -> None:
+    """Bytes in any order: half characters, special tokens, and prompts that end within a character."""
+    rng = random.Random(seed)
+    prompt, token_ids = ([rng.randrange(embedded.pair.vocab_size) for _ in range(n)] for n in (rng.randrange(12), 60))
+    stream = open_text_stream(embedded.tokenizer, prompt)
+    assert stream is not None
+    result, _ = joined(stream, token_ids, [rng.randint(1, 5) for _ in range(30)])
+    context = prompt[-8:]
+    before = embedded.tokenizer.decode(context, skip_special_tokens=True)
+    if before.endswith("\ufffd"):
+        context, before = [], ""
+    assert result == embedded.tokenizer.decode(context + token_ids, skip_special_tokens=True)[len(before) :]
+
+
+def test_half_a_character_comes_out_at_the_end(embedded: SpecStackGenerator) -> None:
+    ids = embedded.tokenizer("x\U0001f9ea", add_special_tokens=False).input_ids[:-1]
+    for stop in ((), ("zz",)):
+        for stream in streams(embedded.tokenizer):
+            text = Stopper(len(ids), (), stop, stream).cut(ids)[1]
+            assert text == embedded.tokenizer.decode(ids)
+            assert text.endswith("\ufffd")
+
+
+def test_a_pieces_text_may_depend_on_its_left_neighbour() -> None:
+    words = [" the", " cat", " sat"]
+    stream = WindowedText(lambda ids: "".join(words[i] for i in ids).removeprefix(" "))
+    assert [stream.push([i]) for i in (0, 1, 2)] == ["the", " cat", " sat"]
+
+
+def test_a_continuation_keeps_the_space_that_such_a_decoder_drops_at_a_beginning() -> None:
+    vocab = {"<unk>": 0, "\u2581the": 1, "\u2581cat": 2, "\u2581sat": 3}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    assert fast.decode([2, 3]) == "cat sat"
+    for prompt, text in (([1], " cat sat"), ([], "cat sat")):
+        stream = open_text_stream(fast, prompt)
+        assert stream is not None
+        assert stream.push([2]) + stream.push([3]) + stream.flush() == text
+
+
+def test_without_a_tokenizer_there_is_no_text() -> None:
+    assert open_text_stream(None, [1]) is None

@@ -1,0 +1,88 @@
+"""The options of a call: spelled out, checked once, and the nearest one named for a name that is none."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import Any
+
+import pytest
+from transformers import PreTrainedModel
+
+from spec_stack import SamplingParams, SpecStackGenerator
+from spec_stack.config import DecodeConfig, LoadConfig, PrefillConfig, meaning
+from tests.support.models import random_prompt
+
+CALLS = [SpecStackGenerator.generate, SpecStackGenerator.stream, SpecStackGenerator.from_pretrained]
+
+
+@pytest.mark.parametrize("function", CALLS, ids=lambda function: function.__name__)
+def test_every_option_is_in_the_signature_and_in_the_docstring(function: Any) -> None:
+    signature = inspect.signature(function)
+    assert not any(parameter.kind == parameter.VAR_KEYWORD for parameter in signature.parameters.values())
+    sections = re.split(r"\n *(\w+)\n *-+\n", inspect.getdoc(function) or "")
+    documented = sections[sections.index("Parameters") + 1]
+    names = {
+        name.strip() for line in re.findall(r"^(\w[\w, ]*?)(?: : .*)?$", documented, re.M) for name in line.split(",")
+    }
+    assert names == set(signature.parameters) - {"self"}
+    assert {"Returns", "Raises"} <= set(sections)
+
+
+def test_sampling_options_have_the_defaults_of_their_dataclass() -> None:
+    for function in CALLS[:2]:
+        for name, parameter in inspect.signature(function).parameters.items():
+            if name in SamplingParams.__dataclass_fields__ and name != "stop":
+                assert parameter.default == getattr(SamplingParams, name), name
+
+
+@pytest.mark.parametrize("config", [PrefillConfig, LoadConfig, DecodeConfig, SamplingParams])
+def test_every_field_of_a_configuration_has_a_meaning_that_its_help_shows(config: type) -> None:
+    for name in config.__dataclass_fields__:  # type: ignore[attr-defined]
+        assert meaning(config, name) in (config.__doc__ or "")
+
+
+@pytest.mark.parametrize(
+    ("call", "option", "nearest"),
+    [
+        ("generate", "max_new_tokens", "max_tokens"),
+        ("stream", "num_draft_tokens", "gamma"),
+        ("generate", "keeprate", "keep_rate"),
+        ("stream", "sampling_params", "params"),
+        ("generate", "inputs", "prompt"),
+    ],
+)
+def test_an_unknown_option_names_the_function_called_and_the_nearest_one(
+    embedded: SpecStackGenerator, call: str, option: str, nearest: str
+) -> None:
+    with pytest.raises(TypeError, match=rf"{call}\(\) has no option '{option}'; did you mean {nearest}=\?"):
+        getattr(embedded, call)("x", **{option: 3})
+
+
+def test_loading_names_the_nearest_option_too() -> None:
+    unknown: dict[str, Any] = {"torch_dtype": "bf16"}
+    with pytest.raises(TypeError, match=r"from_pretrained\(\) has no option 'torch_dtype'; did you mean precision=\?"):
+        SpecStackGenerator.from_pretrained(**unknown)
+
+
+def test_params_stand_for_the_single_options(target: PreTrainedModel, draft: PreTrainedModel) -> None:
+    generator = SpecStackGenerator(target, draft)
+    single = {"max_tokens": 9, "temperature": 0.8, "seed": 5, "top_k": 20}
+    prompt = random_prompt(20)
+    expected = generator.generate(input_ids=prompt, gamma=2, **single).token_ids  # type: ignore[arg-type]
+    params = SamplingParams(**single)  # type: ignore[arg-type]
+    assert generator.generate(input_ids=prompt, gamma=2, params=params).token_ids == expected
+    streamed = generator.stream(input_ids=prompt, gamma=2, params=params)
+    assert [token_id for output in streamed for token_id in output.token_ids] == expected
+
+
+def test_params_beside_single_options_are_refused(embedded: SpecStackGenerator) -> None:
+    with pytest.raises(ValueError, match="not both"):
+        embedded.generate("x", params=SamplingParams(max_tokens=3), temperature=1.0)
+    wrong: Any = {"max_tokens": 3}
+    with pytest.raises(ValueError, match="must be a SamplingParams, got dict"):
+        embedded.generate("x", params=wrong)
+
+
+def test_one_stop_string_is_as_good_as_a_list_of_it() -> None:
+    assert SamplingParams(stop="ab").stop_strings == SamplingParams(stop=["ab"]).stop_strings == ("ab",)
