@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, Literal, TypeVar, get_args
@@ -12,6 +13,8 @@ Config = TypeVar("Config", bound=type)
 
 DraftContext = Literal["full", "kept"]
 OnScoringError = Literal["dense", "raise"]
+Scorer = Literal["attention", "anchors", "fused"]
+KeepCurve = tuple[tuple[int, float], ...]
 MAX_GAMMA = 16
 MAX_LOOK_AHEAD = 64
 PRECISIONS = ("fp32", "fp16", "bf16", "int8", "nf4")
@@ -40,6 +43,30 @@ def _require_int(name: str, value: object, least: int, most: float = math.inf, h
     whole = isinstance(value, int) and not isinstance(value, bool)
     bounds = f"{least} or more" if most == math.inf else f"{least} to {most}"
     _require(whole and least <= value <= most, f"{name} must be a whole number, {bounds}, got {value!r}{hint}")  # type: ignore[operator]
+
+
+def _require_keep_rate(keep_rate: object) -> None:
+    hint = f"got {keep_rate!r}; 1.0 is dense prefill"
+    if not isinstance(keep_rate, tuple):
+        _require_number("keep_rate", keep_rate)
+        _require(0 < keep_rate <= 1, f"keep_rate must be in (0, 1], {hint}")  # type: ignore[operator]
+        return
+    pairs = bool(keep_rate) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in keep_rate)
+    _require(pairs, f"keep_rate must be a number or (num_tokens, keep_rate) pairs, {hint}")
+    for num_tokens, rate in keep_rate:
+        _require_int("a length of the keep_rate curve", num_tokens, 1)
+        _require_number("a rate of the keep_rate curve", rate)
+        _require(0 < rate <= 1, f"every rate of the keep_rate curve must be in (0, 1], {hint}")
+    lengths = [num_tokens for num_tokens, _ in keep_rate]
+    _require(lengths == sorted(set(lengths)), f"the lengths of the keep_rate curve must increase, got {lengths}")
+
+
+def _require_heads(heads: object) -> None:
+    pairs = isinstance(heads, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in heads)
+    _require(pairs and bool(heads), f"scoring_heads must be (layer, head) pairs or None, got {heads!r}")
+    for layer, head in heads:  # type: ignore[attr-defined]
+        _require_int("a layer of scoring_heads", layer, 0)
+        _require_int("a head of scoring_heads", head, 0)
 
 
 def option(default: Value, help: str) -> Value:
@@ -73,7 +100,11 @@ class PrefillConfig:
     for keep_rate, `keep_kwargs.percentage`. `raw`, `full` and `full_look_ahead` are the paper's three variants.
     """
 
-    keep_rate: float = option(0.2, "share of the prompt that the target prefills, over 0 to 1; 1.0 is dense prefill")
+    keep_rate: float | KeepCurve = option(
+        0.2,
+        "share of the prompt that the target prefills, over 0 to 1; 1.0 is dense prefill. Or a curve: (num_tokens, "
+        "keep_rate) pairs, linear in the logarithm of the length between them and level beyond",
+    )
     look_ahead: int = option(
         8,
         "draft tokens whose queries score the prompt beside the last prompt token's; they are the first proposal too. "
@@ -90,13 +121,42 @@ class PrefillConfig:
         "whether the draft decodes over the 'full' prompt or over the 'kept' slots only; a draft with a recurrent "
         "state keeps the full prompt either way",
     )
+    draft_window: int | None = option(
+        None,
+        "positions that a token sees, up to itself, while the draft prefills the prompt; None is dense, and quadratic. "
+        "Scoring queries and decoding see everything; layers with a smaller window keep it",
+    )
+    draft_sinks: int = option(64, "positions at the prompt's beginning that are seen beside the draft_window")
+    scoring_layers: int | None = option(
+        None,
+        "layers of the draft that prefill and score the whole prompt, by its last look_ahead + 1 tokens asking; "
+        "the draft then prefills the kept tokens with all layers. None is all",
+    )
+    scoring_heads: tuple[tuple[int, int], ...] | None = option(
+        None, "(layer, head) pairs whose attention scores the prompt; None is all"
+    )
+    neighbour_share: float = option(
+        0.0,
+        "share of its better neighbour's score that a chunk has at least, 0 to under 1, so that evidence across a "
+        "chunk's border is kept whole",
+    )
+    scorer: Scorer = option(
+        "attention",
+        "who votes on the chunks: the draft's 'attention' (the paper's rule), 'anchors' (rare words that the end of "
+        "the prompt shares with the rest, without a pass of the draft) or both 'fused' by rank",
+    )
+    anchor_weight: float = option(
+        0.6, "weight of the anchors' ranks against the attention's where 'fused', over 0 to 1"
+    )
+    anchor_tail: int = option(
+        96, "tokens at the prompt's end in which the question is looked for where nobody says where it is"
+    )
     on_scoring_error: OnScoringError = option(
         "dense", "what follows when scoring a prompt fails: 'dense' prefill, the traceback in the log, or 'raise'"
     )
 
     def __post_init__(self) -> None:
-        _require_number("keep_rate", self.keep_rate)
-        _require(0 < self.keep_rate <= 1, f"keep_rate must be in (0, 1], got {self.keep_rate}; 1.0 is dense prefill")
+        _require_keep_rate(self.keep_rate)
         _require_int("look_ahead", self.look_ahead, 0, MAX_LOOK_AHEAD)
         _require_int("pool_kernel", self.pool_kernel, 1)
         _require(
@@ -110,19 +170,47 @@ class PrefillConfig:
         _require_int("prefill_chunk", self.prefill_chunk, 1)
         _require_one_of("draft_context", self.draft_context, get_args(DraftContext))
         _require_one_of("on_scoring_error", self.on_scoring_error, get_args(OnScoringError))
+        if self.draft_window is not None:
+            _require_int("draft_window", self.draft_window, 1, hint="; None is dense")
+        _require_int("draft_sinks", self.draft_sinks, 0)
+        if self.scoring_layers is not None:
+            _require_int("scoring_layers", self.scoring_layers, 1, hint="; None is all layers")
+        if self.scoring_heads is not None:
+            _require_heads(self.scoring_heads)
+        _require_number("neighbour_share", self.neighbour_share)
+        _require(0 <= self.neighbour_share < 1, f"neighbour_share must be in [0, 1), got {self.neighbour_share}")
+        _require_one_of("scorer", self.scorer, get_args(Scorer))
+        _require_number("anchor_weight", self.anchor_weight)
+        _require(
+            0 < self.anchor_weight < 1,
+            f"anchor_weight must be in (0, 1), got {self.anchor_weight}; for one side alone set scorer",
+        )
+        _require_int("anchor_tail", self.anchor_tail, 1)
+
+    def rate_for(self, num_prompt_tokens: int) -> float:
+        """The keep_rate of a prompt of this length."""
+        if not isinstance(self.keep_rate, tuple):
+            return self.keep_rate
+        lengths, rates = zip(*self.keep_rate, strict=True)
+        after = bisect_left(lengths, num_prompt_tokens)
+        if after in (0, len(lengths)):
+            return float(rates[min(after, len(rates) - 1)])
+        low, high = lengths[after - 1], lengths[after]
+        share = math.log(num_prompt_tokens / low) / math.log(high / low)
+        return float(rates[after - 1] + share * (rates[after] - rates[after - 1]))
 
     @classmethod
-    def raw(cls, keep_rate: float = keep_rate) -> PrefillConfig:
+    def raw(cls, keep_rate: float | KeepCurve = keep_rate) -> PrefillConfig:
         """The paper's plain variant: last-token attention, single tokens, no pooling, no look-ahead."""
         return cls(keep_rate=keep_rate, look_ahead=0, pool_kernel=1, chunk_size=1, keep_first=0, keep_last=1)
 
     @classmethod
-    def full(cls, keep_rate: float = keep_rate) -> PrefillConfig:
+    def full(cls, keep_rate: float | KeepCurve = keep_rate) -> PrefillConfig:
         """The paper's "Full" variant: pooling and chunks, no look-ahead."""
         return cls(keep_rate=keep_rate, look_ahead=0)
 
     @classmethod
-    def full_look_ahead(cls, keep_rate: float = keep_rate) -> PrefillConfig:
+    def full_look_ahead(cls, keep_rate: float | KeepCurve = keep_rate) -> PrefillConfig:
         """The paper's "Full LAH" variant, with eight look-ahead tokens: the default."""
         return cls(keep_rate=keep_rate)
 

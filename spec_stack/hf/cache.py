@@ -72,20 +72,17 @@ def is_stateful(cache: DynamicCache) -> bool:
     return any(hasattr(layer, "recurrent_states") for layer in cache.layers)
 
 
-def last_attention_layer(cache: DynamicCache, num_layers: int | None = None) -> int | None:
-    """Index of the last layer, of the first num_layers, that keeps anything of its tokens, if it keeps keys alone.
+def last_attention_layer(cache: DynamicCache) -> int | None:
+    """Index of the last layer that keeps anything of its tokens, if it keeps keys alone; None where a recurrent state
+    comes with the keys or after them. A prefill may end there, once these are cached."""
+    last = len(cache.layers) - 1
+    return last if isinstance(cache.layers[last], PreallocatedLayer) else None
 
-    A prefill may end there, once these are cached. None where it may not, since a recurrent state comes with the keys
-    or after them. With num_layers the layers before which nothing is kept do not count; the first attention layer
-    always does.
-    """
-    attention = [isinstance(layer, PreallocatedLayer) for layer in cache.layers]
-    if num_layers is not None:
-        first = attention.index(True)
-        attention = attention[: max(num_layers, first + 1)]
-        while not attention[-1]:
-            attention.pop()
-    return len(attention) - 1 if attention[-1] else None
+
+def last_scoring_layer(cache: DynamicCache, num_layers: int) -> int:
+    """Index of the last layer with keys among the first num_layers; of the first one with keys where there is none."""
+    with_keys = [index for index, layer in enumerate(cache.layers) if isinstance(layer, DynamicLayer)]
+    return max((index for index in with_keys if index < num_layers), default=with_keys[0])
 
 
 def keep_slots(cache: DynamicCache, slots: Sequence[int], device: torch.device) -> None:

@@ -165,7 +165,7 @@ class CachedModel:
             num_sinks; layers with a window of their own keep the smaller one. What comes later sees everything again.
         num_layers
             Run only so many of the model's layers (at least as far as its first attention layer). The cache is then
-            good for scoring alone, until `recompute_slots`.
+            good for scoring alone, until `prefill_kept`.
 
         Raises
         ------
@@ -176,7 +176,7 @@ class CachedModel:
         token_ids, positions = self._take(token_ids, positions, 0)
         last_layer = self._last_layer
         if num_layers is not None:
-            last_layer = model_cache.last_attention_layer(self._cache, num_layers)
+            last_layer = model_cache.last_scoring_layer(self._cache, num_layers)
         ends = piece_ends(len(token_ids), 0, self.prefill_chunk, own_piece=False)
         with torch.inference_mode():
             for first, last in pairwise([0, *ends]):
@@ -303,19 +303,20 @@ class CachedModel:
         self._positions = [self._positions[slot] for slot in slots]
         self._token_ids = [self._token_ids[slot] for slot in slots]
 
-    def recompute_slots(self, slots: Sequence[int]) -> None:
-        """Keep only these cache slots, prefilled anew through all layers, each seeing what is kept before it.
+    def prefill_kept(self, prompt_ids: Sequence[int], positions: Sequence[int]) -> None:
+        """Forget everything, and prefill the prompt's tokens at these positions alone, through all layers.
 
         Parameters
         ----------
-        slots
-            Indices into the cached tokens, in increasing order.
+        prompt_ids
+            The whole prompt.
+        positions
+            Of the tokens to prefill, in increasing order; each sees those before it.
         """
-        token_ids = [self._token_ids[slot] for slot in slots]
-        positions = [self._positions[slot] for slot in slots]
         self._cache = model_cache.new_cache(self.model.config)
         self._token_ids, self._positions, self._to_recompute, self._snapshots = [], [], [], []
-        self.prefill(token_ids, positions)
+        if positions:
+            self.prefill([prompt_ids[position] for position in positions], positions)
 
     def capture(self) -> AbstractContextManager[dict[int, LayerCapture]]:
         """Capture the queries and keys of every forward inside the block, by layer."""

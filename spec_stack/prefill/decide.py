@@ -26,7 +26,7 @@ def decide_scoring(
     num_prunable = num_prompt_tokens - sum(stop - start for start, stop in protected)
     if specprefill is False:
         return False, "off: the call asked for dense prefill"
-    if config.keep_rate == 1:
+    if config.rate_for(num_prompt_tokens) == 1:
         return False, "off: keep_rate is 1.0"
     if specprefill is None and num_prompt_tokens < config.min_prompt_tokens:
         return False, f"off: the prompt is shorter than min_prompt_tokens={config.min_prompt_tokens}"

@@ -1,12 +1,14 @@
-"""From attention to one importance per prompt token (SpecPrefill, sections 3.2.1-3.2.3). Pure tensors."""
+"""From attention to one importance per prompt token. Pure tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
 
+# Keys that are turned to fp32 at once.
+_KEYS_PER_TILE = 1 << 14
 # Queries, keys, scaling and, where the layer has them, sinks: the arguments of `attention_to_prompt`.
 ScoredLayer = tuple[torch.Tensor, torch.Tensor, float] | tuple[torch.Tensor, torch.Tensor, float, torch.Tensor | None]
 
@@ -16,15 +18,29 @@ def attention_to_prompt(
 ) -> torch.Tensor:
     """Softmax over the prompt keys alone, and the head's sink where there is one, in fp32.
 
-    queries (num_heads, n, head_dim); keys (num_kv_heads, num_prompt_tokens, head_dim); sinks (num_heads,). Heads
-    that share a key head are folded into the queries, so the keys are never repeated. Returns
-    (num_heads, n, num_prompt_tokens); with a sink the rows sum to less than one.
+    Heads that share a key head are folded into the queries, so the keys are never repeated.
+
+    Parameters
+    ----------
+    queries
+        (num_heads, n, head_dim).
+    keys
+        (num_kv_heads, num_prompt_tokens, head_dim).
+    scaling
+        Of the scores.
+    sinks
+        (num_heads,), for a model that has them.
+
+    Returns
+    -------
+    torch.Tensor
+        (num_heads, n, num_prompt_tokens); with a sink the rows sum to less than one.
     """
     num_heads, num_queries, head_dim = queries.shape
     num_kv_heads, num_prompt_tokens, _ = keys.shape
-    folded = queries.reshape(num_kv_heads, num_heads // num_kv_heads * num_queries, head_dim)
-    scores = torch.matmul(folded.float() * scaling, keys.float().transpose(-1, -2))
-    scores = scores.reshape(num_heads, num_queries, num_prompt_tokens)
+    folded = queries.reshape(num_kv_heads, num_heads // num_kv_heads * num_queries, head_dim).float() * scaling
+    tiles = [torch.matmul(folded, tile.float().transpose(-1, -2)) for tile in torch.split(keys, _KEYS_PER_TILE, dim=1)]
+    scores = torch.cat(tiles, dim=-1).reshape(num_heads, num_queries, num_prompt_tokens)
     if sinks is None:
         return scores.softmax(dim=-1)
     sink = sinks.float()[:, None, None].expand(-1, num_queries, 1)
@@ -38,22 +54,59 @@ def pool(attention: torch.Tensor, kernel: int) -> torch.Tensor:
     return F.avg_pool1d(attention, kernel, stride=1, padding=kernel // 2, count_include_pad=False)
 
 
+def choose_heads(layer: ScoredLayer, heads: Sequence[int] | None) -> ScoredLayer:
+    """The layer with these query heads only, each with a key head of its own; None leaves it whole."""
+    if heads is None:
+        return layer
+    queries, keys, scaling, *rest = layer
+    index = torch.tensor(heads, device=queries.device)
+    groups = queries.shape[0] // keys.shape[0]
+    sinks = rest[0] if rest else None
+    return queries[index], keys[index // groups], scaling, None if sinks is None else sinks[index]
+
+
 def token_importance(
     layers: Iterable[ScoredLayer],
     pool_kernel: int,
     over_ranks: Callable[[torch.Tensor], torch.Tensor] = lambda best: best,
 ) -> torch.Tensor:
-    """Importance (num_prompt_tokens,): pooled attention, max over layers and heads, mean over queries.
+    """Importance of every prompt token: pooled attention, max over layers and heads, mean over queries.
 
-    layers yields (queries, keys, scaling[, sinks]) as `attention_to_prompt` takes them, all with the same n. Layers are
-    folded in one at a time: the peak is one layer's (num_heads, n, num_prompt_tokens). over_ranks takes the maximum
-    (n, num_prompt_tokens) over the ranks that share the heads, if any do. Raises ValueError for no layers or a
-    non-finite result.
+    Parameters
+    ----------
+    layers
+        (queries, keys, scaling[, sinks]) as `attention_to_prompt` takes them, all with the same n.
+    pool_kernel
+        Width of the average, in tokens; odd.
+    over_ranks
+        Takes the maximum (n, num_prompt_tokens) over the ranks that share the heads, if any do.
+
+    Returns
+    -------
+    torch.Tensor
+        (num_prompt_tokens,), fp32.
+
+    Raises
+    ------
+    ValueError
+        For no layers or a non-finite result.
+
+    Notes
+    -----
+    SpecPrefill, https://arxiv.org/abs/2502.02789, sections 3.2.1-3.2.3. Key heads are folded in one at a time, so the
+    peak is (heads per key head, n, num_prompt_tokens) of scores, and no more of fp32 keys than `_KEYS_PER_TILE`.
     """
     best: torch.Tensor | None = None
-    for layer in layers:
-        weights = pool(attention_to_prompt(*layer), pool_kernel).amax(dim=0)
-        best = weights if best is None else torch.maximum(best, weights)
+    for queries, keys, scaling, *rest in layers:
+        sinks = rest[0] if rest else None
+        groups = queries.shape[0] // keys.shape[0]
+        for head in range(keys.shape[0]):
+            own = slice(head * groups, (head + 1) * groups)
+            attention = attention_to_prompt(
+                queries[own], keys[head : head + 1], scaling, None if sinks is None else sinks[own]
+            )
+            weights = pool(attention, pool_kernel).amax(dim=0)
+            best = weights if best is None else torch.maximum(best, weights)
     if best is None:
         raise ValueError("no attention layer that sees the whole prompt was captured; the draft cannot score it")
     importance = over_ranks(best).mean(dim=0)

@@ -1,4 +1,4 @@
-"""The prefill stage: the draft reads the whole prompt and says which part of it the target needs."""
+"""The prefill stage: the draft goes over the whole prompt and says which part of it the target needs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 
 from spec_stack.config import PrefillConfig
 from spec_stack.prefill.alignment import map_importance
-from spec_stack.prefill.importance import ScoredLayer, token_importance
+from spec_stack.prefill.chunks import DRAFT_FREE
+from spec_stack.prefill.importance import ScoredLayer, choose_heads, token_importance
 from spec_stack.prefill.selection import select
 from spec_stack.types import DraftTokenization, Proposal, Selection, SteppableModel
 
@@ -33,7 +34,7 @@ class ScoringModel(SteppableModel, Protocol):
         num_sinks: int = 0,
         num_layers: int | None = None,
     ) -> None: ...
-    def recompute_slots(self, slots: Sequence[int]) -> None: ...
+    def prefill_kept(self, prompt_ids: Sequence[int], positions: Sequence[int]) -> None: ...
     def keep_slots(self, slots: Sequence[int]) -> None: ...
     def capture(self) -> AbstractContextManager[Mapping[int, CapturedLayer]]: ...
 
@@ -43,17 +44,25 @@ class LookAhead(Protocol):
 
     The selection depends on these tokens. Were they drawn at random, the target's distribution would depend on
     the very draws it is to judge, and rejection sampling would no longer be exact; chosen, they leave it exact,
-    and every seed reads the same part of the prompt.
+    and every seed keeps the same part of the prompt.
     """
 
     def __call__(self, committed_ids: Sequence[int], num_tokens: int) -> Proposal: ...
 
 
-def captured_layers(captured: Mapping[int, CapturedLayer], num_prompt_tokens: int) -> Iterator[ScoredLayer]:
-    """The layers that see the whole prompt; a sliding window leaves no keys."""
-    for layer in captured.values():
-        if layer.keys is not None:
-            yield torch.cat(layer.queries, dim=1), layer.keys[:, :num_prompt_tokens], layer.scaling, layer.sinks
+def captured_layers(
+    captured: Mapping[int, CapturedLayer],
+    num_prompt_tokens: int,
+    heads: Sequence[tuple[int, int]] | None = None,
+) -> Iterator[ScoredLayer]:
+    """The layers that see the whole prompt (a sliding window leaves no keys), and of them these (layer, head) pairs."""
+    by_layer: dict[int, list[int]] = {}
+    for index, head in heads or ():
+        by_layer.setdefault(index, []).append(head)
+    for index, layer in captured.items():
+        if layer.keys is not None and (heads is None or index in by_layer):
+            whole = torch.cat(layer.queries, dim=1), layer.keys[:, :num_prompt_tokens], layer.scaling, layer.sinks
+            yield choose_heads(whole, by_layer.get(index))
 
 
 def score_prompt(
@@ -63,19 +72,71 @@ def score_prompt(
     config: PrefillConfig,
     protected: Sequence[tuple[int, int]] = (),
     tokenization: DraftTokenization | None = None,
+    question: tuple[int, int] | None = None,
 ) -> tuple[Selection, Proposal]:
-    """Prefill the draft, look ahead, score the prompt and select (SpecPrefill, algorithm 1).
+    """Have the draft say which part of the prompt matters, and select it.
 
-    Queries come from the last prompt token and from every look-ahead token; the long prefill before them
-    runs uncaptured. The draft's cache is left with the prompt (under draft_context="kept" with the kept slots of it,
-    where the draft can drop slots) and the look-ahead, ready for decoding. The look-ahead is returned as the
-    first proposal; it is shorter than config.look_ahead when the draft ends its text. tokenization: the prompt in the
-    draft's own tokens where it has another tokenizer; they are scored, and each prompt token takes the most of what
-    it overlaps.
+    Parameters
+    ----------
+    draft
+        Fresh. It is left with the prompt (with the kept slots of it under draft_context="kept", where the draft can
+        drop slots, and always where not all of its layers saw the prompt) and the look-ahead, ready for decoding.
+    prompt_ids
+        The prompt in the target's tokens.
+    look_ahead
+        Drafts the first tokens after the prompt.
+    config
+        How to prefill, to score and to select.
+    protected
+        Half-open token spans to keep whatever their scores.
+    tokenization
+        The prompt in the draft's own tokens where it has another tokenizer; they are scored, and each prompt token
+        takes the most of what it overlaps.
+    question
+        Half-open span of what is asked; None is the end of the prompt.
+
+    Returns
+    -------
+    tuple
+        The selection, and the look-ahead as the first proposal; it is shorter than config.look_ahead when the draft
+        ends its text.
+
+    Notes
+    -----
+    SpecPrefill, https://arxiv.org/abs/2502.02789, algorithm 1. Queries come from the last prompt token and from every
+    look-ahead token; the long prefill before them runs uncaptured, with config.draft_window where there is one.
     """
+    scorer_takes_part = config.scorer not in DRAFT_FREE
+    if scorer_takes_part and config.scoring_layers is None:
+        proposal, captured = _score_by_all_layers(draft, prompt_ids, look_ahead, config)
+    else:
+        proposal = None
+        captured = _score_by_first_layers(draft, prompt_ids, config) if scorer_takes_part else {}
+    importance = None
+    if scorer_takes_part:
+        num_scored = len(prompt_ids) if tokenization is None else len(tokenization.token_ids)
+        layers = captured_layers(captured, num_scored, config.scoring_heads)
+        importance = token_importance(layers, config.pool_kernel)
+        if tokenization is not None:
+            importance = map_importance(importance, tokenization.ranges)
+        importance = importance.cpu()
+    selection = select(prompt_ids, importance, config, protected, question)
+    if proposal is None:
+        # The last token is left to the look-ahead, or to the first proposal.
+        draft.prefill_kept(prompt_ids, [position for position in selection.positions if position < len(prompt_ids) - 1])
+        return selection, look_ahead(prompt_ids, config.look_ahead)
+    if config.draft_context == "kept":
+        draft.keep_slots([*selection.positions, *range(len(prompt_ids), draft.next_position)])
+    return selection, proposal
+
+
+def _score_by_all_layers(
+    draft: ScoringModel, prompt_ids: Sequence[int], look_ahead: LookAhead, config: PrefillConfig
+) -> tuple[Proposal, Mapping[int, CapturedLayer]]:
+    """The look-ahead, and what it and the last prompt token ask."""
     num_tokens = len(prompt_ids)
     if num_tokens > 1:
-        draft.prefill(prompt_ids[:-1], range(num_tokens - 1))
+        draft.prefill(prompt_ids[:-1], range(num_tokens - 1), config.draft_window, config.draft_sinks)
     with draft.capture() as captured:
         if config.look_ahead:
             proposal = look_ahead(prompt_ids, config.look_ahead)
@@ -84,11 +145,17 @@ def score_prompt(
         else:
             proposal = Proposal()
             draft.forward(prompt_ids[-1:], [num_tokens - 1], num_logits=1)
-    num_draft_tokens = num_tokens if tokenization is None else len(tokenization.token_ids)
-    importance = token_importance(captured_layers(captured, num_draft_tokens), config.pool_kernel)
-    if tokenization is not None:
-        importance = map_importance(importance, tokenization.ranges)
-    selection = select(prompt_ids, importance, config, protected)
-    if config.draft_context == "kept":
-        draft.keep_slots([*selection.positions, *range(num_tokens, draft.next_position)])
-    return selection, proposal
+    return proposal, captured
+
+
+def _score_by_first_layers(
+    draft: ScoringModel, prompt_ids: Sequence[int], config: PrefillConfig
+) -> Mapping[int, CapturedLayer]:
+    """What the last look_ahead + 1 prompt tokens ask in the first layers. Nobody knows yet what comes after them."""
+    num_tokens = len(prompt_ids)
+    start = max(0, num_tokens - config.look_ahead - 1)
+    if start:
+        draft.prefill(prompt_ids[:start], range(start), config.draft_window, config.draft_sinks, config.scoring_layers)
+    with draft.capture() as captured:
+        draft.prefill(prompt_ids[start:], range(start, num_tokens), num_layers=config.scoring_layers)
+    return captured

@@ -1,4 +1,4 @@
-"""From importance to the prompt tokens the target reads (SpecPrefill, section 3.2.3). Pure."""
+"""From votes on chunks to the prompt tokens the target prefills. Pure."""
 
 from __future__ import annotations
 
@@ -8,39 +8,64 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from spec_stack.config import PrefillConfig
+from spec_stack.prefill.chunks import SCORERS, Evidence
 from spec_stack.types import Selection
 
 
-def select_chunks(importance: torch.Tensor, config: PrefillConfig) -> list[int]:
-    """Indices of the chunks to keep, sorted: the first and last ones, then the most important, up to
-    ceil(keep_rate · num_chunks). Ties go to the earlier chunk."""
-    num_tokens, size = importance.shape[0], config.chunk_size
-    num_chunks = math.ceil(num_tokens / size)
-    padded = torch.nn.functional.pad(importance, (0, num_chunks * size - num_tokens))
-    # The last chunk may be shorter; it is kept whatever its mean.
-    means = padded.reshape(num_chunks, size).mean(dim=1)
+def select_chunks(scores: torch.Tensor, config: PrefillConfig, keep_rate: float) -> list[int]:
+    """Which chunks to keep.
+
+    Parameters
+    ----------
+    scores
+        (num_chunks,).
+    config
+        For keep_first and keep_last, which are kept whatever their scores.
+    keep_rate
+        ceil(keep_rate · num_chunks) are kept, the forced ones among them.
+
+    Returns
+    -------
+    list of int
+        Indices, sorted. Ties go to the earlier chunk.
+    """
+    num_chunks = len(scores)
     forced = {*range(min(config.keep_first, num_chunks)), *range(max(0, num_chunks - config.keep_last), num_chunks)}
-    budget = max(len(forced), math.ceil(config.keep_rate * num_chunks - 1e-9))
-    ranked = torch.argsort(means, descending=True, stable=True).tolist()
+    budget = max(len(forced), math.ceil(keep_rate * num_chunks - 1e-9))
+    ranked = torch.argsort(scores, descending=True, stable=True).tolist()
     chosen = [chunk for chunk in ranked if chunk not in forced][: budget - len(forced)]
     return sorted({*forced, *chosen})
 
 
 def select(
     prompt_ids: Sequence[int],
-    importance: torch.Tensor,
+    importance: torch.Tensor | None,
     config: PrefillConfig,
     protected: Iterable[tuple[int, int]] = (),
+    question: tuple[int, int] | None = None,
 ) -> Selection:
     """The kept chunks as token ids at their original positions.
 
-    importance (num_prompt_tokens,). protected: half-open token spans that are kept on top of the chunks, token
-    by token (the system message, the template's own tokens).
+    Parameters
+    ----------
+    prompt_ids
+        The whole prompt.
+    importance
+        (num_prompt_tokens,) from the draft's attention; None for a scorer that does without.
+    config
+        Who votes, and how many chunks are kept.
+    protected
+        Half-open token spans that are kept on top of the chunks, token by token (the system message, the template's own
+        tokens).
+    question
+        Half-open span of what is asked, for the anchors; None is somewhere in the last
+        anchor_tail tokens, most likely at their end.
     """
     num_tokens, size = len(prompt_ids), config.chunk_size
+    scores = SCORERS[config.scorer](Evidence(prompt_ids, importance, question), config)
     kept = {
         position
-        for chunk in select_chunks(importance, config)
+        for chunk in select_chunks(scores, config, config.rate_for(num_tokens))
         for position in range(chunk * size, min((chunk + 1) * size, num_tokens))
     }
     for start, stop in protected:

@@ -118,12 +118,12 @@ class TranslatedDraft:
         before them (the draft's own beginning of a text)."""
         self._draft.keep_slots(self._draft_slots(slots))
 
-    def recompute_slots(self, slots: Sequence[int]) -> None:
-        """Keep the same slots, prefilled anew through all layers of the draft; what came after them is forgotten."""
-        # A draft token that the last of them shares with the token after it waits for that one again.
-        end = self._ends[slots[-1]]
-        self._draft.recompute_slots([slot for slot in self._draft_slots(slots) if slot < end])
-        del self._ends[slots[-1] + 1 :]
+    def prefill_kept(self, prompt_ids: Sequence[int], positions: Sequence[int]) -> None:
+        """Forget everything, and prefill the draft's tokens of these target tokens of the prompt alone."""
+        self._ends = [self._prompt_end(position) for position in range(positions[-1] + 1)] if positions else []
+        # A draft token that the last of them shares with the token after it waits for that one.
+        end = self._ends[-1] if positions else 0
+        self._draft.prefill_kept(self._tokenization.token_ids, [at for at in self._draft_slots(positions) if at < end])
 
     def _draft_slots(self, slots: Sequence[int]) -> list[int]:
         """The draft's own slots for target tokens, and those before the first of them."""

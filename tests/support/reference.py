@@ -5,10 +5,19 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
+
+
+class Hides(Protocol):
+    """Which keys the first num_tokens tokens do not see besides those after them."""
+
+    num_tokens: int
+
+    def hides(self, query: int, key: int, window: int | None) -> bool: ...
 
 
 def importance(
@@ -17,30 +26,43 @@ def importance(
     look_ahead: Sequence[int],
     pool_kernel: int,
     layers: Sequence[int] | None = None,
+    *,
+    heads: Sequence[tuple[int, int]] | None = None,
+    num_tail: int = 1,
+    prefill: Hides | None = None,
 ) -> np.ndarray:
     """SpecPrefill's token importance by loops over the attention matrices of one eager forward.
 
     The softmax over all keys, restricted to the prompt and renormalised, is the softmax over the prompt alone. What
     a row lacks of one is the sink's share, which stays. layers: which attention layers count; all of them by default.
+    heads: which (layer, head) pairs. num_tail: how many of the last prompt tokens ask. prefill: what the prompt's
+    tokens do not see, for a model without windows of its own.
     """
     ids = torch.tensor([[*prompt, *look_ahead]])
+    mask = torch.ones_like(ids)
+    if prefill is not None:
+        hidden = torch.ones(ids.shape[1], ids.shape[1]).triu(1)
+        for query in range(prefill.num_tokens):
+            for key in range(query):
+                hidden[query, key] = float(prefill.hides(query, key, None))
+        mask = (hidden * torch.finfo(torch.float32).min)[None, None]
     with torch.no_grad():
-        attentions = eager_model(ids, attention_mask=torch.ones_like(ids), output_attentions=True).attentions
-    if layers is not None:
-        attentions = [attentions[layer] for layer in layers]
+        attentions = eager_model(ids, attention_mask=mask, output_attentions=True).attentions
     size, half = len(prompt), pool_kernel // 2
     total = np.zeros(size)
-    for query in range(size - 1, size + len(look_ahead)):
+    for query in range(size - num_tail, size + len(look_ahead)):
         best = np.zeros(size)
-        for layer in attentions:
-            for head in layer[0]:
+        for index, layer in enumerate(attentions):
+            for number, head in enumerate(layer[0]):
+                if (layers is not None and index not in layers) or (heads is not None and (index, number) not in heads):
+                    continue
                 whole = head[query].double().numpy()
                 row = whole[:size] / (whole[:size].sum() + 1 - whole.sum())
                 for token in range(size):
                     window = row[max(0, token - half) : token + half + 1]
                     best[token] = max(best[token], window.mean())
         total += best
-    return total / (1 + len(look_ahead))
+    return total / (num_tail + len(look_ahead))
 
 
 def importance_by_characters(
@@ -169,3 +191,33 @@ def chain_speculative_sampling(
         output[row, stop] = int(np.flatnonzero(residual.cumsum() >= threshold)[0]) if residual.sum() > 0 else -1
         independent[row], emitted[row] = sum(keeps), stop
     return output, independent, emitted
+
+
+def anchor_scores(ids: Sequence[int], start: int, size: int, half_life: float) -> list[float]:
+    """Rare n-grams shared by ids[start:] with what comes before, chunk by chunk, by counting in lists."""
+    scores = [0.0] * math.ceil(len(ids) / size)
+    body, asked = list(ids[:start]), list(ids[start:])
+    for order in (2, 1):
+        grams = [tuple(asked[at : at + order]) for at in range(len(asked) - order + 1)]
+        for gram in set(grams):
+            last = max(at for at, each in enumerate(grams) if each == gram)
+            weight = 0.5 ** ((len(grams) - 1 - last) / half_life)
+            found = [at for at in range(len(body) - order + 1) if tuple(body[at : at + order]) == gram]
+            if 0 < len(found) <= 4:
+                for at in found:
+                    for chunk in {at // size, (at + order - 1) // size}:
+                        scores[chunk] += order * weight / len(found)
+    return scores
+
+
+def fused_scores(anchors: Sequence[float], attention: Sequence[float], weight: float) -> list[float]:
+    """Weighted reciprocal ranks with an offset of 10, by sorting."""
+
+    def rank(scores: Sequence[float]) -> list[int]:
+        order = sorted(range(len(scores)), key=lambda at: (-scores[at], at))
+        return [order.index(at) for at in range(len(scores))]
+
+    return [
+        (weight / (by_word + 10) if anchor > 0 else 0.0) + (1 - weight) / (by_sight + 10)
+        for anchor, by_word, by_sight in zip(anchors, rank(anchors), rank(attention), strict=True)
+    ]

@@ -1,0 +1,241 @@
+"""Prompts whose evidence is known: needles of several kinds and wordings, hidden in long texts. Pure text.
+
+Made for calibration: what is kept of such a prompt tells which heads, window and share find what a question is about.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Needle:
+    """What is hidden and what is asked.
+
+    Attributes
+    ----------
+    evidence
+        Lines that the answer needs, in order; each is hidden at a place of its own.
+    others
+        Lines that look alike and are not needed.
+    question
+        What is asked after the text.
+    answer
+        What a right answer contains.
+    """
+
+    evidence: tuple[str, ...]
+    question: str
+    answer: str
+    others: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Haystack:
+    """A text with a needle in it. spans: half-open character offsets of the evidence's lines in the document."""
+
+    kind: str
+    document: str
+    question: str
+    answer: str
+    spans: tuple[Span, ...]
+
+    @property
+    def content(self) -> str:
+        """The document and, after it, the question: what a user would send."""
+        return f"{self.document}\n\n{self.question}"
+
+
+Wording = Callable[[random.Random], Needle]
+
+_PLACES = ("harbour", "attic", "orchard", "chapel", "cellar", "library", "kiln", "pavilion", "stable", "foundry")
+_PEOPLE = ("Tomas", "Ingrid", "Rahul", "Beatrix", "Owen", "Leila", "Sven", "Amara", "Colin", "Yuki", "Petra", "Dario")
+_THINGS = ("locker", "invoice", "ferry", "permit", "parcel", "ticket", "badge", "ledger", "sample", "voucher")
+
+
+def _number(rng: random.Random) -> str:
+    return str(rng.randint(10000, 99999))
+
+
+def _fact_colon(rng: random.Random) -> Needle:
+    thing, person, code = rng.choice(_THINGS), rng.choice(_PEOPLE), _number(rng)
+    return Needle((f"The {thing} number of {person} is {code}.",), f"What is the {thing} number of {person}?", code)
+
+
+def _fact_verb(rng: random.Random) -> Needle:
+    place, person, code = rng.choice(_PLACES), rng.choice(_PEOPLE), _number(rng)
+    line = f"On arrival {person} typed {code} to open the {place}."
+    return Needle((line,), f"Which digits did {person} type to open the {place}?", code)
+
+
+def _fact_note(rng: random.Random) -> Needle:
+    thing, place, code = rng.choice(_THINGS), rng.choice(_PLACES), _number(rng)
+    return Needle((f"NOTE: {place} {thing} = {code}",), f"Tell me the {place} {thing} from the note.", code)
+
+
+def _paraphrase_job(rng: random.Random) -> Needle:
+    town = rng.choice(("Lisbon", "Bergen", "Kyoto", "Quito", "Tunis", "Riga"))
+    line = f"She had taken the early train and by noon was unpacking her instruments in {town}."
+    return Needle((line,), "Where did the woman go to play her music?", town)
+
+
+def _paraphrase_price(rng: random.Random) -> Needle:
+    price = str(rng.randint(120, 980))
+    line = f"After some haggling the old clock changed hands for {price} crowns."
+    return Needle((line,), "How much was paid for the antique timepiece?", price)
+
+
+def _paraphrase_pet(rng: random.Random) -> Needle:
+    name = rng.choice(("Biscuit", "Rufus", "Pepper", "Ziggy", "Clover", "Mango"))
+    line = f"Every evening the boy threw sticks for {name}, who never tired of fetching them."
+    return Needle((line,), "What is the dog called?", name)
+
+
+def _many_codes(rng: random.Random) -> Needle:
+    pairs = rng.sample([(thing, person) for thing in _THINGS for person in _PEOPLE], 24)
+    lines = [f"The {thing} code for {person} is {_number(rng)}." for thing, person in pairs]
+    thing, person = pairs[0]
+    return Needle((lines[0],), f"What is the {thing} code for {person}?", lines[0][-6:-1], tuple(lines[1:]))
+
+
+def _many_rooms(rng: random.Random) -> Needle:
+    pairs = rng.sample([(thing, place) for thing in _THINGS for place in _PLACES], 24)
+    lines = [f"- {place}, {thing}: shelf {_number(rng)}" for thing, place in pairs]
+    thing, place = pairs[0]
+    return Needle((lines[0],), f"On which shelf is the {thing} of the {place}?", lines[0][-5:], tuple(lines[1:]))
+
+
+def _values(rng: random.Random) -> Needle:
+    person, codes = rng.choice(_PEOPLE), [_number(rng) for _ in range(3)]
+    lines = tuple(f"One of the account numbers of {person} is {code}." for code in codes)
+    return Needle(lines, f"List all account numbers of {person}.", codes[0])
+
+
+def _chain(rng: random.Random) -> Needle:
+    names = rng.sample([f"{letter}{digit}" for letter in "QWXYZ" for digit in range(10)], 4)
+    value = _number(rng)
+    links = [f"SET {names[0]} = {value}"] + [f"SET {b} = {a}" for a, b in pairwise(names)]
+    return Needle(tuple(links), f"Which variables hold the value {value}, directly or through others?", names[-1])
+
+
+def _log(rng: random.Random) -> Needle:
+    request, code = f"req-{rng.randrange(16**6):06x}", rng.choice(("E104", "E207", "E311", "E402"))
+    line = f"2026-03-{rng.randint(10, 28)}T0{rng.randint(1, 9)}:14:52Z WARN worker {request} failed with {code}"
+    others = tuple(
+        f"2026-03-{rng.randint(10, 28)}T0{rng.randint(1, 9)}:{rng.randint(10, 59)}:07Z INFO worker "
+        f"req-{rng.randrange(16**6):06x} done"
+        for _ in range(12)
+    )
+    return Needle((line,), f"With which error did {request} fail?", code, others)
+
+
+def _record(rng: random.Random) -> Needle:
+    people = rng.sample(_PEOPLE, 8)
+    rows = [
+        {"id": rng.randint(10000, 99999), "owner": person, "plot": rng.choice(_PLACES), "area": rng.randint(20, 900)}
+        for person in people
+    ]
+    lines = [json.dumps(row) for row in rows]
+    question = f"What is the area in the record owned by {people[0]}?"
+    return Needle((lines[0],), question, str(rows[0]["area"]), tuple(lines[1:]))
+
+
+def _constant(rng: random.Random) -> Needle:
+    thing, value = rng.choice(_THINGS), _number(rng)
+    name = f"MAX_{thing.upper()}_BYTES"
+    return Needle((f"{name} = {value}",), f"What value does the code give to {name}?", value)
+
+
+WORDINGS: dict[str, tuple[Wording, ...]] = {
+    "fact": (_fact_colon, _fact_verb, _fact_note),
+    "paraphrase": (_paraphrase_job, _paraphrase_price, _paraphrase_pet),
+    "many facts": (_many_codes, _many_rooms),
+    "values": (_values,),
+    "chain": (_chain,),
+    "log": (_log,),
+    "record": (_record,),
+    "code": (_constant,),
+}
+"""What calibration hides, by kind. The same kinds in other words are for measuring what it chose."""
+
+
+def hide(kind: str, needle: Needle, lines: Sequence[str], rng: random.Random) -> Haystack:
+    """Hide a needle's lines between the lines of a text, all at places of their own drawn by rng."""
+    hidden = [*needle.evidence, *needle.others]
+    places = sorted(rng.choices(range(1, len(lines) + 1), k=len(hidden)))
+    order = list(range(len(hidden)))
+    rng.shuffle(order)
+    # Evidence keeps its order, so that a chain can be followed.
+    evidence_places = sorted(places[order.index(index)] for index in range(len(needle.evidence)))
+    by_place: dict[int, list[tuple[str, bool]]] = {}
+    for place, line in zip(evidence_places, needle.evidence, strict=True):
+        by_place.setdefault(place, []).append((line, True))
+    free = list(places)
+    for place in evidence_places:
+        free.remove(place)
+    for place, line in zip(free, needle.others, strict=True):
+        by_place.setdefault(place, []).append((line, False))
+    pieces: list[str] = []
+    spans: list[Span] = []
+    length = 0
+    for index in range(len(lines) + 1):
+        own = [] if index == 0 else [(lines[index - 1], False)]
+        for line, is_evidence in [*own, *by_place.get(index, [])]:
+            if is_evidence:
+                spans.append((length, length + len(line)))
+            pieces.append(line)
+            length += len(line) + 1
+    return Haystack(kind, "\n".join(pieces), needle.question, needle.answer, tuple(spans))
+
+
+def make_haystacks(
+    texts: Sequence[str],
+    num_characters: int,
+    count: int,
+    seed: int,
+    wordings: Mapping[str, Sequence[Wording]] = WORDINGS,
+) -> list[Haystack]:
+    """Haystacks of all kinds in turn.
+
+    Parameters
+    ----------
+    texts
+        What to hide in; each is cut where a random line begins, and repeated from its start where it is too short.
+    num_characters
+        Length of the text without the needle.
+    count
+        How many.
+    seed
+        Draws everything.
+    wordings
+        Kinds and their wordings.
+
+    Raises
+    ------
+    ValueError
+        Without any text.
+    """
+    usable = [text for text in texts if text.strip()]
+    if not usable:
+        raise ValueError("no text to hide needles in; give documents that are not empty")
+    rng = random.Random(seed)
+    kinds = list(wordings)
+    made = []
+    for index in range(count):
+        kind = kinds[index % len(kinds)]
+        wording = wordings[kind][index // len(kinds) % len(wordings[kind])]
+        made.append(hide(kind, wording(rng), _cut(rng.choice(usable), num_characters, rng), rng))
+    return made
+
+
+def _cut(text: str, num_characters: int, rng: random.Random) -> list[str]:
+    """Lines of about so many characters together, from a random line on."""
+    text = text * (num_characters // len(text) + 2)
+    start = rng.randrange(len(text) - num_characters)
+    return text[start : start + num_characters].split("\n")

@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spec_stack import PrefillConfig
+from spec_stack.prefill.chunks import SCORERS, Evidence, anchor_scores, chunk_means, fuse, with_neighbours
+from spec_stack.prefill.importance import choose_heads, token_importance
+from spec_stack.prefill.selection import select
+from tests.support import reference
+
+prompts = st.lists(st.integers(0, 12), min_size=1, max_size=120)
+
+
+@given(prompts, st.integers(0, 40), st.integers(1, 9), st.sampled_from([float("inf"), 3.0]))
+def test_anchors_equal_counting_every_gram_by_hand(ids: list[int], tail: int, size: int, half_life: float) -> None:
+    question = max(0, len(ids) - tail), len(ids)
+    got = anchor_scores(ids, question, size, half_life)
+    expected = reference.anchor_scores(ids, question[0], size, half_life)
+    assert got.tolist() == pytest.approx(expected)
+
+
+def test_a_rare_word_of_the_question_outweighs_a_common_one() -> None:
+    ids = [5] * 64 + [7] + [5] * 63 + [9] * 3 + [5, 7]
+    scores = anchor_scores(ids, (len(ids) - 2, len(ids)), 16)
+    assert scores.argmax() == 4
+    assert torch.nonzero(scores)[:, 0].tolist() == [3, 4]
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=30), st.floats(0, 0.9))
+def test_a_chunk_has_at_least_its_share_of_the_better_neighbour(values: list[float], share: float) -> None:
+    scores = torch.tensor(values)
+    got = with_neighbours(scores, share)
+    for index in range(len(values)):
+        near = [scores[at] for at in (index - 1, index + 1) if 0 <= at < len(values)]
+        assert got[index] == max([scores[index], *(share * each for each in near)])
+
+
+@given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=30), st.floats(0.05, 0.95))
+def test_fusion_equals_ranks_by_sorting(votes: list[tuple[float, float]], weight: float) -> None:
+    anchors, attention = (torch.tensor(column) for column in zip(*votes, strict=True))
+    expected = reference.fused_scores(anchors.tolist(), attention.tolist(), weight)
+    assert fuse(anchors, attention, weight).tolist() == pytest.approx(expected)
+
+
+def test_a_chunk_that_one_side_ranks_first_beats_all_that_neither_does() -> None:
+    anchors, attention = torch.zeros(40), torch.rand(40, generator=torch.Generator().manual_seed(0))
+    anchors[17] = 1.0
+    scores = fuse(anchors, attention, 0.6)
+    assert scores.argmax() == 17
+    assert int(attention.argmax()) in scores.argsort(descending=True)[:2]
+
+
+def test_the_papers_rule_is_the_default_and_every_scorer_has_a_line() -> None:
+    config = PrefillConfig()
+    importance = torch.rand(200, generator=torch.Generator().manual_seed(1))
+    scores = SCORERS[config.scorer](Evidence(range(200), importance), config)
+    assert torch.equal(scores, chunk_means(importance, 32))
+    assert set(SCORERS) == {"attention", "anchors", "fused"}
+    for scorer in SCORERS:
+        assert len(select(range(200), importance, PrefillConfig(scorer=scorer)).positions) < 200  # type: ignore[arg-type]
+
+
+def test_without_importance_attention_is_refused_and_anchors_are_not() -> None:
+    with pytest.raises(ValueError, match="attention is missing"):
+        select(range(300), None, PrefillConfig())
+    ids = [*range(300, 1300), 350, 351, 352]
+    kept = select(ids, None, PrefillConfig(scorer="anchors", keep_rate=0.1)).positions
+    assert {50, 51, 52} <= set(kept)
+
+
+def test_a_named_question_counts_alike_from_its_first_word_to_its_last() -> None:
+    ids = [1] * 40 + [2] + [1] * 40 + [3] + [1] * 40 + [2, *[4] * 60, 3]
+    question = (len(ids) - 62, len(ids))
+    told = SCORERS["anchors"](Evidence(ids, None, question), PrefillConfig())
+    assert told[40 // 32] == told[81 // 32]
+    untold = SCORERS["anchors"](Evidence(ids), PrefillConfig())
+    assert untold[40 // 32] < untold[81 // 32]
+
+
+def test_chosen_heads_score_as_if_there_were_no_others() -> None:
+    torch.manual_seed(0)
+    queries, keys, sinks = torch.randn(6, 3, 8), torch.randn(2, 50, 8), torch.randn(6)
+    picked = choose_heads((queries, keys, 0.3, sinks), [1, 4])
+    alone = [(queries[h : h + 1], keys[h // 3 : h // 3 + 1], 0.3, sinks[h : h + 1]) for h in (1, 4)]
+    torch.testing.assert_close(token_importance([picked], 5), token_importance(alone, 5))
+
+
+def test_the_keep_rate_may_be_a_curve_by_length() -> None:
+    config = PrefillConfig(keep_rate=((2000, 0.3), (8000, 0.1)))
+    assert [config.rate_for(n) for n in (100, 2000, 8000, 90000)] == [0.3, 0.3, 0.1, 0.1]
+    assert config.rate_for(4000) == pytest.approx(0.2)
+    assert PrefillConfig(keep_rate=0.25).rate_for(5) == 0.25
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"keep_rate": ()},
+        {"keep_rate": ((2000, 0.3), (1000, 0.1))},
+        {"keep_rate": ((2000, 1.5),)},
+        {"draft_window": 0},
+        {"draft_sinks": -1},
+        {"scoring_layers": 0},
+        {"scoring_heads": ()},
+        {"scoring_heads": ((0, -1),)},
+        {"scoring_heads": (3,)},
+        {"neighbour_share": 1.0},
+        {"scorer": "votes"},
+        {"anchor_weight": 1.0},
+        {"anchor_tail": 0},
+    ],
+)
+def test_what_cannot_be_scored_by_is_refused_at_construction(bad: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        PrefillConfig(**bad)  # type: ignore[arg-type]

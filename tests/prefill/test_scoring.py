@@ -1,0 +1,109 @@
+"""The stage with its cheaper ways through the prompt: a window, the first layers, no draft at all."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
+from spec_stack.decode.propose import propose
+from spec_stack.decode.sampler import Sampler
+from spec_stack.hf.attention import install
+from spec_stack.hf.model import CachedModel
+from spec_stack.prefill.importance import token_importance
+from spec_stack.prefill.scoring import captured_layers, score_prompt
+from tests.support import reference, reference_architectures
+from tests.support.models import make_model, random_prompt
+from tests.support.tiny_architectures import CONFIGS
+from tests.support.tiny_architectures import make_model as make_architecture
+
+BASE = {"keep_rate": 0.3, "chunk_size": 8, "look_ahead": 4, "pool_kernel": 5}
+PROMPT = random_prompt(150)
+WAYS = {
+    "windowed": {"draft_window": 16, "draft_sinks": 4},
+    "early exit": {"scoring_layers": 2},
+    "windowed early exit": {"draft_window": 16, "draft_sinks": 4, "scoring_layers": 1},
+    "anchors": {"scorer": "anchors"},
+    "fused, some heads, neighbours": {"scorer": "fused", "scoring_heads": ((1, 0), (2, 3)), "neighbour_share": 0.5},
+}
+
+
+def open_draft(prefill_chunk: int = 4096) -> CachedModel:
+    model = make_model()
+    install(model)
+    return CachedModel(model, prefill_chunk)
+
+
+def scored(draft: CachedModel, config: PrefillConfig):  # type: ignore[no-untyped-def]
+    return score_prompt(draft, PROMPT, partial(propose, draft, sampler=Sampler(), end_ids=()), config)
+
+
+@pytest.mark.parametrize("prefill_chunk", [4096, 31])
+def test_a_windowed_draft_selects_by_the_scores_of_an_explicit_mask(prefill_chunk: int) -> None:
+    config = PrefillConfig(**BASE, draft_window=16, draft_sinks=4, prefill_chunk=prefill_chunk)  # type: ignore[arg-type]
+    selection, proposal = scored(open_draft(prefill_chunk), config)
+    window = reference_architectures.WindowedPrefill(len(PROMPT) - 1, 16, 4)
+    eager = make_model(implementation="eager")
+    expected = reference.importance(eager, PROMPT, proposal.token_ids, 5, prefill=window)
+    assert list(selection.positions) == reference.selected_positions(expected, 0.3, 8, 1, 2)
+    dense, _ = scored(open_draft(), PrefillConfig(**BASE))  # type: ignore[arg-type]
+    assert list(dense.positions) != list(selection.positions)
+
+
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_the_first_layers_score_as_in_a_plain_forward(num_layers: int) -> None:
+    config = PrefillConfig(**BASE, scoring_layers=num_layers)  # type: ignore[arg-type]
+    selection, _ = scored(open_draft(), config)
+    eager = make_model(implementation="eager")
+    # The last five prompt tokens ask in place of the last one and four of a look-ahead.
+    expected = reference.importance(eager, PROMPT, [], 5, range(num_layers), num_tail=5)
+    assert list(selection.positions) == reference.selected_positions(expected, 0.3, 8, 1, 2)
+
+
+def test_heads_score_as_they_alone_do_in_eager_attention() -> None:
+    draft = open_draft()
+    draft.prefill(PROMPT[:-1], range(len(PROMPT) - 1))
+    with draft.capture() as captured:
+        draft.forward(PROMPT[-1:], [len(PROMPT) - 1], 1)
+    got = token_importance(captured_layers(captured, len(PROMPT), [(0, 3), (2, 1)]), 5)
+    eager = make_model(implementation="eager")
+    expected = reference.importance(eager, PROMPT, [], 5, heads=[(0, 3), (2, 1)])
+    np.testing.assert_allclose(got.numpy(), expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_whoever_scores_the_tokens_are_those_of_the_pruned_prompt(way: str) -> None:
+    config = PrefillConfig(**BASE, **WAYS[way])  # type: ignore[arg-type]
+    generator = SpecStackGenerator(make_model(seed=1), make_model(), config=SpecStackConfig(config))
+    result = generator.generate(input_ids=PROMPT, max_tokens=24, specprefill=True, gamma=3)
+    assert result.metrics.specprefill, result.metrics.specprefill_reason
+    kept = list(scored(open_draft(), config)[0].positions)
+    kept_ids = [PROMPT[position] for position in kept]
+    assert result.token_ids == reference.sparse_greedy(make_model(seed=1), kept_ids, kept, len(PROMPT), 24)
+
+
+@pytest.mark.parametrize("way", ["early exit", "anchors"])
+def test_a_draft_whose_layers_did_not_all_see_the_prompt_holds_the_kept_tokens_anew(way: str) -> None:
+    draft = open_draft()
+    selection, proposal = scored(draft, PrefillConfig(**BASE, **WAYS[way]))  # type: ignore[arg-type]
+    kept = list(selection.positions)
+    ids = [*(PROMPT[position] for position in kept), *proposal.token_ids]
+    positions = [*kept, *range(len(PROMPT), len(PROMPT) + len(proposal.token_ids))]
+    expected = reference.logits(make_model(), ids, positions)
+    assert [int(row.argmax()) for row in expected[len(kept) - 1 : -1]] == proposal.token_ids
+    got = draft.forward(proposal.token_ids[-1:], positions[-1:], 1)
+    torch.testing.assert_close(got[0], expected[-1], atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in ("Mistral, sliding", "Nemotron-H")])
+@pytest.mark.parametrize("way", ["windowed early exit", "windowed"])
+def test_every_architecture_scores_with_a_window_and_by_its_first_layers(name: str, way: str) -> None:
+    config = PrefillConfig(**BASE, **WAYS[way] | ({"scoring_layers": 2} if "exit" in way else {}))  # type: ignore[arg-type]
+    draft = make_architecture(name, disturbed=True)
+    generator = SpecStackGenerator(make_architecture("Llama"), draft, config=SpecStackConfig(config))
+    result = generator.generate(input_ids=PROMPT, max_tokens=8, specprefill=True, gamma=3)
+    assert result.metrics.specprefill, result.metrics.specprefill_reason
+    assert result.metrics.num_kept_tokens < 0.5 * len(PROMPT)
