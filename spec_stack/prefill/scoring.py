@@ -56,26 +56,24 @@ def captured_layers(captured: Mapping[int, CapturedLayer], num_prompt_tokens: in
             yield torch.cat(layer.queries, dim=1), layer.keys[:, :num_prompt_tokens], layer.scaling, layer.sinks
 
 
-def score_prompt(
+def score(
     draft: ScoringModel,
     prompt_ids: Sequence[int],
     look_ahead: LookAhead,
     config: PrefillConfig,
-    protected: Sequence[tuple[int, int]] = (),
     tokenization: DraftTokenization | None = None,
-) -> tuple[Selection, Proposal]:
-    """Prefill the draft, look ahead, score the prompt and select (SpecPrefill, algorithm 1).
+) -> tuple[torch.Tensor, Proposal]:
+    """Prefill the draft with what it has not seen of the prompt, look ahead, and score the whole prompt.
 
     Queries come from the last prompt token and from every look-ahead token; the long prefill before them
-    runs uncaptured. The draft's cache is left with the prompt (under draft_context="kept" with the kept slots of it,
-    where the draft can drop slots) and the look-ahead, ready for decoding. The look-ahead is returned as the
-    first proposal; it is shorter than config.look_ahead when the draft ends its text. tokenization: the prompt in the
-    draft's own tokens where it has another tokenizer; they are scored, and each prompt token takes the most of what
-    it overlaps.
+    runs uncaptured. The draft's cache is left with the prompt and the look-ahead, ready for decoding. Returns the
+    importance (num_prompt_tokens,) and the look-ahead as the first proposal, which is shorter than config.look_ahead
+    when the draft ends its text. tokenization: the prompt in the draft's own tokens where it has another tokenizer;
+    they are scored, and each prompt token takes the most of what it overlaps.
     """
-    num_tokens = len(prompt_ids)
-    if num_tokens > 1:
-        draft.prefill(prompt_ids[:-1], range(num_tokens - 1))
+    num_tokens, start = len(prompt_ids), draft.next_position
+    if start < num_tokens - 1:
+        draft.prefill(prompt_ids[start:-1], range(start, num_tokens - 1))
     with draft.capture() as captured:
         if config.look_ahead:
             proposal = look_ahead(prompt_ids, config.look_ahead)
@@ -88,7 +86,24 @@ def score_prompt(
     importance = token_importance(captured_layers(captured, num_draft_tokens), config.pool_kernel)
     if tokenization is not None:
         importance = map_importance(importance, tokenization.ranges)
+    return importance, proposal
+
+
+def score_prompt(
+    draft: ScoringModel,
+    prompt_ids: Sequence[int],
+    look_ahead: LookAhead,
+    config: PrefillConfig,
+    protected: Sequence[tuple[int, int]] = (),
+    tokenization: DraftTokenization | None = None,
+) -> tuple[Selection, Proposal]:
+    """Score a prompt that the draft has not seen, and select (SpecPrefill, algorithm 1).
+
+    Under draft_context="kept" the draft's cache is left with the kept slots of the prompt alone, where the draft can
+    drop slots.
+    """
+    importance, proposal = score(draft, prompt_ids, look_ahead, config, tokenization)
     selection = select(prompt_ids, importance, config, protected)
     if config.draft_context == "kept":
-        draft.keep_slots([*selection.positions, *range(num_tokens, draft.next_position)])
+        draft.keep_slots([*selection.positions, *range(len(prompt_ids), draft.next_position)])
     return selection, proposal
