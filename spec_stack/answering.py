@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ class Answering(ABC):
         """Check a call, and settle what is done for it."""
 
     @abstractmethod
-    def _run(self, request: Request) -> Iterator[StepOutput]:
+    def _run(self, request: Request) -> Generator[StepOutput, None, None]:
         """The request's steps."""
 
     @refuses_unknown_options
@@ -192,7 +192,7 @@ class Answering(ABC):
         gamma: int | None = None,
         request_id: str | None = None,
         task: str = "",
-    ) -> Iterator[StepOutput]:
+    ) -> Generator[StepOutput, None, None]:
         """Answer or continue a prompt, step by step.
 
         The arguments are checked before this returns; the work begins with the first `next`.
@@ -234,7 +234,7 @@ class Answering(ABC):
 
         Returns
         -------
-        iterator of StepOutput
+        generator of StepOutput
             One per step, as soon as it is there; the last carries finish_reason and metrics, whose durations count from
             the call, without the time that the caller lets pass before or between steps.
 

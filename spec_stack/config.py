@@ -217,7 +217,7 @@ class SessionConfig:
         "importance over the whole conversation",
     )
     restore_threshold: float = option(
-        4.0, "times the mean importance of a token that a dropped chunk has to reach to come back"
+        2.0, "times the mean importance of a token that a dropped chunk has to reach to come back"
     )
     max_restored_chunks: int = option(
         16, "most chunks of earlier turns that a turn looks at, best first; those of them that were dropped come back"

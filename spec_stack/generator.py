@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import warnings
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -193,7 +193,7 @@ class SpecStackGenerator(Answering):
     def _plan(self, source: PromptSource, params: SamplingParams, options: CallOptions) -> Request:
         return self.plan(source, params, options)
 
-    def _run(self, request: Request) -> Iterator[StepOutput]:
+    def _run(self, request: Request) -> Generator[StepOutput, None, None]:
         return self.answer(request, RequestCaches(self.pair, request))
 
     def answer(self, request: Request, caches: Caches) -> Generator[StepOutput, None, None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from types import TracebackType
@@ -124,7 +124,7 @@ class Session(Answering):
     def _answers(self) -> OneAtATime:
         return OneAtATime(self._answering)
 
-    def _run(self, request: Request) -> Iterator[StepOutput]:
+    def _run(self, request: Request) -> Generator[StepOutput, None, None]:
         with self._answers():
             held = self._conversation
             room = self._room(request)
