@@ -108,10 +108,10 @@ def score_prompt(
     """
     scorer_takes_part = config.scorer not in DRAFT_FREE
     if scorer_takes_part and config.scoring_layers is None:
-        proposal, captured = _score_by_all_layers(draft, prompt_ids, look_ahead, config)
+        proposal, captured = capture_look_ahead(draft, prompt_ids, look_ahead, config)
     else:
         proposal = None
-        captured = _score_by_first_layers(draft, prompt_ids, config) if scorer_takes_part else {}
+        captured = capture_first_layers(draft, prompt_ids, config) if scorer_takes_part else {}
     importance = None
     if scorer_takes_part:
         num_scored = len(prompt_ids) if tokenization is None else len(tokenization.token_ids)
@@ -130,7 +130,7 @@ def score_prompt(
     return selection, proposal
 
 
-def _score_by_all_layers(
+def capture_look_ahead(
     draft: ScoringModel, prompt_ids: Sequence[int], look_ahead: LookAhead, config: PrefillConfig
 ) -> tuple[Proposal, Mapping[int, CapturedLayer]]:
     """The look-ahead, and what it and the last prompt token ask."""
@@ -148,7 +148,7 @@ def _score_by_all_layers(
     return proposal, captured
 
 
-def _score_by_first_layers(
+def capture_first_layers(
     draft: ScoringModel, prompt_ids: Sequence[int], config: PrefillConfig
 ) -> Mapping[int, CapturedLayer]:
     """What the last look_ahead + 1 prompt tokens ask in the first layers. Nobody knows yet what comes after them."""
