@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from time import perf_counter
 from typing import Any
 
@@ -47,6 +47,8 @@ _HEAD_RATE = 0.1
 _TELLS_APART = 0.1
 
 Head = tuple[int, int]
+# By prompt: the smallest keep_rate that keeps each line of its evidence.
+Needed = list[list[float]]
 Progress = Callable[[int, int, str], None]
 
 
@@ -143,23 +145,23 @@ def calibrate(
     ways = _ways(pair)
     plan = _Plan(len(lengths) * prompts_per_length + prompts_per_length + len(ways) + 3, progress)
 
-    alone: dict[Head, list[float]] = {}
+    alone: dict[Head, Needed] = {}
     for prompt in _make_prompts(pair, texts, lengths[0], prompts_per_length, seed):
         plan.step("asking every head alone")
         for head, vote in _votes(pair, prompt, ways[0]).items():
             means = chunk_means(_joined([vote], prompt), ways[0].chunk_size)
-            alone.setdefault(head, []).extend(_needed(prompt, ways[0], means))
+            alone.setdefault(head, []).append(_needed(prompt, ways[0], means))
     head_recall = {head: _recall(alone[head], _HEAD_RATE) for head in sorted(alone)}
     head_sets = _head_sets(head_recall)
 
-    needed: dict[int, dict[PrefillConfig, list[float]]] = {length: {} for length in lengths}
-    chance: list[float] = []
+    needed: dict[int, dict[PrefillConfig, Needed]] = {length: {} for length in lengths}
+    chance: Needed = []
     for length in lengths:
         for prompt in _make_prompts(pair, texts, length, prompts_per_length, seed + length):
             plan.step(f"scoring prompts of about {length} tokens")
-            chance += _needed(prompt, ways[0], _random_scores(prompt, ways[0]))
+            chance.append(_needed(prompt, ways[0], _random_scores(prompt, ways[0])))
             for config, scores in _settings(pair, prompt, ways, head_sets):
-                needed[length].setdefault(config, []).extend(_needed(prompt, config, scores))
+                needed[length].setdefault(config, []).append(_needed(prompt, config, scores))
     costs = _measure(pair, ways, lengths[-1], plan)
     settings, points, notes = _choose(needed, costs, _recall(chance, RATES[-1]), margin)
     plan.step("done")
@@ -314,8 +316,9 @@ def _random_scores(prompt: Prompt, config: PrefillConfig) -> torch.Tensor:
     return torch.rand(num_chunks, generator=torch.Generator().manual_seed(len(prompt.token_ids)))
 
 
-def _recall(needed: Sequence[float], keep_rate: float) -> float:
-    return sum(rate <= keep_rate for rate in needed) / max(1, len(needed))
+def _recall(needed: Needed, keep_rate: float) -> float:
+    """Mean over the prompts of the share of their lines that are kept."""
+    return mean(mean(float(rate <= keep_rate) for rate in rates) for rates in needed)
 
 
 def _measure(pair: ModelPair, ways: Sequence[PrefillConfig], longest: int, plan: _Plan) -> Costs:
@@ -379,7 +382,7 @@ def fit_quadratic(lengths: Sequence[int], seconds: Sequence[float]) -> Callable[
 
 
 def _choose(
-    needed: Mapping[int, Mapping[PrefillConfig, list[float]]], costs: Costs, chance: float, margin: float
+    needed: Mapping[int, Mapping[PrefillConfig, Needed]], costs: Costs, chance: float, margin: float
 ) -> tuple[dict[str, Any], list[Point], list[str]]:
     """The cheapest setting that is within the margin of the best recall at the default's share, at every length."""
     lengths = sorted(needed)
@@ -392,7 +395,7 @@ def _choose(
         settings = [config for config in settings if config.scorer == "anchors"]
         notes.append(
             f"The draft cannot retrieve: its best heads keep {best_attention:.0%} of the evidence at keep_rate "
-            f"{usual}, and chance {chance:.0%}. The prompt is scored by anchors alone, and paraphrases will not be found."
+            f"{usual}, and chance {chance:.0%}. Anchors alone score the prompt, and paraphrases will not be found."
         )
     best = {length: max(_recall(needed[length][config], usual) for config in settings) for length in lengths}
     chosen: tuple[float, PrefillConfig, dict[int, float]] | None = None
@@ -420,7 +423,7 @@ def _choose(
 
 
 def _points(
-    needed: Mapping[PrefillConfig, list[float]], costs: Costs, num_tokens: int, always: Sequence[PrefillConfig]
+    needed: Mapping[PrefillConfig, Needed], costs: Costs, num_tokens: int, always: Sequence[PrefillConfig]
 ) -> list[Point]:
     """Every rate of some settings; of the others those that no point of the same scorer beats in recall and in time."""
     points = []
@@ -440,12 +443,12 @@ def _points(
     return points
 
 
-def _pooled(needed: Mapping[int, Mapping[PrefillConfig, list[float]]], config: PrefillConfig) -> list[float]:
-    return [rate for by_setting in needed.values() for rate in by_setting[config]]
+def _pooled(needed: Mapping[int, Mapping[PrefillConfig, Needed]], config: PrefillConfig) -> Needed:
+    return [rates for by_setting in needed.values() for rates in by_setting[config]]
 
 
 def _least_rates(
-    needed: Mapping[int, Mapping[PrefillConfig, list[float]]], config: PrefillConfig, wanted: Mapping[int, float]
+    needed: Mapping[int, Mapping[PrefillConfig, Needed]], config: PrefillConfig, wanted: Mapping[int, float]
 ) -> dict[int, float] | None:
     """By length the smallest share whose recall is as wanted; a longer prompt never needs the larger one."""
     rates: dict[int, float] = {}
