@@ -80,7 +80,7 @@ def score(
         The importance (num_prompt_tokens,), and the look-ahead as the first proposal. The draft's cache is left with
         the text and the look-ahead, ready for decoding.
     """
-    proposal, captured = _score_by_all_layers(draft, prompt_ids, look_ahead, config)
+    proposal, captured = capture_look_ahead(draft, prompt_ids, look_ahead, config)
     return _importance(captured, len(prompt_ids), config, tokenization), proposal
 
 
@@ -127,10 +127,10 @@ def score_prompt(
     """
     scorer_takes_part = config.scorer not in DRAFT_FREE
     if scorer_takes_part and config.scoring_layers is None:
-        proposal, captured = _score_by_all_layers(draft, prompt_ids, look_ahead, config)
+        proposal, captured = capture_look_ahead(draft, prompt_ids, look_ahead, config)
     else:
         proposal = None
-        captured = _score_by_first_layers(draft, prompt_ids, config) if scorer_takes_part else {}
+        captured = capture_first_layers(draft, prompt_ids, config) if scorer_takes_part else {}
     importance = _importance(captured, len(prompt_ids), config, tokenization) if scorer_takes_part else None
     selection = select(prompt_ids, importance, config, protected, question)
     if proposal is None:
@@ -142,7 +142,7 @@ def score_prompt(
     return selection, proposal
 
 
-def _score_by_all_layers(
+def capture_look_ahead(
     draft: ScoringModel, prompt_ids: Sequence[int], look_ahead: LookAhead, config: PrefillConfig
 ) -> tuple[Proposal, Mapping[int, CapturedLayer]]:
     """The look-ahead, and what it and the last prompt token ask."""
@@ -174,7 +174,7 @@ def _importance(
     return mapped.cpu()
 
 
-def _score_by_first_layers(
+def capture_first_layers(
     draft: ScoringModel, prompt_ids: Sequence[int], config: PrefillConfig
 ) -> Mapping[int, CapturedLayer]:
     """What the last look_ahead + 1 prompt tokens ask in the first layers. Nobody knows yet what comes after them."""

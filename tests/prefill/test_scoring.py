@@ -19,6 +19,7 @@ from tests.support import reference, reference_architectures
 from tests.support.models import make_model, random_prompt
 from tests.support.tiny_architectures import CONFIGS
 from tests.support.tiny_architectures import make_model as make_architecture
+from tests.tokenizers.test_translated_draft import make_generator, text_of
 
 BASE = {"keep_rate": 0.3, "chunk_size": 8, "look_ahead": 4, "pool_kernel": 5}
 PROMPT = random_prompt(150)
@@ -107,3 +108,14 @@ def test_every_architecture_scores_with_a_window_and_by_its_first_layers(name: s
     result = generator.generate(input_ids=PROMPT, max_tokens=8, specprefill=True, gamma=3)
     assert result.metrics.specprefill, result.metrics.specprefill_reason
     assert result.metrics.num_kept_tokens < 0.5 * len(PROMPT)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_draft_with_another_tokenizer_goes_every_way(way: str) -> None:
+    generator = make_generator(PrefillConfig(**BASE, **WAYS[way]))  # type: ignore[arg-type]
+    prompt = generator.tokenizer(text_of(300)).input_ids
+    result = generator.generate(input_ids=prompt, max_tokens=24, specprefill=True, gamma=3)
+    assert result.metrics.specprefill, result.metrics.specprefill_reason
+    assert result.metrics.num_kept_tokens < 0.5 * len(prompt)
+    plain = generator.generate(input_ids=prompt, max_tokens=24, specprefill=True, gamma=0)
+    assert result.token_ids == plain.token_ids

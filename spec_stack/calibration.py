@@ -1,0 +1,544 @@
+"""Finds the cheapest settings of a pair's sparse prefill that keep what a question is about.
+
+Needles of many kinds are hidden in long texts, in the user's own tokenizer. The draft scores them in every way there
+is (windows, first layers, heads, neighbours, anchors), which tells how small a share of the prompt still holds the
+evidence; the parts of the time to first token are measured on this machine. Of all settings whose recall is within a
+margin of the best, the cheapest is chosen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+from statistics import mean, median
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from spec_stack.config import PrefillConfig
+from spec_stack.decode.propose import propose
+from spec_stack.decode.sampler import Sampler
+from spec_stack.demo import MODULES, module_source
+from spec_stack.hf.architectures import text_config
+from spec_stack.hf.model import CachedModel
+from spec_stack.pair import ModelPair
+from spec_stack.prefill.alignment import map_importance
+from spec_stack.prefill.calibration import CHOSEN, Calibration, Point, describe_setting, fingerprint
+from spec_stack.prefill.chunks import SCORERS, Evidence, chunk_means, fuse, with_neighbours
+from spec_stack.prefill.importance import attention_to_prompt, pool
+from spec_stack.prefill.needles import Haystack, Span, make_haystacks
+from spec_stack.prefill.scoring import capture_first_layers, capture_look_ahead, captured_layers
+from spec_stack.types import DraftTokenization
+
+LENGTHS = (2048, 4096, 8192)
+# Shares that are tried; the largest is the default, which sets the recall to be reached.
+RATES = (0.02, 0.03, 0.04, 0.05, 0.06, 0.07, 0.085, 0.1, 0.125, 0.15, 0.2)
+WINDOWS = (None, 64, 256)
+_LOOK_AHEADS = (8, 2)
+_SHARES = (0.0, 0.5)
+_WEIGHTS = (0.4, 0.6, 0.8)
+_HEAD_RATE = 0.1
+# Recall over chance under which a draft is said to find nothing.
+_TELLS_APART = 0.1
+
+Head = tuple[int, int]
+# By prompt: the smallest keep_rate that keeps each line of its evidence.
+Needed = list[list[float]]
+Progress = Callable[[int, int, str], None]
+
+
+def silent(done: int, total: int, what: str) -> None:
+    """No progress."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A haystack in tokens. spans: half-open, of the evidence."""
+
+    token_ids: list[int]
+    spans: tuple[Span, ...]
+    tokenization: DraftTokenization | None
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of the parts of a first token, as functions of the number of tokens.
+
+    Attributes
+    ----------
+    target
+        Prefill of so many tokens in a row.
+    draft
+        Prefill of so many, by (window, number of layers).
+    step_s
+        One look-ahead token.
+    """
+
+    target: Callable[[float], float]
+    draft: Mapping[tuple[int | None, int | None], Callable[[float], float]]
+    step_s: float
+
+    def ttft(self, config: PrefillConfig, num_tokens: int, keep_rate: float) -> float:
+        """Seconds to the first token of a prompt."""
+        kept = keep_rate * num_tokens
+        look_ahead = self.step_s * (config.look_ahead + 1)
+        if config.scorer == "anchors":
+            return self.draft[None, None](kept) + look_ahead + self.target(kept)
+        scoring = self.draft[config.draft_window, config.scoring_layers](num_tokens)
+        if config.scoring_layers is not None:
+            scoring += self.draft[None, None](kept)
+        return scoring + look_ahead + self.target(kept)
+
+
+def calibrate(
+    pair: ModelPair,
+    *,
+    documents: Sequence[str] = (),
+    lengths: Sequence[int] = LENGTHS,
+    prompts_per_length: int = 32,
+    margin: float = 0.1,
+    seed: int = 0,
+    progress: Progress = silent,
+) -> Calibration:
+    """Choose how this pair prefills sparsely, on this machine.
+
+    Parameters
+    ----------
+    pair
+        With a tokenizer.
+    documents
+        Texts to hide needles in, the user's own at best; none is source code of the standard library.
+    lengths
+        Of the prompts, in tokens; those that the models are not made for are left out.
+    prompts_per_length
+        More make the choice surer, and take longer.
+    margin
+        Recall that may be given up against the best found at keep_rate 0.2.
+    seed
+        Draws the needles.
+    progress
+        Told what is done, of how much, and what comes next.
+
+    Returns
+    -------
+    Calibration
+        To be saved beside the draft, or applied to a PrefillConfig.
+
+    Raises
+    ------
+    ValueError
+        Without a tokenizer, or where no length fits the models.
+    """
+    started = perf_counter()
+    if pair.tokenizer is None:
+        raise ValueError("calibration writes its prompts in words; give the pair a tokenizer")
+    limit = min(pair.max_positions) - 2 * max(_LOOK_AHEADS)
+    lengths = sorted(length for length in lengths if length <= limit and length <= (pair.scoring_limit or limit))
+    if not lengths:
+        raise ValueError(f"no length fits models of {limit} positions and what the draft sees whole; give shorter ones")
+    texts = list(documents) or [module_source(module) for module in MODULES]
+    ways = _ways(pair)
+    plan = _Plan(len(lengths) * prompts_per_length + prompts_per_length + len(ways) + 3, progress)
+
+    alone: dict[Head, Needed] = {}
+    for prompt in _make_prompts(pair, texts, lengths[0], prompts_per_length, seed):
+        plan.step("asking every head alone")
+        for head, vote in _votes(pair, prompt, ways[0]).items():
+            means = chunk_means(_joined([vote], prompt), ways[0].chunk_size)
+            alone.setdefault(head, []).append(_needed(prompt, ways[0], means))
+    head_recall = {head: _recall(alone[head], _HEAD_RATE) for head in sorted(alone)}
+    head_sets = _head_sets(head_recall)
+
+    needed: dict[int, dict[PrefillConfig, Needed]] = {length: {} for length in lengths}
+    chance: Needed = []
+    for length in lengths:
+        for prompt in _make_prompts(pair, texts, length, prompts_per_length, seed + length):
+            plan.step(f"scoring prompts of about {length} tokens")
+            chance.append(_needed(prompt, ways[0], _random_scores(prompt, ways[0])))
+            for config, scores in _settings(pair, prompt, ways, head_sets):
+                needed[length].setdefault(config, []).append(_needed(prompt, config, scores))
+    costs = _measure(pair, ways, lengths[-1], plan)
+    settings, points, notes = _choose(needed, costs, _recall(chance, RATES[-1]), margin)
+    plan.step("done")
+    return Calibration(
+        settings=settings,
+        target=fingerprint(text_config(pair.target.config)),
+        draft=fingerprint(text_config(pair.draft.config)),
+        margin=margin,
+        dense_s={length: costs.target(length) for length in lengths},
+        head_recall={f"{layer}.{head}": recall for (layer, head), recall in head_recall.items()},
+        points=points,
+        notes=notes,
+        seconds=perf_counter() - started,
+    )
+
+
+class _Plan:
+    """How far a calibration is."""
+
+    def __init__(self, total: int, progress: Progress) -> None:
+        self._total, self._progress, self._done = total, progress, 0
+
+    def step(self, what: str) -> None:
+        self._progress(min(self._done, self._total), self._total, what)
+        self._done += 1
+
+
+def _ways(pair: ModelPair) -> list[PrefillConfig]:
+    """How the draft may go through a prompt. The first one is the paper's."""
+    num_layers = int(text_config(pair.draft.config).num_hidden_layers)
+    exits = sorted({max(1, num_layers // 4), max(1, num_layers // 2)} - {num_layers})
+    return [
+        *(PrefillConfig(draft_window=window) for window in WINDOWS),
+        *(PrefillConfig(draft_window=WINDOWS[-1], scoring_layers=num) for num in exits),
+    ]
+
+
+def _make_prompts(pair: ModelPair, texts: Sequence[str], num_tokens: int, count: int, seed: int) -> Iterator[Prompt]:
+    """Needles hidden in so many tokens of text, through the chat template where there is one."""
+    sample = "\n".join(text[:4000] for text in texts)
+    per_token = len(sample) / max(1, len(pair.tokenizer(sample, add_special_tokens=False).input_ids))
+    for haystack in make_haystacks(texts, round(num_tokens * per_token), count, seed):
+        prompt = encode_haystack(pair.tokenizer, haystack)
+        prompt_ids = prompt.token_ids
+        tokenization, problem = pair.tokenize_for_draft(prompt_ids)
+        if problem:
+            raise ValueError(f"the draft cannot score prompts: {problem}")
+        longest = max(len(prompt_ids), 0 if tokenization is None else len(tokenization.token_ids))
+        if longest + max(_LOOK_AHEADS) < min(pair.max_positions):
+            yield replace(prompt, tokenization=tokenization)
+
+
+def encode_haystack(tokenizer: Any, haystack: Haystack) -> Prompt:
+    """A haystack as the model is asked it: its tokens, and where the evidence is among them."""
+    if getattr(tokenizer, "chat_template", None):
+        messages = [{"role": "user", "content": haystack.content}]
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    else:
+        text = haystack.content
+        encoded = tokenizer(text, return_offsets_mapping=True)
+    # A template may trim the ends of what it is given, never the middle.
+    base = text.find(haystack.document.strip()) - (len(haystack.document) - len(haystack.document.lstrip()))
+    offsets = encoded["offset_mapping"]
+    spans = []
+    for start, stop in haystack.spans:
+        inside = [at for at, (low, high) in enumerate(offsets) if low < stop + base and high > start + base]
+        spans.append((inside[0], inside[-1] + 1))
+    return Prompt(list(encoded["input_ids"]), tuple(spans), None)
+
+
+def _votes(pair: ModelPair, prompt: Prompt, way: PrefillConfig) -> dict[Head, torch.Tensor]:
+    """Pooled attention (num_queries, num_tokens) to the prompt of every head of the draft, in the draft's tokens."""
+    draft = pair.open_draft(way.prefill_chunk, prompt.tokenization)
+    ids, end_ids = prompt.token_ids, pair.end_ids
+    if way.scoring_layers is None:
+        _, captured = capture_look_ahead(draft, ids, partial(propose, draft, sampler=Sampler(), end_ids=end_ids), way)
+    else:
+        captured = capture_first_layers(draft, ids, way)
+    num_tokens = len(ids) if prompt.tokenization is None else len(prompt.tokenization.token_ids)
+    votes = {}
+    for layer in captured:
+        for seen in captured_layers({layer: captured[layer]}, num_tokens):
+            pooled = pool(attention_to_prompt(*seen), way.pool_kernel).cpu()
+            votes.update({(layer, head): pooled[head] for head in range(len(pooled))})
+    return votes
+
+
+def _joined(votes: Sequence[torch.Tensor], prompt: Prompt) -> torch.Tensor:
+    """Importance (num_prompt_tokens,) from the votes of some heads, each (num_queries, num_draft_tokens)."""
+    best = votes[0]
+    for vote in votes[1:]:
+        best = torch.maximum(best, vote)
+    importance = best.mean(dim=0)
+    return importance if prompt.tokenization is None else map_importance(importance, prompt.tokenization.ranges)
+
+
+def _head_sets(recall: Mapping[Head, float]) -> list[tuple[Head, ...] | None]:
+    """Who might vote: all, and the few best."""
+    ranked = sorted(recall, key=lambda head: (-recall[head], head))
+    sets: list[tuple[Head, ...] | None] = [None]
+    for count in (1, 2, 4, 8):
+        chosen = tuple(sorted(ranked[:count]))
+        if count < len(ranked) and chosen not in sets:
+            sets.append(chosen)
+    return sets
+
+
+def _settings(
+    pair: ModelPair, prompt: Prompt, ways: Sequence[PrefillConfig], head_sets: Sequence[tuple[Head, ...] | None]
+) -> Iterator[tuple[PrefillConfig, torch.Tensor]]:
+    """Every setting that is tried, and what it makes of this prompt: scores (num_chunks,)."""
+    anchors = {
+        share: SCORERS["anchors"](Evidence(prompt.token_ids), PrefillConfig(neighbour_share=share)) for share in _SHARES
+    }
+    for share, scores in anchors.items():
+        yield PrefillConfig(scorer="anchors", neighbour_share=share), scores
+    for way in ways:
+        votes = _votes(pair, prompt, way)
+        for heads, look_ahead in product(head_sets, _LOOK_AHEADS):
+            voters = [head for head in votes if heads is None or head in heads]
+            if not voters or (heads is not None and len(voters) < len(heads)):
+                continue
+            # A look-ahead asks from the prompt's last token on, the first layers up to it.
+            asking = slice(look_ahead + 1) if way.scoring_layers is None else slice(-look_ahead - 1, None)
+            importance = _joined([votes[head][asking] for head in voters], prompt)
+            means = chunk_means(importance, way.chunk_size)
+            for share in _SHARES:
+                config = replace(way, scoring_heads=heads, look_ahead=look_ahead, neighbour_share=share)
+                attention = with_neighbours(means, share)
+                yield config, attention
+                for weight in _WEIGHTS:
+                    fused = fuse(anchors[share], attention, weight)
+                    yield replace(config, scorer="fused", anchor_weight=weight), fused
+
+
+def _needed(prompt: Prompt, config: PrefillConfig, scores: torch.Tensor) -> list[float]:
+    """For every line of evidence the smallest keep_rate that keeps all of its tokens."""
+    num_chunks, size = len(scores), config.chunk_size
+    forced = {*range(config.keep_first), *range(num_chunks - config.keep_last, num_chunks)}
+    order = [chunk for chunk in torch.argsort(scores, descending=True, stable=True).tolist() if chunk not in forced]
+    budget = dict.fromkeys(forced, 0) | {chunk: len(forced) + rank for rank, chunk in enumerate(order, start=1)}
+    return [
+        max(budget[chunk] for chunk in range(start // size, (stop - 1) // size + 1)) / num_chunks
+        for start, stop in prompt.spans
+    ]
+
+
+def _random_scores(prompt: Prompt, config: PrefillConfig) -> torch.Tensor:
+    """What a vote by chance looks like."""
+    num_chunks = math.ceil(len(prompt.token_ids) / config.chunk_size)
+    return torch.rand(num_chunks, generator=torch.Generator().manual_seed(len(prompt.token_ids)))
+
+
+def _recall(needed: Needed, keep_rate: float) -> float:
+    """Mean over the prompts of the share of their lines that are kept."""
+    return mean(mean(float(rate <= keep_rate) for rate in rates) for rates in needed)
+
+
+def _measure(pair: ModelPair, ways: Sequence[PrefillConfig], longest: int, plan: _Plan) -> Costs:
+    """Time the parts of a first token, on random ids, and fit them by length."""
+    lengths = sorted({256, min(1024, longest), min(4096, longest)})
+    ids = torch.randint(0, pair.vocab_size, (lengths[-1],), generator=torch.Generator().manual_seed(0)).tolist()
+    chunk = PrefillConfig.prefill_chunk
+
+    def fit(prefill: Callable[[int], Any]) -> Callable[[float], float]:
+        return fit_quadratic(lengths, [_seconds(partial(prefill, length)) for length in lengths])
+
+    plan.step("timing the target")
+    target = fit(lambda length: pair.open_target(chunk).forward(ids[:length], range(length), 1))
+
+    def draft_pass(way: PrefillConfig, length: int) -> None:
+        model = CachedModel(pair.draft, chunk)
+        model.prefill(ids[:length], range(length), way.draft_window, way.draft_sinks, way.scoring_layers)
+
+    draft = {}
+    for way in ways:
+        plan.step(f"timing the draft, {describe_setting(way)}")
+        draft[way.draft_window, way.scoring_layers] = fit(partial(draft_pass, way))
+    plan.step("timing the look-ahead")
+    model = CachedModel(pair.draft, chunk)
+    model.prefill(ids[: lengths[-1]], range(lengths[-1]))
+    steps = []
+    for position in range(lengths[-1], lengths[-1] + 12):
+        steps.append(_once(partial(model.forward, ids[:1], [position], 1)))
+    return Costs(target, draft, median(steps))
+
+
+def _once(run: Callable[[], Any]) -> float:
+    started = perf_counter()
+    run()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return perf_counter() - started
+
+
+def _seconds(run: Callable[[], Any]) -> float:
+    _once(run)
+    return median(_once(run) for _ in range(3))
+
+
+def fit_quadratic(lengths: Sequence[int], seconds: Sequence[float]) -> Callable[[float], float]:
+    """Seconds as a + b·n + c·n², none of them negative, by least squares of the relative error."""
+    powers = torch.tensor([[1.0, n, n * n] for n in lengths], dtype=torch.float64)
+    rows = powers / torch.tensor(seconds, dtype=torch.float64)[:, None]
+    wanted = torch.ones(len(lengths), 1, dtype=torch.float64)
+    best, best_error = torch.zeros(3, dtype=torch.float64), math.inf
+    # Few enough to try which of the three there are.
+    for chosen in ([0, 1, 2], [0, 1], [0, 2], [1, 2], [0], [1], [2]):
+        scale = rows[:, chosen].amax(dim=0)
+        solution = torch.linalg.lstsq(rows[:, chosen] / scale, wanted).solution[:, 0] / scale
+        error = float((rows[:, chosen] @ solution - 1).square().sum())
+        if bool((solution >= 0).all()) and error < best_error:
+            best, best_error = torch.zeros(3, dtype=torch.float64), error
+            best[chosen] = solution
+    a, b, c = best.tolist()
+    return lambda n: float(a + b * n + c * n * n)
+
+
+def _choose(
+    needed: Mapping[int, Mapping[PrefillConfig, Needed]], costs: Costs, chance: float, margin: float
+) -> tuple[dict[str, Any], list[Point], list[str]]:
+    """The cheapest setting that is within the margin of the best recall at the default's share, at every length."""
+    lengths = sorted(needed)
+    usual = RATES[-1]
+    notes = []
+    settings = list(needed[lengths[0]])
+    by_attention = [config for config in settings if config.scorer == "attention"]
+    best_attention = max(_recall(_pooled(needed, config), usual) for config in by_attention)
+    if best_attention < chance + _TELLS_APART:
+        settings = [config for config in settings if config.scorer == "anchors"]
+        notes.append(
+            f"The draft cannot retrieve: its best heads keep {best_attention:.0%} of the evidence at keep_rate "
+            f"{usual}, and chance {chance:.0%}. Anchors alone score the prompt, and paraphrases will not be found."
+        )
+    best = {length: max(_recall(needed[length][config], usual) for config in settings) for length in lengths}
+    chosen: tuple[float, PrefillConfig, dict[int, float]] | None = None
+    for config in settings:
+        rates = _least_rates(needed, config, {length: best[length] - margin for length in lengths})
+        if rates is None:
+            continue
+        cost = sum(math.log(costs.ttft(config, n, rates[n]) / costs.target(n)) for n in lengths) / len(lengths)
+        if chosen is None or cost < chosen[0]:
+            chosen = cost, config, rates
+    if chosen is None:
+        raise RuntimeError("no setting is within the margin of the best one")
+    _, config, rates = chosen
+    config = replace(config, keep_rate=tuple((length, rates[length]) for length in lengths))
+    config = replace(config, min_prompt_tokens=_break_even(config, costs, lengths[-1], notes))
+    paper = _recall(_pooled(needed, PrefillConfig()), usual)
+    kept = [_recall(needed[n][replace(config, keep_rate=0.2, min_prompt_tokens=2048)], rates[n]) for n in lengths]
+    notes.append(
+        f"Evidence kept: {sum(kept) / len(kept):.0%} by the chosen setting, {paper:.0%} by the paper's rule at "
+        f"keep_rate {usual}, {chance:.0%} by chance at that rate."
+    )
+    always = (PrefillConfig(), replace(config, keep_rate=0.2, min_prompt_tokens=2048))
+    points = [point for n in lengths for point in _points(needed[n], costs, n, always)]
+    return {name: getattr(config, name) for name in CHOSEN}, points, notes
+
+
+def _points(
+    needed: Mapping[PrefillConfig, Needed], costs: Costs, num_tokens: int, always: Sequence[PrefillConfig]
+) -> list[Point]:
+    """Every rate of some settings; of the others those that no point of the same scorer beats in recall and in time."""
+    points = []
+    for scorer in SCORERS:
+        made = [
+            (config, Point(describe_setting(config), num_tokens, rate, _recall(rates, rate), ttft))
+            for config, rates in needed.items()
+            if config.scorer == scorer
+            for rate in RATES
+            for ttft in [costs.ttft(config, num_tokens, rate)]
+        ]
+        best = -1.0
+        for config, point in sorted(made, key=lambda each: (each[1].ttft_s, -each[1].recall)):
+            if point.recall > best or config in always:
+                points.append(point)
+            best = max(best, point.recall)
+    return points
+
+
+def _pooled(needed: Mapping[int, Mapping[PrefillConfig, Needed]], config: PrefillConfig) -> Needed:
+    return [rates for by_setting in needed.values() for rates in by_setting[config]]
+
+
+def _least_rates(
+    needed: Mapping[int, Mapping[PrefillConfig, Needed]], config: PrefillConfig, wanted: Mapping[int, float]
+) -> dict[int, float] | None:
+    """By length the smallest share whose recall is as wanted; a longer prompt never needs the larger one."""
+    rates: dict[int, float] = {}
+    least = RATES[0]
+    for length in sorted(needed, reverse=True):
+        enough = [rate for rate in RATES if rate >= least and _recall(needed[length][config], rate) >= wanted[length]]
+        if not enough:
+            return None
+        least = rates[length] = enough[0]
+    return rates
+
+
+def _break_even(config: PrefillConfig, costs: Costs, longest: int, notes: list[str]) -> int:
+    """The shortest prompt whose first token comes at least a tenth sooner."""
+    lengths = [round(256 * 2 ** (step / 2)) for step in range(40)]
+    for length in lengths:
+        rate = max(config.rate_for(length), (config.keep_first + config.keep_last) * config.chunk_size / length)
+        if costs.ttft(config, length, min(1.0, rate)) < 0.9 * costs.target(length):
+            return length
+        if length > longest:
+            break
+    notes.append("Sparse prefill gains nothing at the lengths that were tried; no prompt is pruned unless asked to.")
+    return 1 << 30
+
+
+def format_calibration(calibration: Calibration) -> str:
+    """What was chosen, as a table for a terminal."""
+    config = calibration.apply()
+    chosen = describe_setting(replace(config, keep_rate=0.2, min_prompt_tokens=2048))
+    lines = [f"{'tokens':>7}  {'keep_rate':>9}  {'recall':>6}  {'TTFT':>8}  {'vs dense':>8}  setting"]
+    for length, dense in calibration.dense_s.items():
+        lines.append(f"{length:7d}  {1:9.2f}  {1:6.0%}  {dense * 1e3:5.0f} ms  {1:7.1f}x  dense")
+        rows = [("default", 0.2), (chosen, config.rate_for(length))]
+        for setting, rate in rows:
+            point = next(
+                each
+                for each in calibration.points
+                if (each.setting, each.num_tokens, each.keep_rate) == (setting, length, rate)
+            )
+            lines.append(
+                f"{length:7d}  {rate:9.2f}  {point.recall:6.0%}  {point.ttft_s * 1e3:5.0f} ms  "
+                f"{dense / point.ttft_s:7.1f}x  {setting}"
+            )
+    ranked = sorted(calibration.head_recall.items(), key=lambda item: -item[1])
+    shown = [f"{name} {recall:.0%}" for name, recall in ranked[:8]]
+    lines += ["", f"heads alone at keep_rate {_HEAD_RATE} (layer.head): {', '.join(shown)}"]
+    lines += [f"prompts from {config.min_prompt_tokens} tokens on are pruned", *calibration.notes]
+    return "\n".join(lines)
+
+
+def plot_calibration(calibration: Calibration, path: str | Path) -> None:
+    """Recall against time to first token, a panel per length, the chosen point marked; written to an image file.
+
+    Raises
+    ------
+    ValueError
+        Without matplotlib.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError("plots need matplotlib: pip install 'spec-stack[experiments]'") from error
+    config = calibration.apply()
+    chosen = describe_setting(replace(config, keep_rate=0.2, min_prompt_tokens=2048))
+    figure = Figure(figsize=(5 * len(calibration.dense_s), 4), layout="constrained")
+    for column, (length, dense) in enumerate(calibration.dense_s.items(), start=1):
+        axes = figure.add_subplot(1, len(calibration.dense_s), column)
+        points = [point for point in calibration.points if point.num_tokens == length]
+        groups = {"attention": "tab:blue", "anchors": "tab:orange", "fused": "tab:green"}
+        for name, colour in groups.items():
+            own = [point for point in points if _scorer_of(point) == name]
+            axes.scatter(
+                [dense / point.ttft_s for point in own],
+                [point.recall for point in own],
+                5,
+                colour,
+                alpha=0.3,
+                label=name,
+            )
+        for setting, label, colour in (("default", "the paper's rule", "black"), (chosen, "chosen setting", "tab:red")):
+            line = sorted((dense / point.ttft_s, point.recall) for point in points if point.setting == setting)
+            axes.plot([x for x, _ in line], [y for _, y in line], color=colour, marker=".", label=label)
+        rate = config.rate_for(length)
+        for point in points:
+            if point.setting == chosen and point.keep_rate == rate:
+                axes.scatter([dense / point.ttft_s], [point.recall], 160, marker="*", color="tab:red", zorder=3)
+        axes.set(title=f"{length} tokens", xlabel="dense TTFT / TTFT", ylabel="evidence kept", ylim=(0, 1))
+        axes.legend(fontsize="small")
+    figure.savefig(path, dpi=120)
+
+
+def _scorer_of(point: Point) -> str:
+    return next((name for name in ("anchors", "fused") if f"scorer={name}" in point.setting), "attention")

@@ -1,0 +1,150 @@
+"""What a calibration says, and how it is kept: settings for one draft and target, with what they were chosen by."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from spec_stack.config import PrefillConfig
+
+FILE_NAME = "spec_stack_calibration.json"
+VERSION = 1
+# What a calibration decides; everything else stays as it was configured.
+CHOSEN = (
+    "keep_rate",
+    "look_ahead",
+    "min_prompt_tokens",
+    "draft_window",
+    "draft_sinks",
+    "scoring_layers",
+    "scoring_heads",
+    "neighbour_share",
+    "scorer",
+    "anchor_weight",
+)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One setting at one length.
+
+    Attributes
+    ----------
+    setting
+        What differs from the defaults, in words.
+    num_tokens
+        Length of the prompts, about.
+    keep_rate
+        The share kept.
+    recall
+        Share of the evidence's lines of which every token was kept.
+    ttft_s
+        Seconds to the first token, from the measured costs of its parts.
+    """
+
+    setting: str
+    num_tokens: int
+    keep_rate: float
+    recall: float
+    ttft_s: float
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The settings that were chosen, for which pair, and by what.
+
+    Attributes
+    ----------
+    settings
+        Values of PrefillConfig, by name; of those in `CHOSEN`.
+    target, draft
+        What identifies the models (see `fingerprint`).
+    margin
+        Recall that was given up for time, at most.
+    dense_s
+        Seconds of dense prefill, by length.
+    head_recall
+        Recall at keep_rate 0.1 of every (layer, head) of the draft alone.
+    points
+        What was measured, for the table and the plot.
+    notes
+        What the user should know, in sentences.
+    """
+
+    settings: Mapping[str, Any]
+    target: Mapping[str, Any]
+    draft: Mapping[str, Any]
+    margin: float
+    dense_s: Mapping[int, float] = field(default_factory=dict)
+    head_recall: Mapping[str, float] = field(default_factory=dict)
+    points: Sequence[Point] = ()
+    notes: Sequence[str] = ()
+    seconds: float = 0.0
+
+    def apply(self, config: PrefillConfig | None = None) -> PrefillConfig:
+        """The configuration with what was chosen in place of its own."""
+        return replace(config or PrefillConfig(), **self.settings)
+
+    def check(self, target: Any, draft: Any) -> str:
+        """Why it does not hold for models of these transformers configurations; empty where it does."""
+        for role, made_for, config in (("target", self.target, target), ("draft", self.draft, draft)):
+            given = fingerprint(config)
+            if dict(made_for) != given:
+                return f"it was made for another {role}: {dict(made_for)}, not {given}"
+        return ""
+
+    def save(self, path: str | Path) -> Path:
+        """Write it to a file, or into a folder under its usual name; the file's path."""
+        file = Path(path) / FILE_NAME if Path(path).is_dir() else Path(path)
+        file.write_text(json.dumps({"version": VERSION, **asdict(self)}, indent=1) + "\n", encoding="utf-8")
+        return file
+
+    @classmethod
+    def load(cls, path: str | Path) -> Calibration:
+        """Read it from a file, or from a folder that holds one under its usual name.
+
+        Raises
+        ------
+        ValueError
+            For a file that is no calibration, or of another version, naming the file.
+        """
+        file = Path(path) / FILE_NAME if Path(path).is_dir() else Path(path)
+        try:
+            values = json.loads(file.read_text(encoding="utf-8"))
+            if values.pop("version") != VERSION:
+                raise ValueError("it is of another version; calibrate again")
+            unknown = set(values["settings"]) - set(CHOSEN)
+            if unknown:
+                raise ValueError(f"it sets {sorted(unknown)}")
+            values["settings"] = {name: _frozen(value) for name, value in values["settings"].items()}
+            values["dense_s"] = {int(length): seconds for length, seconds in values["dense_s"].items()}
+            values["points"] = [Point(**point) for point in values["points"]]
+            calibration = cls(**values)
+            calibration.apply()
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"cannot take {file} for a calibration: {error}") from error
+        return calibration
+
+
+def fingerprint(config: Any) -> dict[str, Any]:
+    """What tells a model's shape from another's, of its transformers text configuration."""
+    names = ("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+    return {name: getattr(config, name, None) for name in names}
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(_frozen(each) for each in value) if isinstance(value, list) else value
+
+
+def describe_setting(config: PrefillConfig) -> str:
+    """What of a configuration differs from the defaults, in few words; the share kept aside."""
+    named = [entry.name for entry in fields(PrefillConfig) if entry.name in CHOSEN and entry.name != "keep_rate"]
+    default = PrefillConfig()
+    changed = {name: getattr(config, name) for name in named if getattr(config, name) != getattr(default, name)}
+    changed.pop("min_prompt_tokens", None)
+    heads = changed.pop("scoring_heads", None)
+    words = [f"{name}={value}" for name, value in changed.items()]
+    return ", ".join(words + ([f"{len(heads)} heads"] if heads else [])) or "default"

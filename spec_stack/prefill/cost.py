@@ -1,0 +1,106 @@
+"""What a prefill costs, in multiply-adds, and what sparse prefill can gain by it. Pure.
+
+SpecPrefill, https://arxiv.org/abs/2502.02789, appendix E, with a window and with fewer scoring layers in it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from spec_stack.config import PrefillConfig
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Llama-like model, in the paper's letters: L, D, I, H, H', V."""
+
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    vocab_size: int
+
+    @classmethod
+    def of(cls, config: object) -> Shape:
+        """Of a transformers text configuration. Raises ValueError where it is not Llama-like enough to say."""
+        names = (
+            "num_hidden_layers",
+            "hidden_size",
+            "intermediate_size",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "vocab_size",
+        )
+        values = [getattr(config, name, None) for name in names]
+        if not all(isinstance(value, int) and value > 0 for value in values):
+            missing = [name for name, value in zip(names, values, strict=True) if not isinstance(value, int)]
+            raise ValueError(f"no cost model for this configuration, which does not say {', '.join(missing)}")
+        return cls(*values)  # type: ignore[arg-type]
+
+
+def prefill_flops(shape: Shape, num_tokens: int, num_seen: float | None = None, num_layers: int | None = None) -> float:
+    """Multiply-adds of a prefill (table 5 of the paper).
+
+    Parameters
+    ----------
+    shape
+        Of the model.
+    num_tokens
+        S.
+    num_seen
+        Keys that each token meets; None is all S of them, which is how the paper counts a causal prefill.
+    num_layers
+        Layers that run; None is all.
+    """
+    seen = num_tokens if num_seen is None else min(num_seen, num_tokens)
+    layers = shape.num_layers if num_layers is None else min(num_layers, shape.num_layers)
+    projections = shape.hidden_size * (2 + 2 * shape.num_kv_heads / shape.num_heads)
+    per_token = shape.hidden_size * (3 * shape.intermediate_size + projections + 2 * seen)
+    return layers * num_tokens * per_token + num_tokens * shape.hidden_size * shape.vocab_size
+
+
+@dataclass(frozen=True)
+class Gain:
+    """What is to be expected of sparse prefill.
+
+    Attributes
+    ----------
+    r, s
+        Shares of the dense prefill's cost: the draft's pass, and the target's over the kept tokens.
+    """
+
+    r: float
+    s: float
+
+    @property
+    def bound(self) -> float:
+        """Dense over sparse: 1 / (r + s)."""
+        return 1 / (self.r + self.s)
+
+
+def expected_gain(target: Shape, draft: Shape, num_tokens: int, config: PrefillConfig) -> Gain:
+    """r and s by counting, no measurement: for a prefill that is bound by its arithmetic.
+
+    The draft's last layer is counted for nothing but its keys and values, as `hf.model` runs it, and no logits of the
+    prompt are.
+    """
+    dense = prefill_flops(target, num_tokens)
+    kept = config.rate_for(num_tokens) * num_tokens
+    s = prefill_flops(target, round(kept)) / dense
+    rest = _without_logits(draft, round(kept))
+    if config.scorer == "anchors":
+        return Gain(rest / dense, s)
+    seen = None if config.draft_window is None else config.draft_window + config.draft_sinks
+    if config.scoring_layers is None or config.scoring_layers >= draft.num_layers:
+        return Gain(_without_logits(draft, num_tokens, seen) / dense, s)
+    return Gain((_without_logits(draft, num_tokens, seen, config.scoring_layers) + rest) / dense, s)
+
+
+def _without_logits(
+    shape: Shape, num_tokens: int, num_seen: float | None = None, num_layers: int | None = None
+) -> float:
+    layers = shape.num_layers if num_layers is None else num_layers
+    whole = prefill_flops(shape, num_tokens, num_seen, layers - 1) - num_tokens * shape.hidden_size * shape.vocab_size
+    keys = num_tokens * shape.hidden_size**2 * (1 + 2 * shape.num_kv_heads / shape.num_heads)
+    return whole + keys

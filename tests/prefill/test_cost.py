@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import pytest
+from transformers import LlamaConfig, Mamba2Config
+
+from spec_stack import PrefillConfig
+from spec_stack.prefill.cost import Shape, expected_gain, prefill_flops
+
+LLAMA_8B = Shape(32, 4096, 14336, 32, 8, 128256)
+LLAMA_70B = Shape(80, 8192, 28672, 64, 8, 128256)
+LLAMA_405B = Shape(126, 16384, 53248, 128, 8, 128256)
+
+
+@pytest.mark.parametrize(("base", "published"), [(LLAMA_70B, 0.1424), (LLAMA_405B, 0.0296)])
+def test_the_papers_ratios_come_out_of_its_formula(base: Shape, published: float) -> None:
+    """Table 6, which does not say the length; figure 9, beside it, is of 32K tokens."""
+    ratio = prefill_flops(LLAMA_8B, 32768) / prefill_flops(base, 32768)
+    assert ratio == pytest.approx(published, abs=0.0015)
+
+
+def test_figure_nine_s_bound_of_the_largest_model_at_a_tenth() -> None:
+    """Section E: 7.72 is analysed for the 405B model at 32K tokens and the lowest keep rate."""
+    draft = prefill_flops(LLAMA_8B, 32768) / prefill_flops(LLAMA_405B, 32768)
+    assert 1 / (draft + 0.1) == pytest.approx(7.72, abs=0.05)
+
+
+def test_the_formula_counts_what_its_table_lists() -> None:
+    shape = Shape(2, 8, 24, 4, 2, 50)
+    per_layer = 3 * 10 * 8 * 24 + 10 * 8**2 * (2 + 2 * 2 / 4) + 2 * 10**2 * 8
+    assert prefill_flops(shape, 10) == 2 * per_layer + 10 * 8 * 50
+
+
+def test_a_window_early_exit_and_anchors_each_lower_r_and_leave_s() -> None:
+    def gain(**options: object) -> tuple[float, float]:
+        found = expected_gain(LLAMA_70B, LLAMA_8B, 131072, PrefillConfig(keep_rate=0.1, **options))  # type: ignore[arg-type]
+        return found.r, found.s
+
+    dense, windowed, exits, both, anchors = (
+        gain(),
+        gain(draft_window=256),
+        gain(scoring_layers=8),
+        gain(draft_window=256, scoring_layers=8),
+        gain(scorer="anchors"),
+    )
+    assert dense[0] > windowed[0] > both[0] > anchors[0]
+    assert dense[0] > exits[0] > both[0]
+    assert len({s for _, s in (dense, windowed, exits, both, anchors)}) == 1
+
+
+def test_shapes_are_taken_from_configurations_and_refused_where_they_say_too_little() -> None:
+    config = LlamaConfig(
+        num_hidden_layers=32,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+    )
+    assert Shape.of(config) == LLAMA_8B
+    with pytest.raises(ValueError, match="no cost model"):
+        Shape.of(Mamba2Config())
