@@ -1,11 +1,11 @@
 """How much of the evidence does each way of choosing keep, and does the target still answer?
 
-Needles of the kinds that calibration hides, in words that neither it nor any tuning saw (`held_out_needles`), in held-out
-texts: single facts, paraphrases, one of 24 facts, several values, chains, logs, JSON records, code. A prompt's recall is
-the share of its evidence's lines of which every token is kept. For every setting: today's default, each part of the
-calibrated setting taken away, and controls that know nothing (random chunks, the most recent ones). Intervals are 95 %
-bootstrap intervals over prompts. Answers are counted right where they contain what was hidden, beside those of dense
-prefill. Prints tables, ends in one JSON line.
+Needles of the kinds that calibration hides, in words that neither it nor any tuning saw (`held_out_needles`), in
+held-out texts: single facts, paraphrases, one of 24 facts, several values, chains, logs, JSON records, code. A prompt's
+recall is the share of its evidence's lines of which every token is kept. For every setting: today's default, each part
+of the calibrated setting taken away, and controls that know nothing (random chunks, the most recent ones). Intervals
+are 95 % bootstrap intervals over prompts. Answers are counted right where they contain what was hidden, beside those
+of dense prefill. Prints tables, ends in one JSON line.
 """
 
 from __future__ import annotations
