@@ -178,11 +178,11 @@ def hide(kind: str, needle: Needle, lines: Sequence[str], rng: random.Random) ->
     spans: list[Span] = []
     length = 0
     for index, own in enumerate(lines, start=1):
-        for line, is_evidence in [(own, False), *by_place.get(index, [])]:
+        for text, is_evidence in [(own, False), *by_place.get(index, [])]:
             if is_evidence:
-                spans.append((length, length + len(line)))
-            pieces.append(line)
-            length += len(line) + 1
+                spans.append((length, length + len(text)))
+            pieces.append(text)
+            length += len(text) + 1
     return Haystack(kind, "\n".join(pieces), needle.question, needle.answer, tuple(spans))
 
 
