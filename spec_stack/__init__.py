@@ -6,9 +6,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from spec_stack.config import DecodeConfig, PrefillConfig, SamplingParams, SpecStackConfig
+    from spec_stack.config import DecodeConfig, PrefillConfig, SamplingParams, SessionConfig, SpecStackConfig
     from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord
     from spec_stack.generator import SpecStackGenerator
+    from spec_stack.session import Session
     from spec_stack.types import GenerationResult, Metrics, Selection, StepOutput
 
 __version__ = "0.1.0"
@@ -26,6 +27,8 @@ _HOMES = {
     "GenerationResult": "types",
     "Metrics": "types",
     "SamplingParams": "config",
+    "Session": "session",
+    "SessionConfig": "config",
     "Selection": "types",
     "StepOutput": "types",
 }
@@ -38,6 +41,8 @@ __all__ = [
     "PrefillConfig",
     "SamplingParams",
     "Selection",
+    "Session",
+    "SessionConfig",
     "SpecStackConfig",
     "SpecStackGenerator",
     "StepContext",

@@ -1,4 +1,4 @@
-"""spec-stack generate | demo | doctor."""
+"""spec-stack generate | chat | demo | doctor."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import io
 import json
 import os
+import stat
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spec_stack import __version__
+from spec_stack.chat import Chat, read_document, status_line
 from spec_stack.config import (
     MAX_GAMMA,
     PRECISIONS,
@@ -20,6 +22,7 @@ from spec_stack.config import (
     LoadConfig,
     PrefillConfig,
     SamplingParams,
+    SessionConfig,
     SpecStackConfig,
     meaning,
 )
@@ -44,6 +47,17 @@ def build_parser() -> argparse.ArgumentParser:
     _add_pair_arguments(generate)
     _add_generate_arguments(generate)
     generate.set_defaults(run=_generate)
+
+    chat = commands.add_parser("chat", help="a conversation, in which only what is new is prefilled")
+    _add_pair_arguments(chat)
+    chat.add_argument(
+        "--file", type=Path, action="append", default=[], help="a document to talk about; may be repeated"
+    )
+    chat.add_argument("--system", help="a system message")
+    _add_answer_arguments(chat)
+    for name, kind in (("restore_threshold", float), ("max_restored_chunks", int)):
+        _add_option(chat, SessionConfig, name, type=kind)
+    chat.set_defaults(run=_chat)
 
     demo = commands.add_parser("demo", help="dense + plain against sparse + speculative on a long real document")
     _add_pair_arguments(demo)
@@ -78,11 +92,19 @@ def _add_pair_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
-    source = parser.add_mutually_exclusive_group()
-    source.add_argument("prompt", nargs="?", help="the prompt; without it and --file, standard input")
-    source.add_argument("--file", type=Path, help="take the prompt from a file")
+    parser.add_argument(
+        "prompt", nargs="?", help="the prompt, behind what --file and standard input hold; - is standard input alone"
+    )
+    parser.add_argument("--file", type=Path, help="take the prompt, or what comes before it, from a file")
     parser.add_argument("--chat", action="store_true", help="send the prompt as a user message")
     parser.add_argument("--system", help="a system message; implies --chat")
+    _add_answer_arguments(parser)
+    parser.add_argument("--records", type=Path, help="add a record per step to this .jsonl file")
+    parser.add_argument("--json", action="store_true", help="no stream: print text and metrics as one JSON object")
+    parser.add_argument("--stats", action="store_true", help="say on standard error what the answer cost")
+
+
+def _add_answer_arguments(parser: argparse.ArgumentParser) -> None:
     for name, kind in (("max_tokens", int), ("temperature", float), ("top_k", int), ("top_p", float), ("seed", int)):
         _add_option(parser, SamplingParams, name, type=kind)
     _add_option(parser, SamplingParams, "stop", action="append", default=[])
@@ -101,8 +123,6 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         help=f"the policy fixed with this many tokens per step, 0 to {MAX_GAMMA}; 0 is plain decoding",
     )
-    parser.add_argument("--records", type=Path, help="add a record per step to this .jsonl file")
-    parser.add_argument("--json", action="store_true", help="no stream: print text and metrics as one JSON object")
 
 
 def _load(arguments: argparse.Namespace, config: SpecStackConfig | None = None) -> SpecStackGenerator:
@@ -119,27 +139,44 @@ def _load(arguments: argparse.Namespace, config: SpecStackConfig | None = None) 
 
 
 def _read_prompt(arguments: argparse.Namespace) -> str:
-    if arguments.prompt is not None:
-        return str(arguments.prompt)
+    """The prompt: a file or standard input, then the argument, as far as there are such."""
+    parts = []
     if arguments.file is not None:
-        try:
-            return str(arguments.file.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"cannot read {arguments.file}: {error}") from error
-    if sys.stdin is None or sys.stdin.isatty():
-        raise ValueError("no prompt: give one as an argument, with --file, or on standard input")
-    return sys.stdin.read()
+        parts.append(read_document(arguments.file))
+    elif arguments.prompt in (None, "-") or _is_piped():
+        if sys.stdin is None or sys.stdin.isatty():
+            raise ValueError("no prompt: give one as an argument, with --file, or on standard input")
+        parts.append(sys.stdin.read())
+    if arguments.prompt not in (None, "-"):
+        parts.append(str(arguments.prompt))
+    return "\n\n".join(part for part in parts if part)
+
+
+def _is_piped() -> bool:
+    """Whether somebody has sent something to standard input; an open but silent one is not waited for."""
+    if sys.stdin is None:
+        return False
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+    except (OSError, ValueError):
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
 
 
 def request_of(arguments: argparse.Namespace, prompt: str) -> tuple[SpecStackConfig, dict[str, Any]]:
     """The configuration and the options of `SpecStackGenerator.stream` that the command line asks for."""
-    prefill = replace(
-        PrefillConfig(),
-        keep_rate=arguments.keep_rate,
-        min_prompt_tokens=arguments.min_prompt_tokens,
-        look_ahead=arguments.look_ahead,
-    )
-    request: dict[str, Any] = {
+    request = answer_options(arguments)
+    if arguments.chat or arguments.system is not None:
+        system = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
+        request["messages"] = [*system, {"role": "user", "content": prompt}]
+    else:
+        request["prompt"] = prompt
+    return SpecStackConfig(prefill=prefill_of(arguments)), request
+
+
+def answer_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The options of `stream` beside the prompt."""
+    return {
         "max_tokens": arguments.max_tokens,
         "temperature": arguments.temperature,
         "top_k": arguments.top_k,
@@ -151,12 +188,16 @@ def request_of(arguments: argparse.Namespace, prompt: str) -> tuple[SpecStackCon
         "policy": arguments.policy,
         "gamma": arguments.gamma,
     }
-    if arguments.chat or arguments.system is not None:
-        system = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
-        request["messages"] = [*system, {"role": "user", "content": prompt}]
-    else:
-        request["prompt"] = prompt
-    return SpecStackConfig(prefill=prefill), request
+
+
+def prefill_of(arguments: argparse.Namespace) -> PrefillConfig:
+    """How the command line wants prompts pruned."""
+    return replace(
+        PrefillConfig(),
+        keep_rate=arguments.keep_rate,
+        min_prompt_tokens=arguments.min_prompt_tokens,
+        look_ahead=arguments.look_ahead,
+    )
 
 
 def _generate(arguments: argparse.Namespace) -> int:
@@ -172,13 +213,26 @@ def _generate(arguments: argparse.Namespace) -> int:
         answer = {"text": result.text, "finish_reason": result.finish_reason, "metrics": result.metrics.as_dict()}
         print(json.dumps(answer, ensure_ascii=False))
         return 0
-    steps = []
+    steps, metrics = [], None
     for output in generator.stream(**request):
         print(output.text, end="", flush=True)
         steps.append(output.record)
+        metrics = output.metrics
     print()
+    if arguments.stats and metrics is not None:
+        print(f"{status_line(metrics)}\n{metrics.specprefill_reason}", file=sys.stderr)
     if arguments.records is not None:
         add_records(steps, arguments.records)
+    return 0
+
+
+def _chat(arguments: argparse.Namespace) -> int:
+    documents = [read_document(path) for path in arguments.file]
+    session = SessionConfig(
+        restore_threshold=arguments.restore_threshold, max_restored_chunks=arguments.max_restored_chunks
+    )
+    generator = _load(arguments, SpecStackConfig(prefill=prefill_of(arguments), session=session))
+    Chat(generator.session, answer_options(arguments), arguments.system, documents).run()
     return 0
 
 

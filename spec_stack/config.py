@@ -294,6 +294,37 @@ class SamplingParams:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
 
+@documented
+@dataclass(frozen=True)
+class SessionConfig:
+    """What a session keeps of a conversation, and what comes back of what it dropped."""
+
+    restore: bool = option(
+        True,
+        "whether dropped chunks come back when a later turn's queries want them. What a chunk is worth is its mean "
+        "importance over the whole conversation",
+    )
+    restore_threshold: float = option(
+        2.0, "times the mean importance of a token that a dropped chunk has to reach to come back"
+    )
+    max_restored_chunks: int = option(
+        16, "most chunks of earlier turns that a turn looks at, best first; those of them that were dropped come back"
+    )
+    max_cached_tokens: int | None = option(
+        None,
+        "most tokens that the target's cache may hold when a turn begins; a turn that would go past them begins a new "
+        "one, for which the whole conversation is selected afresh. None is no bound",
+    )
+
+    def __post_init__(self) -> None:
+        _require(isinstance(self.restore, bool), f"restore must be True or False, got {self.restore!r}")
+        _require_number("restore_threshold", self.restore_threshold)
+        _require(self.restore_threshold >= 0, f"restore_threshold must be 0 or more, got {self.restore_threshold}")
+        _require_int("max_restored_chunks", self.max_restored_chunks, 0, hint="; 0 restores nothing")
+        if self.max_cached_tokens is not None:
+            _require_int("max_cached_tokens", self.max_cached_tokens, 1)
+
+
 @dataclass(frozen=True)
 class SpecStackConfig:
     """Everything a `SpecStackGenerator` can be told once, for all its requests.
@@ -304,7 +335,10 @@ class SpecStackConfig:
         How prompts are scored and pruned.
     decode : DecodeConfig
         How far the draft runs ahead.
+    session : SessionConfig
+        What sessions keep and restore.
     """
 
     prefill: PrefillConfig = field(default_factory=PrefillConfig)
     decode: DecodeConfig = field(default_factory=DecodeConfig)
+    session: SessionConfig = field(default_factory=SessionConfig)

@@ -178,3 +178,9 @@ class ModelPair:
         if self.translation is not None and tokenization is not None:
             return TranslatedDraft(CachedModel(self.draft, prefill_chunk), self.translation, tokenization)
         return CachedModel(self.draft, prefill_chunk, num_ids=self.vocabulary.num_target)
+
+    def open_index(self, prefill_chunk: int) -> CachedModel | None:
+        """The draft with an empty cache that can go on from turn to turn; None for one with another tokenizer."""
+        if self.translation is not None:
+            return None
+        return CachedModel(self.draft, prefill_chunk, num_ids=self.vocabulary.num_target)

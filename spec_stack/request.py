@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-
-import torch
 
 from spec_stack.clock import Clock
 from spec_stack.config import MAX_LOOK_AHEAD, PrefillConfig, SamplingParams, SpecStackConfig
 from spec_stack.controller.base import Policy
 from spec_stack.controller.pool import PolicyChoice, PolicyPool
 from spec_stack.decode.loop import RequestLabels
-from spec_stack.hf.prompt import Span, encode_prompt
+from spec_stack.hf.prompt import EncodedPrompt, PromptSource, Span, encode_prompt, num_shared
 from spec_stack.pair import ModelPair
-from spec_stack.prefill.decide import decide_scoring
+from spec_stack.prefill.decide import decide_scoring, sees_whole
+from spec_stack.prefill.recall import clip_spans
 from spec_stack.types import DraftTokenization
 
 
@@ -23,7 +22,7 @@ from spec_stack.types import DraftTokenization
 class CallOptions:
     """What a call asks for beside its prompt and how tokens are drawn; None is the generator's own way.
 
-    The meaning of each is told at `SpecStackGenerator.generate`.
+    The meaning of each is told at `Answering.generate`.
     """
 
     keep_rate: float | None = None
@@ -49,15 +48,21 @@ class Request:
     prefill : PrefillConfig
         The generator's, with this call's keep_rate and as much look-ahead as the models have positions for.
     scores : bool
-        Whether the prompt is scored, to be pruned.
+        Whether the prompt, or what it adds to a session, is scored, to be pruned.
     reason : str
         Why, or why not.
+    can_score : bool
+        Whether the draft can score it at all.
     policy : PolicyChoice
         Which policy chooses gamma.
     labels : RequestLabels
         What its records carry.
     tokenization : DraftTokenization or None
         The prompt in the tokens of a draft with another tokenizer, where that draft is of use.
+    encoded : EncodedPrompt or None
+        The prompt as it was encoded.
+    num_cached : int
+        Tokens at its beginning that a session has dealt with already.
     clock : Clock
         Began with the call, and stands still until the first step.
     """
@@ -70,8 +75,21 @@ class Request:
     reason: str
     policy: PolicyChoice
     labels: RequestLabels
+    can_score: bool = True
     tokenization: DraftTokenization | None = None
+    encoded: EncodedPrompt | None = None
+    num_cached: int = 0
     clock: Clock = field(default_factory=Clock)
+
+    @property
+    def num_new_tokens(self) -> int:
+        """Tokens of the prompt that no earlier turn has dealt with."""
+        return len(self.prompt_ids) - self.num_cached
+
+    @property
+    def text(self) -> str:
+        """What reasons call the part of the prompt that may be pruned."""
+        return "new text" if self.num_cached else "prompt"
 
     @classmethod
     def plan(
@@ -79,19 +97,16 @@ class Request:
         pair: ModelPair,
         config: SpecStackConfig,
         pool: PolicyPool,
-        *,
-        prompt: str | None,
-        messages: Sequence[Mapping[str, str]] | None,
-        input_ids: Sequence[int] | torch.Tensor | None,
+        source: PromptSource,
         params: SamplingParams,
         options: CallOptions,
+        held_ids: Sequence[int] = (),
+        known: EncodedPrompt | None = None,
     ) -> Request:
         """Check a call and settle what is done for it. Nothing goes through a model yet.
 
-        Raises
-        ------
-        ValueError
-            For what the caller can change; the message says how.
+        held_ids: the tokens that a session has dealt with; known: its last prompt, with the answer. Raises ValueError
+        for what the caller can change; the message says how.
         """
         clock = Clock()
         if params.stop_strings and pair.tokenizer is None:
@@ -99,17 +114,28 @@ class Request:
         policy = pool.choose(options.policy, options.gamma, params.seed is not None and params.temperature > 0)
         if not pair.vocabulary.can_propose:
             policy = pool.choose(gamma=0)
-        prompt_ids, protected = encode_prompt(pair.tokenizer, pair.vocab_size, prompt, messages, input_ids)
+        encoded = encode_prompt(pair.tokenizer, pair.vocab_size, source, known)
+        prompt_ids, protected = encoded.token_ids, encoded.protected
+        # The last token is always new: what comes after it is asked for.
+        num_cached = min(num_shared(held_ids, prompt_ids), len(prompt_ids) - 1)
         prefill = config.prefill
         if options.keep_rate is not None:
             prefill = replace(prefill, keep_rate=options.keep_rate)
         tokenization, obstacle = pair.tokenize_for_draft(prompt_ids)
         num_draft_tokens = len(prompt_ids) if tokenization is None else len(tokenization.token_ids)
         scores, reason = decide_scoring(
-            options.specprefill, prefill, len(prompt_ids), protected, num_draft_tokens, pair.scoring_limit
+            options.specprefill,
+            prefill,
+            len(prompt_ids) - num_cached,
+            clip_spans(protected, num_cached),
+            num_draft_tokens,
+            pair.scoring_limit,
+            "new text" if num_cached else "prompt",
         )
         if scores and obstacle:
             scores, reason = False, f"off: {obstacle}"
+        if encoded.note:
+            reason += f"; {encoded.note}"
         room = _positions_left(pair, len(prompt_ids), num_draft_tokens, params.max_tokens)
         # Where nothing can be proposed there is nothing to look ahead with either.
         most = min(room, MAX_LOOK_AHEAD) if pair.vocabulary.can_propose else 0
@@ -123,7 +149,10 @@ class Request:
             reason=reason,
             policy=policy,
             labels=RequestLabels(options.request_id or secrets.token_hex(4), pair.precision, options.task),
+            can_score=not obstacle and sees_whole(prefill, num_draft_tokens, pair.scoring_limit),
             tokenization=tokenization,
+            encoded=encoded,
+            num_cached=num_cached,
             clock=clock,
         )
 

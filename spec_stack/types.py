@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from typing import Any, Literal, Protocol
 
 import torch
@@ -72,9 +73,14 @@ class Selection:
     token_ids : sequence of int, length K
         The kept tokens.
     positions : sequence of int, length K
-        Where each stands in the prompt: strictly increasing, 0 to `num_prompt_tokens` - 1.
+        Where each stands in the prompt, 0 to `num_prompt_tokens` - 1: strictly increasing, the restored ones and the
+        new ones each by themselves.
     num_prompt_tokens : int
         N, the length of the whole prompt.
+    num_restored : int
+        How many of them, the first ones, were dropped from the text of an earlier turn and come back now.
+    num_held : int
+        Prompt tokens that the target's cache holds already.
 
     Raises
     ------
@@ -85,13 +91,16 @@ class Selection:
     token_ids: Sequence[int]
     positions: Sequence[int]
     num_prompt_tokens: int
+    num_restored: int = 0
+    num_held: int = 0
 
     def __post_init__(self) -> None:
-        if len(self.token_ids) != len(self.positions) or not self.token_ids:
+        if len(self.token_ids) != len(self.positions) or len(self.positions) <= self.num_restored:
             raise ValueError(f"{len(self.token_ids)} token ids for {len(self.positions)} positions; give one for each")
-        pairs = zip(self.positions, self.positions[1:], strict=False)
-        if self.positions[0] < 0 or self.positions[-1] >= self.num_prompt_tokens or any(b <= a for a, b in pairs):
-            raise ValueError(f"positions must increase strictly within 0…{self.num_prompt_tokens - 1}")
+        for positions in (self.positions[: self.num_restored], self.positions[self.num_restored :]):
+            inside = not positions or 0 <= positions[0] <= positions[-1] < self.num_prompt_tokens
+            if not inside or any(b <= a for a, b in pairwise(positions)):
+                raise ValueError(f"positions must increase strictly within 0…{self.num_prompt_tokens - 1}")
 
     @classmethod
     def everything(cls, prompt_ids: Sequence[int]) -> Selection:
@@ -100,8 +109,8 @@ class Selection:
 
     @property
     def keep_rate(self) -> float:
-        """The share really kept, K / N."""
-        return len(self.positions) / self.num_prompt_tokens
+        """The share of the prompt that the target has with it: K / N, or in a later turn (held + K) / N."""
+        return (self.num_held + len(self.positions)) / self.num_prompt_tokens
 
 
 @dataclass(frozen=True)
@@ -177,6 +186,9 @@ class Metrics:
     target_weight_bytes: int
     draft_weight_bytes: int
     seed: int | None
+    num_new_tokens: int
+    num_cached_tokens: int = 0
+    num_restored_tokens: int = 0
     decode_reason: str = ""
     scoring_s: float = 0.0
     ttft_s: float = 0.0
@@ -207,7 +219,7 @@ class Metrics:
 
     @property
     def keep_rate(self) -> float:
-        """Share of the prompt that the target prefilled."""
+        """Share of the prompt that the target prefilled, in this turn or before."""
         return self.num_kept_tokens / self.num_prompt_tokens
 
     @property

@@ -8,11 +8,15 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
+from hypothesis import settings
 from transformers import PreTrainedModel
 
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
 from tests.support.models import make_model
 
+# How fast the machine is does not matter.
+settings.register_profile("unhurried", deadline=None)
+settings.load_profile("unhurried")
 # Tiny tensors gain nothing from threads and lose much on a busy machine.
 torch.set_num_threads(1)
 

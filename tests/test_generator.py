@@ -402,7 +402,10 @@ def test_a_policy_by_name_keeps_what_it_learned_and_is_never_shared(
     assert traces[1][1] > 5
 
 
-@pytest.mark.parametrize("policy", POLICY_NAMES)
+@pytest.mark.parametrize(
+    "policy",
+    [pytest.param(name, marks=[] if name in ("fixed", "throughput") else pytest.mark.slow) for name in POLICY_NAMES],
+)
 @pytest.mark.parametrize("specprefill", [False, True])
 def test_every_policy_is_lossless_live(
     policy: str, specprefill: bool, target: PreTrainedModel, draft: PreTrainedModel

@@ -8,6 +8,8 @@ tokens that may be rolled back, put back, and the tokens that stay are recompute
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import copy as shallow_copy
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +45,10 @@ class PreallocatedLayer(DynamicLayer):  # type: ignore[misc]
         self.keys = self._append("keys", self.keys, key_states)
         self.values = self._append("values", self.values, value_states)
         return self.keys, self.values
+
+    def unshare(self) -> None:
+        """Give up the room set aside: the next tokens move into new buffers, and leave these tensors as they are."""
+        self._buffers = {}
 
     def _append(self, name: str, cached: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         used = cached.shape[-2] if cached.numel() else 0
@@ -83,6 +89,22 @@ def last_scoring_layer(cache: DynamicCache, num_layers: int) -> int:
     """Index of the last layer with keys among the first num_layers; of the first one with keys where there is none."""
     with_keys = [index for index, layer in enumerate(cache.layers) if isinstance(layer, DynamicLayer)]
     return max((index for index in with_keys if index < num_layers), default=with_keys[0])
+
+
+def fork(cache: DynamicCache) -> DynamicCache:
+    """A cache with the same contents: keys and values are shared until one of the two appends, states are copied."""
+    other = shallow_copy(cache)
+    other.layers = [_fork_layer(layer) for layer in cache.layers]
+    return other
+
+
+def _fork_layer(layer: Any) -> Any:
+    if not isinstance(layer, PreallocatedLayer):
+        return deepcopy(layer)
+    other = shallow_copy(layer)
+    layer.unshare()
+    other.unshare()
+    return other
 
 
 def keep_slots(cache: DynamicCache, slots: Sequence[int], device: torch.device) -> None:

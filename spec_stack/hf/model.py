@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from itertools import pairwise
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from spec_stack.hf import cache as model_cache
-from spec_stack.hf.architectures import text_config
+from spec_stack.hf.architectures import has_windows, text_config
 from spec_stack.hf.attention import LayerCapture, attend_by_position, capture_attention
 from spec_stack.hf.cache import StateSnapshot
 from spec_stack.hf.slots import KeysCached, SlotPositions
@@ -69,7 +70,7 @@ class CachedModel:
     num_cached
         Tokens prefilled or decoded and not forgotten.
     next_position
-        The position after the last of them, which is larger than num_cached after a sparse prefill.
+        The position after the largest of theirs, which is larger than num_cached after a sparse prefill.
     forward_s
         Seconds spent inside the model so far (on CUDA: until the launch returned).
 
@@ -94,6 +95,8 @@ class CachedModel:
         self._positions: list[int] = []
         self._to_recompute: list[tuple[int, int]] = []
         self._snapshots: list[StateSnapshot] = []
+        # Slots up to the end of the last ones that went back to an earlier position; from there on positions increase.
+        self._restored_end = 0
 
     @property
     def num_cached(self) -> int:
@@ -103,11 +106,48 @@ class CachedModel:
     def next_position(self) -> int:
         if self._to_recompute:
             return self._to_recompute[-1][1] + 1
-        return self._positions[-1] + 1 if self._positions else 0
+        if len(self._positions) > self._restored_end:
+            return self._positions[-1] + 1
+        return max(self._positions, default=-1) + 1
+
+    @property
+    def positions(self) -> Sequence[int]:
+        """Those of the cached tokens, in the order in which they were written."""
+        return [*self._positions, *(position for _, position in self._to_recompute)]
 
     @property
     def num_to_recompute(self) -> int:
         return len(self._to_recompute)
+
+    @property
+    def can_restore(self) -> bool:
+        """Whether tokens may come in at positions before those of cached ones: there is no state that has gone past
+        them, and no window by slots in order."""
+        return not self._is_stateful and not has_windows(self.model.config)
+
+    @property
+    def is_stateful(self) -> bool:
+        """Whether there is a recurrent state, which cannot be cropped."""
+        return self._is_stateful
+
+    def forget_from(self, position: int) -> None:
+        """Forget all tokens from the first one written at or past a position on.
+
+        What was restored after that one goes too: it has seen it.
+        """
+        if self.next_position > position:
+            held = self.positions
+            first = next(slot for slot, at in enumerate(held) if at >= position)
+            self.rollback(len(held) - first)
+
+    def fork(self) -> CachedModel:
+        """Another view with the same tokens. Nothing is copied until one of the two goes on (states are, at once)."""
+        other = CachedModel(self.model, self.prefill_chunk, self._num_ids)
+        with torch.inference_mode():
+            other._cache = model_cache.fork(self._cache)
+        other._positions, other._token_ids = list(self._positions), list(self._token_ids)
+        other._to_recompute, other._restored_end = list(self._to_recompute), self._restored_end
+        return other
 
     def forward(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> torch.Tensor:
         """Append tokens to the cache, in pieces of prefill_chunk where they are many.
@@ -115,7 +155,9 @@ class CachedModel:
         Parameters
         ----------
         token_ids, positions
-            One each per token. Positions increase strictly and begin at next_position or after it.
+            One each per token. Positions increase strictly and begin at next_position or after it. Tokens that are
+            restored, at increasing positions before that which are not cached, may come ahead of them: every token sees
+            all that were written before it, also those of larger position (a sliding window counts both ways).
         num_logits
             How many of the last tokens are asked for logits, 1 or more.
 
@@ -188,7 +230,7 @@ class CachedModel:
         if not (len(token_ids) == len(positions) >= num_logits and token_ids):
             raise ValueError(f"{len(token_ids)} tokens, {len(positions)} positions, {num_logits} logits do not fit")
         if positions[0] < self.next_position:
-            raise ValueError(f"position {positions[0]} comes before the cache's next position {self.next_position}")
+            self._mark_restored(positions)
         if self._num_ids > self._num_rows:
             token_ids = [min(token_id, self._num_rows - 1) for token_id in token_ids]
         taken = (
@@ -197,6 +239,15 @@ class CachedModel:
         )
         self._to_recompute = []
         return taken
+
+    def _mark_restored(self, positions: Sequence[int]) -> None:
+        """Check the tokens of a forward that go back before next_position, and remember where they end."""
+        num_restored = bisect_left(positions, self.next_position)
+        if num_restored == len(positions) or not self.can_restore:
+            raise ValueError(f"position {positions[0]} comes before the cache's next position {self.next_position}")
+        if not set(self._positions).isdisjoint(positions[:num_restored]):
+            raise ValueError("some of the positions to restore are cached already")
+        self._restored_end = len(self._positions) + num_restored
 
     def _cache_keys(
         self,
@@ -300,6 +351,8 @@ class CachedModel:
             return
         with torch.inference_mode():
             model_cache.keep_slots(self._cache, slots, self.model.device)
+        # Where positions go back is not looked for: the largest is.
+        self._restored_end = len(slots) if self._restored_end else 0
         self._positions = [self._positions[slot] for slot in slots]
         self._token_ids = [self._token_ids[slot] for slot in slots]
 
@@ -315,6 +368,7 @@ class CachedModel:
         """
         self._cache = model_cache.new_cache(self.model.config)
         self._token_ids, self._positions, self._to_recompute, self._snapshots = [], [], [], []
+        self._restored_end = 0
         if positions:
             self.prefill([prompt_ids[position] for position in positions], positions)
 

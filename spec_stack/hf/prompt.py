@@ -1,25 +1,97 @@
-"""Prompts: plain text and chat messages to token ids, with the spans of a chat that must stay dense."""
+"""Prompts: plain text and chats to token ids, with the spans that must stay dense."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
 Span = tuple[int, int]
+
+# Messages of these roles are never pruned.
+_KEPT_ROLES = ("system", "developer")
+
+
+@dataclass(frozen=True)
+class PromptSource:
+    """A prompt as a call gives it: a text, a chat or token ids, exactly one of them, and how a chat is rendered.
+
+    The meaning of each is told at `Answering.generate`.
+    """
+
+    prompt: str | None = None
+    messages: Sequence[Message] | None = None
+    input_ids: Sequence[int] | torch.Tensor | None = None
+    protected: Sequence[Span] = ()
+    tools: Sequence[Any] | None = None
+    documents: Sequence[Mapping[str, Any]] | None = None
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    continue_final_message: bool = False
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A place at which a text may be tokenized from anew: a special token begins there.
+
+    Parameters
+    ----------
+    start, stop : int
+        Characters of the special token; equal where the text ends before it.
+    token : int
+        Its index.
+    """
+
+    start: int
+    stop: int
+    token: int
+
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """A prompt as token ids.
+
+    Parameters
+    ----------
+    token_ids : list of int
+        N of them.
+    protected : list of (int, int)
+        Half-open spans of tokens that are never pruned, in order.
+    note : str
+        What could not be told apart, and stays dense or unprotected for that.
+    text : str
+        The rendered chat; empty for other prompts.
+    cuts : list of Cut
+        Where a longer chat may go on from this one, in order.
+    """
+
+    token_ids: list[int]
+    protected: list[Span]
+    note: str = ""
+    text: str = ""
+    cuts: list[Cut] = field(default_factory=list)
+
+    def with_answer(self, token_ids: Sequence[int], text: str) -> EncodedPrompt:
+        """The chat with a generated answer behind it, in the tokens in which it was generated."""
+        if not self.text:
+            return self
+        together = [*self.token_ids, *token_ids]
+        whole = self.text + text
+        return replace(
+            self, token_ids=together, text=whole, cuts=[*self.cuts, Cut(len(whole), len(whole), len(together))]
+        )
 
 
 def encode_prompt(
-    tokenizer: Any,
-    vocab_size: int,
-    prompt: str | None,
-    messages: Sequence[Mapping[str, str]] | None,
-    input_ids: Sequence[int] | torch.Tensor | None,
-) -> tuple[list[int], list[Span]]:
-    """Token ids of the one prompt given, and the half-open spans of it that are never pruned.
+    tokenizer: Any, vocab_size: int, source: PromptSource, known: EncodedPrompt | None = None
+) -> EncodedPrompt:
+    """Token ids of the one prompt given, and the spans of it that are never pruned.
 
     Parameters
     ----------
@@ -27,30 +99,47 @@ def encode_prompt(
         The target's; None takes input_ids only.
     vocab_size : int
         Ids that the target knows.
-    prompt, messages, input_ids
-        A text, a chat, or token ids (N,) or (1, N): exactly one is not None.
+    source : PromptSource
+        The prompt.
+    known : EncodedPrompt, optional
+        An earlier chat: what this one shares with it is not tokenized again, and keeps its tokens.
 
     Raises
     ------
     ValueError
-        For none or several, an empty one, one of the wrong type, ids outside the vocabulary.
+        For none or several prompts, an empty one, one of the wrong type, ids outside the vocabulary, messages of
+        another form, a tokenizer without a template, a template that refuses the messages.
     """
-    if sum(given is not None for given in (prompt, messages, input_ids)) != 1:
+    given = (source.prompt, source.messages, source.input_ids)
+    if sum(each is not None for each in given) != 1:
         raise ValueError("give exactly one of prompt, messages or input_ids")
-    protected: list[Span] = []
-    if input_ids is not None:
-        prompt_ids = _check_ids(input_ids, vocab_size)
+    _check_chat_options(source)
+    if source.input_ids is not None:
+        token_ids = _check_ids(source.input_ids, vocab_size)
+        encoded = _protect_ids(tokenizer, token_ids, _check_spans(source.protected, len(token_ids)))
     elif tokenizer is None:
         raise ValueError("this generator was made without a tokenizer; give input_ids")
-    elif messages is not None:
-        prompt_ids, protected = encode_messages(tokenizer, messages)
-    elif isinstance(prompt, str):
-        prompt_ids = encode_text(tokenizer, prompt) if prompt else []
+    elif source.messages is not None:
+        encoded = _encode_chat(tokenizer, source, known)
+    elif isinstance(source.prompt, str):
+        encoded = _encode_plain(tokenizer, source.prompt, source.protected)
     else:
-        raise ValueError(f"prompt must be one string, got {type(prompt).__name__}; see messages= and input_ids=")
-    if not prompt_ids:
+        raise ValueError(f"prompt must be one string, got {type(source.prompt).__name__}; see messages= and input_ids=")
+    if not encoded.token_ids:
         raise ValueError("the prompt is empty; give at least one token")
-    return prompt_ids, protected
+    return encoded
+
+
+def _check_chat_options(source: PromptSource) -> None:
+    if source.messages is not None:
+        if source.protected:
+            raise ValueError("protected= goes with prompt or input_ids; in messages the system message is protected")
+        if not isinstance(source.chat_template_kwargs, Mapping):
+            raise ValueError(f"chat_template_kwargs must be a mapping, got {source.chat_template_kwargs!r}")
+        return
+    for name in ("tools", "documents", "chat_template_kwargs", "continue_final_message"):
+        if getattr(source, name):
+            raise ValueError(f"{name}= goes with messages=, which a chat template renders")
 
 
 def _check_ids(input_ids: Sequence[int] | torch.Tensor, vocab_size: int) -> list[int]:
@@ -66,6 +155,57 @@ def _check_ids(input_ids: Sequence[int] | torch.Tensor, vocab_size: int) -> list
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
         raise ValueError(f"input_ids must lie in 0…{vocab_size - 1}, the target's vocabulary")
     return token_ids
+
+
+def _check_spans(spans: Sequence[Span], length: int) -> list[Span]:
+    try:
+        checked = sorted((int(start), int(stop)) for start, stop in spans)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"protected must be (start, stop) pairs, got {spans!r}") from error
+    for start, stop in checked:
+        if not 0 <= start < stop <= length:
+            raise ValueError(f"protected span ({start}, {stop}) is not within 0…{length}")
+    return checked
+
+
+def _protect_ids(tokenizer: Any, token_ids: list[int], spans: Sequence[Span]) -> EncodedPrompt:
+    """Token ids with the spans named, and the tokenizer's special tokens, protected."""
+    special = special_ids(tokenizer)
+    inside = {position for start, stop in spans for position in range(start, stop)}
+    protected = _runs(at for at, token_id in enumerate(token_ids) if token_id in special or at in inside)
+    note = "" if spans else "of input_ids nothing but special tokens is protected, unless protected= names it"
+    return EncodedPrompt(token_ids, protected, note)
+
+
+def special_ids(tokenizer: Any) -> frozenset[int]:
+    """Ids of the tokens that no text around them can change; none without a tokenizer."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return frozenset(token_id for token_id, token in added.items() if token.special)
+
+
+def _runs(positions: Iterable[int]) -> list[Span]:
+    """Increasing positions as half-open spans."""
+    spans: list[Span] = []
+    for position in positions:
+        if spans and spans[-1][1] == position:
+            spans[-1] = spans[-1][0], position + 1
+        else:
+            spans.append((position, position + 1))
+    return spans
+
+
+def _encode_plain(tokenizer: Any, text: str, protected: Sequence[Span]) -> EncodedPrompt:
+    spans = _check_spans(protected, len(text))
+    token_ids = encode_text(tokenizer, text) if text else []
+    if not spans:
+        return EncodedPrompt(token_ids, [])
+    if not tokenizer.is_fast:
+        return EncodedPrompt(token_ids, [(0, len(token_ids))], "the tokenizer gives no offsets, so all is protected")
+    offsets = tokenizer(text, return_offsets_mapping=True, verbose=False).offset_mapping[: len(token_ids)]
+    inside = _runs(
+        index for index, (start, stop) in enumerate(offsets) if any(start < last and stop > at for at, last in spans)
+    )
+    return EncodedPrompt(token_ids, inside)
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:
@@ -98,56 +238,186 @@ def encode_messages(tokenizer: Any, messages: Sequence[Message]) -> tuple[list[i
 
     Raises ValueError for messages of another form, or a tokenizer without a template.
     """
-    if not messages:
-        raise ValueError("messages is empty; give at least one {'role': ..., 'content': ...}")
-    for message in messages:
-        if not isinstance(message, Mapping):
-            raise ValueError(f"messages must be a list of {{'role': ..., 'content': ...}}, got {message!r} in it")
-        if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
-            raise ValueError(f"a message needs a 'role' and a text 'content', got {dict(message)!r}")
+    encoded = _encode_chat(tokenizer, PromptSource(messages=messages), None)
+    return encoded.token_ids, encoded.protected
+
+
+def _encode_chat(tokenizer: Any, source: PromptSource, known: EncodedPrompt | None) -> EncodedPrompt:
+    messages = _check_messages(source.messages or ())
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("the tokenizer has no chat template; give prompt= instead of messages=")
-    text = _render(tokenizer, messages)
+    text = _render(tokenizer, messages, source)
     _check_unicode(text)
     if not tokenizer.is_fast:
-        # Without character offsets there is no telling what is content, so all of it stays dense.
+        # Without character offsets there is no telling what is content.
         ids = list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
-        return ids, [(0, len(ids))]
-    # The template has rendered the special tokens already.
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    prunable = _content_spans(tokenizer, text, messages)
-    protected = [
-        (index, index + 1)
-        for index, (start, stop) in enumerate(encoded.offset_mapping)
-        if not any(first <= start and stop <= last for first, last in prunable)
-    ]
-    return list(encoded.input_ids), protected
+        return EncodedPrompt(ids, [(0, len(ids))], "the tokenizer gives no offsets, so all is protected", text)
+    prunable, num_edited = _content_spans(tokenizer, text, messages, source)
+    special = special_ids(tokenizer)
+    head, tail_ids, offsets = _tokenize(tokenizer, text, special, known)
+    protected = (
+        [(start, min(stop, head.token)) for start, stop in known.protected if start < head.token] if known else []
+    )
+    starts, first = [start for start, _ in prunable], head.token
+    for index, (start, stop) in enumerate(offsets):
+        within = bisect_right(starts, start) - 1
+        if within < 0 or stop > prunable[within][1]:
+            if protected and protected[-1][1] == first + index:
+                protected[-1] = protected[-1][0], first + index + 1
+            else:
+                protected.append((first + index, first + index + 1))
+    cuts = [cut for cut in known.cuts if cut.token < first] if known else []
+    cuts += [Cut(*offsets[index], first + index) for index, token_id in enumerate(tail_ids) if token_id in special]
+    token_ids = [*known.token_ids[:first], *tail_ids] if known else tail_ids
+    note = f"the chat template edits {num_edited} of {len(messages)} messages, which stay dense" if num_edited else ""
+    return EncodedPrompt(token_ids, protected, note, text, cuts)
 
 
-def _render(tokenizer: Any, messages: Sequence[Message]) -> str:
-    return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
+def _tokenize(
+    tokenizer: Any, text: str, special: frozenset[int], known: EncodedPrompt | None
+) -> tuple[Cut, list[int], list[Span]]:
+    """Where the rest of a text begins that has to be tokenized, its tokens, and their characters in the whole text.
+
+    A special token splits a text: what comes before it does not matter to the tokens after it. So it is enough to begin
+    with the last one that the text shares with a known one.
+    """
+    beginning = Cut(0, 0, 0)
+    head = _last_shared_cut(known, text) if known else beginning
+    for cut in (head, beginning):
+        # The template has rendered the special tokens already.
+        encoded = tokenizer(text[cut.start :], add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        if cut == beginning or special.intersection(encoded.input_ids[:1]):
+            break
+    return (
+        cut,
+        list(encoded.input_ids),
+        [(cut.start + start, cut.start + stop) for start, stop in encoded.offset_mapping],
+    )
 
 
-def _content_spans(tokenizer: Any, text: str, messages: Sequence[Message]) -> list[Span]:
-    """Character spans of the contents that may be pruned: those of all but system and developer messages.
+def _last_shared_cut(known: EncodedPrompt, text: str) -> Cut:
+    length = len(known.text) if text.startswith(known.text) else num_shared(known.text, text)
+    index = bisect_right(known.cuts, length, key=lambda cut: cut.stop)
+    return known.cuts[index - 1] if index else Cut(0, 0, 0)
+
+
+def num_shared(one: Any, other: Any) -> int:
+    """Length of the longest common beginning of two texts, or of two lists."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
+    return low
+
+
+def _check_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """The messages with their content as one text each."""
+    if not isinstance(messages, Sequence) and not isinstance(messages, Mapping):
+        messages = list(messages)
+    if not messages:
+        raise ValueError("messages is empty; give at least one {'role': ..., 'content': ...}")
+    return [_check_message(message) for message in messages]
+
+
+def _check_message(message: Any) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise ValueError(f"messages must be a list of {{'role': ..., 'content': ...}}, got {message!r} in it")
+    content = message.get("content")
+    if content is None and message.get("role") == "assistant":
+        content = ""
+    if isinstance(content, Sequence) and not isinstance(content, str | bytes):
+        content = _join_parts(content)
+    if not isinstance(message.get("role"), str) or not isinstance(content, str):
+        raise ValueError(f"a message needs a 'role' and a text 'content', got {dict(message)!r}")
+    checked = {**message, "content": content}
+    if message.get("tool_calls"):
+        checked["tool_calls"] = [_with_parsed_arguments(call) for call in message["tool_calls"]]
+    return checked
+
+
+def _join_parts(parts: Sequence[Any]) -> str:
+    texts = []
+    for part in parts:
+        text = part if isinstance(part, str) else part.get("text") if isinstance(part, Mapping) else None
+        if not isinstance(text, str):
+            raise ValueError(f"content parts must be {{'type': 'text', 'text': ...}}, got {part!r}")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _with_parsed_arguments(call: Any) -> Any:
+    """A tool call with its arguments as templates expect them, a mapping, where they come as JSON text."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except ValueError:
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _render(tokenizer: Any, messages: Sequence[Message], source: PromptSource) -> str:
+    try:
+        return str(
+            tokenizer.apply_chat_template(
+                list(messages),
+                tools=list(source.tools) if source.tools else None,
+                documents=list(source.documents) if source.documents else None,
+                tokenize=False,
+                add_generation_prompt=not source.continue_final_message,
+                continue_final_message=source.continue_final_message,
+                **source.chat_template_kwargs,
+            )
+        )
+    except TemplateError as error:
+        raise ValueError(f"the chat template refuses these messages: {error}") from error
+
+
+def _content_spans(
+    tokenizer: Any, text: str, messages: Sequence[Message], source: PromptSource
+) -> tuple[list[Span], int]:
+    """Character spans of the contents that may be pruned, and how many the template edits, which may not.
 
     The contents are replaced by marks and the chat is rendered once more, so that the text between the marks is the
     template's own: for one user message "hi" that renders to `<user>hi<end>`, the skeleton is `<user>#0#<end>`, split
-    into `<user>` and `<end>`, and the span is (6, 8). Where putting the contents back, as they are or stripped, does
-    not give the text, the template does more with them, and nothing may be pruned.
+    into `<user>` and `<end>`, and the span is (6, 8). A content is found where it, as it is or stripped, stands between
+    the template's two parts; where it does not, the template does more with it (drops a thought, say), and the search
+    goes on behind the next part.
     """
-    marks = [f"\ue000{index}\ue001" for index in range(len(messages))]
-    skeleton = _render(tokenizer, [{**message, "content": mark} for message, mark in zip(messages, marks, strict=True)])
-    head, *template_parts = re.split("|".join(marks), skeleton)
-    for contents in (
-        [message["content"] for message in messages],
-        [message["content"].strip() for message in messages],
-    ):
-        rebuilt, spans = head, []
-        for message, content, part in zip(messages, contents, template_parts, strict=False):
-            if message["role"] not in ("system", "developer"):
-                spans.append((len(rebuilt), len(rebuilt) + len(content)))
-            rebuilt += content + part
-        if rebuilt == text:
-            return spans
-    return []
+    marks = [f"\ue000{index}\ue001" if message["content"] else "" for index, message in enumerate(messages)]
+    try:
+        skeleton = _render(
+            tokenizer,
+            [{**message, "content": mark} for message, mark in zip(messages, marks, strict=True)],
+            source,
+        )
+    except ValueError:
+        # A template that looks into contents.
+        return [], len(messages)
+    head, *rest = re.split("\ue000(\\d+)\ue001", skeleton)
+    spans, edited, at = [], 0, len(head) if text.startswith(head) else -1
+    for number, part in zip(rest[::2], rest[1::2], strict=True):
+        if at < 0:
+            edited += 1
+            continue
+        message = messages[int(number)]
+        stop = _content_end(text, at, message["content"], part)
+        if stop is None:
+            edited += 1
+            found = text.find(part, at) if part else -1
+            at = found + len(part) if found >= 0 else -1
+            continue
+        if message["role"] not in _KEPT_ROLES:
+            spans.append((at, stop))
+        at = stop + len(part)
+    return spans, edited
+
+
+def _content_end(text: str, at: int, content: str, part: str) -> int | None:
+    """Where a content that begins at `at` ends, given the template's part after it; None where it is not there."""
+    for written in (content, content.strip(), content.lstrip(), content.rstrip()):
+        stop = at + len(written)
+        if text.startswith(written, at) and text.startswith(part, stop) and (part or stop == len(text)):
+            return stop
+    return None

@@ -11,29 +11,36 @@ from spec_stack.prefill.alignment import Span
 def decide_scoring(
     specprefill: bool | None,
     config: PrefillConfig,
-    num_prompt_tokens: int,
+    num_new_tokens: int,
     protected: Sequence[Span],
     num_draft_tokens: int = 0,
     scoring_limit: int | None = None,
+    text: str = "prompt",
 ) -> tuple[bool, str]:
-    """Whether to score the prompt, and why.
+    """Whether to score a text in order to prune it, and why.
 
-    num_draft_tokens: the prompt's length in the draft's tokens. scoring_limit: the longest context that the draft sees
-    whole, None for any. Raises ValueError where specprefill is not True, False or None.
+    num_new_tokens: of the prompt, or of what a turn adds to it; protected: spans of these. num_draft_tokens: the whole
+    prompt's length in the draft's tokens. scoring_limit: the longest context that the draft sees whole, None for any.
+    text: what the reason calls it. Raises ValueError where specprefill is not True, False or None.
     """
     if specprefill not in (True, False, None):
         raise ValueError(f"specprefill must be True, False or None (by length), got {specprefill!r}")
-    num_prunable = num_prompt_tokens - sum(stop - start for start, stop in protected)
+    num_prunable = num_new_tokens - sum(stop - start for start, stop in protected)
     if specprefill is False:
         return False, "off: the call asked for dense prefill"
-    if config.rate_for(num_prompt_tokens) == 1:
+    if config.rate_for(num_new_tokens) == 1:
         return False, "off: keep_rate is 1.0"
-    if specprefill is None and num_prompt_tokens < config.min_prompt_tokens:
-        return False, f"off: the prompt is shorter than min_prompt_tokens={config.min_prompt_tokens}"
+    if specprefill is None and num_new_tokens < config.min_prompt_tokens:
+        return False, f"off: the {text} is shorter than min_prompt_tokens={config.min_prompt_tokens}"
     if num_prunable <= (config.keep_first + config.keep_last) * config.chunk_size:
-        return False, f"off: no more than {num_prunable} of {num_prompt_tokens} prompt tokens could be pruned"
-    if scoring_limit is not None and num_draft_tokens + config.look_ahead > scoring_limit:
+        return False, f"off: no more than {num_prunable} of {num_new_tokens} {text} tokens could be pruned"
+    if not sees_whole(config, num_draft_tokens, scoring_limit):
         return False, f"off: every attention layer of the draft slides over {scoring_limit} tokens, and none sees more"
     if specprefill is True:
         return True, "on: the call asked for it"
-    return True, f"on: the prompt has min_prompt_tokens={config.min_prompt_tokens} or more"
+    return True, f"on: the {text} has min_prompt_tokens={config.min_prompt_tokens} or more"
+
+
+def sees_whole(config: PrefillConfig, num_draft_tokens: int, scoring_limit: int | None) -> bool:
+    """Whether some attention layer of the draft sees a prompt of so many of its tokens whole, with its look-ahead."""
+    return scoring_limit is None or num_draft_tokens + config.look_ahead <= scoring_limit

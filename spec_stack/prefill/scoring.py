@@ -65,6 +65,25 @@ def captured_layers(
             yield choose_heads(whole, by_layer.get(index))
 
 
+def score(
+    draft: ScoringModel,
+    prompt_ids: Sequence[int],
+    look_ahead: LookAhead,
+    config: PrefillConfig,
+    tokenization: DraftTokenization | None = None,
+) -> tuple[torch.Tensor, Proposal]:
+    """Prefill the draft with what it has not seen of a text, look ahead, and score the whole of it by all layers.
+
+    Returns
+    -------
+    tuple
+        The importance (num_prompt_tokens,), and the look-ahead as the first proposal. The draft's cache is left with
+        the text and the look-ahead, ready for decoding.
+    """
+    proposal, captured = capture_look_ahead(draft, prompt_ids, look_ahead, config)
+    return _importance(captured, len(prompt_ids), config, tokenization), proposal
+
+
 def score_prompt(
     draft: ScoringModel,
     prompt_ids: Sequence[int],
@@ -112,14 +131,7 @@ def score_prompt(
     else:
         proposal = None
         captured = capture_first_layers(draft, prompt_ids, config) if scorer_takes_part else {}
-    importance = None
-    if scorer_takes_part:
-        num_scored = len(prompt_ids) if tokenization is None else len(tokenization.token_ids)
-        layers = captured_layers(captured, num_scored, config.scoring_heads)
-        importance = token_importance(layers, config.pool_kernel)
-        if tokenization is not None:
-            importance = map_importance(importance, tokenization.ranges)
-        importance = importance.cpu()
+    importance = _importance(captured, len(prompt_ids), config, tokenization) if scorer_takes_part else None
     selection = select(prompt_ids, importance, config, protected, question)
     if proposal is None:
         # The last token is left to the look-ahead, or to the first proposal.
@@ -134,9 +146,10 @@ def capture_look_ahead(
     draft: ScoringModel, prompt_ids: Sequence[int], look_ahead: LookAhead, config: PrefillConfig
 ) -> tuple[Proposal, Mapping[int, CapturedLayer]]:
     """The look-ahead, and what it and the last prompt token ask."""
-    num_tokens = len(prompt_ids)
-    if num_tokens > 1:
-        draft.prefill(prompt_ids[:-1], range(num_tokens - 1), config.draft_window, config.draft_sinks)
+    num_tokens, start = len(prompt_ids), draft.next_position
+    if start < num_tokens - 1:
+        unseen = prompt_ids[start:-1]
+        draft.prefill(unseen, range(start, num_tokens - 1), config.draft_window, config.draft_sinks)
     with draft.capture() as captured:
         if config.look_ahead:
             proposal = look_ahead(prompt_ids, config.look_ahead)
@@ -146,6 +159,19 @@ def capture_look_ahead(
             proposal = Proposal()
             draft.forward(prompt_ids[-1:], [num_tokens - 1], num_logits=1)
     return proposal, captured
+
+
+def _importance(
+    captured: Mapping[int, CapturedLayer],
+    num_prompt_tokens: int,
+    config: PrefillConfig,
+    tokenization: DraftTokenization | None,
+) -> torch.Tensor:
+    """Importance (num_prompt_tokens,) of the target's tokens from what was captured of the draft's."""
+    num_scored = num_prompt_tokens if tokenization is None else len(tokenization.token_ids)
+    importance = token_importance(captured_layers(captured, num_scored, config.scoring_heads), config.pool_kernel)
+    mapped = importance if tokenization is None else map_importance(importance, tokenization.ranges)
+    return mapped.cpu()
 
 
 def capture_first_layers(

@@ -7,6 +7,7 @@ import contextlib
 import importlib.util
 import inspect
 import io
+import json
 import re
 import shlex
 import sys
@@ -21,6 +22,7 @@ from spec_stack import SpecStackGenerator
 from spec_stack.cli import build_parser
 from spec_stack.controller.registry import POLICIES
 from spec_stack.hf.architectures import SUPPORTED
+from spec_stack.sglang.server_args import ServerConfig
 from tests.support.pages import PAGES, ROOT, Block, blocks, name_of, python_blocks
 from tests.support.tiny_architectures import CONFIGS
 
@@ -128,6 +130,23 @@ def test_every_server_flag_that_a_page_names_is_one() -> None:
     named = {flag for page in PAGES for flag in re.findall(r"--spec-stack-[\w-]+", page.read_text(encoding="utf-8"))}
     assert len(named) > 4
     assert not {flag for flag in named if flag not in source}
+
+
+def test_the_server_page_has_the_servers_defaults_and_a_file_that_it_takes() -> None:
+    page = ROOT / "docs" / "serving.md"
+    rows = dict(re.findall(r"^\| `--spec-stack-([\w-]+)` \|(.*?)\|", page.read_text(encoding="utf-8"), flags=re.M))
+    defaults = ServerConfig()
+    shown = {
+        "min-prompt-tokens": str(defaults.prefill.min_prompt_tokens),
+        "keep-rate": str(defaults.prefill.keep_rate),
+        "policy": defaults.policy,
+        "gammas": " ".join(map(str, defaults.gammas)),
+        "config": "",
+    }
+    assert {name: default.strip() for name, default in rows.items()} == shown
+    (file,) = [block.code for block in blocks(page) if block.language == "json"]
+    settings = ServerConfig.from_mapping(json.loads(file))
+    assert (settings.prefill.look_ahead, settings.gammas) == (4, (0, 2, 4, 8))
 
 
 def test_the_readme_is_short() -> None:

@@ -1,11 +1,51 @@
 from __future__ import annotations
 
 import copy
+import random
+from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from spec_stack import SpecStackGenerator
-from spec_stack.hf.prompt import encode_messages, encode_text
+from spec_stack.hf.prompt import (
+    EncodedPrompt,
+    PromptSource,
+    encode_messages,
+    encode_prompt,
+    encode_text,
+    num_shared,
+    special_ids,
+)
+
+Chat = list[dict[str, Any]]
+THINKING = (
+    "{% for m in messages %}<|user|>{% if m['role'] == 'assistant' %}{{ m['content'].split('</think>')[-1] | trim }}"
+    "{% else %}{{ m['content'] }}{% endif %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>"
+    "{% if enable_thinking is defined and not enable_thinking %}no thoughts {% endif %}{% endif %}"
+)
+TOOLS = (
+    "<|system|>{% if tools %}{% for t in tools %}{{ t['name'] }} {% endfor %}{% endif %}{% if documents %}"
+    "{% for d in documents %}{{ d['text'] }}{% endfor %}{% endif %}<|end|>{% for m in messages %}<|user|>"
+    "{% if m.get('tool_calls') %}call {{ m['tool_calls'][0]['function']['arguments']['city'] }}{% endif %}"
+    "{{ m['content'] }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def with_template(embedded: SpecStackGenerator, template: str) -> PreTrainedTokenizerFast:
+    tokenizer = copy.copy(embedded.tokenizer)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def encode(tokenizer: Any, messages: Chat, known: EncodedPrompt | None = None, **options: Any) -> EncodedPrompt:
+    return encode_prompt(tokenizer, 4096, PromptSource(messages=messages, **options), known)
+
+
+def prunable(tokenizer: Any, encoded: EncodedPrompt) -> str:
+    """The text of the tokens that may be pruned."""
+    inside = {position for start, stop in encoded.protected for position in range(start, stop)}
+    return str(tokenizer.decode([token for at, token in enumerate(encoded.token_ids) if at not in inside]))
 
 
 @pytest.mark.parametrize(
@@ -22,29 +62,191 @@ from spec_stack.hf.prompt import encode_messages, encode_text
     ],
 )
 @pytest.mark.parametrize("trims", [False, True])
-def test_exactly_the_contents_are_prunable(
-    embedded: SpecStackGenerator, messages: list[dict[str, str]], trims: bool
-) -> None:
+def test_exactly_the_contents_are_prunable(embedded: SpecStackGenerator, messages: Chat, trims: bool) -> None:
     tokenizer = copy.copy(embedded.tokenizer)
     if trims:
         tokenizer.chat_template = tokenizer.chat_template.replace("m['content']", "m['content'] | trim")
-    ids, protected = encode_messages(tokenizer, messages)
+    encoded = encode(tokenizer, messages)
     rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert ids == tokenizer(rendered, add_special_tokens=False).input_ids
-    prunable = [token for index, token in enumerate(ids) if (index, index + 1) not in protected]
+    assert encoded.token_ids == tokenizer(rendered, add_special_tokens=False).input_ids
     contents = [
         message["content"].strip() if trims else message["content"]
         for message in messages
         if message["role"] in ("user", "assistant")
     ]
-    assert tokenizer.decode(prunable) == "".join(contents)
+    assert prunable(tokenizer, encoded) == "".join(contents)
+    assert encoded.note == ""
+    assert encode_messages(tokenizer, messages) == (encoded.token_ids, encoded.protected)
 
 
 def test_a_template_that_rewrites_its_messages_leaves_nothing_prunable(embedded: SpecStackGenerator) -> None:
     tokenizer = copy.copy(embedded.tokenizer)
     tokenizer.chat_template = tokenizer.chat_template.replace("m['content']", "m['content'] | upper")
-    ids, protected = encode_messages(tokenizer, [{"role": "user", "content": "some text"}])
-    assert sum(stop - start for start, stop in protected) == len(ids)
+    encoded = encode(tokenizer, [{"role": "user", "content": "some text"}])
+    assert encoded.protected == [(0, len(encoded.token_ids))]
+    assert encoded.note == "the chat template edits 1 of 1 messages, which stay dense"
+
+
+def test_what_a_template_edits_costs_that_message_its_pruning_and_no_other(embedded: SpecStackGenerator) -> None:
+    tokenizer = with_template(embedded, THINKING)
+    messages = [
+        {"role": "user", "content": "A long document.\n"},
+        {"role": "assistant", "content": "<think>\nhm, let me see\n</think>\n\nFine."},
+        {"role": "user", "content": "And then?"},
+        {"role": "assistant", "content": "\nNothing.\n"},
+        {"role": "user", "content": "Good."},
+    ]
+    encoded = encode(tokenizer, messages)
+    assert "hm" not in encoded.text
+    assert prunable(tokenizer, encoded) == "A long document.\nAnd then?Nothing.Good."
+    assert encoded.note == "the chat template edits 1 of 5 messages, which stay dense"
+
+
+def test_tools_documents_and_template_options_reach_the_template_and_stay_dense(embedded: SpecStackGenerator) -> None:
+    tokenizer = with_template(embedded, TOOLS)
+    call = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "How is"}, {"type": "text", "text": "Rome?"}]},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "sunny and warm"},
+    ]
+    tools, documents = [{"name": "weather"}], [{"text": "a guide"}]
+    encoded = encode(tokenizer, messages, tools=tools, documents=documents)
+    assert encoded.text.startswith("<|system|>weather a guide<|end|>")
+    assert encoded.text.count("call Rome<|end|>") == 2
+    assert prunable(tokenizer, encoded) == "How is\nRome?sunny and warm"
+    thinking = with_template(embedded, THINKING)
+    user = [{"role": "user", "content": "hi"}]
+    plain, off = encode(thinking, user), encode(thinking, user, chat_template_kwargs={"enable_thinking": False})
+    assert off.text == plain.text + "no thoughts "
+    assert prunable(thinking, off) == "hi"
+
+
+def test_a_final_message_is_continued(embedded: SpecStackGenerator) -> None:
+    tokenizer = embedded.tokenizer
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well, I"}]
+    encoded = encode(tokenizer, messages, continue_final_message=True)
+    assert encoded.text.endswith("<|assistant|>Well, I")
+    assert prunable(tokenizer, encoded) == "hiWell, I"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_longer_chat_has_the_same_tokens_whether_or_not_its_beginning_is_known(
+    embedded: SpecStackGenerator, seed: int
+) -> None:
+    rng = random.Random(seed)
+    tokenizer = embedded.tokenizer if seed % 2 else with_template(embedded, THINKING)
+    words = [
+        "def f(x):\n",
+        "    return",
+        " x",
+        "the cat ",
+        "\n\n",
+        " ",
+        "é",
+        "<|end|>",
+        "<|user|>",
+        "日本",
+        "\t",
+        "...",
+    ]
+
+    def text() -> str:
+        return "".join(rng.choice(words) for _ in range(rng.randrange(12)))
+
+    messages: Chat = []
+    known = None
+    for turn in range(12):
+        action = rng.choice(["ask", "ask", "edit", "drop"])
+        if action == "edit" and messages:
+            rng.choice(messages)["content"] = text()
+        elif action == "drop" and len(messages) > 2:
+            del messages[-rng.randrange(1, 3) :]
+        messages.append({"role": "assistant" if turn % 2 else "user", "content": text()})
+        fresh = encode(tokenizer, messages)
+        assert encode(tokenizer, messages, known) == fresh
+        known = fresh
+
+
+def test_only_the_tail_of_a_known_chat_is_tokenized(embedded: SpecStackGenerator) -> None:
+    tokenizer = copy.copy(embedded.tokenizer)
+    messages = [{"role": "user", "content": "word " * 4000}, {"role": "assistant", "content": "Fine."}]
+    known = encode(tokenizer, messages[:1])
+    seen: list[int] = []
+
+    class Watched(type(tokenizer)):  # type: ignore[misc]
+        def __call__(self, text: str, **options: Any) -> Any:
+            seen.append(len(text))
+            return super().__call__(text, **options)
+
+    tokenizer.__class__ = Watched
+    again = encode(tokenizer, [*messages, {"role": "user", "content": "Why?"}], known)
+    assert len(seen) == 1
+    assert seen[0] < 100
+    assert again.token_ids[: len(known.token_ids)] == known.token_ids
+
+
+def test_an_answer_that_tokenizes_otherwise_keeps_the_tokens_it_was_generated_in(embedded: SpecStackGenerator) -> None:
+    tokenizer = embedded.tokenizer
+    messages = [{"role": "user", "content": "Go on."}]
+    known = encode(tokenizer, messages)
+    letters = [tokenizer.convert_tokens_to_ids(letter) for letter in "because"]
+    assert tokenizer("because", add_special_tokens=False).input_ids != letters
+    known = known.with_answer(letters, "because")
+    messages += [{"role": "assistant", "content": "because"}, {"role": "user", "content": "I see."}]
+    encoded = encode(tokenizer, messages, known)
+    start = len(known.token_ids)
+    assert encoded.token_ids[:start] == known.token_ids
+    assert tokenizer.decode(encoded.token_ids) == tokenizer.decode(encode(tokenizer, messages).token_ids)
+    assert prunable(tokenizer, encoded) == "Go on.becauseI see."
+    # An answer that goes on where it ended is no place to cut.
+    messages[1]["content"] = "because of that"
+    assert encode(tokenizer, messages, known) == encode(tokenizer, messages)
+
+
+def test_protected_spans_are_of_tokens_beside_ids_and_of_characters_beside_a_text(embedded: SpecStackGenerator) -> None:
+    tokenizer = embedded.tokenizer
+    text = "The first sentence. The second sentence."
+    encoded = encode_prompt(tokenizer, 4096, PromptSource(prompt=text, protected=[(4, 9)]))
+    assert encoded.token_ids == encode_text(tokenizer, text)
+    kept = [encoded.token_ids[at] for start, stop in encoded.protected for at in range(start, stop)]
+    assert "first" in tokenizer.decode(kept)
+    assert "second" not in tokenizer.decode(kept)
+    ids = encode(tokenizer, [{"role": "user", "content": "one two three four"}]).token_ids
+    by_ids = encode_prompt(tokenizer, 4096, PromptSource(input_ids=ids, protected=[(3, 4)]))
+    protected = {at for start, stop in by_ids.protected for at in range(start, stop)}
+    assert protected == {3, *(at for at, token in enumerate(ids) if token in special_ids(tokenizer))}
+    assert by_ids.note == ""
+    assert "special tokens" in encode_prompt(tokenizer, 4096, PromptSource(input_ids=ids)).note
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"input_ids": [5, 6], "protected": [(0, 3)]}, "not within"),
+        ({"input_ids": [5, 6], "protected": [(1, 1)]}, "not within"),
+        ({"input_ids": [5, 6], "protected": [3]}, "pairs"),
+        ({"messages": [{"role": "user", "content": "a"}], "protected": [(0, 1)]}, "protected="),
+        ({"prompt": "a", "tools": [{"name": "t"}]}, "tools="),
+        ({"prompt": "a", "continue_final_message": True}, "continue_final_message="),
+        ({"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": "x"}, "chat_template_kwargs"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}, "content parts"),
+        ({"messages": [{"role": "user", "content": None}]}, "text 'content'"),
+        ({"messages": [{"role": "tool"}]}, "text 'content'"),
+    ],
+)
+def test_prompts_of_another_form_are_refused(
+    embedded: SpecStackGenerator, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        encode_prompt(embedded.tokenizer, 4096, PromptSource(**options))
+
+
+def test_a_refusal_of_the_template_is_told_as_one(embedded: SpecStackGenerator) -> None:
+    tokenizer = with_template(embedded, "{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(ValueError, match="roles must alternate"):
+        encode(tokenizer, [{"role": "user", "content": "a"}])
 
 
 def test_an_end_token_after_a_plain_prompt_is_dropped(embedded: SpecStackGenerator) -> None:
@@ -57,3 +259,14 @@ def test_an_end_token_after_a_plain_prompt_is_dropped(embedded: SpecStackGenerat
     )
     assert tokenizer("hello").input_ids[-1] == eos
     assert encode_text(tokenizer, "hello") == encode_text(embedded.tokenizer, "hello")
+
+
+def test_the_length_that_two_sequences_share() -> None:
+    rng = random.Random(0)
+    for _ in range(200):
+        one = [rng.randrange(2) for _ in range(rng.randrange(12))]
+        other = one[: rng.randrange(12)] + [rng.randrange(2) for _ in range(rng.randrange(5))]
+        expected = 0
+        while expected < min(len(one), len(other)) and one[expected] == other[expected]:
+            expected += 1
+        assert num_shared(one, other) == num_shared(tuple(one), tuple(other)) == expected

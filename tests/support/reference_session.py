@@ -1,0 +1,72 @@
+"""Conversations by another route: everything from nothing, in plain forwards. Imports nothing from spec_stack."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from transformers import PreTrainedModel
+
+from tests.support import reference
+
+
+def answers_by_slots(
+    model: PreTrainedModel, slot_ids: Sequence[int], positions: Sequence[int], num_answer: int
+) -> list[int]:
+    """Greedy answer tokens by one plain forward over a session's slots in the order written, at their positions. The
+    slots end with the answer less its last token."""
+    return reference.logits(model, slot_ids, positions)[-num_answer:].argmax(-1).tolist()
+
+
+def dropped_chunks_to_restore(
+    importance: Sequence[float], held: Sequence[int], num_cached: int, size: int, threshold: float, most: int
+) -> list[int]:
+    """Positions of dropped tokens in the best chunks of the old text that are worth enough, by sorting."""
+    mean = sum(importance) / len(importance)
+    chunks = [range(at, min(at + size, num_cached)) for at in range(0, num_cached, size)]
+    worth = [sum(importance[at] for at in chunk) / len(chunk) for chunk in chunks]
+    best = sorted(range(len(chunks)), key=lambda index: (-worth[index], index))[:most]
+    wanted = [index for index in sorted(best) if worth[index] >= threshold * mean]
+    return [at for index in wanted for at in chunks[index] if at not in set(held)]
+
+
+@dataclass
+class Trace:
+    """A random conversation in token ids: what is asked next, given what was answered so far."""
+
+    seed: int
+    vocab: int
+    num_turns: int = 5
+    document: int = 120
+    prompts: list[list[int]] = field(default_factory=list)
+    answers: list[list[int]] = field(default_factory=list)
+
+    def __iter__(self) -> Iterator[tuple[str, list[int], int]]:
+        """(action, prompt, max_tokens) of every turn; the caller puts each answer into `answers`.
+
+        ask: a question after the last answer. edit: the last question, or another earlier token, is another one.
+        regenerate: the last prompt again. fork: a question, put to a branch of the conversation as well.
+        """
+        rng = random.Random(self.seed)
+
+        def tokens(length: int) -> list[int]:
+            return [rng.randrange(2, self.vocab) for _ in range(length)]
+
+        prompt = tokens(rng.randrange(2, self.document))
+        for turn in range(self.num_turns):
+            action = rng.choice(["ask", "ask", "edit", "regenerate", "fork"]) if turn else "ask"
+            if turn and action in ("ask", "fork"):
+                prompt = [*self.prompts[-1], *self.answers[-1], *tokens(rng.choice([1, 3, 9, 40]))]
+            elif action == "edit":
+                cut = rng.randrange(1, len(self.prompts[-1]) + 1)
+                prompt = [*self.prompts[-1][:cut], *tokens(rng.choice([1, 4, 30]))]
+            self.prompts.append(prompt)
+            yield action, prompt, rng.choice([1, 3, 12])
+
+
+def eager_greedy(model: PreTrainedModel, prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """The target's own greedy answer to a whole prompt, from nothing."""
+    with torch.inference_mode():
+        return reference.greedy(model, prompt, num_tokens)

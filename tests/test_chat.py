@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spec_stack import SpecStackGenerator
+from spec_stack.chat import Chat
+from spec_stack.cli import main
+
+
+def talk(embedded: SpecStackGenerator, lines: list[Any], **options: Any) -> tuple[Chat, str]:
+    """What a chat says to these lines, an exception among which is raised by the reading of it."""
+    source: Iterator[Any] = iter(lines)
+
+    def read(prompt: str) -> str:
+        line = next(source, EOFError())
+        if isinstance(line, BaseException):
+            raise line
+        return str(line)
+
+    out = io.StringIO()
+    chat = Chat(embedded.session, {"max_tokens": 12}, read=read, out=out, **options)
+    chat.run()
+    return chat, out.getvalue()
+
+
+def test_a_second_turn_goes_on_from_the_first_and_says_what_it_cost(embedded: SpecStackGenerator) -> None:
+    chat, said = talk(embedded, ["Give three tips.", "", KeyboardInterrupt(), "Why?"], system="Be brief.")
+    assert [message["role"] for message in chat.messages] == ["system", "user", "assistant", "user", "assistant"]
+    assert chat.messages[2]["content"] in said
+    costs = [line for line in said.splitlines() if " new · " in line]
+    assert len(costs) == 2
+    assert " 0 cached" in costs[0]
+    assert " 0 cached" not in costs[1]
+    assert "TTFT" in costs[1]
+
+
+def test_documents_go_ahead_of_the_next_message_and_a_reset_forgets_all(
+    embedded: SpecStackGenerator, tmp_path: Path
+) -> None:
+    path = tmp_path / "facts.txt"
+    path.write_text("The red code for Alice is 48213.")
+    lines = ["/file", f"/file {path}", f"/file {tmp_path / 'none'}", "What is it?", "Why?", "/quit", "never read"]
+    chat, said = talk(embedded, lines, documents=["First."])
+    assert chat.messages[0]["content"] == f"First.\n\n{path.read_text()}\n\nWhat is it?"
+    assert chat.messages[2]["content"] == "Why?"
+    assert "cannot read" in said
+    assert said.count("/reset begins anew") == 2
+    chat, said = talk(embedded, ["Hi.", "/reset", "Hi."])
+    assert len(chat.messages) == 2
+    assert said.count(" 0 cached") == 2
+
+
+def test_an_interrupt_stops_the_answer_only(embedded: SpecStackGenerator) -> None:
+    class Impatient(io.StringIO):
+        def flush(self) -> None:
+            if self.getvalue().endswith("\n") or self.interrupted:
+                return
+            self.interrupted = True
+            raise KeyboardInterrupt
+
+        interrupted = False
+
+    lines = iter(["Give three tips.", "Why?"])
+
+    def read(prompt: str) -> str:
+        try:
+            return next(lines)
+        except StopIteration:
+            raise EOFError from None
+
+    out = Impatient()
+    chat = Chat(embedded.session, {"max_tokens": 40}, read=read, out=out)
+    chat.run()
+    assert out.getvalue().count("(stopped)") == 1
+    assert len(chat.messages) == 4
+    assert chat.messages[1]["content"] in out.getvalue()
+    assert chat.messages[3]["content"]
+
+
+def test_a_message_that_is_refused_leaves_the_chat_as_it_was(embedded: SpecStackGenerator) -> None:
+    chat, said = talk(embedded, ["word " * 17000, "Hi."])
+    assert "positions" in said
+    assert len(chat.messages) == 2
+
+
+def test_the_command_reads_lines_from_standard_input(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    document = tmp_path / "document.txt"
+    document.write_text("The red code for Alice is 48213.")
+    monkeypatch.setattr("sys.stdin", io.StringIO("What is the red code for Alice?\nWhy?\n"))
+    assert main(["chat", "--file", str(document), "--max-tokens", "24", "--device", "cpu"]) == 0
+    said = capsys.readouterr().out
+    assert "48213" in said
+    assert said.count("restored") == 2
+
+
+def test_a_prompt_goes_behind_what_is_piped_in(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    document = tmp_path / "document.txt"
+    document.write_text("The red code for Alice is 48213.")
+    command = ["generate", "--chat", "--max-tokens", "24", "--device", "cpu", "--stats"]
+    for more in (["-"], []):
+        with document.open() as piped:
+            monkeypatch.setattr("sys.stdin", piped)
+            assert main([*command, *more, *([] if more else ["What is the red code for Alice?"])]) == 0
+        said = capsys.readouterr()
+        assert ("48213" in said.out) or more
+        assert "TTFT" in said.err

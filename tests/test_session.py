@@ -1,0 +1,426 @@
+from __future__ import annotations
+
+import gc
+import threading
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from spec_stack import PrefillConfig, SessionConfig, SpecStackConfig, SpecStackGenerator
+from spec_stack.prefill.recall import clip_spans, dropped_positions, recall
+from spec_stack.session import Session
+from tests.support import reference_session
+from tests.support.models import VOCAB, make_model, random_prompt
+from tests.support.reference_session import Trace
+
+SPARSE = PrefillConfig(
+    keep_rate=0.3,
+    chunk_size=8,
+    min_prompt_tokens=24,
+    keep_last=1,
+    look_ahead=4,
+    pool_kernel=3,
+    on_scoring_error="raise",
+)
+EAGER = SessionConfig(restore_threshold=1.0, max_restored_chunks=4)
+
+
+def make_generator(prefill: PrefillConfig = SPARSE, session: SessionConfig = EAGER) -> SpecStackGenerator:
+    config = SpecStackConfig(prefill, session=session)
+    return SpecStackGenerator(make_model(seed=1), make_model(seed=2), config=config)
+
+
+def slots(session: Session) -> tuple[list[int], list[int]]:
+    """Token ids and positions of the target's slots, in the order in which they were written."""
+    target = session._conversation.target
+    positions = list(target.positions)
+    return [session._conversation.token_ids[position] for position in positions], positions
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_a_session_at_keep_rate_one_is_dense_multi_turn_whatever_is_edited_regenerated_or_forked(seed: int) -> None:
+    generator = make_generator(PrefillConfig(keep_rate=1.0))
+    plain = make_model(seed=1)
+    session = generator.session()
+    trace = Trace(seed, VOCAB)
+    for action, prompt, max_tokens in trace:
+        branch = session.fork() if action == "fork" else None
+        expected = reference_session.eager_greedy(plain, prompt, max_tokens)
+        result = session.generate(input_ids=prompt, max_tokens=max_tokens)
+        assert result.token_ids == expected
+        assert result.metrics.num_cached_tokens + result.metrics.num_new_tokens == len(prompt)
+        if branch is not None:
+            assert branch.generate(input_ids=[*prompt, 5, 6], max_tokens=3).token_ids == (
+                reference_session.eager_greedy(plain, [*prompt, 5, 6], 3)
+            )
+            session = branch
+            session.generate(input_ids=prompt, max_tokens=max_tokens)
+        trace.answers.append(result.token_ids)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_a_pruned_session_is_one_plain_forward_over_its_slots_in_the_order_written(seed: int) -> None:
+    session = make_generator().session()
+    plain = make_model(seed=1)
+    trace, num_restored = Trace(seed, VOCAB, num_turns=7, document=300), 0
+    for action, prompt, max_tokens in trace:
+        branch = session.fork() if action == "fork" else None
+        result = session.generate(input_ids=prompt, max_tokens=max_tokens)
+        trace.answers.append(result.token_ids)
+        num_restored += result.metrics.num_restored_tokens
+        ids, positions = slots(session)
+        assert len(set(positions)) == len(positions) == session.num_cached_tokens
+        assert reference_session.answers_by_slots(plain, ids, positions, len(result.token_ids)) == result.token_ids
+        num_kept = sum(position < len(prompt) for position in positions)
+        assert result.metrics.num_kept_tokens == num_kept
+        if branch is not None:
+            again = branch.generate(input_ids=prompt, max_tokens=max_tokens)
+            assert again.token_ids == result.token_ids
+            assert slots(branch) == (ids, positions)
+    if seed == 0:
+        assert num_restored
+
+
+def test_only_what_is_new_goes_through_the_models() -> None:
+    generator = make_generator(PrefillConfig(keep_rate=1.0))
+    sizes: list[int] = []
+    generator.target.register_forward_pre_hook(
+        lambda module, args, kwargs: sizes.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    session = generator.session()
+    first = session.generate(input_ids=random_prompt(100), max_tokens=5, gamma=0)
+    prompt = [*random_prompt(100), *first.token_ids, 7, 8, 9]
+    sizes.clear()
+    second = session.generate(input_ids=prompt, max_tokens=5, gamma=0)
+    # The last token of the answer has been asked for, but not been through the target.
+    assert sizes == [4, 1, 1, 1, 1]
+    metrics = second.metrics
+    assert (metrics.num_prompt_tokens, metrics.num_cached_tokens, metrics.num_new_tokens) == (108, 104, 4)
+    assert not metrics.specprefill
+    sizes.clear()
+    again = session.generate(input_ids=prompt, max_tokens=5, gamma=0)
+    assert sizes[0] == 1
+    assert again.token_ids == second.token_ids
+
+
+def test_the_threshold_counts_new_text_alone_and_a_long_one_is_pruned_alone() -> None:
+    session = make_generator(session=SessionConfig(restore=False)).session()
+    prompt = random_prompt(200)
+    first = session.generate(input_ids=prompt, max_tokens=4)
+    assert first.metrics.specprefill
+    kept = {position for position in slots(session)[1] if position < 200}
+    prompt = [*prompt, *first.token_ids, *random_prompt(6, seed=3)]
+    short = session.generate(input_ids=prompt, max_tokens=4)
+    assert not short.metrics.specprefill
+    assert "new text is shorter than min_prompt_tokens=24" in short.metrics.specprefill_reason
+    start = len(prompt) + 3
+    prompt = [*prompt, *short.token_ids, *random_prompt(160, seed=4)]
+    long = session.generate(input_ids=prompt, max_tokens=4)
+    assert long.metrics.specprefill
+    assert long.metrics.num_new_tokens == 161
+    held = set(slots(session)[1])
+    assert kept <= held
+    new = [position for position in held if start <= position < len(prompt)]
+    # ceil(0.3 * 21 chunks) of 8 tokens, the last of them with a single one.
+    assert len(new) == 6 * 8 + 1
+    assert set(range(start, start + 8)) <= held
+
+
+def test_protected_spans_of_new_text_are_kept() -> None:
+    session = make_generator().session()
+    first = session.generate(input_ids=random_prompt(60), max_tokens=2, specprefill=False)
+    prompt = [*random_prompt(60), *first.token_ids, *random_prompt(150, seed=5)]
+    protected = [(90, 117), (150, 153)]
+    session.generate(input_ids=prompt, protected=protected, max_tokens=2, keep_rate=0.05)
+    held = set(slots(session)[1])
+    assert {*range(90, 117), *range(150, 153)} <= held
+    assert not set(range(120, 145)) <= held
+
+
+def test_what_is_restored_follows_the_slow_rule() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for length, num_cached, size in ((200, 150, 8), (64, 64, 32), (70, 33, 32), (90, 1, 4)):
+        importance = torch.rand(length, generator=generator) ** 4
+        held = [at for at in range(num_cached) if at // 3 % 3 == 0]
+        for threshold, most in ((0.0, 100), (1.0, 5), (1.3, 100), (0.9, 1), (99.0, 4), (0.0, 0)):
+            config = SessionConfig(restore_threshold=threshold, max_restored_chunks=most)
+            dropped = dropped_positions([*held, num_cached + 1], num_cached)
+            assert sorted([*held, *dropped]) == list(range(num_cached))
+            expected = reference_session.dropped_chunks_to_restore(
+                importance.tolist(), held, num_cached, size, threshold, most
+            )
+            assert recall(importance, dropped, num_cached, size, config) == expected
+
+
+def test_spans_are_clipped_to_the_new_text() -> None:
+    assert clip_spans([(0, 3), (5, 9), (12, 14)], 7) == [(0, 2), (5, 7)]
+    assert clip_spans([(0, 7)], 7) == []
+
+
+def test_restoration_is_off_on_request_and_then_short_turns_are_not_scored() -> None:
+    first, question = random_prompt(200), random_prompt(5, seed=8)
+    restored = {}
+    for restore in (True, False):
+        session = make_generator().session(SessionConfig(restore=restore, restore_threshold=0.0))
+        answer = session.generate(input_ids=first, max_tokens=3)
+        metrics = session.generate(input_ids=[*first, *answer.token_ids, *question], max_tokens=3).metrics
+        restored[restore] = metrics.num_restored_tokens
+        assert metrics.num_scored_tokens == (208 if restore else 0)
+    assert restored[True] > 0
+    assert restored[False] == 0
+
+
+def test_a_restored_chunk_goes_when_text_before_it_was_written_is_edited() -> None:
+    session = make_generator(session=SessionConfig(restore_threshold=0.0, max_restored_chunks=100)).session()
+    prompt = random_prompt(200)
+    first = session.generate(input_ids=prompt, max_tokens=3)
+    held = set(slots(session)[1])
+    longer = [*prompt, *first.token_ids, *random_prompt(5, seed=8)]
+    restored = session.generate(input_ids=longer, max_tokens=3).metrics.num_restored_tokens
+    assert session.num_dropped_tokens == 0
+    assert restored == 200 - len([position for position in held if position < 200])
+    # The same question again: what it restored was written before it.
+    session.generate(input_ids=[*longer[:-1], 9], max_tokens=3)
+    assert session.num_dropped_tokens == 0
+    # Another beginning of the answer, which the restored tokens have seen.
+    edited = session.generate(
+        input_ids=[*prompt, (first.token_ids[0] + 1) % VOCAB, 4, 5], max_tokens=3, specprefill=False
+    )
+    assert edited.metrics.num_restored_tokens == restored
+
+
+def test_an_error_in_the_middle_of_a_turn_leaves_the_session_as_it_was_before(target: PreTrainedModel) -> None:
+    generator = make_generator()
+    prompt = random_prompt(200)
+
+    def ask(session: Session, answer: list[int]) -> Any:
+        return session.generate(input_ids=[*prompt, *answer, *random_prompt(60, seed=4)], max_tokens=12, gamma=2)
+
+    undisturbed = generator.session()
+    answer = undisturbed.generate(input_ids=prompt, max_tokens=6).token_ids
+    expected = ask(undisturbed, answer)
+    assert expected.metrics.num_restored_tokens
+    for model in (generator.target, generator.draft):
+        for layer in model.model.layers:
+            for call in range(3):
+                for error in (RuntimeError, KeyboardInterrupt):
+                    session = generator.session()
+                    session.generate(input_ids=prompt, max_tokens=6)
+                    calls = iter(range(1000))
+
+                    def fail(module: Any, args: Any, calls: Any = calls, call: int = call, error: Any = error) -> None:
+                        if next(calls) == call:
+                            raise error("stopped")
+
+                    handle = layer.mlp.register_forward_pre_hook(fail)
+                    with pytest.raises(error, match="stopped"):
+                        ask(session, answer)
+                    handle.remove()
+                    again = ask(session, answer)
+                    assert again.token_ids == expected.token_ids
+                    assert again.metrics.num_cached_tokens == expected.metrics.num_cached_tokens
+                    assert slots(session) == slots(undisturbed)
+
+
+def test_a_scoring_error_takes_the_new_text_whole_and_the_session_goes_on() -> None:
+    generator = make_generator(PrefillConfig(chunk_size=8, min_prompt_tokens=24, keep_rate=0.3))
+    session = generator.session(SessionConfig(restore=False))
+    prompt = random_prompt(100)
+    answer = session.generate(input_ids=prompt, max_tokens=3).token_ids
+    calls = iter(range(1000))
+
+    def fail(module: Any, args: Any) -> None:
+        if next(calls) == 1:
+            raise RuntimeError("no memory")
+
+    handle = generator.draft.register_forward_pre_hook(fail)
+    prompt = [*prompt, *answer, *random_prompt(100, seed=1)]
+    with pytest.warns(UserWarning, match="no memory"):
+        result = session.generate(input_ids=prompt, max_tokens=3)
+    handle.remove()
+    assert not result.metrics.specprefill
+    ids, positions = slots(session)
+    assert reference_session.answers_by_slots(make_model(seed=1), ids, positions, 3) == result.token_ids
+    prompt = [*prompt, *result.token_ids, *random_prompt(100, seed=2)]
+    assert session.generate(input_ids=prompt, max_tokens=3).metrics.specprefill
+
+
+def test_a_stream_closed_early_keeps_what_it_handed_out() -> None:
+    session = make_generator().session()
+    prompt = random_prompt(100)
+    stream = session.stream(input_ids=prompt, max_tokens=40, gamma=2)
+    answer = [*next(stream).token_ids, *next(stream).token_ids]
+    with pytest.raises(RuntimeError, match="another call"):
+        session.generate(input_ids=prompt)
+    with pytest.raises(RuntimeError, match="another call"):
+        session.fork()
+    stream.close()
+    result = session.generate(input_ids=[*prompt, *answer, 5], max_tokens=6)
+    assert result.metrics.num_cached_tokens == len(prompt) + len(answer) - 1
+    ids, positions = slots(session)
+    assert reference_session.answers_by_slots(make_model(seed=1), ids, positions, 6) == result.token_ids
+
+
+def test_a_call_planned_before_the_session_went_elsewhere_is_refused() -> None:
+    session = make_generator().session()
+    session.generate(input_ids=random_prompt(50), max_tokens=2)
+    early = session.stream(input_ids=[*random_prompt(50), 5], max_tokens=2)
+    session.generate(input_ids=random_prompt(50, seed=1), max_tokens=2)
+    with pytest.raises(RuntimeError, match="went on"):
+        next(early)
+    assert session.generate(input_ids=[*random_prompt(50), 5], max_tokens=2).token_ids
+
+
+def test_forks_share_their_past_and_nothing_else() -> None:
+    generator = make_generator()
+    session = generator.session()
+    prompt = random_prompt(150)
+    answer = session.generate(input_ids=prompt, max_tokens=4).token_ids
+    before = slots(session)
+    branches = [session.fork() for _ in range(3)]
+    keys = [branch._conversation.target._cache.layers[0].keys.data_ptr() for branch in (session, *branches)]
+    assert len(set(keys)) == 1, "forking copies nothing"
+    questions = [[*prompt, *answer, *random_prompt(20, seed=seed)] for seed in range(3)]
+    results = [branch.generate(input_ids=ids, max_tokens=6) for branch, ids in zip(branches, questions, strict=True)]
+    assert slots(session) == before
+    for branch, result in zip(branches, results, strict=True):
+        ids, positions = slots(branch)
+        assert reference_session.answers_by_slots(make_model(seed=1), ids, positions, 6) == result.token_ids
+    # The first one goes back and writes over what it shared.
+    session.generate(input_ids=[*prompt[:100], 4, 5, 6], max_tokens=5)
+    for branch, ids, result in zip(branches, questions, results, strict=True):
+        assert branch.generate(input_ids=ids, max_tokens=6).token_ids == result.token_ids
+
+
+def test_a_bound_on_the_cache_makes_the_conversation_be_selected_afresh() -> None:
+    session = make_generator().session(SessionConfig(max_cached_tokens=100, restore_threshold=0.0))
+    prompt = random_prompt(200)
+    read: list[int] = []
+    session._generator.draft.register_forward_pre_hook(
+        lambda module, args, kwargs: read.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    afresh = 0
+    for turn in range(8):
+        result = session.generate(input_ids=prompt, max_tokens=4)
+        assert result.metrics.num_kept_tokens <= 100
+        if turn and not result.metrics.num_cached_tokens:
+            afresh += 1
+            assert result.metrics.specprefill
+        prompt = [*prompt, *result.token_ids, *random_prompt(12, seed=turn)]
+    assert afresh
+    assert sorted(read)[-2] < 60, "the draft reads nothing twice"
+
+
+def test_a_closed_session_is_refused_and_its_caches_are_gone() -> None:
+    with make_generator().session() as session:
+        session.generate(input_ids=random_prompt(30), max_tokens=2)
+    with pytest.raises(ValueError, match="closed"):
+        session.generate(input_ids=[3, 4])
+    with pytest.raises(ValueError, match="closed"):
+        session.fork()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"restore": 1}, "restore"),
+        ({"restore_threshold": -1}, "restore_threshold"),
+        ({"restore_threshold": "4"}, "restore_threshold"),
+        ({"max_restored_chunks": -1}, "max_restored_chunks"),
+        ({"max_cached_tokens": 0}, "max_cached_tokens"),
+    ],
+)
+def test_a_configuration_that_is_none_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SessionConfig(**options)
+
+
+def test_sessions_of_one_generator_run_side_by_side() -> None:
+    generator = make_generator()
+    prompts = [random_prompt(length, seed=length) for length in (60, 90, 130)]
+
+    def converse(prompt: list[int], answers: list[list[int]]) -> None:
+        with generator.session() as session:
+            for turn in range(4):
+                answers.append(session.generate(input_ids=prompt, max_tokens=8, gamma=3).token_ids)
+                prompt = [*prompt, *answers[-1], *random_prompt(10, seed=turn)]
+
+    alone: list[list[list[int]]] = [[] for _ in prompts]
+    together: list[list[list[int]]] = [[] for _ in prompts]
+    for prompt, answers in zip(prompts, alone, strict=True):
+        converse(prompt, answers)
+    threads = [
+        threading.Thread(target=converse, args=(prompt, answers))
+        for prompt, answers in zip(prompts, together, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert together == alone
+
+
+def test_three_hundred_turns_leave_no_more_behind_than_one() -> None:
+    session = make_generator().session()
+    prompt = random_prompt(100)
+
+    def turn(seed: int) -> None:
+        session.generate(input_ids=[*prompt, *random_prompt(9, seed=seed)], max_tokens=3)
+
+    def num_tensors() -> int:
+        gc.collect()
+        return sum(isinstance(each, torch.Tensor) for each in gc.get_objects())
+
+    turn(0)
+    turn(1)
+    before = num_tensors()
+    for seed in range(300):
+        turn(seed)
+    assert num_tensors() <= before + 2
+    assert session.num_cached_tokens <= 112
+
+
+def test_sampling_in_a_session_is_reproducible_by_its_seed() -> None:
+    generator = make_generator()
+    prompt = random_prompt(100)
+    answers = []
+    for _ in range(2):
+        session = generator.session()
+        first = session.generate(input_ids=prompt, max_tokens=10, temperature=1.0, seed=3)
+        second = session.generate(
+            input_ids=[*prompt, *first.token_ids, *random_prompt(9, seed=1)], max_tokens=10, temperature=1.0, seed=4
+        )
+        answers.append((first.token_ids, second.token_ids))
+    assert answers[0] == answers[1]
+
+
+def test_a_chat_goes_on_from_the_answer_it_gave(embedded: SpecStackGenerator) -> None:
+    session = embedded.session()
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Give three tips."}]
+    dealt_with = 0
+    for question in ("Why?", "Give three more tips.", "Thanks."):
+        result = session.generate(messages=messages, max_tokens=24)
+        assert result.token_ids == embedded.generate(messages=messages, max_tokens=24).token_ids
+        assert result.metrics.num_cached_tokens == dealt_with
+        dealt_with = result.metrics.num_prompt_tokens + len(result.token_ids) - 1
+        messages += [{"role": "assistant", "content": result.text}, {"role": "user", "content": question}]
+
+
+def test_a_dropped_fact_comes_back_when_it_is_asked_for(embedded: SpecStackGenerator) -> None:
+    filler = "The river runs past the old mill and the children play there in the long summer. " * 12
+    document = f"{filler}\nThe red code for Alice is 61375.\n{filler}\nThe blue code for Bruno is 20984.\n{filler}"
+    session = embedded.session(SessionConfig(restore_threshold=1.0))
+    messages = [{"role": "user", "content": f"{document}\n\nWhat is the red code for Alice?"}]
+    first = session.generate(messages=messages, max_tokens=24, specprefill=True, keep_rate=0.05)
+    messages += [
+        {"role": "assistant", "content": first.text},
+        {"role": "user", "content": "What is the blue code for Bruno?"},
+    ]
+    branch = session.fork()
+    branch.config = SessionConfig(restore=False)
+    assert "20984" not in branch.generate(messages=messages, max_tokens=24).text
+    second = session.generate(messages=messages, max_tokens=24)
+    assert 0 < second.metrics.num_restored_tokens < 300
+    assert "20984" in second.text
