@@ -4,8 +4,8 @@ Needles of the kinds that calibration hides, in words that neither it nor any tu
 held-out texts: single facts, paraphrases, one of 24 facts, several values, chains, logs, JSON records, code. A prompt's
 recall is the share of its evidence's lines of which every token is kept. For every setting: today's default, each part
 of the calibrated setting taken away, and controls that know nothing (random chunks, the most recent ones). Intervals
-are 95 % bootstrap intervals over prompts. Answers are counted right where they contain what was hidden, beside those of
-dense prefill. Prints tables, ends in one JSON line.
+are 95 % bootstrap intervals over prompts. Answers are counted right where they contain what was hidden, beside those
+of dense prefill. Prints tables, ends in one JSON line.
 """
 
 from __future__ import annotations

@@ -368,6 +368,7 @@ class CachedModel:
         """
         self._cache = model_cache.new_cache(self.model.config)
         self._token_ids, self._positions, self._to_recompute, self._snapshots = [], [], [], []
+        self._restored_end = 0
         if positions:
             self.prefill([prompt_ids[position] for position in positions], positions)
 

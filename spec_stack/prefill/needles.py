@@ -167,30 +167,22 @@ WORDINGS: dict[str, tuple[Wording, ...]] = {
 
 def hide(kind: str, needle: Needle, lines: Sequence[str], rng: random.Random) -> Haystack:
     """Hide a needle's lines between the lines of a text, all at places of their own drawn by rng."""
-    hidden = [*needle.evidence, *needle.others]
-    places = sorted(rng.choices(range(1, len(lines) + 1), k=len(hidden)))
-    order = list(range(len(hidden)))
-    rng.shuffle(order)
+    hidden = [(line, True) for line in needle.evidence] + [(line, False) for line in needle.others]
+    places = [rng.randint(1, len(lines)) for _ in hidden]
     # Evidence keeps its order, so that a chain can be followed.
-    evidence_places = sorted(places[order.index(index)] for index in range(len(needle.evidence)))
+    places[: len(needle.evidence)] = sorted(places[: len(needle.evidence)])
     by_place: dict[int, list[tuple[str, bool]]] = {}
-    for place, line in zip(evidence_places, needle.evidence, strict=True):
-        by_place.setdefault(place, []).append((line, True))
-    free = list(places)
-    for place in evidence_places:
-        free.remove(place)
-    for place, line in zip(free, needle.others, strict=True):
-        by_place.setdefault(place, []).append((line, False))
+    for place, line in zip(places, hidden, strict=True):
+        by_place.setdefault(place, []).append(line)
     pieces: list[str] = []
     spans: list[Span] = []
     length = 0
-    for index in range(len(lines) + 1):
-        own = [] if index == 0 else [(lines[index - 1], False)]
-        for line, is_evidence in [*own, *by_place.get(index, [])]:
+    for index, own in enumerate(lines, start=1):
+        for text, is_evidence in [(own, False), *by_place.get(index, [])]:
             if is_evidence:
-                spans.append((length, length + len(line)))
-            pieces.append(line)
-            length += len(line) + 1
+                spans.append((length, length + len(text)))
+            pieces.append(text)
+            length += len(text) + 1
     return Haystack(kind, "\n".join(pieces), needle.question, needle.answer, tuple(spans))
 
 
