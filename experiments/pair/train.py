@@ -31,7 +31,7 @@ from experiments.common.script import run_script
 from experiments.pair.batches import Batch, Part, Source, parse_mix
 from experiments.pair.data import Corpus, prepare
 from experiments.pair.data import __doc__ as about_data
-from experiments.pair.model import PairModel, Shape, export_folder, load_folder, pack, seed_previous_token_heads, unpack
+from experiments.pair.model import PairModel, Shape, export_folder, load_folder, pack, seed_previous_token_heads, unpack, widen_mlp
 
 SHAPES = {
     "target": Shape(),
@@ -60,17 +60,22 @@ def token_losses(
 
 
 def part_loss(
-    model: PairModel, batch: Batch, teacher: PairModel | None, share: float, attention_weight: float
+    model: PairModel,
+    batch: Batch,
+    teacher: PairModel | None,
+    share: float,
+    attention_weight: float,
+    copy_weight: float = 0.0,
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """The loss of one batch, and what to log of it."""
     wanted = (batch.weights[0] > 0).nonzero()[:, 0]
-    if len(batch.ids) > 1 or len(wanted) > batch.ids.shape[1] // 4:
+    if len(batch.ids) > 1 or (not batch.links and len(wanted) > batch.ids.shape[1] // 4):
         hidden = model.hidden(batch.ids, batch.positions)
         loss, divergence = token_losses(model, hidden, batch, teacher, share)
         weights = batch.weights.flatten()
         total = (loss * weights).sum() / weights.sum()
         return total, {"loss": float(total.detach()), "kl": float((divergence * weights).sum() / weights.sum())}
-    hidden, attention = model.hidden_at(batch.ids, batch.positions, wanted)
+    hidden, attention = model.hidden_at(batch.ids, batch.positions, wanted, batch.window)
     weights = batch.weights[0, wanted]
     losses = F.cross_entropy(model.logits(hidden)[0], batch.labels[0, wanted], reduction="none")
     loss = (losses * weights).sum() / weights.sum()
@@ -83,6 +88,12 @@ def part_loss(
         mass = sums[rows, ends] - sums[rows, starts]
         logged["mass"] = float(mass.detach().mean())
         loss = loss - attention_weight * mass.clamp(min=1e-4).log().mean()
+    copies = [(row[query], at) for query, at in batch.copies if query in row]
+    if copies and copy_weight:  # one head is enough, so the others are left to what they do
+        rows, sources = (torch.tensor(column, device=loss.device) for column in zip(*copies, strict=True))
+        pointed = attention[:, rows, sources].amax(0)
+        logged["copied"] = float(pointed.detach().mean())
+        loss = loss - copy_weight * pointed.clamp(min=1e-4).log().mean()
     return loss, logged
 
 
@@ -115,7 +126,10 @@ class Run:
         self.phases = parse_mix(args.mix or ["lm:1:1024:4"])
         self.device = torch.device(args.device)
         torch.manual_seed(args.seed)
-        self.model = (load_folder(Path(args.init)) if args.init else PairModel(SHAPES[args.shape])).to(self.device)
+        self.model = load_folder(Path(args.init)) if args.init else PairModel(SHAPES[args.shape])
+        if args.widen_mlp:
+            self.model = widen_mlp(self.model, args.widen_mlp)
+        self.model = self.model.to(self.device)
         if args.seed_heads and not args.init:
             seed_previous_token_heads(self.model)
         longest = max(length for _, parts in self.phases for part in parts for length in part.lengths)
@@ -131,6 +145,7 @@ class Run:
             gapped=args.gapped,
             context_weight=args.context_weight,
             device=self.device,
+            windowed=args.windowed,
         )
         self.teacher = None
         if args.teacher:
@@ -146,6 +161,7 @@ class Run:
             (torch.optim.AdamW(others, lr=args.other_lr, betas=(0.9, 0.95), weight_decay=0.0), args.other_lr),
         ]
         self.others = others
+        self.average = {name: value.detach().clone() for name, value in named.items()} if args.average else {}
         self.step, self.tokens, self.elapsed = 0, 0, 0.0
         if (self.out / "checkpoint.pt").exists():
             self._resume()
@@ -162,6 +178,8 @@ class Run:
             optimiser.load_state_dict(saved)
             optimiser.param_groups[0]["weight_decay"] = decay
         self.step, self.tokens, self.elapsed = state["step"], state["tokens"], state["elapsed"]
+        for name, value in self.average.items():
+            value.copy_(state.get("average", {}).get(name, state["model"][name]))
         ignored = " (so --init and --seed-heads are not used)" if self.args.init or self.args.seed_heads else ""
         print(f"resumed at step {self.step}, {self.tokens} tokens{ignored}", flush=True)
 
@@ -185,6 +203,7 @@ class Run:
             "tokens": self.tokens,
             "elapsed": self.elapsed,
             "valid_nats": valid_nats,
+            "average": self.average,
         }
         torch.save(state, self.out / "checkpoint.tmp")
         (self.out / "checkpoint.tmp").replace(self.out / "checkpoint.pt")
@@ -194,6 +213,10 @@ class Run:
         if self.args.steps:
             return self.step / self.args.steps
         return max(self.elapsed / (self.args.minutes * 60), self.tokens / self.args.max_tokens)
+
+    def _clock(self) -> float:
+        """Seconds that a stopped or starved run does not count: of the processor, or by the wall with a device."""
+        return time.process_time() / self.args.threads if self.device.type == "cpu" else time.monotonic()
 
     def _stops(self) -> bool:
         return self.step >= self.args.stop_at or self.elapsed >= 60 * self.args.stop_minutes
@@ -213,7 +236,9 @@ class Run:
             batch = self.source.batch(part, self.step, index)
             teacher = self.teacher if part.kind == "lm" else None
             with torch.autocast(self.device.type, torch.bfloat16):
-                loss, values = part_loss(self.model, batch, teacher, self.args.distil, self.args.attention_weight)
+                loss, values = part_loss(
+                    self.model, batch, teacher, self.args.distil, self.args.attention_weight, self.args.copy_weight
+                )
             if not torch.isfinite(loss):
                 raise RuntimeError(f"the loss of {part} is not finite at step {self.step}; lower --lr")
             (loss * part.weight).backward()
@@ -224,6 +249,9 @@ class Run:
             optimiser.step()
             optimiser.zero_grad(set_to_none=True)
         self.step += 1
+        for name, value in self.model.named_parameters():
+            if name in self.average:
+                self.average[name].lerp_(value.detach(), 1 - min(self.args.average, self.step / (self.step + 10)))
         return logged
 
     def fit(self) -> None:
@@ -231,7 +259,7 @@ class Run:
         last: list[Part] = []
         last_saved = last_logged = time.monotonic()
         while (progress := self.progress()) < 1 and not self._stops():
-            started = time.monotonic()
+            started = self._clock()
             scale = self.set_rates(progress)
             parts = next((parts for until, parts in self.phases if progress < until), self.phases[-1][1])
             if parts != last:
@@ -239,9 +267,10 @@ class Run:
             last, before = parts, self.tokens
             for name, value in self.take_step(parts).items():
                 means[name] = value + 0.95 * (means.get(name, value) - value)
-            self.elapsed += time.monotonic() - started
+            spent = self._clock() - started
+            self.elapsed += spent
             if time.monotonic() - last_logged > self.args.log_s or self.step == 1:
-                rate = (self.tokens - before) / (time.monotonic() - started)
+                rate = (self.tokens - before) / max(spent, 1e-9)
                 head = f"{time.strftime('%H:%M:%S')} {self.out.name} step {self.step} tokens {self.tokens}"
                 tail = " ".join(f"{name} {value:.3f}" for name, value in sorted(means.items()))
                 print(f"{head} done {progress:.3f} rate {scale:.3f} tok/s {rate:.0f} {tail}", flush=True)
@@ -272,7 +301,7 @@ def load_checkpoint(run: Path) -> dict[str, Any]:
 def export(run: Path, tokenizer: Path, to: Path) -> None:
     """Write the latest checkpoint of a run as a Transformers folder."""
     state = load_checkpoint(run)
-    export_folder(Shape(**state["shape"]), state["model"], tokenizer, to)
+    export_folder(Shape(**state["shape"]), state.get("average") or state["model"], tokenizer, to)
     print(json.dumps({"exported": str(to), "step": state["step"], "tokens": state["tokens"]}))
 
 
@@ -313,6 +342,10 @@ def parser() -> argparse.ArgumentParser:
     fit.add_argument("--decay-from", type=float, default=0.5, help="when the rate decays: a fraction; 1 is never")
     fit.add_argument("--warmup", type=int, default=50, help="steps")
     fit.add_argument("--attention-weight", type=float, default=0.0, help="weight of the attention to the evidence")
+    fit.add_argument("--copy-weight", type=float, default=0.0, help="weight of one head's attention to the copied token")
+    fit.add_argument("--windowed", type=float, default=0.0, help="share of wide sequences that are read with a window")
+    fit.add_argument("--average", type=float, default=0.0, help="keep (and export) a moving average with this decay")
+    fit.add_argument("--widen-mlp", type=int, default=0, help="give the MLPs of --init so many units")
     fit.add_argument("--context-weight", type=float, default=0.0, help="loss weight of a task's context tokens")
     fit.add_argument("--gapped", type=float, default=0.2, help="share of sequences with gaps in their positions")
     fit.add_argument("--seed", type=int, default=20261120)
