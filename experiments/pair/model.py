@@ -111,9 +111,7 @@ class Attention(nn.Module):
         out = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
-    def windowed(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, window: int, sinks: int
-    ) -> torch.Tensor:
+    def windowed(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, window: int, sinks: int) -> torch.Tensor:
         """Like forward, but each token sees itself, the window - 1 before it and the first `sinks`. Batch of one.
 
         Blocks of `window` queries meet their own and the previous block and the sinks: linear in the tokens.
@@ -132,7 +130,9 @@ class Attention(nn.Module):
 
         blocked = F.pad(queries[0], (0, 0, 0, pad)).unflatten(1, (blocks, window)).transpose(0, 1)
         query_at = torch.arange(blocks * window, device=x.device).view(blocks, window, 1)
-        near_at = torch.arange(-window, window, device=x.device) + window * torch.arange(blocks, device=x.device)[:, None]
+        near_at = (
+            torch.arange(-window, window, device=x.device) + window * torch.arange(blocks, device=x.device)[:, None]
+        )
         near_at = near_at[:, None]
         near = (near_at >= 0) & (near_at <= query_at) & (near_at > query_at - window)
         sink_at = torch.arange(min(sinks, length), device=x.device)[None, None]
@@ -175,9 +175,7 @@ class Block(nn.Module):
         x = x + self.self_attn(self.input_layernorm(x), cos, sin)
         return x + self.mlp(self.post_attention_layernorm(x))
 
-    def windowed(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, window: int, sinks: int
-    ) -> torch.Tensor:
+    def windowed(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, window: int, sinks: int) -> torch.Tensor:
         x = x + self.self_attn.windowed(self.input_layernorm(x), cos, sin, window, sinks)
         return x + self.mlp(self.post_attention_layernorm(x))
 

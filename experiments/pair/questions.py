@@ -11,7 +11,7 @@ import itertools
 import random
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -21,12 +21,30 @@ from experiments.pair.tasks import Sequence
 from experiments.pair.values import entity, number, value
 from experiments.pair.wording import PLACES, WORDINGS, Relation, Wording
 
-SEPARATORS = ("\n", " ")
+# How often each kind of task is drawn.
+KINDS = {
+    "facts": 5.0,
+    "relations": 3.0,
+    "table": 1.5,
+    "several values": 0.5,
+    "split": 1.0,
+    "stories": 1.0,
+    "copy": 0.8,
+    "edit": 0.4,
+    "cloze": 1.2,
+    "definitions": 0.5,
+    "chains": 0.4,
+    "counting": 0.2,
+    "common": 0.2,
+}
+
+
+Coded = tuple[list[int], list[tuple[int, int]], int]
 
 
 @dataclass(frozen=True)
 class Statement:
-    """Text that goes into the document. own_line: begin a line; after: keep at least so far behind the one before."""
+    """Text that goes into the document, after a sentence or as a line of its own."""
 
     text: str
     own_line: bool = False
@@ -70,7 +88,6 @@ class Made:
     questions: list[Question]
     spans: list[list[tuple[int, int]]]
     answers: list[tuple[int, int]]
-    turns: list[int] = field(default_factory=list)
 
 
 def as_identifier(text: str) -> str:
@@ -110,20 +127,20 @@ class QuestionMaker:
         texts = [tokenizer.decode([index]) for index in range(tokenizer.get_vocab_size())]
         self.ends_sentence = np.array([text.endswith((".", "?", "!", "\n")) for text in texts])
         self.wild = self.wild_words() if half == "train" else []
-        self.kinds: dict[str, tuple[float, Callable[[random.Random, int], Task]]] = {
-            "facts": (5.0, self.facts),
-            "relations": (3.0, self.relations),
-            "table": (1.5, self.table),
-            "several values": (0.5, self.several_values),
-            "split": (1.0, self.split),
-            "stories": (1.0, self.stories),
-            "copy": (0.8, self.copying),
-            "edit": (0.4, self.editing),
-            "cloze": (1.2, self.cloze),
-            "definitions": (0.5, self.definitions),
-            "chains": (0.4, self.chains),
-            "counting": (0.2, self.counting),
-            "common": (0.2, self.common),
+        self.kinds: dict[str, Callable[[random.Random, int], Task]] = {
+            "facts": self.facts,
+            "relations": self.relations,
+            "table": self.table,
+            "several values": self.several_values,
+            "split": self.split,
+            "stories": self.stories,
+            "copy": self.copying,
+            "edit": self.editing,
+            "cloze": self.cloze,
+            "definitions": self.definitions,
+            "chains": self.chains,
+            "counting": self.counting,
+            "common": self.common,
         }
 
     # -- words -------------------------------------------------------------------------------------------------
@@ -139,12 +156,63 @@ class QuestionMaker:
 
     def wild_record(self, rng: random.Random) -> str:
         """A made-up form of a record: entity and attribute, then the value, with any marks between them."""
-        order = rng.choice((["{e}", "{a}", "{v}"], ["{a}", "{e}", "{v}"], ["{e}", "{a}", "{v}"], ["{v}", "{a}", "{e}"], ["{e}", "{v}", "{a}"]))
-        marks = (": ", " = ", " | ", ", ", " - ", " -> ", "; ", "\t", " ~ ", " ", " .. ", "=", ":", ",", "|", " > ", " * ", " is ", " has ")
-        around = rng.choice(("{}", "{}", "{}", "[{}]", "({})", "\"{}\"", "<{}>", "'{}'", "*{}*", "`{}`"))
+        order = rng.choice(
+            (
+                ["{e}", "{a}", "{v}"],
+                ["{a}", "{e}", "{v}"],
+                ["{e}", "{a}", "{v}"],
+                ["{v}", "{a}", "{e}"],
+                ["{e}", "{v}", "{a}"],
+            )
+        )
+        marks = (
+            ": ",
+            " = ",
+            " | ",
+            ", ",
+            " - ",
+            " -> ",
+            "; ",
+            "\t",
+            " ~ ",
+            " ",
+            " .. ",
+            "=",
+            ":",
+            ",",
+            "|",
+            " > ",
+            " * ",
+            " is ",
+            " has ",
+        )
+        around = rng.choice(("{}", "{}", "{}", "[{}]", "({})", '"{}"', "<{}>", "'{}'", "*{}*", "`{}`"))
         parts = [around.format(part) if rng.random() < 0.5 else part for part in order]
-        begin = rng.choice(("", "", "", "- ", "* ", "# ", "> ", "+ ", "log: ", "note ", f"{number(rng, 1, 3)}. ", f"{number(rng, 4, 6)} "))
-        return begin + parts[0] + rng.choice(marks) + parts[1] + rng.choice(marks) + parts[2] + rng.choice(("", "", ".", ";", ","))
+        begin = rng.choice(
+            (
+                "",
+                "",
+                "",
+                "- ",
+                "* ",
+                "# ",
+                "> ",
+                "+ ",
+                "log: ",
+                "note ",
+                f"{number(rng, 1, 3)}. ",
+                f"{number(rng, 4, 6)} ",
+            )
+        )
+        return (
+            begin
+            + parts[0]
+            + rng.choice(marks)
+            + parts[1]
+            + rng.choice(marks)
+            + parts[2]
+            + rng.choice(("", "", ".", ";", ","))
+        )
 
     def form(self, rng: random.Random) -> tuple[str, bool]:
         """A form of a fact, and whether it is a record (a line of its own)."""
@@ -217,7 +285,7 @@ class QuestionMaker:
     # -- tasks -------------------------------------------------------------------------------------------------
 
     def facts(self, rng: random.Random, length: int) -> Task:
-        """Attributes of entities in any form; some entities have several attributes, some attributes several entities."""
+        """Attributes of entities in any form; entities may have several attributes, and attributes several entities."""
         words = self.words
         num = rng.choice((1, 2, rng.randint(2, 6), max(2, min(16, length // 90)), max(2, min(16, length // 70))))
         entities = self.distinct(rng, max(1, round(num * rng.choice((1.0, 1.0, 0.5)))), self.entity)
@@ -278,9 +346,7 @@ class QuestionMaker:
                 core, answer, start = self.fill(rng.choice(relation.inverse), v=v), e, text.index(e)
             else:
                 core, answer, start = self.fill(rng.choice(relation.questions), e), v, text.index(v)
-            task.questions.append(
-                Question(self.ask(rng, core), answer, (index,), (index, start, start + len(answer)))
-            )
+            task.questions.append(Question(self.ask(rng, core), answer, (index,), (index, start, start + len(answer))))
         return task
 
     def table(self, rng: random.Random, length: int) -> Task:
@@ -291,7 +357,12 @@ class QuestionMaker:
         kinds = {a: rng.choice((*words.value_kinds, *words.pools)) for a in columns}
         names = self.distinct(rng, max(2, min(12, length // 120)), lambda rng: entity(rng, words, kind))
         task = Task("table", [], [], in_order=True, spread=style in ("json", "yaml", "ini") and rng.random() < 0.5)
-        head = {"markdown": "| name | {} |", "csv": "name,{}", "tsv": "name\t{}", "html": "<tr><th>name</th><th>{}</th></tr>"}
+        head = {
+            "markdown": "| name | {} |",
+            "csv": "name,{}",
+            "tsv": "name\t{}",
+            "html": "<tr><th>name</th><th>{}</th></tr>",
+        }
         joints = {"markdown": " | ", "csv": ",", "tsv": "\t", "html": "</th><th>"}
         if style in head:
             task.statements.append(Statement(head[style].format(joints[style].join(columns)), True))
@@ -310,10 +381,24 @@ class QuestionMaker:
     @staticmethod
     def row(style: str, e: str, cells: Mapping[str, str]) -> tuple[str, dict[str, int]]:
         """One row, and where each cell's value begins in it."""
-        begin = {"markdown": "| {}", "csv": "{}", "tsv": "{}", "html": "<tr><td>{}</td>", "json": '{{"name": "{}"',
-                 "yaml": "- name: {}", "ini": "[{}]"}[style]
-        cell = {"markdown": " | {v}", "csv": ",{v}", "tsv": "\t{v}", "html": "<td>{v}</td>", "json": ', "{k}": "{v}"',
-                "yaml": "\n  {k}: {v}", "ini": "\n{k} = {v}"}[style]
+        begin = {
+            "markdown": "| {}",
+            "csv": "{}",
+            "tsv": "{}",
+            "html": "<tr><td>{}</td>",
+            "json": '{{"name": "{}"',
+            "yaml": "- name: {}",
+            "ini": "[{}]",
+        }[style]
+        cell = {
+            "markdown": " | {v}",
+            "csv": ",{v}",
+            "tsv": "\t{v}",
+            "html": "<td>{v}</td>",
+            "json": ', "{k}": "{v}"',
+            "yaml": "\n  {k}: {v}",
+            "ini": "\n{k} = {v}",
+        }[style]
         end = {"markdown": " |", "html": "</tr>", "json": "}"}.get(style, "")
         text, starts = begin.format(e), {}
         for a, v in cells.items():
@@ -478,12 +563,13 @@ class QuestionMaker:
         """The most common word of a list."""
         form, ask = rng.choice(self.words.commons)
         words = rng.sample(self.words.pools["object"], rng.randint(3, 8))
-        num = max(8, min(length // 8, 80))
-        drawn = [words[0]] * int(num * rng.uniform(0.35, 0.6))
-        drawn += [rng.choice(words[1:]) for _ in range(num - len(drawn))]
+        most = rng.randint(3, max(3, min(length // 40, 12)))
+        drawn = [words[0]] * most + [word for word in words[1:] for _ in range(rng.randint(1, most - 1))]
         rng.shuffle(drawn)
         joint = rng.choice((" ", ", "))
-        return Task("common", [Statement(form.format(list=joint.join(drawn)), True)], [Question(ask, f" {words[0]}", (0,))])
+        return Task(
+            "common", [Statement(form.format(list=joint.join(drawn)), True)], [Question(ask, f" {words[0]}", (0,))]
+        )
 
     # -- assembly ----------------------------------------------------------------------------------------------
 
@@ -500,14 +586,12 @@ class QuestionMaker:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
-    def encode_statement(
-        self, rng: random.Random, statement: Statement
-    ) -> tuple[list[int], list[tuple[int, int]], int, int]:
-        """Its ids, the characters of each, and how many characters and tokens stand before the text itself."""
+    def encode_statement(self, rng: random.Random, statement: Statement) -> Coded:
+        """Its ids, the characters of each, and how many characters stand before the text itself."""
         before = "\n" if statement.own_line else " "
         after = "\n" if statement.own_line and rng.random() < 0.8 else ""
         coded = self.tokenizer.encode(before + statement.text + after, add_special_tokens=False)
-        return coded.ids, coded.offsets, len(before), 0
+        return coded.ids, coded.offsets, len(before)
 
     def place(
         self, rng: random.Random, haystack: np.ndarray, pieces: list[list[int]], task: Task
@@ -544,7 +628,9 @@ class QuestionMaker:
         texts = [self.encode(question.text) for question in asked]
         answers = [self.answer_ids(question, coded) for question in asked]
         room = length - sum(len(ids) for ids, *_ in coded) - 24
-        while len(asked) > 1 and sum(map(len, texts)) + sum(len(ids) for ids, _ in answers) + 5 * len(asked) > 0.7 * room:
+        while (
+            len(asked) > 1 and sum(map(len, texts)) + sum(len(ids) for ids, _ in answers) + 5 * len(asked) > 0.7 * room
+        ):
             for parts in (asked, texts, answers):
                 parts.pop()
         room -= sum(map(len, texts)) + sum(len(ids) for ids, _ in answers) + 5 * len(asked)
@@ -596,31 +682,29 @@ class QuestionMaker:
             begin = spans[question.source[0]][0] + origin
             sequence.copies += [(at - 1 + index, begin + index) for index in range(len(answer))]
 
-    def answer_ids(
-        self, question: Question, coded: list[tuple[list[int], list[tuple[int, int]], int, int]]
-    ) -> tuple[list[int], int | None]:
+    def answer_ids(self, question: Question, coded: list[Coded]) -> tuple[list[int], int | None]:
         """The tokens of an answer, and where they begin in the statement they are copied from."""
         if question.source is None:
             return self.encode(question.answer), None
         index, start, end = question.source
-        ids, offsets, before, _ = coded[index]
+        ids, offsets, before = coded[index]
         inside = [at for at, (a, b) in enumerate(offsets) if a < end + before and b > start + before]
         return [ids[at] for at in inside], inside[0]
 
     def task(self, rng: random.Random, length: int, kind: str | None = None) -> Task:
         """A task of a kind, or of a kind drawn by weight."""
         for _ in range(20):
-            name = kind or rng.choices(list(self.kinds), [weight for weight, _ in self.kinds.values()])[0]
-            task = self.kinds[name][1](rng, length)
+            name = kind or rng.choices(list(KINDS), list(KINDS.values()))[0]
+            task = self.kinds[name](rng, length)
             if task.questions:
                 return task
         raise RuntimeError(f"no question came of 20 tries at {kind!r}")
 
     def made(self, rng: random.Random, length: int, kind: str | None = None, num_questions: int | None = None) -> Made:
         """A finished task of at most length + 1 tokens, unless its statements need more."""
-        made = None
-        for _ in range(8):
-            made = self.assemble(rng, self.task(rng, length, kind), length + 1, num_questions)
+        made = self.assemble(rng, self.task(rng, length, kind), length + 1, num_questions)
+        for _ in range(7):
             if len(made.sequence.ids) <= length + 1:
                 break
+            made = self.assemble(rng, self.task(rng, length, kind), length + 1, num_questions)
         return made

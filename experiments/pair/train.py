@@ -31,7 +31,16 @@ from experiments.common.script import run_script
 from experiments.pair.batches import Batch, Part, Source, parse_mix
 from experiments.pair.data import Corpus, prepare
 from experiments.pair.data import __doc__ as about_data
-from experiments.pair.model import PairModel, Shape, export_folder, load_folder, pack, seed_previous_token_heads, unpack, widen_mlp
+from experiments.pair.model import (
+    PairModel,
+    Shape,
+    export_folder,
+    load_folder,
+    pack,
+    seed_previous_token_heads,
+    unpack,
+    widen_mlp,
+)
 
 SHAPES = {
     "target": Shape(),
@@ -342,7 +351,9 @@ def parser() -> argparse.ArgumentParser:
     fit.add_argument("--decay-from", type=float, default=0.5, help="when the rate decays: a fraction; 1 is never")
     fit.add_argument("--warmup", type=int, default=50, help="steps")
     fit.add_argument("--attention-weight", type=float, default=0.0, help="weight of the attention to the evidence")
-    fit.add_argument("--copy-weight", type=float, default=0.0, help="weight of one head's attention to the copied token")
+    fit.add_argument(
+        "--copy-weight", type=float, default=0.0, help="weight of one head's attention to the copied token"
+    )
     fit.add_argument("--windowed", type=float, default=0.0, help="share of wide sequences that are read with a window")
     fit.add_argument("--average", type=float, default=0.0, help="keep (and export) a moving average with this decay")
     fit.add_argument("--widen-mlp", type=int, default=0, help="give the MLPs of --init so many units")

@@ -1,6 +1,7 @@
 """The words of the tasks, as data, in two halves: what training sees, and what only evaluation sees.
 
-`TRAIN` and `TEST` share no attribute, entity, value kind, fact form, question form, instruction or relation; a test checks it.
+`TRAIN` and `TEST` share no attribute, entity, value kind, fact form, question form,
+instruction or relation; a test checks it.
 Forms have slots: {e} an entity, {a} an attribute, {v} its value, {A} and {E} the same as identifiers (`badge_number`).
 """
 
@@ -73,29 +74,41 @@ class Wording:
 
 TRAIN = Wording(
     first_names=_split(
-        """Alice, Bruno, Carla, Daniel, Elena, Felix, Greta, Hassan, Irene, Jonas, Kavita, Liam, Maria, Nadia, Oscar, Paula,
-        Quentin, Rosa, Samuel, Tara, Umar, Vera, Walter, Xenia, Yusuf, Zoe, Miriam, Peter, Anna, Boris, Clara, David, Emma,
-        Frank, Gina, Henry, Ida, Jack, Karen, Leo, Mona, Nina, Otto, Petra, Ralph, Sara, Tom, Ursula, Victor, Wendy, Arthur,
-        Bella, Conrad, Dora, Edwin, Flora, George, Hilda, Ivan, Julia, Kurt, Laura, Martin, Norma, Olga, Philip, Ruth, Simon,
-        Thea, Vincent, Agnes, Basil, Celia, Dennis, Edith, Fred, Gloria, Harold, Iris, James, Kate, Lewis, Mabel, Neil, Olive,
+        """Alice, Bruno, Carla, Daniel, Elena, Felix, Greta, Hassan, Irene, Jonas, Kavita, Liam, Maria, Nadia,
+        Oscar, Paula,
+        Quentin, Rosa, Samuel, Tara, Umar, Vera, Walter, Xenia, Yusuf, Zoe, Miriam, Peter, Anna, Boris, Clara,
+        David, Emma,
+        Frank, Gina, Henry, Ida, Jack, Karen, Leo, Mona, Nina, Otto, Petra, Ralph, Sara, Tom, Ursula, Victor,
+        Wendy, Arthur,
+        Bella, Conrad, Dora, Edwin, Flora, George, Hilda, Ivan, Julia, Kurt, Laura, Martin, Norma, Olga, Philip,
+        Ruth, Simon,
+        Thea, Vincent, Agnes, Basil, Celia, Dennis, Edith, Fred, Gloria, Harold, Iris, James, Kate, Lewis, Mabel,
+        Neil, Olive,
         Paul, Rita, Stephen, Ada, Bob, Carol, Dan, Eve, Grace, Hugo, Kim, Mike, Nora, Sam, Ted, Tina, Will, Zack"""
     ),
     surnames=_split(
-        """Smith, Keller, Moreau, Johansson, Okafor, Rossi, Novak, Tanaka, Silva, Brown, Fischer, Lindberg, Hughes, Kowalski,
-        Dubois, Petrov, Murphy, Haddad, Iyer, Nakamura, Weber, Costa, Walsh, Olsen, Vargas, Young, Carter, Baker, Turner, Cooper,
+        """Smith, Keller, Moreau, Johansson, Okafor, Rossi, Novak, Tanaka, Silva, Brown, Fischer, Lindberg, Hughes,
+        Kowalski,
+        Dubois, Petrov, Murphy, Haddad, Iyer, Nakamura, Weber, Costa, Walsh, Olsen, Vargas, Young, Carter, Baker,
+        Turner, Cooper,
         Reed, Ward, Foster, Gray, Stone, Wood, Marsh, Fields, Hill, Rivers"""
     ),
     syllables=_split(
-        """ba, be, bo, da, de, do, fa, fi, ga, go, ka, ke, ki, la, le, li, lo, ma, me, mi, mo, na, ne, ni, no, pa, pe, ra, re,
+        """ba, be, bo, da, de, do, fa, fi, ga, go, ka, ke, ki, la, le, li, lo, ma, me, mi, mo, na, ne, ni, no, pa,
+        pe, ra, re,
         ri, ro, sa, se, so, ta, te, ti, to, va, ve, vi, za, zo"""
     ),
     things={
         "company": (
             _split(
-                """North, Silver, Blue, Iron, Summit, River, Green, Atlas, Bright, Stone, Delta, Royal, Union, Pacific, Eagle,
+                """North, Silver, Blue, Iron, Summit, River, Green, Atlas, Bright, Stone, Delta, Royal, Union,
+                Pacific, Eagle,
                 Cedar, Golden, Harbor, Metro, Prime, Oak, Star, Red, Crown, Liberty"""
             ),
-            _split("Systems, Foods, Motors, Bank, Textiles, Energy, Labs, Partners, Press, Tools, Airlines, Steel, Media"),
+            _split(
+                """Systems, Foods, Motors, Bank, Textiles, Energy, Labs, Partners, Press, Tools, Airlines, Steel,
+                Media"""
+            ),
             " ",
         ),
         "server": (
@@ -105,37 +118,62 @@ TRAIN = Wording(
         ),
         "project": (
             _split("Project, Operation, Mission, Plan"),
-            _split("Falcon, Horizon, Sunrise, Granite, Comet, Maple, Orion, Thunder, Willow, Phoenix, Tiger, Breeze, Nova"),
+            _split(
+                """Falcon, Horizon, Sunrise, Granite, Comet, Maple, Orion, Thunder, Willow, Phoenix, Tiger, Breeze,
+                Nova"""
+            ),
             " ",
         ),
         "town": (
-            _split("Ash, Bram, Cold, Dun, East, Fair, Glen, Hart, King, Lang, Mill, Nor, Old, Pem, Rock, South, Thorn, West"),
+            _split(
+                """Ash, Bram, Cold, Dun, East, Fair, Glen, Hart, King, Lang, Mill, Nor, Old, Pem, Rock, South, Thorn,
+                West"""
+            ),
             _split("ford, ton, bury, ham, field, wick, bridge, stead, well, wood"),
             "",
         ),
-        "room": (_split("the red, the blue, the upper, the lower, the old, the small, the large, the north, the south"),
-                 _split("room, hall, office, store, cellar, library, workshop, kitchen, gallery"), " "),
-        "machine": (_split("pump, drill, printer, engine, scanner, lift, oven, press, lamp, valve"),
-                    _split("A1, A2, B3, B7, C4, C9, D2, D5, E6, E8, F1, F3"), " "),
-        "book": (_split("The Silent, The Last, The Broken, The Hidden, A Distant, The Long, The Green, A Quiet"),
-                 _split("River, Garden, Letter, Winter, Mountain, Road, House, Summer, Island, Door"), " "),
-        "module": (_split("user, order, image, event, token, text, file, graph, price, mail"),
-                   _split("parser, loader, store, index, filter, client, writer, reader, router, cache"), "_"),
+        "room": (
+            _split("""the red, the blue, the upper, the lower, the old, the small, the large, the north,
+            the south"""),
+            _split("room, hall, office, store, cellar, library, workshop, kitchen, gallery"),
+            " ",
+        ),
+        "machine": (
+            _split("pump, drill, printer, engine, scanner, lift, oven, press, lamp, valve"),
+            _split("A1, A2, B3, B7, C4, C9, D2, D5, E6, E8, F1, F3"),
+            " ",
+        ),
+        "book": (
+            _split("The Silent, The Last, The Broken, The Hidden, A Distant, The Long, The Green, A Quiet"),
+            _split("River, Garden, Letter, Winter, Mountain, Road, House, Summer, Island, Door"),
+            " ",
+        ),
+        "module": (
+            _split("user, order, image, event, token, text, file, graph, price, mail"),
+            _split("parser, loader, store, index, filter, client, writer, reader, router, cache"),
+            "_",
+        ),
     },
     pools={
         "colour": _split("red, blue, green, yellow, white, black, brown, pink, orange, purple, silver, gold"),
         "city": _split(
-            """London, Paris, Tokyo, Berlin, Madrid, Cairo, Lima, Oslo, Dublin, Vienna, Prague, Rome, Athens, Boston, Chicago,
-            Denver, Moscow, Delhi, Seoul, Sydney, Lisbon, Warsaw, Geneva, Milan, Bergen, Quito, Havana, Tunis, Dakar, Accra"""
+            """London, Paris, Tokyo, Berlin, Madrid, Cairo, Lima, Oslo, Dublin, Vienna, Prague, Rome, Athens,
+            Boston, Chicago,
+            Denver, Moscow, Delhi, Seoul, Sydney, Lisbon, Warsaw, Geneva, Milan, Bergen, Quito, Havana, Tunis,
+            Dakar, Accra"""
         ),
         "job": _split(
-            """doctor, teacher, engineer, lawyer, painter, farmer, baker, pilot, nurse, writer, driver, judge, clerk, singer,
+            """doctor, teacher, engineer, lawyer, painter, farmer, baker, pilot, nurse, writer, driver, judge,
+            clerk, singer,
             carpenter, sailor, editor, gardener, tailor, chemist"""
         ),
         "object": _split(
-            """apple, table, river, stone, house, garden, window, paper, letter, music, summer, winter, captain, school, bridge,
-            forest, market, mirror, button, candle, basket, hammer, ladder, pocket, ribbon, saddle, tunnel, valley, wagon,
-            anchor, barrel, carpet, dragon, feather, guitar, helmet, island, jacket, kettle, lemon, marble, needle, onion,
+            """apple, table, river, stone, house, garden, window, paper, letter, music, summer, winter, captain,
+            school, bridge,
+            forest, market, mirror, button, candle, basket, hammer, ladder, pocket, ribbon, saddle, tunnel, valley,
+            wagon,
+            anchor, barrel, carpet, dragon, feather, guitar, helmet, island, jacket, kettle, lemon, marble, needle,
+            onion,
             pepper, rabbit"""
         ),
         "animal": _split("dog, cat, horse, rabbit, parrot, goat, sheep, turtle, mouse, duck, fox, bear"),
@@ -144,14 +182,19 @@ TRAIN = Wording(
     },
     value_kinds=("number", "long number", "identifier", "date", "name", "two words", "price", "decimal"),
     qualifiers=_split(
-        """red, blue, green, silver, golden, secret, hidden, special, magic, ancient, broken, bright, dark, quiet, simple, final,
-        first, second, north, south, early, late, public, private, local, common, rare, plain, modern, new, old, main, spare,
+        """red, blue, green, silver, golden, secret, hidden, special, magic, ancient, broken, bright, dark, quiet,
+        simple, final,
+        first, second, north, south, early, late, public, private, local, common, rare, plain, modern, new, old,
+        main, spare,
         primary, daily, yearly, official, internal, temporary, current, previous, total, maximum, average"""
     ),
     nouns=_split(
-        """code, number, password, key, token, label, pin, badge, account, order, serial number, score, price, weight, height,
-        address, port, size, limit, budget, rate, id, balance, salary, extension, locker, seat, reference, version, rank,
-        deadline, start date, end date, birthday, contact, owner, manager, signature, alias, model, batch, invoice, phone number,
+        """code, number, password, key, token, label, pin, badge, account, order, serial number, score, price,
+        weight, height,
+        address, port, size, limit, budget, rate, id, balance, salary, extension, locker, seat, reference, version,
+        rank,
+        deadline, start date, end date, birthday, contact, owner, manager, signature, alias, model, batch, invoice,
+        phone number,
         delay, length, count, grade, speed"""
     ),
     word_attributes={
@@ -199,9 +242,32 @@ TRAIN = Wording(
         The value {v} is used as the {a} by {e}.
         """
     ),
-    lead_ins=("Note: ", "In short, ", "As far as we know, ", "As of today, ", "To be clear, ", "Well, ", "Once more: ", "Also, ",
-              "He said that ", "It says here that ", "In fact, ", "However, ", "For the record: ", "At present, "),
-    tails=(" at the moment", " for now", ", as everybody agreed", " this year", ", I think", " and nothing else", " again", ", they said"),
+    lead_ins=(
+        "Note: ",
+        "In short, ",
+        "As far as we know, ",
+        "As of today, ",
+        "To be clear, ",
+        "Well, ",
+        "Once more: ",
+        "Also, ",
+        "He said that ",
+        "It says here that ",
+        "In fact, ",
+        "However, ",
+        "For the record: ",
+        "At present, ",
+    ),
+    tails=(
+        " at the moment",
+        " for now",
+        ", as everybody agreed",
+        " this year",
+        ", I think",
+        " and nothing else",
+        " again",
+        ", they said",
+    ),
     records=_lines(
         """
         {e}: {a} = {v}
@@ -313,9 +379,34 @@ TRAIN = Wording(
         Give all values for the {a} of {e}.
         """
     ),
-    openers=("", "", "", "", "Please help. ", "Hello! ", "One question: ", "Now: ", "Quick question. ", "Thanks. ", "Question: ", "OK. "),
-    instructions=("", "", "", "", " Reply with the value only.", " Answer briefly.", " Just the answer.", " Keep it short.",
-                  " Do not explain.", " Give only the answer.", "\nAnswer:", " Use the words of the text."),
+    openers=(
+        "",
+        "",
+        "",
+        "",
+        "Please help. ",
+        "Hello! ",
+        "One question: ",
+        "Now: ",
+        "Quick question. ",
+        "Thanks. ",
+        "Question: ",
+        "OK. ",
+    ),
+    instructions=(
+        "",
+        "",
+        "",
+        "",
+        " Reply with the value only.",
+        " Answer briefly.",
+        " Just the answer.",
+        " Keep it short.",
+        " Do not explain.",
+        " Give only the answer.",
+        "\nAnswer:",
+        " Use the words of the text.",
+    ),
     sentence_instructions=(" Quote the line.", " Answer with the whole line.", " Show the line that says it."),
     before=_lines(
         """
@@ -326,58 +417,180 @@ TRAIN = Wording(
         """
     ),
     relations=(
-        Relation("person", "city", ("{e} lives in {v}.", "{e} has lived in {v} for years.", "{e} has a flat in {v}."),
-                 ("Where does {e} live?", "In which city does {e} live?", "where does {e} live"), ("Who lives in {v}?",)),
-        Relation("person", "city", ("{e} was born in {v}.", "{e} came into the world in {v}."),
-                 ("Where was {e} born?", "In which place was {e} born?", "{e} born where"), ("Who was born in {v}?",)),
-        Relation("person", "city", ("{e} travelled to {v}.", "{e} took a train to {v}.", "{e} went to {v} by boat."),
-                 ("Where did {e} go?", "Where did {e} travel to?", "To which city did {e} go?"), ("Who travelled to {v}?",)),
-        Relation("person", "company", ("{e} works for {v}.", "{e} is employed by {v}.", "{e} has a job at {v}."),
-                 ("Who does {e} work for?", "Where does {e} work?", "Which company employs {e}?"), ("Who works for {v}?",)),
-        Relation("person", "job", ("{e} is a {v}.", "{e} works as a {v}.", "{e} became a {v}."),
-                 ("What does {e} do?", "What is {e} by profession?", "As what does {e} work?"), ("Who is a {v}?",)),
-        Relation("person", "animal", ("{e} owns a {v}.", "{e} keeps a {v} at home.", "{e} has a {v}."),
-                 ("What animal does {e} own?", "Which pet does {e} keep?", "What does {e} keep at home?"), ("Who owns a {v}?",)),
-        Relation("person", "food", ("{e} likes to eat {v}.", "{e} had {v} for lunch.", "{e} cooked {v}."),
-                 ("What did {e} eat?", "Which food does {e} like?", "What did {e} have for lunch?")),
-        Relation("person", "object", ("{e} bought a {v}.", "{e} paid for a {v}.", "{e} found a {v} in the street."),
-                 ("What did {e} buy?", "What did {e} get?", "Which thing did {e} buy?"), ("Who bought a {v}?",)),
-        Relation("person", "object", ("{e} lost a {v}.", "{e} could not find the {v} again."),
-                 ("What did {e} lose?", "Which thing is {e} missing?"), ("Who lost a {v}?",)),
-        Relation("person", "person", ("{e} is married to {v}.", "{e} is the husband of {v}.", "{e} married {v}."),
-                 ("Who is {e} married to?", "Who did {e} marry?"), ("Who married {v}?",)),
-        Relation("person", "person", ("{e} wrote a letter to {v}.", "{e} sent {v} a letter."),
-                 ("Who did {e} write to?", "To whom did {e} write?"), ("Who wrote to {v}?",)),
-        Relation("company", "person", ("{v} is the head of {e}.", "{e} is led by {v}.", "{v} runs {e}."),
-                 ("Who is the head of {e}?", "Who leads {e}?", "Who runs {e}?"), ("What does {v} run?",)),
-        Relation("company", "person", ("{v} founded {e}.", "{e} was started by {v}."),
-                 ("Who founded {e}?", "Who started {e}?"), ("What did {v} found?",)),
-        Relation("company", "city", ("{e} is based in {v}.", "{e} has its offices in {v}."),
-                 ("Where is {e} based?", "Where are the offices of {e}?"), ("Which company is based in {v}?",)),
-        Relation("company", "number", ("{e} has {v} employees.", "{v} people work at {e}."),
-                 ("How many employees does {e} have?", "How many people work at {e}?")),
-        Relation("book", "person", ("{e} was written by {v}.", "{v} is the author of {e}.", "{v} wrote {e}."),
-                 ("Who wrote {e}?", "Who is the author of {e}?"), ("What did {v} write?",)),
-        Relation("book", "number", ("{e} has {v} pages.", "There are {v} pages in {e}."),
-                 ("How many pages does {e} have?", "How long is {e}?")),
-        Relation("project", "date", ("{e} began on {v}.", "{e} was started on {v}."),
-                 ("When did {e} begin?", "On which day did {e} start?")),
-        Relation("project", "person", ("{v} is in charge of {e}.", "{e} is in the hands of {v}."),
-                 ("Who is in charge of {e}?", "Who is responsible for {e}?"), ("What is {v} in charge of?",)),
-        Relation("server", "number", ("{e} listens on port {v}.", "Port {v} is open on {e}."),
-                 ("Which port is open on {e}?", "On which port does {e} listen?")),
-        Relation("room", "object", ("There is a {v} in {e}.", "Someone left a {v} in {e}.", "You can find a {v} in {e}."),
-                 ("What is in {e}?", "What can be found in {e}?"), ("Where is the {v}?", "In which room is the {v}?")),
-        Relation("town", "number", ("{e} has {v} inhabitants.", "{v} people live in {e}."),
-                 ("How many people live in {e}?", "How many inhabitants does {e} have?")),
-        Relation("machine", "price", ("{e} costs {v}.", "The price of {e} is {v}.", "They sold {e} for {v}."),
-                 ("How much is {e}?", "What does {e} cost?", "What is the price of {e}?")),
-        Relation("person", "number", ("{e} has {v} points.", "{e} scored {v} points."),
-                 ("How many points does {e} have?", "How many points did {e} score?"), ("Who has {v} points?",)),
-        Relation("person", "date", ("{e} was hired on {v}.", "{e} started work on {v}."),
-                 ("When was {e} hired?", "When did {e} start work?"), ("Who was hired on {v}?",)),
-        Relation("person", "colour", ("{e} wore a {v} coat.", "{e} came in a {v} coat."),
-                 ("What colour was {e}'s coat?", "Which coat did {e} wear?")),
+        Relation(
+            "person",
+            "city",
+            ("{e} lives in {v}.", "{e} has lived in {v} for years.", "{e} has a flat in {v}."),
+            ("Where does {e} live?", "In which city does {e} live?", "where does {e} live"),
+            ("Who lives in {v}?",),
+        ),
+        Relation(
+            "person",
+            "city",
+            ("{e} was born in {v}.", "{e} came into the world in {v}."),
+            ("Where was {e} born?", "In which place was {e} born?", "{e} born where"),
+            ("Who was born in {v}?",),
+        ),
+        Relation(
+            "person",
+            "city",
+            ("{e} travelled to {v}.", "{e} took a train to {v}.", "{e} went to {v} by boat."),
+            ("Where did {e} go?", "Where did {e} travel to?", "To which city did {e} go?"),
+            ("Who travelled to {v}?",),
+        ),
+        Relation(
+            "person",
+            "company",
+            ("{e} works for {v}.", "{e} is employed by {v}.", "{e} has a job at {v}."),
+            ("Who does {e} work for?", "Where does {e} work?", "Which company employs {e}?"),
+            ("Who works for {v}?",),
+        ),
+        Relation(
+            "person",
+            "job",
+            ("{e} is a {v}.", "{e} works as a {v}.", "{e} became a {v}."),
+            ("What does {e} do?", "What is {e} by profession?", "As what does {e} work?"),
+            ("Who is a {v}?",),
+        ),
+        Relation(
+            "person",
+            "animal",
+            ("{e} owns a {v}.", "{e} keeps a {v} at home.", "{e} has a {v}."),
+            ("What animal does {e} own?", "Which pet does {e} keep?", "What does {e} keep at home?"),
+            ("Who owns a {v}?",),
+        ),
+        Relation(
+            "person",
+            "food",
+            ("{e} likes to eat {v}.", "{e} had {v} for lunch.", "{e} cooked {v}."),
+            ("What did {e} eat?", "Which food does {e} like?", "What did {e} have for lunch?"),
+        ),
+        Relation(
+            "person",
+            "object",
+            ("{e} bought a {v}.", "{e} paid for a {v}.", "{e} found a {v} in the street."),
+            ("What did {e} buy?", "What did {e} get?", "Which thing did {e} buy?"),
+            ("Who bought a {v}?",),
+        ),
+        Relation(
+            "person",
+            "object",
+            ("{e} lost a {v}.", "{e} could not find the {v} again."),
+            ("What did {e} lose?", "Which thing is {e} missing?"),
+            ("Who lost a {v}?",),
+        ),
+        Relation(
+            "person",
+            "person",
+            ("{e} is married to {v}.", "{e} is the husband of {v}.", "{e} married {v}."),
+            ("Who is {e} married to?", "Who did {e} marry?"),
+            ("Who married {v}?",),
+        ),
+        Relation(
+            "person",
+            "person",
+            ("{e} wrote a letter to {v}.", "{e} sent {v} a letter."),
+            ("Who did {e} write to?", "To whom did {e} write?"),
+            ("Who wrote to {v}?",),
+        ),
+        Relation(
+            "company",
+            "person",
+            ("{v} is the head of {e}.", "{e} is led by {v}.", "{v} runs {e}."),
+            ("Who is the head of {e}?", "Who leads {e}?", "Who runs {e}?"),
+            ("What does {v} run?",),
+        ),
+        Relation(
+            "company",
+            "person",
+            ("{v} founded {e}.", "{e} was started by {v}."),
+            ("Who founded {e}?", "Who started {e}?"),
+            ("What did {v} found?",),
+        ),
+        Relation(
+            "company",
+            "city",
+            ("{e} is based in {v}.", "{e} has its offices in {v}."),
+            ("Where is {e} based?", "Where are the offices of {e}?"),
+            ("Which company is based in {v}?",),
+        ),
+        Relation(
+            "company",
+            "number",
+            ("{e} has {v} employees.", "{v} people work at {e}."),
+            ("How many employees does {e} have?", "How many people work at {e}?"),
+        ),
+        Relation(
+            "book",
+            "person",
+            ("{e} was written by {v}.", "{v} is the author of {e}.", "{v} wrote {e}."),
+            ("Who wrote {e}?", "Who is the author of {e}?"),
+            ("What did {v} write?",),
+        ),
+        Relation(
+            "book",
+            "number",
+            ("{e} has {v} pages.", "There are {v} pages in {e}."),
+            ("How many pages does {e} have?", "How long is {e}?"),
+        ),
+        Relation(
+            "project",
+            "date",
+            ("{e} began on {v}.", "{e} was started on {v}."),
+            ("When did {e} begin?", "On which day did {e} start?"),
+        ),
+        Relation(
+            "project",
+            "person",
+            ("{v} is in charge of {e}.", "{e} is in the hands of {v}."),
+            ("Who is in charge of {e}?", "Who is responsible for {e}?"),
+            ("What is {v} in charge of?",),
+        ),
+        Relation(
+            "server",
+            "number",
+            ("{e} listens on port {v}.", "Port {v} is open on {e}."),
+            ("Which port is open on {e}?", "On which port does {e} listen?"),
+        ),
+        Relation(
+            "room",
+            "object",
+            ("There is a {v} in {e}.", "Someone left a {v} in {e}.", "You can find a {v} in {e}."),
+            ("What is in {e}?", "What can be found in {e}?"),
+            ("Where is the {v}?", "In which room is the {v}?"),
+        ),
+        Relation(
+            "town",
+            "number",
+            ("{e} has {v} inhabitants.", "{v} people live in {e}."),
+            ("How many people live in {e}?", "How many inhabitants does {e} have?"),
+        ),
+        Relation(
+            "machine",
+            "price",
+            ("{e} costs {v}.", "The price of {e} is {v}.", "They sold {e} for {v}."),
+            ("How much is {e}?", "What does {e} cost?", "What is the price of {e}?"),
+        ),
+        Relation(
+            "person",
+            "number",
+            ("{e} has {v} points.", "{e} scored {v} points."),
+            ("How many points does {e} have?", "How many points did {e} score?"),
+            ("Who has {v} points?",),
+        ),
+        Relation(
+            "person",
+            "date",
+            ("{e} was hired on {v}.", "{e} started work on {v}."),
+            ("When was {e} hired?", "When did {e} start work?"),
+            ("Who was hired on {v}?",),
+        ),
+        Relation(
+            "person",
+            "colour",
+            ("{e} wore a {v} coat.", "{e} came in a {v} coat."),
+            ("What colour was {e}'s coat?", "Which coat did {e} wear?"),
+        ),
     ),
     chains=(
         ("Let {x} = {v}.", "Let {y} = {x}.", "What is the value of {x}?"),
@@ -400,43 +613,97 @@ TRAIN = Wording(
     takes=("{p} took the {o}.", "{p} picked up the {o}.", "{p} has the {o} now."),
     where=("Where is {p}?", "Where is {p} now?", "In which room is {p}?", "where is {p}"),
     carries=("Who has the {o}?", "Who took the {o}?", "who has the {o}"),
-    copies=("Repeat the sentence that begins with \"{s}\".", "Copy the line that starts with \"{s}\".", "Write out the passage beginning \"{s}\"."),
-    edits=("Repeat the sentence that begins with \"{s}\", but write {n} instead of {o}.",
-           "Copy the line that starts with \"{s}\" and replace {o} by {n}."),
-    clozes=("How does the sentence go on: \"{s}\"?", "Complete from the text: \"{s}", "Which words follow \"{s}\" in the text?",
-            "What comes after \"{s}\"?"),
-    definitions=("What are the parameters of {f}?", "Which arguments does {f} take?", "Show the parameters of the function {f}."),
+    copies=(
+        'Repeat the sentence that begins with "{s}".',
+        'Copy the line that starts with "{s}".',
+        'Write out the passage beginning "{s}".',
+    ),
+    edits=(
+        'Repeat the sentence that begins with "{s}", but write {n} instead of {o}.',
+        'Copy the line that starts with "{s}" and replace {o} by {n}.',
+    ),
+    clozes=(
+        'How does the sentence go on: "{s}"?',
+        'Complete from the text: "{s}',
+        'Which words follow "{s}" in the text?',
+        'What comes after "{s}"?',
+    ),
+    definitions=(
+        "What are the parameters of {f}?",
+        "Which arguments does {f} take?",
+        "Show the parameters of the function {f}.",
+    ),
     acknowledgements=("Thank you.", "I have read it.", "Understood.", "Noted."),
     tool_results=("Result of the tool:", "The tool returned:", "Output:", "File contents:"),
 )
 
 TEST = Wording(
     first_names=_split(
-        """Amelia, Bernard, Chloe, Dmitri, Esther, Fatima, Gustav, Helena, Ibrahim, Jasmine, Klaus, Lorenzo, Margaret, Nikolai,
-        Ophelia, Pedro, Ramona, Sven, Theodore, Valerie, Winston, Yolanda, Zachary, Astrid, Benedict, Camille, Desmond, Eleanor"""
+        """Amelia, Bernard, Chloe, Dmitri, Esther, Fatima, Gustav, Helena, Ibrahim, Jasmine, Klaus, Lorenzo,
+        Margaret, Nikolai,
+        Ophelia, Pedro, Ramona, Sven, Theodore, Valerie, Winston, Yolanda, Zachary, Astrid, Benedict, Camille,
+        Desmond, Eleanor"""
     ),
     surnames=_split(
-        """Andersson, Blackwood, Castillo, Donovan, Eriksen, Fitzgerald, Gonzalez, Harrington, Ivanov, Jefferson, Kaufman, Laurent,
+        """Andersson, Blackwood, Castillo, Donovan, Eriksen, Fitzgerald, Gonzalez, Harrington, Ivanov, Jefferson,
+        Kaufman, Laurent,
         Mendoza, Nguyen, Pemberton, Quigley, Ramirez, Schneider, Thornton, Whitaker"""
     ),
     syllables=_split("bri, cla, dru, fle, gri, plo, sta, tru, wen, yor, hux, jal, quo, shi, tho"),
     things={
-        "company": (_split("Crystal, Falconer, Zenith, Meridian, Amber, Copper, Vector, Polar, Vista, Onyx"),
-                    _split("Logistics, Pharma, Insurance, Robotics, Brewery, Cement, Studios, Telecom"), " "),
-        "server": (_split("node, worker, gateway, storage, relay, metrics"), _split("apac-3, apac-8, south-12, prod-14, stage-21, lab-15"), "-"),
-        "project": (_split("Initiative, Programme, Campaign"), _split("Jupiter, Lighthouse, Badger, Monsoon, Quartz, Saffron, Tundra"), " "),
-        "town": (_split("Brack, Cran, Esk, Holm, Ips, Wrex, Yar, Lud"), _split("combe, dale, mouth, minster, thorpe, burgh"), ""),
-        "vessel": (_split("the ferry, the yacht, the tanker, the schooner"), _split("Aurora, Endeavour, Mermaid, Neptune, Swallow, Victory"), " "),
-        "course": (_split("Introductory, Advanced, Applied, Practical"), _split("Botany, Geometry, Acoustics, Rhetoric, Statistics, Optics"), " "),
-        "film": (_split("Beyond the, Under the, Return to the, Night at the"), _split("Harbour, Castle, Volcano, Station, Desert, Meadow"), " "),
-        "component": (_split("payment, session, audio, layout, billing"), _split("scheduler, validator, renderer, handler, monitor"), "_"),
+        "company": (
+            _split("Crystal, Falconer, Zenith, Meridian, Amber, Copper, Vector, Polar, Vista, Onyx"),
+            _split("Logistics, Pharma, Insurance, Robotics, Brewery, Cement, Studios, Telecom"),
+            " ",
+        ),
+        "server": (
+            _split("node, worker, gateway, storage, relay, metrics"),
+            _split("apac-3, apac-8, south-12, prod-14, stage-21, lab-15"),
+            "-",
+        ),
+        "project": (
+            _split("Initiative, Programme, Campaign"),
+            _split("Jupiter, Lighthouse, Badger, Monsoon, Quartz, Saffron, Tundra"),
+            " ",
+        ),
+        "town": (
+            _split("Brack, Cran, Esk, Holm, Ips, Wrex, Yar, Lud"),
+            _split("combe, dale, mouth, minster, thorpe, burgh"),
+            "",
+        ),
+        "vessel": (
+            _split("the ferry, the yacht, the tanker, the schooner"),
+            _split("Aurora, Endeavour, Mermaid, Neptune, Swallow, Victory"),
+            " ",
+        ),
+        "course": (
+            _split("Introductory, Advanced, Applied, Practical"),
+            _split("Botany, Geometry, Acoustics, Rhetoric, Statistics, Optics"),
+            " ",
+        ),
+        "film": (
+            _split("Beyond the, Under the, Return to the, Night at the"),
+            _split("Harbour, Castle, Volcano, Station, Desert, Meadow"),
+            " ",
+        ),
+        "component": (
+            _split("payment, session, audio, layout, billing"),
+            _split("scheduler, validator, renderer, handler, monitor"),
+            "_",
+        ),
     },
     pools={
         "colour": _split("crimson, turquoise, violet, beige, maroon, olive, ivory, scarlet"),
-        "city": _split("Helsinki, Nairobi, Toronto, Bogota, Manila, Zurich, Budapest, Casablanca, Melbourne, Antwerp, Krakow, Hamburg"),
-        "job": _split("plumber, architect, dentist, librarian, astronomer, butcher, translator, surgeon, mechanic, conductor"),
+        "city": _split(
+            """Helsinki, Nairobi, Toronto, Bogota, Manila, Zurich, Budapest, Casablanca, Melbourne, Antwerp, Krakow,
+            Hamburg"""
+        ),
+        "job": _split(
+            """plumber, architect, dentist, librarian, astronomer, butcher, translator, surgeon, mechanic, conductor"""
+        ),
         "object": _split(
-            """umbrella, telescope, blanket, compass, violin, suitcase, lantern, trumpet, pillow, bicycle, hourglass, magnet,
+            """umbrella, telescope, blanket, compass, violin, suitcase, lantern, trumpet, pillow, bicycle,
+            hourglass, magnet,
             scissors, envelope, statue, fountain"""
         ),
         "animal": _split("hamster, canary, donkey, lizard, ferret, peacock, spaniel, tortoise"),
@@ -444,10 +711,15 @@ TEST = Wording(
         "month": _split("April, July, October, December"),
     },
     value_kinds=("version", "time", "hex", "phone", "measure", "coordinate"),
-    qualifiers=_split("regional, monthly, emergency, nominal, printed, revised, annual, verified, estimated, personal, remote, initial, northern"),
+    qualifiers=_split(
+        """regional, monthly, emergency, nominal, printed, revised, annual, verified, estimated, personal, remote,
+        initial, northern"""
+    ),
     nouns=_split(
-        """passcode, voucher, ticket, permit, licence, postcode, membership, dosage, tariff, coupon, altitude, voltage, checksum,
-        quota, frequency, capacity, mileage, allowance, threshold, pager, dial code, case reference, humidity, firmware, shelf"""
+        """passcode, voucher, ticket, permit, licence, postcode, membership, dosage, tariff, coupon, altitude,
+        voltage, checksum,
+        quota, frequency, capacity, mileage, allowance, threshold, pager, dial code, case reference, humidity,
+        firmware, shelf"""
     ),
     word_attributes={
         "colour": _split("uniform, banner, ink, livery"),
@@ -536,7 +808,14 @@ TEST = Wording(
         """
     ),
     openers=("", "", "Hi there, ", "Sorry to bother you. ", "Next: ", "By the way, ", "I have a request. "),
-    instructions=("", "", " No explanation, please.", " One short answer is enough.", " Respond with nothing else.", "\n\nResponse:"),
+    instructions=(
+        "",
+        "",
+        " No explanation, please.",
+        " One short answer is enough.",
+        " Respond with nothing else.",
+        "\n\nResponse:",
+    ),
     sentence_instructions=(" Cite the passage.", " Reproduce the exact line."),
     before=_lines(
         """
@@ -546,38 +825,86 @@ TEST = Wording(
         """
     ),
     relations=(
-        Relation("person", "city", ("{e} settled in {v}.", "{e} made a home in {v}."), ("What place is {e}'s home?", "Where did {e} settle?"),
-                 ("Which person settled in {v}?",)),
-        Relation("person", "object", ("{e} repaired the {v}.", "{e} managed to mend the {v}."), ("Which thing was repaired by {e}?", "What did {e} repair?"),
-                 ("Which person repaired the {v}?",)),
-        Relation("person", "person", ("{e} taught {v}.", "{e} was the teacher of {v}."), ("Whom did {e} teach?", "Name the pupil of {e}."),
-                 ("Name the teacher of {v}.",)),
-        Relation("vessel", "city", ("{e} sailed for {v}.", "{e} set course for {v}."), ("For which port did {e} sail?", "Where was {e} heading?"),
-                 ("Which ship sailed for {v}?",)),
-        Relation("vessel", "person", ("{v} is the captain of {e}.", "{e} is commanded by {v}."), ("Name the captain of {e}.", "Who commands {e}?"),
-                 ("Which ship does {v} command?",)),
-        Relation("course", "person", ("{v} lectures on {e}.", "{e} is given by {v}."), ("Which lecturer gives {e}?", "Who lectures on {e}?"),
-                 ("Name the course that {v} gives.",)),
-        Relation("film", "person", ("{e} was directed by {v}.", "{v} directed {e}."), ("Name the director of {e}.", "Who directed {e}?"),
-                 ("Which film did {v} direct?",)),
-        Relation("company", "food", ("{e} exports {v}.", "{e} ships {v} abroad."), ("Which goods does {e} export?", "What is exported by {e}?"),
-                 ("Which firm exports {v}?",)),
-        Relation("town", "animal", ("{e} is famous for its {v}.", "The {v} is the pride of {e}."), ("For which animal is {e} famous?",),
-                 ("Which town is famous for its {v}?",)),
+        Relation(
+            "person",
+            "city",
+            ("{e} settled in {v}.", "{e} made a home in {v}."),
+            ("What place is {e}'s home?", "Where did {e} settle?"),
+            ("Which person settled in {v}?",),
+        ),
+        Relation(
+            "person",
+            "object",
+            ("{e} repaired the {v}.", "{e} managed to mend the {v}."),
+            ("Which thing was repaired by {e}?", "What did {e} repair?"),
+            ("Which person repaired the {v}?",),
+        ),
+        Relation(
+            "person",
+            "person",
+            ("{e} taught {v}.", "{e} was the teacher of {v}."),
+            ("Whom did {e} teach?", "Name the pupil of {e}."),
+            ("Name the teacher of {v}.",),
+        ),
+        Relation(
+            "vessel",
+            "city",
+            ("{e} sailed for {v}.", "{e} set course for {v}."),
+            ("For which port did {e} sail?", "Where was {e} heading?"),
+            ("Which ship sailed for {v}?",),
+        ),
+        Relation(
+            "vessel",
+            "person",
+            ("{v} is the captain of {e}.", "{e} is commanded by {v}."),
+            ("Name the captain of {e}.", "Who commands {e}?"),
+            ("Which ship does {v} command?",),
+        ),
+        Relation(
+            "course",
+            "person",
+            ("{v} lectures on {e}.", "{e} is given by {v}."),
+            ("Which lecturer gives {e}?", "Who lectures on {e}?"),
+            ("Name the course that {v} gives.",),
+        ),
+        Relation(
+            "film",
+            "person",
+            ("{e} was directed by {v}.", "{v} directed {e}."),
+            ("Name the director of {e}.", "Who directed {e}?"),
+            ("Which film did {v} direct?",),
+        ),
+        Relation(
+            "company",
+            "food",
+            ("{e} exports {v}.", "{e} ships {v} abroad."),
+            ("Which goods does {e} export?", "What is exported by {e}?"),
+            ("Which firm exports {v}?",),
+        ),
+        Relation(
+            "town",
+            "animal",
+            ("{e} is famous for its {v}.", "The {v} is the pride of {e}."),
+            ("For which animal is {e} famous?",),
+            ("Which town is famous for its {v}?",),
+        ),
     ),
     chains=(
         ("Assign {v} to {x}.", "Assign {x} to {y}.", "Determine {x}."),
         ("{x} := {v}", "{y} := {x}", "What number does {x} hold?"),
     ),
     counts=(("{e} sneezed.", "Count how often {e} sneezed."), ("timeout at {e}", "Count the timeouts at {e}.")),
-    commons=(("Items: {list}.", "Name the item that appears most."), ("Labels = {list}", "What label is the most frequent?")),
+    commons=(
+        ("Items: {list}.", "Name the item that appears most."),
+        ("Labels = {list}", "What label is the most frequent?"),
+    ),
     moves=("{p} journeyed to the {l}.", "{p} headed for the {l}.", "{p} entered the {l}."),
     takes=("{p} grabbed the {o}.", "{p} got hold of the {o}."),
     where=("At what place can {p} be found?", "Name the current place of {p}."),
     carries=("Which person holds the {o}?", "Name the one with the {o}."),
-    copies=("Reproduce the text starting from \"{s}\".", "Type the sentence opening with \"{s}\" again."),
-    edits=("Reproduce the text starting from \"{s}\" with {n} in place of {o}.",),
-    clozes=("Continue the quotation: \"{s}", "After the words \"{s}\", what does the author write?"),
+    copies=('Reproduce the text starting from "{s}".', 'Type the sentence opening with "{s}" again.'),
+    edits=('Reproduce the text starting from "{s}" with {n} in place of {o}.',),
+    clozes=('Continue the quotation: "{s}', 'After the words "{s}", what does the author write?'),
     definitions=("List the inputs of {f}.", "With which arguments is {f} declared?"),
     acknowledgements=("Got it.", "All right, I have it.", "Received."),
     tool_results=("Tool response:", "Search hits:", "Command printed:"),
