@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import signal
 import sys
 import time
 from dataclasses import asdict
@@ -96,13 +97,13 @@ def part_loss(
         sums = F.pad(attention.mean(0).cumsum(-1), (1, 0))
         mass = sums[rows, ends] - sums[rows, starts]
         logged["mass"] = float(mass.detach().mean())
-        loss = loss - attention_weight * mass.clamp(min=1e-4).log().mean()
+        loss = loss - attention_weight * (mass + 1e-5).log().mean()
     copies = [(row[query], at) for query, at in batch.copies if query in row]
     if copies and copy_weight:  # one head is enough, so the others are left to what they do
         rows, sources = (torch.tensor(column, device=loss.device) for column in zip(*copies, strict=True))
         pointed = attention[:, rows, sources].amax(0)
         logged["copied"] = float(pointed.detach().mean())
-        loss = loss - copy_weight * pointed.clamp(min=1e-4).log().mean()
+        loss = loss - copy_weight * (pointed + 1e-5).log().mean()
     return loss, logged
 
 
@@ -172,6 +173,7 @@ class Run:
         self.others = others
         self.average = {name: value.detach().clone() for name, value in named.items()} if args.average else {}
         self.step, self.tokens, self.elapsed = 0, 0, 0.0
+        self.told_to_stop = False
         if (self.out / "checkpoint.pt").exists():
             self._resume()
         if args.compile:
@@ -227,8 +229,12 @@ class Run:
         """Seconds that a stopped or starved run does not count: of the processor, or by the wall with a device."""
         return time.process_time() / self.args.threads if self.device.type == "cpu" else time.monotonic()
 
+    def stop(self, *_: object) -> None:
+        """End after the step in hand, with a checkpoint: a handler for SIGTERM."""
+        self.told_to_stop = True
+
     def _stops(self) -> bool:
-        return self.step >= self.args.stop_at or self.elapsed >= 60 * self.args.stop_minutes
+        return self.told_to_stop or self.step >= self.args.stop_at or self.elapsed >= 60 * self.args.stop_minutes
 
     def set_rates(self, progress: float) -> float:
         warm = min(1.0, (self.step + 1) / self.args.warmup)
@@ -398,7 +404,11 @@ def main() -> None:
             export_folder(shape, weights, args.tokenizer, args.to / name)
     else:
         torch.set_num_threads(args.threads)
-        Run(args).fit()
+        run = Run(args)
+        signal.signal(signal.SIGTERM, run.stop)
+        run.fit()
+        if run.told_to_stop:  # so that a recipe does not go on to its next phase
+            raise SystemExit(128 + signal.SIGTERM)
 
 
 if __name__ == "__main__":
