@@ -9,9 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from tokenizers import Tokenizer
 
 from experiments.pair.data import Corpus, gapped_positions
+from experiments.pair.model import EOS
 from experiments.pair.questions import QuestionMaker
 from experiments.pair.tasks import Sequence, TaskMaker, drop_chunks
 
@@ -41,7 +43,7 @@ class Part:
             raise ValueError(f"a part of --mix begins with one of {KINDS}, got {self.kind!r}")
         if self.batch < 1 or self.weight <= 0 or min(self.lengths, default=0) < MIN_LENGTH:
             raise ValueError(f"a part of --mix needs a positive weight and batch and {MIN_LENGTH} tokens, got {self}")
-        if self.kind in ("sparse", "wide", "wide-sparse") and self.batch > 1:
+        if self.kind in ("sparse", "wide-sparse") and self.batch > 1:
             raise ValueError(
                 f"{self.kind} sequences differ in length, so their batch is 1; raise the weight instead of {self}"
             )
@@ -132,7 +134,8 @@ class Source:
         numbers = np.random.default_rng(rng.getrandbits(63))
         length = rng.choice(part.lengths)
         if part.kind.startswith("wide"):
-            return self.wide(rng, numbers, length, pruned=part.kind == "wide-sparse")
+            rows = [self.wide(rng, numbers, length, pruned=part.kind == "wide-sparse") for _ in range(part.batch)]
+            return rows[0] if len(rows) == 1 else padded(rows)
         ids, weights, positions = [], [], []
         links: list[tuple[int, int, int]] = []
         for _ in range(part.batch):
@@ -178,3 +181,24 @@ class Source:
         links = [link for link in made.links if link[0] < num]
         copies = [copy for copy in made.copies if copy[0] < num]
         return Batch(ids[:, :-1], ids[:, 1:], weights[:, 1:], places, links, copies, window)
+
+
+def padded(rows: list[Batch]) -> Batch:
+    """Several sequences of one row each as one batch, the shorter ones with text of no weight behind them.
+
+    Their links, copies and windows are dropped: only a sequence by itself has its attention supervised.
+    """
+    length = max(row.ids.shape[1] for row in rows)
+
+    def stacked(parts: list[torch.Tensor], fill: float) -> torch.Tensor:
+        return torch.cat([F.pad(part, (0, length - part.shape[1]), value=fill) for part in parts])
+
+    last = [row.positions[:, -1:] + torch.arange(1, length + 1, device=row.positions.device) for row in rows]
+    places = [torch.cat((row.positions, after), dim=1)[:, :length] for row, after in zip(rows, last, strict=True)]
+    return Batch(
+        stacked([row.ids for row in rows], EOS),
+        stacked([row.labels for row in rows], EOS),
+        stacked([row.weights for row in rows], 0.0),
+        torch.cat(places),
+        [],
+    )

@@ -118,7 +118,7 @@ class QuestionMaker:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, haystacks: Mapping[str, np.ndarray], half: str, *, max_questions: int = 16
+        self, tokenizer: Tokenizer, haystacks: Mapping[str, np.ndarray], half: str, *, max_questions: int = 24
     ) -> None:
         if half not in WORDINGS:
             raise ValueError(f"the wording has the halves {sorted(WORDINGS)}, not {half!r}")
@@ -287,7 +287,8 @@ class QuestionMaker:
     def facts(self, rng: random.Random, length: int) -> Task:
         """Attributes of entities in any form; entities may have several attributes, and attributes several entities."""
         words = self.words
-        num = rng.choice((1, 2, rng.randint(2, 6), max(2, min(16, length // 90)), max(2, min(16, length // 70))))
+        few = rng.random() < 0.25
+        num = rng.randint(1, 4) if few else max(2, min(24, length // rng.choice((40, 48, 64, 90))))
         entities = self.distinct(rng, max(1, round(num * rng.choice((1.0, 1.0, 0.5)))), self.entity)
         attributes = [self.attribute(rng) for _ in range(rng.choice((1, 2, num)))]
         pairs: dict[tuple[str, str], str] = {}
@@ -329,7 +330,7 @@ class QuestionMaker:
     def relations(self, rng: random.Random, length: int) -> Task:
         """Facts said with verbs, asked by what they mean; several of one relation, or of several."""
         words = self.words
-        num = max(2, min(14, length // rng.choice((70, 100, 300))))
+        num = max(2, min(20, length // rng.choice((40, 48, 64, 100, 300))))
         chosen = rng.sample(words.relations, min(len(words.relations), rng.choice((1, 2, 4, 8))))
         task, used = Task("relations", [], []), set[str]()
         for _ in range(num):
@@ -355,7 +356,9 @@ class QuestionMaker:
         kind = "person" if rng.random() < 0.5 else rng.choice(list(words.things))
         columns = self.distinct(rng, rng.randint(2, 4), lambda rng: self.attribute(rng)[0])
         kinds = {a: rng.choice((*words.value_kinds, *words.pools)) for a in columns}
-        names = self.distinct(rng, max(2, min(12, length // 120)), lambda rng: entity(rng, words, kind))
+        names = self.distinct(
+            rng, max(2, min(12, length // rng.choice((70, 120)))), lambda rng: entity(rng, words, kind)
+        )
         task = Task("table", [], [], in_order=True, spread=style in ("json", "yaml", "ini") and rng.random() < 0.5)
         head = {
             "markdown": "| name | {} |",
@@ -423,7 +426,7 @@ class QuestionMaker:
     def split(self, rng: random.Random, length: int) -> Task:
         """A fact over two sentences: who is meant, then the value."""
         words, task = self.words, Task("split", [], [])
-        for e in self.distinct(rng, max(1, min(8, length // 130)), self.entity):
+        for e in self.distinct(rng, max(1, min(10, length // rng.choice((70, 130)))), self.entity):
             a, kind = self.attribute(rng)
             v = self.value(rng, kind)
             first, second = rng.choice(words.split)
@@ -521,7 +524,7 @@ class QuestionMaker:
         def name(rng: random.Random) -> str:
             return f"{rng.choice(verbs[self.half])}_{rng.choice(nouns)}"
 
-        for function in self.distinct(rng, max(1, min(8, length // 120)), name):
+        for function in self.distinct(rng, max(1, min(10, length // rng.choice((60, 120)))), name):
             parameters = ", ".join(rng.sample(nouns, rng.randint(1, 3)))
             text = f"def {function}({parameters}):"
             index, start = len(task.statements), len(function) + 5
@@ -628,12 +631,15 @@ class QuestionMaker:
         texts = [self.encode(question.text) for question in asked]
         answers = [self.answer_ids(question, coded) for question in asked]
         room = length - sum(len(ids) for ids, *_ in coded) - 24
-        while (
-            len(asked) > 1 and sum(map(len, texts)) + sum(len(ids) for ids, _ in answers) + 5 * len(asked) > 0.7 * room
-        ):
+        share = rng.choice((0.6, 0.95, 0.95))  # of the room that is left for questions; the rest is filled with text
+
+        def num_asked() -> int:
+            return sum(map(len, texts)) + sum(len(ids) for ids, _ in answers) + 5 * len(asked)
+
+        while len(asked) > 1 and num_asked() > share * room:
             for parts in (asked, texts, answers):
                 parts.pop()
-        room -= sum(map(len, texts)) + sum(len(ids) for ids, _ in answers) + 5 * len(asked)
+        room -= num_asked()
         haystack = self.haystack(rng, room) if room > 16 else np.zeros(0, dtype=np.int64)
         document, starts = self.place(rng, haystack, [ids for ids, *_ in coded], task)
         head, between, questions = [BOS, USER], list[int](), list[list[int]]()

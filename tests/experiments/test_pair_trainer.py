@@ -267,6 +267,21 @@ def test_a_batch_labels_each_token_with_the_next_and_is_drawn_from_seed_and_step
         assert not (other.ids.shape == batch.ids.shape and torch.equal(other.ids, batch.ids))
 
 
+def test_sequences_of_questions_are_padded_with_what_has_no_weight(data):
+    source = source_of(data)
+    rows = [source.wide(random.Random(n), np.random.default_rng(n), 300, pruned=False) for n in range(3)]
+    batch = pair_batches.padded(rows)
+    assert len({row.ids.shape[1] for row in rows}) > 1
+    assert (batch.positions.diff() >= 1).all()
+    for at, row in enumerate(rows):
+        num = row.ids.shape[1]
+        for name in ("ids", "labels", "weights", "positions"):
+            assert torch.equal(getattr(batch, name)[at, :num], getattr(row, name)[0])
+        assert batch.weights[at, num:].sum() == 0
+    loss, _ = train_pair.part_loss(pair_model.PairModel(SHAPE), batch, None, 0.0, 0.0)
+    assert torch.isfinite(loss)
+
+
 def test_a_resumed_run_equals_an_uninterrupted_one(data, tmp_path):
     run_of(data, tmp_path / "whole", "--steps", "5").fit()
     run_of(data, tmp_path / "parts", "--steps", "5", "--stop-at", "3").fit()
@@ -410,7 +425,7 @@ def test_a_run_of_another_shape_is_not_resumed(data, tmp_path):
         (["lm:1:64:0"], "positive weight and batch"),
         (["lm:1:8:1"], "64 tokens"),
         (["sparse:1:512:2"], "batch is 1"),
-        (["wide:1:512:2"], "batch is 1"),
+        (["wide-sparse:1:512:2"], "batch is 1"),
         (["half=lm:1:64:1"], "fraction"),
         (["0.5=lm:1:64:1", "0.4=lm:1:64:1"], "must rise"),
     ],
