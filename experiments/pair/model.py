@@ -223,23 +223,34 @@ class PairModel(nn.Module):
         return self.model.norm(x)
 
     def hidden_at(
-        self, ids: torch.Tensor, positions: torch.Tensor, queries_at: torch.Tensor, window: int = 0, sinks: int = 64
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """For one sequence: final hidden states at some indices (1, n, hidden), and the attention of the last layer.
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        queries_at: torch.Tensor,
+        window: int = 0,
+        sinks: int = 64,
+        middle: int | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """For one sequence: final hidden states at some indices (1, n, hidden), and the attention of the last layer and
+        of the layer `middle` there (heads, n, tokens).
 
         With a window, all other tokens attend to the window and the sinks only, in every layer.
         """
         cos, sin = self._rope(positions)
         x = self.model.embed_tokens(ids)
         blocks = list(self.model.layers)
-        for block in blocks[:-1]:
+        between = None
+        for layer, block in enumerate(blocks[:-1]):
+            asked = None
+            if window or layer == middle:
+                asked, attention = block.at(x, cos, sin, queries_at)
+                between = attention if layer == middle else between
             if window:
-                asked, _ = block.at(x, cos, sin, queries_at)
                 x = block.windowed(x, cos, sin, window, sinks).index_copy(1, queries_at, asked.float())
             else:
                 x = block(x, cos, sin)
         x, attention = blocks[-1].at(x, cos, sin, queries_at)
-        return self.model.norm(x), attention
+        return self.model.norm(x), attention, between
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return F.linear(hidden, self.model.embed_tokens.weight).float()

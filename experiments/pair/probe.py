@@ -48,7 +48,7 @@ def right_answers(model: PairModel, made: Made, window: int = 0) -> list[bool]:
     """Of each question, whether every token of its answer is the model's first choice."""
     ids = torch.tensor([made.sequence.ids])
     wanted = torch.tensor([at - 1 for start, end in made.answers for at in range(start, end)])
-    hidden, _ = model.hidden_at(ids, torch.arange(ids.shape[1])[None], wanted, window)
+    hidden, *_ = model.hidden_at(ids, torch.arange(ids.shape[1])[None], wanted, window)
     best = dict(zip(wanted.tolist(), model.logits(hidden)[0].argmax(-1).tolist(), strict=True))
     return [all(best[at - 1] == made.sequence.ids[at] for at in range(start, end)) for start, end in made.answers]
 

@@ -20,7 +20,8 @@ import shutil
 import signal
 import sys
 import time
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -69,41 +70,61 @@ def token_losses(
     return (1 - share) * loss + share * divergence, divergence.detach()
 
 
+@dataclass(frozen=True)
+class LossWeights:
+    """What the loss is made of.
+
+    distil: share of the teacher's KL. evidence: weight of the last layer's attention (mean of its heads) to the
+    evidence, which is what scores a prompt. copied: of its best head's attention to the copied token. middle: a layer
+    whose best head is to find the evidence (weight: found), so that the layers after it have something to copy from.
+    """
+
+    distil: float = 0.7
+    evidence: float = 0.0
+    copied: float = 0.0
+    middle: int | None = None
+    found: float = 0.0
+
+
+def masses(attention: torch.Tensor, links: Sequence[tuple[int, int, int]]) -> torch.Tensor:
+    """Attention (heads, queries, tokens) to the spans of links (query row, start, end): (heads, links)."""
+    rows, starts, ends = (torch.tensor(column, device=attention.device) for column in zip(*links, strict=True))
+    at = torch.arange(attention.shape[-1], device=attention.device)
+    inside = (at >= starts[:, None]) & (at < ends[:, None])
+    return (attention[:, rows] * inside).sum(-1)
+
+
 def part_loss(
-    model: PairModel,
-    batch: Batch,
-    teacher: PairModel | None,
-    share: float,
-    attention_weight: float,
-    copy_weight: float = 0.0,
+    model: PairModel, batch: Batch, teacher: PairModel | None, parts: LossWeights
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """The loss of one batch, and what to log of it."""
     wanted = (batch.weights[0] > 0).nonzero()[:, 0]
     if len(batch.ids) > 1 or (not batch.links and len(wanted) > batch.ids.shape[1] // 4):
         hidden = model.hidden(batch.ids, batch.positions)
-        loss, divergence = token_losses(model, hidden, batch, teacher, share)
+        loss, divergence = token_losses(model, hidden, batch, teacher, parts.distil)
         weights = batch.weights.flatten()
         total = (loss * weights).sum() / weights.sum()
         return total, {"loss": float(total.detach()), "kl": float((divergence * weights).sum() / weights.sum())}
-    hidden, attention = model.hidden_at(batch.ids, batch.positions, wanted, batch.window)
+    hidden, attention, between = model.hidden_at(
+        batch.ids, batch.positions, wanted, batch.window, middle=parts.middle if parts.found else None
+    )
     weights = batch.weights[0, wanted]
     losses = F.cross_entropy(model.logits(hidden)[0], batch.labels[0, wanted], reduction="none")
     loss = (losses * weights).sum() / weights.sum()
     logged = {"loss": float(loss.detach())}
     row = {int(query): at for at, query in enumerate(wanted.tolist())}
     links = [(row[query], start, end) for query, start, end in batch.links if query in row]
-    if links and attention_weight:
-        rows, starts, ends = (torch.tensor(column, device=loss.device) for column in zip(*links, strict=True))
-        sums = F.pad(attention.mean(0).cumsum(-1), (1, 0))
-        mass = sums[rows, ends] - sums[rows, starts]
-        logged["mass"] = float(mass.detach().mean())
-        loss = loss - attention_weight * (mass + 1e-5).log().mean()
-    copies = [(row[query], at) for query, at in batch.copies if query in row]
-    if copies and copy_weight:  # one head is enough, so the others are left to what they do
-        rows, sources = (torch.tensor(column, device=loss.device) for column in zip(*copies, strict=True))
-        pointed = attention[:, rows, sources].amax(0)
-        logged["copied"] = float(pointed.detach().mean())
-        loss = loss - copy_weight * (pointed + 1e-5).log().mean()
+    terms = []
+    if links and parts.evidence:
+        terms.append(("mass", parts.evidence, masses(attention.mean(0, keepdim=True), links)[0]))
+    if links and between is not None:
+        terms.append(("found", parts.found, masses(between, links).amax(0)))
+    copies = [(row[query], at, at + 1) for query, at in batch.copies if query in row]
+    if copies and parts.copied:  # one head is enough, so the others are left to what they do
+        terms.append(("copied", parts.copied, masses(attention, copies).amax(0)))
+    for name, weight, mass in terms:
+        logged[name] = float(mass.detach().mean())
+        loss = loss - weight * (mass + 1e-5).log().mean()
     return loss, logged
 
 
@@ -171,6 +192,9 @@ class Run:
             (torch.optim.AdamW(others, lr=args.other_lr, betas=(0.9, 0.95), weight_decay=0.0), args.other_lr),
         ]
         self.others = others
+        self.loss_weights = LossWeights(
+            args.distil, args.attention_weight, args.copy_weight, args.middle_layer, args.middle_weight
+        )
         self.average = {name: value.detach().clone() for name, value in named.items()} if args.average else {}
         self.step, self.tokens, self.elapsed = 0, 0, 0.0
         self.told_to_stop = False
@@ -246,19 +270,18 @@ class Run:
         return scale
 
     def take_step(self, parts: list[Part]) -> dict[str, float]:
-        logged: dict[str, float] = {}
+        seen: dict[str, list[float]] = {}
         for index, part in enumerate(parts):
             batch = self.source.batch(part, self.step, index)
             teacher = self.teacher if part.kind == "lm" else None
             with torch.autocast(self.device.type, torch.bfloat16):
-                loss, values = part_loss(
-                    self.model, batch, teacher, self.args.distil, self.args.attention_weight, self.args.copy_weight
-                )
+                loss, values = part_loss(self.model, batch, teacher, self.loss_weights)
             if not torch.isfinite(loss):
                 raise RuntimeError(f"the loss of {part} is not finite at step {self.step}; lower --lr")
             (loss * part.weight).backward()
             self.tokens += batch.ids.numel()
-            logged |= {f"{part.kind}{index}.{name}": value for name, value in values.items()}
+            for name, value in values.items():
+                seen.setdefault(f"{part.kind}.{name}", []).append(value)
         torch.nn.utils.clip_grad_norm_(self.others, 1.0)
         for optimiser, _ in self.optimisers:
             optimiser.step()
@@ -267,7 +290,7 @@ class Run:
         for name, value in self.model.named_parameters():
             if name in self.average:
                 self.average[name].lerp_(value.detach(), 1 - min(self.args.average, self.step / (self.step + 10)))
-        return logged
+        return {name: sum(values) / len(values) for name, values in seen.items()}
 
     def fit(self) -> None:
         means: dict[str, float] = {}
@@ -360,6 +383,8 @@ def parser() -> argparse.ArgumentParser:
     fit.add_argument(
         "--copy-weight", type=float, default=0.0, help="weight of one head's attention to the copied token"
     )
+    fit.add_argument("--middle-layer", type=int, help="a layer (from 0) whose attention is to find the evidence")
+    fit.add_argument("--middle-weight", type=float, default=0.0, help="weight of that")
     fit.add_argument("--windowed", type=float, default=0.0, help="share of wide sequences that are read with a window")
     fit.add_argument("--average", type=float, default=0.0, help="keep (and export) a moving average with this decay")
     fit.add_argument("--widen-mlp", type=int, default=0, help="give the MLPs of --init so many units")

@@ -217,7 +217,7 @@ def test_a_model_that_copies_by_hand_gets_every_answer_right(makers):
 
     class Knowing(torch.nn.Module):  # its first choice is always the token that comes
         def hidden_at(self, given, positions, queries_at, window):
-            return queries_at[None], None
+            return queries_at[None], None, None
 
         def logits(self, queries_at):
             return torch.nn.functional.one_hot(ids[queries_at + 1], 4096).float()

@@ -51,7 +51,7 @@ def test_model_equals_transformers_at_gapped_positions(tmp_path, tokenizer):
     expected = theirs(ids, position_ids=positions, attention_mask=torch.ones_like(ids)).logits
     torch.testing.assert_close(ours.logits(ours.hidden(ids, positions)), expected, atol=2e-4, rtol=1e-3)
     some = torch.tensor([0, 21, 59])
-    hidden, attention = ours.hidden_at(ids, positions, some)
+    hidden, attention, _ = ours.hidden_at(ids, positions, some)
     torch.testing.assert_close(ours.logits(hidden), expected[:, some], atol=2e-4, rtol=1e-3)
     torch.testing.assert_close(attention.sum(-1), torch.ones(4, 3))
 
@@ -81,9 +81,9 @@ def test_asked_tokens_see_everything_when_the_rest_is_read_with_a_window():
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     ids, positions, asked = torch.randint(7, 320, (1, 90)), torch.arange(90)[None], torch.tensor([40, 89])
-    plain, _ = model.hidden_at(ids, positions, asked)
-    wide, _ = model.hidden_at(ids, positions, asked, window=128)
-    narrow, attention = model.hidden_at(ids, positions, asked, window=16, sinks=8)
+    plain, *_ = model.hidden_at(ids, positions, asked)
+    wide, *_ = model.hidden_at(ids, positions, asked, window=128)
+    narrow, attention, _ = model.hidden_at(ids, positions, asked, window=16, sinks=8)
     torch.testing.assert_close(wide, plain, atol=1e-4, rtol=1e-3)
     assert not torch.allclose(narrow, plain, atol=1e-2)
     assert attention[:, 1, 10:60].sum() > 0.01  # neither sink nor window
@@ -104,12 +104,24 @@ def test_a_wider_mlp_is_the_same_function_until_it_is_trained():
         pair_model.widen_mlp(model, 40)
 
 
+def test_the_attention_of_a_middle_layer_is_what_that_layer_alone_would_give():
+    torch.manual_seed(0)
+    model = pair_model.PairModel(replace(SHAPE, layers=3))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    ids, positions, asked = torch.randint(7, 320, (1, 40)), torch.arange(40)[None], torch.tensor([9, 39])
+    hidden, _, between = model.hidden_at(ids, positions, asked, middle=1)
+    torch.testing.assert_close(hidden, model.hidden_at(ids, positions, asked)[0])
+    model.model.layers = model.model.layers[:2]
+    torch.testing.assert_close(between, model.hidden_at(ids, positions, asked)[1])
+
+
 def test_seeded_heads_attend_to_the_two_tokens_before():
     torch.manual_seed(0)
     shape = pair_model.Shape(hidden=128, layers=1, heads=4, kv_heads=2, intermediate=32, vocab=320)
     model = pair_model.PairModel(shape)
     pair_model.seed_previous_token_heads(model)
-    _, attention = model.hidden_at(torch.randint(7, 320, (1, 64)), torch.arange(64)[None], torch.tensor([20, 63]))
+    _, attention, _ = model.hidden_at(torch.randint(7, 320, (1, 64)), torch.arange(64)[None], torch.tensor([20, 63]))
     for row, query in enumerate((20, 63)):
         assert attention[0, row].argmax() == query - 1
         assert attention[1, row].argmax() == query - 2
@@ -278,7 +290,7 @@ def test_sequences_of_questions_are_padded_with_what_has_no_weight(data):
         for name in ("ids", "labels", "weights", "positions"):
             assert torch.equal(getattr(batch, name)[at, :num], getattr(row, name)[0])
         assert batch.weights[at, num:].sum() == 0
-    loss, _ = train_pair.part_loss(pair_model.PairModel(SHAPE), batch, None, 0.0, 0.0)
+    loss, _ = train_pair.part_loss(pair_model.PairModel(SHAPE), batch, None, train_pair.LossWeights())
     assert torch.isfinite(loss)
 
 
@@ -350,15 +362,14 @@ def test_the_copy_loss_makes_one_head_look_at_the_copied_token(data):
         for step in range(50)
         if (batch := source_of(data, gapped=0.0).batch(pair_batches.Part.parse("wide:1:1024:1"), step, 0)).copies
     )
+    optimiser = torch.optim.Adam(model.parameters(), lr=3e-3)
     pointed = []
-    for _ in range(8):
-        loss, logged = train_pair.part_loss(model, batch, None, 0.0, 0.0, 1.0)
+    for _ in range(12):
+        loss, logged = train_pair.part_loss(model, batch, None, train_pair.LossWeights(copied=1.0))
         pointed.append(logged["copied"])
-        model.zero_grad()
+        optimiser.zero_grad()
         loss.backward()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter -= 0.3 * parameter.grad if parameter.grad is not None else 0.0
+        optimiser.step()
     assert pointed[-1] > 1.2 * pointed[0]
 
 
@@ -380,7 +391,7 @@ def test_the_attention_loss_raises_the_attention_to_the_evidence(data):
     )
     masses = []
     for _ in range(8):
-        loss, logged = train_pair.part_loss(model, batch, None, 0.0, 1.0)
+        loss, logged = train_pair.part_loss(model, batch, None, train_pair.LossWeights(evidence=1.0))
         masses.append(logged["mass"])
         model.zero_grad()
         loss.backward()
