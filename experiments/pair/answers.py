@@ -151,10 +151,10 @@ def shares(found: Sequence[Mapping[str, bool]]) -> dict[str, Any]:
     row: dict[str, Any] = {"num": len(found)}
     for column in found[0]:
         right = sum(prompt[column] for prompt in found)
-        row[column] = [round(number, 3) for number in (right / len(found), *interval(right, len(found)))]
+        row[column] = [round(number, 4) for number in (right / len(found), *interval(right, len(found)))]
     can = [prompt for prompt in found if prompt["dense"]]
     for column in found[0] if can else ():
         if column.startswith("sparse"):
             right = sum(prompt[column] for prompt in can)
-            row[f"{column} of dense"] = [round(number, 3) for number in (right / len(can), *interval(right, len(can)))]
+            row[f"{column} of dense"] = [round(number, 4) for number in (right / len(can), *interval(right, len(can)))]
     return row

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from argparse import ArgumentTypeError
 from collections import Counter
 from dataclasses import fields
 from pathlib import Path
@@ -16,6 +17,7 @@ from tokenizers import Tokenizer
 import spec_stack
 from experiments.pair import answers as pair_answers
 from experiments.pair import data as pair_data
+from experiments.pair import evaluate as pair_evaluate
 from experiments.pair import model as pair_model
 from experiments.pair import probe as pair_probe
 from experiments.pair import questions as pair_questions
@@ -226,6 +228,23 @@ def test_a_model_that_copies_by_hand_gets_every_answer_right(makers):
     start, _ = made.answers[0]
     ids[start] += 1
     assert pair_probe.right_answers(Knowing(), made)[0] is False
+
+
+def test_a_table_shows_shares_with_their_intervals():
+    rows = {
+        "test 2000 facts": pair_answers.shares(
+            [{"dense": True, "sparse 0.2": True}, {"dense": False, "sparse 0.2": True}]
+        )
+    }
+    assert rows["test 2000 facts"]["sparse 0.2 of dense"][0] == 1.0
+    table = pair_evaluate.tables({"one": {"answers": rows}})
+    assert "| test 2000 facts | 2 | 0.50 (0.09-0.91) | 1.00 (0.34-1.00) | 1.00 (0.21-1.00) |" in table
+
+
+def test_lengths_are_read_with_their_numbers():
+    assert pair_evaluate.parse_length("2000=6") == (2000, 6)
+    with pytest.raises(ArgumentTypeError, match="LENGTH=PROMPTS"):
+        pair_evaluate.parse_length("2000")
 
 
 @pytest.mark.slow
