@@ -23,7 +23,7 @@ from experiments.pair.answers import haystacks
 from experiments.pair.data import VALID
 from experiments.pair.model import PairModel, Shape, load_folder
 from experiments.pair.questions import Made, QuestionMaker
-from experiments.pair.train import load_checkpoint
+from experiments.pair.train import finished, load_checkpoint
 
 
 def held_out(data: Path) -> list[tuple[str, np.ndarray]]:
@@ -37,9 +37,9 @@ def load(folder: Path) -> tuple[PairModel, dict[str, float]]:
     """A model from a run's checkpoint or from a Transformers folder, and how far the run is."""
     if not (folder / "checkpoint.pt").exists():
         return load_folder(folder), {}
-    state = load_checkpoint(folder)
+    state = finished(load_checkpoint(folder))
     model = PairModel(Shape(**state["shape"]))
-    model.load_state_dict(state.get("average") or state["model"])
+    model.load_state_dict(state["model"])
     return model, {name: state[name] for name in ("step", "tokens", "elapsed", "valid_nats")}
 
 

@@ -336,10 +336,15 @@ def load_checkpoint(run: Path) -> dict[str, Any]:
     return state
 
 
+def finished(state: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint whose weights are those to hand out: their moving average, where the run keeps one."""
+    return state | {"model": state.get("average") or state["model"]}
+
+
 def export(run: Path, tokenizer: Path, to: Path) -> None:
     """Write the latest checkpoint of a run as a Transformers folder."""
-    state = load_checkpoint(run)
-    export_folder(Shape(**state["shape"]), state.get("average") or state["model"], tokenizer, to)
+    state = finished(load_checkpoint(run))
+    export_folder(Shape(**state["shape"]), state["model"], tokenizer, to)
     print(json.dumps({"exported": str(to), "step": state["step"], "tokens": state["tokens"]}))
 
 
@@ -422,7 +427,7 @@ def main() -> None:
     elif args.command == "pack":
         if len({run.name for run in args.run}) < len(args.run):
             raise ValueError("two --run folders have the same name, by which they are packed; rename one")
-        files = pack({run.name: load_checkpoint(run) for run in args.run}, args.to)
+        files = pack({run.name: finished(load_checkpoint(run)) for run in args.run}, args.to)
         print(json.dumps({file.name: file.stat().st_size for file in files}))
     elif args.command == "unpack":
         for name, (shape, weights) in unpack(args.packed).items():

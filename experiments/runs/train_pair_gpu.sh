@@ -36,7 +36,7 @@ train() {  # train NAME ARGUMENTS…: from nothing, or from what FROM has of it
 }
 
 [ -z "$FROM" ] || "${TRAIN[@]}" unpack --packed "$FROM" --tokenizer "$DATA/tokenizer" --to "$RUN/from"
-train target --minutes "$TARGET_MINUTES" --copy-weight 0.2 \
+train target --minutes "$TARGET_MINUTES" --copy-weight 0.2 --middle-layer 4 --middle-weight 0.2 \
     --mix "0.4=lm:1:1024:$(rows 48),repeat:0.2:512:$(rows 16)" \
     --mix "0.8=lm:1:1024:$(rows 24),wide:1:512/1024:$(rows 32),wide:0.5:2048:1,wide-sparse:0.25:4096:1" \
     --mix "lm:1:2048:$(rows 24),wide:0.5:1024:$(rows 16),wide:0.5:4096/8192:1,wide-sparse:0.25:8192:1"

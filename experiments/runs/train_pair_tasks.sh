@@ -32,20 +32,22 @@ train() {
 trap 'trap "" INT TERM; kill $(jobs -p) 2>/dev/null || true; wait' EXIT
 trap 'exit 130' INT TERM
 
-# A great many short documents first, since a question costs its document; then longer ones, then the long ones with text,
-# while the rate goes to zero. Held-out text is kept by the old target's own choices (--teacher).
-SHORT=wide:0.5:384/512/512/768:1
-MIDDLE=wide:0.5:768/1024/2048:1
-train target 0.6 --teacher "$PAIR/target" --distil 0.5 --lr 0.006 --other-lr 3e-4 --warmup 40 --copy-weight 0.2 \
-    --decay-from 0.4 \
-    --mix "0.45=$SHORT,$SHORT,$SHORT,$SHORT,wide-sparse:0.3:2048:1,lm:1.5:512:2" \
-    --mix "0.75=$SHORT,$SHORT,$MIDDLE,$MIDDLE,wide-sparse:0.3:4096:1,lm:2:1024:2" \
-    --mix "$SHORT,$MIDDLE,wide:0.5:4096/8192:1,wide-sparse:0.3:8192:1,lm:3:1024:3"
+# Many short documents first, since what a question costs is its document; then longer ones, then the longest with more text,
+# while the rate goes to zero. Held-out text is kept by the old target's own choices (--teacher); it gets worse by a tenth
+# in the first phase all the same, so the last one is mostly text.
+SHORT=wide:0.3:224/256/320/384:1
+MIDDLE=wide:0.3:512/768/1024/2048:1
+LONG=wide:0.3:4096/8192:1
+train target 0.6 --teacher "$PAIR/target" --distil 0.5 --lr 0.006 --other-lr 2e-4 --warmup 30 --copy-weight 0.2 \
+    --middle-layer 3 --middle-weight 0.2 --decay-from 0.4 \
+    --mix "0.5=$SHORT,$SHORT,$SHORT,$SHORT,$SHORT,$SHORT,$SHORT,$MIDDLE,lm:1.5:512:1" \
+    --mix "0.75=$SHORT,$SHORT,$SHORT,$MIDDLE,$MIDDLE,wide-sparse:0.3:4096:1,lm:2:1024:2" \
+    --mix "$SHORT,$MIDDLE,$LONG,wide-sparse:0.3:8192:1,lm:3:1024:3"
 
-# Half of the documents are read with a window of 128 and 64 sinks; the attention of the last layer to the evidence is part of
-# the loss, because it chooses what sparse prefill keeps.
-train draft 0.4 --teacher "$RUN/pair/target" --distil 0.7 --lr 0.006 --other-lr 5e-4 --warmup 40 --widen-mlp 384 \
+# Half of the documents are read with a window of 128 and 64 sinks. The attention of the last layer to the evidence is part
+# of the loss, because it chooses what sparse prefill keeps.
+train draft 0.4 --teacher "$RUN/pair/target" --distil 0.7 --lr 0.005 --other-lr 4e-4 --warmup 30 --widen-mlp 384 \
     --attention-weight 0.3 --copy-weight 0.1 --windowed 0.5 --decay-from 0.4 \
-    --mix "0.35=$SHORT,$SHORT,$SHORT,$SHORT,lm:1.5:512:4" \
-    --mix "0.7=$SHORT,$SHORT,$MIDDLE,$MIDDLE,wide:0.5:4096:1,lm:2:1024:3" \
-    --mix "$SHORT,$MIDDLE,wide:0.5:4096/8192:1,lm:3:1024:4"
+    --mix "0.4=$SHORT,$SHORT,$SHORT,$SHORT,$MIDDLE,$MIDDLE,$MIDDLE,$MIDDLE,lm:1.5:512:3" \
+    --mix "0.7=$SHORT,$SHORT,$MIDDLE,$MIDDLE,$MIDDLE,$LONG,lm:2:1024:3" \
+    --mix "$SHORT,$MIDDLE,$LONG,lm:3:1024:4"
