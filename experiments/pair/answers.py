@@ -32,7 +32,7 @@ EXHAUSTIVE = ("chains", "counting", "common", "several values")
 SPARE_TOKENS = 20  # an answer may be a sentence around the value
 
 
-def haystacks(documents: Sequence[tuple[str, Sequence[int]]], half: str) -> dict[str, np.ndarray]:
+def haystacks(documents: Sequence[tuple[str, Sequence[int] | np.ndarray]], half: str) -> dict[str, np.ndarray]:
     """Token ids by kind of text, from held-out documents (domain, ids). Raises ValueError where there are none."""
     found: dict[str, np.ndarray] = {}
     for name, prefixes in HAYSTACK_DOMAINS[half].items():
@@ -86,22 +86,22 @@ def control(num_tokens: int, num_kept: int, config: PrefillConfig, rng: random.R
 
 
 def one_prompt(
-    generator: SpecStackGenerator, made: Made, keep_rates: Sequence[float], config: PrefillConfig, rng: random.Random
+    generator: SpecStackGenerator, made: Made, keep_rates: Sequence[float], rng: random.Random
 ) -> dict[str, bool]:
     """What came of one prompt, by column."""
     start, end = made.answers[0]
     prompt_ids, answer = made.sequence.ids[:start], generator.tokenizer.decode(made.sequence.ids[start:end])
-    everything = range(start)
+    everything, prefill_chunk = range(start), PrefillConfig().prefill_chunk
     num_tokens = end - start + SPARE_TOKENS
 
     def right(model: Any, positions: Sequence[int]) -> bool:
-        text = greedy(CachedModel(model, config.prefill_chunk), prompt_ids, positions, num_tokens)
+        text = greedy(CachedModel(model, prefill_chunk), prompt_ids, positions, num_tokens)
         return is_right(generator.tokenizer.decode(text), answer)
 
     found = {"dense": right(generator.target, everything), "draft alone": right(generator.draft, everything)}
     wanted = {at for first, last in made.spans[0] for at in range(first, last)}
     for rate in keep_rates:
-        draft = CachedModel(generator.draft, config.prefill_chunk)
+        draft = CachedModel(generator.draft, prefill_chunk)
         look_ahead = partial(propose, draft, sampler=Sampler(), end_ids=frozenset())
         rated = PrefillConfig(keep_rate=rate)
         positions = score_prompt(draft, prompt_ids, look_ahead, rated)[0].positions
@@ -115,7 +115,7 @@ def one_prompt(
 
 def answers(
     generator: SpecStackGenerator,
-    documents: Sequence[tuple[str, Sequence[int]]],
+    documents: Sequence[tuple[str, Sequence[int] | np.ndarray]],
     *,
     halves: Sequence[str] = ("test",),
     lengths: Mapping[int, int],
@@ -128,7 +128,6 @@ def answers(
     lengths: tokens of a prompt to number of prompts per kind. Each row: column to [share, low, high]; "num": prompts.
     """
     tokenizer = generator.tokenizer.backend_tokenizer
-    config = PrefillConfig()
     rows: dict[str, dict[str, Any]] = {}
     for half in halves:
         maker = QuestionMaker(tokenizer, haystacks(documents, half), half)
@@ -138,7 +137,7 @@ def answers(
                 found = []
                 for index in range(num):
                     rng = random.Random(f"{seed}-{half}-{kind}-{length}-{index}")
-                    found.append(one_prompt(generator, maker.made(rng, length, kind, 1), keep_rates, config, rng))
+                    found.append(one_prompt(generator, maker.made(rng, length, kind, 1), keep_rates, rng))
                 rows[f"{half} {length} {kind}"] = shares(found)
                 pooled += found if kind not in EXHAUSTIVE else []
             if pooled:

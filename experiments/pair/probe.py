@@ -11,8 +11,8 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -61,7 +61,7 @@ def probe(
     num: int,
     questions: int | None,
     seed: int = 0,
-) -> Mapping[str, tuple[float, int]]:
+) -> dict[str, tuple[float, int]]:
     """Share of right answers and number of questions, by kind."""
     result = {}
     for kind in kinds:
@@ -89,7 +89,7 @@ def main() -> None:
     torch.set_num_threads(1)
     model, progress = load(args.model)
     tokenizer = Tokenizer.from_file(str(args.data / "tokenizer" / "tokenizer.json"))
-    line = dict(progress)
+    line: dict[str, Any] = dict(progress)
     for half in args.halves:
         maker = QuestionMaker(tokenizer, haystacks(held_out(args.data), half), half)
         found = probe(model, maker, args.kinds or list(maker.kinds), args.length, args.num, args.questions)

@@ -287,9 +287,9 @@ class Run:
             optimiser.step()
             optimiser.zero_grad(set_to_none=True)
         self.step += 1
-        for name, value in self.model.named_parameters():
+        for name, parameter in self.model.named_parameters():
             if name in self.average:
-                self.average[name].lerp_(value.detach(), 1 - min(self.args.average, self.step / (self.step + 10)))
+                self.average[name].lerp_(parameter.detach(), 1 - min(self.args.average, self.step / (self.step + 10)))
         return {name: sum(values) / len(values) for name, values in seen.items()}
 
     def fit(self) -> None:

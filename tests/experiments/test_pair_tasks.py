@@ -258,5 +258,16 @@ def test_the_embedded_pair_is_measured_on_every_column(tokenizer):
     row = rows["test 600 all"]
     assert row["num"] == 1
     assert {"dense", "draft alone", "sparse 0.2", "kept 0.5", "random 0.5", "recent 0.5"} <= set(row)
+    maker = pair_questions.QuestionMaker(tokenizer, pair_answers.haystacks(documents, "test"), "test")
+    fact = "The red code for Alice is 48213."  # what the first edition was trained on
+    asked = pair_questions.Question("What is the red code for Alice?", "48213", (0,), (0, 26, 31))
+    task = pair_questions.Task("facts", [pair_questions.Statement(fact, True)], [asked])
+    made = maker.assemble(random.Random(1), task, 1200)
+    found = pair_answers.one_prompt(generator, made, (0.5,), random.Random(0))
+    assert found["dense"]
+    assert found["draft alone"]
+    assert found["kept 0.5"]
+    assert found["sparse 0.5"]
+    assert not found["recent 0.5"] or made.spans[0][0][0] > 0.4 * len(made.sequence.ids)
     with pytest.raises(ValueError, match="held-out text"):
         pair_answers.answers(generator, documents, halves=("train",), lengths={600: 1})
