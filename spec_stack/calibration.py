@@ -42,7 +42,7 @@ WINDOWS = (None, 64, 256)
 _LOOK_AHEADS = (8, 2)
 _SHARES = (0.0, 0.5)
 _WEIGHTS = (0.4, 0.6, 0.8)
-_HEAD_RATE = 0.1
+_HEAD_RATE = 0.2
 # Recall over chance under which a draft is said to find nothing.
 _TELLS_APART = 0.1
 
@@ -153,6 +153,7 @@ def calibrate(
             alone.setdefault(head, []).append(_needed(prompt, ways[0], means))
     head_recall = {head: _recall(alone[head], _HEAD_RATE) for head in sorted(alone)}
     head_sets = _head_sets(head_recall)
+    ways = [way for way in ways if way.scoring_layers is None or _finds(way.scoring_layers, head_recall)]
 
     needed: dict[int, dict[PrefillConfig, Needed]] = {length: {} for length in lengths}
     chance: Needed = []
@@ -268,6 +269,12 @@ def _head_sets(recall: Mapping[Head, float]) -> list[tuple[Head, ...] | None]:
         if count < len(ranked) and chosen not in sets:
             sets.append(chosen)
     return sets
+
+
+def _finds(num_layers: int, recall: Mapping[Head, float]) -> bool:
+    """Whether some head of the first layers retrieves at all; else they would only stir the other votes."""
+    early = [value for (layer, _), value in recall.items() if layer < num_layers]
+    return bool(early) and max(early) >= max(recall.values()) / 2
 
 
 def _settings(
