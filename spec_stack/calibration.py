@@ -42,8 +42,8 @@ WINDOWS = (None, 64, 256)
 _LOOK_AHEADS = (8, 2)
 _SHARES = (0.0, 0.5)
 _WEIGHTS = (0.4, 0.6, 0.8)
-_HEAD_RATE = 0.1
-# Recall over chance under which a draft is said to find nothing.
+_HEAD_RATE = 0.2
+# Recall over chance, and over what so few prompts may show, under which a draft is said to find nothing.
 _TELLS_APART = 0.1
 
 Head = tuple[int, int]
@@ -153,6 +153,7 @@ def calibrate(
             alone.setdefault(head, []).append(_needed(prompt, ways[0], means))
     head_recall = {head: _recall(alone[head], _HEAD_RATE) for head in sorted(alone)}
     head_sets = _head_sets(head_recall)
+    ways = [way for way in ways if way.scoring_layers is None or _finds(way.scoring_layers, head_recall)]
 
     needed: dict[int, dict[PrefillConfig, Needed]] = {length: {} for length in lengths}
     chance: Needed = []
@@ -270,6 +271,12 @@ def _head_sets(recall: Mapping[Head, float]) -> list[tuple[Head, ...] | None]:
     return sets
 
 
+def _finds(num_layers: int, recall: Mapping[Head, float]) -> bool:
+    """Whether some head of the first layers retrieves at all; else they would only stir the other votes."""
+    early = [value for (layer, _), value in recall.items() if layer < num_layers]
+    return bool(early) and max(early) >= max(recall.values()) / 2
+
+
 def _settings(
     pair: ModelPair, prompt: Prompt, ways: Sequence[PrefillConfig], head_sets: Sequence[tuple[Head, ...] | None]
 ) -> Iterator[tuple[PrefillConfig, torch.Tensor]]:
@@ -324,7 +331,8 @@ def _recall(needed: Needed, keep_rate: float) -> float:
 def _measure(pair: ModelPair, ways: Sequence[PrefillConfig], longest: int, plan: _Plan) -> Costs:
     """Time the parts of a first token, on random ids, and fit them by length."""
     lengths = sorted({256, min(1024, longest), min(4096, longest)})
-    ids = torch.randint(0, pair.vocab_size, (lengths[-1],), generator=torch.Generator().manual_seed(0)).tolist()
+    num_ids = min(text_config(model.config).vocab_size for model in (pair.target, pair.draft))
+    ids = torch.randint(0, num_ids, (lengths[-1],), generator=torch.Generator().manual_seed(0)).tolist()
     chunk = PrefillConfig.prefill_chunk
 
     def fit(prefill: Callable[[int], Any]) -> Callable[[float], float]:
@@ -389,9 +397,11 @@ def _choose(
     usual = RATES[-1]
     notes = []
     settings = list(needed[lengths[0]])
-    by_attention = [config for config in settings if config.scorer == "attention"]
-    best_attention = max(_recall(_pooled(needed, config), usual) for config in by_attention)
-    if best_attention < chance + _TELLS_APART:
+    # Few enough that the best of them is not the best by luck; their heads were found on other prompts.
+    plain = [config for config in settings if replace(config, scoring_heads=None) == PrefillConfig()]
+    num_prompts = sum(len(by_setting[plain[0]]) for by_setting in needed.values())
+    best_attention = max(_recall(_pooled(needed, config), usual) for config in plain)
+    if best_attention < chance + _TELLS_APART + 1 / math.sqrt(num_prompts):
         settings = [config for config in settings if config.scorer == "anchors"]
         notes.append(
             f"The draft cannot retrieve: its best heads keep {best_attention:.0%} of the evidence at keep_rate "

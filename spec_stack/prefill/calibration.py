@@ -67,7 +67,7 @@ class Calibration:
     dense_s
         Seconds of dense prefill, by length.
     head_recall
-        Recall at keep_rate 0.1 of every (layer, head) of the draft alone.
+        Recall at keep_rate 0.2 of every (layer, head) of the draft alone.
     points
         What was measured, for the table and the plot.
     notes
