@@ -10,6 +10,7 @@ import math
 import random
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -88,10 +89,10 @@ def control(num_tokens: int, num_kept: int, config: PrefillConfig, rng: random.R
 def one_prompt(
     generator: SpecStackGenerator, made: Made, keep_rates: Sequence[float], rng: random.Random
 ) -> dict[str, bool]:
-    """What came of one prompt, by column."""
+    """What came of one prompt, by column. The selection is the generator's own, calibrated where the pair is."""
     start, end = made.answers[0]
     prompt_ids, answer = made.sequence.ids[:start], generator.tokenizer.decode(made.sequence.ids[start:end])
-    everything, prefill_chunk = range(start), PrefillConfig().prefill_chunk
+    everything, prefill_chunk = range(start), generator.config.prefill.prefill_chunk
     num_tokens = end - start + SPARE_TOKENS
 
     def right(model: Any, positions: Sequence[int]) -> bool:
@@ -103,7 +104,7 @@ def one_prompt(
     for rate in keep_rates:
         draft = CachedModel(generator.draft, prefill_chunk)
         look_ahead = partial(propose, draft, sampler=Sampler(), end_ids=frozenset())
-        rated = PrefillConfig(keep_rate=rate)
+        rated = replace(generator.config.prefill, keep_rate=rate)
         positions = score_prompt(draft, prompt_ids, look_ahead, rated)[0].positions
         found[f"sparse {rate}"] = right(generator.target, positions)
         found[f"kept {rate}"] = wanted <= set(positions)
