@@ -67,6 +67,18 @@ def build_parser() -> argparse.ArgumentParser:
     demo.add_argument("--json", action="store_true", help="print the report as JSON")
     demo.set_defaults(run=_demo)
 
+    calibrate = commands.add_parser(
+        "calibrate", help="find the cheapest sparse prefill that keeps what questions are about"
+    )
+    _add_pair_arguments(calibrate)
+    calibrate.add_argument("--documents", type=Path, help="folder of your texts, to hide needles in (.txt, .md, .py)")
+    calibrate.add_argument("--lengths", type=int, nargs="+", help="of the prompts, in tokens")
+    calibrate.add_argument("--prompts", type=int, default=32, help="per length; more are surer (%(default)s)")
+    calibrate.add_argument("--margin", type=float, default=0.1, help="recall given up for time (%(default)s)")
+    calibrate.add_argument("--out", type=Path, help="file or folder for the result (default: the draft's folder)")
+    calibrate.add_argument("--plot", type=Path, help="picture of recall against time to first token")
+    calibrate.set_defaults(run=_calibrate)
+
     doctor = commands.add_parser("doctor", help="what is installed, and does this pair fit together")
     _add_pair_arguments(doctor)
     doctor.add_argument("--json", action="store_true", help="print the report as JSON")
@@ -89,6 +101,9 @@ def _add_pair_arguments(parser: argparse.ArgumentParser) -> None:
     for name in ("precision", "draft_precision"):
         _add_option(parser, LoadConfig, name, metavar="|".join(("auto", *PRECISIONS)))
     parser.add_argument("--device", help="cpu, cuda, cuda:1, … (default: CUDA where there is one)")
+    parser.add_argument(
+        "--calibration", help="file of `spec-stack calibrate`, or none (default: the one in the draft's folder, if any)"
+    )
 
 
 def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
@@ -135,6 +150,7 @@ def _load(arguments: argparse.Namespace, config: SpecStackConfig | None = None) 
         draft_precision=arguments.draft_precision,
         device=arguments.device,
         config=config,
+        calibration=False if arguments.calibration == "none" else arguments.calibration,
     )
 
 
@@ -251,6 +267,54 @@ def _demo(arguments: argparse.Namespace) -> int:
     )
     print(json.dumps(report, ensure_ascii=False) if arguments.json else "\n" + format_demo(report))
     return 0
+
+
+def _calibrate(arguments: argparse.Namespace) -> int:
+    from spec_stack.calibration import LENGTHS, calibrate, format_calibration, plot_calibration
+    from spec_stack.pair import ModelPair
+
+    out = arguments.out or arguments.draft
+    if out is None or not (Path(out).is_dir() or Path(out).parent.is_dir()):
+        raise ValueError("say with --out which file or folder the result goes to")
+    if arguments.prompts < 1 or not 0 <= arguments.margin < 1:
+        raise ValueError("--prompts must be 1 or more, and --margin from 0 to under 1")
+    documents = _read_documents(arguments.documents)
+    pair = ModelPair.load(
+        arguments.target,
+        arguments.draft,
+        precision=arguments.precision,
+        draft_precision=arguments.draft_precision,
+        device=arguments.device,
+    )
+
+    def show(done: int, total: int, what: str) -> None:
+        print(f"\r[{done:3d}/{total}] {what:60.60}", end="", file=sys.stderr, flush=True)
+
+    calibration = calibrate(
+        pair,
+        documents=documents,
+        lengths=arguments.lengths or LENGTHS,
+        prompts_per_length=arguments.prompts,
+        margin=arguments.margin,
+        progress=show,
+    )
+    print(file=sys.stderr)
+    print(format_calibration(calibration))
+    if arguments.plot is not None:
+        plot_calibration(calibration, arguments.plot)
+    print(f"kept in {calibration.save(out)}, after {calibration.seconds:.0f} s")
+    return 0
+
+
+def _read_documents(folder: Path | None) -> list[str]:
+    if folder is None:
+        return []
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no folder")
+    files = sorted(file for file in folder.rglob("*") if file.suffix in (".txt", ".md", ".py") and file.is_file())
+    if not files:
+        raise ValueError(f"{folder} holds no .txt, .md or .py file")
+    return [file.read_text(encoding="utf-8", errors="replace") for file in files]
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

@@ -20,6 +20,7 @@ from spec_stack.hf.precision import (
     unquantized_dtype,
 )
 from spec_stack.hf.prepack import can_prepack
+from spec_stack.prefill.calibration import describe_setting, find_calibration
 from spec_stack.tokenizers.vocabulary import Vocabulary, compare
 
 _PACKAGES = ("spec-stack", "torch", "transformers", "tokenizers", "safetensors", "numpy")
@@ -61,6 +62,7 @@ def diagnose(
         for role, source in zip(("target", "draft"), sources, strict=True):
             configs[role] = loading.load_config(source)
             report[role] = _describe(source, configs[role], on)
+        report["calibration"] = _describe_calibration(sources[1], configs["target"], configs["draft"])
         report["support"] = _support(configs["target"], configs["draft"])
         loading.check_pair(configs["target"], configs["draft"])
         precisions = resolve_precisions(configs["target"], configs["draft"], asked, on)
@@ -73,6 +75,24 @@ def diagnose(
     except ValueError as error:
         report["problem"] = str(error)
     return report
+
+
+def _describe_calibration(draft: str, target_config: Any, draft_config: Any) -> str:
+    calibration = find_calibration(draft)
+    if calibration is None:
+        return "none: the paper's rule; `spec-stack calibrate` finds the settings for this pair and machine"
+    texts = (architectures.text_config(config) for config in (target_config, draft_config))
+    problem = calibration.check(*texts)
+    if problem:
+        return f"left aside: {problem}"
+    prefill = calibration.apply()
+    setting = describe_setting(prefill)
+    gains = [
+        f"{calibration.dense_s[point.num_tokens] / point.ttft_s:.1f}x at {point.num_tokens} tokens"
+        for point in calibration.points
+        if point.setting == setting and point.keep_rate == prefill.rate_for(point.num_tokens)
+    ]
+    return f"{setting}; prompts of {prefill.min_prompt_tokens} tokens or more; TTFT sooner by {', '.join(gains)}"
 
 
 def _version(package: str) -> str | None:

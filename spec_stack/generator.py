@@ -24,12 +24,15 @@ from spec_stack.decode.loop import decode
 from spec_stack.decode.propose import propose
 from spec_stack.decode.sampler import Sampler
 from spec_stack.decode.stopping import Stopper
+from spec_stack.hf.architectures import text_config
 from spec_stack.hf.fused_verify import accept_fused, fused_problem
+from spec_stack.hf.loading import ASSETS
 from spec_stack.hf.prompt import EncodedPrompt, PromptSource
 from spec_stack.hf.sampling import make_warp
 from spec_stack.hf.text import open_text_stream
 from spec_stack.options import refuses_unknown_options
 from spec_stack.pair import ModelPair
+from spec_stack.prefill.calibration import find_calibration
 from spec_stack.request import CallOptions, Request
 from spec_stack.session import Session
 from spec_stack.types import Metrics, Proposal, Selection, StepOutput
@@ -125,6 +128,7 @@ class SpecStackGenerator(Answering):
         config: SpecStackConfig | None = None,
         policy: str | Policy | None = None,
         prepack_linears: bool | None = None,
+        calibration: str | Path | bool | None = None,
     ) -> SpecStackGenerator:
         """Load a pair.
 
@@ -142,6 +146,10 @@ class SpecStackGenerator(Answering):
             What chooses gamma in calls that name none; the configuration's by default.
         prepack_linears : bool, optional
             Lay weights out for the CPU beforehand, which makes them unfit for saving; None does so wherever it works.
+        calibration : str, Path or bool, optional
+            A file that `spec-stack calibrate` made for this pair. It takes the place of defaults of `PrefillConfig`;
+            what `config` sets otherwise stays. None takes the one that lies in the draft's folder, if any; False takes
+            none.
 
         Returns
         -------
@@ -166,7 +174,7 @@ class SpecStackGenerator(Answering):
             device=device,
             prepack_linears=prepack_linears,
         )
-        generator._set_up(pair, config, policy)
+        generator._set_up(pair, _calibrated(pair, config, draft, calibration), policy)
         return generator
 
     def session(self, config: SessionConfig | None = None) -> Session:
@@ -291,6 +299,26 @@ class SpecStackGenerator(Answering):
         if not self._warned:
             self._warned = True
             warnings.warn(f"{reason} (this is said once; metrics.specprefill_reason tells each time)", stacklevel=2)
+
+
+def _calibrated(
+    pair: ModelPair, config: SpecStackConfig | None, draft: str | Path | None, named: str | Path | bool | None
+) -> SpecStackConfig:
+    """The configuration, completed by a calibration where there is one.
+
+    One that was named and does not fit the pair is refused; one that merely lies beside the draft is left aside.
+    """
+    config = _checked(config)
+    calibration = find_calibration(ASSETS / "draft" if draft is None else draft, named)
+    if calibration is None:
+        return config
+    problem = calibration.check(text_config(pair.target.config), text_config(pair.draft.config))
+    if not problem:
+        return replace(config, prefill=calibration.complete(config.prefill))
+    if named is None or named is True:
+        warnings.warn(f"the calibration beside the draft is left aside: {problem}", stacklevel=3)
+        return config
+    raise ValueError(f"{named}: {problem}; calibrate this pair")
 
 
 def _checked(config: SpecStackConfig | None) -> SpecStackConfig:

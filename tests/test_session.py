@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 from spec_stack import PrefillConfig, SessionConfig, SpecStackConfig, SpecStackGenerator
 from spec_stack.prefill.recall import clip_spans, dropped_positions, recall
 from spec_stack.session import Session
-from tests.support import reference_session
-from tests.support.models import VOCAB, make_model, random_prompt
+from tests.support import reference_session, tiny_architectures
+from tests.support.models import VOCAB, make_model, make_tokenizer, random_prompt
 from tests.support.reference_session import Trace
 
 SPARSE = PrefillConfig(
@@ -424,3 +424,77 @@ def test_a_dropped_fact_comes_back_when_it_is_asked_for(embedded: SpecStackGener
     second = session.generate(messages=messages, max_tokens=24)
     assert 0 < second.metrics.num_restored_tokens < 300
     assert "20984" in second.text
+
+
+@pytest.mark.parametrize("name", ["Gemma3", "GPT-OSS", "Qwen3.5", "Falcon-H1"])
+def test_windows_and_recurrent_states_go_on_from_turn_to_turn(name: str) -> None:
+    """Dense: the tokens are the target's own over the whole conversation, whatever was edited before."""
+    models = tiny_architectures.make_model(name), tiny_architectures.make_model(name, disturbed=True)
+    generator = SpecStackGenerator(*models, config=SpecStackConfig(PrefillConfig(keep_rate=1.0)))
+    plain = tiny_architectures.make_model(name)
+    # In trace 0 two logits of GPT-OSS are equal to 1e-4.
+    for seed in (1, 2, 3):
+        session, trace = generator.session(), Trace(seed, tiny_architectures.VOCAB, document=60)
+        for action, prompt, max_tokens in trace:
+            if action == "fork":
+                session = session.fork()
+            result = session.generate(input_ids=prompt, max_tokens=max_tokens)
+            assert result.token_ids == reference_session.eager_greedy(plain, prompt, max_tokens)
+            trace.answers.append(result.token_ids)
+
+
+@pytest.mark.parametrize("name", ["Gemma3", "GPT-OSS"])
+def test_restored_tokens_see_through_windows_by_position(name: str) -> None:
+    models = tiny_architectures.make_model(name), tiny_architectures.make_model(name, disturbed=True)
+    config = SpecStackConfig(SPARSE, session=SessionConfig(restore_threshold=0.5, max_restored_chunks=4))
+    generator = SpecStackGenerator(*models, config=config)
+    plain = tiny_architectures.make_model(name)
+    num_restored = 0
+    for seed in range(6):
+        session, trace = generator.session(), Trace(seed, tiny_architectures.VOCAB, document=250)
+        for _, prompt, max_tokens in trace:
+            result = session.generate(input_ids=prompt, max_tokens=max_tokens)
+            trace.answers.append(result.token_ids)
+            num_restored += result.metrics.num_restored_tokens
+            ids, positions = slots(session)
+            expected = reference_session.answers_by_slots_and_windows(plain, ids, positions, len(result.token_ids))
+            assert result.token_ids == expected
+    assert num_restored > 100
+
+
+def test_an_error_in_a_turn_of_a_recurrent_model_costs_no_more_than_time() -> None:
+    models = tiny_architectures.make_model("Qwen3.5"), tiny_architectures.make_model("Qwen3.5", disturbed=True)
+    generator = SpecStackGenerator(*models, config=SpecStackConfig(PrefillConfig(keep_rate=1.0)))
+    prompt = random_prompt(40, vocab=tiny_architectures.VOCAB)
+    session = generator.session()
+    prompt += session.generate(input_ids=prompt, max_tokens=6).token_ids
+    calls = iter(range(1000))
+
+    def fail(module: Any, args: Any) -> None:
+        if next(calls) == 2:
+            raise RuntimeError("stopped")
+
+    handle = generator.target.register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="stopped"):
+        session.generate(input_ids=prompt, max_tokens=12, gamma=1)
+    handle.remove()
+    expected = generator.generate(input_ids=prompt, max_tokens=12).token_ids
+    assert session.generate(input_ids=prompt, max_tokens=12).token_ids == expected
+
+
+def test_a_draft_with_another_tokenizer_serves_a_session() -> None:
+    tokenizer = make_tokenizer("a b c d e f ab abc de cd", "<t>")
+    other = make_tokenizer("f e bc d abc c b ef a", "<s>")
+    models = make_model(seed=1, vocab=16), make_model(seed=2, vocab=12)
+    config = SpecStackConfig(SPARSE, session=EAGER)
+    generator = SpecStackGenerator(*models, tokenizer, config=config, draft_tokenizer=other)
+    plain = make_model(seed=1, vocab=16)
+    text, session, restored = "abcdefdeab" * 20, generator.session(), 0
+    for turn in range(4):
+        result = session.generate(text, max_tokens=5, gamma=2)
+        ids, positions = slots(session)
+        assert reference_session.answers_by_slots(plain, ids, positions, 5) == result.token_ids
+        assert (result.metrics.num_cached_tokens > 0) is (turn > 0)
+        restored += result.metrics.num_restored_tokens
+        text += result.text + "cdef"
+    assert restored

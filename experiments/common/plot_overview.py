@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,7 +80,13 @@ def charts() -> list[Chart]:
     ]
 
 
+def data(panels: Sequence[Chart]) -> str:
+    """The bars as JSON. The picture carries it, so that a test can tell whether it shows the results of today."""
+    return json.dumps({panel.title: panel.bars for panel in panels}, ensure_ascii=True)
+
+
 def draw(to: Path) -> None:
+    """Write the picture, a PNG."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -110,7 +116,7 @@ def draw(to: Path) -> None:
     figure.supxlabel(caption, fontsize=9.5, color=_SMALL, x=0.005, ha="left")
     to.parent.mkdir(parents=True, exist_ok=True)
     figure.get_layout_engine().set(wspace=0.1)
-    figure.savefig(to, dpi=150, facecolor="white", metadata={"Software": None})
+    figure.savefig(to, dpi=150, facecolor="white", metadata={"Software": None, "Description": data(panels)})
 
 
 def main() -> None:

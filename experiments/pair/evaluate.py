@@ -23,10 +23,12 @@ import torch
 from experiments.common.environment import describe
 from experiments.common.script import run_script
 from experiments.pair import metrics as metrics
+from experiments.pair.answers import answers
 from experiments.pair.data import read_records
 from spec_stack import SpecStackGenerator
 
-PARTS = ("quality", "acceptance", "retrieval", "cost")
+PARTS = ("quality", "acceptance", "retrieval", "answers", "cost")
+OF_RECORDS = ("quality", "acceptance", "answers")
 Row = tuple[str, dict[str, float]]
 
 
@@ -41,6 +43,16 @@ def measure(generator: SpecStackGenerator, args: argparse.Namespace) -> dict[str
             result[part] = metrics.acceptance(generator, records, args.prompts, args.tokens, args.gammas)
         elif part == "retrieval":
             result[part] = metrics.retrieval(generator, args.lengths, args.keep_rates, args.trials)
+        elif part == "answers":
+            documents = [(record["domain"], metrics.record_text(generator.tokenizer, record)[0]) for record in records]
+            result[part] = answers(
+                generator,
+                documents,
+                halves=args.halves,
+                lengths=dict(args.answer_lengths),
+                keep_rates=args.keep_rates,
+                kinds=args.kinds,
+            )
         else:
             result[part] = metrics.cost_ratio(generator)
         print(f"  {part}: {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
@@ -57,7 +69,10 @@ def rows_of(part: str, values: dict[str, Any]) -> list[Row]:
     return [(name, row) for name, row in values.items()]
 
 
-def _number(value: float) -> str:
+def _number(value: float | Sequence[float]) -> str:
+    if isinstance(value, Sequence):
+        share, low, high = value
+        return f"{share:.2f} ({low:.2f}-{high:.2f})"
     return f"{value:.0f}" if isinstance(value, int) or value >= 1000 else f"{value:.3f}"
 
 
@@ -110,6 +125,14 @@ def parse_pair(text: str) -> tuple[str, Path]:
     return name, path
 
 
+def parse_length(text: str) -> tuple[int, int]:
+    try:
+        length, num = (int(part) for part in text.split("="))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: LENGTH=PROMPTS, as 2000=6") from error
+    return length, num
+
+
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     top.add_argument("--pair", action="append", type=parse_pair, default=[], help="NAME=FOLDER; repeatable")
@@ -123,6 +146,15 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--lengths", type=int, nargs="+", default=[500, 1000, 2000, 4000, 8000])
     top.add_argument("--keep-rates", type=float, nargs="+", default=[0.1, 0.2, 0.3])
     top.add_argument("--trials", type=int, default=8, help="prompts per length")
+    top.add_argument("--halves", nargs="+", choices=("train", "test"), default=["test"], help="wording of the answers")
+    top.add_argument("--kinds", nargs="+", default=None, help="tasks of the answers; default: all")
+    top.add_argument(
+        "--answer-lengths",
+        nargs="+",
+        type=parse_length,
+        default=[(2000, 6), (4000, 4), (8000, 2)],
+        help="LENGTH=PROMPTS per task",
+    )
     top.add_argument("--threads", type=int, default=1)
     top.add_argument("--earlier", type=Path, nargs="+", default=[], help="outputs of earlier runs, shown as well")
     top.add_argument("--card", type=Path, help="model card to write the tables into")
@@ -132,9 +164,9 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     args = parser().parse_args()
     if args.parts is None:
-        args.parts = [part for part in PARTS if args.valid or part not in ("quality", "acceptance")]
-    if not args.valid and {"quality", "acceptance"} & set(args.parts):
-        raise ValueError("quality and acceptance need --valid FILE, the held-out records")
+        args.parts = [part for part in PARTS if args.valid or part not in OF_RECORDS]
+    if not args.valid and set(OF_RECORDS) & set(args.parts):
+        raise ValueError(f"{', '.join(OF_RECORDS)} need --valid FILE, the held-out records")
     torch.set_num_threads(args.threads)
     torch.set_grad_enabled(False)
     results = read_earlier(args.earlier)

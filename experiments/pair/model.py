@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +111,36 @@ class Attention(nn.Module):
         out = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
+    def windowed(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, window: int, sinks: int) -> torch.Tensor:
+        """Like forward, but each token sees itself, the window - 1 before it and the first `sinks`. Batch of one.
+
+        Blocks of `window` queries meet their own and the previous block and the sinks: linear in the tokens.
+        """
+        keys, values = self._keys_values(x, cos, sin)
+        queries = _rotate(self._split(self.q_proj(x)), cos, sin)
+        length = x.shape[1]
+        blocks = -(-length // window)
+        pad = blocks * window - length
+
+        def with_previous(part: torch.Tensor) -> torch.Tensor:  # (heads, tokens, dim) -> (blocks, heads, keys, dim)
+            padded = F.pad(part, (0, 0, window, pad)).unflatten(1, (blocks + 1, window))
+            near = torch.cat((padded[:, :-1], padded[:, 1:]), dim=2)
+            first = part[:, None, :sinks].expand(-1, blocks, -1, -1)
+            return torch.cat((first, near), dim=2).transpose(0, 1)
+
+        blocked = F.pad(queries[0], (0, 0, 0, pad)).unflatten(1, (blocks, window)).transpose(0, 1)
+        query_at = torch.arange(blocks * window, device=x.device).view(blocks, window, 1)
+        near_at = (
+            torch.arange(-window, window, device=x.device) + window * torch.arange(blocks, device=x.device)[:, None]
+        )
+        near_at = near_at[:, None]
+        near = (near_at >= 0) & (near_at <= query_at) & (near_at > query_at - window)
+        sink_at = torch.arange(min(sinks, length), device=x.device)[None, None]
+        far = sink_at <= query_at - window  # those that the window does not hold already
+        mask = torch.cat((far, near), dim=2)[:, None]
+        out = F.scaled_dot_product_attention(blocked, with_previous(keys[0]), with_previous(values[0]), attn_mask=mask)
+        return self.o_proj(out.transpose(1, 2).flatten(0, 1)[:length].flatten(1)[None])
+
     def at(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, queries_at: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -143,6 +173,10 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+    def windowed(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, window: int, sinks: int) -> torch.Tensor:
+        x = x + self.self_attn.windowed(self.input_layernorm(x), cos, sin, window, sinks)
         return x + self.mlp(self.post_attention_layernorm(x))
 
     def at(
@@ -189,16 +223,34 @@ class PairModel(nn.Module):
         return self.model.norm(x)
 
     def hidden_at(
-        self, ids: torch.Tensor, positions: torch.Tensor, queries_at: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """For one sequence: final hidden states at some indices (1, n, hidden), and the attention of the last layer."""
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        queries_at: torch.Tensor,
+        window: int = 0,
+        sinks: int = 64,
+        middle: int | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """For one sequence: final hidden states at some indices (1, n, hidden), and the attention of the last layer and
+        of the layer `middle` there (heads, n, tokens).
+
+        With a window, all other tokens attend to the window and the sinks only, in every layer.
+        """
         cos, sin = self._rope(positions)
         x = self.model.embed_tokens(ids)
         blocks = list(self.model.layers)
-        for block in blocks[:-1]:
-            x = block(x, cos, sin)
+        between = None
+        for layer, block in enumerate(blocks[:-1]):
+            asked = None
+            if window or layer == middle:
+                asked, attention = block.at(x, cos, sin, queries_at)
+                between = attention if layer == middle else between
+            if window:
+                x = block.windowed(x, cos, sin, window, sinks).index_copy(1, queries_at, asked.float())
+            else:
+                x = block(x, cos, sin)
         x, attention = blocks[-1].at(x, cos, sin, queries_at)
-        return self.model.norm(x), attention
+        return self.model.norm(x), attention, between
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return F.linear(hidden, self.model.embed_tokens.weight).float()
@@ -257,6 +309,27 @@ def export_folder(
     (out / "config.json").write_text(json.dumps(written, indent=2))
     for name in TOKENIZER_FILES:
         shutil.copyfile(tokenizer_folder / name, out / name)
+
+
+@torch.no_grad()
+def widen_mlp(model: PairModel, intermediate: int) -> PairModel:
+    """The same function with wider MLPs: the new units read like new ones and write nothing yet.
+
+    Raises ValueError for fewer units than there are.
+    """
+    old = model.shape.intermediate
+    if intermediate < old:
+        raise ValueError(f"an MLP of {old} units cannot be widened to {intermediate}; give at least {old}")
+    wide = PairModel(replace(model.shape, intermediate=intermediate))
+    state = model.state_dict()
+    for name, parameter in wide.named_parameters():
+        if name.endswith("down_proj.weight"):
+            parameter[:, :old] = state[name]
+        elif "mlp" in name:
+            parameter[:old] = state[name]
+        else:
+            parameter.copy_(state[name])
+    return wide
 
 
 @torch.no_grad()

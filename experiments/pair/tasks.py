@@ -84,6 +84,7 @@ FACTS = [
 class Sequence:
     """Token ids, a loss weight for each as a label, and links (query index, evidence start, evidence end).
 
+    copies: (query index, index) of the answer tokens that are copied: the token after the query stands at the index.
     tail: index of the first question; the tokens before it are context.
     """
 
@@ -91,6 +92,7 @@ class Sequence:
     weights: list[float]
     links: list[tuple[int, int, int]] = field(default_factory=list)
     tail: int = 0
+    copies: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass
@@ -351,5 +353,6 @@ def drop_chunks(rng: random.Random, sequence: Sequence, keep_rate: float, size: 
         [0.0 if at in jumped else sequence.weights[at] for at in positions],
         [(index[query], index[start], index[end - 1] + 1) for query, start, end in sequence.links],
         index.get(sequence.tail, 0),
+        [(index[query], index[at]) for query, at in sequence.copies if at in index],
     )
     return kept, positions

@@ -17,9 +17,11 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import signal
 import sys
 import time
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,16 @@ from experiments.common.script import run_script
 from experiments.pair.batches import Batch, Part, Source, parse_mix
 from experiments.pair.data import Corpus, prepare
 from experiments.pair.data import __doc__ as about_data
-from experiments.pair.model import PairModel, Shape, export_folder, load_folder, pack, seed_previous_token_heads, unpack
+from experiments.pair.model import (
+    PairModel,
+    Shape,
+    export_folder,
+    load_folder,
+    pack,
+    seed_previous_token_heads,
+    unpack,
+    widen_mlp,
+)
 
 SHAPES = {
     "target": Shape(),
@@ -59,30 +70,61 @@ def token_losses(
     return (1 - share) * loss + share * divergence, divergence.detach()
 
 
+@dataclass(frozen=True)
+class LossWeights:
+    """What the loss is made of.
+
+    distil: share of the teacher's KL. evidence: weight of the last layer's attention (mean of its heads) to the
+    evidence, which is what scores a prompt. copied: of its best head's attention to the copied token. middle: a layer
+    whose best head is to find the evidence (weight: found), so that the layers after it have something to copy from.
+    """
+
+    distil: float = 0.7
+    evidence: float = 0.0
+    copied: float = 0.0
+    middle: int | None = None
+    found: float = 0.0
+
+
+def masses(attention: torch.Tensor, links: Sequence[tuple[int, int, int]]) -> torch.Tensor:
+    """Attention (heads, queries, tokens) to the spans of links (query row, start, end): (heads, links)."""
+    rows, starts, ends = (torch.tensor(column, device=attention.device) for column in zip(*links, strict=True))
+    at = torch.arange(attention.shape[-1], device=attention.device)
+    inside = (at >= starts[:, None]) & (at < ends[:, None])
+    return (attention[:, rows] * inside).sum(-1)
+
+
 def part_loss(
-    model: PairModel, batch: Batch, teacher: PairModel | None, share: float, attention_weight: float
+    model: PairModel, batch: Batch, teacher: PairModel | None, parts: LossWeights
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """The loss of one batch, and what to log of it."""
     wanted = (batch.weights[0] > 0).nonzero()[:, 0]
-    if len(batch.ids) > 1 or len(wanted) > batch.ids.shape[1] // 4:
+    if len(batch.ids) > 1 or (not batch.links and len(wanted) > batch.ids.shape[1] // 4):
         hidden = model.hidden(batch.ids, batch.positions)
-        loss, divergence = token_losses(model, hidden, batch, teacher, share)
+        loss, divergence = token_losses(model, hidden, batch, teacher, parts.distil)
         weights = batch.weights.flatten()
         total = (loss * weights).sum() / weights.sum()
         return total, {"loss": float(total.detach()), "kl": float((divergence * weights).sum() / weights.sum())}
-    hidden, attention = model.hidden_at(batch.ids, batch.positions, wanted)
+    hidden, attention, between = model.hidden_at(
+        batch.ids, batch.positions, wanted, batch.window, middle=parts.middle if parts.found else None
+    )
     weights = batch.weights[0, wanted]
     losses = F.cross_entropy(model.logits(hidden)[0], batch.labels[0, wanted], reduction="none")
     loss = (losses * weights).sum() / weights.sum()
     logged = {"loss": float(loss.detach())}
     row = {int(query): at for at, query in enumerate(wanted.tolist())}
     links = [(row[query], start, end) for query, start, end in batch.links if query in row]
-    if links and attention_weight:
-        rows, starts, ends = (torch.tensor(column, device=loss.device) for column in zip(*links, strict=True))
-        sums = F.pad(attention.mean(0).cumsum(-1), (1, 0))
-        mass = sums[rows, ends] - sums[rows, starts]
-        logged["mass"] = float(mass.detach().mean())
-        loss = loss - attention_weight * mass.clamp(min=1e-4).log().mean()
+    terms = []
+    if links and parts.evidence:
+        terms.append(("mass", parts.evidence, masses(attention.mean(0, keepdim=True), links)[0]))
+    if links and between is not None:
+        terms.append(("found", parts.found, masses(between, links).amax(0)))
+    copies = [(row[query], at, at + 1) for query, at in batch.copies if query in row]
+    if copies and parts.copied:  # one head is enough, so the others are left to what they do
+        terms.append(("copied", parts.copied, masses(attention, copies).amax(0)))
+    for name, weight, mass in terms:
+        logged[name] = float(mass.detach().mean())
+        loss = loss - weight * (mass + 1e-5).log().mean()
     return loss, logged
 
 
@@ -115,7 +157,10 @@ class Run:
         self.phases = parse_mix(args.mix or ["lm:1:1024:4"])
         self.device = torch.device(args.device)
         torch.manual_seed(args.seed)
-        self.model = (load_folder(Path(args.init)) if args.init else PairModel(SHAPES[args.shape])).to(self.device)
+        self.model = load_folder(Path(args.init)) if args.init else PairModel(SHAPES[args.shape])
+        if args.widen_mlp:
+            self.model = widen_mlp(self.model, args.widen_mlp)
+        self.model = self.model.to(self.device)
         if args.seed_heads and not args.init:
             seed_previous_token_heads(self.model)
         longest = max(length for _, parts in self.phases for part in parts for length in part.lengths)
@@ -131,6 +176,7 @@ class Run:
             gapped=args.gapped,
             context_weight=args.context_weight,
             device=self.device,
+            windowed=args.windowed,
         )
         self.teacher = None
         if args.teacher:
@@ -146,7 +192,12 @@ class Run:
             (torch.optim.AdamW(others, lr=args.other_lr, betas=(0.9, 0.95), weight_decay=0.0), args.other_lr),
         ]
         self.others = others
+        self.loss_weights = LossWeights(
+            args.distil, args.attention_weight, args.copy_weight, args.middle_layer, args.middle_weight
+        )
+        self.average = {name: value.detach().clone() for name, value in named.items()} if args.average else {}
         self.step, self.tokens, self.elapsed = 0, 0, 0.0
+        self.told_to_stop = False
         if (self.out / "checkpoint.pt").exists():
             self._resume()
         if args.compile:
@@ -162,6 +213,8 @@ class Run:
             optimiser.load_state_dict(saved)
             optimiser.param_groups[0]["weight_decay"] = decay
         self.step, self.tokens, self.elapsed = state["step"], state["tokens"], state["elapsed"]
+        for name, value in self.average.items():
+            value.copy_(state.get("average", {}).get(name, state["model"][name]))
         ignored = " (so --init and --seed-heads are not used)" if self.args.init or self.args.seed_heads else ""
         print(f"resumed at step {self.step}, {self.tokens} tokens{ignored}", flush=True)
 
@@ -185,6 +238,7 @@ class Run:
             "tokens": self.tokens,
             "elapsed": self.elapsed,
             "valid_nats": valid_nats,
+            "average": self.average,
         }
         torch.save(state, self.out / "checkpoint.tmp")
         (self.out / "checkpoint.tmp").replace(self.out / "checkpoint.pt")
@@ -195,8 +249,16 @@ class Run:
             return self.step / self.args.steps
         return max(self.elapsed / (self.args.minutes * 60), self.tokens / self.args.max_tokens)
 
+    def _clock(self) -> float:
+        """Seconds that a stopped or starved run does not count: of the processor, or by the wall with a device."""
+        return time.process_time() / self.args.threads if self.device.type == "cpu" else time.monotonic()
+
+    def stop(self, *_: object) -> None:
+        """End after the step in hand, with a checkpoint: a handler for SIGTERM."""
+        self.told_to_stop = True
+
     def _stops(self) -> bool:
-        return self.step >= self.args.stop_at or self.elapsed >= 60 * self.args.stop_minutes
+        return self.told_to_stop or self.step >= self.args.stop_at or self.elapsed >= 60 * self.args.stop_minutes
 
     def set_rates(self, progress: float) -> float:
         warm = min(1.0, (self.step + 1) / self.args.warmup)
@@ -208,30 +270,34 @@ class Run:
         return scale
 
     def take_step(self, parts: list[Part]) -> dict[str, float]:
-        logged: dict[str, float] = {}
+        seen: dict[str, list[float]] = {}
         for index, part in enumerate(parts):
             batch = self.source.batch(part, self.step, index)
             teacher = self.teacher if part.kind == "lm" else None
             with torch.autocast(self.device.type, torch.bfloat16):
-                loss, values = part_loss(self.model, batch, teacher, self.args.distil, self.args.attention_weight)
+                loss, values = part_loss(self.model, batch, teacher, self.loss_weights)
             if not torch.isfinite(loss):
                 raise RuntimeError(f"the loss of {part} is not finite at step {self.step}; lower --lr")
             (loss * part.weight).backward()
             self.tokens += batch.ids.numel()
-            logged |= {f"{part.kind}{index}.{name}": value for name, value in values.items()}
+            for name, value in values.items():
+                seen.setdefault(f"{part.kind}.{name}", []).append(value)
         torch.nn.utils.clip_grad_norm_(self.others, 1.0)
         for optimiser, _ in self.optimisers:
             optimiser.step()
             optimiser.zero_grad(set_to_none=True)
         self.step += 1
-        return logged
+        for name, parameter in self.model.named_parameters():
+            if name in self.average:
+                self.average[name].lerp_(parameter.detach(), 1 - min(self.args.average, self.step / (self.step + 10)))
+        return {name: sum(values) / len(values) for name, values in seen.items()}
 
     def fit(self) -> None:
         means: dict[str, float] = {}
         last: list[Part] = []
         last_saved = last_logged = time.monotonic()
         while (progress := self.progress()) < 1 and not self._stops():
-            started = time.monotonic()
+            started = self._clock()
             scale = self.set_rates(progress)
             parts = next((parts for until, parts in self.phases if progress < until), self.phases[-1][1])
             if parts != last:
@@ -239,9 +305,10 @@ class Run:
             last, before = parts, self.tokens
             for name, value in self.take_step(parts).items():
                 means[name] = value + 0.95 * (means.get(name, value) - value)
-            self.elapsed += time.monotonic() - started
+            spent = self._clock() - started
+            self.elapsed += spent
             if time.monotonic() - last_logged > self.args.log_s or self.step == 1:
-                rate = (self.tokens - before) / (time.monotonic() - started)
+                rate = (self.tokens - before) / max(spent, 1e-9)
                 head = f"{time.strftime('%H:%M:%S')} {self.out.name} step {self.step} tokens {self.tokens}"
                 tail = " ".join(f"{name} {value:.3f}" for name, value in sorted(means.items()))
                 print(f"{head} done {progress:.3f} rate {scale:.3f} tok/s {rate:.0f} {tail}", flush=True)
@@ -269,9 +336,14 @@ def load_checkpoint(run: Path) -> dict[str, Any]:
     return state
 
 
+def finished(state: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint whose weights are those to hand out: their moving average, where the run keeps one."""
+    return state | {"model": state.get("average") or state["model"]}
+
+
 def export(run: Path, tokenizer: Path, to: Path) -> None:
     """Write the latest checkpoint of a run as a Transformers folder."""
-    state = load_checkpoint(run)
+    state = finished(load_checkpoint(run))
     export_folder(Shape(**state["shape"]), state["model"], tokenizer, to)
     print(json.dumps({"exported": str(to), "step": state["step"], "tokens": state["tokens"]}))
 
@@ -313,6 +385,14 @@ def parser() -> argparse.ArgumentParser:
     fit.add_argument("--decay-from", type=float, default=0.5, help="when the rate decays: a fraction; 1 is never")
     fit.add_argument("--warmup", type=int, default=50, help="steps")
     fit.add_argument("--attention-weight", type=float, default=0.0, help="weight of the attention to the evidence")
+    fit.add_argument(
+        "--copy-weight", type=float, default=0.0, help="weight of one head's attention to the copied token"
+    )
+    fit.add_argument("--middle-layer", type=int, help="a layer (from 0) whose attention is to find the evidence")
+    fit.add_argument("--middle-weight", type=float, default=0.0, help="weight of that")
+    fit.add_argument("--windowed", type=float, default=0.0, help="share of wide sequences that are read with a window")
+    fit.add_argument("--average", type=float, default=0.0, help="keep (and export) a moving average with this decay")
+    fit.add_argument("--widen-mlp", type=int, default=0, help="give the MLPs of --init so many units")
     fit.add_argument("--context-weight", type=float, default=0.0, help="loss weight of a task's context tokens")
     fit.add_argument("--gapped", type=float, default=0.2, help="share of sequences with gaps in their positions")
     fit.add_argument("--seed", type=int, default=20261120)
@@ -347,14 +427,18 @@ def main() -> None:
     elif args.command == "pack":
         if len({run.name for run in args.run}) < len(args.run):
             raise ValueError("two --run folders have the same name, by which they are packed; rename one")
-        files = pack({run.name: load_checkpoint(run) for run in args.run}, args.to)
+        files = pack({run.name: finished(load_checkpoint(run)) for run in args.run}, args.to)
         print(json.dumps({file.name: file.stat().st_size for file in files}))
     elif args.command == "unpack":
         for name, (shape, weights) in unpack(args.packed).items():
             export_folder(shape, weights, args.tokenizer, args.to / name)
     else:
         torch.set_num_threads(args.threads)
-        Run(args).fit()
+        run = Run(args)
+        signal.signal(signal.SIGTERM, run.stop)
+        run.fit()
+        if run.told_to_stop:  # so that a recipe does not go on to its next phase
+            raise SystemExit(128 + signal.SIGTERM)
 
 
 if __name__ == "__main__":

@@ -36,12 +36,15 @@ train() {  # train NAME ARGUMENTS…: from nothing, or from what FROM has of it
 }
 
 [ -z "$FROM" ] || "${TRAIN[@]}" unpack --packed "$FROM" --tokenizer "$DATA/tokenizer" --to "$RUN/from"
-train target --minutes "$TARGET_MINUTES" \
-    --mix "0.6=lm:1:1024:$(rows 48),repeat:0.2:512:$(rows 16)" \
-    --mix "lm:1:2048:$(rows 24),task:0.5:2048/4096/8192:1,sparse:0.25:8192:1"
+train target --minutes "$TARGET_MINUTES" --copy-weight 0.2 --middle-layer 4 --middle-weight 0.2 \
+    --mix "0.4=lm:1:1024:$(rows 48),repeat:0.2:512:$(rows 16)" \
+    --mix "0.8=lm:1:1024:$(rows 24),wide:1:512/1024:$(rows 32),wide:0.5:2048:1,wide-sparse:0.25:4096:1" \
+    --mix "lm:1:2048:$(rows 24),wide:0.5:1024:$(rows 16),wide:0.5:4096/8192:1,wide-sparse:0.25:8192:1"
 "${TRAIN[@]}" pack --run "$RUN/target" --to "$OUT"  # so that an interrupted draft still leaves the target
 "${TRAIN[@]}" export --run "$RUN/target" --tokenizer "$DATA/tokenizer" --to "$RUN/pair/target"
 train draft --teacher "$RUN/pair/target" --minutes "$DRAFT_MINUTES" --attention-weight 0.3 \
-    --mix "0.5=lm:1:1024:$(rows 32),repeat:0.4:512:$(rows 16)" \
-    --mix "lm:1:2048:$(rows 16),task:0.3:4096/8192:1,task:0.3:2048/16000:1"
+    --copy-weight 0.1 --windowed 0.5 \
+    --mix "0.4=lm:1:1024:$(rows 32),repeat:0.4:512:$(rows 16)" \
+    --mix "0.8=lm:1:1024:$(rows 24),wide:1:512/1024:$(rows 32),wide:0.5:1024/2048:1,wide:0.5:4096:1" \
+    --mix "lm:1:2048:$(rows 16),wide:0.3:1024/2048:1,wide:0.3:4096/8192:1,wide:0.3:2048/16000:1"
 "${TRAIN[@]}" pack --run "$RUN/target" --run "$RUN/draft" --to "$OUT"

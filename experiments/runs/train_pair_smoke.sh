@@ -25,14 +25,14 @@ PY
 TRAIN=("$PYTHON" -m experiments.pair.train)
 "${TRAIN[@]}" prepare --corpus "$RUN/corpus" --data "$RUN/data" --vocab 320
 COMMON=(--data "$RUN/data" --warmup 2 --lr 0.005)
-MIX=(--mix 0.5=lm:1:64:2,repeat:1:64:2 --mix lm:1:64/128:2,task:1:256:1,sparse:1:512:1)
+MIX=(--mix 0.5=lm:1:64:2,repeat:1:64:2 --mix lm:1:64/128:2,task:1:256:1,sparse:1:512:1,wide:1:256:1,wide:1:256:2,wide-sparse:1:512:1)
 "${TRAIN[@]}" train "${COMMON[@]}" "${MIX[@]}" --shape target-tiny --out "$RUN/target" --steps 4
 "${TRAIN[@]}" train "${COMMON[@]}" "${MIX[@]}" --shape target-tiny --out "$RUN/target" --steps 6  # resumes
 "${TRAIN[@]}" export --run "$RUN/target" --tokenizer "$RUN/data/tokenizer" --to "$RUN/pair/target"
 "${TRAIN[@]}" train "${COMMON[@]}" "${MIX[@]}" --shape draft-tiny --out "$RUN/draft" --steps 4 --teacher "$RUN/pair/target" \
-    --attention-weight 0.3 --seed-heads
+    --attention-weight 0.3 --copy-weight 0.1 --middle-layer 0 --middle-weight 0.1 --windowed 0.5 --average 0.9 --seed-heads
 "${TRAIN[@]}" export --run "$RUN/draft" --tokenizer "$RUN/data/tokenizer" --to "$RUN/pair/draft"
-"${TRAIN[@]}" train "${COMMON[@]}" "${MIX[@]}" --init "$RUN/pair/draft" --out "$RUN/continued" --steps 2 --teacher "$RUN/pair/target"
+"${TRAIN[@]}" train "${COMMON[@]}" "${MIX[@]}" --init "$RUN/pair/draft" --out "$RUN/continued" --steps 2 --widen-mlp 64 --teacher "$RUN/pair/target"
 "${TRAIN[@]}" pack --run "$RUN/target" --run "$RUN/draft" --to "$RUN/packed"
 "${TRAIN[@]}" unpack --packed "$RUN/packed" --tokenizer "$RUN/data/tokenizer" --to "$RUN/unpacked"
 

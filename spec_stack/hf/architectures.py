@@ -114,11 +114,6 @@ def scoring_limit(config: Any) -> int | None:
     return int(config.sliding_window) if num_sliding and not num_full else None
 
 
-def has_windows(config: Any) -> bool:
-    """Whether some attention layer slides."""
-    return _count_attention_layers(text_config(config))[1] > 0
-
-
 def check_architecture(role: str, config: Any) -> None:
     """Raise ValueError, with the reason, for a model on which positions, scoring or rollback would be wrong, and for a
     draft ("draft") without the attention layers that scoring needs."""

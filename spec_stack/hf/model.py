@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from spec_stack.hf import cache as model_cache
-from spec_stack.hf.architectures import has_windows, text_config
+from spec_stack.hf.architectures import text_config
 from spec_stack.hf.attention import LayerCapture, attend_by_position, capture_attention
 from spec_stack.hf.cache import StateSnapshot
-from spec_stack.hf.slots import KeysCached, SlotPositions
+from spec_stack.hf.slots import KeysCached, RestoredSlots, SlotPositions
 
 # Tokens to recompute up to which they ride along with the next forward; more get one of their own, so that a
 # snapshot can follow them.
@@ -121,9 +121,8 @@ class CachedModel:
 
     @property
     def can_restore(self) -> bool:
-        """Whether tokens may come in at positions before those of cached ones: there is no state that has gone past
-        them, and no window by slots in order."""
-        return not self._is_stateful and not has_windows(self.model.config)
+        """Whether tokens may come in at positions before those of cached ones: no state has gone past them."""
+        return not self._is_stateful
 
     @property
     def is_stateful(self) -> bool:
@@ -249,6 +248,10 @@ class CachedModel:
             raise ValueError("some of the positions to restore are cached already")
         self._restored_end = len(self._positions) + num_restored
 
+    @property
+    def _slots(self) -> type[SlotPositions]:
+        return RestoredSlots if self._restored_end else SlotPositions
+
     def _cache_keys(
         self,
         token_ids: Sequence[int],
@@ -260,7 +263,7 @@ class CachedModel:
         """One forward of the model up to that attention layer's keys and values; to its end where there is none."""
         self._token_ids += token_ids
         self._positions += positions
-        slots = SlotPositions(self._positions, window, num_sinks, last_layer)
+        slots = self._slots(self._positions, window, num_sinks, last_layer)
         with suppress(KeysCached):
             self._call(token_ids, positions, slots, num_logits=1)
 
@@ -268,7 +271,7 @@ class CachedModel:
         """One forward of the model; logits (num_logits, rows)."""
         self._token_ids += token_ids
         self._positions += positions
-        slots = SlotPositions(self._positions)
+        slots = self._slots(self._positions)
         if self._last_layer is not None and len(token_ids) - num_logits >= _MIN_NARROWED:
             slots.narrow_layer, slots.num_wanted = self._last_layer, num_logits
         return self._call(token_ids, positions, slots, num_logits)

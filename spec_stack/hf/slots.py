@@ -125,3 +125,27 @@ class SlotPositions:
         end = self.positions[-1] - (len(self.positions) - 1)
         run = bisect_left(range(len(self.positions)), end, key=lambda slot: self.positions[slot] - slot)
         return max(run, seen.num_sinks) + seen.window - 1
+
+
+class RestoredSlots(SlotPositions):
+    """Slots of which some came back at positions before those of older ones.
+
+    A token sees every slot written before it; where a layer slides, those less than its window away, before it or
+    after.
+    """
+
+    def seen(self, num_queries: int, layer_window: int | None) -> Seen:
+        return Seen(window=layer_window)
+
+    def shown(self, start: int, seen: Seen) -> tuple[int, int]:
+        return 0, 0
+
+    def regular_from(self, seen: Seen) -> int:
+        return len(self.positions)
+
+    def _build(self, start: int, stop: int, seen: Seen, device: torch.device) -> torch.Tensor:
+        visible = torch.ones(stop - start, stop, dtype=torch.bool, device=device).tril(start)
+        if seen.window is not None:
+            positions = torch.tensor(self.positions[:stop], device=device)
+            visible &= (positions[start:, None] - positions[None]).abs() < seen.window
+        return visible[None, None]

@@ -20,10 +20,11 @@ def oracle(text: ReplayText, costs: Costs, *, max_gamma: int = MAX_GAMMA, reserv
     best: dict[int, tuple[float, int, int]] = {}
     for position in range(text.end - 1, text.start - 1, -1):
         room = min(max_gamma, text.end - position - reserve)
-        # Drafting past the first wrong token never helps, so the accepted counts are the only candidates.
+        # Past the first wrong token too: costs as measured may say that a longer proposal takes less time.
+        num_right = text.run_length(position, room)
         options = []
-        for gamma in range(text.run_length(position, room) + 1):
-            following = position + gamma + 1
+        for gamma in range(room + 1):
+            following = position + min(gamma, num_right) + 1
             rest = best[following][0] if following < text.end else 0.0
             options.append((costs.step_s(gamma) + rest, gamma, following))
         best[position] = min(options)

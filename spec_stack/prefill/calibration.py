@@ -88,6 +88,14 @@ class Calibration:
         """The configuration with what was chosen in place of its own."""
         return replace(config or PrefillConfig(), **self.settings)
 
+    def complete(self, config: PrefillConfig) -> PrefillConfig:
+        """The configuration with what was chosen where it has the default; what a user set himself stays."""
+        default = PrefillConfig()
+        chosen = {
+            name: value for name, value in self.settings.items() if getattr(config, name) == getattr(default, name)
+        }
+        return replace(config, **chosen)
+
     def check(self, target: Any, draft: Any) -> str:
         """Why it does not hold for models of these transformers configurations; empty where it does."""
         for role, made_for, config in (("target", self.target, target), ("draft", self.draft, draft)):
@@ -127,6 +135,29 @@ class Calibration:
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"cannot take {file} for a calibration: {error}") from error
         return calibration
+
+
+def find_calibration(draft: str | Path, named: str | Path | bool | None = None) -> Calibration | None:
+    """The calibration that is named, or lies beside a draft; None where there is neither.
+
+    Parameters
+    ----------
+    draft : str or Path
+        The draft's folder; a hub id has nothing beside it.
+    named : str, Path or bool, optional
+        A file, or a folder that holds one. None and True look beside the draft, False looks nowhere.
+
+    Raises
+    ------
+    ValueError
+        For a file that is no calibration.
+    """
+    if named is False:
+        return None
+    if named is None or named is True:
+        file = Path(draft) / FILE_NAME
+        return Calibration.load(file) if file.is_file() else None
+    return Calibration.load(named)
 
 
 def fingerprint(config: Any) -> dict[str, Any]:

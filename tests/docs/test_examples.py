@@ -10,12 +10,15 @@ import pytest
 EXAMPLES = Path(__file__).parents[2] / "examples"
 # A word of what each prints; what a model says is not promised.
 PRINTS = {
+    "agent.py": "77120",
+    "chat_loop.py": "Bruno lives in Vienna.",
     "compare_with_plain.py": "the same tokens: True",
     "own_policy.py": "cautious",
     "quickstart.py": "48213",
+    "rag.py": "101 cached",
     "streaming.py": "because of: length",
 }
-_SLOW = {"quickstart.py"}
+_SLOW = {"agent.py", "chat_loop.py", "quickstart.py", "rag.py"}
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,9 +51,69 @@ def test_model_equals_transformers_at_gapped_positions(tmp_path, tokenizer):
     expected = theirs(ids, position_ids=positions, attention_mask=torch.ones_like(ids)).logits
     torch.testing.assert_close(ours.logits(ours.hidden(ids, positions)), expected, atol=2e-4, rtol=1e-3)
     some = torch.tensor([0, 21, 59])
-    hidden, attention = ours.hidden_at(ids, positions, some)
+    hidden, attention, _ = ours.hidden_at(ids, positions, some)
     torch.testing.assert_close(ours.logits(hidden), expected[:, some], atol=2e-4, rtol=1e-3)
     torch.testing.assert_close(attention.sum(-1), torch.ones(4, 3))
+
+
+@pytest.mark.parametrize(("length", "window", "sinks"), [(150, 32, 16), (70, 128, 64), (129, 64, 64), (20, 8, 4)])
+def test_windowed_attention_equals_an_explicit_mask(length, window, sinks):
+    torch.manual_seed(0)
+    attention = pair_model.Attention(SHAPE)
+    cos, sin = pair_model.PairModel(SHAPE)._rope(torch.arange(length)[None] * 3)
+    x = torch.randn(1, length, SHAPE.hidden)
+    query, key = torch.arange(length)[:, None], torch.arange(length)[None]
+    seen = (key <= query) & ((key > query - window) | (key < sinks))
+    for at in range(length):  # what one query may see, and nothing else, reaches it
+        alone = x.clone()
+        alone[:, ~seen[at]] = torch.nan
+        some = seen[at].nonzero()[:, 0]
+        expected, _ = attention.at(
+            x[:, some], cos[:, :, some], sin[:, :, some], torch.tensor([int((some == at).nonzero())])
+        )
+        got = attention.windowed(x, cos, sin, window, sinks)[:, at]
+        torch.testing.assert_close(got, expected[:, 0], atol=1e-5, rtol=1e-4)
+
+
+def test_asked_tokens_see_everything_when_the_rest_is_read_with_a_window():
+    torch.manual_seed(0)
+    model = pair_model.PairModel(replace(SHAPE, layers=3))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    ids, positions, asked = torch.randint(7, 320, (1, 90)), torch.arange(90)[None], torch.tensor([40, 89])
+    plain, *_ = model.hidden_at(ids, positions, asked)
+    wide, *_ = model.hidden_at(ids, positions, asked, window=128)
+    narrow, attention, _ = model.hidden_at(ids, positions, asked, window=16, sinks=8)
+    torch.testing.assert_close(wide, plain, atol=1e-4, rtol=1e-3)
+    assert not torch.allclose(narrow, plain, atol=1e-2)
+    assert attention[:, 1, 10:60].sum() > 0.01  # neither sink nor window
+
+
+def test_a_wider_mlp_is_the_same_function_until_it_is_trained():
+    torch.manual_seed(0)
+    model = pair_model.PairModel(SHAPE)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    wide = pair_model.widen_mlp(model, 80)
+    ids, positions = torch.randint(7, 320, (1, 30)), torch.arange(30)[None]
+    torch.testing.assert_close(wide.hidden(ids, positions), model.hidden(ids, positions), atol=1e-4, rtol=1e-3)
+    assert wide.shape.intermediate == 80
+    wide.logits(wide.hidden(ids, positions)).sum().backward()
+    assert wide.model.layers[0].mlp.down_proj.weight.grad[:, 48:].abs().max() > 0
+    with pytest.raises(ValueError, match="at least 48"):
+        pair_model.widen_mlp(model, 40)
+
+
+def test_the_attention_of_a_middle_layer_is_what_that_layer_alone_would_give():
+    torch.manual_seed(0)
+    model = pair_model.PairModel(replace(SHAPE, layers=3))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    ids, positions, asked = torch.randint(7, 320, (1, 40)), torch.arange(40)[None], torch.tensor([9, 39])
+    hidden, _, between = model.hidden_at(ids, positions, asked, middle=1)
+    torch.testing.assert_close(hidden, model.hidden_at(ids, positions, asked)[0])
+    model.model.layers = model.model.layers[:2]
+    torch.testing.assert_close(between, model.hidden_at(ids, positions, asked)[1])
 
 
 def test_seeded_heads_attend_to_the_two_tokens_before():
@@ -60,7 +121,7 @@ def test_seeded_heads_attend_to_the_two_tokens_before():
     shape = pair_model.Shape(hidden=128, layers=1, heads=4, kv_heads=2, intermediate=32, vocab=320)
     model = pair_model.PairModel(shape)
     pair_model.seed_previous_token_heads(model)
-    _, attention = model.hidden_at(torch.randint(7, 320, (1, 64)), torch.arange(64)[None], torch.tensor([20, 63]))
+    _, attention, _ = model.hidden_at(torch.randint(7, 320, (1, 64)), torch.arange(64)[None], torch.tensor([20, 63]))
     for row, query in enumerate((20, 63)):
         assert attention[0, row].argmax() == query - 1
         assert attention[1, row].argmax() == query - 2
@@ -199,7 +260,7 @@ def source_of(data: Path, seed: int = 1, span: int = 4096, gapped: float = 1.0) 
     return pair_batches.Source(data, vocab=320, span=span, seed=seed, gapped=gapped, context_weight=0.0, device=device)
 
 
-@pytest.mark.parametrize("part", ["lm:1:128:3", "repeat:1:64:2", "task:1:256/512:1", "sparse:1:512:1"])
+@pytest.mark.parametrize("part", ["lm:1:128:3", "repeat:1:64:2", "task:1:256/512:1", "sparse:1:512:1", "wide:1:512:1"])
 def test_a_batch_labels_each_token_with_the_next_and_is_drawn_from_seed_and_step(data, part):
     part = pair_batches.Part.parse(part)
     batch, again = source_of(data).batch(part, 5, 0), source_of(data).batch(part, 5, 0)
@@ -216,6 +277,21 @@ def test_a_batch_labels_each_token_with_the_next_and_is_drawn_from_seed_and_step
     ]
     for other in others:
         assert not (other.ids.shape == batch.ids.shape and torch.equal(other.ids, batch.ids))
+
+
+def test_sequences_of_questions_are_padded_with_what_has_no_weight(data):
+    source = source_of(data)
+    rows = [source.wide(random.Random(n), np.random.default_rng(n), 300, pruned=False) for n in range(3)]
+    batch = pair_batches.padded(rows)
+    assert len({row.ids.shape[1] for row in rows}) > 1
+    assert (batch.positions.diff() >= 1).all()
+    for at, row in enumerate(rows):
+        num = row.ids.shape[1]
+        for name in ("ids", "labels", "weights", "positions"):
+            assert torch.equal(getattr(batch, name)[at, :num], getattr(row, name)[0])
+        assert batch.weights[at, num:].sum() == 0
+    loss, _ = train_pair.part_loss(pair_model.PairModel(SHAPE), batch, None, train_pair.LossWeights())
+    assert torch.isfinite(loss)
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(data, tmp_path):
@@ -240,6 +316,63 @@ def test_a_run_stopped_by_the_clock_goes_on_with_other_arguments(data, tmp_path)
     assert train_pair.load_checkpoint(tmp_path)["step"] == 2
 
 
+def test_the_moving_average_follows_the_weights_and_is_what_is_exported(data, tmp_path):
+    run = run_of(data, tmp_path / "run", "--steps", "4", "--average", "0.5", mix=["lm:1:64:2"])
+    expected = {name: value.clone() for name, value in run.model.state_dict().items()}
+    for step in range(1, 5):
+        run.args.stop_at = step
+        run.fit()
+        keep = min(0.5, step / (step + 10))
+        for name, value in run.model.state_dict().items():
+            expected[name] = keep * expected[name] + (1 - keep) * value
+    state = train_pair.load_checkpoint(tmp_path / "run")
+    for name, value in expected.items():
+        torch.testing.assert_close(state["average"][name], value, atol=1e-6, rtol=1e-5)
+    train_pair.export(tmp_path / "run", data / "tokenizer", tmp_path / "out")
+    out = pair_model.load_folder(tmp_path / "out").state_dict()
+    assert all(torch.equal(value, state["average"][name].bfloat16().float()) for name, value in out.items())
+
+
+def test_a_run_that_is_told_to_stop_ends_after_the_step_in_hand(data, tmp_path):
+    run = run_of(data, tmp_path, "--steps", "9", mix=["lm:1:64:2"])
+    take_step = run.take_step
+
+    def stop_in_the_second(parts):
+        if run.step == 1:
+            run.stop()
+        return take_step(parts)
+
+    run.take_step = stop_in_the_second
+    run.fit()
+    assert train_pair.load_checkpoint(tmp_path)["step"] == 2
+
+
+def test_time_in_which_a_run_is_stopped_does_not_count(data, tmp_path):
+    run = run_of(data, tmp_path, "--steps", "1")
+    before = run._clock()
+    time.sleep(0.3)
+    assert run._clock() - before < 0.15
+
+
+def test_the_copy_loss_makes_one_head_look_at_the_copied_token(data):
+    torch.manual_seed(0)
+    model = pair_model.PairModel(train_pair.SHAPES["target-tiny"])
+    batch = next(
+        batch
+        for step in range(50)
+        if (batch := source_of(data, gapped=0.0).batch(pair_batches.Part.parse("wide:1:1024:1"), step, 0)).copies
+    )
+    optimiser = torch.optim.Adam(model.parameters(), lr=3e-3)
+    pointed = []
+    for _ in range(12):
+        loss, logged = train_pair.part_loss(model, batch, None, train_pair.LossWeights(copied=1.0))
+        pointed.append(logged["copied"])
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    assert pointed[-1] > 1.2 * pointed[0]
+
+
 def test_tokens_end_a_run_where_they_come_first(data, tmp_path):
     run = run_of(data, tmp_path, "--minutes", "5", "--max-tokens", "1000", mix=["lm:1:64:4"])
     run.fit()
@@ -258,7 +391,7 @@ def test_the_attention_loss_raises_the_attention_to_the_evidence(data):
     )
     masses = []
     for _ in range(8):
-        loss, logged = train_pair.part_loss(model, batch, None, 0.0, 1.0)
+        loss, logged = train_pair.part_loss(model, batch, None, train_pair.LossWeights(evidence=1.0))
         masses.append(logged["mass"])
         model.zero_grad()
         loss.backward()
@@ -303,6 +436,7 @@ def test_a_run_of_another_shape_is_not_resumed(data, tmp_path):
         (["lm:1:64:0"], "positive weight and batch"),
         (["lm:1:8:1"], "64 tokens"),
         (["sparse:1:512:2"], "batch is 1"),
+        (["wide-sparse:1:512:2"], "batch is 1"),
         (["half=lm:1:64:1"], "fraction"),
         (["0.5=lm:1:64:1", "0.4=lm:1:64:1"], "must rise"),
     ],

@@ -47,6 +47,19 @@ def test_the_oracle_is_the_best_of_all_sequences_of_gammas(correct: list[bool], 
     assert oracle(text_of(correct), costs, max_gamma=4).seconds == pytest.approx(expected)
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    correct=st.lists(st.booleans(), min_size=1, max_size=9),
+    verifies_s=st.lists(st.floats(0.01, 0.05), min_size=5, max_size=5),
+)
+def test_the_oracle_is_the_best_though_a_longer_proposal_was_measured_as_quicker(
+    correct: list[bool], verifies_s: list[float]
+) -> None:
+    costs = CostTable(tuple(range(5)), (0.001,) * 5, tuple(verifies_s))
+    expected = least_seconds(correct, 0, len(correct), [costs.step_s(gamma) for gamma in range(5)], 1)
+    assert oracle(text_of(correct), costs, max_gamma=4).seconds == pytest.approx(expected)
+
+
 def test_runs_at_several_gammas_merge_to_the_text_behind_them() -> None:
     greedy = Greedy(5)
     merged = merge_runs([record for gamma in (2, 4, 6, 8) for record in greedy.record("a", gamma)])

@@ -70,3 +70,27 @@ def eager_greedy(model: PreTrainedModel, prompt: Sequence[int], num_tokens: int)
     """The target's own greedy answer to a whole prompt, from nothing."""
     with torch.inference_mode():
         return reference.greedy(model, prompt, num_tokens)
+
+
+def answers_by_slots_and_windows(
+    model: PreTrainedModel, slot_ids: Sequence[int], positions: Sequence[int], num_answer: int
+) -> list[int]:
+    """The same for a model some of whose layers slide: there a token sees what was written no later than itself and
+    stands less than the window away, by an explicit mask."""
+    num_slots, window = len(positions), model.config.sliding_window
+    masks = {}
+    for kind in ("full_attention", "sliding_attention"):
+        mask = torch.full((num_slots, num_slots), torch.finfo(model.dtype).min)
+        for query in range(num_slots):
+            for key in range(query + 1):
+                if kind == "full_attention" or abs(positions[query] - positions[key]) < window:
+                    mask[query, key] = 0
+        masks[kind] = mask[None, None]
+    with torch.no_grad():
+        output = model(
+            torch.tensor([list(slot_ids)]),
+            attention_mask=masks,
+            position_ids=torch.tensor([list(positions)]),
+            use_cache=False,
+        )
+    return output.logits[0, -num_answer:].argmax(-1).tolist()

@@ -1,0 +1,54 @@
+"""The figures that the front pages show are those of experiments/results."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from experiments.common import plot_overview
+from tests.support.pages import ROOT
+
+
+def result(name: str) -> Any:
+    return json.loads((ROOT / "experiments" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def latency() -> list[str]:
+    prefill = result("bench_latency")["prefill"]
+    dense, sparse = (prefill["seconds"][f"TTFT {way}"] for way in ("dense", "sparse"))
+    return [f"{dense:.2f}", f"{sparse:.2f}", f"{prefill['ttft_ratio']:.1f}×", f"{prefill['bound']:.2f}"]
+
+
+def decoding() -> list[str]:
+    every = result("bench_policies")["result"]["all"]
+    names = ("transformers, plain", "transformers, assisted (dynamic)", "throughput")
+    gain, low, high = (100 * value for value in every["decode_gain_over_best_fixed"]["throughput"])
+    return [*(f"{every['tokens_per_s'][name]:.0f}" for name in names), f"+{gain:.1f} %", f"[{low:.1f}, {high:.1f}]"]
+
+
+def replayed() -> list[str]:
+    summary = result("evaluate_policies_published")["summary"]
+    return [f"+{100 * summary[name]['throughput']['gain']:.1f}" for name in ("fp16", "int8", "nf4")]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/results.md"])
+@pytest.mark.parametrize("figures", [latency, decoding, replayed])
+def test_a_page_shows_the_committed_figures(page: str, figures: Any) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert [figure for figure in figures() if figure not in text] == []
+
+
+def test_every_fact_was_found_as_the_pages_say() -> None:
+    rows = result("retrieval")["rows"]
+    assert {row["tokens"] for row in rows} == {2000, 4000, 8200}
+    assert {row["keep_rate"] for row in rows} == {1.0, 0.3, 0.2, 0.1}
+    assert all(row["right"] == row["prompts"] == 20 for row in rows)
+
+
+def test_the_picture_shows_the_committed_figures() -> None:
+    with Image.open(ROOT / "docs" / "images" / "overview.png") as picture:
+        shown = json.loads(picture.info["Description"])
+    assert shown == json.loads(plot_overview.data(plot_overview.charts())), "run experiments/common/plot_overview.py"

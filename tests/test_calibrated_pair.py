@@ -1,0 +1,83 @@
+"""A calibration beside the draft, or named, sets the defaults; what a user sets himself stays."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
+from spec_stack.cli import main
+from spec_stack.doctor import diagnose
+from spec_stack.hf.loading import ASSETS, load_config
+from spec_stack.prefill.calibration import FILE_NAME, Calibration, fingerprint
+from tests.support.folders import copy_draft
+
+SETTINGS = {"keep_rate": ((2048, 0.1), (8192, 0.05)), "draft_window": 64, "scorer": "fused", "min_prompt_tokens": 700}
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> tuple[Path, Path]:
+    copy_draft(tmp_path / "draft")
+    shape = fingerprint(load_config(str(ASSETS / "target"))), fingerprint(load_config(str(ASSETS / "draft")))
+    Calibration(SETTINGS, *shape, margin=0.1).save(tmp_path / "draft")
+    return ASSETS / "target", tmp_path / "draft"
+
+
+def test_it_is_found_beside_the_draft_and_completes_the_configuration(folders: tuple[Path, Path]) -> None:
+    found = SpecStackGenerator.from_pretrained(*folders, device="cpu").config.prefill
+    assert found == PrefillConfig(**SETTINGS)  # type: ignore[arg-type]
+    own = SpecStackConfig(PrefillConfig(keep_rate=0.5, chunk_size=16))
+    mixed = SpecStackGenerator.from_pretrained(*folders, device="cpu", config=own).config.prefill
+    assert (mixed.keep_rate, mixed.chunk_size, mixed.draft_window) == (0.5, 16, 64)
+    assert "draft_window=64" in diagnose(*map(str, folders), "auto", "cpu")["calibration"]
+
+
+def test_it_can_be_named_or_left_out(folders: tuple[Path, Path]) -> None:
+    none: Any = {"device": "cpu", "calibration": False}
+    assert SpecStackGenerator.from_pretrained(*folders, **none).config.prefill == PrefillConfig()
+    named = SpecStackGenerator.from_pretrained(device="cpu", calibration=folders[1] / FILE_NAME)
+    assert named.config.prefill.scorer == "fused"
+
+
+def test_one_of_another_pair_is_refused_by_name_and_left_aside_with_a_warning_otherwise(
+    folders: tuple[Path, Path],
+) -> None:
+    file = folders[1] / FILE_NAME
+    content = json.loads(file.read_text())
+    content["target"]["hidden_size"] = 7
+    file.write_text(json.dumps(content))
+    with pytest.warns(UserWarning, match="left aside: it was made for another target"):
+        assert SpecStackGenerator.from_pretrained(*folders, device="cpu").config.prefill == PrefillConfig()
+    with pytest.raises(ValueError, match="calibrate this pair"):
+        SpecStackGenerator.from_pretrained(device="cpu", calibration=file)
+    assert diagnose(*map(str, folders), "auto", "cpu")["calibration"].startswith("left aside")
+
+
+@pytest.mark.slow
+def test_the_command_makes_one_that_the_library_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.md").write_text("".join(f"Line {n} of a long text about nothing.\n" for n in range(4000)))
+    out = tmp_path / "made.json"
+    command = ["calibrate", "--lengths", "1024", "--prompts", "2", "--device", "cpu", "--out", str(out)]
+    assert main([*command, "--documents", str(tmp_path / "texts"), "--plot", str(tmp_path / "made.png")]) == 0
+    assert "vs dense" in capsys.readouterr().out
+    assert (tmp_path / "made.png").stat().st_size > 1000
+    assert main(["generate", "hello", "--max-tokens", "3", "--device", "cpu", "--calibration", str(out)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "--out"),
+        (["--out", "x.json", "--prompts", "0"], "--prompts"),
+        (["--out", "x.json", "--documents", "nowhere"], "no folder"),
+    ],
+)
+def test_a_calibration_that_cannot_be_made_is_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["calibrate", *arguments]) == 2
+    assert message in capsys.readouterr().err
