@@ -30,7 +30,7 @@ class Evidence:
     importance
         (num_prompt_tokens,) from the draft's attention, or None where no draft was asked.
     question
-        Half-open span of the tokens that say what is wanted, or None where nobody told.
+        Half-open span of the tokens that say what is wanted, or that end with it; None where nobody told.
     """
 
     prompt_ids: Sequence[int]
@@ -50,12 +50,12 @@ def by_attention(evidence: Evidence, config: PrefillConfig) -> torch.Tensor:
 
 def by_anchors(evidence: Evidence, config: PrefillConfig) -> torch.Tensor:
     """Chunk scores (num_chunks,): rare n-grams that the question shares with the chunk."""
-    num_tokens = len(evidence.prompt_ids)
-    if evidence.question is None:
-        tail = max(0, num_tokens - config.anchor_tail), num_tokens
-        scores = anchor_scores(evidence.prompt_ids, tail, config.chunk_size, _HALF_LIFE)
-    else:
-        scores = anchor_scores(evidence.prompt_ids, evidence.question, config.chunk_size)
+    start, stop = evidence.question or (0, len(evidence.prompt_ids))
+    # A longer span is a question with its document before it.
+    is_whole = evidence.question is not None and stop - start <= config.anchor_tail
+    asked = max(start, stop - config.anchor_tail), stop
+    half_life = math.inf if is_whole else _HALF_LIFE
+    scores = anchor_scores(evidence.prompt_ids, asked, config.chunk_size, half_life)
     return with_neighbours(scores, config.neighbour_share)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from spec_stack.config import PrefillConfig
 from spec_stack.prefill.alignment import Span
+from spec_stack.prefill.chunks import DRAFT_FREE
 
 
 def decide_scoring(
@@ -34,7 +35,7 @@ def decide_scoring(
         return False, f"off: the {text} is shorter than min_prompt_tokens={config.min_prompt_tokens}"
     if num_prunable <= (config.keep_first + config.keep_last) * config.chunk_size:
         return False, f"off: no more than {num_prunable} of {num_new_tokens} {text} tokens could be pruned"
-    if not sees_whole(config, num_draft_tokens, scoring_limit):
+    if config.scorer not in DRAFT_FREE and not sees_whole(config, num_draft_tokens, scoring_limit):
         return False, f"off: every attention layer of the draft slides over {scoring_limit} tokens, and none sees more"
     if specprefill is True:
         return True, "on: the call asked for it"

@@ -112,7 +112,7 @@ def score_prompt(
         The prompt in the draft's own tokens where it has another tokenizer; they are scored, and each prompt token
         takes the most of what it overlaps.
     question
-        Half-open span of what is asked; None is the end of the prompt.
+        Half-open span that is or ends with what is asked (the last user turn); None is the whole prompt.
 
     Returns
     -------

@@ -58,8 +58,7 @@ def select(
         Half-open token spans that are kept on top of the chunks, token by token (the system message, the template's own
         tokens).
     question
-        Half-open span of what is asked, for the anchors; None is somewhere in the last
-        anchor_tail tokens, most likely at their end.
+        Half-open span that is what is asked, or that ends with it (the last user turn); None is the whole prompt.
     """
     num_tokens, size = len(prompt_ids), config.chunk_size
     scores = SCORERS[config.scorer](Evidence(prompt_ids, importance, question), config)

@@ -27,6 +27,7 @@ from spec_stack.hf import attention
 from spec_stack.hf import model as hf_model
 from spec_stack.hf.architectures import SUPPORTED, abilities, check_architecture, scoring_limit
 from spec_stack.hf.model import CachedModel
+from spec_stack.hf.slots import SlotPositions
 from tests.support import matrix, reference, reference_architectures, support_table
 from tests.support.matrix import KEPT, NUM_PROMPT, cached
 from tests.support.tiny_architectures import CONFIGS, REFUSED, WINDOW, make_model, random_prompt
@@ -82,6 +83,31 @@ def test_a_window_as_wide_as_the_prompt_hides_nothing(name: str) -> None:
     windowed.prefill(prompt, range(NUM_PROMPT), NUM_PROMPT, 0)
     dense.prefill(prompt, range(NUM_PROMPT))
     torch.testing.assert_close(*(each.forward([7], [NUM_PROMPT], 1) for each in (windowed, dense)))
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral, sliding", "Gemma3", "GPT-OSS", "Qwen3.5"])
+@pytest.mark.parametrize("window", [None, 24])
+def test_no_mask_is_as_large_as_a_long_block_times_a_long_cache(
+    name: str, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "_MAX_SCORES", 4 * 600 * 32)
+    sizes, build = [0], SlotPositions._build
+
+    def note(self: SlotPositions, *arguments: Any) -> torch.Tensor:
+        mask = build(self, *arguments)
+        sizes.append(mask.numel())
+        return mask
+
+    monkeypatch.setattr(SlotPositions, "_build", note)
+    prompt = random_prompt(600)
+    model = cached(name, prefill_chunk=200)
+    model.prefill(prompt, range(600), window, 4)
+    assert max(sizes) <= 600 * 32
+    monkeypatch.setattr(attention, "_MAX_SCORES", 1 << 26)
+    whole = cached(name)
+    whole.prefill(prompt, range(600), window, 4)
+    rows = [each.forward([7], [600], 1) for each in (model, whole)]
+    assert float((rows[0] - rows[1]).abs().max() / rows[1].abs().max()) < 4 * TOLERANCE
 
 
 @pytest.mark.parametrize("name", EXACT_DECODING)

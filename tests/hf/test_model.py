@@ -91,7 +91,7 @@ def test_keeping_slots_leaves_a_cache_that_attends_to_them_only() -> None:
     torch.testing.assert_close(model.forward([5], [60], 1)[0], expected[-1], **TOLERANCE)
 
 
-@pytest.mark.parametrize(("num_tokens", "cached"), [(1, 300), (5, 300), (64, 80), (65, 80), (30, 0)])
+@pytest.mark.parametrize(("num_tokens", "cached"), [(1, 300), (5, 300), (64, 80), (65, 80), (200, 300), (30, 0)])
 def test_folded_attention_gives_the_logits_of_plain_sdpa(num_tokens: int, cached: int) -> None:
     prompt = random_prompt(cached + num_tokens)
     model = CachedModel(SHARED["llama"], 4096)
@@ -245,3 +245,15 @@ def test_pieces_end_where_walking_over_the_tokens_ends_them(
     assert all(0 < end - start <= max(chunk, num_logits) for start, end in zip(starts, ends, strict=True))
     assert ends[-1] == num_tokens
     assert num_tokens - starts[-1] >= num_logits
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_past_and_present_merge_to_attention_under_a_lower_right_mask(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, heads, n, 16, dtype=dtype) for heads, n in ((6, 70), (2, 200), (2, 200)))
+    got = attention._attend_past_and_present(4 * query, key, value, 0.25)
+    mask = torch.ones(70, 200, dtype=torch.bool).tril(130)
+    whole = [tensor.repeat_interleave(3, 1).double() for tensor in (key, value)]
+    expected = F.scaled_dot_product_attention(4 * query.double(), *whole, attn_mask=mask, scale=0.25)
+    error = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(got.double(), expected, atol=error, rtol=error)

@@ -76,6 +76,9 @@ def test_a_named_question_counts_alike_from_its_first_word_to_its_last() -> None
     question = (len(ids) - 62, len(ids))
     told = SCORERS["anchors"](Evidence(ids, None, question), PrefillConfig())
     assert told[40 // 32] == told[81 // 32]
+    # A turn that is a document with a question at its end is looked through from its end.
+    turn = SCORERS["anchors"](Evidence(ids, None, (10, len(ids))), PrefillConfig())
+    assert torch.equal(turn, SCORERS["anchors"](Evidence(ids), PrefillConfig()))
     untold = SCORERS["anchors"](Evidence(ids), PrefillConfig())
     assert untold[40 // 32] < untold[81 // 32]
 

@@ -119,3 +119,14 @@ def test_a_draft_with_another_tokenizer_goes_every_way(way: str) -> None:
     assert result.metrics.num_kept_tokens < 0.5 * len(prompt)
     plain = generator.generate(input_ids=prompt, max_tokens=24, specprefill=True, gamma=0)
     assert result.token_ids == plain.token_ids
+
+
+def test_anchors_prune_for_a_draft_that_sees_too_little_to_score() -> None:
+    draft = make_architecture("Mistral, sliding")
+    reasons = []
+    for scorer in ("attention", "anchors"):
+        config = SpecStackConfig(PrefillConfig(**BASE, scorer=scorer))  # type: ignore[arg-type]
+        generator = SpecStackGenerator(make_architecture("Llama"), draft, config=config)
+        metrics = generator.generate(input_ids=PROMPT, max_tokens=6, specprefill=True, gamma=2).metrics
+        reasons.append((metrics.specprefill, metrics.specprefill_reason))
+    assert [is_on for is_on, _ in reasons] == [False, True], reasons
