@@ -55,7 +55,16 @@ def correct_acceptance(meta_info: dict[str, Any], report: Mapping[str, Any]) -> 
 def vllm_metrics(report: Mapping[str, Any]) -> dict[str, Any]:
     """The final report in the shape of vLLM's per-request metrics, which benchmark clients read.
 
-    acceptance_histogram[n] counts the steps with n accepted tokens.
+    Parameters
+    ----------
+    report
+        With its gamma_trace and accepted_trace.
+
+    Returns
+    -------
+    dict
+        acceptance_histogram[n] counts the steps with n accepted tokens; mean_acceptance_length has the target's own
+        token of each step in it.
     """
     accepted, num_steps = report["accepted_trace"], len(report["gamma_trace"])
     num_proposed, num_accepted = report["num_proposed"], report["num_accepted"]

@@ -131,10 +131,28 @@ class DraftScorer:
         return len(self.cached(prompt).device_indices)
 
     def score(self, prompt: Prompt) -> Generator[None, None, Selection]:
-        """The prompt tokens that the target is to prefill. Yields after every part of the work.
+        """Score a prompt part by part.
 
-        All ranks of a tensor-parallel group select alike. Raises NoRoomError where the KV pool lends no slots now.
-        Closing the generator gives back what it holds. Each part must run inside `working()`.
+        Parameters
+        ----------
+        prompt
+            With num_built_on over 0, only what comes after is scored, over the cached keys of what comes before.
+
+        Yields
+        ------
+        None
+            After every part of the work. Each must run inside `working()`. Closing the generator gives back what it
+            holds.
+
+        Returns
+        -------
+        Selection
+            What the target is to prefill; the same on all ranks of a tensor-parallel group.
+
+        Raises
+        ------
+        NoRoomError
+            Where the KV pool lends no slots now.
         """
         limit = int(self._scheduler.model_config.context_len)
         num_tokens = len(prompt.token_ids)

@@ -57,9 +57,19 @@ class ChatTurns:
 
     @classmethod
     def learn(cls, tokenizer: Any, chat_template: str | None = None) -> ChatTurns:
-        """From a Transformers tokenizer; chat_template is a server's own one, a file or a name.
+        """Render the template with marked contents, and remember what stands around them.
 
-        Never raises: a template that cannot be learnt protects nothing, and `unrecognised` says so.
+        Parameters
+        ----------
+        tokenizer
+            A Transformers tokenizer that knows its tokens' places in a text; None where the server has none.
+        chat_template
+            The server's own template in place of the tokenizer's, a file; anything else cannot be learnt.
+
+        Returns
+        -------
+        ChatTurns
+            Never an error: a template that cannot be learnt protects nothing, and `unrecognised` says so.
         """
         try:
             return _learn(tokenizer, _template(chat_template))
@@ -69,7 +79,18 @@ class ChatTurns:
             return cls(unrecognised=f"nothing is protected, since the chat template could not be learnt ({error})")
 
     def protected(self, prompt_ids: Sequence[int]) -> Protected:
-        """What to keep whole of a prompt; nothing of one in which no turn is found, such as a plain text."""
+        """What to keep whole of a prompt: all that is not the content of a user's, assistant's or tool's turn.
+
+        Parameters
+        ----------
+        prompt_ids
+            A rendered chat. Nothing is protected of a prompt in which no turn is found, such as a plain text.
+
+        Returns
+        -------
+        Protected
+            Sorted spans that do not overlap, and what could not be recognised.
+        """
         if not self.openings:
             return Protected(unrecognised=self.unrecognised)
         contents = self.contents(prompt_ids)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import threading
 import time
 from dataclasses import dataclass, field
@@ -119,6 +120,9 @@ def test_random_conversations_get_the_references_tokens_and_the_numbers_add_up(
         metric = metric.replace("accepted", "accepted_tokens") + "_total"
         counted = after[metric] - before.get(metric, 0)
         assert counted >= sum(report[name] for report in reports)
+    rates = [float(rate) for rate in re.findall(r"accept rate: ([\d.]+)", server.log.read_text(errors="replace"))]
+    assert rates
+    assert max(rates) <= 1, "divided by the gamma of one moment it would be over 1"
     num_after = server.state()["num_requests"]
     assert num_after["failed"] == num_before["failed"]
 
