@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,17 +11,22 @@ from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
+logger = logging.getLogger(__name__)
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+
 
 def have_one_vocabulary(target_tokenizer: Any, server_args: Any) -> bool:
     """Whether every token has the same id in the draft's tokenizer; False where the server runs without one.
 
-    SGLang loads none for the draft, so it is loaded here.
+    SGLang loads none for the draft, so it is loaded here. A draft that comes without a tokenizer has its target's.
     """
     if target_tokenizer is None:
         return False
-    draft_tokenizer = get_tokenizer(
-        server_args.speculative_draft_model_path, trust_remote_code=server_args.trust_remote_code
-    )
+    draft = server_args.speculative_draft_model_path
+    if Path(draft).is_dir() and not any((Path(draft) / name).is_file() for name in _TOKENIZER_FILES):
+        logger.info("%s has no tokenizer of its own, so its target's is taken for it", draft)
+        return True
+    draft_tokenizer = get_tokenizer(draft, trust_remote_code=server_args.trust_remote_code)
     return bool(target_tokenizer.get_vocab() == draft_tokenizer.get_vocab())
 
 
