@@ -21,7 +21,7 @@ ALLOWED = {
     "offline": {"config", "controller"},
     "hf": {"config", "types", "controller", "decode"},
     "tokenizers": {"types", "prefill", "hf"},
-    "sglang": {"config", "types", "controller", "prefill"},
+    "sglang": {"config", "types", "controller", "prefill", "tokenizers.chat_turns"},
 }
 LIBRARIES = {
     "transformers": {"hf", "tokenizers", "pair.py", "generator.py"},

@@ -1,79 +1,90 @@
-"""The scheduler's side: decides for each arriving request, prunes its prompt, and maps positions from then on."""
+"""The scheduler's side: decides for each arriving request, scores and prunes its prompt while it waits.
+
+A request comes here complete, at the moment SGLang puts it into its waiting queue: lengths, grammar and session are
+through. It is decided at once where nothing is to be scored. Else it stays in SGLang's own waiting queue, so that
+SGLang's limits, aborts, timeouts, priorities and idle checks find it there, and is merely left out when a prefill batch
+is made, until its prompt is scored. One part of one scoring (at most a chunk of prompt through the draft) is done per
+round of the scheduler's loop, so running requests get their next tokens in between.
+"""
 
 from __future__ import annotations
 
 import logging
 from array import array
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from time import perf_counter
 from typing import Any
 
 import torch
 
-from spec_stack.config import PrefillConfig
+from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.decide import decide_scoring
-from spec_stack.sglang.positions import PositionMap, batch_map
-from spec_stack.sglang.protocols import Runner, RunningRequest, Scheduler, TokenizedRequest
+from spec_stack.sglang.active_gamma import num_overrides_kept
+from spec_stack.sglang.positions import PositionMap, batch_map, batch_offsets
+from spec_stack.sglang.protocols import Runner, RunningRequest, Scheduler
+from spec_stack.sglang.radix_keys import PlacedKey
+from spec_stack.sglang.ranks import all_say_yes
 from spec_stack.sglang.request_state import (
+    OUTCOMES,
     STATE,
     PrefillReport,
     RequestOptions,
     RequestState,
     attach,
     dense_reason,
-    namespace,
 )
-from spec_stack.sglang.scoring import DraftScorer, NoRoomError, QueryCapture
+from spec_stack.sglang.scoring import DraftScorer, NoRoomError, Prompt, can_build_on_cache, needs_the_draft
 from spec_stack.sglang.server_args import ServerConfig
 from spec_stack.sglang.support import NAME, draft_positions_are_mapped, pruning_refusal
+from spec_stack.tokenizers.chat_turns import ChatTurns, Protected
 from spec_stack.types import Selection
 
 logger = logging.getLogger(__name__)
-CAPTURE = QueryCapture()
 _MOST_REMEMBERED = 16
+# Rounds of the scheduler's loop that a prompt waits for KV slots while others run, before it goes on densely.
+_MOST_ROUNDS_WITHOUT_ROOM = 4096
 
 
-@dataclass(frozen=True)
-class Decision:
-    """What the target is to prefill of a prompt, and how that came about.
+@dataclass(eq=False)
+class Waiting:
+    """A request in SGLang's waiting queue whose prompt is to be scored first."""
 
-    num_scored: prompt tokens that were scored for it, in scoring_s seconds.
-    """
-
-    selection: Selection
+    request: RunningRequest
+    options: RequestOptions
+    prompt: Prompt
+    protected: Protected
     reason: str
-    num_scored: int = 0
+    work: Generator[None, None, Selection] | None = None
     scoring_s: float = 0.0
-
-    @property
-    def is_pruned(self) -> bool:
-        return len(self.selection.positions) < self.selection.num_prompt_tokens
+    num_rounds_without_room: int = 0
 
 
 class RequestPruner:
-    """One scheduler's sparse prefill. Made at its first request; every request is decided here, none fails here.
+    """One scheduler's sparse prefill, made in its first round; every request is decided here, and none fails here.
 
-    `RequestPruner.of(scheduler)` is how the hooks reach it. SGLang turns a tokenized request into one of its own
-    running ones deep inside the function that is wrapped: `pruned` is around the whole of that, `attach_state` is told
-    of the running request at the first moment it exists.
+    The ranks of a tensor-parallel group run the same rounds over the same requests and pools, so they decide alike.
+    What could differ is a rank's own failure, and then none of them prunes.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
+        self._scheduler: Any = scheduler
         self.config = ServerConfig.from_environment()
         self._refusal = pruning_refusal(scheduler)
         self.prunes = self._refusal is None
-        if self._refusal is not None:
-            logger.warning("no prompt is pruned here: %s", self._refusal)
-        elif not draft_positions_are_mapped(scheduler.draft_worker.draft_worker.draft_runner):
-            logger.warning("the draft stays at its cache slots on this attention backend; fewer tokens are accepted")
-        self._scorer = DraftScorer(scheduler, CAPTURE)
+        self._turns = ChatTurns.learn(self._scheduler.tokenizer, scheduler.server_args.chat_template)
+        self._scorer = DraftScorer(scheduler, self.config.scoring_evict_share)
         # The same prompt comes again at once where n replies are asked for, and after a client's retry.
-        self._remembered: OrderedDict[tuple[Any, ...], Selection] = OrderedDict()
-        self._arriving: RequestState | None = None
+        self._remembered: OrderedDict[Prompt, Selection] = OrderedDict()
+        self.num_by_outcome = dict.fromkeys(OUTCOMES, 0)
+        self._waiting: list[Waiting] = []
+        self._set_aside: list[RunningRequest] | None = None
+        self._announce()
+        # What the scheduler shares with SGLang's check for lost slots, which knows of no scheduler.
+        setattr(scheduler.token_to_kv_pool_allocator, STATE, self)
 
     @staticmethod
     def of(scheduler: Scheduler) -> RequestPruner | None:
@@ -86,61 +97,305 @@ class RequestPruner:
             setattr(scheduler, STATE, pruner)
         return pruner
 
-    @contextmanager
-    def pruned(self, request: TokenizedRequest) -> Iterator[None]:
-        """For the block, `request` is the one that arrives, its prompt pruned if it can be.
-
-        Mutates its input_ids and extra_key, the radix cache's namespace.
-        """
-        prompt_ids = list(request.input_ids or ())
-        if not prompt_ids:
-            # Embeddings, or nothing at all, which SGLang refuses in its own words.
-            yield
-            return
-        options = self._options(request)
-        decision = self._decide(request, prompt_ids, options)
-        selection = decision.selection
-        positions = None
-        if decision.is_pruned:
-            positions = PositionMap(selection.positions, len(prompt_ids))
-            request.input_ids = array("q", selection.token_ids)
-            request.extra_key = (request.extra_key or "") + namespace(selection.positions, len(prompt_ids))
-        report = PrefillReport(
-            num_prompt_tokens=len(prompt_ids),
-            num_kept_tokens=len(selection.positions),
-            num_scored_tokens=decision.num_scored,
-            specprefill=decision.is_pruned,
-            specprefill_reason=decision.reason,
-            keep_rate=selection.keep_rate,
-            scoring_s=decision.scoring_s,
-            policy="fixed" if options.gamma is not None else options.policy or self.config.policy,
+    def _announce(self) -> None:
+        """Say once, at launch, what this server will do to prompts and how far it drafts."""
+        config, policy = self.config, self._scheduler.draft_worker.batch_policy
+        drafts = f"drafting: policy {config.policy}, gammas {list(config.gammas)}"
+        graphs = "; ".join(
+            f"gamma {gamma} for {len(sizes)} batch sizes up to {max(sizes, default=0)}"
+            for gamma in config.gammas
+            if (sizes := policy.cuda_graph_bs_for_step(gamma)) is not None
         )
-        self._arriving = RequestState(options, report, positions)
+        memory = getattr(self._scheduler.draft_worker, "graph_memory_usage", None)
+        logger.info("%s: %s", NAME, drafts)
+        logger.info("%s: CUDA graphs: %s; memory of the draft's in GB: %s", NAME, graphs or "none", memory)
+        if not self.prunes:
+            logger.warning("%s: no prompt is pruned here, since %s", NAME, self._refusal)
+        elif config.prefill.keep_rate == 1:
+            logger.info("%s: no prompt is pruned, since keep_rate is 1.0", NAME)
+        else:
+            logger.warning(
+                "%s: PROMPTS ARE PRUNED, which is lossy: of those with %d or more tokens that are not cached, the "
+                "target prefills about %.0f %%. %s. --spec-stack-keep-rate 1 prefills all prompts densely",
+                NAME,
+                config.prefill.min_prompt_tokens,
+                100 * config.prefill.rate_for(config.prefill.min_prompt_tokens),
+                self._turns.unrecognised
+                or "System messages, tool definitions and the template's tokens are kept whole, as far as prompts are "
+                "rendered by the tokenizer's chat template",
+            )
+            if not draft_positions_are_mapped(self._scheduler.draft_worker.draft_worker.draft_runner):
+                logger.warning(
+                    "%s: the draft stays at its cache slots on this attention backend; fewer of its tokens "
+                    "are accepted after a pruned prompt",
+                    NAME,
+                )
+
+    # Arrival
+
+    def arrive(self, request: RunningRequest) -> None:
+        """Decide for a request that is about to be queued for the first time. Mutates it."""
+        if getattr(request, STATE, None) is not None:
+            return
+        prompt_ids = tuple(request.origin_input_ids)
+        options = self._options(request)
+        prefill = options.prefill(self.config)
+        protected = self._protected(options, prompt_ids)
+        scores, reason = decide_scoring(options.specprefill, prefill, len(prompt_ids), protected.spans)
+        refusal = self._refusal or dense_reason(request)
+        if not scores:
+            self._settle_densely(request, options, reason, "not_wanted", protected)
+            return
+        if refusal is not None:
+            self._settle_densely(request, options, f"off: {refusal}", "not_possible", protected)
+            return
+        prompt = Prompt(
+            prompt_ids,
+            request.extra_key,
+            request.cache_salt,
+            prefill,
+            protected.spans,
+            frozenset(self._end_ids(request)),
+        )
+        waiting = Waiting(request, options, prompt, protected, reason)
+        if not self._is_settled_by_what_is_known(waiting):
+            self._waiting.append(waiting)
+
+    def after_queueing(self, request: RunningRequest) -> None:
+        """Keep a request out of the prefill batch that is being made, if it came while one is, and must be scored."""
+        queue = self._scheduler.waiting_queue
+        is_unscored = any(waiting.request is request for waiting in self._waiting)
+        if self._set_aside is not None and is_unscored and queue and queue[-1] is request:
+            self._set_aside.append(queue.pop())
+
+    # The scheduler's loop
+
+    def work(self) -> None:
+        """Do one part of the oldest scoring. Called once per round, before SGLang makes its next batch."""
+        if not self._waiting:
+            return
+        self._drop_those_gone()
+        if self._waiting and self._waiting[0].work is not None and self._running_requests_need_the_slots():
+            self._give_way(self._waiting[0])
+        while self._waiting and self._waiting[0].work is None:
+            # What came before may have brought this one's prefix into the cache, or its very selection.
+            if not self._is_settled_by_what_is_known(self._waiting[0]):
+                break
+            self._waiting.pop(0)
+        if self._waiting:
+            self._do_a_part(self._waiting[0])
+
+    @contextmanager
+    def unscored_set_aside(self) -> Iterator[None]:
+        """For the block, SGLang's waiting queue is without the requests that are yet to be scored.
+
+        Afterwards they stand among the others where they stood.
+        """
+        scheduler, unscored = self._scheduler, {id(waiting.request) for waiting in self._waiting}
+        before = list(scheduler.waiting_queue)
+        self._set_aside = [request for request in before if id(request) in unscored]
+        if self._set_aside:
+            scheduler.waiting_queue = [request for request in before if id(request) not in unscored]
         try:
             yield
         finally:
-            self._arriving = None
+            if self._set_aside:
+                together = [*scheduler.waiting_queue, *self._set_aside]
+                stayed, known = {id(request) for request in together}, {id(request) for request in before}
+                old = [request for request in before if id(request) in stayed]
+                scheduler.waiting_queue = old + [request for request in together if id(request) not in known]
+            self._set_aside = None
 
-    def attach_state(self, request: RunningRequest) -> None:
-        """Give the request that SGLang has made of the arriving one its state, and what its reply will report.
+    @property
+    def num_slots_held(self) -> int:
+        """KV slots held by a scoring under way."""
+        return self._scorer.num_slots_held
 
-        Mutates it. A pruned prompt leaves less room in the context than its own length says: max_new_tokens is cut.
-        """
-        state = self._arriving
-        if state is None:
+    def state(self) -> dict[str, Any]:
+        """Settings and counters, as /server_info shows them."""
+        policy = self._scheduler.draft_worker.batch_policy
+        return {
+            "settings": asdict(self.config),
+            "prompts_are_pruned": self.prunes,
+            "why_not": self._refusal or "",
+            "unrecognised": self._turns.unrecognised,
+            "num_requests": dict(self.num_by_outcome),
+            "num_waiting_for_their_score": len(self._waiting),
+            "num_steps": policy.num_steps,
+            "num_proposed": policy.num_proposed,
+            "num_accepted": policy.num_accepted,
+            "num_overrides_kept": num_overrides_kept(),
+        }
+
+    def forget(self) -> None:
+        """Give back all slots and drop what is remembered: the caches are about to be emptied."""
+        for waiting in self._waiting:
+            self._restart(waiting)
+        self._remembered.clear()
+
+    def _drop_those_gone(self) -> None:
+        """Those that SGLang has aborted, timed out or refused are not in its queue any more."""
+        queued = {id(request) for request in self._scheduler.waiting_queue}
+        for waiting in self._waiting:
+            if id(waiting.request) not in queued:
+                self._restart(waiting)
+        self._waiting = [waiting for waiting in self._waiting if id(waiting.request) in queued]
+
+    def _running_requests_need_the_slots(self) -> bool:
+        running = self._scheduler.running_batch
+        return not running.is_empty() and not running.check_decode_mem()
+
+    def _give_way(self, waiting: Waiting) -> None:
+        """Start over later, and densely in the end: a scoring that is stopped again and again is work for nothing."""
+        self._restart(waiting)
+        waiting.num_rounds_without_room += _MOST_ROUNDS_WITHOUT_ROOM // 4
+        if waiting.num_rounds_without_room > _MOST_ROUNDS_WITHOUT_ROOM:
+            self._settle_waiting_densely(waiting, "off: running requests needed the KV slots of scoring", "no_room")
+
+    def _restart(self, waiting: Waiting) -> None:
+        if waiting.work is not None:
+            with self._scorer.working():
+                waiting.work.close()
+            waiting.work = None
+
+    def _do_a_part(self, waiting: Waiting) -> None:
+        """Take the scoring one part further; settle the request where it ends, well or not."""
+        # Decode steps around this are not as slow as it makes them look.
+        self._scheduler.draft_worker.batch_policy.something_else_runs()
+        started = perf_counter()
+        selection, failure = None, None
+        try:
+            with self._scorer.working():
+                if waiting.work is None:
+                    waiting.work = self._scorer.score(waiting.prompt)
+                next(waiting.work)
+        except StopIteration as end:
+            selection = end.value
+        except NoRoomError as error:
+            # Pools are the same on all ranks, so all of them come here.
+            waiting.work = None
+            waiting.num_rounds_without_room += 1
+            is_alone = self._scheduler.running_batch.is_empty() and self._scheduler.last_batch is None
+            if is_alone or waiting.num_rounds_without_room > _MOST_ROUNDS_WITHOUT_ROOM:
+                self._settle_waiting_densely(waiting, f"off: {error}", "no_room")
             return
-        if state.positions is None:
-            # A session has put its past before the prompt, images have taken their room in it.
-            num_tokens = len(request.origin_input_ids)
-            report = replace(state.report, num_prompt_tokens=num_tokens, num_kept_tokens=num_tokens)
-            state = replace(state, report=report)
-        attach(request, state)
-        if state.positions is not None:
-            room = int(self._scheduler.model_config.context_len) - state.report.num_prompt_tokens - 1
-            asked = request.sampling_params.max_new_tokens
-            request.sampling_params.max_new_tokens = max(0, room if asked is None else min(asked, room))
+        except Exception as error:
+            failure = error
+        waiting.scoring_s += perf_counter() - started
+        if not all_say_yes(failure is None):
+            self._failed(waiting, failure)
+        elif selection is not None:
+            waiting.work = None
+            self._remembered[waiting.prompt] = selection
+            if len(self._remembered) > _MOST_REMEMBERED:
+                self._remembered.popitem(last=False)
+            num_new = len(waiting.prompt.token_ids) - waiting.prompt.num_built_on
+            self._settle_with(waiting, selection, num_new if needs_the_draft(waiting.prompt.config) else 0)
+            self._waiting.remove(waiting)
 
-    def _options(self, request: TokenizedRequest) -> RequestOptions:
+    def _failed(self, waiting: Waiting, failure: Exception | None) -> None:
+        if failure is not None and self.config.prefill.on_scoring_error == "raise":
+            raise failure
+        # Nothing of the request is in the engine yet, so dense prefill is still open, whatever went wrong.
+        num_tokens = len(waiting.prompt.token_ids)
+        logger.error("scoring a prompt of %d tokens failed; it is prefilled densely", num_tokens, exc_info=failure)
+        what = f"{type(failure).__name__}: {failure}" if failure is not None else "on another rank"
+        self._restart(waiting)
+        self._settle_waiting_densely(waiting, f"off: scoring failed: {what}", "failed")
+
+    # What becomes of a request
+
+    def _is_settled_by_what_is_known(self, waiting: Waiting) -> bool:
+        """Settle the request if its prompt is cached for the most part, or its selection is remembered.
+
+        Else it may turn out that its beginning is cached densely, and that only the rest is to be scored.
+        """
+        prompt = waiting.prompt
+        selection = self._remembered.get(prompt)
+        if selection is None and waiting.options.specprefill is None:
+            num_tokens, num_cached = len(prompt.token_ids), self._scorer.num_cached(prompt)
+            if num_tokens - num_cached < prompt.config.min_prompt_tokens:
+                reason = f"off: {num_cached} of {num_tokens} tokens are cached"
+                self._settle_densely(waiting.request, waiting.options, reason, "cached", waiting.protected)
+                return True
+            # A short dense beginning is worth less than a selection of its own, which is the same on every server.
+            builds = can_build_on_cache() and 4 * num_cached >= num_tokens
+            prompt = waiting.prompt = replace(prompt, num_built_on=num_cached if builds else 0)
+            selection = self._remembered.get(prompt)
+        if selection is None:
+            return False
+        self._remembered.move_to_end(prompt)
+        self._settle_with(waiting, selection, 0)
+        return True
+
+    def _settle_with(self, waiting: Waiting, selection: Selection, num_scored: int) -> None:
+        """Give the request the selected part of its prompt, at the original positions. Mutates it."""
+        request, reason = waiting.request, waiting.reason
+        num_tokens = len(waiting.prompt.token_ids)
+        positions = None
+        if len(selection.positions) < num_tokens:
+            positions = PositionMap(selection.positions, num_tokens)
+            request.origin_input_ids = request.origin_input_ids_unpadded = array("q", selection.token_ids)
+            request.full_untruncated_fill_ids = array("q")
+            request.extra_key = PlacedKey.of(positions, request.extra_key)
+            if request.logprob_start_len > 0:
+                # SGLang's way to say: none of the prompt's tokens.
+                request.logprob_start_len = len(selection.token_ids)
+            if waiting.prompt.num_built_on:
+                reason += f"; {waiting.prompt.num_built_on} of {num_tokens} tokens are cached and kept"
+        else:
+            reason = "off: chunks and protected spans cover the whole prompt"
+        report = PrefillReport(
+            num_prompt_tokens=num_tokens,
+            num_kept_tokens=len(selection.positions),
+            num_scored_tokens=num_scored,
+            num_protected_tokens=waiting.protected.num_tokens,
+            specprefill=positions is not None,
+            specprefill_reason=_with_note(reason, waiting.protected),
+            outcome="covered" if positions is None else "pruned",
+            keep_rate=selection.keep_rate,
+            scoring_s=waiting.scoring_s,
+            policy=self._policy(waiting.options),
+            kept_spans=_spans_of(selection.positions) if waiting.options.explain else None,
+        )
+        self._attach(request, RequestState(waiting.options, report, positions))
+
+    def _settle_waiting_densely(self, waiting: Waiting, reason: str, outcome: str) -> None:
+        self._settle_densely(waiting.request, waiting.options, reason, outcome, waiting.protected, waiting.scoring_s)
+        self._waiting.remove(waiting)
+
+    def _settle_densely(
+        self,
+        request: RunningRequest,
+        options: RequestOptions,
+        reason: str,
+        outcome: str,
+        protected: Protected,
+        scoring_s: float = 0.0,
+    ) -> None:
+        num_tokens = len(request.origin_input_ids)
+        report = PrefillReport(
+            num_prompt_tokens=num_tokens,
+            num_kept_tokens=num_tokens,
+            num_scored_tokens=0,
+            num_protected_tokens=protected.num_tokens,
+            specprefill=False,
+            specprefill_reason=reason,
+            outcome=outcome,
+            keep_rate=1.0,
+            scoring_s=scoring_s,
+            policy=self._policy(options),
+            kept_spans=((0, num_tokens),) if options.explain else None,
+        )
+        self._attach(request, RequestState(options, report))
+
+    def _attach(self, request: RunningRequest, state: RequestState) -> None:
+        attach(request, state)
+        self.num_by_outcome[state.report.outcome] += 1
+
+    # A request's wishes
+
+    def _options(self, request: RunningRequest) -> RequestOptions:
         try:
             return RequestOptions.parse(request.sampling_params.custom_params, self.config)
         except ValueError as error:
@@ -148,47 +403,30 @@ class RequestPruner:
             logger.warning("a request's options are left aside, and its prompt is prefilled densely: %s", error)
             return RequestOptions(specprefill=False)
 
-    def _decide(self, request: TokenizedRequest, prompt_ids: list[int], options: RequestOptions) -> Decision:
-        started = perf_counter()
-        everything = Selection.everything(prompt_ids)
-        prefill = options.prefill(self.config)
-        scores, reason = decide_scoring(options.specprefill, prefill, len(prompt_ids), [])
-        refusal = self._refusal or dense_reason(request)
-        if not scores:
-            return Decision(everything, reason)
-        if refusal is not None:
-            return Decision(everything, f"off: {refusal}")
-        try:
-            selection, num_scored = self._select(prompt_ids, prefill, self._end_ids(request))
-        except NoRoomError as error:
-            return Decision(everything, f"off: {error}", scoring_s=perf_counter() - started)
-        except Exception as error:
-            if self.config.raise_scoring_errors:
-                raise
-            # Nothing of this request is in the engine yet, so dense prefill is still open, whatever went wrong.
-            logger.exception("scoring a prompt of %d tokens failed, and it is prefilled densely", len(prompt_ids))
-            failure = f"off: scoring failed: {type(error).__name__}: {error}"
-            return Decision(everything, failure, scoring_s=perf_counter() - started)
-        return Decision(selection, reason, num_scored, perf_counter() - started)
+    def _protected(self, options: RequestOptions, prompt_ids: Sequence[int]) -> Protected:
+        if options.specprefill is False or not self.prunes:
+            return Protected()
+        if options.specprefill is None and len(prompt_ids) < self.config.prefill.min_prompt_tokens:
+            return Protected()
+        return self._turns.protected(prompt_ids) if options.protect is None else Protected(options.protect)
 
-    def _select(
-        self, prompt_ids: Sequence[int], config: PrefillConfig, end_ids: Collection[int]
-    ) -> tuple[Selection, int]:
-        """The selection, and the number of tokens scored for it now: none where it is remembered."""
-        key = (namespace(prompt_ids, len(prompt_ids)), config, frozenset(end_ids))
-        found = self._remembered.pop(key, None)
-        if found is None:
-            # Decode steps around this are not as slow as it makes them look.
-            self._scheduler.draft_worker.batch_policy.something_else_runs()
-        self._remembered[key] = found or self._scorer.select(prompt_ids, config, end_ids)
-        if len(self._remembered) > _MOST_REMEMBERED:
-            self._remembered.popitem(last=False)
-        return self._remembered[key], 0 if found is not None else len(prompt_ids)
+    def _policy(self, options: RequestOptions) -> str:
+        return "fixed" if options.gamma is not None else options.policy or self.config.policy
 
-    def _end_ids(self, request: TokenizedRequest) -> Collection[int]:
+    def _end_ids(self, request: RunningRequest) -> Collection[int]:
         if request.sampling_params.ignore_eos:
             return ()
         return self._scheduler.model_config.hf_eos_token_id or ()
+
+
+def _spans_of(positions: Sequence[int]) -> tuple[Span, ...]:
+    """Sorted positions as half-open spans."""
+    edges = [at for at in range(1, len(positions)) if positions[at] != positions[at - 1] + 1]
+    return tuple((positions[a], positions[b - 1] + 1) for a, b in pairwise([0, *edges, len(positions)]))
+
+
+def _with_note(reason: str, protected: Protected) -> str:
+    return f"{reason}; {protected.unrecognised}" if protected.unrecognised and reason.startswith("on") else reason
 
 
 def positions_of(forward_batch: Any, requests: Sequence[RunningRequest], runner: Runner) -> torch.Tensor | None:
@@ -203,8 +441,9 @@ def positions_of(forward_batch: Any, requests: Sequence[RunningRequest], runner:
     is_draft = bool(runner.is_draft_worker)
     if is_draft and not draft_positions_are_mapped(runner):
         return None
-    slots = forward_batch.positions
-    lengths = forward_batch.extend_seq_lens_cpu
+    slots, mode, lengths = forward_batch.positions, forward_batch.forward_mode, forward_batch.extend_seq_lens_cpu
+    if mode.is_decode() or mode.is_target_verify():
+        return batch_offsets(tuple(maps), slots.device)(slots)
     if lengths is None:
         if slots.numel() % len(maps):
             raise RuntimeError(f"{slots.numel()} positions cannot be shared evenly by {len(maps)} requests")

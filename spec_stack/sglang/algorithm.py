@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
@@ -12,6 +13,7 @@ from spec_stack.sglang.server_args import ServerConfig
 from spec_stack.sglang.support import NAME, check_version
 
 _DEFAULT_RUNNING_REQUESTS = 48
+_SKIP_DRAFT_EXTEND = "SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND"
 
 
 class SpecStackAlgorithm(CustomSpecAlgo):  # type: ignore[misc]
@@ -62,9 +64,16 @@ def validate(server_args: Any) -> None:
         ("--speculative-adaptive", server_args.speculative_adaptive, False),
         ("--enable-dp-attention", server_args.enable_dp_attention, False),
         ("--pp-size", server_args.pp_size, 1),
+        # Gamma 0 has no draft probabilities for it, and SGLang's worker ends the server where there are none.
+        ("--speculative-use-rejection-sampling", server_args.speculative_use_rejection_sampling, False),
     ):
         if value != wanted:
             raise ValueError(f"{NAME} does not work with {name}; leave it out")
+    if os.environ.get(_SKIP_DRAFT_EXTEND, "0").lower() in ("1", "true") and 0 in ServerConfig.from_environment().gammas:
+        raise ValueError(
+            f"{_SKIP_DRAFT_EXTEND} leaves holes in the draft's KV after every step of gamma 0; unset it, or leave 0 "
+            "out of --spec-stack-gammas"
+        )
 
 
 def register() -> None:

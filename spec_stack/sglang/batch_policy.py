@@ -73,6 +73,17 @@ class BatchPolicy:
         self._previous_end: float | None = None
         self._only_steps_ran = False
         self._graph_sizes: list[int] | None = None
+        self.num_proposed = self.num_accepted = self.num_steps = 0
+        self._reported = (0, 0)
+
+    @property
+    def acceptance_since_reported(self) -> float:
+        """Accepted over proposed tokens, of all requests since `acceptance_was_reported`; 0 where none was proposed."""
+        num_proposed, num_accepted = self.num_proposed - self._reported[0], self.num_accepted - self._reported[1]
+        return num_accepted / num_proposed if num_proposed else 0.0
+
+    def acceptance_was_reported(self) -> None:
+        self._reported = self.num_proposed, self.num_accepted
 
     # SGLang's AdaptiveSpecPolicy
 
@@ -84,20 +95,23 @@ class BatchPolicy:
         self._graph_sizes = cuda_graph_bs
 
     def cuda_graph_bs_for_step(self, step: int) -> list[int] | None:
-        """Every batch size may meet every gamma."""
-        return self._graph_sizes
+        """The batch sizes that may meet this gamma, for which alone its graphs are captured; None without graphs."""
+        if self._graph_sizes is None:
+            return None
+        return [size for size in self._graph_sizes if step in self._config.gammas_at(size)]
 
     def get_steps_for_batch(self, batch_size: int) -> int:
         """The gamma of the step that begins now."""
         policy, asked = self._rule()
+        gammas = self._config.gammas_at(self._padded(batch_size))
         context = StepContext(
             step=self._number,
-            max_gamma=self._config.gammas[-1],
+            max_gamma=gammas[-1],
             last=self._last,
             precision=self._precision,
             batch_size=batch_size,
         )
-        gamma = asked if asked is not None else self._among_candidates(policy.choose(context))
+        gamma = _largest_up_to(asked if asked is not None else policy.choose(context), gammas)
         gamma = self._agree(gamma)
         self._pending.append(Pending(self._number, gamma, policy, list(self._requests), self._only_steps_ran))
         self._only_steps_ran = True
@@ -114,12 +128,15 @@ class BatchPolicy:
         step = self._pending.popleft()
         seconds = step.ended(now, self._previous_end)
         self._previous_end = now
+        self.num_steps += 1
         for request, num_correct in zip(step.requests, num_correct_drafts_per_req, strict=True):
             if request.is_retracted or request.finished():
                 # It ended, or was taken back, while this step ran: its tokens are thrown away.
                 continue
             num_accepted = min(num_correct, step.gamma)
             note_step(request, step.gamma, num_accepted)
+            self.num_proposed += step.gamma
+            self.num_accepted += num_accepted
             self._last = StepRecord(
                 request_id=str(request.rid),
                 step=step.number,
@@ -164,6 +181,11 @@ class BatchPolicy:
             self._policies[name] = self._config.make_policy(name)
         return self._policies[name]
 
-    def _among_candidates(self, gamma: int) -> int:
-        below = [candidate for candidate in self._config.gammas if candidate <= gamma]
-        return below[-1] if below else self._config.gammas[0]
+    def _padded(self, batch_size: int) -> int:
+        """The size of the captured graph that a batch runs in, if one does."""
+        return min((size for size in self._graph_sizes or () if size >= batch_size), default=batch_size)
+
+
+def _largest_up_to(gamma: int, gammas: Sequence[int]) -> int:
+    """The largest of the candidates that is not over gamma; the smallest candidate where all are."""
+    return max((candidate for candidate in gammas if candidate <= gamma), default=gammas[0])

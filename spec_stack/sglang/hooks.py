@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from spec_stack.sglang.admission import CAPTURE, RequestPruner, positions_of
+from spec_stack.sglang.active_gamma import a_gamma_over_zero
+from spec_stack.sglang.admission import RequestPruner, positions_of
 from spec_stack.sglang.positions import protect_kv_lengths
-from spec_stack.sglang.protocols import RunningRequest, Scheduler, TokenizedRequest
-from spec_stack.sglang.request_state import META_INFO, STATE, ReplyInfo, RequestOptions
+from spec_stack.sglang.protocols import RunningRequest, Scheduler
+from spec_stack.sglang.radix_keys import place_tokens
+from spec_stack.sglang.reports import (
+    REPORTED,
+    ReplyInfo,
+    ReplyMetrics,
+    correct_acceptance,
+    vllm_metrics,
+    with_report,
+)
+from spec_stack.sglang.request_state import META_INFO, STATE, RequestOptions
 from spec_stack.sglang.server_args import ServerConfig, add_flags
 from spec_stack.sglang.support import NAME
 
+logger = logging.getLogger(__name__)
 _SRT = "sglang.srt"
 
 
@@ -60,26 +72,105 @@ def _report(
     info: ReplyInfo = getattr(state, STATE, None) or ReplyInfo()
     setattr(state, STATE, info)
     info.add(customized_info[META_INFO][index])
-    said = info.meta_info(is_finished=bool(meta_info.get("finish_reason")))
-    if said is not None:
-        meta_info[META_INFO] = said
-        if said["specprefill"]:
-            meta_info["prompt_tokens"] = said["num_prompt_tokens"]
+    is_finished = bool(meta_info.get("finish_reason"))
+    said = info.meta_info(is_finished)
+    if said is None:
+        return
+    meta_info[META_INFO] = said
+    meta_info["prompt_tokens"] = said["num_prompt_tokens"]
+    if is_finished:
+        meta_info["metrics"] = vllm_metrics(said)
+        setattr(state.obj, REPORTED, said)
 
 
-def _prune(handle: Callable[..., Any], scheduler: Scheduler, request: TokenizedRequest, *args: Any) -> Any:
-    pruner = RequestPruner.of(scheduler)
+def _correct_acceptance(
+    calculate: Callable[..., None], manager: Any, meta_info: dict[str, Any], *args: Any, **kwargs: Any
+) -> None:
+    calculate(manager, meta_info, *args, **kwargs)
+    if META_INFO in meta_info:
+        correct_acceptance(meta_info, meta_info[META_INFO])
+
+
+def _count_reply(collect: Callable[..., None], manager: Any, state: Any, outputs: Any, index: int) -> None:
+    """SGLang's prompt tokens by their true number, and this project's own metrics."""
+    info: ReplyInfo | None = getattr(state, STATE, None)
+    if info is not None and info.num_prompt_tokens is not None:
+        outputs.prompt_tokens[index] = info.num_prompt_tokens
+    collect(manager, state, outputs, index)
+    report = getattr(state.obj, REPORTED, None)
+    if state.finished and report is not None:
+        metrics: ReplyMetrics = getattr(manager, STATE, None) or ReplyMetrics(manager.served_model_name)
+        setattr(manager, STATE, metrics)
+        metrics.observe(report, outputs.cached_tokens[index])
+
+
+def _report_in_stream(
+    generate: Callable[..., Any], serving: Any, adapted_request: Any, *args: Any, **kwargs: Any
+) -> Any:
+    stream = generate(serving, adapted_request, *args, **kwargs)
+    return with_report(stream, adapted_request) if _is_on() else stream
+
+
+def _report_true_rate(report: Callable[..., None], reporter: Any, *args: Any, **kwargs: Any) -> None:
+    """SGLang's log line and gauge divide by the gamma of this moment; give them counts whose quotient is right."""
+    pruner = RequestPruner.of(reporter.scheduler)
     if pruner is None:
-        return handle(scheduler, request, *args)
-    with pruner.pruned(request):
-        return handle(scheduler, request, *args)
+        return report(reporter, *args, **kwargs)
+    counted, num_steps = reporter.spec_num_correct_drafts, reporter.spec_num_forward_ct
+    policy = reporter.scheduler.draft_worker.batch_policy
+    with a_gamma_over_zero() as gamma:
+        reporter.spec_num_correct_drafts = policy.acceptance_since_reported * num_steps * gamma
+        report(reporter, *args, **kwargs)
+    if reporter.spec_num_forward_ct == num_steps:
+        reporter.spec_num_correct_drafts = counted
+    else:
+        policy.acceptance_was_reported()
+    return None
 
 
-def _attach_state(init: Callable[..., None], scheduler: Scheduler, request: RunningRequest) -> None:
+def _show_state(get: Callable[..., Any], scheduler: Scheduler, *args: Any, **kwargs: Any) -> Any:
+    output = get(scheduler, *args, **kwargs)
     pruner = RequestPruner.of(scheduler)
     if pruner is not None:
-        pruner.attach_state(request)
-    init(scheduler, request)
+        output.internal_state[META_INFO] = pruner.state()
+    return output
+
+
+def _decide_at_the_queue(
+    add: Callable[..., Any], scheduler: Scheduler, request: RunningRequest, *args: Any, **kwargs: Any
+) -> Any:
+    pruner = RequestPruner.of(scheduler)
+    if pruner is None:
+        return add(scheduler, request, *args, **kwargs)
+    pruner.arrive(request)
+    result = add(scheduler, request, *args, **kwargs)
+    pruner.after_queueing(request)
+    return result
+
+
+def _score_between_batches(next_batch: Callable[..., Any], scheduler: Scheduler, *args: Any, **kwargs: Any) -> Any:
+    pruner = RequestPruner.of(scheduler)
+    if pruner is None:
+        return next_batch(scheduler, *args, **kwargs)
+    pruner.work()
+    with pruner.unscored_set_aside():
+        return next_batch(scheduler, *args, **kwargs)
+
+
+def _forget_first(flush: Callable[..., bool], scheduler: Scheduler, *args: Any, **kwargs: Any) -> bool:
+    pruner = RequestPruner.of(scheduler)
+    if pruner is not None:
+        pruner.forget()
+    return flush(scheduler, *args, **kwargs)
+
+
+def _count_slots_held(
+    count: Callable[..., tuple[int, int]], checker: Any, *args: Any, **kwargs: Any
+) -> tuple[int, int]:
+    """SGLang's check for lost slots, while it is busy: those of a scoring under way are not lost."""
+    full, sliding = count(checker, *args, **kwargs)
+    pruner = getattr(checker.token_to_kv_pool_allocator, STATE, None)
+    return full + (pruner.num_slots_held if pruner is not None else 0), sliding
 
 
 def _reserve_a_row_for_scoring(count: Callable[..., int], scheduler: Scheduler, *args: Any, **kwargs: Any) -> int:
@@ -89,7 +180,8 @@ def _reserve_a_row_for_scoring(count: Callable[..., int], scheduler: Scheduler, 
     pruner = RequestPruner.of(scheduler)
     if pruner is None or not pruner.prunes or pool.size < 2:
         return allowed
-    return min(allowed, max(int(pool.available_size()) - 1, 0))
+    num_to_reserve = 0 if pruner.num_slots_held else 1
+    return min(allowed, max(int(pool.available_size()) - num_to_reserve, 0))
 
 
 def _map_positions(init_new: Callable[..., Any], cls: type, batch: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
@@ -109,32 +201,53 @@ def _protect_draft(create: Callable[..., Any], factory: Any) -> Any:
     return protect_kv_lengths(backend) if _is_on() else backend
 
 
-# Each is called as hook(SGLang's own function, *its arguments).
+# Each is called as hook(SGLang's own function, *its arguments). Without one of these, replies would be wrong.
 HOOKS: dict[str, Callable[..., Any]] = {
     f"{_SRT}.server_args.ServerArgs.add_cli_args": _add_flags,
     f"{_SRT}.sampling.sampling_params.SamplingParams.verify": _check_options,
-    f"{_SRT}.managers.tokenizer_manager.TokenizerManager.update_request_meta_info": _report,
-    f"{_SRT}.managers.scheduler.Scheduler.handle_generate_request": _prune,
-    f"{_SRT}.managers.scheduler.Scheduler.init_req_max_new_tokens": _attach_state,
+    f"{_SRT}.managers.scheduler.Scheduler._add_request_to_queue": _decide_at_the_queue,
+    f"{_SRT}.managers.scheduler.Scheduler.get_next_batch_to_run": _score_between_batches,
+    f"{_SRT}.managers.scheduler.Scheduler.flush_cache": _forget_first,
     f"{_SRT}.managers.scheduler.Scheduler.get_num_allocatable_reqs": _reserve_a_row_for_scoring,
+    f"{_SRT}.mem_cache.radix_cache.RadixKey.__init__": place_tokens,
     f"{_SRT}.model_executor.forward_batch_info.ForwardBatch.init_new": _map_positions,
-    f"{_SRT}.layers.radix_attention.RadixAttention.forward": CAPTURE.attend,
     f"{_SRT}.speculative.spec_utils.spec_need_hidden_states": _need_hidden_states,
     f"{_SRT}.speculative.draft_utils.DraftBackendFactory.create_decode_backend": _protect_draft,
+}
+# Without one of these, a number is missing or SGLang's own (the last but one: under its strict memory check alone).
+HOOKS_FOR_NUMBERS: dict[str, Callable[..., Any]] = {
+    f"{_SRT}.managers.tokenizer_manager.TokenizerManager.update_request_meta_info": _report,
+    f"{_SRT}.managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics": _correct_acceptance,
+    f"{_SRT}.managers.tokenizer_manager.TokenizerManager.collect_metrics": _count_reply,
+    f"{_SRT}.entrypoints.openai.serving_chat.OpenAIServingChat._generate_chat_stream": _report_in_stream,
+    f"{_SRT}.entrypoints.openai.serving_completions.OpenAIServingCompletion._generate_completion_stream": (
+        _report_in_stream
+    ),
+    f"{_SRT}.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter.report_decode_stats": (
+        _report_true_rate
+    ),
+    f"{_SRT}.managers.scheduler_components.invariant_checker.SchedulerInvariantChecker._get_total_uncached_sizes": (
+        _count_slots_held
+    ),
+    f"{_SRT}.managers.scheduler.Scheduler.get_internal_state": _show_state,
 }
 
 
 def register() -> None:
     """Hand the hooks to SGLang, which applies them once all plugins have been called."""
-    for target, hook in HOOKS.items():
+    for target, hook in (HOOKS | HOOKS_FOR_NUMBERS).items():
         HookRegistry.register(target, hook, HookType.AROUND)
 
 
 def check() -> None:
-    """Raise RuntimeError, naming them, where hooks are not in place in this process."""
+    """Raise RuntimeError, naming them, where hooks are not in place in this process. Numbers alone are worth a
+    warning."""
     missing = [target for target in HOOKS if target not in HookRegistry._patched]
     if missing:
         raise RuntimeError(
             f"{NAME} cannot serve: SGLang did not apply its hooks on {', '.join(missing)}. Look for plugin errors "
             "further up in this log; the environment variable SGLANG_PLUGINS must be unset or name spec_stack"
         )
+    without = [target for target in HOOKS_FOR_NUMBERS if target not in HookRegistry._patched]
+    if without:
+        logger.warning("%s reports less than it could: SGLang has no %s", NAME, ", ".join(without))

@@ -62,6 +62,27 @@ class BatchMap:
         return mapped.to(slots.dtype)
 
 
+class BatchOffsets:
+    """The maps of a batch that decodes, drafts or verifies: one number per request instead of its kept positions.
+
+    It holds from the prompt's last slot on, for the draft one slot earlier, which is where all such slots lie.
+    """
+
+    def __init__(self, maps: Sequence[PositionMap | None], device: torch.device) -> None:
+        self._dropped = _to(torch.tensor([0 if it is None else it.num_dropped for it in maps]), device)
+
+    def __call__(self, slots: torch.Tensor) -> torch.Tensor:
+        """Original positions of a flat batch in which every request owns as many slots; their shape and dtype.
+
+        Raises RuntimeError where they cannot be shared evenly, since every position after would be another's.
+        """
+        num_requests = len(self._dropped)
+        if slots.numel() % num_requests:
+            raise RuntimeError(f"{slots.numel()} positions cannot be shared evenly by {num_requests} requests")
+        mapped = slots.reshape(num_requests, -1) + self._dropped[:, None]
+        return mapped.reshape(slots.shape).to(slots.dtype)
+
+
 def _to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """On the device, without the host waiting for what runs there."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
@@ -69,6 +90,7 @@ def _to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 # A batch stays the same for many steps, for the draft and for the target.
 batch_map = lru_cache(maxsize=8)(BatchMap)
+batch_offsets = lru_cache(maxsize=8)(BatchOffsets)
 
 
 @contextmanager

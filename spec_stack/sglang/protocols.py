@@ -18,26 +18,24 @@ class SamplingSettings(Protocol):
     ignore_eos: bool
 
 
-class TokenizedRequest(Protocol):
-    """`sglang.srt.managers.io_struct.TokenizedGenerateReqInput`: a request as it reaches the scheduler's process.
-
-    input_ids: of the prompt; None where embeddings are given. extra_key: the client's own part of the radix key.
-    """
-
-    input_ids: Sequence[int] | None
-    extra_key: str | None
-    sampling_params: SamplingSettings
-
-
 class RunningRequest(Protocol):
     """`sglang.srt.managers.schedule_batch.Req`: a request inside the scheduler.
 
-    customized_info: lists that go out along with the output tokens, entry i with token i.
+    customized_info: lists that go out along with the output tokens, entry i with token i. extra_key, cache_salt: the
+    client's own parts of the radix key. full_untruncated_fill_ids: SGLang's copy of prompt and output, made when the
+    request is scheduled. logprob_start_len: the first prompt token whose logprob was asked for; -1, or the prompt's
+    length, for none.
     """
 
     rid: str
     origin_input_ids: Sequence[int]
+    origin_input_ids_unpadded: Sequence[int]
+    full_untruncated_fill_ids: Sequence[int]
     output_ids: Sequence[int]
+    extra_key: str | None
+    cache_salt: str | None
+    return_logprob: bool
+    logprob_start_len: int
     customized_info: dict[str, list[Any]] | None
     is_retracted: bool
     sampling_params: SamplingSettings
@@ -63,5 +61,9 @@ class Scheduler(Protocol):
     req_to_token_pool: Any
     token_to_kv_pool_allocator: Any
     tree_cache: Any
+    tokenizer: Any
+    waiting_queue: list[Any]
+    running_batch: Any
+    last_batch: Any
     page_size: int
     chunked_prefill_size: int | None

@@ -2,48 +2,71 @@
 
 from __future__ import annotations
 
-import hashlib
-from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from spec_stack.config import PrefillConfig
+from spec_stack.prefill.alignment import Span
 from spec_stack.sglang.positions import PositionMap
-from spec_stack.sglang.protocols import RunningRequest, TokenizedRequest
+from spec_stack.sglang.protocols import RunningRequest
 from spec_stack.sglang.server_args import BATCH_POLICIES, ServerConfig
 
 META_INFO = "spec_stack"
 """The key of a reply's meta info, and of what SGLang carries there token by token."""
 STATE = "spec_stack"
 """The attribute of SGLang's requests that holds their RequestState."""
-OPTIONS = ("specprefill", "keep_rate", "gamma", "policy")
+OPTIONS = ("specprefill", "keep_rate", "protect", "explain", "gamma", "policy")
+OUTCOMES = ("pruned", "not_wanted", "not_possible", "cached", "covered", "no_room", "failed")
+"""What became of a prompt, in few words: for counting, where the reason is for reading. not_wanted: by the request or
+by its length; covered: everything was protected or selected."""
+NESTED = "spec_stack"
+"""The key of `custom_params` under which the options may stand by themselves, where an unknown one is refused."""
 
 
 @dataclass(frozen=True)
 class RequestOptions:
     """A request's own wishes; None is the server's way.
 
-    specprefill: prune this prompt (True: whatever its length), or do not. keep_rate: share the target reads.
+    specprefill: prune this prompt (True: whatever its length, and whatever of it is cached), or do not.
+    keep_rate: share of it that the target prefills. protect: half-open token spans [start, stop) that are kept whole,
+    in place of what the server recognises as system messages and template. explain: report which spans were kept.
     gamma, policy: how far to draft, as far as a batch allows: see `BatchPolicy`.
     """
 
     specprefill: bool | None = None
     keep_rate: float | None = None
+    protect: tuple[Span, ...] | None = None
+    explain: bool | None = None
     gamma: int | None = None
     policy: str | None = None
 
     @classmethod
     def parse(cls, custom_params: object, config: ServerConfig) -> RequestOptions:
-        """Read the options out of `custom_params`, whose other entries are somebody else's.
+        """Read the options out of `custom_params`, or out of its entry NESTED. Other entries are somebody else's.
 
-        Raises ValueError for a value of the wrong type or out of range.
+        Raises ValueError for a value of the wrong type or out of range, and for an unknown name in NESTED.
         """
         if not isinstance(custom_params, Mapping):
             return cls()
-        options = cls(**{name: custom_params[name] for name in OPTIONS if custom_params.get(name) is not None})
+        values = {name: custom_params[name] for name in OPTIONS if custom_params.get(name) is not None}
+        nested = custom_params.get(NESTED)
+        if nested is not None:
+            if not isinstance(nested, Mapping):
+                raise ValueError(f"custom_params.{NESTED} must be an object of options, got {nested!r}")
+            unknown = [str(name) for name in nested if name not in OPTIONS]
+            if unknown:
+                raise ValueError(
+                    f"custom_params.{NESTED} has no option {', '.join(unknown)}; it has {', '.join(OPTIONS)}"
+                )
+            values |= {name: value for name, value in nested.items() if value is not None}
+        if "protect" in values:
+            values["protect"] = _spans(values["protect"])
+        options = cls(**values)
         if not isinstance(options.specprefill, bool | None):
             raise ValueError(f"specprefill must be true or false, got {options.specprefill!r}")
+        if not isinstance(options.explain, bool | None):
+            raise ValueError(f"explain must be true or false, got {options.explain!r}")
         if options.keep_rate is not None:
             replace(config.prefill, keep_rate=options.keep_rate)
         if options.gamma is not None:
@@ -60,18 +83,39 @@ class RequestOptions:
         return config.prefill if self.keep_rate is None else replace(config.prefill, keep_rate=self.keep_rate)
 
 
+def _spans(protect: object) -> tuple[Span, ...]:
+    spans = protect if isinstance(protect, list | tuple) else None
+    if spans is None or not all(_is_span(span) for span in spans):
+        raise ValueError(f"protect must be a list of token spans [start, stop], 0 <= start <= stop, got {protect!r}")
+    return tuple((int(start), int(stop)) for start, stop in spans)
+
+
+def _is_span(span: object) -> bool:
+    if not isinstance(span, list | tuple) or len(span) != 2:
+        return False
+    start, stop = span
+    return type(start) is int and type(stop) is int and 0 <= start <= stop
+
+
 @dataclass(frozen=True)
 class PrefillReport:
-    """How a prompt was prefilled; the names are those of the library's own metrics."""
+    """How a prompt was prefilled; the names are those of the library's own metrics. outcome is one of OUTCOMES."""
 
     num_prompt_tokens: int
     num_kept_tokens: int
     num_scored_tokens: int
+    num_protected_tokens: int
     specprefill: bool
     specprefill_reason: str
+    outcome: str
     keep_rate: float
     scoring_s: float
     policy: str
+    kept_spans: tuple[Span, ...] | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """What the reply says: kept_spans only where they were asked for."""
+        return {name: value for name, value in asdict(self).items() if name != "kept_spans" or value is not None}
 
 
 @dataclass(frozen=True)
@@ -102,10 +146,10 @@ def attach(request: RunningRequest, state: RequestState) -> None:
         token      0         1       2     3     4
         carried    report    [4, 2]  None  None  [0, 0]
 
-    `ReplyInfo` adds them up again on the other side.
+    `reports.ReplyInfo` adds them up again on the other side.
     """
     setattr(request, STATE, state)
-    request.customized_info = {**(request.customized_info or {}), META_INFO: [asdict(state.report)]}
+    request.customized_info = {**(request.customized_info or {}), META_INFO: [state.report.as_dict()]}
 
 
 def note_step(request: RunningRequest, gamma: int, num_accepted: int) -> None:
@@ -123,50 +167,18 @@ def note_step(request: RunningRequest, gamma: int, num_accepted: int) -> None:
     carried += [[gamma, num_accepted], *[None] * num_accepted]
 
 
-class ReplyInfo:
-    """What a reply says under META_INFO, put together from what came with its tokens."""
-
-    def __init__(self) -> None:
-        self._report: dict[str, Any] | None = None
-        self._gammas: list[int] = []
-        self._num_proposed = self._num_accepted = 0
-
-    def add(self, carried: Sequence[Any]) -> None:
-        """Take in what came with the next tokens."""
-        for item in carried:
-            if isinstance(item, Mapping):
-                self._report = dict(item)
-            elif item is not None:
-                gamma, num_accepted = item
-                self._gammas.append(gamma)
-                self._num_proposed += gamma
-                self._num_accepted += num_accepted
-
-    def meta_info(self, is_finished: bool) -> dict[str, Any] | None:
-        """The report with the steps so far, and at the end with every step's gamma; None where none has come."""
-        if self._report is None:
-            return None
-        trace = {"gamma_trace": self._gammas} if is_finished else {}
-        return {**self._report, "num_proposed": self._num_proposed, "num_accepted": self._num_accepted, **trace}
-
-
-def namespace(kept: Sequence[int], num_prompt_tokens: int) -> str:
-    """A radix-cache namespace: KV computed over a selection serves that selection, and no full prefix, ever."""
-    digest = hashlib.sha256(array("q", [num_prompt_tokens, *kept]).tobytes()).hexdigest()
-    return f"|spec_stack:{digest[:32]}"
-
-
-def dense_reason(request: TokenizedRequest) -> str | None:
+def dense_reason(request: RunningRequest) -> str | None:
     """Why this request's prompt must be prefilled densely, or None.
 
-    request: SGLang's tokenized request. Its attributes differ between versions: an absent one asks for nothing.
+    Attributes differ between SGLang's versions: an absent one asks for nothing.
     """
-    if getattr(request, "return_logprob", False) and getattr(request, "logprob_start_len", -1) not in (-1, None):
+    num_without_logprob = getattr(request, "logprob_start_len", -1)
+    if getattr(request, "return_logprob", False) and 0 <= num_without_logprob < len(request.origin_input_ids):
         return "input logprobs were asked for"
     reasons = {
-        "session_params": "the request belongs to a session",
+        "session": "the request belongs to a session",
         "session_id": "the request belongs to a session",
-        "mm_inputs": "the prompt is multimodal",
+        "multimodal_inputs": "the prompt is multimodal",
         "input_embeds": "the prompt is given as embeddings",
         "positional_embed_overrides": "embeddings are replaced by position",
         "multi_item_delimiter_indices": "several items are scored in one prompt",
@@ -174,6 +186,7 @@ def dense_reason(request: TokenizedRequest) -> str | None:
         "return_hidden_states": "hidden states of the prompt were asked for",
         "return_routed_experts": "the prompt's routed experts were asked for",
         "return_indexer_topk": "the prompt's indexer output was asked for",
+        "beam_group": "several beams are searched",
         "bootstrap_room": "prefill and decode run on different servers",
     }
     return next((reason for name, reason in reasons.items() if getattr(request, name, None)), None)

@@ -1,34 +1,63 @@
 """Scoring a prompt with the engine's own draft: chunked prefill, look-ahead, importance (SpecPrefill, section 3.2).
 
-The pass borrows KV slots and a request row of the engine, and gives them back before it returns, whatever happens. It
-runs on the scheduler's thread, so other requests wait for it.
+A scoring is done in parts, between which the scheduler goes on with its own batches. It borrows KV slots and a request
+row of the engine from its first part to its last, and gives them back whatever happens.
 """
 
 from __future__ import annotations
 
 import secrets
 from array import array
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.layers.moe.utils import speculative_moe_a2a_backend_context, speculative_moe_backend_context
+from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from spec_stack.config import PrefillConfig
+from spec_stack.prefill.alignment import Span
+from spec_stack.prefill.chunks import DRAFT_FREE
 from spec_stack.prefill.importance import token_importance
 from spec_stack.prefill.selection import select
+from spec_stack.sglang.protocols import Scheduler
+from spec_stack.sglang.ranks import largest_of_all
 from spec_stack.types import Selection
 
 
 class NoRoomError(RuntimeError):
-    """The KV pool cannot lend the slots that scoring needs now. Not a fault: the prompt is prefilled densely."""
+    """The KV pool cannot lend what scoring needs. Not a fault: the prompt waits, or is prefilled densely."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt to score. Equal prompts have equal selections.
+
+    extra_key, cache_salt: the walls of SGLang's radix cache, which nothing about a prompt crosses. end_ids: tokens
+    after which the look-ahead stops. num_built_on: tokens at the beginning that are cached densely and kept; only those
+    after them are scored, over the cached ones.
+    """
+
+    token_ids: tuple[int, ...]
+    extra_key: str | None
+    cache_salt: str | None
+    config: PrefillConfig
+    protected: tuple[Span, ...] = ()
+    end_ids: frozenset[int] = frozenset()
+    num_built_on: int = 0
+
+
+def can_build_on_cache() -> bool:
+    """Whether a row may begin with slots of the radix cache: in SGLang from 0.5.22 on that has not been tried."""
+    return hasattr(Req, "set_extend_range")
 
 
 @dataclass
@@ -37,93 +66,195 @@ class _LayerQueries:
     queries: list[torch.Tensor] = field(default_factory=list)
 
 
-class QueryCapture:
-    """The hook on every attention layer: hands on to SGLang, and keeps the queries while scoring asks for them."""
+@contextmanager
+def captured_queries(model: torch.nn.Module) -> Iterator[dict[int, _LayerQueries]]:
+    """Collect the queries of every forward of the model inside the block, by layer.
 
-    def __init__(self) -> None:
-        self._layers: dict[int, _LayerQueries] | None = None
+    Hooks stand on this model's attention layers, for the block alone. query: (num_tokens, num_heads * head_dim), rotary
+    positions applied. A captured graph would run past them.
+    """
+    layers: dict[int, _LayerQueries] = {}
 
-    def attend(self, attend: Any, layer: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Around `RadixAttention.forward`; query (num_tokens, num_heads * head_dim), rotary positions applied."""
-        if self._layers is not None:
-            found = self._layers.setdefault(layer.layer_id, _LayerQueries(float(layer.scaling)))
-            found.queries.append(query.reshape(query.shape[0], -1, layer.qk_head_dim).transpose(0, 1).clone())
-        return attend(layer, query, *args, **kwargs)
+    def keep(layer: Any, args: tuple[Any, ...]) -> None:
+        query = args[0]
+        found = layers.setdefault(layer.layer_id, _LayerQueries(float(layer.scaling)))
+        found.queries.append(query.reshape(query.shape[0], -1, layer.qk_head_dim).transpose(0, 1).clone())
 
-    @contextmanager
-    def on(self) -> Iterator[dict[int, _LayerQueries]]:
-        """Collect the queries of every forward inside the block, by layer."""
-        self._layers = {}
-        try:
-            yield self._layers
-        finally:
-            self._layers = None
+    handles = [
+        module.register_forward_pre_hook(keep) for module in model.modules() if isinstance(module, RadixAttention)
+    ]
+    try:
+        yield layers
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def needs_the_draft(config: PrefillConfig) -> bool:
+    """Whether a scorer asks the draft at all, or votes by the tokens alone."""
+    return config.scorer not in DRAFT_FREE
+
+
+def _moved(spans: Sequence[Span], by: int) -> list[Span]:
+    return [(start - by, stop - by) for start, stop in spans]
 
 
 class DraftScorer:
-    """Scores prompts with a scheduler's draft. Raises whatever the engine raises, with nothing left allocated."""
+    """Scores prompts with a scheduler's draft, one at a time. Raises whatever the engine raises.
 
-    def __init__(self, scheduler: Any, capture: QueryCapture) -> None:
-        self._scheduler = scheduler
-        self._capture = capture
+    evict_share: the share of the KV pool that a scoring may take from the radix cache, where free slots are too few.
+    """
+
+    def __init__(self, scheduler: Scheduler, evict_share: float) -> None:
+        self._scheduler: Any = scheduler
         self._runner = scheduler.draft_worker.draft_worker.draft_runner
+        self._evict_share = evict_share
+        self._row: _BorrowedRow | None = None
 
-    @torch.no_grad()
-    def select(self, prompt_ids: Sequence[int], config: PrefillConfig, end_ids: Collection[int]) -> Selection:
-        """The prompt tokens the target is to prefill. All ranks of a tensor-parallel group select alike.
+    @property
+    def num_slots_held(self) -> int:
+        """KV slots that a scoring under way holds, which no request and no cache accounts for."""
+        return 0 if self._row is None else self._row.num_slots_held
 
-        end_ids: tokens after which the look-ahead stops. Raises NoRoomError where the KV pool has none.
+    def cached(self, prompt: Prompt) -> Any:
+        """SGLang's match for the prompt as a dense one. Takes no lock."""
+        # SGLang prefills at least one token, so the last one counts as not cached.
+        key = RadixKey(
+            array("q", prompt.token_ids),
+            prompt.extra_key,
+            limit=max(len(prompt.token_ids) - 1, 0),
+            cache_salt=prompt.cache_salt,
+        )
+        return self._scheduler.tree_cache.match_prefix(MatchPrefixParams(key=key))
+
+    def num_cached(self, prompt: Prompt) -> int:
+        return len(self.cached(prompt).device_indices)
+
+    def score(self, prompt: Prompt) -> Generator[None, None, Selection]:
+        """Score a prompt part by part.
+
+        Parameters
+        ----------
+        prompt
+            With num_built_on over 0, only what comes after is scored, over the cached keys of what comes before.
+
+        Yields
+        ------
+        None
+            After every part of the work. Each must run inside `working()`. Closing the generator gives back what it
+            holds.
+
+        Returns
+        -------
+        Selection
+            What the target is to prefill; the same on all ranks of a tensor-parallel group.
+
+        Raises
+        ------
+        NoRoomError
+            Where the KV pool lends no slots now.
         """
         limit = int(self._scheduler.model_config.context_len)
-        config = replace(config, look_ahead=max(0, min(config.look_ahead, limit - len(prompt_ids))))
-        moe = speculative_moe_backend_context(), speculative_moe_a2a_backend_context()
-        with self._on_forward_stream(), self._eager(), moe[0], moe[1]:
-            importance = self._importance(list(prompt_ids), config, end_ids)
-        return select(prompt_ids, importance.cpu(), config)
-
-    def _importance(self, prompt_ids: list[int], config: PrefillConfig, end_ids: Collection[int]) -> torch.Tensor:
-        num_tokens, chunk = len(prompt_ids), self._chunk(config)
-        self._check_room(num_tokens + config.look_ahead)
-        row = _BorrowedRow(self._scheduler, self._runner, prompt_ids)
+        num_tokens = len(prompt.token_ids)
+        config = replace(prompt.config, look_ahead=max(0, min(prompt.config.look_ahead, limit - num_tokens)))
+        if not needs_the_draft(prompt.config):
+            base, protected = prompt.num_built_on, prompt.protected
+            return self._keep_beginning(prompt, select(prompt.token_ids[base:], None, config, _moved(protected, base)))
+        if not prompt.num_built_on:
+            importance = yield from self._importance(prompt, config, 0, None)
+            return select(prompt.token_ids, importance.cpu(), config, prompt.protected)
+        base = prompt.num_built_on
+        tree, match = self._scheduler.tree_cache, self.cached(prompt)
+        # SGLang's draft holds token j + 1 in slot j. So the cached slots hold what a row that begins with token 1 needs
+        # there, but for the last of them, whose next token may be another request's.
+        page = self._scheduler.page_size
+        shared = match.device_indices[: max(0, min(len(match.device_indices), base) - 1) // page * page]
+        lock = tree.inc_lock_ref(match.last_device_node)
         try:
-            for start in range(0, num_tokens - 1, chunk):
+            importance = yield from self._importance(prompt, config, 1, shared)
+        finally:
+            tree.dec_lock_ref(match.last_device_node, lock.to_dec_params())
+        fresh = select(prompt.token_ids[base:], importance[base - 1 :].cpu(), config, _moved(prompt.protected, base))
+        return self._keep_beginning(prompt, fresh)
+
+    @staticmethod
+    def _keep_beginning(prompt: Prompt, fresh: Selection) -> Selection:
+        """The tokens the prompt is built on, and what was selected of those after them."""
+        base = prompt.num_built_on
+        positions = [*range(base), *(base + position for position in fresh.positions)]
+        token_ids = [prompt.token_ids[position] for position in positions]
+        return Selection(token_ids, positions, len(prompt.token_ids))
+
+    def _importance(
+        self, prompt: Prompt, config: PrefillConfig, first: int, shared: torch.Tensor | None
+    ) -> Generator[None, None, torch.Tensor]:
+        """Importance (num_tokens - first,) of the tokens from `first` on; the `shared` slots hold the first of them."""
+        num_tokens, num_shared = len(prompt.token_ids) - first, 0 if shared is None else len(shared)
+        self._check_room(num_tokens - num_shared + config.look_ahead)
+        row = self._row = _BorrowedRow(self._scheduler, self._runner, prompt.token_ids[first:], shared)
+        try:
+            # Ranks may fail one by one, and agree after every part. So no part has such a place before a collective:
+            # those are in the draft's forwards, and in the last part.
+            yield
+            chunk = self._chunk(config)
+            for start in range(num_shared, num_tokens - 1, chunk):
                 row.prefill(min(start + chunk, num_tokens - 1))
-            with self._capture.on() as layers:
-                token_id = row.prefill(num_tokens)
+                yield
+            with captured_queries(self._runner.model) as layers:
+                token_id = int(row.prefill(num_tokens))
                 for drafted in range(config.look_ahead):
                     row.append(token_id)
-                    ended = token_id in end_ids
-                    token_id = row.prefill(num_tokens + drafted + 1)
+                    ended = token_id in prompt.end_ids
+                    token_id = int(row.prefill(num_tokens + drafted + 1))
                     if ended:
                         break
-            slots = row.slots(num_tokens)
-            pool = self._runner.token_to_kv_pool
-            # Slot by slot and layer by layer: one layer's keys and attention are all that is held at a time.
-            captured = (
-                (torch.cat(found.queries, dim=1), pool.get_key_buffer(layer)[slots].transpose(0, 1), found.scaling)
-                for layer, found in sorted(layers.items())
-            )
-            return token_importance(captured, config.pool_kernel, self._over_ranks)
+            yield
+            best = self._best_of_own_heads(row.slots(num_tokens), layers, config)
+            yield
+            return largest_of_all(best).mean(dim=0)
         finally:
+            self._row = None
             row.release()
+
+    def _best_of_own_heads(
+        self, slots: torch.Tensor, layers: Mapping[int, _LayerQueries], config: PrefillConfig
+    ) -> torch.Tensor:
+        """Pooled attention (n, num_tokens), the largest over all layers and this rank's heads."""
+        kept: list[torch.Tensor] = []
+
+        def keep(best: torch.Tensor) -> torch.Tensor:
+            kept.append(best)
+            return best
+
+        pool = self._runner.token_to_kv_pool
+        # Slot by slot and layer by layer: one layer's keys and attention are all that is held at a time.
+        captured = (
+            (torch.cat(found.queries, dim=1), pool.get_key_buffer(layer)[slots].transpose(0, 1), found.scaling)
+            for layer, found in sorted(layers.items())
+        )
+        token_importance(captured, config.pool_kernel, keep)
+        return kept[0]
 
     def _check_room(self, num_slots: int) -> None:
         """Asked beforehand, because SGLang empties its radix cache before it finds that there is no room."""
-        page = self._scheduler.page_size
-        free = self._scheduler.token_to_kv_pool_allocator.available_size() + self._scheduler.tree_cache.evictable_size()
-        if num_slots + page > free:
+        allocator = self._scheduler.token_to_kv_pool_allocator
+        evictable = min(self._scheduler.tree_cache.evictable_size(), int(self._evict_share * allocator.size))
+        free = allocator.available_size() + evictable
+        if num_slots + self._scheduler.page_size > free:
             raise NoRoomError(f"the KV pool has room for {free} tokens, and scoring needs {num_slots}")
+        if self._scheduler.req_to_token_pool.available_size() < 1:
+            raise NoRoomError("every request row is in use, and scoring needs one")
 
     def _chunk(self, config: PrefillConfig) -> int:
         server = self._scheduler.chunked_prefill_size
         return min(config.prefill_chunk, server) if server and server > 0 else config.prefill_chunk
 
-    def _over_ranks(self, best: torch.Tensor) -> torch.Tensor:
-        """Each rank holds some of the heads, and importance is a maximum over all of them."""
-        group = get_tp_group()
-        if group.world_size > 1:
-            torch.distributed.all_reduce(best, op=torch.distributed.ReduceOp.MAX, group=group.device_group)
-        return best
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Around every part of a scoring; nothing of it outlives the part."""
+        moe = speculative_moe_backend_context(), speculative_moe_a2a_backend_context()
+        with torch.no_grad(), self._on_forward_stream(), self._eager(), moe[0], moe[1]:
+            yield
 
     @contextmanager
     def _on_forward_stream(self) -> Iterator[None]:
@@ -153,9 +284,14 @@ class DraftScorer:
 
 
 class _BorrowedRow:
-    """A request that the scheduler never sees. It holds a row and KV slots of the engine's pools until released."""
+    """A request that the scheduler never sees. It holds a row and KV slots of the engine's pools until released.
 
-    def __init__(self, scheduler: Any, runner: Any, prompt_ids: Sequence[int]) -> None:
+    shared: KV slots of the radix cache, whole pages of them, that hold its first tokens; they stay the cache's.
+    """
+
+    def __init__(
+        self, scheduler: Any, runner: Any, prompt_ids: Sequence[int], shared: torch.Tensor | None = None
+    ) -> None:
         params = SamplingParams(temperature=0, max_new_tokens=1)
         params.normalize(None)
         ids = array("q", prompt_ids)
@@ -168,13 +304,26 @@ class _BorrowedRow:
         )
         self._req.full_untruncated_fill_ids = array("q", ids)
         self._req.logprob_start_len = -1
-        self._num_prefilled = 0
+        self._shared = shared
+        self._num_shared = 0 if shared is None else len(shared)
+        self._num_prefilled = self._num_shared
+
+    @property
+    def num_slots_held(self) -> int:
+        if not self._req.kv.holds_kv:
+            return 0
+        page = self._scheduler.page_size
+        num_allocated = int(self._req.kv.kv_allocated_len)
+        return -(-num_allocated // int(page)) * int(page) - self._num_shared
 
     def append(self, token_id: int) -> None:
         self._req.full_untruncated_fill_ids.append(token_id)
 
-    def prefill(self, end: int) -> int:
-        """Put the tokens from where the last call ended up to `end` through the draft; its most likely next token."""
+    def prefill(self, end: int) -> torch.Tensor:
+        """Put the tokens from where the last call ended up to `end` through the draft; its most likely next token ().
+
+        The host does not wait for it, unless it asks for the number.
+        """
         self._set_range(self._num_prefilled, end)
         scheduler, runner = self._scheduler, self._runner
         batch = ScheduleBatch.init_new(
@@ -192,7 +341,7 @@ class _BorrowedRow:
             batch.input_ids = batch.prefill_input_ids_cpu.to(batch.device)
         forward_batch = ForwardBatch.init_new(batch, runner, return_hidden_states_before_norm=False)
         logits = runner.forward(forward_batch).logits_output.next_token_logits
-        return int(logits[-1].argmax())
+        return logits[-1].argmax()  # type: ignore[no-any-return]
 
     def slots(self, num_tokens: int) -> torch.Tensor:
         """KV slots (num_tokens,) of the first tokens."""
@@ -203,13 +352,16 @@ class _BorrowedRow:
         if not self._req.kv.holds_kv:
             return
         # A failed allocation leaves the row with what earlier chunks were given.
-        self._scheduler.token_to_kv_pool_allocator.free(self.slots(self._req.kv.kv_allocated_len))
+        borrowed = self.slots(self._req.kv.kv_allocated_len)[self._num_shared :]
+        self._scheduler.token_to_kv_pool_allocator.free(borrowed)
         self._scheduler.req_to_token_pool.free(self._req)
 
     def _set_range(self, start: int, end: int) -> None:
         if hasattr(self._req, "set_extend_range"):  # SGLang up to 0.5.21
-            if start:
+            if self._req.kv.holds_kv:
                 self._req.prefix_indices = self.slots(start)
+            elif self._shared is not None:
+                self._req.prefix_indices = self._shared.long()
             self._req.set_extend_range(start, end)
         else:
             self._req.prefix_len = start

@@ -23,19 +23,23 @@ BATCH_POLICIES = BATCH_POLICY_NAMES
 class ServerConfig:
     """The server's defaults. Raises ValueError, saying what to change.
 
-    prefill: how prompts are scored and pruned; its min_prompt_tokens is the length from which they are.
+    prefill: how prompts are scored and pruned; its min_prompt_tokens is the length from which they are, and with
+        on_scoring_error="raise" an error while a prompt is scored ends the server, as tests want it.
     policy: one of BATCH_POLICIES. policy_options: its options as `make_batch_policy` takes them.
     gammas: the numbers of draft tokens a step may use. Buffers, and on CUDA one set of graphs each, are made for
         every one at launch; 0 is plain decoding.
-    raise_scoring_errors: let an error while a prompt is scored end the server, as tests want it; else it is logged
-        with its traceback and the prompt is prefilled densely.
+    max_gamma_by_batch_size: from so many requests on, the largest gamma of a step. A step's graphs are captured for
+        the batch sizes at which its gamma may be used, so this is also what the graphs cost in memory and launch time.
+    scoring_evict_share: share of the KV pool, 0 to 1, that one scoring may take from the radix cache for its time,
+        where free slots are too few. A prompt that needs more waits while others run, and else is prefilled densely.
     """
 
     prefill: PrefillConfig = field(default_factory=PrefillConfig)
     policy: str = "throughput"
     policy_options: Mapping[str, Any] = field(default_factory=dict)
     gammas: tuple[int, ...] = (0, 1, 2, 4, 8)
-    raise_scoring_errors: bool = False
+    max_gamma_by_batch_size: Mapping[int, int] = field(default_factory=lambda: {9: 4, 33: 2})
+    scoring_evict_share: float = 0.5
 
     def __post_init__(self) -> None:
         whole = all(isinstance(gamma, int) and not isinstance(gamma, bool) for gamma in self.gammas)
@@ -44,9 +48,25 @@ class ServerConfig:
         if max(self.gammas) == 0:
             raise ValueError("gammas must hold a number over 0; without drafting, leave --speculative-algorithm out")
         object.__setattr__(self, "gammas", tuple(sorted(set(self.gammas))))
-        if not isinstance(self.raise_scoring_errors, bool):
-            raise ValueError(f"raise_scoring_errors must be true or false, got {self.raise_scoring_errors!r}")
+        for size, gamma in self.max_gamma_by_batch_size.items():
+            if type(size) is not int or size < 1 or type(gamma) is not int or gamma < 0:
+                raise ValueError(
+                    "max_gamma_by_batch_size must map numbers of requests, 1 or more, to gammas, "
+                    f"got {dict(self.max_gamma_by_batch_size)}"
+                )
+        for name in ("draft_window", "scoring_layers", "scoring_heads"):
+            if getattr(self.prefill, name) is not None:
+                raise ValueError(f"prefill.{name} is for Python: a server's draft scores with all it has; leave it out")
+        share = self.scoring_evict_share
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+            raise ValueError(f"scoring_evict_share must be a number, 0 to 1, got {share!r}")
         self.make_policy(self.policy)
+
+    def gammas_at(self, batch_size: int) -> tuple[int, ...]:
+        """The gammas that a batch of this size may use; the smallest one always may."""
+        caps = [gamma for size, gamma in self.max_gamma_by_batch_size.items() if batch_size >= size]
+        allowed = tuple(gamma for gamma in self.gammas if gamma <= min(caps, default=self.gammas[-1]))
+        return allowed or self.gammas[:1]
 
     def make_policy(self, name: str) -> Policy:
         """A fresh policy that keeps to `gammas`. Raises ValueError for one that cannot decide for a batch."""
@@ -79,10 +99,21 @@ class ServerConfig:
         prefill.update({name: values.pop(name) for name in ("keep_rate", "min_prompt_tokens") if name in values})
         _refuse_unknown("", values, [entry.name for entry in fields(cls)])
         _refuse_unknown("prefill.", prefill, [entry.name for entry in fields(PrefillConfig)])
+        if isinstance(prefill.get("keep_rate"), list):
+            # A curve: JSON has lists for tuples.
+            prefill["keep_rate"] = tuple(
+                tuple(pair) if isinstance(pair, list) else pair for pair in prefill["keep_rate"]
+            )
         if "gammas" in values:
             values["gammas"] = _tuple("gammas", values["gammas"])
         if "policy_options" in values:
             values["policy_options"] = dict(_mapping("policy_options", values["policy_options"]))
+        if "max_gamma_by_batch_size" in values:
+            by_size = _mapping("max_gamma_by_batch_size", values["max_gamma_by_batch_size"])
+            # JSON has strings for keys.
+            values["max_gamma_by_batch_size"] = {
+                int(size) if str(size).isdigit() else size: gamma for size, gamma in by_size.items()
+            }
         return cls(prefill=PrefillConfig(**prefill), **values)
 
     @classmethod
@@ -144,7 +175,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--spec-stack-config",
         metavar="FILE",
         help="JSON with any of: keep_rate, min_prompt_tokens, prefill, policy, policy_options, gammas, "
-        "raise_scoring_errors; flags go over it",
+        "max_gamma_by_batch_size, scoring_evict_share; flags go over it",
         **common,
     )
 

@@ -45,6 +45,9 @@ def pruning_refusal(scheduler: Any) -> str | None:
         return "prefill and decode run on different servers"
     if (getattr(args, "dcp_size", None) or getattr(args, "decode_context_parallel_size", None) or 1) > 1:
         return "decode context parallelism splits the KV cache by position"
+    for flag in ("enable_hierarchical_cache", "enable_lmcache", "enable_flexkv", "kv_events_config"):
+        if getattr(args, flag, None):
+            return f"--{flag.replace('_', '-')} hashes radix keys in 32 bits, which have no room for a position"
     return None
 
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import torch
-from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.speculative import eagle_worker_v2
 from sglang.srt.speculative.adaptive_runtime_state import AdaptiveController
 from sglang.srt.speculative.standalone_worker_v2 import StandaloneWorkerV2
 
 from spec_stack.sglang import hooks
+from spec_stack.sglang.active_gamma import forget_earlier_gammas_of_this_process
 from spec_stack.sglang.batch_policy import BatchPolicy
+from spec_stack.sglang.padded_vocabulary import fit_draft, have_one_vocabulary
+from spec_stack.sglang.ranks import first_ranks_gamma
 from spec_stack.sglang.server_args import ServerConfig
 
+logger = logging.getLogger(__name__)
 _SWITCH = "Switch adaptive runtime state"
 
 
@@ -28,11 +30,25 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
         self.batch_policy = BatchPolicy(
             ServerConfig.from_environment(),
             precision=str(runner.dtype).removeprefix("torch."),
-            agree=_first_ranks_choice(get_tp_group()),
+            agree=first_ranks_gamma,
         )
         self.adaptive_controller = AdaptiveController(self, self.batch_policy)
         # SGLang logs every change of gamma, which it expects now and then; here it is every step's business.
         logging.getLogger(eagle_worker_v2.__name__).addFilter(lambda entry: not entry.getMessage().startswith(_SWITCH))
+
+    def _validate_vocab_compatibility(self, target_vocab_size: int, target_tokenizer: Any) -> None:
+        """STANDALONE wants as many embedding rows on both sides; one tokenizer is enough."""
+        runner = self._draft_worker.draft_runner
+        draft_vocab_size = runner.model_config.vocab_size
+        if draft_vocab_size == target_vocab_size or not have_one_vocabulary(target_tokenizer, self.server_args):
+            super()._validate_vocab_compatibility(target_vocab_size, target_tokenizer)
+            return
+        logger.info("the draft's %d embedding rows are fitted to the target's %d", draft_vocab_size, target_vocab_size)
+        fit_draft(runner.model, draft_vocab_size, target_vocab_size)
+
+    def apply_runtime_state(self, state: Any) -> None:
+        super().apply_runtime_state(state)
+        forget_earlier_gammas_of_this_process()
 
     def forward_batch_generation(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
@@ -40,16 +56,3 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
         else:
             self.batch_policy.begin_step(batch.reqs)
         return super().forward_batch_generation(batch, *args, **kwargs)
-
-
-def _first_ranks_choice(group: Any) -> Any:
-    """Policies read clocks, so ranks would differ; the first rank of a tensor-parallel group decides for all."""
-    if group.world_size == 1:
-        return lambda gamma: gamma
-
-    def agree(gamma: int) -> int:
-        chosen = torch.tensor([gamma])
-        torch.distributed.broadcast(chosen, src=group.ranks[0], group=group.cpu_group)
-        return int(chosen)
-
-    return agree

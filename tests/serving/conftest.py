@@ -28,6 +28,8 @@ ASSETS = Path(__file__).resolve().parents[2] / "spec_stack" / "assets"
 if importlib.util.find_spec("sglang") is None:
     collect_ignore_glob = ["test_*.py"]
 
+CONTEXT = 4096
+MIN_PROMPT_TOKENS = 400
 _ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1",
     "OMP_NUM_THREADS": "1",
@@ -35,7 +37,7 @@ _ENVIRONMENT = {
     # A leaked KV slot or request row ends the server: while it works, and (SGLang's default) whenever it idles.
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "2",
     # An error while scoring ends the server instead of hiding in a dense prefill.
-    "SPEC_STACK_SGLANG": '{"raise_scoring_errors": true}',
+    "SPEC_STACK_SGLANG": '{"prefill": {"on_scoring_error": "raise"}}',
 }
 _ARGUMENTS = (
     *("--device", "cpu", "--host", "127.0.0.1", "--dtype", "float32"),
@@ -58,12 +60,18 @@ class ServerDiedError(Exception):
 class Server:
     """An SGLang server in its own process group, which is stopped as one."""
 
-    def __init__(self, log: Path, arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        log: Path,
+        arguments: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        target: Path = ASSETS / "target",
+    ) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
         self.log = log
-        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(ASSETS / "target"), *_ARGUMENTS]
+        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(target), *_ARGUMENTS]
         with log.open("w") as output:
             self._process = subprocess.Popen(
                 [*command, "--port", self.url.rsplit(":", 1)[1], *arguments],
@@ -117,7 +125,10 @@ class Server:
         )
         try:
             with urllib.request.urlopen(request, timeout=timeout) as reply:
-                return reply.status, json.load(reply)
+                body_text = reply.read().decode()
+                # /flush_cache answers in plain words, /abort_request with nothing.
+                is_json = "json" in (reply.headers["Content-Type"] or "") and body_text
+                return reply.status, json.loads(body_text) if is_json else body_text
         except urllib.error.HTTPError as error:
             return error.code, json.loads(error.read() or b"null")
 
@@ -126,6 +137,32 @@ class Server:
         status, reply = self.post("/generate", generate_body(input_ids, max_new_tokens, **custom))
         assert status == 200, reply
         return dict(reply)
+
+    def chat(self, messages: Sequence[Mapping[str, str]], max_tokens: int = 24, **body: Any) -> dict[str, Any]:
+        """A greedy chat completion; its one choice's meta info, with the text under "text"."""
+        status, reply = self.post(
+            "/v1/chat/completions",
+            {
+                **{"model": "default", "messages": list(messages), "max_tokens": max_tokens, "temperature": 0},
+                **{"return_meta_info": True, "ignore_eos": True, **body},
+            },
+        )
+        assert status == 200, reply
+        choice = reply["choices"][0]
+        return {**choice["meta_info"], "text": choice["message"]["content"], "usage": reply["usage"]}
+
+    def state(self) -> dict[str, Any]:
+        """What the scheduler says about the plugin."""
+        return dict(self.get("/server_info")["internal_states"][0]["spec_stack"])
+
+    def metrics(self) -> dict[str, float]:
+        """Every Prometheus sample, summed over its labels."""
+        with urllib.request.urlopen(self.url + "/metrics", timeout=60) as reply:
+            lines = [line.rsplit(" ", 1) for line in reply.read().decode().splitlines() if not line.startswith("#")]
+        found: dict[str, float] = {}
+        for name, value in lines:
+            found[name.split("{")[0]] = found.get(name.split("{")[0], 0.0) + float(value)
+        return found
 
     def generate_all(self, requests: Sequence[tuple[Sequence[int], dict[str, Any]]]) -> list[dict[str, Any]]:
         """All at once."""
@@ -145,6 +182,8 @@ class Server:
 
 
 def generate_body(input_ids: Sequence[int], max_new_tokens: int, **custom: Any) -> dict[str, Any]:
+    """A greedy request. Nothing is protected unless asked for, as in the reference, which is given token ids too."""
+    custom = {"protect": [], **custom}
     return {
         "input_ids": list(input_ids),
         "sampling_params": {
@@ -187,6 +226,33 @@ class Reference:
     def tokens(self, input_ids: Sequence[int], **options: Any) -> list[int]:
         return list(self.result(input_ids, **options).token_ids)
 
+    def tokens_over(self, input_ids: Sequence[int], spans: Sequence[Sequence[int]], max_new_tokens: int) -> list[int]:
+        """Greedy tokens by plain Transformers: one forward over the kept tokens at their positions, then one by one."""
+        import torch
+        from transformers import DynamicCache
+
+        positions = [position for start, stop in spans for position in range(start, stop)]
+        model, cache, found = self.generator.target, DynamicCache(), []
+        ids, at = [input_ids[position] for position in positions], positions
+        with torch.no_grad():
+            for step in range(max_new_tokens):
+                logits = model(
+                    input_ids=torch.tensor([ids]),
+                    position_ids=torch.tensor([at]),
+                    past_key_values=cache,
+                    use_cache=True,
+                ).logits[0, -1]
+                found.append(int(logits.argmax()))
+                ids, at = [found[-1]], [len(input_ids) + step]
+        return found
+
+    def text_ids(self, num_tokens: int, seed: int) -> list[int]:
+        """Exactly num_tokens tokens of real text, without any chat."""
+        from spec_stack.demo import hide_fact
+
+        text = hide_fact(self.tokenizer, num_tokens + 60, seed).document
+        return list(self.tokenizer(text, add_special_tokens=False).input_ids)[:num_tokens]
+
     def prompt(self, num_tokens: int, seed: int) -> list[int]:
         """About num_tokens tokens of real text with a fact in it and a question after it."""
         from spec_stack.demo import hide_fact
@@ -201,20 +267,44 @@ def reference() -> Reference:
     return Reference()
 
 
-@pytest.fixture(scope="module")
-def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Starts servers with the plugin's algorithm and stops them after the module."""
-    started: list[Server] = []
+class Launcher:
+    """Starts servers with the plugin's algorithm, and stops all of them."""
 
-    def start(*arguments: str, environment: Mapping[str, str] | None = None, wait: bool = True) -> Server:
-        draft = ["--speculative-algorithm", "SPEC_STACK", "--speculative-draft-model-path", str(ASSETS / "draft")]
-        log = tmp_path_factory.mktemp("server") / "log"
-        server = Server(log, [*draft, *arguments], environment)
-        started.append(server)
+    def __init__(self, folders: pytest.TempPathFactory) -> None:
+        self._folders = folders
+        self._started: list[Server] = []
+
+    def __call__(
+        self, *arguments: str, environment: Mapping[str, str] | None = None, wait: bool = True, **models: Path
+    ) -> Server:
+        draft = models.get("draft", ASSETS / "draft")
+        algorithm = ["--speculative-algorithm", "SPEC_STACK", "--speculative-draft-model-path", str(draft)]
+        log = self._folders.mktemp("server") / "log"
+        server = Server(log, [*algorithm, *arguments], environment, models.get("target", ASSETS / "target"))
+        self._started.append(server)
         if wait:
             server.wait()
         return server
 
-    yield start
-    for server in started:
-        server.stop()
+    def stop(self) -> None:
+        for server in self._started:
+            server.stop()
+
+
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
+    launcher = Launcher(tmp_path_factory)
+    yield launcher
+    launcher.stop()
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One server for most tests: chunked prefill, radix cache, eight rows, metrics."""
+    launcher = Launcher(tmp_path_factory)
+    yield launcher(
+        *("--max-total-tokens", "24000", "--chunked-prefill-size", "256", "--max-running-requests", "8"),
+        *("--spec-stack-min-prompt-tokens", str(MIN_PROMPT_TOKENS), "--context-length", str(CONTEXT)),
+        *("--grammar-backend", "xgrammar", "--enable-metrics"),
+    )
+    launcher.stop()

@@ -2,35 +2,12 @@
 
 from __future__ import annotations
 
-import random
 import re
-import threading
-import time
 from typing import Any
 
 import pytest
 
-from .conftest import Reference, Server, generate_body
-
-CONTEXT = 4096
-
-
-@pytest.fixture(scope="module")
-def server(launch: Any) -> Server:
-    return launch(
-        "--max-total-tokens",
-        "24000",
-        "--chunked-prefill-size",
-        "256",
-        "--max-running-requests",
-        "8",
-        "--spec-stack-min-prompt-tokens",
-        "1500",
-        "--context-length",
-        str(CONTEXT),
-        "--grammar-backend",
-        "xgrammar",
-    )
+from .conftest import CONTEXT, Reference, Server, generate_body
 
 
 def test_a_dense_prompt_gives_the_references_tokens(server: Server, reference: Reference) -> None:
@@ -109,7 +86,8 @@ def test_a_repeated_pruned_prompt_reuses_its_prefix_and_gives_the_same_tokens(
     prompt = reference.prompt(800, seed=21)
     first, second = (server.generate(prompt, specprefill=True) for _ in range(2))
     kept = first["meta_info"]["spec_stack"]["num_kept_tokens"]
-    assert first["meta_info"]["cached_tokens"] == 0
+    # Other prompts begin alike: the first kept tokens stand at their own positions, so they are shared.
+    assert first["meta_info"]["cached_tokens"] < 64
     assert second["meta_info"]["cached_tokens"] >= kept - 1
     assert first["output_ids"] == second["output_ids"] == reference.tokens(prompt, specprefill=True)
 
@@ -237,60 +215,3 @@ def test_an_unbounded_request_ends_where_its_true_length_fills_the_context(
     assert status == 200, reply
     assert reply["meta_info"]["spec_stack"]["num_kept_tokens"] < 0.2 * len(prompt)
     assert 30 < reply["meta_info"]["completion_tokens"] <= CONTEXT - len(prompt)
-
-
-def test_two_hundred_random_requests_leave_nothing_behind(server: Server, reference: Reference) -> None:
-    """Random lengths, options, cancellations and bad values: right answers, and the pools are whole again."""
-    rng = random.Random(0)
-    prompts = [reference.prompt(num_tokens, seed=90 + num_tokens) for num_tokens in (40, 110, 260, 420)]
-    checked, refused, aborted, lock = [0], [0], [0], threading.Lock()
-    jobs = list(range(200))
-    failures: list[str] = []
-
-    def work() -> None:
-        while True:
-            with lock:
-                if not jobs:
-                    return
-                job = jobs.pop()
-                kind = rng.random()
-                prompt, num_new = rng.choice(prompts), rng.choice((1, 7, 20))
-                specprefill, gamma = rng.choice((True, False)), rng.choice((None, 0, 2, 8))
-            try:
-                if kind < 0.15:
-                    body = generate_body(prompt, num_new, keep_rate=7)
-                    assert server.post("/generate", body)[0] == 400
-                    refused[0] += 1
-                elif kind < 0.35:
-                    cancelled = f"cancelled-{job}"
-                    body = {**generate_body(prompt, 400, specprefill=specprefill), "rid": cancelled}
-                    threading.Timer(0.1, server.post, ("/abort_request", {"rid": cancelled})).start()
-                    _, reply = server.post("/generate", body)
-                    aborted[0] += reply["meta_info"]["finish_reason"]["type"] == "abort"
-                else:
-                    custom = {} if gamma is None else {"gamma": gamma}
-                    reply = server.generate(prompt, num_new, specprefill=specprefill, keep_rate=0.3, **custom)
-                    expected = reference.tokens(prompt, max_new_tokens=20, specprefill=specprefill, keep_rate=0.3)
-                    assert reply["output_ids"] == expected[:num_new], (len(prompt), num_new, specprefill, gamma)
-                    checked[0] += 1
-            except Exception as error:
-                failures.append(f"request {job}: {type(error).__name__}: {error}")
-
-    for prompt in prompts:
-        for specprefill in (True, False):
-            reference.tokens(prompt, max_new_tokens=20, specprefill=specprefill, keep_rate=0.3)
-    threads = [threading.Thread(target=work) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures, failures[:3]
-    assert checked[0] > 90
-    assert refused[0] > 10
-    assert aborted[0] > 10
-    time.sleep(3)
-    # Idle, SGLang compares what its pools hold with what they should, and ends itself if they differ.
-    assert server.is_alive, server.tail()
-    load = server.get("/v1/loads")["loads"][0]
-    assert (load["num_running_reqs"], load["num_waiting_reqs"]) == (0, 0)
-    assert server.generate(prompts[0], 20)["output_ids"] == reference.tokens(prompts[0], max_new_tokens=20)

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from .conftest import Reference, Server, generate_body
+from .conftest import Reference, Server
 from .test_serving import kept_ids
+from .test_traffic import Traffic
 
 
 def _mixed(reference: Reference, num_requests: int, max_new_tokens: int) -> list[tuple[list[int], dict[str, Any]]]:
@@ -41,7 +42,11 @@ def test_retracted_requests_go_on_at_their_original_positions(launch: Any, refer
         "6",
         environment={"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "6"},
     )
-    replies = _check(server, reference, _mixed(reference, 6, 40))
+    traffic = Traffic(server, reference, 24, seed=5)
+    traffic.run()
+    assert not traffic.failures, traffic.failures[:3]
+    traffic.check_tokens()
+    replies = [*_check(server, reference, _mixed(reference, 6, 40)), *(reply for _, reply in traffic.replies)]
     retracted = [reply for reply in replies if reply["meta_info"]["num_retractions"]]
     assert any(reply["meta_info"]["spec_stack"]["specprefill"] for reply in retracted)
     server.stop()
@@ -49,13 +54,13 @@ def test_retracted_requests_go_on_at_their_original_positions(launch: Any, refer
 
 @pytest.fixture(scope="module")
 def small(launch: Any) -> Iterator[Server]:
-    """Little room, and one radix namespace for all selections."""
-    server = launch("--max-total-tokens", "1800", environment={"SPEC_STACK_TEST_NAMESPACE": "one for all"})
+    """Little room, and radix keys without positions."""
+    server = launch("--max-total-tokens", "1800", environment={"SPEC_STACK_TEST_PLAIN_KEYS": "1"})
     yield server
     server.stop()
 
 
-def test_a_prompt_that_there_is_no_room_to_score_is_read_densely(small: Server, reference: Reference) -> None:
+def test_a_prompt_that_there_is_no_room_to_score_waits_until_there_is(small: Server, reference: Reference) -> None:
     """A long request holds most of the pool when a second one arrives; both are answered, and nothing leaks."""
     first, second = reference.prompt(1100, seed=61), reference.prompt(900, seed=62)
     with ThreadPoolExecutor(1) as pool:
@@ -67,21 +72,31 @@ def test_a_prompt_that_there_is_no_room_to_score_is_read_densely(small: Server, 
             time.sleep(0.05)
         reply = small.generate(second, specprefill=True)
         assert running.result()["output_ids"] == reference.tokens(first, max_new_tokens=300)
+    assert reply["meta_info"]["spec_stack"]["specprefill"] is True
+    assert reply["output_ids"] == reference.tokens(second, specprefill=True)
+
+
+def test_scoring_leaves_others_most_of_their_cache(small: Server, reference: Reference) -> None:
+    """It may take half of the pool from the cache (scoring_evict_share); a prompt that needs more goes on densely."""
+    assert small.post("/flush_cache", {})[0] == 200
+    small.generate(reference.prompt(1450, seed=64), 2, specprefill=False)
+    prompt = reference.prompt(1350, seed=65)
+    reply = small.generate(prompt, 2, specprefill=True)
     report = reply["meta_info"]["spec_stack"]
-    assert (report["specprefill"], report["num_scored_tokens"], report["num_kept_tokens"]) == (False, 0, len(second))
+    assert (report["outcome"], report["num_scored_tokens"], report["num_kept_tokens"]) == ("no_room", 0, len(prompt))
     assert "room for" in report["specprefill_reason"]
-    assert reply["output_ids"] == reference.tokens(second)
+    assert reply["output_ids"] == reference.tokens(prompt)[:2]
 
 
-def test_without_the_namespace_pruned_kv_would_serve_the_wrong_prompt(small: Server, reference: Reference) -> None:
-    """The control for the radix cache's namespace: the test support takes it away, and the reply goes wrong."""
-    server = small
+def test_without_positions_in_the_key_pruned_kv_would_serve_the_wrong_prompt(
+    small: Server, reference: Reference
+) -> None:
+    """The control for the radix keys: the test support takes the positions out of them, and the reply goes wrong."""
     prompt = reference.prompt(800, seed=22)
-    pruned = server.generate(prompt, specprefill=True)
+    pruned = small.generate(prompt, specprefill=True)
     assert pruned["output_ids"] == reference.tokens(prompt, specprefill=True)
     compact = kept_ids(reference, prompt)
-    status, wrong = server.post("/generate", {**generate_body(compact, 24), "extra_key": "one for all"})
-    assert status == 200, wrong
+    wrong = small.generate(compact)
     assert wrong["meta_info"]["cached_tokens"] >= len(compact) - 1
     assert wrong["output_ids"] != reference.tokens(compact)
 
@@ -98,10 +113,26 @@ def test_pages_of_sixteen_slots_change_no_token(launch: Any, reference: Referenc
     server.stop()
 
 
-def test_two_ranks_agree_on_selection_and_gamma(launch: Any, reference: Reference) -> None:
-    server = launch("--max-total-tokens", "8000", "--tp-size", "2", environment={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"})
-    replies = _check(server, reference, _mixed(reference, 4, 40))
-    for reply, (prompt, options) in zip(replies, _mixed(reference, 4, 40), strict=True):
+def test_two_ranks_agree_on_selection_and_gamma_and_on_the_failure_of_one(launch: Any, reference: Reference) -> None:
+    """The test support lets one rank fail at prompts of over 600 tokens, while the other is well."""
+    server = launch(
+        *("--max-total-tokens", "8000", "--tp-size", "2"),
+        environment={
+            "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
+            "SPEC_STACK_TEST_FAIL_ON_RANK": "1",
+            "SPEC_STACK_SGLANG": "{}",
+        },
+    )
+    requests = _mixed(reference, 4, 40)
+    replies = _check(server, reference, requests)
+    for reply, (prompt, options) in zip(replies, requests, strict=True):
         kept = reply["meta_info"]["spec_stack"]["num_kept_tokens"]
         assert kept == reference.result(prompt, **options).metrics.num_kept_tokens
+    prompt = reference.prompt(900, seed=48)
+    reply = server.generate(prompt, 8, specprefill=True)
+    report = reply["meta_info"]["spec_stack"]
+    assert (report["outcome"], report["specprefill"]) == ("failed", False)
+    assert "on another rank" in report["specprefill_reason"]
+    assert reply["output_ids"] == reference.tokens(prompt)[:8]
+    assert "put out of action by a test" in server.log.read_text(errors="replace"), "the traceback is in the log"
     server.stop()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from .conftest import Reference
+from .conftest import ASSETS, Reference, generate_body
 
 _ACCEPTED: dict[str, Any] = {
     "speculative_draft_model_path": "draft",
@@ -19,6 +21,7 @@ _ACCEPTED: dict[str, Any] = {
     "speculative_adaptive": False,
     "enable_dp_attention": False,
     "pp_size": 1,
+    "speculative_use_rejection_sampling": False,
 }
 
 
@@ -32,6 +35,7 @@ _ACCEPTED: dict[str, Any] = {
         ({"speculative_adaptive": True}, "--speculative-adaptive"),
         ({"enable_dp_attention": True}, "--enable-dp-attention"),
         ({"pp_size": 2}, "--pp-size"),
+        ({"speculative_use_rejection_sampling": True}, "--speculative-use-rejection-sampling"),
     ],
 )
 def test_arguments_that_cannot_work_are_refused_by_name(arguments: dict[str, Any], named: str) -> None:
@@ -44,6 +48,52 @@ def test_arguments_that_cannot_work_are_refused_by_name(arguments: dict[str, Any
     validate(SimpleNamespace(**_ACCEPTED))
     with pytest.raises(ValueError, match=named):
         validate(SimpleNamespace(**{**_ACCEPTED, **arguments}))
+
+
+def test_a_switch_that_leaves_holes_in_the_drafts_kv_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.plugins import load_plugins
+
+    from spec_stack.sglang.algorithm import validate
+
+    load_plugins()
+    monkeypatch.setenv("SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND", "1")
+    with pytest.raises(ValueError, match="leave 0 out"):
+        validate(SimpleNamespace(**_ACCEPTED))
+    monkeypatch.setenv("SPEC_STACK_SGLANG", json.dumps({"gammas": [2, 4]}))
+    validate(SimpleNamespace(**_ACCEPTED))
+
+
+def _padded(model: Path, folder: Path, num_rows: int, factor: float) -> Path:
+    """A copy of a model whose embeddings have rows more that no tokenizer makes an id for, factor times the first."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    weights = load_file(folder / "model.safetensors")
+    for name, weight in weights.items():
+        if weight.ndim == 2 and weight.shape[0] == config["vocab_size"]:
+            weights[name] = torch.cat([weight, factor * weight[:1].expand(num_rows, -1)]).contiguous()
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": config["vocab_size"] + num_rows}))
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("wider", ["target", "draft"])
+def test_a_pair_with_one_tokenizer_and_padded_embeddings_starts(
+    launch: Any, reference: Reference, tmp_path: Path, wider: str
+) -> None:
+    """A padded draft would propose nothing else than its surplus ids, were they not cut; a padded target's are read."""
+    num_ids = reference.generator.target.config.vocab_size
+    models = {wider: _padded(ASSETS / wider, tmp_path / wider, 64, factor=9 if wider == "draft" else 0)}
+    server = launch("--max-total-tokens", "8000", **models)
+    prompt = reference.prompt(300, seed=8)
+    reply = server.generate(prompt, 40, gamma=4)
+    assert reply["output_ids"] == reference.tokens(prompt, max_new_tokens=40)
+    assert reply["meta_info"]["spec_stack"]["num_accepted"] > 5
+    if wider == "target":
+        assert server.post("/generate", generate_body([*prompt, num_ids + 20], 4, gamma=4))[0] == 200
+    assert server.is_alive
+    server.stop()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import math
 import sys
@@ -19,16 +20,15 @@ from spec_stack.controller.base import DraftSignals, StepContext, StepRecord
 from spec_stack.controller.registry import make_batch_policy
 from spec_stack.sglang import plugin, support
 from spec_stack.sglang.batch_policy import BatchPolicy
-from spec_stack.sglang.positions import BatchMap, PositionMap, protect_kv_lengths
+from spec_stack.sglang.positions import BatchMap, BatchOffsets, PositionMap, protect_kv_lengths
+from spec_stack.sglang.reports import ReplyInfo, correct_acceptance, vllm_metrics, with_report
 from spec_stack.sglang.request_state import (
     STATE,
     PrefillReport,
-    ReplyInfo,
     RequestOptions,
     RequestState,
     attach,
     dense_reason,
-    namespace,
     note_step,
 )
 from spec_stack.sglang.server_args import BATCH_POLICIES, ENVIRONMENT, ServerConfig, add_flags
@@ -63,6 +63,26 @@ def test_the_drafts_slots_stand_one_before_the_token_they_hold(
     assert mapped.tolist() == [position - 1 for position in whole[1:]]
 
 
+@given(
+    st.lists(st.none() | selections(), min_size=1, max_size=5).filter(any), st.booleans(), st.integers(1, 6), st.data()
+)
+def test_behind_the_prompt_one_offset_per_request_says_the_same(
+    requests: list[tuple[list[int], int] | None], is_draft: bool, width: int, data: st.DataObject
+) -> None:
+    maps = [None if it is None else PositionMap(*it) for it in requests]
+    first = [0 if it is None else len(it[0]) - is_draft + data.draw(st.integers(0, 9)) for it in requests]
+    slots = torch.tensor([start + at for start in first for at in range(width)], dtype=torch.int32)
+    by_table = BatchMap(maps, is_draft, CPU)(slots, [width] * len(maps))
+    by_offset = BatchOffsets(maps, CPU)(slots)
+    assert by_offset.tolist() == by_table.tolist()
+    assert by_offset.dtype == slots.dtype
+
+
+def test_slots_that_cannot_be_shared_evenly_are_refused() -> None:
+    with pytest.raises(RuntimeError, match="shared evenly"):
+        BatchOffsets([None, PositionMap([0], 1)], CPU)(torch.arange(5))
+
+
 def test_a_batch_is_mapped_request_by_request() -> None:
     pruned, other = PositionMap([0, 4, 9], 10), PositionMap([5, 6], 7)
     slots = torch.tensor([0, 1, 2, 7, 8, 1, 2, 3], dtype=torch.int32)
@@ -94,12 +114,6 @@ def test_a_protected_draft_backend_sees_lengths_only_while_it_builds() -> None:
     assert batch.positions.tolist() == [90, 7]
 
 
-def test_selections_share_a_namespace_only_if_equal() -> None:
-    assert namespace([0, 3, 9], 10) == namespace([0, 3, 9], 10)
-    others = {namespace([0, 3, 9], 10), namespace([0, 4, 9], 10), namespace([0, 3, 9], 11), namespace([0, 9], 10)}
-    assert len(others) == 4
-
-
 CONFIG = ServerConfig()
 
 
@@ -119,6 +133,13 @@ CONFIG = ServerConfig()
         {"policy": "oracle"},
         {"policy": {}},
         {"gamma": 4, "policy": "ema"},
+        {"protect": 3},
+        {"protect": [3, 4]},
+        {"protect": [[4, 3]]},
+        {"protect": [[-1, 3]]},
+        {"protect": [[0, 1.5]]},
+        {"spec_stack": {"specprefil": True}},
+        {"spec_stack": 3},
     ],
 )
 def test_an_option_out_of_range_is_refused_by_name(custom: dict[str, Any]) -> None:
@@ -132,8 +153,12 @@ def test_what_is_not_an_option_is_left_alone(custom: Any) -> None:
 
 
 def test_options_are_read() -> None:
-    options = RequestOptions.parse({"specprefill": True, "keep_rate": 0.3, "gamma": 8}, CONFIG)
-    assert options == RequestOptions(specprefill=True, keep_rate=0.3, gamma=8)
+    options = RequestOptions.parse({"specprefill": True, "keep_rate": 0.3, "gamma": 8, "protect": [[0, 4]]}, CONFIG)
+    assert options == RequestOptions(specprefill=True, keep_rate=0.3, gamma=8, protect=((0, 4),))
+    assert options == RequestOptions.parse(
+        {"keep_rate": 0.9, "spec_stack": {"specprefill": True, "keep_rate": 0.3, "gamma": 8, "protect": [[0, 4]]}},
+        CONFIG,
+    )
     assert options.prefill(CONFIG).keep_rate == 0.3
     assert RequestOptions().prefill(CONFIG) == CONFIG.prefill
 
@@ -142,20 +167,23 @@ def test_options_are_read() -> None:
     ("asked", "named"),
     [
         ({"return_logprob": True, "logprob_start_len": 0}, "logprobs"),
-        ({"session_params": object()}, "session"),
-        ({"mm_inputs": object()}, "multimodal"),
+        ({"session": object()}, "session"),
+        ({"multimodal_inputs": object()}, "multimodal"),
         ({"bootstrap_room": 5}, "different servers"),
         ({"return_hidden_states": True}, "hidden states"),
+        ({"beam_group": object()}, "beams"),
     ],
 )
 def test_a_request_that_needs_the_whole_prompt_says_why(asked: dict[str, Any], named: str) -> None:
-    reason = dense_reason(SimpleNamespace(**asked))
+    reason = dense_reason(SimpleNamespace(origin_input_ids=[1, 2, 3], **asked))
     assert reason is not None
     assert named in reason
 
 
-def test_output_logprobs_and_nothing_special_need_no_whole_prompt() -> None:
-    assert dense_reason(SimpleNamespace(return_logprob=True, logprob_start_len=-1, mm_inputs=None)) is None
+@pytest.mark.parametrize("start", [-1, 3])
+def test_output_logprobs_and_nothing_special_need_no_whole_prompt(start: int) -> None:
+    request = SimpleNamespace(origin_input_ids=[1, 2, 3], return_logprob=True, logprob_start_len=start, session=None)
+    assert dense_reason(request) is None
 
 
 @pytest.mark.parametrize(
@@ -164,7 +192,11 @@ def test_output_logprobs_and_nothing_special_need_no_whole_prompt() -> None:
         ({"keep_rate": 3}, "keep_rate"),
         ({"min_prompt_tokens": -1}, "min_prompt_tokens"),
         ({"threshold": 9}, "threshold"),
-        ({"raise_scoring_errors": 1}, "raise_scoring_errors"),
+        ({"prefill": {"on_scoring_error": 1}}, "on_scoring_error"),
+        ({"scoring_evict_share": 2}, "scoring_evict_share"),
+        ({"max_gamma_by_batch_size": {"0": 2}}, "max_gamma_by_batch_size"),
+        ({"max_gamma_by_batch_size": {"many": 2}}, "max_gamma_by_batch_size"),
+        ({"max_gamma_by_batch_size": [2]}, "max_gamma_by_batch_size"),
         ({"policy": "confidence"}, "policy"),
         ({"policy": "batch-throughput"}, "policy"),
         ({"gammas": []}, "gammas"),
@@ -173,6 +205,8 @@ def test_output_logprobs_and_nothing_special_need_no_whole_prompt() -> None:
         ({"gammas": [2.5]}, "gammas"),
         ({"gammas": 4}, "gammas"),
         ({"prefill": {"keep": 1}}, "prefill.keep"),
+        ({"prefill": {"draft_window": 512}}, "draft_window"),
+        ({"keep_rate": [[0, 0.5]]}, "keep_rate"),
         ({"prefill": 3}, "prefill"),
         ({"colour": "red"}, "colour"),
         ({"policy": "fixed", "policy_options": {"gamma": 3}}, "gamma 3"),
@@ -205,6 +239,12 @@ def test_flags_reach_another_process_through_the_environment(monkeypatch: pytest
     config = ServerConfig.from_environment()
     assert (config.prefill.keep_rate, config.prefill.chunk_size, config.prefill.min_prompt_tokens) == (0.1, 16, 77)
     assert (config.policy, config.gammas) == ("ema", (0, 4))
+
+
+def test_a_curve_of_keep_rates_comes_from_a_file() -> None:
+    config = ServerConfig.from_mapping({"keep_rate": [[1000, 0.5], [4000, 0.1]]})
+    assert config.prefill.rate_for(500) == 0.5
+    assert config.prefill.rate_for(9000) == 0.1
 
 
 @pytest.mark.parametrize("value", ["{", "[]", "3"])
@@ -241,8 +281,10 @@ def _state(options: RequestOptions | None = None) -> RequestState:
         num_prompt_tokens=9,
         num_kept_tokens=4,
         num_scored_tokens=9,
+        num_protected_tokens=0,
         specprefill=True,
         specprefill_reason="on",
+        outcome="pruned",
         keep_rate=4 / 9,
         scoring_s=0.1,
         policy="fixed",
@@ -270,9 +312,52 @@ def test_what_travels_with_tokens_adds_up_to_the_reply() -> None:
         reply.add(carried[start : start + 3])
     unfinished, info = reply.meta_info(is_finished=False), reply.meta_info(is_finished=True)
     assert info is not None
-    assert unfinished == {key: value for key, value in info.items() if key != "gamma_trace"}
+    assert unfinished == {key: value for key, value in info.items() if key not in ("gamma_trace", "accepted_trace")}
     assert (info["num_prompt_tokens"], info["num_kept_tokens"], info["specprefill"]) == (9, 4, True)
     assert (info["gamma_trace"], info["num_proposed"], info["num_accepted"]) == ([4, 0, 8], 12, 10)
+
+
+def test_a_moving_gammas_acceptance_is_of_what_was_proposed() -> None:
+    """SGLang takes the widest gamma for every step's: eight proposed in each of three."""
+    report = {"num_proposed": 12, "num_accepted": 9, "gamma_trace": [4, 0, 8], "accepted_trace": [1, 0, 8]}
+    meta_info = {"spec_accept_rate": 9 / 24, "spec_num_proposed_drafts": 24, "spec_verify_ct": 3}
+    correct_acceptance(meta_info, report)
+    assert meta_info["spec_accept_rate"] == 0.75
+    assert (meta_info["spec_num_proposed_drafts"], meta_info["spec_num_correct_drafts"]) == (12, 9)
+    shape = vllm_metrics(report)["speculative_decoding"]
+    assert shape["mean_acceptance_length"] == 4
+    assert shape["draft_acceptance_rate"] == 0.75
+    assert shape["acceptance_histogram"] == [1, 1, 0, 0, 0, 0, 0, 0, 1]
+    assert (shape["num_spec_steps"], shape["num_draft_tokens"], shape["num_spec_tokens"]) == (3, 12, 8)
+    nothing = {"num_proposed": 0, "num_accepted": 0, "gamma_trace": [], "accepted_trace": []}
+    correct_acceptance(meta_info, nothing)
+    assert meta_info["spec_accept_rate"] == 0
+    assert vllm_metrics(nothing)["speculative_decoding"]["mean_acceptance_length"] == 1
+
+
+def test_an_openai_stream_carries_the_report_in_its_usage_chunk_alone() -> None:
+    report = {"num_proposed": 4, "num_accepted": 2, "gamma_trace": [4], "accepted_trace": [2], "outcome": "pruned"}
+    request = SimpleNamespace()
+    events = [
+        'data: {"choices":[{"delta":{"content":"\\"choices\\":[] \\"usage\\":{"}}]}\n\n',
+        'data: {"id":"a","choices":[],"usage":{"prompt_tokens":9}}\n\n',
+        "data: [DONE]\n\n",
+    ]
+
+    async def stream() -> Any:
+        for number, event in enumerate(events):
+            if number == 1:
+                request.spec_stack_report = report
+            yield event
+
+    async def collect() -> list[str]:
+        return [event async for event in with_report(stream(), request)]
+
+    first, last, done = asyncio.run(collect())
+    assert (first, done) == (events[0], events[2])
+    chunk = json.loads(last.removeprefix("data: "))
+    assert (chunk["id"], chunk["usage"], chunk["spec_stack"]) == ("a", {"prompt_tokens": 9}, report)
+    assert chunk["metrics"]["speculative_decoding"]["num_draft_tokens"] == 4
 
 
 def test_a_step_after_a_retraction_is_noted_at_its_own_token() -> None:
@@ -399,6 +484,26 @@ def test_the_smallest_gamma_asked_for_holds_for_the_batch() -> None:
     gamma = BatchPolicy(ServerConfig(), "fp32")
     gamma.begin_step([_request("a", RequestOptions(gamma=4)), _request("b"), _request("c", RequestOptions(gamma=2))])
     assert gamma.get_steps_for_batch(3) == 2
+
+
+def test_a_large_batch_drafts_no_further_than_its_graphs_were_captured_for() -> None:
+    config = ServerConfig.from_mapping({"max_gamma_by_batch_size": {"3": 4, "9": 1}})
+    policy = BatchPolicy(config, "fp32")
+    policy.set_cuda_graph_bs([1, 2, 4, 8, 16])
+    captured = {gamma: policy.cuda_graph_bs_for_step(gamma) for gamma in config.gammas}
+    assert captured == {0: [1, 2, 4, 8, 16], 1: [1, 2, 4, 8, 16], 2: [1, 2, 4, 8], 4: [1, 2, 4, 8], 8: [1, 2]}
+    for num_requests in (1, 2, 3, 4, 8, 9, 16, 30):
+        requests = [_request(str(index), RequestOptions(gamma=8)) for index in range(num_requests)]
+        policy.begin_step(requests)
+        gamma = policy.get_steps_for_batch(num_requests)
+        padded = min((size for size in (1, 2, 4, 8, 16) if size >= num_requests), default=None)
+        assert padded is None or padded in captured[gamma]
+        assert gamma == (8 if num_requests < 3 else 4 if num_requests < 9 else 1)
+        policy.on_verify_complete([0] * num_requests, num_requests)
+
+
+def test_a_gamma_there_is_none_of_at_this_size_is_the_smallest() -> None:
+    assert ServerConfig(gammas=(4, 8), max_gamma_by_batch_size={2: 1}).gammas_at(2) == (4,)
 
 
 def test_a_policy_decides_only_where_all_that_ask_agree() -> None:

@@ -1,7 +1,7 @@
 """SGLang's torch_native attention, taught verification and multi-step drafting, so that STANDALONE runs on a CPU.
 
 SGLang has no CPU attention for speculative decoding without AMX. This is test support: the shipped plugin leaves
-attention backends alone. Two environment variables put a part of the plugin out of action, for tests that must see
+attention backends alone. Environment variables put a part of the plugin out of action, for tests that must see
 what it is good for.
 """
 
@@ -14,12 +14,32 @@ import torch
 
 def register():
     _teach_attention()
-    if shared := os.environ.get("SPEC_STACK_TEST_NAMESPACE"):
-        from spec_stack.sglang import admission
+    if os.environ.get("SPEC_STACK_TEST_PLAIN_KEYS"):
+        from array import array
 
-        admission.namespace = lambda kept, num_prompt_tokens: shared
+        from spec_stack.sglang.radix_keys import PlacedKey
+
+        PlacedKey.place = lambda self, token_ids: array("q", token_ids)
+    if rank := os.environ.get("SPEC_STACK_TEST_FAIL_ON_RANK"):
+        _fail_on(int(rank))
     if os.environ.get("SPEC_STACK_TEST_BREAK_HOOK"):
         _break("ForwardBatch.init_new")
+
+
+def _fail_on(rank):
+    """One rank alone cannot score long prompts, as if it had run out of memory."""
+    from sglang.srt.distributed.parallel_state import get_tp_group
+
+    from spec_stack.sglang.scoring import DraftScorer
+
+    check = DraftScorer._check_room
+
+    def fail_on_long_prompts(scorer, num_slots):
+        if get_tp_group().rank_in_group == rank and num_slots > 600:
+            raise MemoryError("put out of action by a test")
+        check(scorer, num_slots)
+
+    DraftScorer._check_room = fail_on_long_prompts
 
 
 def _break(name):

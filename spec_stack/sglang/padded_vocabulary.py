@@ -1,0 +1,54 @@
+"""Pairs with one tokenizer whose embeddings are padded to different numbers of rows, such as Qwen2.5's 0.5B and 72B."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessor
+from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from sglang.srt.utils.hf_transformers_utils import get_tokenizer
+
+logger = logging.getLogger(__name__)
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+
+
+def have_one_vocabulary(target_tokenizer: Any, server_args: Any) -> bool:
+    """Whether every token has the same id in the draft's tokenizer; False where the server runs without one.
+
+    SGLang loads none for the draft, so it is loaded here. A draft that comes without a tokenizer has its target's.
+    """
+    if target_tokenizer is None:
+        return False
+    draft = server_args.speculative_draft_model_path
+    if Path(draft).is_dir() and not any((Path(draft) / name).is_file() for name in _TOKENIZER_FILES):
+        logger.info("%s has no tokenizer of its own, so its target's is taken for it", draft)
+        return True
+    draft_tokenizer = get_tokenizer(draft, trust_remote_code=server_args.trust_remote_code)
+    return bool(target_tokenizer.get_vocab() == draft_tokenizer.get_vocab())
+
+
+def fit_draft(model: torch.nn.Module, draft_size: int, target_size: int) -> None:
+    """Make a draft of draft_size rows fit a target of target_size. Mutates the draft's modules.
+
+    A wider draft's logits are cut, so that it proposes no id that the target lacks. A narrower draft gets the last of
+    its own ids for those beyond, which no tokenizer makes: what it drafts after one is as good as any guess.
+    """
+    if draft_size > target_size:
+        for module in model.modules():
+            if isinstance(module, LogitsProcessor):
+                module.vocab_size = target_size
+    else:
+        for module in model.modules():
+            if isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead):
+                module.register_forward_pre_hook(_Clamp(draft_size - 1))
+
+
+class _Clamp:
+    def __init__(self, largest: int) -> None:
+        self._largest = largest
+
+    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (args[0].clamp(max=self._largest), *args[1:])

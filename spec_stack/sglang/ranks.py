@@ -1,0 +1,35 @@
+"""What the ranks of a tensor-parallel group must agree on. Each function is to be called by all of them at once."""
+
+from __future__ import annotations
+
+import torch
+from sglang.srt.distributed.parallel_state import get_tp_group
+
+
+def first_ranks_gamma(gamma: int) -> int:
+    """Policies read clocks, so ranks would differ: the first rank decides for all."""
+    group = get_tp_group()
+    if group.world_size == 1:
+        return gamma
+    chosen = torch.tensor([gamma])
+    torch.distributed.broadcast(chosen, src=group.ranks[0], group=group.cpu_group)
+    return int(chosen)
+
+
+def all_say_yes(answer: bool) -> bool:
+    """Whether all ranks say so: one that failed by itself would prune, or draft, alone."""
+    group = get_tp_group()
+    if group.world_size == 1:
+        return answer
+    answers = torch.tensor([int(answer)])
+    torch.distributed.all_reduce(answers, op=torch.distributed.ReduceOp.MIN, group=group.cpu_group)
+    return bool(answers)
+
+
+def largest_of_all(values: torch.Tensor) -> torch.Tensor:
+    """Element by element; mutates and returns values. Each rank holds some of the heads that importance is the
+    largest value over."""
+    group = get_tp_group()
+    if group.world_size > 1:
+        torch.distributed.all_reduce(values, op=torch.distributed.ReduceOp.MAX, group=group.device_group)
+    return values

@@ -1,0 +1,139 @@
+"""What a reply, a stream's last chunk and /metrics say. Runs in the process that writes replies; no SGLang here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+REPORTED = "spec_stack_report"
+"""The attribute of SGLang's request object that holds its final report, for the stream that serves it."""
+_GAMMA_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
+_SECONDS_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
+
+
+class ReplyInfo:
+    """One reply's report, put together from what came with its tokens (see `request_state.attach`)."""
+
+    def __init__(self) -> None:
+        self._report: dict[str, Any] | None = None
+        self._gammas: list[int] = []
+        self._accepted: list[int] = []
+
+    @property
+    def num_prompt_tokens(self) -> int | None:
+        """The prompt's true length; None where no report has come."""
+        return None if self._report is None else int(self._report["num_prompt_tokens"])
+
+    def add(self, carried: Sequence[Any]) -> None:
+        """Take in what came with the next tokens."""
+        for item in carried:
+            if isinstance(item, Mapping):
+                self._report = dict(item)
+            elif item is not None:
+                gamma, num_accepted = item
+                self._gammas.append(gamma)
+                self._accepted.append(num_accepted)
+
+    def meta_info(self, is_finished: bool) -> dict[str, Any] | None:
+        """The report with the steps so far, at the end with every step's gamma and how many of it were accepted; None
+        where none has come."""
+        if self._report is None:
+            return None
+        steps = {"gamma_trace": list(self._gammas), "accepted_trace": list(self._accepted)} if is_finished else {}
+        return {**self._report, "num_proposed": sum(self._gammas), "num_accepted": sum(self._accepted), **steps}
+
+
+def correct_acceptance(meta_info: dict[str, Any], report: Mapping[str, Any]) -> None:
+    """Put right what SGLang computes from the widest gamma alone. Mutates meta_info."""
+    num_proposed, num_accepted = report["num_proposed"], report["num_accepted"]
+    meta_info["spec_num_proposed_drafts"] = num_proposed
+    meta_info["spec_num_correct_drafts"] = num_accepted
+    meta_info["spec_accept_rate"] = num_accepted / num_proposed if num_proposed else 0.0
+
+
+def vllm_metrics(report: Mapping[str, Any]) -> dict[str, Any]:
+    """The final report in the shape of vLLM's per-request metrics, which benchmark clients read.
+
+    Parameters
+    ----------
+    report
+        With its gamma_trace and accepted_trace.
+
+    Returns
+    -------
+    dict
+        acceptance_histogram[n] counts the steps with n accepted tokens; mean_acceptance_length has the target's own
+        token of each step in it.
+    """
+    accepted, num_steps = report["accepted_trace"], len(report["gamma_trace"])
+    num_proposed, num_accepted = report["num_proposed"], report["num_accepted"]
+    return {
+        "speculative_decoding": {
+            "mean_acceptance_length": 1 + num_accepted / num_steps if num_steps else 1.0,
+            "draft_acceptance_rate": num_accepted / num_proposed if num_proposed else 0.0,
+            "acceptance_histogram": [accepted.count(n) for n in range(max(accepted, default=-1) + 1)],
+            "num_spec_steps": num_steps,
+            "num_draft_tokens": num_proposed,
+            "num_accepted_draft_tokens": num_accepted,
+            "num_spec_tokens": max(report["gamma_trace"], default=0),
+        }
+    }
+
+
+async def with_report(stream: AsyncIterator[str], request: object) -> AsyncIterator[str]:
+    """An OpenAI stream's events, the usage chunk with the report of `request` (SGLang's own object for it).
+
+    That chunk comes last, and only where the client asked for it (stream_options.include_usage).
+    """
+    async for event in stream:
+        report = getattr(request, REPORTED, None)
+        yield event if report is None else _reported(event, report)
+
+
+def _reported(event: str, report: Mapping[str, Any]) -> str:
+    name, _, data = event.strip().partition(" ")
+    # Every other chunk has a choice in it, and most of a stream's cost is in its chunks.
+    if name != "data:" or '"choices":[]' not in data or '"usage":{' not in data:
+        return event
+    chunk = {**json.loads(data), "spec_stack": dict(report), "metrics": vllm_metrics(report)}
+    return f"data: {json.dumps(chunk)}\n\n"
+
+
+class ReplyMetrics:
+    """This project's Prometheus metrics, over all finished replies of a server. One per process, beside SGLang's own.
+
+    Every one is the sum (or histogram) of the replies' reports, so that the two can be held against each other.
+    """
+
+    def __init__(self, model_name: str) -> None:
+        # SGLang sets the directory that its processes share before anything of this may be imported.
+        from prometheus_client import Counter, Histogram  # type: ignore[import-not-found]
+
+        def counter(name: str, text: str, *labels: str) -> Any:
+            return Counter(f"spec_stack:{name}", text, ["model_name", *labels])
+
+        self._model_name = model_name
+        self._requests = counter("requests_total", "finished requests, by what became of the prompt", "outcome")
+        self._tokens = {
+            "num_prompt_tokens": counter("prompt_tokens_total", "prompt tokens, whole prompts"),
+            "num_kept_tokens": counter("kept_tokens_total", "prompt tokens that the target prefilled or had cached"),
+            "num_scored_tokens": counter("scored_tokens_total", "prompt tokens that the draft scored"),
+            "num_protected_tokens": counter("protected_tokens_total", "prompt tokens of system messages and templates"),
+            "cached_tokens": counter("cached_tokens_total", "prompt tokens that were in the radix cache"),
+            "num_proposed": counter("proposed_tokens_total", "tokens that the draft proposed"),
+            "num_accepted": counter("accepted_tokens_total", "proposed tokens that the target accepted"),
+        }
+        labels = ["model_name"]
+        self._gamma = Histogram("spec_stack:gamma", "tokens drafted per step", labels, buckets=_GAMMA_BUCKETS)
+        self._scoring = Histogram("spec_stack:scoring_seconds", "scoring of a prompt", labels, buckets=_SECONDS_BUCKETS)
+
+    def observe(self, report: Mapping[str, Any], num_cached: int) -> None:
+        """Count a finished reply; report is its final one."""
+        self._requests.labels(self._model_name, report["outcome"]).inc()
+        for name, counted in self._tokens.items():
+            counted.labels(self._model_name).inc(report.get(name, num_cached))
+        for gamma in report["gamma_trace"]:
+            self._gamma.labels(self._model_name).observe(gamma)
+        if report["num_scored_tokens"]:
+            self._scoring.labels(self._model_name).observe(report["scoring_s"])

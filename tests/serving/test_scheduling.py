@@ -1,0 +1,95 @@
+"""Scoring is work among other work: it takes turns with running requests, and stops for whom it is not wanted."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from urllib.parse import urlparse
+
+from .conftest import Reference, Server, generate_body
+
+
+def _wait_until(reached: Callable[[], bool], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not reached():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_running_requests_get_tokens_while_a_prompt_is_scored(server: Server, reference: Reference) -> None:
+    """Between two chunks of scoring there is a decode step, so a chunk is the longest that one waits for it."""
+    prompt = reference.prompt(2800, seed=41)
+    arrivals: list[float] = []
+
+    def stream() -> None:
+        for _ in server.stream("/generate", generate_body(reference.prompt(60, seed=40), 400, gamma=0)):
+            arrivals.append(time.monotonic())
+
+    running = threading.Thread(target=stream)
+    running.start()
+    _wait_until(lambda: len(arrivals) > 5)
+    begun = time.monotonic()
+    reply = server.generate(prompt, 1, specprefill=True, keep_rate=0.1)
+    ended = time.monotonic()
+    running.join()
+    assert reply["meta_info"]["spec_stack"]["num_scored_tokens"] == len(prompt)
+    # Eleven chunks of 256, then the look-ahead and the prefill.
+    assert sum(begun < arrival < ended for arrival in arrivals) >= 9
+    assert reply["output_ids"] == reference.tokens(prompt, specprefill=True, keep_rate=0.1)[:1]
+
+
+def test_prompts_of_clients_that_hang_up_are_not_scored(server: Server, reference: Reference) -> None:
+    before = server.state()["num_requests"]["pruned"]
+    address = urlparse(server.url)
+    clients = []
+    for seed in range(4):
+        # SGLang notices at once that a stream's client has gone, and others within four seconds.
+        asked = {**generate_body(reference.prompt(3000, seed=50 + seed), 4, specprefill=True), "stream": True}
+        body = json.dumps(asked).encode()
+        client = socket.create_connection((address.hostname, address.port))
+        head = f"POST /generate HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Type: application/json\r\n"
+        client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        clients.append(client)
+    _wait_until(lambda: server.state()["num_waiting_for_their_score"] >= 3)
+    for client in clients:
+        client.close()
+    short = reference.prompt(40, seed=49)
+    assert server.generate(short, 4)["output_ids"] == reference.tokens(short)[:4]
+    _wait_until(lambda: server.state()["num_waiting_for_their_score"] == 0)
+    assert server.state()["num_requests"]["pruned"] <= before + 1
+
+
+def test_an_empty_cache_and_a_pause_find_no_scoring_in_their_way(server: Server, reference: Reference) -> None:
+    """Slots that a scoring holds are given back before SGLang empties its pools; it begins anew after the pause."""
+    prompt = reference.prompt(2500, seed=60)
+    with ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(server.generate, prompt, 8, specprefill=True)
+        _wait_until(lambda: server.state()["num_waiting_for_their_score"] == 1)
+        assert server.post("/pause_generation", {"mode": "retract"})[0] == 200
+        try:
+            assert server.post("/flush_cache", {})[0] == 200
+        finally:
+            assert server.post("/continue_generation", {})[0] == 200
+        assert reply.result()["output_ids"] == reference.tokens(prompt, specprefill=True)[:8]
+    assert reply.result()["meta_info"]["spec_stack"]["num_scored_tokens"] == len(prompt)
+
+
+def test_equal_prompts_at_once_are_scored_once(server: Server, reference: Reference) -> None:
+    prompt = reference.prompt(1500, seed=65)
+    replies = server.generate_all([(prompt, {"specprefill": True, "max_new_tokens": 8})] * 4)
+    assert sorted(reply["meta_info"]["spec_stack"]["num_scored_tokens"] for reply in replies) == [0, 0, 0, len(prompt)]
+    for reply in replies:
+        assert reply["output_ids"] == reference.tokens(prompt, specprefill=True)[:8]
+
+
+def test_a_prompt_over_sglangs_own_limit_is_refused_unscored(server: Server, reference: Reference) -> None:
+    before = server.state()["num_requests"]
+    ids = reference.text_ids(1500, seed=66) * 3
+    status, reply = server.post("/generate", generate_body(ids, 4, specprefill=True))
+    assert status == 400
+    assert "length" in str(reply)
+    assert server.state()["num_requests"]["pruned"] == before["pruned"]

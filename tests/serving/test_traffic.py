@@ -1,0 +1,219 @@
+"""Random conversations of many clients on one server: right tokens, nothing lost, and numbers that add up."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from .conftest import MIN_PROMPT_TOKENS, Reference, Server, generate_body
+
+NUM_REQUESTS = int(os.environ.get("SPEC_STACK_TEST_REQUESTS", "120"))
+
+
+@dataclass
+class Traffic:
+    """Clients that ask, go on with the reply, branch off each other's conversations, hang up, and make mistakes."""
+
+    server: Server
+    reference: Reference
+    num_requests: int
+    seed: int
+    replies: list[tuple[list[int], dict[str, Any]]] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    num_refused: int = 0
+    num_aborted: int = 0
+
+    def run(self, num_clients: int = 6) -> None:
+        self._rng = random.Random(self.seed)
+        self._texts = [self.reference.text_ids(num_tokens, seed=300 + at) for at, num_tokens in enumerate(_LENGTHS)]
+        self._histories: list[list[int]] = [[]]
+        self._left = list(range(self.num_requests))
+        self._lock = threading.Lock()
+        threads = [threading.Thread(target=self._client) for _ in range(num_clients)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def _client(self) -> None:
+        while True:
+            with self._lock:
+                if not self._left:
+                    return
+                job, rng = self._left.pop(), random.Random(self._rng.random())
+                history = rng.choice(self._histories[-6:])
+                text = rng.choice(self._texts)
+            prompt = [*history, *text] if len(history) + len(text) < 1400 else list(text)
+            custom: dict[str, Any] = {
+                "specprefill": rng.choice((None, None, True, False)),
+                "keep_rate": rng.choice((0.2, 0.4)),
+                "gamma": rng.choice((None, None, 0, 2, 8)),
+                "explain": True,
+            }
+            num_new = rng.choice((1, 7, 20))
+            try:
+                self._ask(job, rng.random(), prompt, num_new, custom)
+            except Exception as error:
+                self.failures.append(f"request {job}: {type(error).__name__}: {error}")
+
+    def _ask(self, job: int, kind: float, prompt: list[int], num_new: int, custom: dict[str, Any]) -> None:
+        if kind < 0.08:
+            assert self.server.post("/generate", generate_body(prompt, num_new, **{**custom, "keep_rate": 7}))[0] == 400
+            self.num_refused += 1
+        elif kind < 0.2:
+            body = {**generate_body(prompt, 400, **custom), "rid": f"cancelled-{self.seed}-{job}"}
+            threading.Timer(0.15, self.server.post, ("/abort_request", {"rid": body["rid"]})).start()
+            status, reply = self.server.post("/generate", body)
+            assert status == 200, reply
+            self.num_aborted += reply["meta_info"]["finish_reason"]["type"] == "abort"
+        else:
+            reply = self.server.generate(prompt, num_new, **custom)
+            with self._lock:
+                self.replies.append((prompt, reply))
+                self._histories.append([*prompt, *reply["output_ids"]])
+
+    def check_tokens(self) -> None:
+        """Every reply is plain Transformers' over what the server says it kept; equal questions are asked once."""
+        expected: dict[Any, list[int]] = {}
+        for prompt, reply in self.replies:
+            spans = reply["meta_info"]["spec_stack"]["kept_spans"]
+            key = (tuple(prompt), str(spans))
+            num_new = len(reply["output_ids"])
+            if len(expected.get(key, ())) < num_new:
+                expected[key] = self.reference.tokens_over(prompt, spans, num_new)
+            assert reply["output_ids"] == expected[key][:num_new], (len(prompt), reply["meta_info"])
+
+
+_LENGTHS = (30, 60, 90, 250, MIN_PROMPT_TOKENS + 60, MIN_PROMPT_TOKENS + 250)
+
+
+@pytest.mark.slow
+def test_random_conversations_get_the_references_tokens_and_the_numbers_add_up(
+    server: Server, reference: Reference
+) -> None:
+    before, num_before = server.metrics(), server.state()["num_requests"]
+    traffic = Traffic(server, reference, NUM_REQUESTS, seed=1)
+    traffic.run()
+    assert not traffic.failures, traffic.failures[:3]
+    assert traffic.num_refused
+    assert traffic.num_aborted
+    time.sleep(3)
+    # Idle, SGLang compares what its pools hold with what they should, and ends itself if they differ.
+    assert server.is_alive, server.tail()
+    load = server.get("/v1/loads")["loads"][0]
+    assert (load["num_running_reqs"], load["num_waiting_reqs"]) == (0, 0)
+    reports = [reply["meta_info"]["spec_stack"] for _, reply in traffic.replies]
+    outcomes = [report["outcome"] for report in reports]
+    assert {"pruned", "cached", "not_wanted"} <= set(outcomes)
+    traffic.check_tokens()
+    after = server.metrics()
+    # What aborted replies had read and proposed is counted too, so the sums are bounds.
+    for name in ("num_prompt_tokens", "num_kept_tokens", "num_scored_tokens", "num_proposed", "num_accepted"):
+        metric = f"spec_stack:{name.removeprefix('num_')}".replace("proposed", "proposed_tokens")
+        metric = metric.replace("accepted", "accepted_tokens") + "_total"
+        counted = after[metric] - before.get(metric, 0)
+        assert counted >= sum(report[name] for report in reports)
+    rates = [float(rate) for rate in re.findall(r"accept rate: ([\d.]+)", server.log.read_text(errors="replace"))]
+    assert rates
+    assert max(rates) <= 1, "divided by the gamma of one moment it would be over 1"
+    num_after = server.state()["num_requests"]
+    assert num_after["failed"] == num_before["failed"]
+
+
+def test_metrics_are_the_sums_over_replies(server: Server, reference: Reference) -> None:
+    """With nothing aborted, to the token; SGLang's own counters too, which know no moving gamma."""
+    _settle(server)
+    before = server.metrics()
+    requests = [
+        (reference.text_ids(100 + 150 * at, seed=700 + at), {"specprefill": at % 2 == 0, "gamma": gamma})
+        for at, gamma in enumerate((8, 0, 2, 4, 1, 8))
+    ]
+    # The last two at once: while several requests of a batch ask for a gamma, the smallest holds.
+    replies = [server.generate(ids, **options) for ids, options in requests[:4]] + server.generate_all(requests[4:])
+    _settle(server)
+    after = server.metrics()
+
+    def counted(name: str) -> float:
+        return after[name] - before.get(name, 0.0)
+
+    reports = [reply["meta_info"]["spec_stack"] for reply in replies]
+    for reply, report in zip(replies, reports, strict=True):
+        info = reply["meta_info"]
+        assert report["num_proposed"] == sum(report["gamma_trace"])
+        assert report["num_accepted"] == sum(report["accepted_trace"])
+        assert info["spec_num_proposed_drafts"] == report["num_proposed"]
+        assert info["spec_num_correct_drafts"] == report["num_accepted"]
+        assert info["spec_accept_rate"] == pytest.approx(report["num_accepted"] / max(report["num_proposed"], 1))
+        assert info["metrics"]["speculative_decoding"]["num_draft_tokens"] == report["num_proposed"]
+        assert info["prompt_tokens"] == report["num_prompt_tokens"]
+    assert len({gamma for report in reports for gamma in report["gamma_trace"]}) >= 4
+    assert counted("spec_stack:prompt_tokens_total") == sum(len(ids) for ids, _ in requests)
+    assert counted("sglang:prompt_tokens_total") == sum(len(ids) for ids, _ in requests)
+    assert counted("spec_stack:kept_tokens_total") == sum(report["num_kept_tokens"] for report in reports)
+    assert counted("spec_stack:scored_tokens_total") == sum(report["num_scored_tokens"] for report in reports)
+    assert counted("spec_stack:proposed_tokens_total") == sum(report["num_proposed"] for report in reports)
+    assert counted("spec_stack:accepted_tokens_total") == sum(report["num_accepted"] for report in reports)
+    assert counted("spec_stack:requests_total") == len(requests)
+    assert counted("spec_stack:gamma_count") == sum(len(report["gamma_trace"]) for report in reports)
+    assert counted("spec_stack:scoring_seconds_count") == sum(report["num_scored_tokens"] > 0 for report in reports)
+    assert 0 <= after["sglang:spec_accept_rate"] <= 1
+
+
+def test_the_server_shows_its_settings_and_its_log_says_what_is_pruned(server: Server) -> None:
+    settings = server.state()["settings"]
+    assert settings["prefill"]["min_prompt_tokens"] == MIN_PROMPT_TOKENS
+    assert settings["policy"] == "throughput"
+    log = server.log.read_text(errors="replace")
+    assert f"PROMPTS ARE PRUNED, which is lossy: of those with {MIN_PROMPT_TOKENS} or more tokens" in log
+    assert "policy throughput, gammas [0, 1, 2, 4, 8]" in log
+
+
+def test_changes_of_gamma_leave_no_trail_in_sglangs_log_of_overrides(server: Server, reference: Reference) -> None:
+    """It is walked at every /get_server_info, and kept for ever."""
+    prompt = reference.prompt(60, seed=3)
+    server.generate(prompt, 4, gamma=1)
+    before = server.state()
+    num_steps = 0
+    for gamma in (0, 2) * 6:
+        num_steps += len(server.generate(prompt, 4, gamma=gamma)["meta_info"]["spec_stack"]["gamma_trace"])
+    after = server.state()
+    assert after["num_steps"] - before["num_steps"] == num_steps >= 12
+    assert after["num_overrides_kept"] == before["num_overrides_kept"]
+
+
+def test_an_openai_stream_reports_in_its_last_chunk(server: Server, reference: Reference) -> None:
+    body = {
+        "model": "default",
+        "messages": [{"role": "user", "content": reference.tokenizer.decode(reference.text_ids(600, seed=77))}],
+        "max_tokens": 16,
+        "temperature": 0,
+        "custom_params": {"spec_stack": {"specprefill": True}},
+        "stream_options": {"include_usage": True},
+    }
+    for path, asked in (
+        ("/v1/chat/completions", body),
+        ("/v1/completions", {**body, "prompt": body["messages"][0]["content"]}),
+    ):
+        *others, last = server.stream(path, asked)
+        assert last["spec_stack"]["specprefill"], path
+        assert last["spec_stack"]["num_prompt_tokens"] == last["usage"]["prompt_tokens"]
+        assert last["metrics"]["speculative_decoding"]["num_draft_tokens"] == last["spec_stack"]["num_proposed"]
+        assert not any("spec_stack" in chunk for chunk in others)
+
+
+def _settle(server: Server) -> None:
+    """Until the counters stand still: a reply is counted after it was sent."""
+    counted: dict[str, float] = {}
+    for _ in range(50):
+        now = {name: value for name, value in server.metrics().items() if name.startswith("spec_stack")}
+        if counted == now:
+            return
+        counted = now
+        time.sleep(0.3)

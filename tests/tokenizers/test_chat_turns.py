@@ -1,0 +1,135 @@
+"""A chat's turns found in its tokens, against what the library knows from the messages themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from spec_stack.hf.prompt import encode_messages
+from spec_stack.tokenizers.chat_turns import ChatTurns
+
+ASSETS = Path(__file__).resolve().parents[2] / "spec_stack" / "assets"
+
+CHATML = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+HEADERS = (
+    "<|begin|>{% for m in messages %}<|header|>{{ 'ipython' if m.role == 'tool' else m.role }}<|header_end|>\n\n"
+    "{{ m.content }}<|eot|>{% endfor %}"
+    "{% if add_generation_prompt %}<|header|>assistant<|header_end|>\n\n{% endif %}"
+)
+ONE_TOKEN_BOTH_WAYS = (
+    "<|begin|>{% for m in messages %}{% if m.role == 'system' %}{{ m.content }}"
+    "{% elif m.role == 'user' %}<|user_turn|>{{ m.content }}"
+    "{% else %}<|assistant_turn|>{{ m.content }}<|eot|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant_turn|>{% endif %}"
+)
+SYSTEM_IN_USER = (
+    "<|begin|>{% set ns = namespace(system='') %}{% for m in messages %}"
+    "{% if m.role == 'system' %}{% set ns.system = m.content + '\n\n' %}"
+    "{% elif m.role == 'user' %}[INST]{{ ns.system }}{{ m.content }}[/INST]{% set ns.system = '' %}"
+    "{% else %}{{ m.content }}<|eot|>{% endif %}{% endfor %}"
+)
+NO_SYSTEM = (
+    "<|begin|>{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    "<|start|>{{ 'model' if m.role == 'assistant' else 'user' }}\n{{ m.content }}<|eot|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>model\n{% endif %}"
+)
+PLAIN = "{% for m in messages %}{{ m.role | upper }}: {{ m.content }}\n{% endfor %}ASSISTANT:"
+SPECIAL = [
+    *("<|im_start|>", "<|im_end|>", "<|begin|>", "<|header|>", "<|header_end|>", "<|eot|>"),
+    *("<|user_turn|>", "<|assistant_turn|>", "[INST]", "[/INST]", "<|start|>"),
+]
+
+
+def tokenizer_with(template: str) -> Any:
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS / "target")
+    tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL})
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+RECOGNISED = {name: tokenizer_with(text) for name, text in (("chatml", CHATML), ("headers", HEADERS))}
+RECOGNISED["one token both ways"] = tokenizer_with(ONE_TOKEN_BOTH_WAYS)
+RECOGNISED["embedded"] = AutoTokenizer.from_pretrained(ASSETS / "target")
+TURNS = {name: ChatTurns.learn(tokenizer) for name, tokenizer in RECOGNISED.items()}
+# Contents that begin or end in blanks, which become one token with the template's own.
+CONTENTS = st.sampled_from(
+    ["hello there", "\nsecond line", "\n\nthird", " x", "a", "two\n", "Is it {}? <b>", "yes\n\n"]
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.sampled_from(sorted(RECOGNISED)), st.booleans(), st.lists(CONTENTS, min_size=1, max_size=5))
+def test_all_but_the_contents_of_turns_is_protected(name: str, has_system: bool, contents: list[str]) -> None:
+    messages = [{"role": ("user", "assistant")[at % 2], "content": content} for at, content in enumerate(contents)]
+    if has_system:
+        messages.insert(0, {"role": "system", "content": "Keep to the rules of the house."})
+    ids, spans = encode_messages(RECOGNISED[name], messages)
+    found = TURNS[name].protected(ids)
+    by_library = {position for start, stop in spans for position in range(start, stop)}
+    by_server = {position for start, stop in found.spans for position in range(start, stop)}
+    assert by_library <= by_server | _merged_blanks(RECOGNISED[name], ids)
+    # Template and content may share their blanks' tokens: then a content's own blanks, or its first word, go with them.
+    extra = [
+        position for position in sorted(by_server - by_library) if RECOGNISED[name].decode([ids[position]]).strip()
+    ]
+    assert len(extra) <= len(contents)
+    assert found.unrecognised == ""
+
+
+def _merged_blanks(tokenizer: Any, ids: list[int]) -> set[int]:
+    return {at for at, token_id in enumerate(ids) if not tokenizer.decode([token_id]).strip()}
+
+
+def test_tool_messages_may_be_pruned_and_tool_definitions_may_not() -> None:
+    tokenizer, turns = RECOGNISED["chatml"], TURNS["chatml"]
+    tool = {"type": "function", "function": {"name": "lookup", "description": "finds", "parameters": {}}}
+    messages = [
+        {"role": "user", "content": "where is it"},
+        {"role": "assistant", "content": "let me see"},
+        {"role": "tool", "content": "long result"},
+    ]
+    text = tokenizer.apply_chat_template(messages, tools=[tool], tokenize=False, add_generation_prompt=True)
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    contents = [tokenizer.decode(ids[start:stop]) for start, stop in turns.contents(ids) or []]
+    assert contents == ["where is it", "let me see", "long result"]
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (SYSTEM_IN_USER, "does not tell system messages from what users write"),
+        (NO_SYSTEM, ""),
+        (PLAIN, "not marked by special tokens"),
+        ("{{ messages[0].content }}", "leaves messages out"),
+        ("{{ raise_exception('never') }}", "could not be learnt"),
+    ],
+)
+def test_what_a_template_does_not_show_is_said(template: str, said: str) -> None:
+    turns = ChatTurns.learn(tokenizer_with(template))
+    assert said in turns.unrecognised
+    assert bool(turns.unrecognised) is bool(said)
+
+
+def test_a_prompt_without_turns_and_a_server_without_a_tokenizer_protect_nothing() -> None:
+    tokenizer = RECOGNISED["chatml"]
+    found = TURNS["chatml"].protected(tokenizer("just a text", add_special_tokens=False).input_ids)
+    assert found.spans == ()
+    assert "no chat turn was found" in found.unrecognised
+    assert "no tokenizer" in ChatTurns.learn(None).protected([1, 2, 3]).unrecognised
+
+
+def test_a_servers_own_template_is_learnt_from_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "chat.jinja"
+    path.write_text(CHATML)
+    tokenizer = tokenizer_with(PLAIN)
+    assert ChatTurns.learn(tokenizer, str(path)).openings == TURNS["chatml"].openings
+    assert "no file that can be read" in ChatTurns.learn(tokenizer, "chatml").unrecognised
