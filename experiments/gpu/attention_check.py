@@ -7,6 +7,7 @@ alone, and nothing says so. Routes that are known to fall into it are measured t
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -46,7 +47,9 @@ def _make_models(device: torch.device) -> Callable[[str, torch.dtype], PreTraine
                 weight.normal_(std=0.1 if "_proj" in name else 1.0)
 
     def make(implementation: str, dtype: torch.dtype) -> PreTrainedModel:
-        model = AutoModelForCausalLM.from_config(_CONFIG, dtype=dtype, attn_implementation=implementation)
+        # A configuration of its own: the attention of a model is a setting of its configuration.
+        config = copy.deepcopy(_CONFIG)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=implementation)
         model.load_state_dict(first.state_dict())
         return model.to(device).eval()
 
