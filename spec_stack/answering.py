@@ -53,6 +53,7 @@ class Answering(ABC):
         specprefill: bool | None = None,
         policy: str | Policy | None = None,
         gamma: int | None = None,
+        proposer: str | None = None,
         request_id: str | None = None,
         task: str = "",
         return_records: bool = False,
@@ -108,6 +109,8 @@ class Answering(ABC):
             What chooses gamma, the number of tokens drafted in a step; None is the generator's.
         gamma : int, optional
             Short for the policy "fixed" with this many tokens, 0 to 16; 0 is plain decoding.
+        proposer : str, optional
+            Who proposes: "model", "lookup", "both" or "auto" (see `DecodeConfig`); None is the generator's.
         request_id, task : str, optional
             Labels of the records.
         return_records : bool
@@ -149,7 +152,7 @@ class Answering(ABC):
                 continue_final_message,
             ),
             _merged(params, max_tokens, temperature, top_k, top_p, seed, stop, ignore_eos),
-            CallOptions(keep_rate, specprefill, policy, gamma, request_id, task),
+            CallOptions(keep_rate, specprefill, policy, gamma, proposer, request_id, task),
         )
         outputs = list(self._run(request))
         steps = [output.record for output in outputs]
@@ -190,6 +193,7 @@ class Answering(ABC):
         specprefill: bool | None = None,
         policy: str | Policy | None = None,
         gamma: int | None = None,
+        proposer: str | None = None,
         request_id: str | None = None,
         task: str = "",
     ) -> Generator[StepOutput, None, None]:
@@ -229,6 +233,8 @@ class Answering(ABC):
             What chooses gamma, the number of tokens drafted in a step; None is the generator's.
         gamma : int, optional
             Short for the policy "fixed" with this many tokens, 0 to 16; 0 is plain decoding.
+        proposer : str, optional
+            Who proposes: "model", "lookup", "both" or "auto" (see `DecodeConfig`); None is the generator's.
         request_id, task : str, optional
             Labels of the records.
 
@@ -264,7 +270,7 @@ class Answering(ABC):
                 continue_final_message,
             ),
             _merged(params, max_tokens, temperature, top_k, top_p, seed, stop, ignore_eos),
-            CallOptions(keep_rate, specprefill, policy, gamma, request_id, task),
+            CallOptions(keep_rate, specprefill, policy, gamma, proposer, request_id, task),
         )
         return self._run(request)
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from spec_stack import __version__
 from spec_stack.chat import Chat, read_document, status_line
@@ -21,6 +21,7 @@ from spec_stack.config import (
     DecodeConfig,
     LoadConfig,
     PrefillConfig,
+    ProposerName,
     SamplingParams,
     SessionConfig,
     SpecStackConfig,
@@ -133,6 +134,7 @@ def _add_answer_arguments(parser: argparse.ArgumentParser) -> None:
     for name, kind in (("keep_rate", float), ("min_prompt_tokens", int), ("look_ahead", int)):
         _add_option(parser, PrefillConfig, name, type=kind)
     _add_option(parser, DecodeConfig, "policy", default=None, metavar="|".join(POLICY_NAMES))
+    _add_option(parser, DecodeConfig, "proposer", default=None, choices=get_args(ProposerName))
     parser.add_argument(
         "--gamma",
         type=int,
@@ -203,6 +205,7 @@ def answer_options(arguments: argparse.Namespace) -> dict[str, Any]:
         "specprefill": SPECPREFILL[arguments.specprefill],
         "policy": arguments.policy,
         "gamma": arguments.gamma,
+        "proposer": arguments.proposer,
     }
 
 

@@ -15,7 +15,10 @@ DraftContext = Literal["full", "kept"]
 OnScoringError = Literal["dense", "raise"]
 Scorer = Literal["attention", "anchors", "fused"]
 KeepCurve = tuple[tuple[int, float], ...]
+ProposerName = Literal["auto", "model", "lookup", "both"]
 MAX_GAMMA = 16
+MAX_LOOKED_UP = 64
+"""Most tokens of one look-up: they cost a verification, but no draft."""
 MAX_LOOK_AHEAD = 64
 PRECISIONS = ("fp32", "fp16", "bf16", "int8", "nf4")
 OTHER_PRECISION = "other"
@@ -244,9 +247,16 @@ class DecodeConfig:
 
     policy: str = option("throughput", "name of the policy that chooses gamma, the number of tokens drafted in a step")
     gamma: int = option(4, "tokens drafted per step under the policy 'fixed'; 0 is plain decoding")
+    proposer: ProposerName = option(
+        "auto",
+        "who proposes: the draft 'model'; the 'lookup' of the last tokens in the whole prompt, dropped parts included, "
+        "and in the answer so far; 'both', whichever pays more tokens per second. 'auto' is 'both' under 'throughput' "
+        "and 'model' under every other policy",
+    )
 
     def __post_init__(self) -> None:
         _require_int("gamma", self.gamma, 0, MAX_GAMMA)
+        _require_one_of("proposer", self.proposer, get_args(ProposerName))
 
 
 @documented

@@ -18,10 +18,12 @@ from spec_stack.answering import Answering
 from spec_stack.caches import Caches, RequestCaches
 from spec_stack.config import LoadConfig, SamplingParams, SessionConfig, SpecStackConfig
 from spec_stack.controller.base import Policy
-from spec_stack.controller.pool import PolicyPool
+from spec_stack.controller.lookup import LookupGate
+from spec_stack.controller.pool import PolicyPool, Shelf
 from spec_stack.controller.registry import make_policy
 from spec_stack.decode.loop import decode
 from spec_stack.decode.propose import propose
+from spec_stack.decode.proposer import Means, make_proposer
 from spec_stack.decode.sampler import Sampler
 from spec_stack.decode.stopping import Stopper
 from spec_stack.hf.architectures import text_config
@@ -113,6 +115,7 @@ class SpecStackGenerator(Answering):
         options: dict[str, dict[str, Any]] = {"fixed": {"gamma": self.config.decode.gamma}}
         options |= {name: {"predictor": file} for name, file in pair.predictors.items()}
         self._pool = PolicyPool(policy if policy is not None else self.config.decode.policy, options)
+        self._gates = Shelf(LookupGate)
         self._warned = False
 
     @classmethod
@@ -208,7 +211,7 @@ class SpecStackGenerator(Answering):
         """The steps of a planned request over these caches, which they advance; between them its clock stands still."""
         clock, params = request.clock, request.params
         clock.resume()
-        with self._pool.lend(request.policy) as policy:
+        with self._pool.lend(request.policy) as policy, self._gates.lend() as gate:
             sampler, seed = self._make_sampler(params)
             end_ids = frozenset() if params.ignore_eos else self.pair.end_ids
             forward_s = -(caches.target.forward_s + caches.draft.forward_s)
@@ -221,6 +224,7 @@ class SpecStackGenerator(Answering):
                 selection=drafted.selection,
                 proposal=drafted.proposal,
                 policy=policy,
+                proposer=make_proposer(request.proposer, Means(caches.draft, sampler, end_ids, gate)),
                 sampler=sampler,
                 stopper=Stopper(
                     params.max_tokens,
@@ -228,7 +232,6 @@ class SpecStackGenerator(Answering):
                     params.stop_strings,
                     open_text_stream(self.tokenizer, request.prompt_ids),
                 ),
-                end_ids=end_ids,
                 labels=request.labels,
                 clock=clock,
             )
@@ -280,6 +283,7 @@ class SpecStackGenerator(Answering):
             target_weight_bytes=self.pair.target_weight_bytes,
             draft_weight_bytes=self.pair.draft_weight_bytes,
             seed=seed,
+            proposer=request.proposer,
             num_new_tokens=num_new,
             num_cached_tokens=request.num_cached,
             num_restored_tokens=selection.num_restored,

@@ -5,12 +5,15 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import get_args
 
 from spec_stack.clock import Clock
-from spec_stack.config import MAX_LOOK_AHEAD, PrefillConfig, SamplingParams, SpecStackConfig
+from spec_stack.config import MAX_LOOK_AHEAD, PrefillConfig, ProposerName, SamplingParams, SpecStackConfig
 from spec_stack.controller.base import Policy
 from spec_stack.controller.pool import PolicyChoice, PolicyPool
+from spec_stack.controller.registry import CLOCK_POLICY_NAMES
 from spec_stack.decode.loop import RequestLabels
+from spec_stack.decode.proposer import PROPOSERS
 from spec_stack.hf.prompt import EncodedPrompt, PromptSource, Span, encode_prompt, num_shared
 from spec_stack.pair import ModelPair
 from spec_stack.prefill.decide import decide_scoring, sees_whole
@@ -29,6 +32,7 @@ class CallOptions:
     specprefill: bool | None = None
     policy: str | Policy | None = None
     gamma: int | None = None
+    proposer: str | None = None
     request_id: str | None = None
     task: str = ""
 
@@ -55,6 +59,8 @@ class Request:
         Whether the draft can score it at all.
     policy : PolicyChoice
         Which policy chooses gamma.
+    proposer : str
+        Who proposes, one of `decode.proposer.PROPOSERS`.
     labels : RequestLabels
         What its records carry.
     tokenization : DraftTokenization or None
@@ -75,6 +81,7 @@ class Request:
     reason: str
     policy: PolicyChoice
     labels: RequestLabels
+    proposer: str = "model"
     can_score: bool = True
     tokenization: DraftTokenization | None = None
     encoded: EncodedPrompt | None = None
@@ -112,6 +119,7 @@ class Request:
         if params.stop_strings and pair.tokenizer is None:
             raise ValueError("stop strings need a tokenizer; this generator was made without one")
         policy = pool.choose(options.policy, options.gamma, params.seed is not None and params.temperature > 0)
+        proposer = choose_proposer(options.proposer or config.decode.proposer, policy.name, pair.vocabulary.can_propose)
         if not pair.vocabulary.can_propose:
             policy = pool.choose(gamma=0)
         encoded = encode_prompt(pair.tokenizer, pair.vocab_size, source, known)
@@ -149,12 +157,27 @@ class Request:
             reason=reason,
             policy=policy,
             labels=RequestLabels(options.request_id or secrets.token_hex(4), pair.precision, options.task),
+            proposer=proposer,
             can_score=not obstacle and sees_whole(prefill, num_draft_tokens, pair.scoring_limit),
             tokenization=tokenization,
             encoded=encoded,
             num_cached=num_cached,
             clock=clock,
         )
+
+
+def choose_proposer(asked: str, policy: str, can_propose: bool) -> str:
+    """Who proposes for a request.
+
+    A look-up is taken or left by measured time, so it joins by itself where the policy goes by the clock too. Raises
+    ValueError for an unknown name.
+    """
+    known = (*get_args(ProposerName), *PROPOSERS)
+    if asked not in known:
+        raise ValueError(f"proposer must be one of {list(dict.fromkeys(known))}, got {asked!r}")
+    if asked == "auto":
+        asked = "both" if policy in CLOCK_POLICY_NAMES else "model"
+    return "lookup" if asked == "both" and not can_propose else asked
 
 
 def _positions_left(pair: ModelPair, num_prompt_tokens: int, num_draft_tokens: int, max_tokens: int) -> int:

@@ -139,15 +139,28 @@ class Proposal:
     token_ids : list of int, length gamma
         What the draft proposes; empty for a step of plain decoding.
     draft_probs : torch.Tensor or None
-        (gamma, vocab): the warped distributions that the tokens were drawn from. None where they were chosen, not drawn
-        (greedy requests, the look-ahead).
+        (gamma, vocab): the warped distributions that the tokens were drawn from; a token that was chosen beside drawn
+        ones has a one-hot row. None where all were chosen, not drawn (greedy requests, the look-ahead, look-ups).
     signals : DraftSignals
-        The draft's own view of every token.
+        The draft's own view of every token that it proposed.
+    num_looked_up : int
+        How many of the tokens, the last ones, were looked up instead.
+    match_length : int
+        Tokens that the place where they were found has in common with what stands before them.
     """
 
     token_ids: list[int] = field(default_factory=list)
     draft_probs: torch.Tensor | None = None
     signals: DraftSignals = field(default_factory=DraftSignals)
+    num_looked_up: int = 0
+    match_length: int = 0
+
+    @property
+    def proposer(self) -> str:
+        """Who proposed, as records have it."""
+        if self.num_looked_up == 0:
+            return "model"
+        return "lookup" if self.num_looked_up == len(self.token_ids) else "model+lookup"
 
 
 @dataclass(frozen=True)
@@ -171,8 +184,10 @@ class Metrics:
     """What a request cost and did.
 
     Durations are in seconds, without the time that the caller of a stream lets pass; `precision` is the target's; the
-    bytes are those of the weights in memory. `specprefill_reason` and `decode_reason` say each time why the prompt was
-    or was not pruned, and whether the draft can propose to this target.
+    bytes are those of the weights in memory. `proposer` is who might propose ("model", "lookup", "both"); of the
+    proposed and the accepted tokens those that were looked up are counted by themselves too. `specprefill_reason` and
+    `decode_reason` say each time why the prompt was or was not pruned, and whether the draft can propose to this
+    target.
     """
 
     num_prompt_tokens: int
@@ -197,6 +212,9 @@ class Metrics:
     num_first_tokens: int = 0
     num_proposed: int = 0
     num_accepted: int = 0
+    proposer: str = "model"
+    num_looked_up: int = 0
+    num_looked_up_accepted: int = 0
     draft_s: float = 0.0
     verify_s: float = 0.0
     controller_s: float = 0.0
@@ -212,6 +230,8 @@ class Metrics:
         self.num_tokens += record.num_tokens
         self.num_proposed += record.gamma
         self.num_accepted += record.num_accepted
+        self.num_looked_up += record.num_looked_up
+        self.num_looked_up_accepted += record.num_accepted - record.num_drafted_accepted
         self.draft_s += record.draft_s
         self.verify_s += record.verify_s
         self.controller_s += record.controller_s

@@ -24,7 +24,9 @@ def test_the_defaults_are_those_of_the_configuration() -> None:
 
 def test_every_option_of_the_command_line_arrives() -> None:
     line = "generate hello --system S --max-tokens 3 --temperature 0.5 --top-k 4 --top-p 0.6 --seed 7 --stop a --stop b"
-    more = "--ignore-eos --specprefill off --keep-rate 0.3 --min-prompt-tokens 9 --look-ahead 2 --gamma 5"
+    more = (
+        "--ignore-eos --specprefill off --keep-rate 0.3 --min-prompt-tokens 9 --look-ahead 2 --gamma 5 --proposer both"
+    )
     config, request = request_of(build_parser().parse_args([*line.split(), *more.split()]), "hello")
     assert (config.prefill.keep_rate, config.prefill.min_prompt_tokens, config.prefill.look_ahead) == (0.3, 9, 2)
     assert request == {
@@ -39,6 +41,7 @@ def test_every_option_of_the_command_line_arrives() -> None:
         "specprefill": False,
         "policy": None,
         "gamma": 5,
+        "proposer": "both",
     }
 
 

@@ -17,7 +17,7 @@ ROOMS = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_fi
 ALLOWED = {
     "controller": {"config"},
     "prefill": {"config", "types", "controller.base"},
-    "decode": {"config", "types", "clock", "controller.base"},
+    "decode": {"config", "types", "clock", "controller.base", "controller.lookup"},
     "offline": {"config", "controller"},
     "hf": {"config", "types", "controller", "decode"},
     "tokenizers": {"types", "prefill", "hf"},

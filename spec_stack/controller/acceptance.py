@@ -36,16 +36,17 @@ class History:
 
     def observe(self, record: StepRecord) -> None:
         """Take in a step. One that drafted nothing makes what is known older, so it fades towards the typical."""
-        if record.gamma == 0:
+        if record.num_drafted == 0:
             self.recent_acceptance += _HISTORY_WEIGHT * (_TYPICAL_ACCEPTANCE - self.recent_acceptance)
             self.accepted_all += _HISTORY_WEIGHT * (0.5 - self.accepted_all)
             self.accepted_none *= 0.5
             return
-        rejected = record.num_accepted < record.gamma
-        rate = record.num_accepted / (record.num_accepted + rejected)
+        accepted = record.num_drafted_accepted
+        rejected = accepted < record.num_drafted
+        rate = accepted / (accepted + rejected)
         self.recent_acceptance += _HISTORY_WEIGHT * (rate - self.recent_acceptance)
         self.accepted_all = float(not rejected)
-        self.accepted_none = float(record.num_accepted == 0)
+        self.accepted_none = float(accepted == 0)
 
 
 class AcceptanceModel(Protocol):

@@ -68,7 +68,7 @@ class StepRecord:
     num_tokens : int
         Tokens handed out: num_accepted + 1, less what EOS, a stop string or max_tokens cut off.
     signals : DraftSignals
-        One entry per proposed token; empty where the draft's are not to be had (on a server).
+        One entry per token that the draft proposed; empty where they are not to be had (on a server).
     draft_s : float
         Seconds of the draft's forwards, with what it had to catch up on.
     verify_s : float
@@ -82,6 +82,14 @@ class StepRecord:
     num_recomputed : int
         Tokens that the target recomputed in this step because a rollback had undone its recurrent state (0 for models
         without one); verify_s has their cost.
+    num_unread : int
+        Tokens that the draft was fed before it could draft in this step, the last committed one included; 0 where it
+        drafted nothing. draft_s has their cost.
+    proposer : str
+        Who proposed: "model", "lookup", or "model+lookup", the draft first and the look-up after it. Says nothing
+        where gamma is 0.
+    num_looked_up : int
+        Proposed tokens that were looked up, the last ones of the proposal.
     """
 
     request_id: str
@@ -100,11 +108,24 @@ class StepRecord:
     controller_s: float
     draft_read_prompt: bool = False
     num_recomputed: int = 0
+    num_unread: int = 0
+    proposer: str = "model"
+    num_looked_up: int = 0
 
     @property
     def seconds(self) -> float:
         """The whole step's; NaN where they are not known."""
         return self.draft_s + self.verify_s + self.controller_s
+
+    @property
+    def num_drafted(self) -> int:
+        """Proposed tokens that the draft model made, the first ones of the proposal."""
+        return self.gamma - self.num_looked_up
+
+    @property
+    def num_drafted_accepted(self) -> int:
+        """How many of these were accepted."""
+        return min(self.num_accepted, self.num_drafted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +145,12 @@ class StepContext:
         The target's precision, and the request's label.
     batch_size : int
         Requests that take the step together; 1 outside a server.
+    num_unread : int
+        Committed tokens that the draft has not been fed, and has to be before it can draft: 1 in the usual step, the
+        whole prompt after a dense prefill. 0 where nobody counts them.
+    lag : int
+        How many steps before this one the newest record is of: 1, or more where a server begins a step before it knows
+        how the last one went.
     """
 
     step: int
@@ -132,6 +159,8 @@ class StepContext:
     precision: str
     task: str = ""
     batch_size: int = 1
+    num_unread: int = 0
+    lag: int = 1
 
 
 class Policy(ABC):

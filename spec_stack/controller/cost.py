@@ -128,12 +128,13 @@ class DiscountedLine:
 
 
 class StepTimes(NamedTuple):
-    """What one decode step is to the cost model: tokens drafted, seconds, tokens recomputed."""
+    """What one decode step is to the cost model: tokens drafted, seconds, tokens recomputed, tokens looked up."""
 
     gamma: int
     draft_s: float
     verify_s: float
     num_recomputed: int = 0
+    num_looked_up: int = 0
 
 
 class StepCostModel:
@@ -153,6 +154,20 @@ class StepCostModel:
         return self._has_drafted and len(self._warm_up) >= self.options.warm_up
 
     @property
+    def ready_to_verify(self) -> bool:
+        """Whether the warm-up is over, so that a verification's seconds are known."""
+        return len(self._warm_up) >= self.options.warm_up
+
+    @property
+    def verify_per_token_s(self) -> float:
+        """Seconds that one more token to verify costs, what is recomputed for it included."""
+        return self._verify_slope
+
+    def draft_s(self, gamma: int) -> float:
+        """Expected seconds of drafting gamma tokens, without what has to be caught up on."""
+        return self._draft.base + self._draft.slope * gamma if gamma else 0.0
+
+    @property
     def per_token_s(self) -> float:
         """Seconds that one more draft token costs: its draft forward, the marginal verify time, and what is recomputed
         for it."""
@@ -168,19 +183,20 @@ class StepCostModel:
         """Seconds of a step before any token is drafted."""
         return self._verify.base
 
-    def seconds(self, gamma: int) -> float:
-        """Expected seconds of a step that drafts gamma tokens."""
-        draft_s = self._draft.base + self._draft.slope * gamma if gamma else 0.0
-        return draft_s + self._verify.base + self._verify_slope * gamma
+    def seconds(self, gamma: int, num_looked_up: int = 0) -> float:
+        """Expected seconds of a step that drafts gamma tokens and has others looked up."""
+        return self.draft_s(gamma) + self._verify.base + self._verify_slope * (gamma + num_looked_up)
 
-    def observe(self, gamma: int, draft_s: float, verify_s: float, num_recomputed: int = 0) -> None:
-        """Take in one decode step, in which the target recomputed num_recomputed tokens. Prefill steps are not decode
-        steps: do not pass them."""
+    def observe(
+        self, gamma: int, draft_s: float, verify_s: float, num_recomputed: int = 0, num_looked_up: int = 0
+    ) -> None:
+        """Take in one decode step that drafted gamma tokens, in which the target verified num_looked_up more and
+        recomputed num_recomputed. Prefill steps are not decode steps: do not pass them."""
         keep = self.options.discount
-        self._num_proposed = self._num_proposed * keep + gamma
+        self._num_proposed = self._num_proposed * keep + gamma + num_looked_up
         self._num_recomputed = self._num_recomputed * keep + num_recomputed
         self._has_drafted = self._has_drafted or gamma > 0
-        step = StepTimes(gamma, draft_s, verify_s, num_recomputed)
+        step = StepTimes(gamma, draft_s, verify_s, num_recomputed, num_looked_up)
         if len(self._warm_up) >= self.options.warm_up:
             self._add(step)
             return
@@ -195,7 +211,7 @@ class StepCostModel:
             self._draft.add(step.gamma, step.draft_s)
         else:
             self._draft.age()
-        self._verify.add(step.gamma + step.num_recomputed, step.verify_s, prior_slope=0.0)
+        self._verify.add(step.gamma + step.num_looked_up + step.num_recomputed, step.verify_s, prior_slope=0.0)
 
 
 def _calmed(steps: list[StepTimes], tolerance: float) -> list[StepTimes]:

@@ -41,6 +41,6 @@ class Ema(Policy):
         return min(max(round(self._average) + 1, 1), self.max_gamma)
 
     def observe(self, record: StepRecord) -> None:
-        if record.is_prefill or record.gamma == 0:
+        if record.is_prefill or record.num_drafted == 0:
             return
-        self._average += self.weight * (record.num_accepted - self._average)
+        self._average += self.weight * (record.num_drafted_accepted - self._average)

@@ -41,7 +41,7 @@ class Heuristic(Policy):
         return self._gamma
 
     def observe(self, record: StepRecord) -> None:
-        if record.is_prefill or record.gamma == 0:
+        if record.is_prefill or record.num_drafted == 0:
             return
-        accepted_all = record.num_accepted == record.gamma
+        accepted_all = record.num_drafted_accepted == record.num_drafted
         self._gamma = min(self._gamma + 2, self.max_gamma) if accepted_all else max(self._gamma - 1, 1)

@@ -2,14 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Lock
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from spec_stack.controller.base import Policy
 from spec_stack.controller.registry import CLOCK_POLICY_NAMES, make_policy
+
+Thing = TypeVar("Thing")
+
+
+class Shelf(Generic[Thing]):
+    """Lends things that learn, one to a request at a time; safe to use from several threads.
+
+    make: makes a new one where all are lent.
+    """
+
+    def __init__(self, make: Callable[[], Thing]) -> None:
+        self._make = make
+        self._idle: list[Thing] = []
+        self._lock = Lock()
+
+    @contextmanager
+    def lend(self) -> Iterator[Thing]:
+        """One of them, for as long as the block lasts."""
+        with self._lock:
+            thing = self._idle.pop() if self._idle else self._make()
+        try:
+            yield thing
+        finally:
+            with self._lock:
+                self._idle.append(thing)
 
 
 @dataclass(frozen=True)

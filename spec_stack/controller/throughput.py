@@ -30,12 +30,14 @@ class _PrecisionState:
 
     def observe(self, record: StepRecord) -> None:
         """Take in the times of a decode step."""
-        self.cost.observe(record.gamma, record.draft_s, record.verify_s, record.num_recomputed)
+        self.cost.observe(
+            record.num_drafted, record.draft_s, record.verify_s, record.num_recomputed, record.num_looked_up
+        )
         self.unrated.append(record)
         if self.cost.ready:
             for step in self.unrated:
                 # A stall is no part of what is achieved, whatever caused it.
-                bound = self.cost.options.tolerance * self.cost.seconds(step.gamma)
+                bound = self.cost.options.tolerance * self.cost.seconds(step.num_drafted, step.num_looked_up)
                 self.rate.add(step.num_tokens, min(step.seconds, bound))
             self.unrated.clear()
 
@@ -114,6 +116,6 @@ class Throughput(Policy):
             return
         state = self._states.setdefault(record.precision, _PrecisionState(StepCostModel(self.cost)))
         state.observe(record)
-        if record.gamma:
-            gained = record.num_accepted - self._threshold * record.gamma
+        if record.num_drafted:
+            gained = record.num_drafted_accepted - self._threshold * record.num_drafted
             state.gain += _GAIN_WEIGHT * (gained - state.gain)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 
 from spec_stack.clock import Clock
-from spec_stack.config import MAX_GAMMA
-from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord
-from spec_stack.decode.propose import propose
+from spec_stack.controller.base import Policy, StepContext, StepRecord
+from spec_stack.decode.proposer import Guide, Proposer
 from spec_stack.decode.sampler import Sampler
 from spec_stack.decode.stopping import Stopper
 from spec_stack.decode.verify import verify
@@ -32,9 +31,9 @@ def decode(
     selection: Selection,
     proposal: Proposal,
     policy: Policy,
+    proposer: Proposer,
     sampler: Sampler,
     stopper: Stopper,
-    end_ids: Collection[int],
     labels: RequestLabels,
     clock: Clock | None = None,
 ) -> Iterator[StepOutput]:
@@ -56,10 +55,10 @@ def decode(
         The first proposal, the look-ahead; empty after no scoring.
     policy : Policy
         Chooses every later step's gamma and learns from the records.
+    proposer : Proposer
+        Proposes in every later step, with the draft or without it, as far as the policy lets it.
     sampler, stopper : Sampler, Stopper
         How tokens are drawn, and when the request ends. Both are advanced.
-    end_ids : collection of int
-        Tokens after which nothing more is proposed.
     labels : RequestLabels
         Copied into the records.
     clock : Clock, optional
@@ -75,15 +74,19 @@ def decode(
     unseen_ids, unseen_positions = list(selection.token_ids), list(selection.positions)
     last: StepRecord | None = None
     for step in count():
-        draft_is_behind = False
+        num_seen, num_unread = draft.next_position, len(committed) - draft.next_position
         if last is not None:
             context = StepContext(
-                step=step, max_gamma=stopper.num_left - 1, last=last, precision=labels.precision, task=labels.task
+                step=step,
+                max_gamma=stopper.num_left - 1,
+                last=last,
+                precision=labels.precision,
+                task=labels.task,
+                num_unread=num_unread,
             )
-            gamma = _choose(policy, context, clock)
-            draft_is_behind = gamma > 0 and draft.next_position < len(prompt_ids)
             with clock.measure("draft"):
-                proposal = propose(draft, committed, gamma, sampler, end_ids, _keep_drafting(policy, context, clock))
+                proposal = proposer.propose(committed, Guide(policy, context, clock))
+        has_drafted = draft.next_position > num_seen
 
         gamma, num_recomputed = len(proposal.token_ids), target.num_to_recompute
         with clock.measure("verify"):
@@ -113,27 +116,15 @@ def decode(
             draft_s=clock.take("scoring") + clock.take("draft"),
             verify_s=clock.take("verify"),
             controller_s=clock.take("controller"),
-            draft_read_prompt=draft_is_behind,
+            draft_read_prompt=has_drafted and num_seen < len(prompt_ids),
             num_recomputed=num_recomputed,
+            num_unread=num_unread if has_drafted else 0,
+            proposer=proposal.proposer,
+            num_looked_up=proposal.num_looked_up,
         )
         with clock.measure("controller"):
             policy.observe(last)
+            proposer.observe(last)
         yield StepOutput(token_ids, text, last, finish_reason)
         if finish_reason is not None:
             return
-
-
-def _choose(policy: Policy, context: StepContext, clock: Clock) -> int:
-    """The policy's gamma, cut to what the request and the library allow."""
-    with clock.measure("controller"):
-        return max(0, min(policy.choose(context), context.max_gamma, MAX_GAMMA))
-
-
-def _keep_drafting(policy: Policy, context: StepContext, clock: Clock) -> Callable[[DraftSignals], bool]:
-    """What `propose` asks after every token, on the controller's time."""
-
-    def ask(signals: DraftSignals) -> bool:
-        with clock.measure("controller"):
-            return policy.keep_drafting(context, signals)
-
-    return ask

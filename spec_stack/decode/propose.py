@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Callable, Collection, Sequence
 
 import torch
 
-from spec_stack.controller.base import DraftSignals
+from spec_stack.controller.base import DraftSignals, StepRecord
+from spec_stack.decode.proposer import Guide, Means
 from spec_stack.decode.sampler import Sampler
 from spec_stack.types import Proposal, SteppableModel
+
+KeepDrafting = Callable[[DraftSignals, Sequence[int]], bool]
 
 _BITS_PER_NAT = 1.4426950408889634
 
 
 def entropy_and_confidence(logits: torch.Tensor) -> tuple[float, float, int]:
-    """Entropy in bits, largest probability and argmax of one unwarped row of logits (vocab,)."""
+    """Entropy in bits, largest probability and argmax of one unwarped row of logits (vocab,), in one read-back.
+
+    An id survives fp32 exactly: vocabularies are smaller than 2**24.
+    """
     probs = logits.float().softmax(dim=-1)
     confidence, token_id = probs.max(dim=-1)
-    return float(torch.special.entr(probs).sum()) * _BITS_PER_NAT, float(confidence), int(token_id)
+    entropy = torch.special.entr(probs).sum()
+    values: list[float] = torch.stack([entropy, confidence, token_id.to(probs.dtype)]).tolist()
+    return values[0] * _BITS_PER_NAT, values[1], int(values[2])
 
 
 def propose(
@@ -26,7 +36,7 @@ def propose(
     max_tokens: int,
     sampler: Sampler,
     end_ids: Collection[int],
-    keep_drafting: Callable[[DraftSignals], bool] = lambda _: True,
+    keep_drafting: KeepDrafting = lambda signals, token_ids: True,
 ) -> Proposal:
     """Draft tokens after the committed ones.
 
@@ -46,12 +56,13 @@ def propose(
     end_ids : collection of int
         Tokens after which drafting ends.
     keep_drafting : callable
-        Asked after every token with the signals so far; False ends the proposal.
+        Asked after every token with the signals and the tokens so far; False ends the proposal.
 
     Returns
     -------
     Proposal
-        The tokens, their signals and, where they were drawn, draft_probs (gamma, vocab).
+        The tokens, their signals and, where they were drawn, draft_probs (gamma, vocab). It ends before a token
+        whose logits are not finite: what a broken draft would propose is noise, and a draw from it fails.
     """
     token_ids: list[int] = []
     rows: list[torch.Tensor] = []
@@ -61,12 +72,51 @@ def propose(
         start = draft.next_position
         logits = draft.forward(unseen, range(start, start + len(unseen)), num_logits=1)[0]
         entropy, confidence, token_id = entropy_and_confidence(logits)
+        if not math.isfinite(entropy + confidence):
+            break
         signals.append(entropy, confidence)
         if not sampler.is_greedy:
             token_id, probs = sampler.draw(logits)
             rows.append(probs)
         token_ids.append(token_id)
         unseen = [token_id]
-        if token_id in end_ids or len(token_ids) == max_tokens or not keep_drafting(signals):
+        if token_id in end_ids or len(token_ids) == max_tokens or not keep_drafting(signals, token_ids):
             break
     return Proposal(token_ids, torch.stack(rows) if rows else None, signals)
+
+
+class ModelProposer:
+    """The draft model, as far as the policy lets it."""
+
+    def __init__(self, means: Means) -> None:
+        self._means = means
+        self._is_broken = False
+
+    def propose(
+        self, committed_ids: Sequence[int], guide: Guide, keep_drafting: KeepDrafting | None = None
+    ) -> Proposal:
+        """Draft as far as the policy chose; keep_drafting takes the place of its later answers where it is given.
+
+        A draft whose logits stop being finite is let go for the rest of the request; a warning says so.
+        """
+        if self._is_broken:
+            return Proposal()
+
+        def ask(signals: DraftSignals, token_ids: Sequence[int]) -> bool:
+            return guide.keep_drafting(signals)
+
+        gamma = guide.choose()
+        means = self._means
+        asked = keep_drafting or ask
+        proposal = propose(means.draft, committed_ids, gamma, means.sampler, means.end_ids, asked)
+        if gamma and not proposal.token_ids:
+            self._is_broken = True
+            warnings.warn(
+                "the draft's logits are not finite; it proposes nothing for the rest of such requests (this is said "
+                "once; check the draft in a wider precision)",
+                stacklevel=2,
+            )
+        return proposal
+
+    def observe(self, record: StepRecord) -> None:
+        """Nothing to learn: the policy does."""

@@ -16,9 +16,11 @@ from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any
 
-from spec_stack.config import MAX_GAMMA, OTHER_PRECISION, PRECISIONS
+from spec_stack.config import MAX_GAMMA, MAX_LOOKED_UP, OTHER_PRECISION, PRECISIONS
 from spec_stack.controller.base import DraftSignals, StepRecord
 
+PROPOSERS = ("model", "lookup", "model+lookup")
+"""Who a record may say proposed."""
 SUFFIXES = (".jsonl", ".parquet")
 _FIELDS = {entry.name: str(entry.type) for entry in fields(StepRecord)}
 # A field that came later has a default, and is not in older files.
@@ -256,12 +258,18 @@ def _problems(record: StepRecord) -> Iterator[tuple[str, str]]:
     known = (*PRECISIONS, OTHER_PRECISION)
     if record.precision not in known:
         yield "precision", f"unknown precision {record.precision!r}; known: {', '.join(known)}"
-    for name in ("step", "gamma", "num_accepted", "num_tokens", "num_recomputed"):
+    for name in ("step", "gamma", "num_accepted", "num_tokens", "num_recomputed", "num_unread", "num_looked_up"):
         if getattr(record, name) < 0:
             yield name, f"{getattr(record, name)} is not a count"
+    if record.num_looked_up > record.gamma:
+        yield "num_looked_up", f"{record.num_looked_up} of {record.gamma} proposed tokens"
     # In a prefill step it is the look-ahead.
-    if record.gamma > MAX_GAMMA and not record.is_prefill:
-        yield "gamma", f"unknown gamma {record.gamma}; it must be 0 to {MAX_GAMMA}"
+    elif record.num_drafted > MAX_GAMMA and not record.is_prefill:
+        yield "gamma", f"unknown gamma {record.num_drafted}; it must be 0 to {MAX_GAMMA}"
+    if record.num_looked_up > MAX_LOOKED_UP:
+        yield "num_looked_up", f"{record.num_looked_up} is over {MAX_LOOKED_UP}"
+    if record.proposer not in PROPOSERS:
+        yield "proposer", f"unknown proposer {record.proposer!r}; known: {', '.join(PROPOSERS)}"
     for name in ("draft_s", "verify_s", "controller_s"):
         if not 0 <= getattr(record, name) < math.inf:
             yield name, f"{getattr(record, name)} is no duration: it must be finite and 0 or more"
@@ -269,8 +277,8 @@ def _problems(record: StepRecord) -> Iterator[tuple[str, str]]:
         yield "keep_rate", f"{record.keep_rate} is no share; it must be in (0, 1]"
     for name in _SIGNALS:
         values = getattr(record.signals, name)
-        if len(values) != record.gamma:
-            yield f"signals.{name}", f"{len(values)} values for {record.gamma} drafted tokens"
+        if len(values) != record.num_drafted:
+            yield f"signals.{name}", f"{len(values)} values for {record.num_drafted} drafted tokens"
         if not all(map(math.isfinite, values)):
             yield f"signals.{name}", f"a value is not finite in {values}"
     if record.num_accepted > record.gamma:

@@ -190,8 +190,11 @@ def merge_runs(records: Iterable[StepRecord]) -> Merged:
 
 
 def _add_step(text: _Facts, record: StepRecord, position: int) -> None:
-    accepted, signals = record.num_accepted, record.signals
-    for index in range(min(accepted + 1, record.gamma)):
+    accepted, signals = record.num_drafted_accepted, record.signals
+    if record.num_drafted == 0:
+        return
+    # What was looked up behind the draft's tokens says nothing of the draft.
+    for index in range(min(accepted + 1, record.num_drafted)):
         text.votes[position + index].append(index < accepted)
         text.signals[position + index].append((signals.entropy[index], signals.confidence[index]))
     wrong = position + accepted

@@ -148,7 +148,7 @@ def test_the_loop_keeps_its_promises_to_policies(target: PreTrainedModel, draft:
         assert context.max_gamma == 30 - generated - 1
         assert context.task == "code"
     for record in records:
-        assert len(record.signals) == record.gamma >= record.num_accepted
+        assert len(record.signals) == record.num_drafted <= record.gamma >= record.num_accepted
         assert record.request_id == "r"
         assert min(record.draft_s, record.verify_s, record.controller_s) >= 0
 

@@ -1,0 +1,89 @@
+"""Look-up and draft model in one request: each step goes to the one that is worth more tokens per second."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from spec_stack.config import MAX_LOOKED_UP
+from spec_stack.controller.base import DraftSignals, StepRecord
+from spec_stack.decode.lookup import LookupIndex, Match
+from spec_stack.decode.propose import ModelProposer
+from spec_stack.decode.proposer import Guide, Means
+from spec_stack.types import Proposal
+
+
+class LookupThenModel:
+    """A look-up where it is worth more than what the draft has lately brought; else the draft, and behind its tokens
+    what the look-up knows to follow them.
+
+    The draft need not know what was looked up: it is fed what it has not seen when it next drafts. No draft follows a
+    look-up inside a step: that would pay only where the draft's next token is surer than the one at which the look-up
+    ended by the ratio of their costs, a whole forward of the draft against one more token to verify.
+    """
+
+    def __init__(self, means: Means) -> None:
+        self._end_ids, self._gate = means.end_ids, means.gate
+        self._model = ModelProposer(means)
+        self._index = LookupIndex()
+
+    def propose(self, committed_ids: Sequence[int], guide: Guide) -> Proposal:
+        self._index.extend(committed_ids[len(self._index) :])
+        room = guide.context.max_gamma
+        match = self._index.match()
+        if match is not None and room > 0:
+            offer = self._gate.offer(match.length, min(room, MAX_LOOKED_UP))
+            if self._gate.prefers(offer):
+                token_ids = self._index.continuation(match, offer.num_tokens, self._end_ids)
+                return Proposal(token_ids, num_looked_up=len(token_ids), match_length=match.length)
+        else:
+            self._gate.offer(0, 0)
+
+        def keep_drafting(signals: DraftSignals, token_ids: Sequence[int]) -> bool:
+            return guide.keep_drafting(signals) and not self._takes_over(token_ids, signals, room)
+
+        drafted = self._model.propose(committed_ids, guide, keep_drafting)
+        return self._with_tail(drafted, room)
+
+    def observe(self, record: StepRecord) -> None:
+        self._gate.observe(record)
+
+    def _takes_over(self, drafted_ids: Sequence[int], signals: DraftSignals, room: int) -> bool:
+        """Whether the rest of a step is worth more to the look-up than another forward of the draft."""
+        match = self._index.match(drafted_ids)
+        if match is None:
+            return False
+        return self._gate.takes_over(match.length, min(room - len(drafted_ids), MAX_LOOKED_UP), _chance(signals))
+
+    def _with_tail(self, drafted: Proposal, room: int) -> Proposal:
+        """The drafted tokens and what the look-up would add to them."""
+        if not drafted.token_ids or drafted.token_ids[-1] in self._end_ids:
+            return drafted
+        match = self._index.match(drafted.token_ids)
+        if match is None:
+            return drafted
+        most = min(room - len(drafted.token_ids), MAX_LOOKED_UP)
+        num_tokens = self._gate.num_worthwhile(match.length, most, _chance(drafted.signals))
+        tail = self._index.continuation(match, num_tokens, self._end_ids, drafted.token_ids)
+        if not tail:
+            return drafted
+        return _joined(drafted, tail, match)
+
+
+def _chance(signals: DraftSignals) -> float:
+    """The draft's own word for all of its tokens being right."""
+    chance = 1.0
+    for confidence in signals.confidence:
+        chance *= confidence
+    return chance
+
+
+def _joined(drafted: Proposal, tail: Sequence[int], match: Match) -> Proposal:
+    """Both as one proposal; looked-up tokens are certain, so their rows are one-hot."""
+    probs = drafted.draft_probs
+    if probs is not None:
+        rows = F.one_hot(torch.tensor(tail, device=probs.device), probs.shape[1]).to(probs.dtype)
+        probs = torch.cat([probs, rows])
+    return Proposal([*drafted.token_ids, *tail], probs, drafted.signals, len(tail), match.length)

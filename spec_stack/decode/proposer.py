@@ -1,0 +1,101 @@
+"""Who proposes tokens: what a proposer is, what it may ask the policy, and the proposers by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Protocol
+
+from spec_stack.clock import Clock
+from spec_stack.config import MAX_GAMMA
+from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord
+from spec_stack.controller.lookup import LookupGate
+from spec_stack.decode.sampler import Sampler
+from spec_stack.types import Proposal, SteppableModel
+
+
+@dataclass(frozen=True)
+class Means:
+    """What proposers are made of.
+
+    Parameters
+    ----------
+    draft : SteppableModel
+        The draft, whose cache is advanced by who drafts with it.
+    sampler : Sampler
+        Draws the draft's tokens.
+    end_ids : collection of int
+        Tokens after which nothing more is proposed.
+    gate : LookupGate
+        Says when a look-up pays.
+    """
+
+    draft: SteppableModel
+    sampler: Sampler
+    end_ids: Collection[int]
+    gate: LookupGate
+
+
+@dataclass(frozen=True)
+class Guide:
+    """A step's policy, as proposers ask it: on the controller's time, and within what the request has left."""
+
+    policy: Policy
+    context: StepContext
+    clock: Clock
+
+    def choose(self) -> int:
+        """The policy's gamma, cut to what the request and the library allow."""
+        with self.clock.measure("controller"):
+            return max(0, min(self.policy.choose(self.context), self.context.max_gamma, MAX_GAMMA))
+
+    def keep_drafting(self, signals: DraftSignals) -> bool:
+        """Whether the policy wants one token more."""
+        with self.clock.measure("controller"):
+            return self.policy.keep_drafting(self.context, signals)
+
+
+class Proposer(Protocol):
+    """Proposes what may come next. Verification does not care who did.
+
+    A proposal is token ids and what they were drawn from: None, or a one-hot row, for tokens that were chosen. What is
+    proposed at a place, and whether anything is, may depend on what stands before that place alone: a proposal that is
+    cut by what was drawn after the cut would bias the output.
+    """
+
+    def propose(self, committed_ids: Sequence[int], guide: Guide) -> Proposal:
+        """The tokens to verify in a step.
+
+        Parameters
+        ----------
+        committed_ids : sequence of int
+            The whole prompt and what was generated.
+        guide : Guide
+            The policy's answers.
+        """
+        ...
+
+    def observe(self, record: StepRecord) -> None:
+        """Told how the step went. Learns, or does nothing."""
+        ...
+
+
+PROPOSERS: dict[str, str | Callable[[Means], Proposer]] = {
+    "model": "spec_stack.decode.propose:ModelProposer",
+    "lookup": "spec_stack.decode.lookup:LookupProposer",
+    "both": "spec_stack.decode.both:LookupThenModel",
+}
+"""name -> "module:Class" or what makes one. An entry more is a proposer more."""
+
+
+def make_proposer(name: str, means: Means) -> Proposer:
+    """A request's proposer by name. Raises ValueError for an unknown one."""
+    entry = PROPOSERS.get(name)
+    if entry is None:
+        raise ValueError(f"unknown proposer {name!r}; known: {', '.join(PROPOSERS)}")
+    if isinstance(entry, str):
+        module, _, attribute = entry.partition(":")
+        entry = getattr(import_module(module), attribute)
+    made: Proposer = entry(means)
+    return made
