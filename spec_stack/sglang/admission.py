@@ -4,7 +4,7 @@ A request comes here complete, at the moment SGLang puts it into its waiting que
 through. It is decided at once where nothing is to be scored. Else it stays in SGLang's own waiting queue, so that
 SGLang's limits, aborts, timeouts, priorities and idle checks find it there, and is merely left out when a prefill batch
 is made, until its prompt is scored. One part of one scoring (at most a chunk of prompt through the draft) is done per
-round of the scheduler's loop, so running requests get their next tokens in between.
+round of the scheduler's loop, so running requests get their next tokens in between (see `rounds`).
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from spec_stack.sglang.request_state import (
     attach,
     dense_reason,
 )
+from spec_stack.sglang.rounds import Rounds
 from spec_stack.sglang.scoring import DraftScorer, NoRoomError, Prompt, can_build_on_cache, needs_the_draft
 from spec_stack.sglang.server_args import ServerConfig
 from spec_stack.sglang.support import NAME, draft_positions_are_mapped, pruning_refusal
@@ -47,6 +48,7 @@ logger = logging.getLogger(__name__)
 _MOST_REMEMBERED = 16
 # Rounds of the scheduler's loop that a prompt waits for KV slots while others run, before it goes on densely.
 _MOST_ROUNDS_WITHOUT_ROOM = 4096
+_NOT_PROTECTED = Protected()
 
 
 @dataclass(eq=False)
@@ -60,7 +62,14 @@ class Waiting:
     reason: str
     work: Generator[None, None, Selection] | None = None
     scoring_s: float = 0.0
+    longest_part_s: float = 0.0
+    num_cached: int = 0
     num_rounds_without_room: int = 0
+
+    def took(self, seconds: float) -> None:
+        """Note how long a part of the scoring took."""
+        self.scoring_s += seconds
+        self.longest_part_s = max(self.longest_part_s, seconds)
 
 
 class RequestPruner:
@@ -77,6 +86,8 @@ class RequestPruner:
         self.prunes = self._refusal is None
         self._turns = ChatTurns.learn(self._scheduler.tokenizer, scheduler.server_args.chat_template)
         self._scorer = DraftScorer(scheduler, self.config.scoring_evict_share)
+        prunes = self.prunes and self.config.prefill.keep_rate != 1
+        self._rounds = Rounds(scheduler, self.config.prefill_decode_interval if prunes else 0)
         # The same prompt comes again at once where n replies are asked for, and after a client's retry.
         self._remembered: OrderedDict[Prompt, Selection] = OrderedDict()
         self.num_by_outcome = dict.fromkeys(OUTCOMES, 0)
@@ -137,28 +148,29 @@ class RequestPruner:
         """Decide for a request that is about to be queued for the first time. Mutates it."""
         if getattr(request, STATE, None) is not None:
             return
-        prompt_ids = tuple(request.origin_input_ids)
         options = self._options(request)
         prefill = options.prefill(self.config)
-        protected = self._protected(options, prompt_ids)
-        scores, reason = decide_scoring(options.specprefill, prefill, len(prompt_ids), protected.spans)
+        scores, reason = decide_scoring(options.specprefill, prefill, len(request.origin_input_ids), ())
         refusal = self._refusal or dense_reason(request)
         if not scores:
-            self._settle_densely(request, options, reason, "not_wanted", protected)
+            self._settle_densely(request, options, reason, "not_wanted")
             return
         if refusal is not None:
-            self._settle_densely(request, options, f"off: {refusal}", "not_possible", protected)
+            self._settle_densely(request, options, f"off: {refusal}", "not_possible")
             return
-        prompt = Prompt(
-            prompt_ids,
-            request.extra_key,
-            request.cache_salt,
-            prefill,
-            protected.spans,
-            frozenset(self._end_ids(request)),
-        )
-        waiting = Waiting(request, options, prompt, protected, reason)
-        if not self._is_settled_by_what_is_known(waiting):
+        prompt_ids = tuple(request.origin_input_ids)
+        end_ids = frozenset(self._end_ids(request))
+        prompt = Prompt(prompt_ids, request.extra_key, request.cache_salt, prefill, end_ids=end_ids)
+        waiting = Waiting(request, options, prompt, Protected(), reason)
+        # A follow-up asks the cache and goes on: nothing else of its long history is looked at.
+        if self._is_mostly_cached(waiting):
+            return
+        protected = self._turns.protected(prompt_ids) if options.protect is None else Protected(options.protect)
+        scores, reason = decide_scoring(options.specprefill, prefill, len(prompt_ids), protected.spans)
+        waiting.prompt, waiting.protected = replace(prompt, protected=protected.spans), protected
+        if not scores:
+            self._settle_densely(request, options, reason, "not_wanted", protected)
+        elif not self._is_settled_by_what_is_known(waiting):
             self._waiting.append(waiting)
 
     def after_queueing(self, request: RunningRequest) -> None:
@@ -171,7 +183,8 @@ class RequestPruner:
     # The scheduler's loop
 
     def work(self) -> None:
-        """Do one part of the oldest scoring. Called once per round, before SGLang makes its next batch."""
+        """Do one part of the oldest scoring, if this round is for it. Called once per round, before SGLang makes its
+        next batch."""
         if not self._waiting:
             return
         self._drop_those_gone()
@@ -182,7 +195,8 @@ class RequestPruner:
             if not self._is_settled_by_what_is_known(self._waiting[0]):
                 break
             self._waiting.pop(0)
-        if self._waiting:
+        unscored = {id(waiting.request) for waiting in self._waiting}
+        if self._waiting and self._rounds.is_for_scoring(unscored):
             self._do_a_part(self._waiting[0])
 
     @contextmanager
@@ -281,7 +295,7 @@ class RequestPruner:
             return
         except Exception as error:
             failure = error
-        waiting.scoring_s += perf_counter() - started
+        waiting.took(perf_counter() - started)
         if not all_say_yes(failure is None):
             self._failed(waiting, failure)
         elif selection is not None:
@@ -305,6 +319,18 @@ class RequestPruner:
 
     # What becomes of a request
 
+    def _is_mostly_cached(self, waiting: Waiting) -> bool:
+        """Settle the request if all but a few tokens of its prompt are cached densely. Else note how many are."""
+        if waiting.options.specprefill is not None:
+            return False
+        prompt = waiting.prompt
+        num_tokens, waiting.num_cached = len(prompt.token_ids), self._scorer.num_cached(prompt)
+        if num_tokens - waiting.num_cached >= prompt.config.min_prompt_tokens:
+            return False
+        reason = f"off: {waiting.num_cached} of {num_tokens} tokens are cached"
+        self._settle_densely(waiting.request, waiting.options, reason, "cached", waiting.protected)
+        return True
+
     def _is_settled_by_what_is_known(self, waiting: Waiting) -> bool:
         """Settle the request if its prompt is cached for the most part, or its selection is remembered.
 
@@ -313,11 +339,9 @@ class RequestPruner:
         prompt = waiting.prompt
         selection = self._remembered.get(prompt)
         if selection is None and waiting.options.specprefill is None:
-            num_tokens, num_cached = len(prompt.token_ids), self._scorer.num_cached(prompt)
-            if num_tokens - num_cached < prompt.config.min_prompt_tokens:
-                reason = f"off: {num_cached} of {num_tokens} tokens are cached"
-                self._settle_densely(waiting.request, waiting.options, reason, "cached", waiting.protected)
+            if self._is_mostly_cached(waiting):
                 return True
+            num_tokens, num_cached = len(prompt.token_ids), waiting.num_cached
             # A short dense beginning is worth less than a selection of its own, which is the same on every server.
             builds = can_build_on_cache() and 4 * num_cached >= num_tokens
             prompt = waiting.prompt = replace(prompt, num_built_on=num_cached if builds else 0)
@@ -355,6 +379,7 @@ class RequestPruner:
             outcome="covered" if positions is None else "pruned",
             keep_rate=selection.keep_rate,
             scoring_s=waiting.scoring_s,
+            longest_part_s=waiting.longest_part_s,
             policy=self._policy(waiting.options),
             kept_spans=_spans_of(selection.positions) if waiting.options.explain else None,
         )
@@ -370,7 +395,7 @@ class RequestPruner:
         options: RequestOptions,
         reason: str,
         outcome: str,
-        protected: Protected,
+        protected: Protected = _NOT_PROTECTED,
         scoring_s: float = 0.0,
     ) -> None:
         num_tokens = len(request.origin_input_ids)
@@ -402,13 +427,6 @@ class RequestPruner:
             # The server has refused it already, unless the request came in another way; no loop ends for its sake.
             logger.warning("a request's options are left aside, and its prompt is prefilled densely: %s", error)
             return RequestOptions(specprefill=False)
-
-    def _protected(self, options: RequestOptions, prompt_ids: Sequence[int]) -> Protected:
-        if options.specprefill is False or not self.prunes:
-            return Protected()
-        if options.specprefill is None and len(prompt_ids) < self.config.prefill.min_prompt_tokens:
-            return Protected()
-        return self._turns.protected(prompt_ids) if options.protect is None else Protected(options.protect)
 
     def _policy(self, options: RequestOptions) -> str:
         return "fixed" if options.gamma is not None else options.policy or self.config.policy
