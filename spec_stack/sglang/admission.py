@@ -24,6 +24,7 @@ import torch
 from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.decide import decide_scoring
 from spec_stack.sglang.active_gamma import num_overrides_kept
+from spec_stack.sglang.launch_notes import DRAFT_AT_SLOTS, drafting_note, graphs_note, prunes, pruning_note
 from spec_stack.sglang.positions import PositionMap, batch_map, batch_offsets
 from spec_stack.sglang.protocols import Runner, RunningRequest, Scheduler
 from spec_stack.sglang.radix_keys import PlacedKey
@@ -82,12 +83,13 @@ class RequestPruner:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler: Any = scheduler
         self.config = ServerConfig.from_environment()
-        self._refusal = pruning_refusal(scheduler)
+        draft = scheduler.draft_worker.draft_worker.draft_runner.model_config
+        self._refusal = pruning_refusal(scheduler.server_args, scheduler.model_config, draft)
         self.prunes = self._refusal is None
         self._turns = ChatTurns.learn(self._scheduler.tokenizer, scheduler.server_args.chat_template)
         self._scorer = DraftScorer(scheduler, self.config.scoring_evict_share)
-        prunes = self.prunes and self.config.prefill.keep_rate != 1
-        self._rounds = Rounds(scheduler, self.config.prefill_decode_interval if prunes else 0)
+        decode_interval = self.config.prefill_decode_interval if prunes(self.config, self._refusal) else 0
+        self._rounds = Rounds(scheduler, decode_interval)
         # The same prompt comes again at once where n replies are asked for, and after a client's retry.
         self._remembered: OrderedDict[Prompt, Selection] = OrderedDict()
         self.num_by_outcome = dict.fromkeys(OUTCOMES, 0)
@@ -110,37 +112,15 @@ class RequestPruner:
 
     def _announce(self) -> None:
         """Say once, at launch, what this server will do to prompts and how far it drafts."""
-        config, policy = self.config, self._scheduler.draft_worker.batch_policy
-        drafts = f"drafting: policy {config.policy}, gammas {list(config.gammas)}"
-        graphs = "; ".join(
-            f"gamma {gamma} for {len(sizes)} batch sizes up to {max(sizes, default=0)}"
-            for gamma in config.gammas
-            if (sizes := policy.cuda_graph_bs_for_step(gamma)) is not None
-        )
-        memory = getattr(self._scheduler.draft_worker, "graph_memory_usage", None)
-        logger.info("%s: %s", NAME, drafts)
-        logger.info("%s: CUDA graphs: %s; memory of the draft's in GB: %s", NAME, graphs or "none", memory)
-        if not self.prunes:
-            logger.warning("%s: no prompt is pruned here, since %s", NAME, self._refusal)
-        elif config.prefill.keep_rate == 1:
-            logger.info("%s: no prompt is pruned, since keep_rate is 1.0", NAME)
-        else:
-            logger.warning(
-                "%s: PROMPTS ARE PRUNED, which is lossy: of those with %d or more tokens that are not cached, the "
-                "target prefills about %.0f %%. %s. --spec-stack-keep-rate 1 prefills all prompts densely",
-                NAME,
-                config.prefill.min_prompt_tokens,
-                100 * config.prefill.rate_for(config.prefill.min_prompt_tokens),
-                self._turns.unrecognised
-                or "System messages, tool definitions and the template's tokens are kept whole, as far as prompts are "
-                "rendered by the tokenizer's chat template",
-            )
-            if not draft_positions_are_mapped(self._scheduler.draft_worker.draft_worker.draft_runner):
-                logger.warning(
-                    "%s: the draft stays at its cache slots on this attention backend; fewer of its tokens "
-                    "are accepted after a pruned prompt",
-                    NAME,
-                )
+        config, worker = self.config, self._scheduler.draft_worker
+        logger.info("%s: drafting: %s", NAME, drafting_note(config))
+        graphs = graphs_note(config, worker.batch_policy.graph_sizes)
+        memory = getattr(worker, "graph_memory_usage", None)
+        logger.info("%s: CUDA graphs: %s; memory of the draft's in GB: %s", NAME, graphs, memory)
+        level = logging.WARNING if self._refusal or prunes(config, self._refusal) else logging.INFO
+        logger.log(level, "%s: %s", NAME, pruning_note(config, self._refusal, self._turns.unrecognised))
+        if prunes(config, self._refusal) and not draft_positions_are_mapped(worker.draft_worker.draft_runner):
+            logger.warning("%s: %s", NAME, DRAFT_AT_SLOTS)
 
     # Arrival
 
