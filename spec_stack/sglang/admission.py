@@ -20,6 +20,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from sglang.srt.runtime_context import get_context, get_parallel
 
 from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.decide import decide_scoring
@@ -95,6 +96,8 @@ class RequestPruner:
         self.num_by_outcome = dict.fromkeys(OUTCOMES, 0)
         self._waiting: list[Waiting] = []
         self._set_aside: list[RunningRequest] | None = None
+        if self.prunes:
+            _reserve_a_row(scheduler)
         self._announce()
         # What the scheduler shares with SGLang's check for lost slots, which knows of no scheduler.
         setattr(scheduler.token_to_kv_pool_allocator, STATE, self)
@@ -415,6 +418,14 @@ class RequestPruner:
         if request.sampling_params.ignore_eos:
             return ()
         return self._scheduler.model_config.hf_eos_token_id or ()
+
+
+def _reserve_a_row(scheduler: Scheduler) -> None:
+    """Let one fewer request run at once than there are rows: scoring needs one, also when the server is full."""
+    num_rows = int(scheduler.req_to_token_pool.size)
+    allowed = get_parallel().pp_max_micro_batch_size
+    if num_rows > 1 and allowed >= num_rows:
+        get_context().override("spec_stack.row_for_scoring", pp_max_micro_batch_size=num_rows - 1)
 
 
 def _spans_of(positions: Sequence[int]) -> tuple[Span, ...]:
