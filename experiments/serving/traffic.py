@@ -20,14 +20,13 @@ On a CPU it needs the stand-ins of tests/serving/support. Prints a table, ends i
 from __future__ import annotations
 
 import argparse
-import http.client
 import json
 import shlex
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
@@ -40,91 +39,18 @@ from transformers import AutoTokenizer
 
 from experiments.common.environment import describe
 from experiments.common.script import run_script
-from experiments.serving.bench_serving import CPU_ARGUMENTS
-from experiments.serving.server import CPU_ENVIRONMENT, HOST, ServerError, SglangServer, free_port, other_plugins
-from spec_stack.demo import hide_fact
+from experiments.serving.client import Answer, Client, Prompts
+from experiments.serving.server import (
+    CPU_ARGUMENTS,
+    CPU_ENVIRONMENT,
+    ServerError,
+    SglangServer,
+    free_port,
+    other_plugins,
+)
 from spec_stack.hf.loading import resolve_pair
-from spec_stack.hf.prompt import encode_messages
 
 ARMS = OFF, STANDALONE, DENSE, SPEC_STACK = "off", "STANDALONE", "dense", "SPEC_STACK"
-LIMIT_S = 300.0
-
-
-@dataclass
-class Answer:
-    """One streamed reply. chunk_times: of every chunk, on the clock of this process. is_enough: set it to hang up."""
-
-    started: float
-    chunk_times: list[float] = field(default_factory=list)
-    output_ids: list[int] = field(default_factory=list)
-    is_enough: bool = False
-    meta_info: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def ttft_s(self) -> float:
-        return self.chunk_times[0] - self.started
-
-    def longest_gap_s(self, since: float, until: float) -> float:
-        times = [since, *(at for at in self.chunk_times if since < at < until), until]
-        return max(b - a for a, b in pairwise(times))
-
-
-class Client:
-    def __init__(self, port: int) -> None:
-        self._port = port
-
-    def ask(self, input_ids: Sequence[int], num_new: int, answer: Answer | None = None, **custom: Any) -> Answer:
-        """Stream a greedy reply; fills `answer` as it comes."""
-        answer = answer or Answer(perf_counter())
-        connection = self._send(input_ids, num_new, custom)
-        reply = connection.getresponse()
-        for line in reply:
-            data = line.decode().removeprefix("data:").strip()
-            if data and data != "[DONE]":
-                chunk = json.loads(data)
-                answer.chunk_times.append(perf_counter())
-                answer.output_ids, answer.meta_info = chunk["output_ids"], chunk["meta_info"]
-            if answer.is_enough:
-                break
-        connection.close()
-        return answer
-
-    def hang_up(self, input_ids: Sequence[int], after_s: float) -> None:
-        connection = self._send(input_ids, 16, {})
-        sleep(after_s)
-        connection.close()
-
-    def _send(self, input_ids: Sequence[int], num_new: int, custom: Mapping[str, Any]) -> http.client.HTTPConnection:
-        connection = http.client.HTTPConnection(HOST, self._port, timeout=LIMIT_S)
-        sampling = {"temperature": 0, "max_new_tokens": num_new, "ignore_eos": True, "custom_params": dict(custom)}
-        body = {"input_ids": list(input_ids), "sampling_params": sampling, "stream": True}
-        connection.request("POST", "/generate", json.dumps(body), {"Content-Type": "application/json"})
-        return connection
-
-
-class Prompts:
-    """Chats as token ids, of real text."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-
-    def document(self, num_tokens: int, seed: int) -> list[int]:
-        return self.chat(hide_fact(self._tokenizer, num_tokens, seed).messages)
-
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        return encode_messages(self._tokenizer, messages)[0]
-
-    def text(self, num_tokens: int, seed: int) -> str:
-        document = hide_fact(self._tokenizer, num_tokens + 100, seed).document
-        ids = self._tokenizer(document, add_special_tokens=False).input_ids[:num_tokens]
-        return str(self._tokenizer.decode(ids))
-
-    def follow_up(self, number: int) -> list[int]:
-        """What comes after a reply: its end, and the next question."""
-        asked = self.chat([{"role": "user", "content": f"And what does part {number} of it say?"}])
-        first = self._tokenizer.convert_tokens_to_ids("<|user|>")
-        end = self._tokenizer.convert_tokens_to_ids("<|end|>")
-        return [end, *asked[asked.index(first) :]]
 
 
 @dataclass

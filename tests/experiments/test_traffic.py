@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from experiments.serving.traffic import Answer, Arms, Client, Prompts, ratio_of_later_turns
+from experiments.serving.client import Answer, Client, Prompts
+from experiments.serving.traffic import Arms, ratio_of_later_turns
 
 ASSETS = Path(__file__).resolve().parents[2] / "spec_stack" / "assets"
 MOMENTS = st.integers(0, 1000)
