@@ -1,8 +1,8 @@
 """Conversations as load: people who share a system prompt, bring a document each, read the reply, and ask again.
 
 Conversations begin at Poisson arrivals. A turn is sent when the reply before it is there and has been thought about, so
-one that is late delays its own conversation and nobody else's. Who waits longer than the timeout for the next piece of a
-reply hangs up and leaves, and the turns that are never asked count as not answered.
+one that is late delays its own conversation and nobody else's. Who waits longer than the timeout for the next piece of
+a reply hangs up and leaves, and the turns that are never asked count as not answered.
 """
 
 from __future__ import annotations
