@@ -6,11 +6,12 @@ import http.client
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from itertools import pairwise
 from time import perf_counter, sleep
 from typing import Any
 
-from experiments.serving.server import HOST
+from experiments.serving.server import HOST, ServerError
 from spec_stack.demo import hide_fact
 from spec_stack.hf.prompt import encode_messages
 
@@ -61,6 +62,18 @@ class Client:
         connection = self._send(input_ids, 16, {})
         sleep(after_s)
         connection.close()
+
+    def forget(self) -> None:
+        """Empty the server's caches. Raises ServerError where it still works after 20 seconds."""
+        for _ in range(40):
+            connection = http.client.HTTPConnection(HOST, self._port, timeout=self._limit_s)
+            connection.request("POST", "/flush_cache")
+            status = connection.getresponse().status
+            connection.close()
+            if status == HTTPStatus.OK:
+                return
+            sleep(0.5)
+        raise ServerError("the server does not empty its caches, since it is not idle")
 
     def _send(self, input_ids: Sequence[int], num_new: int, custom: Mapping[str, Any]) -> http.client.HTTPConnection:
         connection = http.client.HTTPConnection(HOST, self._port, timeout=self._limit_s)

@@ -60,6 +60,11 @@ class Arms:
     clients: Mapping[str, Client]
     first: int = 0
 
+    def forget(self) -> None:
+        """Empty every server's caches: documents begin like others."""
+        for client in self.clients.values():
+            client.forget()
+
     def in_turn(self) -> Iterator[tuple[str, Client]]:
         """All of them, each time beginning with another."""
         names = list(self.clients)
@@ -81,6 +86,7 @@ def turn_of(answer: Answer) -> dict[str, Any]:
 def converse(arms: Arms, prompts: Prompts, seed: int, num_turns: int) -> dict[str, dict[str, list[dict[str, Any]]]]:
     """Two conversations per arm, turn by turn: dense in the first turn, and as the server has it. By kind and arm."""
     kinds: dict[str, dict[str, Any]] = {"dense_first": {"specprefill": False}, "as_it_comes": {}}
+    arms.forget()
     documents = {kind: prompts.document(8000, seed + at) for at, kind in enumerate(kinds)}
     histories = {(kind, arm): list(document) for kind, document in documents.items() for arm in arms.clients}
     turns: dict[str, dict[str, list[dict[str, Any]]]] = {kind: {arm: [] for arm in arms.clients} for kind in kinds}
@@ -182,9 +188,14 @@ def running_stream(client: Client, prompts: Prompts, seed: int) -> Iterator[Answ
 
 
 def prefill_chunk_s(client: Client, prompts: Prompts, chunk: int) -> float:
-    """How long the server takes over one prompt as long as a chunk, densely: the median of three."""
-    ids = [prompts.document(chunk, 740 + at)[:chunk] for at in range(3)]
-    return median(client.ask(each, 1, specprefill=False).ttft_s for each in ids)
+    """How long the server takes over one chunk behind two that are cached, about where a pruned prompt's last ones are:
+    the median of three."""
+    times = []
+    for at in range(3):
+        ids = prompts.document(3 * chunk + 100, 740 + at)[: 3 * chunk]
+        client.ask(ids[: 2 * chunk], 1, specprefill=False)
+        times.append(client.ask(ids, 1, specprefill=False).ttft_s)
+    return median(times)
 
 
 def arrivals(client: Client, prompts: Prompts, chunk: int) -> dict[str, Any]:
@@ -256,6 +267,7 @@ def run(options: argparse.Namespace, arms: Arms, prompts: Prompts) -> Iterator[t
         "hang_ups": lambda client: hang_ups(client, prompts),
     }
     for part in options.parts:
+        arms.forget()
         if part in together:
             yield part, together[part]()
         else:
