@@ -44,11 +44,13 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from threading import Event, Thread
 from time import perf_counter
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -197,12 +199,31 @@ def ended_after(server: SglangServer, limit_s: float) -> Iterator[None]:
         watcher.join()
 
 
+@contextlib.contextmanager
+def datasets_named() -> Iterator[None]:
+    """Where the package `datasets` is not installed: something of its name, while SGLang's benchmark is imported.
+
+    One of its data sets (MMMU, images) imports it at once. What is sent here comes from a file.
+    """
+    if importlib.util.find_spec("datasets") is not None:
+        yield
+        return
+    named = ModuleType("datasets")
+    named.__spec__ = ModuleSpec("datasets", None)
+    vars(named)["load_dataset"] = None
+    sys.modules["datasets"] = named
+    try:
+        yield
+    finally:
+        del sys.modules["datasets"]
+
+
 def import_sglang_benchmark() -> Any:
     """Raises ImportError, saying what to install."""
     if importlib.util.find_spec("sglang") is None:
         raise ImportError("this Python has no SGLang; use one where `pip install 'spec-stack[sglang]'` was run")
     try:
-        with warnings.catch_warnings(action="ignore"):
+        with warnings.catch_warnings(action="ignore"), datasets_named():
             return importlib.import_module("sglang.benchmark.serving")
     except ImportError as error:
         raise ImportError(f"SGLang's serving benchmark does not load; install what it lacks: {error}") from error
