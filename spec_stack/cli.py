@@ -83,6 +83,12 @@ def build_parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="what is installed, and does this pair fit together")
     _add_pair_arguments(doctor)
     doctor.add_argument("--json", action="store_true", help="print the report as JSON")
+    doctor.add_argument(
+        "--sglang",
+        action="store_true",
+        help="check a launch of SGLang, without launching it",
+    )
+    doctor.add_argument("server_args", nargs="*", metavar="-- SERVER_ARGS", help="with --sglang: its arguments")
     doctor.set_defaults(run=_doctor)
     return parser
 
@@ -321,6 +327,10 @@ def _read_documents(folder: Path | None) -> list[str]:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
+    if arguments.sglang:
+        return _doctor_sglang(arguments)
+    if arguments.server_args:
+        raise ValueError(f"unknown arguments {' '.join(arguments.server_args)}; a server's follow after --sglang --")
     from spec_stack.doctor import diagnose
 
     report = diagnose(
@@ -337,6 +347,22 @@ def _doctor(arguments: argparse.Namespace) -> int:
             elif key != "problem":
                 print(f"{key}: {value}")
         print(f"problem: {report['problem']}" if report["problem"] else "the pair fits together")
+    return 1 if report["problem"] else 0
+
+
+def _doctor_sglang(arguments: argparse.Namespace) -> int:
+    from spec_stack.sglang.launch_check import check_launch
+
+    report = check_launch(arguments.server_args)
+    if arguments.json:
+        print(json.dumps(report))
+    else:
+        shown = {name: text for name, text in report.items() if name not in ("arguments", "problem", "warnings")}
+        for name, text in shown.items():
+            print(f"{name}: {text}")
+        for warning in report["warnings"]:
+            print(f"warning: {warning}")
+        print(f"problem: {report['problem']}" if report["problem"] else "the server would start with these arguments")
     return 1 if report["problem"] else 0
 
 

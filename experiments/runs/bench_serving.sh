@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# The QPS experiment on the embedded pair: SGLang without speculation, with STANDALONE and with SPEC_STACK, in turn, at
-# rising request rates. About 12 minutes on 2 cores with nothing else running; it stops by itself. Once before:
-#   make .venv-serving/.ready && .venv-serving/bin/python -m pip install datasets
-# (SGLang's own benchmark imports `datasets`.) That environment has stand-ins for what SGLang lacks on a CPU
+# The QPS experiment on the embedded pair: SGLang without speculation, with STANDALONE, with SPEC_STACK that prunes
+# nothing and with SPEC_STACK, in turn, at rising request rates: single requests, then conversations. Meant to take less
+# than 12 minutes on 2 cores with nothing else running; it stops by itself. Once before:
+#   make .venv-serving/.ready
+# That environment has stand-ins for what SGLang lacks on a CPU
 # (tests/serving/support): index kernels in Python, attention by torch. Torch's prefill is slow and quadratic there: the
 # ratios between modes show a direction, and no figure is SGLang's speed. On a GPU, without the stand-ins:
 #   python -m experiments.serving.bench_serving --target TARGET --draft DRAFT --device cuda --tokens 8192 16384 \
@@ -10,4 +11,4 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 PYTHON=${PYTHON:-.venv-serving/bin/python}
-"$PYTHON" -m experiments.serving.bench_serving --device cpu --rounds 2 --timeout 5 --seconds 15 "$@"
+"$PYTHON" -m experiments.serving.bench_serving --device cpu --rounds 1 --timeout 5 --seconds 12 "$@"

@@ -6,18 +6,23 @@ before that is what the mode carries; the time to first token, the time per furt
 beside it, and how many hidden facts were found, so that speed is not bought with answers unseen.
 
 Modes: "off" is SGLang without our plugin loaded and without speculation; "STANDALONE" is SGLang's own speculation
-with the same draft, at the step count that was fastest in a trial here; "SPEC_STACK" is the plugin with its defaults.
-Each needs a server of its own, so modes take turns in rounds, and figures are medians over rounds.
+with the same draft, at the step count that was fastest in a trial here; "dense" is the plugin with keep_rate 1, which
+prunes nothing; "SPEC_STACK" is the plugin with its defaults. Each needs a server of its own, so modes take turns in
+rounds, and figures are medians over rounds.
 
-Requests: long documents (standard-library modules) with a fact hidden in each and a share of short ones. Every request
-gets as many tokens as it asks for, past the end of its answer, so that all modes do the same work. Every document opens
-with a heading of its own, and its fact changes from rate to rate: no prefix cache, and no remembered selection, answers
-for a server. (Traffic that shares long prefixes is another question: pruned prompts share less.)
+Two workloads, one after the other on each server: "single" requests that share nothing, and "conversations" of several
+turns with a system prompt in common (`conversations`). A conversation's rate is that of its turns, thinking left out:
+conversations begun per second times turns.
 
-The load is sent by SGLang's serving benchmark, `sglang.benchmark.serving`, through its command-line entry point. What
-it lacks is added around it. It has no timeout, so requests unanswered when the last one's timeout has passed are
-aborted on the server. Its summary leaves failed requests out, so percentiles are taken here over all requests: one
-that was not answered is slower than all that were (shown as "-").
+Single requests: long documents (standard-library modules) with a fact hidden in each and a share of short ones. Every
+request gets as many tokens as it asks for, past the end of its answer, so that all modes do the same work. Every
+document opens with a heading of its own, and its fact changes from rate to rate: no prefix cache, and no remembered
+selection, answers for a server.
+
+They are sent by SGLang's serving benchmark, `sglang.benchmark.serving`, through its command-line entry point. What it
+lacks is added around it. It has no timeout, so requests unanswered when the last one's timeout has passed are aborted
+on the server. Its summary leaves failed requests out, so percentiles are taken here over all requests: one that was not
+answered is slower than all that were (shown as "-").
 
 On a CPU the server needs the stand-ins of tests/serving/support: torch's own attention, whose prefill is slow and
 quadratic, and Python for SGLang's missing index kernels. There the figures compare the modes and tell nothing about
@@ -37,12 +42,15 @@ import signal
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from threading import Event, Thread
+from time import perf_counter
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -50,6 +58,7 @@ from transformers import AutoTokenizer
 
 from experiments.common.environment import describe
 from experiments.common.script import run_script
+from experiments.serving.conversations import Conversations, hold_all
 from experiments.serving.load import (
     GOAL,
     PERCENTILES,
@@ -61,6 +70,7 @@ from experiments.serving.load import (
     parse_replies,
 )
 from experiments.serving.server import (
+    CPU_ARGUMENTS,
     CPU_ENVIRONMENT,
     HOST,
     PLUGIN,
@@ -72,12 +82,9 @@ from experiments.serving.server import (
 from spec_stack.hf.loading import resolve_pair
 from spec_stack.hf.prompt import encode_messages
 
-CPU_ARGUMENTS = (
-    *("--dtype", "float32", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
-    *("--grammar-backend", "none", "--disable-cuda-graph", "--skip-server-warmup"),
-    *("--mem-fraction-static", "0.1", "--max-total-tokens", "40000"),
-)
-MODES = OFF, STANDALONE, SPEC_STACK = "off", "STANDALONE", "SPEC_STACK"
+MODES = OFF, STANDALONE, DENSE, SPEC_STACK = "off", "STANDALONE", "dense", "SPEC_STACK"
+PLUGIN_MODES = DENSE, SPEC_STACK
+WORKLOADS = SINGLE, CONVERSATIONS = "single", "conversations"
 TRIAL_S = 120.0
 # From the last timeout to the abort: nobody's latency is cut short by the client's own lateness.
 GRACE_S = 5.0
@@ -98,6 +105,7 @@ class Bench:
 
     options: argparse.Namespace
     workload: Workload
+    conversations: Conversations
     folder: Path
     tokenizer: Any
     target: str
@@ -107,17 +115,20 @@ class Bench:
 
     def server(self, mode: str, steps: int) -> SglangServer:
         options = self.options
-        environment = {} if mode == SPEC_STACK else {"SGLANG_PLUGINS": other_plugins()}
+        environment = {} if mode in PLUGIN_MODES else {"SGLANG_PLUGINS": other_plugins()}
         arguments = ["--model-path", self.target, "--device", options.device, "--tp-size", str(options.tp)]
         arguments += CPU_ARGUMENTS if options.device == "cpu" else []
         arguments += shlex.split(options.server_args)
         if mode != OFF:
-            arguments += ["--speculative-algorithm", mode, "--speculative-draft-model-path", self.draft]
+            algorithm = SPEC_STACK if mode in PLUGIN_MODES else mode
+            arguments += ["--speculative-algorithm", algorithm, "--speculative-draft-model-path", self.draft]
         if mode == STANDALONE:
             arguments += ["--speculative-num-steps", str(steps), "--speculative-num-draft-tokens", str(steps + 1)]
             arguments += ["--speculative-eagle-topk", "1"]
-        if mode == SPEC_STACK:
+        if mode in PLUGIN_MODES:
             arguments += shlex.split(options.spec_stack_args)
+        if mode == DENSE:
+            arguments += ["--spec-stack-keep-rate", "1"]
         return SglangServer(arguments, environment, self.port, self.folder / "server.log", options.start_limit)
 
     def warm_up(self, server: SglangServer, mode: str) -> None:
@@ -129,10 +140,23 @@ class Bench:
             prompt_ids = encode_messages(self.tokenizer, question.messages)[0]
             body = {"input_ids": prompt_ids, "sampling_params": sampling}
             report = server.post("/generate", body, limit_s=self.options.start_limit)["meta_info"].get(PLUGIN)
-            if (report is not None) != (mode == SPEC_STACK):
+            if (report is not None) != (mode in PLUGIN_MODES):
                 raise ServerError(server.explain(f"mode {mode} ran {'with' if report else 'without'} our plugin"))
         if mode == SPEC_STACK:
             self.pruning.append(report)
+
+    def converse(
+        self, server: SglangServer, rate: float, variant: int, seed: int
+    ) -> tuple[list[Reply], dict[str, Any]]:
+        """Begin conversations so that their turns come at the rate; the replies, and tokens per second."""
+        options = self.options
+        begun_per_s = rate / options.turns
+        count = max(options.fewest_conversations, math.ceil(begun_per_s * options.seconds))
+        plans = self.conversations.plans(self.tokenizer, count, variant)
+        starts_s = arrival_times(begun_per_s, count, seed)
+        begun = perf_counter()
+        replies = hold_all(plans, starts_s, server.port, options.timeout, self.tokenizer)
+        return replies, {"output_throughput": sum(reply.num_tokens for reply in replies) / (perf_counter() - begun)}
 
     def load(self, server: SglangServer, rate: float, variant: int, seed: int) -> tuple[list[Reply], dict[str, Any]]:
         """Send one rate's requests, at arrivals drawn by the seed; the replies, and what SGLang's benchmark writes."""
@@ -175,12 +199,31 @@ def ended_after(server: SglangServer, limit_s: float) -> Iterator[None]:
         watcher.join()
 
 
+@contextlib.contextmanager
+def datasets_named() -> Iterator[None]:
+    """Where the package `datasets` is not installed: something of its name, while SGLang's benchmark is imported.
+
+    One of its data sets (MMMU, images) imports it at once. What is sent here comes from a file.
+    """
+    if importlib.util.find_spec("datasets") is not None:
+        yield
+        return
+    named = ModuleType("datasets")
+    named.__spec__ = ModuleSpec("datasets", None)
+    vars(named)["load_dataset"] = None
+    sys.modules["datasets"] = named
+    try:
+        yield
+    finally:
+        del sys.modules["datasets"]
+
+
 def import_sglang_benchmark() -> Any:
     """Raises ImportError, saying what to install."""
     if importlib.util.find_spec("sglang") is None:
         raise ImportError("this Python has no SGLang; use one where `pip install 'spec-stack[sglang]'` was run")
     try:
-        with warnings.catch_warnings(action="ignore"):
+        with warnings.catch_warnings(action="ignore"), datasets_named():
             return importlib.import_module("sglang.benchmark.serving")
     except ImportError as error:
         raise ImportError(f"SGLang's serving benchmark does not load; install what it lacks: {error}") from error
@@ -214,20 +257,34 @@ def try_steps(bench: Bench, candidates: Sequence[int]) -> dict[int, float]:
     return speeds
 
 
-def sweep(bench: Bench, mode: str, steps: int, number: int) -> dict[float, dict[str, float]]:
-    """Figures per rate in one round, up to the first rate at which too few requests were answered in time."""
-    found = {}
+Rates = dict[float, dict[str, float]]
+
+
+def sweep(bench: Bench, mode: str, steps: int, number: int) -> dict[str, Rates]:
+    """One mode's figures per workload and rate in one round, on a server of its own."""
+    options = bench.options
+    loads = {SINGLE: (bench.load, options.rates), CONVERSATIONS: (bench.converse, options.conversation_rates)}
     with bench.server(mode, steps) as server:
         bench.warm_up(server, mode)
-        for variant, rate in enumerate(bench.options.rates, start=1):
-            replies, line = bench.load(server, rate, variant, bench.workload.seed + number)
-            found[rate] = figures(replies, bench.options.timeout)
-            found[rate]["output_tokens_per_s"] = line["output_throughput"]
-            found[rate]["accept_length"] = line.get("accept_length") or 1.0
-            share = found[rate]["share_in_time"]
-            print(f"  {mode:10s} {rate:5.2f}/s: {share:4.0%} of {len(replies)} requests in time", flush=True)
-            if share < GOAL:
-                break
+        return {
+            name: climb(bench, server, f"{mode:10s} {name:13s}", *loads[name], number) for name in options.workloads
+        }
+
+
+def climb(
+    bench: Bench, server: SglangServer, title: str, send: Callable[..., Any], rates: Sequence[float], number: int
+) -> Rates:
+    """Figures per rate, up to the first rate at which too few requests were answered in time."""
+    found = {}
+    for variant, rate in enumerate(rates, start=1):
+        replies, line = send(server, rate, variant, bench.workload.seed + number)
+        found[rate] = figures(replies, bench.options.timeout)
+        found[rate]["output_tokens_per_s"] = line["output_throughput"]
+        found[rate]["accept_length"] = line.get("accept_length") or 1.0
+        share = found[rate]["share_in_time"]
+        print(f"  {title} {rate:5.2f}/s: {share:4.0%} of {len(replies)} requests in time", flush=True)
+        if share < GOAL:
+            break
     return found
 
 
@@ -251,9 +308,10 @@ def seconds(row: Mapping[str, float], name: str, scale: float = 1, digits: int =
     return " ".join(f"{value:7.{digits}f}" if math.isfinite(value) else f"{'-':>7s}" for value in values)
 
 
-def print_table(modes: Mapping[str, Mapping[str, Any]], timeout_s: float, top: float) -> None:
+def print_table(workload: str, modes: Mapping[str, Mapping[str, Any]], timeout_s: float, top: float) -> None:
+    print(f"\n{workload}")
     heads = "".join(f"  {title:23s}" for title in ("TTFT, s", "further tokens, ms each", "whole answer, s"))
-    print(f"\n{'':29s}{heads}")
+    print(f"{'':29s}{heads}")
     print(f"mode        rate/s  in time  {('  ' + '    p50     p90     p99') * 3}  tokens/s  per step  facts found")
     for mode, summary in modes.items():
         for row in summary["rows"]:
@@ -295,7 +353,7 @@ def parse_arguments() -> argparse.Namespace:
         "--standalone-steps",
         type=int,
         nargs="+",
-        default=[2, 3, 5],
+        default=[5],
         metavar="N",
         help="step counts to try for STANDALONE; the fastest is measured (%(default)s)",
     )
@@ -311,10 +369,26 @@ def parse_arguments() -> argparse.Namespace:
         default=[0.4, 0.6, 0.8, 1.1, 1.5, 2.1, 3.0, 4.2],
         help="requests per second, rising; a mode ends with its first failure (%(default)s)",
     )
+    load.add_argument(
+        "--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), help="(default: %(default)s)"
+    )
+    load.add_argument(
+        "--conversation-rates",
+        type=float,
+        nargs="+",
+        default=[0.3, 0.6, 1.0, 1.5, 2.2],
+        help="turns per second, rising (%(default)s)",
+    )
+    load.add_argument("--turns", type=int, default=3, help="of a conversation (%(default)s)")
+    load.add_argument("--thinking", type=float, default=1.0, metavar="S", help="between turns, mean (%(default)s)")
+    load.add_argument("--system-tokens", type=int, default=512, help="that all conversations share (%(default)s)")
+    load.add_argument(
+        "--fewest-conversations", type=int, default=4, help="conversations per rate at least (%(default)s)"
+    )
     load.add_argument("--timeout", type=float, default=5.0, help="seconds a request may take (%(default)s)")
-    load.add_argument("--seconds", type=float, default=15.0, help="how long each rate is kept up (%(default)s)")
+    load.add_argument("--seconds", type=float, default=12.0, help="how long each rate is kept up (%(default)s)")
     load.add_argument("--fewest", type=int, default=8, help="requests per rate at least (%(default)s)")
-    load.add_argument("--rounds", type=int, default=2, help="turns of every mode (%(default)s)")
+    load.add_argument("--rounds", type=int, default=1, help="turns of every mode (%(default)s)")
     load.add_argument(
         "--tokens", type=int, nargs=2, default=[2048, 4096], help="shortest and longest document (%(default)s)"
     )
@@ -324,8 +398,11 @@ def parse_arguments() -> argparse.Namespace:
     options = parser.parse_args()
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     options.rates = sorted(set(options.rates))
-    if options.rates[0] <= 0 or options.timeout <= 0 or options.rounds < 1 or min(options.standalone_steps) < 1:
-        raise ValueError("rates, the timeout, rounds and step counts must be over 0")
+    options.conversation_rates = sorted(set(options.conversation_rates))
+    if min(options.rates[0], options.conversation_rates[0]) <= 0 or options.fewest_conversations < 1:
+        raise ValueError("rates must be over 0, and --fewest-conversations 1 or more")
+    if options.timeout <= 0 or options.rounds < 1 or min(options.standalone_steps) < 1:
+        raise ValueError("the timeout, rounds and step counts must be over 0")
     if options.out and not options.out.parent.is_dir():
         raise ValueError(f"--out {options.out}: there is no folder {options.out.parent}")
     return options
@@ -334,18 +411,24 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     options = parse_arguments()
     workload = Workload(tuple(options.tokens), options.short_share, options.seconds, options.fewest, options.seed)
+    conversations = Conversations(
+        tuple(options.tokens), options.system_tokens, options.turns, options.thinking, options.seed
+    )
     if options.device == "cpu":
         os.environ.update(CPU_ENVIRONMENT)
-    import_sglang_benchmark()
+    if SINGLE in options.workloads or len(set(options.standalone_steps)) > 1:
+        import_sglang_benchmark()
     # A stop from outside leaves the blocks too, so that no server outlives this script.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     target, draft = resolve_pair(options.target, options.draft)
     tokenizer = AutoTokenizer.from_pretrained(target)
     # Documents that are too short for the lengths asked for are better known before the first server starts.
     workload.questions(tokenizer, workload.count(options.rates[-1]), variant=0)
-    rounds: dict[str, list[dict[float, dict[str, float]]]] = {mode: [] for mode in options.modes}
+    rounds: dict[str, list[dict[str, Rates]]] = {mode: [] for mode in options.modes}
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(options, workload, Path(folder), tokenizer, target, draft, options.port or free_port())
+        bench = Bench(
+            options, workload, conversations, Path(folder), tokenizer, target, draft, options.port or free_port()
+        )
         candidates = sorted(set(options.standalone_steps))
         tries = STANDALONE in options.modes and len(candidates) > 1
         trial = try_steps(bench, candidates) if tries else {candidates[0]: math.nan}
@@ -354,9 +437,12 @@ def main() -> None:
             print(f"round {number + 1} of {options.rounds}", flush=True)
             for mode in options.modes:
                 rounds[mode].append(sweep(bench, mode, steps, number))
-    modes = {mode: summarise(found, options.rates) for mode, found in rounds.items()}
-    print_table(modes, options.timeout, options.rates[-1])
-    if STANDALONE in modes:
+    rates = {SINGLE: options.rates, CONVERSATIONS: options.conversation_rates}
+    results: dict[str, dict[str, Any]] = {}
+    for name in options.workloads:
+        results[name] = {mode: summarise([each[name] for each in found], rates[name]) for mode, found in rounds.items()}
+        print_table(name, results[name], options.timeout, rates[name][-1])
+    if STANDALONE in rounds:
         print(f"STANDALONE ran {steps} steps, the fastest of {candidates} in the trial")
     for found in bench.pruning[:1]:
         print(
@@ -374,9 +460,13 @@ def main() -> None:
         "standalone_steps_taken": steps,
         "trial_tokens_per_s": trial,
         "pruning": bench.pruning,
-        "results": modes,
+        "results": results,
         "all_rounds": {
-            mode: [{str(r): f for r, f in found.items()} for found in each] for mode, each in rounds.items()
+            mode: [
+                {name: {str(rate): found for rate, found in by_rate.items()} for name, by_rate in each.items()}
+                for each in found_in_rounds
+            ]
+            for mode, found_in_rounds in rounds.items()
         },
     }
     line = json.dumps(finite(report))

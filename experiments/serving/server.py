@@ -21,6 +21,11 @@ HOST = "127.0.0.1"
 PLUGIN = "spec_stack"
 # SGLang on a CPU: its CPU engine, one thread in each of its processes (more fight over few cores), nothing compiled.
 CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+CPU_ARGUMENTS = (
+    *("--dtype", "float32", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
+    *("--grammar-backend", "none", "--disable-cuda-graph", "--skip-server-warmup"),
+    *("--mem-fraction-static", "0.1", "--max-total-tokens", "40000"),
+)
 
 
 class ServerError(OSError):

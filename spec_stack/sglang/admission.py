@@ -4,7 +4,7 @@ A request comes here complete, at the moment SGLang puts it into its waiting que
 through. It is decided at once where nothing is to be scored. Else it stays in SGLang's own waiting queue, so that
 SGLang's limits, aborts, timeouts, priorities and idle checks find it there, and is merely left out when a prefill batch
 is made, until its prompt is scored. One part of one scoring (at most a chunk of prompt through the draft) is done per
-round of the scheduler's loop, so running requests get their next tokens in between.
+round of the scheduler's loop, so running requests get their next tokens in between (see `rounds`).
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from sglang.srt.runtime_context import get_context, get_parallel
 
 from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.decide import decide_scoring
 from spec_stack.sglang.active_gamma import num_overrides_kept
+from spec_stack.sglang.launch_notes import DRAFT_AT_SLOTS, drafting_note, graphs_note, prunes, pruning_note
 from spec_stack.sglang.positions import PositionMap, batch_map, batch_offsets
 from spec_stack.sglang.protocols import Runner, RunningRequest, Scheduler
 from spec_stack.sglang.radix_keys import PlacedKey
@@ -37,6 +39,7 @@ from spec_stack.sglang.request_state import (
     attach,
     dense_reason,
 )
+from spec_stack.sglang.rounds import Rounds
 from spec_stack.sglang.scoring import DraftScorer, NoRoomError, Prompt, can_build_on_cache, needs_the_draft
 from spec_stack.sglang.server_args import ServerConfig
 from spec_stack.sglang.support import NAME, draft_positions_are_mapped, pruning_refusal
@@ -47,6 +50,7 @@ logger = logging.getLogger(__name__)
 _MOST_REMEMBERED = 16
 # Rounds of the scheduler's loop that a prompt waits for KV slots while others run, before it goes on densely.
 _MOST_ROUNDS_WITHOUT_ROOM = 4096
+_NOT_PROTECTED = Protected()
 
 
 @dataclass(eq=False)
@@ -60,7 +64,14 @@ class Waiting:
     reason: str
     work: Generator[None, None, Selection] | None = None
     scoring_s: float = 0.0
+    longest_part_s: float = 0.0
+    num_cached: int = 0
     num_rounds_without_room: int = 0
+
+    def took(self, seconds: float) -> None:
+        """Note how long a part of the scoring took."""
+        self.scoring_s += seconds
+        self.longest_part_s = max(self.longest_part_s, seconds)
 
 
 class RequestPruner:
@@ -73,15 +84,20 @@ class RequestPruner:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler: Any = scheduler
         self.config = ServerConfig.from_environment()
-        self._refusal = pruning_refusal(scheduler)
+        draft = scheduler.draft_worker.draft_worker.draft_runner.model_config
+        self._refusal = pruning_refusal(scheduler.server_args, scheduler.model_config, draft)
         self.prunes = self._refusal is None
         self._turns = ChatTurns.learn(self._scheduler.tokenizer, scheduler.server_args.chat_template)
         self._scorer = DraftScorer(scheduler, self.config.scoring_evict_share)
+        decode_interval = self.config.prefill_decode_interval if prunes(self.config, self._refusal) else 0
+        self._rounds = Rounds(scheduler, decode_interval)
         # The same prompt comes again at once where n replies are asked for, and after a client's retry.
         self._remembered: OrderedDict[Prompt, Selection] = OrderedDict()
         self.num_by_outcome = dict.fromkeys(OUTCOMES, 0)
         self._waiting: list[Waiting] = []
         self._set_aside: list[RunningRequest] | None = None
+        if self.prunes:
+            _reserve_a_row(scheduler)
         self._announce()
         # What the scheduler shares with SGLang's check for lost slots, which knows of no scheduler.
         setattr(scheduler.token_to_kv_pool_allocator, STATE, self)
@@ -99,37 +115,15 @@ class RequestPruner:
 
     def _announce(self) -> None:
         """Say once, at launch, what this server will do to prompts and how far it drafts."""
-        config, policy = self.config, self._scheduler.draft_worker.batch_policy
-        drafts = f"drafting: policy {config.policy}, gammas {list(config.gammas)}"
-        graphs = "; ".join(
-            f"gamma {gamma} for {len(sizes)} batch sizes up to {max(sizes, default=0)}"
-            for gamma in config.gammas
-            if (sizes := policy.cuda_graph_bs_for_step(gamma)) is not None
-        )
-        memory = getattr(self._scheduler.draft_worker, "graph_memory_usage", None)
-        logger.info("%s: %s", NAME, drafts)
-        logger.info("%s: CUDA graphs: %s; memory of the draft's in GB: %s", NAME, graphs or "none", memory)
-        if not self.prunes:
-            logger.warning("%s: no prompt is pruned here, since %s", NAME, self._refusal)
-        elif config.prefill.keep_rate == 1:
-            logger.info("%s: no prompt is pruned, since keep_rate is 1.0", NAME)
-        else:
-            logger.warning(
-                "%s: PROMPTS ARE PRUNED, which is lossy: of those with %d or more tokens that are not cached, the "
-                "target prefills about %.0f %%. %s. --spec-stack-keep-rate 1 prefills all prompts densely",
-                NAME,
-                config.prefill.min_prompt_tokens,
-                100 * config.prefill.rate_for(config.prefill.min_prompt_tokens),
-                self._turns.unrecognised
-                or "System messages, tool definitions and the template's tokens are kept whole, as far as prompts are "
-                "rendered by the tokenizer's chat template",
-            )
-            if not draft_positions_are_mapped(self._scheduler.draft_worker.draft_worker.draft_runner):
-                logger.warning(
-                    "%s: the draft stays at its cache slots on this attention backend; fewer of its tokens "
-                    "are accepted after a pruned prompt",
-                    NAME,
-                )
+        config, worker = self.config, self._scheduler.draft_worker
+        logger.info("%s: drafting: %s", NAME, drafting_note(config))
+        graphs = graphs_note(config, worker.batch_policy.graph_sizes)
+        memory = getattr(worker, "graph_memory_usage", None)
+        logger.info("%s: CUDA graphs: %s; memory of the draft's in GB: %s", NAME, graphs, memory)
+        level = logging.WARNING if self._refusal or prunes(config, self._refusal) else logging.INFO
+        logger.log(level, "%s: %s", NAME, pruning_note(config, self._refusal, self._turns.unrecognised))
+        if prunes(config, self._refusal) and not draft_positions_are_mapped(worker.draft_worker.draft_runner):
+            logger.warning("%s: %s", NAME, DRAFT_AT_SLOTS)
 
     # Arrival
 
@@ -137,28 +131,29 @@ class RequestPruner:
         """Decide for a request that is about to be queued for the first time. Mutates it."""
         if getattr(request, STATE, None) is not None:
             return
-        prompt_ids = tuple(request.origin_input_ids)
         options = self._options(request)
         prefill = options.prefill(self.config)
-        protected = self._protected(options, prompt_ids)
-        scores, reason = decide_scoring(options.specprefill, prefill, len(prompt_ids), protected.spans)
+        scores, reason = decide_scoring(options.specprefill, prefill, len(request.origin_input_ids), ())
         refusal = self._refusal or dense_reason(request)
         if not scores:
-            self._settle_densely(request, options, reason, "not_wanted", protected)
+            self._settle_densely(request, options, reason, "not_wanted")
             return
         if refusal is not None:
-            self._settle_densely(request, options, f"off: {refusal}", "not_possible", protected)
+            self._settle_densely(request, options, f"off: {refusal}", "not_possible")
             return
-        prompt = Prompt(
-            prompt_ids,
-            request.extra_key,
-            request.cache_salt,
-            prefill,
-            protected.spans,
-            frozenset(self._end_ids(request)),
-        )
-        waiting = Waiting(request, options, prompt, protected, reason)
-        if not self._is_settled_by_what_is_known(waiting):
+        prompt_ids = tuple(request.origin_input_ids)
+        end_ids = frozenset(self._end_ids(request))
+        prompt = Prompt(prompt_ids, request.extra_key, request.cache_salt, prefill, end_ids=end_ids)
+        waiting = Waiting(request, options, prompt, Protected(), reason)
+        # A follow-up asks the cache and goes on: nothing else of its long history is looked at.
+        if self._is_mostly_cached(waiting):
+            return
+        protected = self._turns.protected(prompt_ids) if options.protect is None else Protected(options.protect)
+        scores, reason = decide_scoring(options.specprefill, prefill, len(prompt_ids), protected.spans)
+        waiting.prompt, waiting.protected = replace(prompt, protected=protected.spans), protected
+        if not scores:
+            self._settle_densely(request, options, reason, "not_wanted", protected)
+        elif not self._is_settled_by_what_is_known(waiting):
             self._waiting.append(waiting)
 
     def after_queueing(self, request: RunningRequest) -> None:
@@ -171,7 +166,8 @@ class RequestPruner:
     # The scheduler's loop
 
     def work(self) -> None:
-        """Do one part of the oldest scoring. Called once per round, before SGLang makes its next batch."""
+        """Do one part of the oldest scoring, if this round is for it. Called once per round, before SGLang makes its
+        next batch."""
         if not self._waiting:
             return
         self._drop_those_gone()
@@ -182,7 +178,8 @@ class RequestPruner:
             if not self._is_settled_by_what_is_known(self._waiting[0]):
                 break
             self._waiting.pop(0)
-        if self._waiting:
+        unscored = {id(waiting.request) for waiting in self._waiting}
+        if self._waiting and self._rounds.is_for_scoring(unscored):
             self._do_a_part(self._waiting[0])
 
     @contextmanager
@@ -281,7 +278,7 @@ class RequestPruner:
             return
         except Exception as error:
             failure = error
-        waiting.scoring_s += perf_counter() - started
+        waiting.took(perf_counter() - started)
         if not all_say_yes(failure is None):
             self._failed(waiting, failure)
         elif selection is not None:
@@ -305,6 +302,18 @@ class RequestPruner:
 
     # What becomes of a request
 
+    def _is_mostly_cached(self, waiting: Waiting) -> bool:
+        """Settle the request if all but a few tokens of its prompt are cached densely. Else note how many are."""
+        if waiting.options.specprefill is not None:
+            return False
+        prompt = waiting.prompt
+        num_tokens, waiting.num_cached = len(prompt.token_ids), self._scorer.num_cached(prompt)
+        if num_tokens - waiting.num_cached >= prompt.config.min_prompt_tokens:
+            return False
+        reason = f"off: {waiting.num_cached} of {num_tokens} tokens are cached"
+        self._settle_densely(waiting.request, waiting.options, reason, "cached", waiting.protected)
+        return True
+
     def _is_settled_by_what_is_known(self, waiting: Waiting) -> bool:
         """Settle the request if its prompt is cached for the most part, or its selection is remembered.
 
@@ -313,11 +322,9 @@ class RequestPruner:
         prompt = waiting.prompt
         selection = self._remembered.get(prompt)
         if selection is None and waiting.options.specprefill is None:
-            num_tokens, num_cached = len(prompt.token_ids), self._scorer.num_cached(prompt)
-            if num_tokens - num_cached < prompt.config.min_prompt_tokens:
-                reason = f"off: {num_cached} of {num_tokens} tokens are cached"
-                self._settle_densely(waiting.request, waiting.options, reason, "cached", waiting.protected)
+            if self._is_mostly_cached(waiting):
                 return True
+            num_tokens, num_cached = len(prompt.token_ids), waiting.num_cached
             # A short dense beginning is worth less than a selection of its own, which is the same on every server.
             builds = can_build_on_cache() and 4 * num_cached >= num_tokens
             prompt = waiting.prompt = replace(prompt, num_built_on=num_cached if builds else 0)
@@ -355,6 +362,7 @@ class RequestPruner:
             outcome="covered" if positions is None else "pruned",
             keep_rate=selection.keep_rate,
             scoring_s=waiting.scoring_s,
+            longest_part_s=waiting.longest_part_s,
             policy=self._policy(waiting.options),
             kept_spans=_spans_of(selection.positions) if waiting.options.explain else None,
         )
@@ -370,7 +378,7 @@ class RequestPruner:
         options: RequestOptions,
         reason: str,
         outcome: str,
-        protected: Protected,
+        protected: Protected = _NOT_PROTECTED,
         scoring_s: float = 0.0,
     ) -> None:
         num_tokens = len(request.origin_input_ids)
@@ -403,13 +411,6 @@ class RequestPruner:
             logger.warning("a request's options are left aside, and its prompt is prefilled densely: %s", error)
             return RequestOptions(specprefill=False)
 
-    def _protected(self, options: RequestOptions, prompt_ids: Sequence[int]) -> Protected:
-        if options.specprefill is False or not self.prunes:
-            return Protected()
-        if options.specprefill is None and len(prompt_ids) < self.config.prefill.min_prompt_tokens:
-            return Protected()
-        return self._turns.protected(prompt_ids) if options.protect is None else Protected(options.protect)
-
     def _policy(self, options: RequestOptions) -> str:
         return "fixed" if options.gamma is not None else options.policy or self.config.policy
 
@@ -417,6 +418,14 @@ class RequestPruner:
         if request.sampling_params.ignore_eos:
             return ()
         return self._scheduler.model_config.hf_eos_token_id or ()
+
+
+def _reserve_a_row(scheduler: Scheduler) -> None:
+    """Let one fewer request run at once than there are rows: scoring needs one, also when the server is full."""
+    num_rows = int(scheduler.req_to_token_pool.size)
+    allowed = get_parallel().pp_max_micro_batch_size
+    if num_rows > 1 and allowed >= num_rows:
+        get_context().override("spec_stack.row_for_scoring", pp_max_micro_batch_size=num_rows - 1)
 
 
 def _spans_of(positions: Sequence[int]) -> tuple[Span, ...]:

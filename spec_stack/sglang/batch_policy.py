@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from time import perf_counter
 
 from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord
+from spec_stack.sglang.launch_notes import graph_sizes
 from spec_stack.sglang.protocols import RunningRequest
 from spec_stack.sglang.request_state import note_step, options_of
 from spec_stack.sglang.server_args import ServerConfig
@@ -72,7 +73,7 @@ class BatchPolicy:
         self._last: StepRecord | None = None
         self._previous_end: float | None = None
         self._only_steps_ran = False
-        self._graph_sizes: list[int] | None = None
+        self.graph_sizes: list[int] | None = None
         self.num_proposed = self.num_accepted = self.num_steps = 0
         self._reported = (0, 0)
 
@@ -92,13 +93,13 @@ class BatchPolicy:
         return list(self._config.gammas)
 
     def set_cuda_graph_bs(self, cuda_graph_bs: list[int] | None) -> None:
-        self._graph_sizes = cuda_graph_bs
+        self.graph_sizes = cuda_graph_bs
 
     def cuda_graph_bs_for_step(self, step: int) -> list[int] | None:
         """The batch sizes that may meet this gamma, for which alone its graphs are captured; None without graphs."""
-        if self._graph_sizes is None:
+        if self.graph_sizes is None:
             return None
-        return [size for size in self._graph_sizes if step in self._config.gammas_at(size)]
+        return graph_sizes(self._config, self.graph_sizes, step)
 
     def get_steps_for_batch(self, batch_size: int) -> int:
         """The gamma of the step that begins now."""
@@ -183,7 +184,7 @@ class BatchPolicy:
 
     def _padded(self, batch_size: int) -> int:
         """The size of the captured graph that a batch runs in, if one does."""
-        return min((size for size in self._graph_sizes or () if size >= batch_size), default=batch_size)
+        return min((size for size in self.graph_sizes or () if size >= batch_size), default=batch_size)
 
 
 def _largest_up_to(gamma: int, gammas: Sequence[int]) -> int:

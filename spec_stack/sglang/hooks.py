@@ -12,7 +12,6 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from spec_stack.sglang.active_gamma import a_gamma_over_zero
 from spec_stack.sglang.admission import RequestPruner, positions_of
-from spec_stack.sglang.positions import protect_kv_lengths
 from spec_stack.sglang.protocols import RunningRequest, Scheduler
 from spec_stack.sglang.radix_keys import place_tokens
 from spec_stack.sglang.reports import (
@@ -173,17 +172,6 @@ def _count_slots_held(
     return full + (pruner.num_slots_held if pruner is not None else 0), sliding
 
 
-def _reserve_a_row_for_scoring(count: Callable[..., int], scheduler: Scheduler, *args: Any, **kwargs: Any) -> int:
-    """Scoring needs a request row of its own, also when the server is full."""
-    allowed: int = count(scheduler, *args, **kwargs)
-    pool = scheduler.req_to_token_pool
-    pruner = RequestPruner.of(scheduler)
-    if pruner is None or not pruner.prunes or pool.size < 2:
-        return allowed
-    num_to_reserve = 0 if pruner.num_slots_held else 1
-    return min(allowed, max(int(pool.available_size()) - num_to_reserve, 0))
-
-
 def _map_positions(init_new: Callable[..., Any], cls: type, batch: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
     forward_batch = init_new(cls, batch, runner, *args, **kwargs)
     mapped = positions_of(forward_batch, batch.reqs, runner)
@@ -193,12 +181,9 @@ def _map_positions(init_new: Callable[..., Any], cls: type, batch: Any, runner: 
 
 
 def _need_hidden_states(needed: Callable[[], bool]) -> bool:
+    """SGLang knows STANDALONE by its name here. A captured graph hands the draft's hidden states out all the same, a
+    prefill does not, and what relays them between steps wants them always or never."""
     return not _is_on() and needed()
-
-
-def _protect_draft(create: Callable[..., Any], factory: Any) -> Any:
-    backend = create(factory)
-    return protect_kv_lengths(backend) if _is_on() else backend
 
 
 # Each is called as hook(SGLang's own function, *its arguments). Without one of these, replies would be wrong.
@@ -208,11 +193,9 @@ HOOKS: dict[str, Callable[..., Any]] = {
     f"{_SRT}.managers.scheduler.Scheduler._add_request_to_queue": _decide_at_the_queue,
     f"{_SRT}.managers.scheduler.Scheduler.get_next_batch_to_run": _score_between_batches,
     f"{_SRT}.managers.scheduler.Scheduler.flush_cache": _forget_first,
-    f"{_SRT}.managers.scheduler.Scheduler.get_num_allocatable_reqs": _reserve_a_row_for_scoring,
     f"{_SRT}.mem_cache.radix_cache.RadixKey.__init__": place_tokens,
     f"{_SRT}.model_executor.forward_batch_info.ForwardBatch.init_new": _map_positions,
     f"{_SRT}.speculative.spec_utils.spec_need_hidden_states": _need_hidden_states,
-    f"{_SRT}.speculative.draft_utils.DraftBackendFactory.create_decode_backend": _protect_draft,
 }
 # Without one of these, a number is missing or SGLang's own (the last but one: under its strict memory check alone).
 HOOKS_FOR_NUMBERS: dict[str, Callable[..., Any]] = {

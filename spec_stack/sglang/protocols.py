@@ -52,7 +52,11 @@ class Runner(Protocol):
 
 
 class Scheduler(Protocol):
-    """`sglang.srt.managers.scheduler.Scheduler`: one per process, with its pools and its two models."""
+    """`sglang.srt.managers.scheduler.Scheduler`: one per process, with its pools and its two models.
+
+    chunked_req: the request whose prefill goes on in the next prefill batch. _prefill_decode_interval_remaining: rounds
+    without a prefill batch that are still to come.
+    """
 
     model_config: Any
     server_args: Any
@@ -65,5 +69,8 @@ class Scheduler(Protocol):
     waiting_queue: list[Any]
     running_batch: Any
     last_batch: Any
+    chunked_req: Any
     page_size: int
     chunked_prefill_size: int | None
+    prefill_decode_interval: int
+    _prefill_decode_interval_remaining: int

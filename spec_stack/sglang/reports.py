@@ -108,7 +108,7 @@ class ReplyMetrics:
 
     def __init__(self, model_name: str) -> None:
         # SGLang sets the directory that its processes share before anything of this may be imported.
-        from prometheus_client import Counter, Histogram  # type: ignore[import-not-found]
+        from prometheus_client import Counter, Histogram
 
         def counter(name: str, text: str, *labels: str) -> Any:
             return Counter(f"spec_stack:{name}", text, ["model_name", *labels])

@@ -99,7 +99,10 @@ def _is_span(span: object) -> bool:
 
 @dataclass(frozen=True)
 class PrefillReport:
-    """How a prompt was prefilled; the names are those of the library's own metrics. outcome is one of OUTCOMES."""
+    """How a prompt was prefilled; the names are those of the library's own metrics.
+
+    outcome: one of OUTCOMES. longest_part_s: of the parts that scoring_s is the sum of, which others wait for.
+    """
 
     num_prompt_tokens: int
     num_kept_tokens: int
@@ -112,6 +115,7 @@ class PrefillReport:
     scoring_s: float
     policy: str
     kept_spans: tuple[Span, ...] | None = None
+    longest_part_s: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """What the reply says: kept_spans only where they were asked for."""

@@ -67,13 +67,12 @@ class _LayerQueries:
 
 
 @contextmanager
-def captured_queries(model: torch.nn.Module) -> Iterator[dict[int, _LayerQueries]]:
-    """Collect the queries of every forward of the model inside the block, by layer.
+def captured_queries(model: torch.nn.Module, layers: dict[int, _LayerQueries]) -> Iterator[None]:
+    """Add the queries of every forward of the model inside the block to what there is by layer.
 
     Hooks stand on this model's attention layers, for the block alone. query: (num_tokens, num_heads * head_dim), rotary
     positions applied. A captured graph would run past them.
     """
-    layers: dict[int, _LayerQueries] = {}
 
     def keep(layer: Any, args: tuple[Any, ...]) -> None:
         query = args[0]
@@ -84,7 +83,7 @@ def captured_queries(model: torch.nn.Module) -> Iterator[dict[int, _LayerQueries
         module.register_forward_pre_hook(keep) for module in model.modules() if isinstance(module, RadixAttention)
     ]
     try:
-        yield layers
+        yield
     finally:
         for handle in handles:
             handle.remove()
@@ -200,14 +199,16 @@ class DraftScorer:
             for start in range(num_shared, num_tokens - 1, chunk):
                 row.prefill(min(start + chunk, num_tokens - 1))
                 yield
-            with captured_queries(self._runner.model) as layers:
-                token_id = int(row.prefill(num_tokens))
-                for drafted in range(config.look_ahead):
-                    row.append(token_id)
-                    ended = token_id in prompt.end_ids
-                    token_id = int(row.prefill(num_tokens + drafted + 1))
-                    if ended:
-                        break
+            layers: dict[int, _LayerQueries] = {}
+            token_id = self._next_token(row, num_tokens, layers)
+            for drafted in range(config.look_ahead):
+                # Nine forwards of one token, run without graphs, may take longer than a chunk.
+                yield
+                row.append(token_id)
+                ended = token_id in prompt.end_ids
+                token_id = self._next_token(row, num_tokens + drafted + 1, layers)
+                if ended:
+                    break
             yield
             best = self._best_of_own_heads(row.slots(num_tokens), layers, config)
             yield
@@ -215,6 +216,11 @@ class DraftScorer:
         finally:
             self._row = None
             row.release()
+
+    def _next_token(self, row: _BorrowedRow, end: int, layers: dict[int, _LayerQueries]) -> int:
+        """The draft's most likely token after the row's first `end`. Adds its last token's queries to layers."""
+        with captured_queries(self._runner.model, layers):
+            return int(row.prefill(end))
 
     def _best_of_own_heads(
         self, slots: torch.Tensor, layers: Mapping[int, _LayerQueries], config: PrefillConfig

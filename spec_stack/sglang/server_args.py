@@ -32,6 +32,9 @@ class ServerConfig:
         the batch sizes at which its gamma may be used, so this is also what the graphs cost in memory and launch time.
     scoring_evict_share: share of the KV pool, 0 to 1, that one scoring may take from the radix cache for its time,
         where free slots are too few. A prompt that needs more waits while others run, and else is prefilled densely.
+    prefill_decode_interval: decode steps between two prefill batches, and between a prefill batch and a part of a
+        scoring, while requests run on a server that prunes; `--prefill-decode-interval` goes over it. With 0 all chunks
+        of a prompt are prefilled in a row, which is its soonest and the running requests' longest wait.
     """
 
     prefill: PrefillConfig = field(default_factory=PrefillConfig)
@@ -40,6 +43,7 @@ class ServerConfig:
     gammas: tuple[int, ...] = (0, 1, 2, 4, 8)
     max_gamma_by_batch_size: Mapping[int, int] = field(default_factory=lambda: {9: 4, 33: 2})
     scoring_evict_share: float = 0.5
+    prefill_decode_interval: int = 1
 
     def __post_init__(self) -> None:
         whole = all(isinstance(gamma, int) and not isinstance(gamma, bool) for gamma in self.gammas)
@@ -60,6 +64,10 @@ class ServerConfig:
         share = self.scoring_evict_share
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
             raise ValueError(f"scoring_evict_share must be a number, 0 to 1, got {share!r}")
+        if type(self.prefill_decode_interval) is not int or self.prefill_decode_interval < 0:
+            raise ValueError(
+                f"prefill_decode_interval must be a number of steps, 0 or more, got {self.prefill_decode_interval!r}"
+            )
         self.make_policy(self.policy)
 
     def gammas_at(self, batch_size: int) -> tuple[int, ...]:
@@ -175,7 +183,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--spec-stack-config",
         metavar="FILE",
         help="JSON with any of: keep_rate, min_prompt_tokens, prefill, policy, policy_options, gammas, "
-        "max_gamma_by_batch_size, scoring_evict_share; flags go over it",
+        "max_gamma_by_batch_size, scoring_evict_share, prefill_decode_interval; flags go over it",
         **common,
     )
 

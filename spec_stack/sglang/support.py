@@ -33,14 +33,15 @@ def check_version() -> None:
         raise RuntimeError(f"{NAME} was made for SGLang {supported}, and this is {installed}; install one of those")
 
 
-def pruning_refusal(scheduler: Any) -> str | None:
-    """Why no prompt of this server may be pruned, or None. Unpruned prompts are drafted for all the same."""
-    draft = scheduler.draft_worker.draft_worker.draft_runner.model_config
-    for role, config in (("target", scheduler.model_config), ("draft", draft)):
+def pruning_refusal(args: Any, target: Any, draft: Any) -> str | None:
+    """Why no prompt of a server may be pruned, or None. Unpruned prompts are drafted for all the same.
+
+    args: SGLang's resolved arguments; target, draft: its configurations of the models.
+    """
+    for role, config in (("target", target), ("draft", draft)):
         reason = _model_refusal(config)
         if reason is not None:
             return f"the {role} {reason}"
-    args = scheduler.server_args
     if str(getattr(args, "disaggregation_mode", None) or "null") != "null":
         return "prefill and decode run on different servers"
     if (getattr(args, "dcp_size", None) or getattr(args, "decode_context_parallel_size", None) or 1) > 1:
@@ -72,4 +73,8 @@ def draft_positions_are_mapped(runner: Any) -> bool:
     and fewer of its tokens are accepted."""
     args = runner.server_args
     backend = getattr(args, "speculative_draft_attention_backend", None) or runner.decode_attention_backend_str
+    return backend_maps_positions(backend)
+
+
+def backend_maps_positions(backend: str) -> bool:
     return backend in _MAPPED_DRAFT_BACKENDS

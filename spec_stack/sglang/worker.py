@@ -7,17 +7,26 @@ from typing import Any
 
 from sglang.srt.speculative import eagle_worker_v2
 from sglang.srt.speculative.adaptive_runtime_state import AdaptiveController
-from sglang.srt.speculative.standalone_worker_v2 import StandaloneWorkerV2
+from sglang.srt.speculative.standalone_worker_v2 import StandaloneDraftWorker, StandaloneWorkerV2
 
 from spec_stack.sglang import hooks
 from spec_stack.sglang.active_gamma import forget_earlier_gammas_of_this_process
 from spec_stack.sglang.batch_policy import BatchPolicy
 from spec_stack.sglang.padded_vocabulary import fit_draft, have_one_vocabulary
+from spec_stack.sglang.positions import protect_kv_lengths
 from spec_stack.sglang.ranks import first_ranks_gamma
 from spec_stack.sglang.server_args import ServerConfig
 
 logger = logging.getLogger(__name__)
 _SWITCH = "Switch adaptive runtime state"
+
+
+class SpecStackDraftWorker(StandaloneDraftWorker):  # type: ignore[misc]
+    """SGLang's, whose attention takes its KV lengths from lengths. Backends are made at launch, one per gamma."""
+
+    def init_attention_backend(self) -> None:
+        super().init_attention_backend()
+        protect_kv_lengths(self.draft_attn_backend)
 
 
 class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
@@ -26,6 +35,8 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         hooks.check()
         super().__init__(*args, **kwargs)
+        # SGLang's worker makes its draft worker by name, and its backends only later.
+        self._draft_worker.__class__ = SpecStackDraftWorker
         runner = self._target_worker.model_runner
         self.batch_policy = BatchPolicy(
             ServerConfig.from_environment(),

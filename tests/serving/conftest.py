@@ -30,7 +30,7 @@ if importlib.util.find_spec("sglang") is None:
 
 CONTEXT = 4096
 MIN_PROMPT_TOKENS = 400
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1",
     "OMP_NUM_THREADS": "1",
     "TORCHDYNAMO_DISABLE": "1",
@@ -39,11 +39,15 @@ _ENVIRONMENT = {
     # An error while scoring ends the server instead of hiding in a dense prefill.
     "SPEC_STACK_SGLANG": '{"prefill": {"on_scoring_error": "raise"}}',
 }
-_ARGUMENTS = (
+ARGUMENTS = (
     *("--device", "cpu", "--host", "127.0.0.1", "--dtype", "float32"),
     *("--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--grammar-backend", "none"),
     *("--mem-fraction-static", "0.1", "--disable-cuda-graph", "--skip-server-warmup"),
 )
+
+
+LAUNCH_SERVER = (sys.executable, "-m", "sglang.launch_server")
+SERVE = (str(Path(sys.executable).with_name("sglang")), "serve")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -66,16 +70,17 @@ class Server:
         arguments: Sequence[str],
         environment: Mapping[str, str] | None = None,
         target: Path = ASSETS / "target",
+        command: Sequence[str] = LAUNCH_SERVER,
     ) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
         self.log = log
-        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(target), *_ARGUMENTS]
+        command = [*command, "--model-path", str(target), *ARGUMENTS]
         with log.open("w") as output:
             self._process = subprocess.Popen(
                 [*command, "--port", self.url.rsplit(":", 1)[1], *arguments],
-                env={**os.environ, **_ENVIRONMENT, **(environment or {})},
+                env={**os.environ, **ENVIRONMENT, **(environment or {})},
                 # Away from the repository: a folder named like a package would shadow it.
                 cwd=log.parent,
                 stdout=output,
@@ -275,12 +280,17 @@ class Launcher:
         self._started: list[Server] = []
 
     def __call__(
-        self, *arguments: str, environment: Mapping[str, str] | None = None, wait: bool = True, **models: Path
+        self,
+        *arguments: str,
+        environment: Mapping[str, str] | None = None,
+        wait: bool = True,
+        command: Sequence[str] = LAUNCH_SERVER,
+        **models: Path,
     ) -> Server:
         draft = models.get("draft", ASSETS / "draft")
         algorithm = ["--speculative-algorithm", "SPEC_STACK", "--speculative-draft-model-path", str(draft)]
         log = self._folders.mktemp("server") / "log"
-        server = Server(log, [*algorithm, *arguments], environment, models.get("target", ASSETS / "target"))
+        server = Server(log, [*algorithm, *arguments], environment, models.get("target", ASSETS / "target"), command)
         self._started.append(server)
         if wait:
             server.wait()

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from .conftest import Reference, Server
+from .conftest import MIN_PROMPT_TOKENS, Reference, Server
 from .test_serving import kept_ids
-from .test_traffic import Traffic
+from .test_traffic import NUM_REQUESTS, Traffic
 
 
 def _mixed(reference: Reference, num_requests: int, max_new_tokens: int) -> list[tuple[list[int], dict[str, Any]]]:
@@ -40,12 +40,17 @@ def test_retracted_requests_go_on_at_their_original_positions(launch: Any, refer
         "8000",
         "--max-running-requests",
         "6",
+        "--enable-metrics",
+        *("--spec-stack-min-prompt-tokens", str(MIN_PROMPT_TOKENS)),
         environment={"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "6"},
     )
-    traffic = Traffic(server, reference, 24, seed=5)
+    traffic = Traffic(server, reference, NUM_REQUESTS // 5, seed=5)
+    before = server.metrics()
     traffic.run()
     assert not traffic.failures, traffic.failures[:3]
+    assert traffic.num_refused
     traffic.check_tokens()
+    traffic.check_numbers(before)
     replies = [*_check(server, reference, _mixed(reference, 6, 40)), *(reply for _, reply in traffic.replies)]
     retracted = [reply for reply in replies if reply["meta_info"]["num_retractions"]]
     assert any(reply["meta_info"]["spec_stack"]["specprefill"] for reply in retracted)

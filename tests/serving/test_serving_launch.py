@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from .conftest import ASSETS, Reference, generate_body
+from .conftest import ASSETS, SERVE, Reference, generate_body
 
 _ACCEPTED: dict[str, Any] = {
     "speculative_draft_model_path": "draft",
@@ -119,7 +119,9 @@ def test_a_server_without_the_plugins_hooks_refuses_to_start(launch: Any) -> Non
     assert "SPEC_STACK cannot serve: SGLang did not apply its hooks on" in server.log.read_text()
 
 
-def test_settings_come_from_a_file_and_flags_go_over_them(launch: Any, tmp_path: Path, reference: Reference) -> None:
+def test_sglang_serve_takes_settings_from_a_file_and_flags_over_them(
+    launch: Any, tmp_path: Path, reference: Reference
+) -> None:
     settings = {
         "keep_rate": 0.9,
         "min_prompt_tokens": 100,
@@ -129,7 +131,8 @@ def test_settings_come_from_a_file_and_flags_go_over_them(launch: Any, tmp_path:
     }
     path = tmp_path / "settings.json"
     path.write_text(json.dumps(settings))
-    server = launch("--max-total-tokens", "8000", "--spec-stack-config", str(path), "--spec-stack-keep-rate", "0.3")
+    flags = ("--spec-stack-config", str(path), "--spec-stack-keep-rate", "0.3")
+    server = launch("--max-total-tokens", "8000", *flags, command=SERVE)
     prompt = reference.prompt(500, seed=3)
     reply = server.generate(prompt)
     info = reply["meta_info"]["spec_stack"]

@@ -26,9 +26,19 @@ class Traffic:
     num_requests: int
     seed: int
     replies: list[tuple[list[int], dict[str, Any]]] = field(default_factory=list)
+    cut_short: list[dict[str, Any]] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     num_refused: int = 0
-    num_aborted: int = 0
+
+    @property
+    def num_aborted(self) -> int:
+        return sum(reply["meta_info"]["finish_reason"]["type"] == "abort" for reply in self.cut_short)
+
+    @property
+    def reports(self) -> list[dict[str, Any]]:
+        """Of all replies, cut short or not; a request that was aborted before it was prefilled has none."""
+        replies = [*(reply for _, reply in self.replies), *self.cut_short]
+        return [reply["meta_info"]["spec_stack"] for reply in replies if "spec_stack" in reply["meta_info"]]
 
     def run(self, num_clients: int = 6) -> None:
         self._rng = random.Random(self.seed)
@@ -72,7 +82,8 @@ class Traffic:
             threading.Timer(0.15, self.server.post, ("/abort_request", {"rid": body["rid"]})).start()
             status, reply = self.server.post("/generate", body)
             assert status == 200, reply
-            self.num_aborted += reply["meta_info"]["finish_reason"]["type"] == "abort"
+            with self._lock:
+                self.cut_short.append(reply)
         else:
             reply = self.server.generate(prompt, num_new, **custom)
             with self._lock:
@@ -90,6 +101,21 @@ class Traffic:
                 expected[key] = self.reference.tokens_over(prompt, spans, num_new)
             assert reply["output_ids"] == expected[key][:num_new], (len(prompt), reply["meta_info"])
 
+    def check_numbers(self, before: dict[str, float]) -> None:
+        """Every counter of /metrics has grown by the sum over the replies, to the token. before: what it showed."""
+        _settle(self.server)
+        after, reports = self.server.metrics(), self.reports
+        expected = {
+            "spec_stack:requests_total": len(reports),
+            "spec_stack:gamma_count": sum(len(report["gamma_trace"]) for report in reports),
+            "spec_stack:scoring_seconds_count": sum(report["num_scored_tokens"] > 0 for report in reports),
+            "spec_stack:proposed_tokens_total": sum(report["num_proposed"] for report in reports),
+            "spec_stack:accepted_tokens_total": sum(report["num_accepted"] for report in reports),
+        }
+        for name in ("prompt", "kept", "scored", "protected"):
+            expected[f"spec_stack:{name}_tokens_total"] = sum(report[f"num_{name}_tokens"] for report in reports)
+        assert {name: after[name] - before.get(name, 0) for name in expected} == expected
+
 
 _LENGTHS = (30, 60, 90, 250, MIN_PROMPT_TOKENS + 60, MIN_PROMPT_TOKENS + 250)
 
@@ -98,6 +124,7 @@ _LENGTHS = (30, 60, 90, 250, MIN_PROMPT_TOKENS + 60, MIN_PROMPT_TOKENS + 250)
 def test_random_conversations_get_the_references_tokens_and_the_numbers_add_up(
     server: Server, reference: Reference
 ) -> None:
+    _settle(server)
     before, num_before = server.metrics(), server.state()["num_requests"]
     traffic = Traffic(server, reference, NUM_REQUESTS, seed=1)
     traffic.run()
@@ -109,17 +136,9 @@ def test_random_conversations_get_the_references_tokens_and_the_numbers_add_up(
     assert server.is_alive, server.tail()
     load = server.get("/v1/loads")["loads"][0]
     assert (load["num_running_reqs"], load["num_waiting_reqs"]) == (0, 0)
-    reports = [reply["meta_info"]["spec_stack"] for _, reply in traffic.replies]
-    outcomes = [report["outcome"] for report in reports]
-    assert {"pruned", "cached", "not_wanted"} <= set(outcomes)
+    assert {"pruned", "cached", "not_wanted"} <= {report["outcome"] for report in traffic.reports}
     traffic.check_tokens()
-    after = server.metrics()
-    # What aborted replies had read and proposed is counted too, so the sums are bounds.
-    for name in ("num_prompt_tokens", "num_kept_tokens", "num_scored_tokens", "num_proposed", "num_accepted"):
-        metric = f"spec_stack:{name.removeprefix('num_')}".replace("proposed", "proposed_tokens")
-        metric = metric.replace("accepted", "accepted_tokens") + "_total"
-        counted = after[metric] - before.get(metric, 0)
-        assert counted >= sum(report[name] for report in reports)
+    traffic.check_numbers(before)
     rates = [float(rate) for rate in re.findall(r"accept rate: ([\d.]+)", server.log.read_text(errors="replace"))]
     assert rates
     assert max(rates) <= 1, "divided by the gamma of one moment it would be over 1"

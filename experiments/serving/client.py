@@ -1,0 +1,112 @@
+"""A client of SGLang's own /generate that streams, times every chunk, and may hang up; and prompts of real text."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from itertools import pairwise
+from time import perf_counter, sleep
+from typing import Any
+
+from experiments.serving.server import HOST, ServerError
+from spec_stack.demo import hide_fact
+from spec_stack.hf.prompt import encode_messages
+
+
+@dataclass
+class Answer:
+    """One streamed reply. chunk_times: of every chunk, on the clock of this process. is_enough: set it to hang up."""
+
+    started: float
+    chunk_times: list[float] = field(default_factory=list)
+    output_ids: list[int] = field(default_factory=list)
+    is_enough: bool = False
+    meta_info: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def ttft_s(self) -> float:
+        return self.chunk_times[0] - self.started
+
+    def longest_gap_s(self, since: float, until: float) -> float:
+        times = [since, *(at for at in self.chunk_times if since < at < until), until]
+        return max(b - a for a, b in pairwise(times))
+
+
+class Client:
+    """Asks a server on loopback by token ids. limit_s: how long it waits for the next piece of a reply."""
+
+    def __init__(self, port: int, limit_s: float = 300.0) -> None:
+        self._port = port
+        self._limit_s = limit_s
+
+    def ask(self, input_ids: Sequence[int], num_new: int, answer: Answer | None = None, **custom: Any) -> Answer:
+        """Stream a greedy reply of num_new tokens; fills `answer` as it comes. Raises OSError where none does."""
+        answer = answer or Answer(perf_counter())
+        connection = self._send(input_ids, num_new, custom)
+        reply = connection.getresponse()
+        for line in reply:
+            data = line.decode().removeprefix("data:").strip()
+            if data and data != "[DONE]":
+                chunk = json.loads(data)
+                answer.chunk_times.append(perf_counter())
+                answer.output_ids, answer.meta_info = chunk["output_ids"], chunk["meta_info"]
+            if answer.is_enough:
+                break
+        connection.close()
+        return answer
+
+    def hang_up(self, input_ids: Sequence[int], after_s: float) -> None:
+        connection = self._send(input_ids, 16, {})
+        sleep(after_s)
+        connection.close()
+
+    def forget(self) -> None:
+        """Empty the server's caches. Raises ServerError where it still works after 20 seconds."""
+        for _ in range(40):
+            connection = http.client.HTTPConnection(HOST, self._port, timeout=self._limit_s)
+            connection.request("POST", "/flush_cache")
+            status = connection.getresponse().status
+            connection.close()
+            if status == HTTPStatus.OK:
+                return
+            sleep(0.5)
+        raise ServerError("the server does not empty its caches, since it is not idle")
+
+    def _send(self, input_ids: Sequence[int], num_new: int, custom: Mapping[str, Any]) -> http.client.HTTPConnection:
+        connection = http.client.HTTPConnection(HOST, self._port, timeout=self._limit_s)
+        sampling = {"temperature": 0, "max_new_tokens": num_new, "ignore_eos": True, "custom_params": dict(custom)}
+        body = {"input_ids": list(input_ids), "sampling_params": sampling, "stream": True}
+        connection.request("POST", "/generate", json.dumps(body), {"Content-Type": "application/json"})
+        return connection
+
+
+class Prompts:
+    """Chats as token ids, of real text."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def document(self, num_tokens: int, seed: int) -> list[int]:
+        return self.chat(hide_fact(self._tokenizer, num_tokens, seed).messages)
+
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        return encode_messages(self._tokenizer, messages)[0]
+
+    def text(self, num_tokens: int, seed: int) -> str:
+        document = hide_fact(self._tokenizer, num_tokens + 100, seed).document
+        ids = self._tokenizer(document, add_special_tokens=False).input_ids[:num_tokens]
+        return str(self._tokenizer.decode(ids))
+
+    def follow_up(self, number: int) -> list[int]:
+        """What comes after a reply: what the template ends it with, and the next question."""
+        reply = "the reply before"
+        messages = [
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": reply},
+            {"role": "user", "content": f"And what does part {number} of it say?"},
+        ]
+        text = str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        return list(self._tokenizer(text.partition(reply)[2], add_special_tokens=False).input_ids)

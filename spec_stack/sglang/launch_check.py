@@ -1,0 +1,147 @@
+"""Would this launch work, and what would the server do? Answered without starting one, or loading any weights."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from spec_stack.sglang.launch_notes import DRAFT_AT_SLOTS, drafting_note, graphs_note, pruning_note
+from spec_stack.sglang.server_args import ServerConfig
+from spec_stack.sglang.support import NAME, backend_maps_positions, pruning_refusal
+from spec_stack.tokenizers.chat_turns import ChatTurns
+
+
+def check_launch(arguments: Sequence[str]) -> dict[str, Any]:
+    """Resolve a launch's arguments the way SGLang does, and say what would come of them.
+
+    Parameters
+    ----------
+    arguments
+        What would follow `sglang serve` or `python -m sglang.launch_server`.
+
+    Returns
+    -------
+    dict
+        Plain values. "problem" holds the reason where such a launch ends at once, else None; "warnings" what works
+        worse than it might.
+
+    Raises
+    ------
+    ValueError
+        Where this Python has no SGLang.
+
+    Notes
+    -----
+    Configurations and tokenizers are read, from the hub too where the arguments name models there. SGLang asks for the
+    device that the server would run on. Loads SGLang's plugins in this process; os.environ is left as it was.
+    """
+    if importlib.util.find_spec("sglang") is None:
+        raise ValueError(
+            "--sglang asks SGLang itself, and this Python has none; run it where `pip install 'spec-stack[sglang]'` was"
+        )
+    report: dict[str, Any] = {"arguments": list(arguments), "problem": None, "warnings": []}
+    with _environment_restored():
+        try:
+            _check(list(arguments), report)
+        # Whatever SGLang raises here it would raise at the launch too: that is the answer, and the log has its place.
+        except Exception as error:
+            logging.getLogger(__name__).debug("the launch would end with", exc_info=True)
+            report["problem"] = f"{error}" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+    return report
+
+
+def _check(arguments: list[str], report: dict[str, Any]) -> None:
+    from sglang.srt.arg_groups.model_override_base import resolving_view
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.utils.hf_transformers_utils import get_tokenizer
+
+    load_plugins()
+    server_args = _parse(arguments)
+    if str(server_args.speculative_algorithm).upper() != NAME:
+        raise ValueError(f"this launch does not use {NAME}; add --speculative-algorithm {NAME}")
+    config = ServerConfig.from_environment()
+    server_args.resolve_once()
+    resolved = resolving_view(server_args)
+    models = _model_configs(server_args, resolved.speculative_draft_model_path)
+    tokenizer = None
+    if not resolved.skip_tokenizer_init:
+        path = resolved.tokenizer_path or resolved.model_path
+        tokenizer = get_tokenizer(path, trust_remote_code=resolved.trust_remote_code)
+    report["vocabularies"] = _vocabularies(models, tokenizer, resolved)
+    refusal = pruning_refusal(resolved, *models)
+    turns = ChatTurns.learn(tokenizer, resolved.chat_template)
+    report["prompts"] = pruning_note(config, refusal, turns.unrecognised)
+    report["drafting"] = drafting_note(config)
+    decode = resolved.cuda_graph_config.decode
+    report["CUDA graphs"] = graphs_note(config, None if decode.backend == "disabled" else decode.bs or [])
+    backend = resolved.decode_attention_backend or resolved.attention_backend
+    report["attention"] = str(backend)
+    if refusal is None and not backend_maps_positions(resolved.speculative_draft_attention_backend or backend):
+        report["warnings"].append(DRAFT_AT_SLOTS)
+    if 0 in config.gammas and backend == "fa3":
+        report["warnings"].append("before SGLang 0.5.23, FA3 has no CUDA graph for the draft's extension after a step")
+    if resolved.disable_radix_cache:
+        report["warnings"].append("without the radix cache every turn of a conversation is prefilled, and pruned, anew")
+
+
+def _parse(arguments: list[str]) -> Any:
+    from sglang.srt.server_args import prepare_server_args
+
+    if arguments and not arguments[0].startswith("-"):
+        # `sglang serve` takes the model first.
+        arguments = ["--model-path", *arguments]
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return prepare_server_args(arguments)
+    except SystemExit as end:
+        # argparse has printed a usage of hundreds of lines, and its reason in the last.
+        reason = (said.getvalue().strip().splitlines() or ["it asks for help only"])[-1]
+        raise ValueError(reason.partition("error: ")[2] or reason) from end
+
+
+def _model_configs(server_args: Any, draft: str) -> tuple[Any, Any]:
+    from sglang.srt.configs.model_config import ModelConfig
+
+    return (
+        ModelConfig.from_server_args(server_args),
+        ModelConfig.from_server_args(server_args, model_path=draft, is_draft_model=True),
+    )
+
+
+def _vocabularies(models: tuple[Any, Any], tokenizer: Any, resolved: Any) -> str:
+    """Raises ValueError where they do not fit together."""
+    from spec_stack.sglang.padded_vocabulary import have_one_vocabulary
+
+    sizes = [model.vocab_size for model in models]
+    # The worker asks no more of models with equally many rows either.
+    if sizes[0] == sizes[1]:
+        return f"{sizes[0]} embedding rows in both"
+    wanted = SimpleNamespace(
+        speculative_draft_model_path=resolved.speculative_draft_model_path,
+        trust_remote_code=resolved.trust_remote_code,
+    )
+    if not have_one_vocabulary(tokenizer, wanted):
+        raise ValueError(
+            f"target and draft have {sizes[0]} and {sizes[1]} embedding rows and other tokenizers; on a server they "
+            "must have one tokenizer"
+        )
+    return f"one tokenizer, {sizes[0]} and {sizes[1]} embedding rows: the draft's are fitted to the target's"
+
+
+@contextlib.contextmanager
+def _environment_restored() -> Iterator[None]:
+    """Flags of ours, and some of SGLang's, go to other processes through the environment."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)

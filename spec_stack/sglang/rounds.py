@@ -1,0 +1,52 @@
+"""Which rounds of the scheduler's loop scoring may use. No SGLang here.
+
+SGLang prefills before it decodes, and a part of a scoring stands before both. Whoever has got no token since the last
+of either must not wait for another: so between two prefill batches, two parts, or one of each, there is a decode step
+while anything runs, and its tokens come no later than one chunk's work and a step.
+"""
+
+from __future__ import annotations
+
+from spec_stack.sglang.protocols import RunningRequest, Scheduler
+
+
+class Rounds:
+    """One scheduler's rounds. Asked once at the beginning of each in which prompts wait for their scoring.
+
+    decode_interval: decode steps after a prefill batch, where the launch set no `--prefill-decode-interval`.
+    """
+
+    def __init__(self, scheduler: Scheduler, decode_interval: int) -> None:
+        self._scheduler = scheduler
+        self._scored_last = False
+        # SGLang reads it before every prefill batch.
+        if not scheduler.prefill_decode_interval:
+            scheduler.prefill_decode_interval = decode_interval
+
+    def is_for_scoring(self, unscored: set[int]) -> bool:
+        """Whether the round that begins does a part of a scoring, and then no prefill while anything runs.
+
+        unscored: id() of the waiting requests that are not ready to be prefilled. Mutates the scheduler: it puts the
+        round's prefill off by one round.
+        """
+        scheduler = self._scheduler
+        runs = self._anything_runs()
+        if runs and scheduler._prefill_decode_interval_remaining:
+            # A prefill batch has just run: now those who waited for it get their tokens.
+            return False
+        is_ready = scheduler.chunked_req is not None or any(id(it) not in unscored for it in scheduler.waiting_queue)
+        if is_ready and self._scored_last:
+            self._scored_last = False
+            return False
+        self._scored_last = True
+        if runs:
+            scheduler._prefill_decode_interval_remaining = 1
+        return True
+
+    def _anything_runs(self) -> bool:
+        scheduler = self._scheduler
+        if not scheduler.running_batch.is_empty():
+            return True
+        # What was just prefilled joins the running batch later in this round.
+        last: list[RunningRequest] = [] if scheduler.last_batch is None else scheduler.last_batch.reqs
+        return any(request is not scheduler.chunked_req and not request.finished() for request in last)

@@ -1,0 +1,184 @@
+"""What can be known before a server runs, the commands that the documentation shows, and an engine without a server."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.pages import ROOT, blocks
+
+from .conftest import ARGUMENTS, ASSETS, ENVIRONMENT, Reference, generate_body
+
+_PAIR = ("--model-path", str(ASSETS / "target"), "--speculative-draft-model-path", str(ASSETS / "draft"))
+_SPEC_STACK = ("--speculative-algorithm", "SPEC_STACK")
+_CPU = ("--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native", "--mem-fraction-static", "0.1")
+
+
+def _python(arguments: list[str], folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own, as a user would: SGLang settles things once per process."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, **ENVIRONMENT, "SPEC_STACK_SGLANG": "{}", "PYTHONPATH": str(ROOT), **environment},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def _doctor(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
+    done = _python(["-m", "spec_stack", "doctor", "--json", "--sglang", "--", *arguments], folder)
+    assert done.stdout, done.stderr[-2000:]
+    return done.returncode, json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_the_doctor_says_what_a_launch_would_do(tmp_path: Path) -> None:
+    flags = ("--spec-stack-min-prompt-tokens", "500", "--spec-stack-gammas", "0", "3")
+    code, report = _doctor(tmp_path, *_PAIR, *_SPEC_STACK, *_CPU, *flags)
+    assert (code, report["problem"]) == (0, None)
+    assert "of those with 500 or more tokens that are not cached" in report["prompts"]
+    assert report["drafting"] == "policy throughput, gammas [0, 3]"
+    assert report["vocabularies"].startswith("4096 embedding rows")
+    assert report["CUDA graphs"] == "none"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ((*_PAIR, *_SPEC_STACK, *_CPU, "--speculative-use-rejection-sampling"), "--speculative-use-rejection-sampling"),
+        ((*_PAIR, *_SPEC_STACK, *_CPU, "--spec-stack-keep-rate", "2"), "keep_rate must be in (0, 1]"),
+        ((*_PAIR, *_CPU), "add --speculative-algorithm SPEC_STACK"),
+        ((*_PAIR, "--spec-stack-keeprate", "1"), "unrecognized arguments: --spec-stack-keeprate"),
+    ],
+)
+def test_the_doctor_says_why_a_launch_would_end(tmp_path: Path, arguments: tuple[str, ...], problem: str) -> None:
+    code, report = _doctor(tmp_path, *arguments)
+    assert code == 1
+    assert problem in report["problem"]
+
+
+@pytest.mark.slow
+def test_the_doctor_tells_padded_embeddings_from_another_tokenizer(tmp_path: Path) -> None:
+    draft = tmp_path / "draft"
+    shutil.copytree(ASSETS / "draft", draft)
+    config = json.loads((draft / "config.json").read_text())
+    (draft / "config.json").write_text(json.dumps({**config, "vocab_size": config["vocab_size"] + 64}))
+    arguments = ("--model-path", str(ASSETS / "target"), "--speculative-draft-model-path", str(draft))
+    code, report = _doctor(tmp_path, *arguments, *_SPEC_STACK, *_CPU)
+    assert code == 0, report
+    assert "the draft's are fitted to the target's" in report["vocabularies"]
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(ASSETS / "target" / name, draft / name)
+    tokenizer = json.loads((draft / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    first, second = list(vocabulary)[300:302]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (draft / "tokenizer.json").write_text(json.dumps(tokenizer))
+    code, report = _doctor(tmp_path, *arguments, *_SPEC_STACK, *_CPU)
+    assert code == 1
+    assert "must have one tokenizer" in report["problem"]
+
+
+_ENGINE = """
+import json, sys
+import sglang as sgl
+
+if __name__ == "__main__":
+    asked = json.load(open(sys.argv[1]))
+    engine = sgl.Engine(**asked["engine"])
+    reply = engine.generate(input_ids=asked["input_ids"], sampling_params=asked["sampling_params"])
+    print("reply: " + json.dumps({"ids": reply["output_ids"], "report": reply["meta_info"]["spec_stack"]}))
+    engine.shutdown()
+"""
+
+
+@pytest.mark.slow
+def test_an_engine_without_a_server_takes_its_settings_from_the_environment(
+    tmp_path: Path, reference: Reference
+) -> None:
+    """A file named there, and what goes over it."""
+    prompt = reference.prompt(500, seed=3)
+    (tmp_path / "settings.json").write_text(json.dumps({"keep_rate": 0.9, "min_prompt_tokens": 100, "gammas": [0, 3]}))
+    names = iter(ARGUMENTS)
+    options: dict[str, Any] = {}
+    for name in names:
+        key = name.removeprefix("--").replace("-", "_")
+        options[key] = True if key in ("disable_cuda_graph", "skip_server_warmup") else next(names)
+    options = {name: value for name, value in options.items() if name not in ("host", "skip_server_warmup")}
+    engine = {
+        **options,
+        "mem_fraction_static": 0.1,
+        "max_total_tokens": 8000,
+        "model_path": str(ASSETS / "target"),
+        "speculative_draft_model_path": str(ASSETS / "draft"),
+        "speculative_algorithm": "SPEC_STACK",
+    }
+    body = {key: value for key, value in generate_body(prompt, 24).items() if key != "stream"}
+    (tmp_path / "asked.json").write_text(json.dumps({"engine": engine, **body}))
+    (tmp_path / "engine.py").write_text(_ENGINE)
+    settings = json.dumps({"config": str(tmp_path / "settings.json"), "keep_rate": 0.3})
+    done = _python(["engine.py", "asked.json"], tmp_path, SPEC_STACK_SGLANG=settings)
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("reply: ")] or [done.stderr[-3000:]]
+    reply = json.loads(line.removeprefix("reply: "))
+    assert reply["ids"] == reference.tokens(prompt, specprefill=True, keep_rate=0.3)
+    assert reply["report"]["specprefill"] is True
+    assert set(reply["report"]["gamma_trace"]) <= {0, 3}
+
+
+def _commands() -> list[list[str]]:
+    """Every shell command of the page about serving, in words."""
+    found = []
+    for block in blocks(ROOT / "docs" / "serving.md"):
+        if block.language == "bash":
+            found += [shlex.split(line) for line in block.code.replace("\\\n", " ").splitlines() if line.strip()]
+    return found
+
+
+@pytest.fixture
+def environment() -> Iterator[Mapping[str, str]]:
+    """As it was, afterwards: flags of ours are left in it."""
+    before = dict(os.environ)
+    yield before
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def test_sglang_takes_every_launch_that_the_page_shows(environment: Mapping[str, str]) -> None:
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+
+    load_plugins()
+    parsed = []
+    for words in _commands():
+        if "--speculative-algorithm" in words:
+            parsed.append(prepare_server_args(words[words.index("--model-path") :]))
+    assert len(parsed) >= 4
+    assert {args.speculative_algorithm for args in parsed} == {"SPEC_STACK"}
+    assert all(args.speculative_draft_model_path for args in parsed)
+
+
+def test_sglangs_benchmark_has_every_flag_that_the_page_gives_it() -> None:
+    """Read out of its source: importing it takes a package that is not needed to serve."""
+    import sglang
+
+    source = (Path(sglang.__path__[0]) / "benchmark" / "serving.py").read_text()
+    known = set(re.findall(r'"(--[\w-]+)"', source))
+    (words,) = [words for words in _commands() if "sglang.benchmark.serving" in words]
+    flags = {word for word in words if word.startswith("--")}
+    assert len(flags) > 5
+    assert flags <= known
+    assert "sglang-oai-chat" in source
+    assert "generated-shared-prefix" in source

@@ -1,0 +1,131 @@
+"""Between two pieces of work that make running requests wait there is a decode step, and nobody is left out."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import pytest
+
+from spec_stack.sglang.rounds import Rounds
+
+SCORE, PREFILL, DECODE, NOTHING = "score", "prefill", "decode", "nothing"
+
+
+@dataclass
+class Request:
+    num_unscored: int
+    num_chunks: int
+    num_new: int
+
+    def finished(self) -> bool:
+        return self.num_chunks == 0 and self.num_new == 0
+
+
+@dataclass
+class Batch:
+    reqs: list[Request] = field(default_factory=list)
+
+    def is_empty(self) -> bool:
+        return not self.reqs
+
+
+class Loop:
+    """SGLang's loop in small: prefill batches before decode steps, one chunk each, an interval between them."""
+
+    def __init__(self, decode_interval: int) -> None:
+        self.waiting_queue: list[Request] = []
+        self.running_batch = Batch()
+        self.last_batch: Batch | None = None
+        self.chunked_req: Request | None = None
+        self.prefill_decode_interval = 0
+        self._prefill_decode_interval_remaining = 0
+        self.rounds = Rounds(self, decode_interval)  # type: ignore[arg-type]
+        self.done: list[str] = []
+
+    def turn(self) -> None:
+        unscored = [request for request in self.waiting_queue if request.num_unscored]
+        if unscored and self.rounds.is_for_scoring({id(request) for request in unscored}):
+            unscored[0].num_unscored -= 1
+            self.done.append(SCORE)
+        if self.last_batch is not None:
+            self.running_batch.reqs += [it for it in self.last_batch.reqs if not it.num_chunks and not it.finished()]
+        self.last_batch = None
+        if self._prefill_decode_interval_remaining:
+            self._prefill_decode_interval_remaining -= 1
+        else:
+            if self.chunked_req is None:
+                ready = [request for request in self.waiting_queue if not request.num_unscored]
+                if ready:
+                    self.chunked_req = ready[0]
+                    self.waiting_queue.remove(ready[0])
+            if self.chunked_req is not None:
+                return self.prefill(self.chunked_req)
+        if self.running_batch.is_empty():
+            self.done.append(NOTHING)
+            return None
+        self.done.append(DECODE)
+        for request in self.running_batch.reqs:
+            request.num_new -= 1
+        self.running_batch.reqs = [request for request in self.running_batch.reqs if request.num_new]
+        return None
+
+    def prefill(self, request: Request) -> None:
+        self.done.append(PREFILL)
+        request.num_chunks -= 1
+        self.last_batch = Batch([request])
+        if not request.num_chunks:
+            self.chunked_req = None
+        self._prefill_decode_interval_remaining = self.prefill_decode_interval
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_running_requests_wait_for_one_part_or_one_chunk_and_every_prompt_gets_its_turn(seed: int) -> None:
+    rng = random.Random(seed)
+    loop = Loop(decode_interval=1)
+    loop.running_batch.reqs = [Request(0, 0, 100_000)]
+    for _ in range(400):
+        if rng.random() < 0.05:
+            loop.waiting_queue.append(Request(rng.choice((0, 3, 12)), rng.randint(1, 5), rng.randint(1, 9)))
+        loop.turn()
+    while loop.waiting_queue or loop.chunked_req:
+        assert len(loop.done) < 5000, "somebody is never served"
+        loop.turn()
+    assert {SCORE, PREFILL, DECODE} == set(loop.done)
+    assert not [pair for pair in pairwise(loop.done) if DECODE not in pair]
+
+
+def test_prompts_are_scored_and_prefilled_in_a_row_while_nothing_runs() -> None:
+    loop = Loop(decode_interval=1)
+    loop.waiting_queue = [Request(4, 1, 1)]
+    for _ in range(6):
+        loop.turn()
+    assert [each for each in loop.done if each != NOTHING] == [SCORE] * 4 + [PREFILL, DECODE]
+
+
+def test_a_prompt_that_is_ready_goes_before_the_next_part_of_a_scoring() -> None:
+    """Without anybody running: what arrives during a part waits for the rest of that part alone."""
+    loop = Loop(decode_interval=1)
+    loop.waiting_queue = [Request(8, 1, 1)]
+    loop.turn()
+    loop.waiting_queue.append(Request(0, 1, 1))
+    loop.turn()
+    assert loop.done == [SCORE, NOTHING, PREFILL]
+
+
+def test_ready_prompts_do_not_keep_others_from_being_scored() -> None:
+    """A prompt that is never short of company is scored in every other round at least."""
+    loop = Loop(decode_interval=1)
+    loop.waiting_queue = [Request(10, 1, 1)]
+    for _ in range(60):
+        loop.waiting_queue.append(Request(0, 1, 2))
+        loop.turn()
+    assert loop.done.count(SCORE) == 10
+
+
+def test_the_launchs_own_interval_stays() -> None:
+    loop = Loop(decode_interval=1)
+    loop.prefill_decode_interval = 4
+    Rounds(loop, decode_interval=1)  # type: ignore[arg-type]
+    assert loop.prefill_decode_interval == 4
