@@ -85,11 +85,11 @@ class StoredCaches(RequestCaches):
         super().__init__(pair, request)
         prefill = request.prefill
         reads_whole = not request.scores or (prefill.scoring_layers is None and prefill.scorer not in DRAFT_FREE)
-        # A state cannot go back to what two prompts share.
-        if reads_whole and self._draft_ids is not None and not pair.open_index(prefill.prefill_chunk).is_stateful:
-            taken = store.take_index(self._draft_ids, reading_of(prefill))
-            self._running = taken or pair.open_index(prefill.prefill_chunk)
-            self.draft = pair.view_draft(self._running, request.tokenization)
+        if reads_whole and self._draft_ids is not None:
+            running = store.take_index(self._draft_ids, reading_of(prefill)) or pair.open_index(prefill.prefill_chunk)
+            # A state cannot go back to what two prompts share.
+            if not running.is_stateful:
+                self._running, self.draft = running, pair.view_draft(running, request.tokenization)
 
     @property
     def num_cached(self) -> int:

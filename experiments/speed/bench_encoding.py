@@ -26,7 +26,9 @@ from spec_stack.hf.prompt import PromptSource, encode_prompt
 def make_messages(tokenizer: Any, num_messages: int, num_tokens: int, seed: int = 0) -> list[dict[str, str]]:
     """Messages in turn of user and assistant, pieces of a standard-library module of about so many tokens together."""
     source, rng = module_source("argparse"), random.Random(seed)
-    num_characters = len(source) // len(tokenizer(source, verbose=False).input_ids) * num_tokens // num_messages + 1
+    per_token = len(source) / len(tokenizer(source, verbose=False).input_ids)
+    # Five tokens of a message are the template's and the cut words'.
+    num_characters = round(per_token * (num_tokens / num_messages - 5))
     messages = []
     for index in range(num_messages):
         start = rng.randrange(len(source) - num_characters)
