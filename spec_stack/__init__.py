@@ -6,7 +6,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from spec_stack.config import DecodeConfig, PrefillConfig, SamplingParams, SessionConfig, SpecStackConfig
+    from spec_stack.config import (
+        DecodeConfig,
+        PrefillConfig,
+        SamplingParams,
+        SessionConfig,
+        SpecStackConfig,
+        StoreConfig,
+    )
     from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord
     from spec_stack.generator import SpecStackGenerator
     from spec_stack.session import Session
@@ -31,6 +38,7 @@ _HOMES = {
     "SessionConfig": "config",
     "Selection": "types",
     "StepOutput": "types",
+    "StoreConfig": "config",
 }
 __all__ = [
     "DecodeConfig",
@@ -48,6 +56,7 @@ __all__ = [
     "StepContext",
     "StepOutput",
     "StepRecord",
+    "StoreConfig",
 ]
 
 

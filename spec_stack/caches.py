@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from spec_stack.hf.model import CachedModel
 from spec_stack.pair import DraftModel, ModelPair
+from spec_stack.prefill.chunks import DRAFT_FREE
 from spec_stack.prefill.scoring import LookAhead, score_prompt
+from spec_stack.prefix_store import PrefixStore, StoredPrompt, reading_of
 from spec_stack.request import Request
 from spec_stack.types import Proposal, Selection
 
@@ -16,6 +19,11 @@ class Caches(Protocol):
 
     target: CachedModel
     draft: DraftModel
+
+    @property
+    def num_cached(self) -> int:
+        """Tokens at the prompt's beginning that neither model has to see again."""
+        ...
 
     @property
     def needs_scoring(self) -> bool:
@@ -44,6 +52,10 @@ class RequestCaches:
         self.reopen_draft()
 
     @property
+    def num_cached(self) -> int:
+        return 0
+
+    @property
     def needs_scoring(self) -> bool:
         return self._request.scores
 
@@ -59,3 +71,79 @@ class RequestCaches:
     def reopen_draft(self) -> None:
         request = self._request
         self.draft: DraftModel = self._pair.open_draft(request.prefill.prefill_chunk, request.tokenization)
+
+
+class StoredCaches(RequestCaches):
+    """Of a request by itself, which begins with what a store has of its prompt, and can leave it what it made of it."""
+
+    def __init__(self, pair: ModelPair, request: Request, store: PrefixStore) -> None:
+        self._store = store
+        self._num_reused = 0
+        # The draft over its own ids as this request goes on with it, and as it was with the whole prompt.
+        self._running: CachedModel | None = None
+        self._read: CachedModel | None = None
+        super().__init__(pair, request)
+        prefill = request.prefill
+        reads_whole = not request.scores or (prefill.scoring_layers is None and prefill.scorer not in DRAFT_FREE)
+        if reads_whole and self._draft_ids is not None:
+            running = store.take_index(self._draft_ids, reading_of(prefill)) or pair.open_index(prefill.prefill_chunk)
+            # A state cannot go back to what two prompts share.
+            if not running.is_stateful:
+                self._running, self.draft = running, pair.view_draft(running, request.tokenization)
+
+    @property
+    def num_cached(self) -> int:
+        return self._num_reused
+
+    @property
+    def _draft_ids(self) -> Sequence[int] | None:
+        """The prompt in the draft's own tokens; None where it is of no use for it."""
+        if self._pair.translation is None:
+            return self._request.prompt_ids
+        return None if self._request.tokenization is None else self._request.tokenization.token_ids
+
+    def score(self, look_ahead: LookAhead) -> tuple[Selection, Proposal]:
+        def read_and_look_ahead(committed_ids: Sequence[int], num_tokens: int) -> Proposal:
+            # The draft has read the prompt but its last token, and nothing of it is dropped yet.
+            self._read = self._running and self._running.fork()
+            return look_ahead(committed_ids, num_tokens)
+
+        selection, proposal = super().score(read_and_look_ahead)
+        return self._take_over(selection), proposal
+
+    def take_all(self) -> Selection:
+        return self._take_over(super().take_all())
+
+    def reopen_draft(self) -> None:
+        self._running = self._read = None
+        super().reopen_draft()
+
+    def _take_over(self, selection: Selection) -> Selection:
+        """What is left of a selection behind the slots that the store has."""
+        if self.target.is_stateful:
+            return selection
+        slots = list(zip(selection.positions, selection.token_ids, strict=True))
+        target = self._store.take_target(slots)
+        if target is None:
+            return selection
+        self.target, num_held = target, target.num_cached
+        self._num_reused = selection.positions[num_held]
+        return Selection(
+            selection.token_ids[num_held:],
+            selection.positions[num_held:],
+            selection.num_prompt_tokens,
+            num_held=num_held,
+        )
+
+    def remember(self) -> None:
+        """Leave the prompt to the store; between two steps, or after the last one. The caches end with it."""
+        if self.target.is_stateful:
+            return
+        self.target.forget_from(len(self._request.prompt_ids))
+        index = self._read
+        # What the draft reads in order to propose, it reads without a window.
+        as_scored = self._request.prefill.draft_window is None and not self._request.scores
+        if index is None and as_scored and self._running is not None and self._draft_ids is not None:
+            index = self._running
+            index.forget_from(len(self._draft_ids))
+        self._store.put(StoredPrompt(self.target, index, reading_of(self._request.prefill)))

@@ -56,7 +56,12 @@ def build_parser() -> argparse.ArgumentParser:
     )
     chat.add_argument("--system", help="a system message")
     _add_answer_arguments(chat)
-    for name, kind in (("restore_threshold", float), ("max_restored_chunks", int)):
+    for name, kind in (
+        ("restore_threshold", float),
+        ("max_restored_chunks", int),
+        ("restore_margin", int),
+        ("anchor_threshold", float),
+    ):
         _add_option(chat, SessionConfig, name, type=kind)
     chat.set_defaults(run=_chat)
 
@@ -254,7 +259,10 @@ def _generate(arguments: argparse.Namespace) -> int:
 def _chat(arguments: argparse.Namespace) -> int:
     documents = [read_document(path) for path in arguments.file]
     session = SessionConfig(
-        restore_threshold=arguments.restore_threshold, max_restored_chunks=arguments.max_restored_chunks
+        restore_threshold=arguments.restore_threshold,
+        max_restored_chunks=arguments.max_restored_chunks,
+        restore_margin=arguments.restore_margin,
+        anchor_threshold=arguments.anchor_threshold,
     )
     generator = _load(arguments, SpecStackConfig(prefill=prefill_of(arguments), session=session))
     Chat(generator.session, answer_options(arguments), arguments.system, documents).run()

@@ -315,10 +315,19 @@ class SessionConfig:
         "importance over the whole conversation",
     )
     restore_threshold: float = option(
-        2.0, "times the mean importance of a token that a dropped chunk has to reach to come back"
+        8.0, "times the mean importance of a token that a dropped chunk has to reach to come back"
     )
     max_restored_chunks: int = option(
         16, "most chunks of earlier turns that a turn looks at, best first; those of them that were dropped come back"
+    )
+    restore_margin: int = option(
+        16, "tokens on either side of a wanted chunk that come back with it, so that a line across its border is whole"
+    )
+    anchor_threshold: float | None = option(
+        1.0,
+        "rare words, each counted as one over the times it occurs, that a dropped chunk has to share with the end of a "
+        "turn's new text to come back whatever attention says; best first, as many as max_restored_chunks. A question "
+        "that shares none leaves it to attention. None asks attention alone",
     )
     max_cached_tokens: int | None = option(
         None,
@@ -331,8 +340,30 @@ class SessionConfig:
         _require_number("restore_threshold", self.restore_threshold)
         _require(self.restore_threshold >= 0, f"restore_threshold must be 0 or more, got {self.restore_threshold}")
         _require_int("max_restored_chunks", self.max_restored_chunks, 0, hint="; 0 restores nothing")
+        _require_int("restore_margin", self.restore_margin, 0)
+        if self.anchor_threshold is not None:
+            _require_number("anchor_threshold", self.anchor_threshold)
+            _require(
+                self.anchor_threshold > 0,
+                f"anchor_threshold must be over 0, got {self.anchor_threshold}; None asks attention alone",
+            )
         if self.max_cached_tokens is not None:
             _require_int("max_cached_tokens", self.max_cached_tokens, 1)
+
+
+@documented
+@dataclass(frozen=True)
+class StoreConfig:
+    """What a generator remembers of prompts that it has answered, for calls outside a session that begin alike."""
+
+    max_tokens: int = option(
+        0,
+        "most tokens in both caches together that stay of earlier prompts, the latest used; a call takes over what it "
+        "shares with one of them, and gives the tokens that it gives without. 0 is off",
+    )
+
+    def __post_init__(self) -> None:
+        _require_int("max_tokens", self.max_tokens, 0, hint="; 0 is off")
 
 
 @dataclass(frozen=True)
@@ -347,8 +378,11 @@ class SpecStackConfig:
         How far the draft runs ahead.
     session : SessionConfig
         What sessions keep and restore.
+    store : StoreConfig
+        What is remembered of prompts outside sessions.
     """
 
     prefill: PrefillConfig = field(default_factory=PrefillConfig)
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     session: SessionConfig = field(default_factory=SessionConfig)
+    store: StoreConfig = field(default_factory=StoreConfig)

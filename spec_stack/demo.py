@@ -10,7 +10,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from spec_stack.config import SessionConfig
 from spec_stack.generator import SpecStackGenerator
+from spec_stack.session import Session
 from spec_stack.types import GenerationResult
 
 MODULES = (
@@ -80,6 +82,52 @@ def hide_fact(tokenizer: Any, num_tokens: int, seed: int) -> HiddenFact:
     )
 
 
+@dataclass(frozen=True)
+class Question:
+    """Asks for a line of a document."""
+
+    line: str
+    text: str
+    answer: str
+
+
+_CITIES = ("Lisbon", "Oslo", "Cairo", "Madrid", "Vienna", "Prague", "Dublin", "Tokyo")
+_WORDS = ("river", "window", "candle", "guitar", "bridge", "market", "paper", "music")
+
+
+def hide_more(fact: HiddenFact, seed: int) -> tuple[str, list[Question]]:
+    """The document with more facts in it, of other people and in other words, for the turns after the first.
+
+    The embedded pair knows how to look up facts in these wordings, and hardly any other.
+    """
+    rng = random.Random(f"more {seed}")
+    names = rng.sample([name for name in _NAMES if f" {name}" not in fact.question], 5)
+    city, word, points, code = (
+        rng.choice(_CITIES),
+        rng.choice(_WORDS),
+        rng.randint(10000, 99999),
+        rng.randint(10000, 99999),
+    )
+    adjective, key = rng.choice(_ADJECTIVES), rng.randint(10000, 99999)
+    questions = [
+        Question(f"{names[0]} lives in {city}.", f"Where does {names[0]} live?", city),
+        Question(f"The favourite word of {names[1]} is {word}.", f"What is the favourite word of {names[1]}?", word),
+        Question(f"{names[2]} has {points} points.", f"How many points does {names[2]} have?", str(points)),
+        Question(
+            f"The {adjective} code for {names[3]} is {code}.",
+            f"What is the {adjective} code for {names[3]}?",
+            str(code),
+        ),
+        Question(f"{names[4].upper()}_KEY = {key}", f"What is the value of {names[4].upper()}_KEY?", str(key)),
+    ]
+    lines = fact.document.split("\n")
+    for question, at in zip(
+        questions, sorted(rng.sample(range(len(lines)), len(questions)), reverse=True), strict=True
+    ):
+        lines.insert(at, question.line)
+    return "\n".join(lines), questions
+
+
 MODES: dict[str, dict[str, Any]] = {
     "dense prefill + plain decoding": {"specprefill": False, "gamma": 0},
     "sparse prefill + speculative decoding": {"specprefill": True},
@@ -97,7 +145,7 @@ def run_demo(
 
     The question gives the answer and the time to first token; the continuation, longer than an answer, gives the
     decoding speed. "lossless" tells whether speculation changed a token against plain greedy decoding over
-    the same sparse prefill.
+    the same sparse prefill. "turns" are those of a conversation about the document (`run_conversation`).
     """
     fact = hide_fact(generator.tokenizer, num_tokens, seed)
     answers: dict[str, list[GenerationResult]] = {mode: [] for mode in MODES}
@@ -119,6 +167,81 @@ def run_demo(
         "ttft_ratio": dense["ttft_s"] / sparse["ttft_s"],
         "decode_ratio": sparse["decode_tokens_per_s"] / dense["decode_tokens_per_s"],
         "lossless": list(texts.values())[1][-1].token_ids == plain.token_ids,
+        "turns": run_conversation(generator, fact, seed, repeats, progress),
+    }
+
+
+def run_conversation(
+    generator: SpecStackGenerator,
+    fact: HiddenFact,
+    seed: int,
+    repeats: int,
+    progress: Callable[[str], None] = lambda _: None,
+) -> list[dict[str, Any]]:
+    """Three turns over one session, and over one without pruning, speculation and restoration; medians of `repeats`.
+
+    The first asks for the hidden fact, the others for facts that it had dropped, as far as there are such.
+    """
+    document, questions = hide_more(fact, seed)
+    first = Question("", fact.question, fact.answer)
+    asked = [first]
+    runs: dict[str, list[list[GenerationResult]]] = {"session": [], "dense": []}
+    for repeat in range(repeats):
+        for arm, results in runs.items():
+            progress(f"conversation {repeat + 1} of {repeats}: {arm}")
+            options: dict[str, Any] = {"specprefill": False, "gamma": 0} if arm == "dense" else {}
+            config = SessionConfig(restore=False) if arm == "dense" else None
+            results.append([])
+            messages: list[Mapping[str, str]] = []
+            with generator.session(config) as session:
+                for turn in range(3):
+                    text = asked[turn].text
+                    messages.append({"role": "user", "content": text if turn else f"{document}\n\n{text}"})
+                    more = {"specprefill": True} if arm == "session" and not turn else {}
+                    result = session.generate(messages=messages, max_tokens=48, **options | more)
+                    results[-1].append(result)
+                    messages.append({"role": "assistant", "content": result.text})
+                    if len(asked) == 1:
+                        asked += _dropped_first(generator.tokenizer, messages[0], questions, session)[:2]
+    return [_summarise_turn(asked[turn], *([run[turn] for run in runs[arm]] for arm in runs)) for turn in range(3)]
+
+
+def _dropped_first(
+    tokenizer: Any, message: Mapping[str, str], questions: list[Question], session: Session
+) -> list[Question]:
+    """The questions, those in front of whose lines the target has least."""
+    text = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+    offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False).offset_mapping
+    dropped = set(session.dropped_positions)
+
+    def share_held(question: Question) -> float:
+        start = text.index(question.line)
+        stop = start + len(question.line)
+        tokens = [at for at, (first, last) in enumerate(offsets) if first < stop and last > start]
+        return sum(at not in dropped for at in tokens) / len(tokens)
+
+    return sorted(questions, key=share_held)
+
+
+def _summarise_turn(
+    question: Question, results: list[GenerationResult], dense: list[GenerationResult]
+) -> dict[str, Any]:
+    metrics = results[-1].metrics
+    return {
+        "question": question.text,
+        "expected": question.answer,
+        "new_tokens": metrics.num_new_tokens,
+        "cached_tokens": metrics.num_cached_tokens,
+        "kept_tokens": metrics.num_kept_tokens,
+        "restored_tokens": metrics.num_restored_tokens,
+        "ttft_s": median(result.metrics.ttft_s for result in results),
+        "dense_ttft_s": median(result.metrics.ttft_s for result in dense),
+        # Of the whole answer: most of a short one comes with its first token.
+        "tokens_per_s": median(len(result.token_ids) / result.metrics.total_s for result in results),
+        "dense_tokens_per_s": median(len(result.token_ids) / result.metrics.total_s for result in dense),
+        "answer": results[-1].text,
+        "correct": question.answer in results[-1].text,
+        "dense_correct": question.answer in dense[-1].text,
     }
 
 
@@ -155,11 +278,38 @@ def format_demo(report: dict[str, Any]) -> str:
         ("drafted tokens accepted", *acceptance, ""),
         ("fact found", *("yes" if c["correct"] else "no" for c in columns), f"expected {report['expected']}"),
     ]
-    widths = [max(len(row[i]) for row in table) for i in range(4)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
-    lines.insert(1, "-" * max(map(len, lines)))
+    lines = _aligned(table)
     lines += ["", f"Q: {report['question']}"]
     lines += [f"A ({mode}): {row['answer']}" for mode, row in report["modes"].items()]
     verdict = "the same tokens as" if report["lossless"] else "NOT the same tokens as"
     lines += ["", f"Speculative decoding gave {verdict} plain greedy decoding over the same sparse prefill."]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *_format_turns(report["turns"])])
+
+
+def _aligned(table: list[tuple[str, ...]]) -> list[str]:
+    """Rows of cells as lines, with a rule below the first."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
+    return [lines[0], "-" * max(map(len, lines)), *lines[1:]]
+
+
+def _format_turns(turns: list[dict[str, Any]]) -> list[str]:
+    """The conversation as a table: a session beside dense prefill and plain decoding, both with their caches kept."""
+    table: list[tuple[str, ...]] = [
+        ("turn", "new", "cached", "kept", "restored", "TTFT", "dense", "tokens/s", "dense", "found", "dense")
+    ]
+    for number, turn in enumerate(turns, start=1):
+        counts = (f"{turn[f'{name}_tokens']:,}" for name in ("new", "cached", "kept", "restored"))
+        times = (f"{1e3 * turn['ttft_s']:.0f} ms", f"{1e3 * turn['dense_ttft_s']:.0f} ms")
+        speeds = (f"{turn['tokens_per_s']:.0f}", f"{turn['dense_tokens_per_s']:.0f}")
+        found = ("yes" if turn[name] else "no" for name in ("correct", "dense_correct"))
+        table.append((str(number), *counts, *times, *speeds, *found))
+    lines = [
+        "A conversation with a session; dense keeps its cache too. Tokens/s over the whole answer.",
+        "",
+        *_aligned(table),
+        "",
+    ]
+    for turn in turns:
+        lines += [f"Q: {turn['question']}", f"A: {turn['answer']}"]
+    return lines

@@ -15,12 +15,12 @@ import torch
 from transformers import PreTrainedModel
 
 from spec_stack.answering import Answering
-from spec_stack.caches import Caches, RequestCaches
+from spec_stack.caches import Caches, RequestCaches, StoredCaches
 from spec_stack.config import LoadConfig, SamplingParams, SessionConfig, SpecStackConfig
 from spec_stack.controller.base import Policy
 from spec_stack.controller.lookup import LookupGate
 from spec_stack.controller.pool import PolicyPool, Shelf
-from spec_stack.controller.registry import make_policy
+from spec_stack.controller.registry import policy_class
 from spec_stack.decode.loop import decode
 from spec_stack.decode.propose import propose
 from spec_stack.decode.proposer import Means, make_proposer
@@ -35,6 +35,7 @@ from spec_stack.hf.text import open_text_stream
 from spec_stack.options import refuses_unknown_options
 from spec_stack.pair import ModelPair
 from spec_stack.prefill.calibration import find_calibration
+from spec_stack.prefix_store import PrefixStore
 from spec_stack.request import CallOptions, Request
 from spec_stack.session import Session
 from spec_stack.types import Metrics, Proposal, Selection, StepOutput
@@ -116,6 +117,7 @@ class SpecStackGenerator(Answering):
         options |= {name: {"predictor": file} for name, file in pair.predictors.items()}
         self._pool = PolicyPool(policy if policy is not None else self.config.decode.policy, options)
         self._gates = Shelf(LookupGate)
+        self._store = PrefixStore(self.config.store.max_tokens)
         self._warned = False
 
     @classmethod
@@ -167,7 +169,7 @@ class SpecStackGenerator(Answering):
         chosen = policy if policy is not None else _checked(config).decode.policy
         if isinstance(chosen, str):
             # Before the weights are read, which can take minutes.
-            make_policy(chosen)
+            policy_class(chosen)
         generator = cls.__new__(cls)
         pair = ModelPair.load(
             target,
@@ -190,6 +192,24 @@ class SpecStackGenerator(Answering):
         """
         return Session(self, config)
 
+    def load_session(self, path: str | Path, config: SessionConfig | None = None) -> Session:
+        """A session from a file of `Session.save`, which goes on as the saved one would have.
+
+        Parameters
+        ----------
+        path : str or Path
+            The file.
+        config : SessionConfig, optional
+            What it keeps and restores; None is what the saved one did.
+
+        Raises
+        ------
+        ValueError
+            For a file that is no session, and where it was made with another pair, precision, tokenizer or
+            `PrefillConfig` than this generator's; the message names what differs.
+        """
+        return Session.load(self, path, config)
+
     def plan(
         self,
         source: PromptSource,
@@ -205,7 +225,24 @@ class SpecStackGenerator(Answering):
         return self.plan(source, params, options)
 
     def _run(self, request: Request) -> Generator[StepOutput, None, None]:
+        if self._store.max_tokens:
+            return self._answer_stored(request)
         return self.answer(request, RequestCaches(self.pair, request))
+
+    def _answer_stored(self, request: Request) -> Generator[StepOutput, None, None]:
+        """The same over caches that begin with what the store has, and go there in the end."""
+        request.clock.resume()
+        caches = StoredCaches(self.pair, request, self._store)
+        try:
+            yield from self.answer(request, caches)
+        except GeneratorExit:
+            caches.remember()
+            raise
+        caches.remember()
+
+    def clear_store(self) -> None:
+        """Forget the prompts that `StoreConfig.max_tokens` has kept, and free their memory."""
+        self._store.clear()
 
     def answer(self, request: Request, caches: Caches) -> Generator[StepOutput, None, None]:
         """The steps of a planned request over these caches, which they advance; between them its clock stands still."""
@@ -216,7 +253,7 @@ class SpecStackGenerator(Answering):
             end_ids = frozenset() if params.ignore_eos else self.pair.end_ids
             forward_s = -(caches.target.forward_s + caches.draft.forward_s)
             drafted = self._draft_prompt(request, caches, end_ids)
-            metrics = self._begin_metrics(request, drafted, policy.name, seed)
+            metrics = self._begin_metrics(request, drafted, caches.num_cached, policy.name, seed)
             steps = decode(
                 target=caches.target,
                 draft=caches.draft,
@@ -264,18 +301,20 @@ class SpecStackGenerator(Answering):
                 self._warn_once(reason)
                 caches.reopen_draft()
             else:
-                if request.scores and len(selection.positions) - selection.num_restored == request.num_new_tokens:
+                if request.scores and _num_kept(request, selection) == request.num_new_tokens:
                     reason += f", but chunks and protected spans cover the whole {request.text}"
                 return DraftedPrompt(selection, proposal, len(request.prompt_ids), reason)
         return DraftedPrompt(caches.take_all(), Proposal(), 0, reason)
 
-    def _begin_metrics(self, request: Request, drafted: DraftedPrompt, policy: str, seed: int | None) -> Metrics:
-        selection, num_new = drafted.selection, request.num_new_tokens
+    def _begin_metrics(
+        self, request: Request, drafted: DraftedPrompt, num_cached: int, policy: str, seed: int | None
+    ) -> Metrics:
+        selection = drafted.selection
         return Metrics(
             num_prompt_tokens=len(request.prompt_ids),
             num_kept_tokens=selection.num_held + len(selection.positions),
             num_scored_tokens=drafted.num_scored_tokens,
-            specprefill=len(selection.positions) - selection.num_restored < num_new,
+            specprefill=_num_kept(request, selection) < request.num_new_tokens,
             specprefill_reason=drafted.reason,
             policy=policy,
             precision=self.precision,
@@ -284,8 +323,8 @@ class SpecStackGenerator(Answering):
             draft_weight_bytes=self.pair.draft_weight_bytes,
             seed=seed,
             proposer=request.proposer,
-            num_new_tokens=num_new,
-            num_cached_tokens=request.num_cached,
+            num_new_tokens=len(request.prompt_ids) - num_cached,
+            num_cached_tokens=num_cached,
             num_restored_tokens=selection.num_restored,
             decode_reason=self.vocabulary.decode_reason,
         )
@@ -303,6 +342,12 @@ class SpecStackGenerator(Answering):
         if not self._warned:
             self._warned = True
             warnings.warn(f"{reason} (this is said once; metrics.specprefill_reason tells each time)", stacklevel=2)
+
+
+def _num_kept(request: Request, selection: Selection) -> int:
+    """Tokens kept of the prompt, or in a session of its new text: what a store held of them, and what is prefilled."""
+    held = 0 if request.num_cached else selection.num_held
+    return held + len(selection.positions) - selection.num_restored
 
 
 def _calibrated(

@@ -175,12 +175,21 @@ class ModelPair:
 
     def open_draft(self, prefill_chunk: int, tokenization: DraftTokenization | None = None) -> DraftModel:
         """The draft with an empty cache, taking target ids and giving logits over them whatever its own tokenizer."""
-        if self.translation is not None and tokenization is not None:
-            return TranslatedDraft(CachedModel(self.draft, prefill_chunk), self.translation, tokenization)
-        return CachedModel(self.draft, prefill_chunk, num_ids=self.vocabulary.num_target)
+        return self.view_draft(self.open_index(prefill_chunk), tokenization)
 
-    def open_index(self, prefill_chunk: int) -> CachedModel | None:
-        """The draft with an empty cache that can go on from turn to turn; None for one with another tokenizer."""
-        if self.translation is not None:
-            return None
-        return CachedModel(self.draft, prefill_chunk, num_ids=self.vocabulary.num_target)
+    def open_index(self, prefill_chunk: int) -> CachedModel:
+        """The draft with an empty cache over its own ids, that can go on from turn to turn (see `view_draft`)."""
+        num_ids = None if self.translation is not None else self.vocabulary.num_target
+        return CachedModel(self.draft, prefill_chunk, num_ids)
+
+    def view_draft(self, index: CachedModel, tokenization: DraftTokenization | None = None) -> DraftModel:
+        """The draft behind an index as a request sees it: target ids in, logits over them out.
+
+        Of a draft with another tokenizer the index goes back to what it shares with the tokenization. Where such a
+        draft is of no use for a prompt (no tokenization) the index is left alone.
+        """
+        if self.translation is None:
+            return index
+        if tokenization is None:
+            return CachedModel(self.draft, index.prefill_chunk, self.vocabulary.num_target)
+        return TranslatedDraft(index, self.translation, tokenization)

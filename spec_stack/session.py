@@ -7,6 +7,7 @@ import threading
 from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -17,9 +18,11 @@ from spec_stack.config import SamplingParams, SessionConfig
 from spec_stack.hf.model import CachedModel
 from spec_stack.hf.prompt import EncodedPrompt, PromptSource, num_shared
 from spec_stack.pair import DraftModel, ModelPair
+from spec_stack.prefill.chunks import Evidence, by_anchors
 from spec_stack.prefill.recall import dropped_positions, recall, select_turn
 from spec_stack.prefill.scoring import LookAhead, score
 from spec_stack.request import CallOptions, Request
+from spec_stack.session_file import SavedSession
 from spec_stack.types import Proposal, Selection, StepOutput
 
 if TYPE_CHECKING:
@@ -81,12 +84,45 @@ class Session(Answering):
         """Tokens of the conversation that the target's cache lacks."""
         return len(self._conversation.token_ids) - self.num_cached_tokens
 
+    @property
+    def dropped_positions(self) -> list[int]:
+        """The positions of these, in order: what later turns may bring back."""
+        held = self._conversation
+        return dropped_positions(held.target.positions, len(held.token_ids))
+
     def fork(self) -> Session:
         """A session that goes on from here by itself; what both share is copied only when one of them goes on."""
         other = Session(self._generator, self.config)
         with self._answers():
             other._held = self._conversation.fork()
         return other
+
+    def save(self, path: str | Path) -> None:
+        """Write the session to a file, from which `SpecStackGenerator.load_session` goes on.
+
+        Parameters
+        ----------
+        path : str or Path
+            One safetensors file: tokens, positions and both caches; what was configured stands in its header as JSON.
+            It holds the conversation's text. The memory of both caches is its size.
+
+        Raises
+        ------
+        ValueError
+            Where the session is closed.
+        RuntimeError
+            While it answers a call.
+        """
+        with self._answers():
+            self._conversation.saved(self.config).save(path, self._generator.pair, self._generator.config.prefill)
+
+    @classmethod
+    def load(cls, generator: SpecStackGenerator, path: str | Path, config: SessionConfig | None = None) -> Session:
+        """A session from a file; see `SpecStackGenerator.load_session`."""
+        saved = SavedSession.load(path, generator.pair, generator.config.prefill)
+        session = cls(generator, config or saved.config)
+        session._conversation.take_in(saved, path)
+        return session
 
     def close(self) -> None:
         """Free the caches. The session cannot be used after it."""
@@ -127,12 +163,7 @@ class Session(Answering):
     def _run(self, request: Request) -> Generator[StepOutput, None, None]:
         with self._answers():
             held = self._conversation
-            room = self._room(request)
-            config = self.config
-            if room < math.inf:
-                most = max(0, int(room)) // request.prefill.chunk_size
-                config = replace(config, max_restored_chunks=min(config.max_restored_chunks, most))
-            turn = held.begin(request, config)
+            turn = held.begin(request, self.config, self._room(request))
             answer_ids: list[int] = []
             text = ""
             try:
@@ -185,9 +216,9 @@ class Conversation:
         The last prompt as it was encoded, with its answer.
     target
         Holds what was kept and restored, in the order in which it was written.
-    draft
-        Holds the tokens from the beginning on, maybe not yet the last ones. None for one with another tokenizer, which
-        tokenizes a longer text in another way, and so begins every turn anew.
+    index
+        The draft, over its own ids. Holds the tokens from the beginning on, maybe not yet the last ones; one with
+        another tokenizer tokenizes every prompt anew, and holds what of it it had in common with the last one.
     """
 
     def __init__(self, pair: ModelPair, prefill_chunk: int) -> None:
@@ -195,17 +226,31 @@ class Conversation:
         self.token_ids: list[int] = []
         self.encoded: EncodedPrompt | None = None
         self.target = pair.open_target(prefill_chunk)
-        self.draft = pair.open_index(prefill_chunk)
+        self.index = pair.open_index(prefill_chunk)
 
     def fork(self) -> Conversation:
         other = Conversation(self._pair, self._prefill_chunk)
         other.token_ids, other.encoded = list(self.token_ids), self.encoded
         other.target = self.target.fork()
-        other.draft = self.draft and self.draft.fork()
+        other.index = self.index.fork()
         return other
 
-    def begin(self, request: Request, config: SessionConfig) -> Turn:
-        """Go back to what a request shares with the conversation.
+    def saved(self, config: SessionConfig) -> SavedSession:
+        """What is held, to be written to a file."""
+        return SavedSession(self.token_ids, self.encoded, self.target.contents(), self.index.contents(), config)
+
+    def take_in(self, saved: SavedSession, path: str | Path) -> None:
+        """Hold what a file held. Raises ValueError where its parts do not fit together."""
+        try:
+            target, index = self.target.filled(saved.target), self.index.filled(saved.index)
+        except ValueError as error:
+            raise ValueError(f"cannot take {path} for a session: {error}") from error
+        if target.next_position > len(saved.token_ids):
+            raise ValueError(f"cannot take {path} for a session: it holds slots past its {len(saved.token_ids)} tokens")
+        self.token_ids, self.encoded, self.target, self.index = saved.token_ids, saved.encoded, target, index
+
+    def begin(self, request: Request, config: SessionConfig, room: float = math.inf) -> Turn:
+        """Go back to what a request shares with the conversation. room: tokens that may be restored.
 
         Raises RuntimeError where the conversation has changed since the request was planned.
         """
@@ -214,19 +259,19 @@ class Conversation:
             raise RuntimeError("the session went on between this call and its first step; call again")
         del self.token_ids[shared:]
         self.target.forget_from(request.num_cached)
-        if self.draft is not None:
-            self.draft.forget_from(min(shared, len(request.prompt_ids) - 1))
-        return Turn(self._pair, request, config, self.target, self.draft)
+        if self._pair.translation is None:
+            self.index.forget_from(min(shared, len(request.prompt_ids) - 1))
+        return Turn(self._pair, request, config, room, self.target, self.index)
 
     def commit(self, request: Request, turn: Turn, answer_ids: Sequence[int], text: str | None) -> None:
         """Take in a turn's prompt and answer. text: the answer's, None where it is not that of its tokens."""
         token_ids = [*request.prompt_ids, *answer_ids]
-        self.draft = turn.index
+        self.index = turn.index
         # What comes after the last token has been asked for, but the token itself has been through no model.
         self.token_ids = token_ids[:-1]
         self.target.forget_from(len(self.token_ids))
-        if self.draft is not None:
-            self.draft.forget_from(len(self.token_ids))
+        if self._pair.translation is None:
+            self.index.forget_from(len(self.token_ids))
         encoded = request.encoded
         if encoded is not None and text is not None:
             ended = bool(answer_ids) and answer_ids[-1] in self._pair.end_ids
@@ -241,11 +286,10 @@ class Conversation:
             self.target = self._pair.open_target(self._prefill_chunk)
         del self.token_ids[request.num_cached :]
         self.target.rollback(max(0, self.target.num_cached - turn.num_held))
-        self.draft = turn.index
-        if self.draft is not None and self.draft.is_stateful:
-            self.draft = self._pair.open_index(self._prefill_chunk)
-        if self.draft is not None:
-            self.draft.forget_from(min(request.num_cached, turn.num_drafted))
+        self.index = turn.index
+        if self.index.is_stateful:
+            self.index = self._pair.open_index(self._prefill_chunk)
+        self.index.forget_from(turn.num_drafted)
 
 
 class Turn:
@@ -256,18 +300,23 @@ class Turn:
         pair: ModelPair,
         request: Request,
         config: SessionConfig,
+        room: float,
         target: CachedModel,
-        index: CachedModel | None,
+        index: CachedModel,
     ) -> None:
-        self._pair, self._request, self._config = pair, request, config
+        self._pair, self._request, self._config, self._room = pair, request, config, room
         self.target, self.index = target, index
-        self.draft: DraftModel = index or pair.open_draft(request.prefill.prefill_chunk, request.tokenization)
+        self.draft: DraftModel = pair.view_draft(index, request.tokenization)
         self._held = list(target.positions)
         # Where the caches stood when the turn began.
-        self.num_held, self.num_drafted = len(self._held), self.draft.next_position
+        self.num_held, self.num_drafted = len(self._held), index.next_position
         self._dropped: list[int] = []
         if config.restore and config.max_restored_chunks and request.can_score and target.can_restore:
             self._dropped = dropped_positions(self._held, request.num_cached)
+
+    @property
+    def num_cached(self) -> int:
+        return self._request.num_cached
 
     @property
     def needs_scoring(self) -> bool:
@@ -278,8 +327,24 @@ class Turn:
         importance, proposal = score(self.draft, request.prompt_ids, look_ahead, request.prefill, request.tokenization)
         restored: list[int] = []
         if self._dropped:
-            restored = recall(importance, self._dropped, request.num_cached, request.prefill.chunk_size, self._config)
+            restored = recall(
+                importance,
+                self._dropped,
+                request.num_cached,
+                request.prefill.chunk_size,
+                self._config,
+                self._anchors(),
+                max(0, self._room),
+            )
         return self._select(restored, importance if request.scores else None), proposal
+
+    def _anchors(self) -> torch.Tensor | None:
+        """What chunks share with the new text, which is the question or ends with it."""
+        if self._config.anchor_threshold is None:
+            return None
+        request = self._request
+        asked = Evidence(request.prompt_ids, question=(request.num_cached, len(request.prompt_ids)))
+        return by_anchors(asked, replace(request.prefill, neighbour_share=0.0))
 
     def take_all(self) -> Selection:
         return self._select()
@@ -297,6 +362,5 @@ class Turn:
         )
 
     def reopen_draft(self) -> None:
-        prefill_chunk = self._request.prefill.prefill_chunk
-        self.index, self.num_drafted = self._pair.open_index(prefill_chunk), 0
-        self.draft = self.index or self._pair.open_draft(prefill_chunk, self._request.tokenization)
+        self.index, self.num_drafted = self._pair.open_index(self._request.prefill.prefill_chunk), 0
+        self.draft = self._pair.view_draft(self.index, self._request.tokenization)

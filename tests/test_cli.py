@@ -11,7 +11,7 @@ import pytest
 from spec_stack import PrefillConfig, SpecStackGenerator
 from spec_stack.cli import build_parser, main, request_of
 from spec_stack.config import LoadConfig
-from spec_stack.demo import MODULES, format_demo, hide_fact, run_demo
+from spec_stack.demo import MODULES, format_demo, hide_fact, hide_more, run_demo
 
 
 def test_the_defaults_are_those_of_the_configuration() -> None:
@@ -152,3 +152,28 @@ def test_the_demo_reports_both_modes_side_by_side(embedded: SpecStackGenerator) 
     table = format_demo(report)
     for label in ("time to first token", "decoding", "share of the prompt kept", "accepted", "Q: What is the"):
         assert label in table
+    first, second, third = report["turns"]
+    assert (first["cached_tokens"], first["restored_tokens"]) == (0, 0)
+    assert first["kept_tokens"] < 0.3 * first["new_tokens"]
+    for turn in (second, third):
+        assert turn["cached_tokens"] > 2200
+        assert turn["new_tokens"] < 60
+    # What the first question had dropped is restored for the second one.
+    assert second["restored_tokens"] > 0
+    assert second["question"] != third["question"]
+    for label in ("restored", "cached", f"Q: {third['question']}"):
+        assert label in table
+
+
+def test_a_conversation_hides_facts_of_other_people_on_lines_of_their_own(embedded: SpecStackGenerator) -> None:
+    for seed in range(6):
+        fact = hide_fact(embedded.tokenizer, 1000, seed)
+        document, questions = hide_more(fact, seed)
+        assert len(questions) == len({question.answer for question in questions}) == 5
+        lines = document.split("\n")
+        assert [line for line in lines if line not in {question.line for question in questions}] == (
+            fact.document.split("\n")
+        )
+        for question in questions:
+            assert lines.count(question.line) == 1
+            assert question.answer in question.line

@@ -19,8 +19,9 @@ from spec_stack import (
     SpecStackGenerator,
     StepContext,
 )
+from spec_stack.controller.fixed import Fixed
 from spec_stack.controller.pool import PolicyPool
-from spec_stack.controller.registry import POLICY_NAMES, make_policy
+from spec_stack.controller.registry import POLICIES, POLICY_NAMES, make_policy
 from spec_stack.demo import hide_fact
 from spec_stack.offline.records import read_records
 from tests.support.models import make_model, random_prompt
@@ -374,6 +375,19 @@ def test_without_a_tokenizer_text_is_refused(target: PreTrainedModel, draft: Pre
     with pytest.raises(ValueError, match="stop strings"):
         generator.stream(input_ids=[3], stop="x")
     assert generator.generate(input_ids=torch.tensor([[3, 4]]), max_tokens=2).text == ""
+
+
+def test_a_pair_is_loaded_without_a_policy_made_to_be_thrown_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_made = 0
+
+    class Counted(Fixed):
+        def __post_init__(self) -> None:
+            nonlocal num_made
+            num_made += 1
+
+    monkeypatch.setitem(POLICIES, "counted", Counted)
+    SpecStackGenerator.from_pretrained(device="cpu", policy="counted", calibration=False).generate("a", max_tokens=2)
+    assert num_made == 1
 
 
 def test_the_policy_of_the_constructor_is_the_default(target: PreTrainedModel, draft: PreTrainedModel) -> None:

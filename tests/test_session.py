@@ -24,7 +24,7 @@ SPARSE = PrefillConfig(
     pool_kernel=3,
     on_scoring_error="raise",
 )
-EAGER = SessionConfig(restore_threshold=1.0, max_restored_chunks=4)
+EAGER = SessionConfig(restore_threshold=1.0, max_restored_chunks=4, restore_margin=0, anchor_threshold=None)
 
 
 def make_generator(prefill: PrefillConfig = SPARSE, session: SessionConfig = EAGER) -> SpecStackGenerator:
@@ -139,19 +139,58 @@ def test_protected_spans_of_new_text_are_kept() -> None:
     assert not set(range(120, 145)) <= held
 
 
-def test_what_is_restored_follows_the_slow_rule() -> None:
+@pytest.mark.parametrize("margin", [0, 5, 40])
+@pytest.mark.parametrize("anchor_threshold", [None, 0.4, 0.9])
+def test_what_is_restored_follows_the_slow_rule(margin: int, anchor_threshold: float | None) -> None:
     generator = torch.Generator().manual_seed(0)
     for length, num_cached, size in ((200, 150, 8), (64, 64, 32), (70, 33, 32), (90, 1, 4)):
         importance = torch.rand(length, generator=generator) ** 4
+        anchors = torch.rand(-(-length // size), generator=generator)
         held = [at for at in range(num_cached) if at // 3 % 3 == 0]
         for threshold, most in ((0.0, 100), (1.0, 5), (1.3, 100), (0.9, 1), (99.0, 4), (0.0, 0)):
-            config = SessionConfig(restore_threshold=threshold, max_restored_chunks=most)
+            config = SessionConfig(
+                restore_threshold=threshold,
+                max_restored_chunks=most,
+                restore_margin=margin,
+                anchor_threshold=anchor_threshold,
+            )
             dropped = dropped_positions([*held, num_cached + 1], num_cached)
             assert sorted([*held, *dropped]) == list(range(num_cached))
+            votes = None if anchor_threshold is None else anchors.tolist()
             expected = reference_session.dropped_chunks_to_restore(
-                importance.tolist(), held, num_cached, size, threshold, most
+                importance.tolist(), held, num_cached, size, threshold, most, margin, votes, anchor_threshold or 0.0
             )
-            assert recall(importance, dropped, num_cached, size, config) == expected
+            assert recall(importance, dropped, num_cached, size, config, anchors) == expected
+
+
+def test_where_there_is_little_room_the_best_chunks_come_back() -> None:
+    importance, anchors = torch.zeros(80), torch.zeros(10)
+    importance[16:24], importance[40:48], anchors[7] = 0.5, 1.0, 3.0
+    config = SessionConfig(restore_threshold=1.0, restore_margin=0, anchor_threshold=1.0)
+    chunks = {2: range(16, 24), 5: range(40, 48), 7: range(56, 64)}
+    for room, kept in ((7, ()), (8, (7,)), (23, (7, 5)), (24, (7, 5, 2))):
+        expected = sorted(at for chunk in kept for at in chunks[chunk])
+        assert recall(importance, range(64), 64, 8, config, anchors, room) == expected
+
+
+def test_rare_words_of_the_question_bring_their_chunk_back_whatever_attention_says() -> None:
+    """A draft whose attention wants nothing: what comes back, comes by the words that it shares with the question."""
+    config = SpecStackConfig(
+        SPARSE, session=SessionConfig(restore_threshold=1e6, restore_margin=0, anchor_threshold=1.0)
+    )
+    generator = SpecStackGenerator(make_model(seed=1), make_model(seed=2), config=config)
+    document = random_prompt(240, vocab=40)
+    document[100:103] = [50, 51, 52]
+    session = generator.session()
+    # The first chunk and the last are kept, and one of those between.
+    first = session.generate(input_ids=document, max_tokens=2, keep_rate=0.01)
+    assert 100 not in slots(session)[1]
+    history = [*document, *first.token_ids]
+    paraphrase = session.fork().generate(input_ids=[*history, 60, 61, 62, 63], max_tokens=2)
+    assert paraphrase.metrics.num_restored_tokens == 0
+    session.generate(input_ids=[*history, 60, 50, 51, 52, 61], max_tokens=2)
+    assert set(slots(session)[1]) >= set(range(96, 104))
+    assert session.num_dropped_tokens >= 180
 
 
 def test_spans_are_clipped_to_the_new_text() -> None:
@@ -329,6 +368,9 @@ def test_a_closed_session_is_refused_and_its_caches_are_gone() -> None:
         ({"restore_threshold": -1}, "restore_threshold"),
         ({"restore_threshold": "4"}, "restore_threshold"),
         ({"max_restored_chunks": -1}, "max_restored_chunks"),
+        ({"restore_margin": -1}, "restore_margin"),
+        ({"anchor_threshold": 0}, "None asks attention alone"),
+        ({"anchor_threshold": "1"}, "anchor_threshold"),
         ({"max_cached_tokens": 0}, "max_cached_tokens"),
     ],
 )
@@ -490,11 +532,45 @@ def test_a_draft_with_another_tokenizer_serves_a_session() -> None:
     generator = SpecStackGenerator(*models, tokenizer, config=config, draft_tokenizer=other)
     plain = make_model(seed=1, vocab=16)
     text, session, restored = "abcdefdeab" * 20, generator.session(), 0
+    fed: list[int] = []
+    generator.draft.register_forward_pre_hook(
+        lambda module, args, kwargs: fed.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
     for turn in range(4):
+        fed.clear()
         result = session.generate(text, max_tokens=5, gamma=2)
         ids, positions = slots(session)
         assert reference_session.answers_by_slots(plain, ids, positions, 5) == result.token_ids
         assert (result.metrics.num_cached_tokens > 0) is (turn > 0)
+        assert result.metrics.num_scored_tokens
+        assert (sum(fed) < 60) is (turn > 0), "the draft reads only what is new"
         restored += result.metrics.num_restored_tokens
         text += result.text + "cdef"
     assert restored
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_edits_and_forks_leave_a_draft_with_another_tokenizer_as_if_it_had_read_all(seed: int) -> None:
+    """Ids that no tokenizer would give for their text, as generated ones are: what is scored and drafted with the kept
+    index is what a draft from nothing would score and draft."""
+    tokenizers = make_tokenizer("a b c d e f ab abc de cd", "<t>"), make_tokenizer("f e bc d abc c b ef a", "<s>")
+    models = make_model(seed=1, vocab=16), make_model(seed=2, vocab=12)
+    config = SpecStackConfig(SPARSE, session=EAGER)
+    generator = SpecStackGenerator(*models, tokenizers[0], config=config, draft_tokenizer=tokenizers[1])
+    plain = make_model(seed=1, vocab=16)
+    session, trace = generator.session(), Trace(seed, 11, document=200)
+    for action, prompt, max_tokens in trace:
+        session = session.fork() if action == "fork" else session
+        cold = session.fork()
+        cold._conversation.index = generator.pair.open_index(SPARSE.prefill_chunk)
+        expected = cold.generate(input_ids=prompt, max_tokens=max_tokens, gamma=3, return_records=True)
+        result = session.generate(input_ids=prompt, max_tokens=max_tokens, gamma=3, return_records=True)
+        assert result.token_ids == expected.token_ids
+        assert slots(session) == slots(cold)
+        assert [step.num_accepted for step in result.records or ()] == [
+            step.num_accepted for step in expected.records or ()
+        ]
+        ids, positions = slots(session)
+        assert reference_session.answers_by_slots(plain, ids, positions, len(result.token_ids)) == result.token_ids
+        # Half characters and specials apart, every text can be scored.
+        trace.answers.append([min(token_id, 10) for token_id in result.token_ids])

@@ -1,7 +1,9 @@
 """Conversations about one long document with several facts in it, each asked for in a turn of its own.
 
 "codes" is the wording of the demo. "mixed" are five wordings that the embedded pair was trained on: the first question
-does not look like the facts of the later ones, so that pruning for it drops them.
+does not look like the facts of the later ones, so that pruning for it drops them. "paraphrase" asks for a code first,
+then in other words than those of the facts: what comes back comes by attention. The embedded pair answers none
+of these.
 """
 
 from __future__ import annotations
@@ -11,8 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from spec_stack.demo import MODULES, module_source
+from spec_stack.prefill.needles import WORDINGS
 
-FAMILIES = ("codes", "mixed")
+FAMILIES = ("codes", "mixed", "paraphrase")
 _ADJECTIVES = ("red", "blue", "golden", "hidden", "silver", "quiet", "royal", "bright", "plain", "rare", "cold", "main")
 _NAMES = (
     *("Alice", "Bruno", "Carla", "Daniel", "Elena", "Felix", "Greta", "Hassan", "Irene", "Jonas", "Maria", "Oscar"),
@@ -91,9 +94,14 @@ def make_conversation(tokenizer: Any, num_tokens: int, num_facts: int, seed: int
             "w": rng.choice(_WORDS),
         }
         facts.append(Fact(text.format(**slots), question.format(**slots), slots[kind]))
+    if family == "paraphrase":
+        needles = [wording(rng) for wording in WORDINGS["paraphrase"]]
+        others = [Fact(needle.evidence[0], needle.question, needle.answer) for needle in needles]
+        facts = [facts[0], *rng.sample(others, len(others)), *facts[1 + len(others) :]]
     for fact, line in sorted(
         zip(facts, rng.sample(range(len(lines)), num_facts), strict=True), key=lambda each: -each[1]
     ):
         lines.insert(line, fact.text)
-    rng.shuffle(facts)
+    if family != "paraphrase":
+        rng.shuffle(facts)
     return Conversation("\n".join(lines), facts)

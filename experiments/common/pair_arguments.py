@@ -25,13 +25,18 @@ def add_pair_arguments(parser: argparse.ArgumentParser, threads: int = 1) -> Non
     parser.add_argument("--precision", default=LoadConfig.precision)
 
 
-def load_generator(arguments: argparse.Namespace, config: SpecStackConfig | None = None) -> SpecStackGenerator:
-    """The generator asked for; sets the number of torch threads."""
-    return load_generators(arguments, [arguments.precision], config)[0]
+def load_generator(
+    arguments: argparse.Namespace, config: SpecStackConfig | None = None, calibration: bool | None = None
+) -> SpecStackGenerator:
+    """The generator asked for; sets the number of torch threads. calibration: as in `from_pretrained`."""
+    return load_generators(arguments, [arguments.precision], config, calibration)[0]
 
 
 def load_generators(
-    arguments: argparse.Namespace, precisions: Sequence[str], config: SpecStackConfig | None = None
+    arguments: argparse.Namespace,
+    precisions: Sequence[str],
+    config: SpecStackConfig | None = None,
+    calibration: bool | None = None,
 ) -> list[SpecStackGenerator]:
     """One generator per precision of the target."""
     torch.set_num_threads(arguments.threads)
@@ -43,6 +48,7 @@ def load_generators(
             draft_precision=arguments.draft_precision,
             device=arguments.device,
             config=config,
+            calibration=calibration,
         )
         for precision in precisions
     ]

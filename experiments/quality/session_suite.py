@@ -1,10 +1,13 @@
 """Do facts that the first question had dropped come back when a later turn asks for them?
 
 Conversations about a document with several facts, one asked for in every turn. Arms: a dense session (keep_rate 1.0),
-a session without restoration, sessions with it for every setting given as THRESHOLDxCHUNKS, and sparse prefill from
-nothing on every turn. The sessions below keep_rate 1.0 are branches of one first turn; each arm has its own answers in
-its history. Before a turn, "held" says whether the target has every token of the fact that is asked for, "after" the
-same with what the turn restored. Greedy. Prints a table, ends in one JSON line.
+a session without restoration ("none"), sessions with it for every setting given as THRESHOLDxCHUNKSxMARGINxANCHORS
+(the fields of SessionConfig; anchors of 0 have no vote), and sparse prefill from nothing on every turn. The sessions
+below keep_rate 1.0 are branches of one first turn; each arm has its own answers in its history. Greedy.
+
+Before a turn, "dropped" is the share of the earlier prompt that the target lacks, "held" whether it has every token of
+the fact that is asked for, "after" the same with what the turn restored. Prints a table, ends in one JSON line; with
+--out the answers are kept in a file from conversation to conversation, and a run that was cut short goes on there.
 
 Choose thresholds on other seeds than those you report.
 """
@@ -15,6 +18,7 @@ import argparse
 import json
 from collections import defaultdict
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,18 +28,29 @@ from experiments.common.conversations import FAMILIES, Conversation, make_conver
 from experiments.common.environment import describe
 from experiments.common.pair_arguments import add_pair_arguments, load_generator
 from experiments.common.script import run_script
-from spec_stack import GenerationResult, Session, SessionConfig, SpecStackGenerator
+from spec_stack import GenerationResult, PrefillConfig, Session, SessionConfig, SpecStackConfig, SpecStackGenerator
 
 Messages = list[dict[str, str]]
 
 
 def parse_setting(text: str) -> SessionConfig:
-    """THRESHOLDxCHUNKS. Raises ValueError for anything else."""
-    threshold, separator, chunks = text.partition("x")
+    """THRESHOLDxCHUNKSxMARGINxANCHORS; anchors of 0 have no vote. Raises ValueError for anything else."""
     try:
-        return SessionConfig(restore_threshold=float(threshold), max_restored_chunks=int(chunks))
+        threshold, chunks, margin, anchors = text.split("x")
+        return SessionConfig(
+            restore_threshold=float(threshold),
+            max_restored_chunks=int(chunks),
+            restore_margin=int(margin),
+            anchor_threshold=float(anchors) or None,
+        )
     except ValueError as error:
-        raise ValueError(f"{text!r} is not of the form THRESHOLDxCHUNKS{separator and f': {error}'}") from error
+        raise ValueError(f"{text!r} is not of the form THRESHOLDxCHUNKSxMARGINxANCHORS: {error}") from error
+
+
+def name_of(config: SessionConfig) -> str:
+    """The setting as it is written on the command line."""
+    anchors = config.anchor_threshold or 0
+    return f"{config.restore_threshold:g}x{config.max_restored_chunks}x{config.restore_margin}x{anchors:g}"
 
 
 class Watch:
@@ -64,16 +79,27 @@ def span_of(tokenizer: Any, conversation: Conversation, turn: int) -> set[int]:
 
 
 class Arm:
-    """One way to answer, with its own history; held: positions that its target has."""
+    """One way to answer, with its own history of num_seen tokens; held: positions that its target has."""
 
-    def __init__(self, session: Session | None, history: Messages, held: Collection[int]) -> None:
-        self.session, self.history, self.held = session, history, set(held)
+    def __init__(
+        self, session: Session | None, history: Messages, held: Collection[int] = (), num_seen: int = 0
+    ) -> None:
+        self.session, self.history, self.held, self.num_seen = session, history, set(held), num_seen
 
     def ask(self, generator: SpecStackGenerator, content: str, options: dict[str, Any]) -> GenerationResult:
         self.history = [*self.history, {"role": "user", "content": content}]
         result = (self.session or generator).generate(messages=self.history, **options)
         self.history.append({"role": "assistant", "content": result.text})
+        self.num_seen = result.metrics.num_prompt_tokens + result.metrics.num_tokens - 1
         return result
+
+    def branch(self, config: SessionConfig) -> Arm:
+        """Another session that goes on from here."""
+        if self.session is None:
+            raise ValueError("only a session has branches")
+        session = self.session.fork()
+        session.config = config
+        return Arm(session, self.history, self.held, self.num_seen)
 
 
 def run_conversation(
@@ -84,15 +110,17 @@ def run_conversation(
     settings: list[str],
     keep: float,
 ) -> list[dict[str, Any]]:
-    rows = []
+    rows: list[dict[str, Any]] = []
     options: dict[str, Any] = {"max_tokens": 32, "keep_rate": keep, "specprefill": None}
     spans = [span_of(generator.tokenizer, conversation, turn) for turn in range(turns)]
-    dense, stem = Arm(generator.session(), [], ()), Arm(generator.session(SessionConfig(restore=False)), [], ())
+    dense, stem = Arm(generator.session(), []), Arm(generator.session(SessionConfig(restore=False)), [])
     arms = {"dense": dense, "stem": stem}
     for turn in range(turns):
         content = conversation.ask(turn, [])[0]["content"]
         for name, arm in arms.items():
-            held = spans[turn] <= arm.held
+            held = spans[turn] & arm.held
+            # Rejected drafts of the last turn are no part of the conversation.
+            num_seen, num_held = arm.num_seen, sum(position < arm.num_seen for position in arm.held)
             watch.take()
             of_arm = options | ({"keep_rate": 1.0} if name == "dense" else {})
             result = arm.ask(generator, content, of_arm | ({"specprefill": True} if not turn else {}))
@@ -104,9 +132,13 @@ def run_conversation(
                 {
                     "arm": name,
                     "turn": turn,
+                    "question": conversation.facts[turn].question,
+                    "expected": conversation.facts[turn].answer,
+                    "text": result.text,
                     "right": conversation.facts[turn].answer in result.text,
-                    "held": held,
-                    "after": spans[turn] <= arm.held,
+                    "dropped": 1 - num_held / num_seen if turn else 0.0,
+                    "held": len(held) / len(spans[turn]),
+                    "after": len(spans[turn] & arm.held) / len(spans[turn]),
                     "restored": metrics.num_restored_tokens,
                     "prompt_tokens": metrics.num_prompt_tokens,
                     "kept_tokens": metrics.num_kept_tokens,
@@ -115,18 +147,10 @@ def run_conversation(
             )
         if turn == 0:
             del arms["stem"]
-            arms["none"] = Arm(_branch(stem, SessionConfig(restore=False)), stem.history, stem.held)
-            arms["sparse"] = Arm(None, stem.history, stem.held)
-            arms |= {text: Arm(_branch(stem, parse_setting(text)), stem.history, stem.held) for text in settings}
+            arms["none"] = stem.branch(SessionConfig(restore=False))
+            arms["sparse"] = Arm(None, stem.history, stem.held, stem.num_seen)
+            arms |= {text: stem.branch(parse_setting(text)) for text in settings}
     return rows
-
-
-def _branch(arm: Arm, config: SessionConfig) -> Session:
-    if arm.session is None:
-        raise ValueError("only a session has branches")
-    branch = arm.session.fork()
-    branch.config = config
-    return branch
 
 
 def interval(rows: list[dict[str, Any]], arm: str, draws: int = 2000) -> tuple[float, float, float]:
@@ -156,50 +180,89 @@ def main() -> None:
     parser.add_argument(
         "--settings",
         nargs="+",
-        default=[f"{SessionConfig.restore_threshold:g}x{SessionConfig.max_restored_chunks}"],
-        help="THRESHOLDxCHUNKS (%(default)s)",
+        default=[name_of(SessionConfig())],
+        help="THRESHOLDxCHUNKSxMARGINxANCHORS (%(default)s)",
     )
+    parser.add_argument("--out", type=Path, help="file for the JSON, from which a run that was cut short goes on")
     arguments = parser.parse_args()
     for setting in arguments.settings:
         parse_setting(setting)
-    generator = load_generator(arguments)
+    # Whatever a calibration says: attention selects, so that facts of other wordings are dropped.
+    generator = load_generator(arguments, SpecStackConfig(PrefillConfig(scorer="attention")), calibration=False)
+    settings = {
+        name: value for name, value in vars(arguments).items() if name not in ("target", "draft", "device", "out")
+    }
+    rows = read_rows(arguments.out, settings)
+    asked = {(row["family"], row["conversation"]) for row in rows}
     watch = Watch(generator)
-    rows: list[dict[str, Any]] = []
     for family in arguments.families:
-        for seed in tqdm(
-            range(arguments.first_seed, arguments.first_seed + arguments.conversations), desc=family, leave=False
-        ):
+        seeds = range(arguments.first_seed, arguments.first_seed + arguments.conversations)
+        for seed in tqdm([seed for seed in seeds if (family, seed) not in asked], desc=family, leave=False):
             conversation = make_conversation(generator.tokenizer, arguments.tokens, arguments.facts, seed, family)
             measured = run_conversation(
                 generator, watch, conversation, arguments.turns, arguments.settings, arguments.keep_rate
             )
             rows += [{"family": family, "conversation": seed, **row} for row in measured]
-    print("family  arm       right          less dense [95 %]         held  after  restored/turn")
-    summary: list[dict[str, Any]] = []
-    for family in arguments.families:
+            if arguments.out is not None:
+                write_rows(arguments.out, settings, rows)
+    summary = summarise(rows, arguments.families, ["dense", "sparse", "none", *arguments.settings])
+    print("family  arm           right          less dense [95 %]         dropped   held  after  restored/turn")
+    for entry in summary:
+        difference, low, high = entry["less_dense"]
+        print(
+            f"{entry['family']:6s}  {entry['arm']:12s}  {entry['right']:.3f} of {entry['asked']:3d}  "
+            f"{difference:+.3f} [{low:+.3f}, {high:+.3f}]  {entry['dropped']:10.2f}  {entry['held']:5.2f}  "
+            f"{entry['after']:5.2f}  {entry['restored_per_turn']:8.1f}"
+        )
+    line = {"experiment": "session_suite", **describe(), **settings, "summary": summary}
+    print(json.dumps(line))
+    if arguments.out is not None:
+        write_rows(arguments.out, settings, rows, summary)
+
+
+def read_rows(path: Path | None, settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """The answers that an earlier run left. Raises ValueError where it asked in another way."""
+    if path is None or not path.exists():
+        return []
+    earlier = json.loads(path.read_text(encoding="utf-8"))
+    # How many conversations, and of which family, may differ from piece to piece.
+    free = ("families", "conversations", "first_seed")
+    other = [name for name, value in settings.items() if name not in free and earlier.get(name) != value]
+    if other:
+        raise ValueError(f"{path} holds answers to another run ({', '.join(other)} differ); name another --out")
+    rows: list[dict[str, Any]] = earlier["rows"]
+    return rows
+
+
+def write_rows(
+    path: Path, settings: dict[str, Any], rows: list[dict[str, Any]], summary: list[dict[str, Any]] | None = None
+) -> None:
+    report = {"experiment": "session_suite", **describe(), **settings, "summary": summary or [], "rows": rows}
+    path.write_text(json.dumps(report) + "\n", encoding="utf-8")
+
+
+def summarise(rows: list[dict[str, Any]], families: list[str], arms: list[str]) -> list[dict[str, Any]]:
+    """Of the turns after the first, by family and arm."""
+    summary = []
+    for family in families:
         own = [row for row in rows if row["family"] == family]
-        for arm in ["dense", "sparse", "none", *arguments.settings]:
+        for arm in arms:
             later = [row for row in own if row["arm"] == arm and row["turn"]]
-            difference, low, high = interval(own, arm)
             num = len(later)
-            entry = {
-                "family": family,
-                "arm": arm,
-                "right": sum(row["right"] for row in later) / num,
-                "asked": num,
-                "less_dense": [difference, low, high],
-                "held": sum(row["held"] for row in later) / num,
-                "after": sum(row["after"] for row in later) / num,
-                "restored_per_turn": sum(row["restored"] for row in later) / num,
-            }
-            summary.append(entry)
-            print(
-                f"{family:6s}  {arm:8s}  {entry['right']:.3f} of {num:3d}  "
-                f"{difference:+.3f} [{low:+.3f}, {high:+.3f}]  {entry['held']:9.2f}  {entry['after']:5.2f}  "
-                f"{entry['restored_per_turn']:8.1f}"
+            summary.append(
+                {
+                    "family": family,
+                    "arm": arm,
+                    "right": sum(row["right"] for row in later) / num,
+                    "asked": num,
+                    "less_dense": list(interval(own, arm)),
+                    "dropped": sum(row["dropped"] for row in later) / num,
+                    "held": sum(row["held"] == 1 for row in later) / num,
+                    "after": sum(row["after"] == 1 for row in later) / num,
+                    "restored_per_turn": sum(row["restored"] for row in later) / num,
+                }
             )
-    settings = {name: value for name, value in vars(arguments).items() if name not in ("target", "draft", "device")}
-    print(json.dumps({"experiment": "session_suite", **describe(), **settings, "summary": summary, "rows": rows}))
+    return summary
 
 
 if __name__ == "__main__":

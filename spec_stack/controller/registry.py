@@ -57,18 +57,25 @@ def make_batch_policy(name: str, **options: Any) -> Policy:
     return _make(BATCH_POLICIES, name, options)
 
 
-def _make(policies: Mapping[str, str | type[Policy]], name: str, options: dict[str, Any]) -> Policy:
+def policy_class(name: str) -> type[Policy]:
+    """The class of a policy of POLICIES. Raises ValueError for an unknown name, naming the nearest."""
+    return _find(POLICIES, name)
+
+
+def _find(policies: Mapping[str, str | type[Policy]], name: str) -> type[Policy]:
     if not isinstance(name, str) or name not in policies:
         raise ValueError(f"unknown policy {name!r}{_nearest(name, list(policies))}")
-    policy_class = _load(policies[name])
-    known: list[str] = (
-        [entry.name for entry in fields(policy_class) if entry.init] if is_dataclass(policy_class) else []
-    )
+    return _load(policies[name])
+
+
+def _make(policies: Mapping[str, str | type[Policy]], name: str, options: dict[str, Any]) -> Policy:
+    found = _find(policies, name)
+    known: list[str] = [entry.name for entry in fields(found) if entry.init] if is_dataclass(found) else []
     for option in options:
         if option not in known:
             raise ValueError(f"policy {name!r} has no option {option!r}{_nearest(option, known)}")
     try:
-        return policy_class(**options)
+        return found(**options)
     except (TypeError, AttributeError) as error:
         raise ValueError(f"policy {name!r} cannot be built from {options}: {error}") from error
 

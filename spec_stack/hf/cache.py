@@ -7,7 +7,7 @@ tokens that may be rolled back, put back, and the tokens that stay are recompute
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy as shallow_copy
 from copy import deepcopy
 from dataclasses import dataclass
@@ -19,6 +19,8 @@ from transformers.cache_utils import DynamicLayer
 
 # Slots set aside whenever there is no room left; so one forward in so many copies the cache.
 _ROOM = 256
+# What a layer calls its states, and the options of `lazy_initialization` that make room for them.
+_STATES = ("conv_states", "recurrent_states")
 
 
 class PreallocatedLayer(DynamicLayer):  # type: ignore[misc]
@@ -105,6 +107,46 @@ def _fork_layer(layer: Any) -> Any:
     layer.unshare()
     other.unshare()
     return other
+
+
+def contents(cache: DynamicCache) -> dict[str, torch.Tensor]:
+    """All keys, values and states by "layer.name", which `fill` puts into a new cache. Not copied."""
+    found: dict[str, torch.Tensor] = {}
+    for index, layer in enumerate(cache.layers):
+        if getattr(layer, "keys", None) is not None and layer.keys.numel():
+            found |= {f"{index}.keys": layer.keys, f"{index}.values": layer.values}
+        for name in _STATES:
+            states = getattr(layer, name, {})
+            found |= {f"{index}.{name}.{at}": state for at, state in states.items() if state is not None}
+    return found
+
+
+def fill(cache: DynamicCache, found: Mapping[str, torch.Tensor]) -> None:
+    """Put what `contents` gave of a cache into an empty one of the same model. Raises ValueError for what has no
+    place in it."""
+    placed = 0
+    for index, layer in enumerate(cache.layers):
+        if f"{index}.keys" in found and isinstance(layer, DynamicLayer):
+            layer.update(found[f"{index}.keys"], found[f"{index}.values"])
+            placed += 2
+        for name in _STATES:
+            for at in getattr(layer, name, {}):
+                state = found.get(f"{index}.{name}.{at}")
+                if state is not None:
+                    layer.lazy_initialization(**{name: state}, state_idx=at)
+                    getattr(layer, name)[at].copy_(state)
+                    layer.has_previous_state[at] = True
+                    placed += 1
+    if placed != len(found):
+        raise ValueError(f"{len(found) - placed} of {len(found)} tensors have no place in this model's cache")
+
+
+def num_slots(cache: DynamicCache) -> int | None:
+    """Slots of every attention layer; None for a model without one. Raises ValueError where layers differ."""
+    lengths = {layer.keys.shape[-2] if layer.keys.numel() else 0 for layer in _attention_layers(cache)}
+    if len(lengths) > 1:
+        raise ValueError(f"its layers hold {sorted(lengths)} slots")
+    return lengths.pop() if lengths else None
 
 
 def keep_slots(cache: DynamicCache, slots: Sequence[int], device: torch.device) -> None:

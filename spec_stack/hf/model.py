@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from itertools import pairwise
 from time import perf_counter
@@ -116,6 +116,11 @@ class CachedModel:
         return [*self._positions, *(position for _, position in self._to_recompute)]
 
     @property
+    def token_ids(self) -> Sequence[int]:
+        """The cached tokens, in the order in which they were written."""
+        return [*self._token_ids, *(token_id for token_id, _ in self._to_recompute)]
+
+    @property
     def num_to_recompute(self) -> int:
         return len(self._to_recompute)
 
@@ -146,6 +151,40 @@ class CachedModel:
             other._cache = model_cache.fork(self._cache)
         other._positions, other._token_ids = list(self._positions), list(self._token_ids)
         other._to_recompute, other._restored_end = list(self._to_recompute), self._restored_end
+        return other
+
+    def contents(self) -> dict[str, torch.Tensor]:
+        """What is cached, as tensors that `filled` takes: ids and positions by slot, what there is to recompute, keys,
+        values and states. Not copied."""
+        slots = {
+            "token_ids": torch.tensor(self._token_ids, dtype=torch.long),
+            "positions": torch.tensor(self._positions, dtype=torch.long),
+            "to_recompute": torch.tensor(self._to_recompute, dtype=torch.long).reshape(-1, 2),
+            "restored_end": torch.tensor([self._restored_end]),
+        }
+        return slots | {f"cache.{name}": tensor for name, tensor in model_cache.contents(self._cache).items()}
+
+    def filled(self, contents: Mapping[str, torch.Tensor]) -> CachedModel:
+        """Another view of the same model with the contents of one (on any device). Raises ValueError where they are not
+        those of such a model."""
+        other = CachedModel(self.model, self.prefill_chunk, self._num_ids)
+        try:
+            other._token_ids = contents["token_ids"].tolist()
+            other._positions = contents["positions"].tolist()
+            other._to_recompute = [(token_id, position) for token_id, position in contents["to_recompute"].tolist()]
+            other._restored_end = int(contents["restored_end"])
+            cached = {
+                name.removeprefix("cache."): tensor.to(self.model.device)
+                for name, tensor in contents.items()
+                if name.startswith("cache.")
+            }
+            with torch.inference_mode():
+                model_cache.fill(other._cache, cached)
+        except (KeyError, RuntimeError, TypeError) as error:
+            raise ValueError(f"it is not a cache of this model: {error}") from error
+        num_slots = model_cache.num_slots(other._cache)
+        if len(other._token_ids) != len(other._positions) or num_slots not in (None, len(other._positions)):
+            raise ValueError(f"it holds {len(other._positions)} positions for {num_slots} slots")
         return other
 
     def forward(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> torch.Tensor:

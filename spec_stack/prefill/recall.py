@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from itertools import zip_longest
 
 import torch
 
@@ -32,9 +33,15 @@ def dropped_positions(held: Collection[int], num_cached: int) -> list[int]:
 
 
 def recall(
-    importance: torch.Tensor, dropped: Sequence[int], num_cached: int, chunk_size: int, config: SessionConfig
+    importance: torch.Tensor,
+    dropped: Sequence[int],
+    num_cached: int,
+    chunk_size: int,
+    config: SessionConfig,
+    anchors: torch.Tensor | None = None,
+    room: float = math.inf,
 ) -> list[int]:
-    """Which dropped positions come back.
+    """Which dropped positions come back: those of chunks that attention wants, or that share words with the new text.
 
     Parameters
     ----------
@@ -48,6 +55,10 @@ def recall(
         Tokens per chunk.
     config : SessionConfig
         How much a chunk must be worth, and how many are looked at.
+    anchors : torch.Tensor, optional
+        (num_chunks or more,): what every chunk shares with the new text, by `chunks.anchor_scores`.
+    room : float
+        Most positions that may come back; chunks that both sides rank lower give way.
 
     Returns
     -------
@@ -62,10 +73,29 @@ def recall(
     sizes = torch.full((num_chunks,), chunk_size)
     sizes[-1] = num_cached - (num_chunks - 1) * chunk_size
     worth = sums / sizes.to(sums.device)
-    ranked = torch.argsort(worth, descending=True, stable=True)[: config.max_restored_chunks]
     least = config.restore_threshold * float(importance.float().mean())
-    wanted = {chunk for chunk, value in zip(ranked.tolist(), worth[ranked].tolist(), strict=True) if value >= least}
-    return [position for position in dropped if position // chunk_size in wanted]
+    wanted = _best(worth, least, config.max_restored_chunks)
+    shared: list[int] = []
+    if anchors is not None and config.anchor_threshold is not None:
+        shared = _best(anchors[:num_chunks], config.anchor_threshold, config.max_restored_chunks)
+    is_dropped = bytearray(num_cached)
+    for position in dropped:
+        is_dropped[position] = 1
+    restored: set[int] = set()
+    for chunk in (chunk for both in zip_longest(shared, wanted) for chunk in both if chunk is not None):
+        start = max(0, chunk * chunk_size - config.restore_margin)
+        stop = min(num_cached, (chunk + 1) * chunk_size + config.restore_margin)
+        more = restored.union(position for position in range(start, stop) if is_dropped[position])
+        if len(more) <= room:
+            restored = more
+    return sorted(restored)
+
+
+def _best(votes: torch.Tensor, least: float, most: int) -> list[int]:
+    """The chunks with the most votes, `most` of them, as far as they have `least`, best first; ties go to the earlier
+    one."""
+    ranked = torch.argsort(votes, descending=True, stable=True)[:most]
+    return [chunk for chunk, value in zip(ranked.tolist(), votes[ranked].tolist(), strict=True) if value >= least]
 
 
 def select_turn(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
@@ -9,6 +10,7 @@ import torch
 
 from spec_stack.hf.attention import LayerCapture
 from spec_stack.hf.model import CachedModel
+from spec_stack.hf.prompt import num_shared
 from spec_stack.tokenizers.translation import Translation
 from spec_stack.types import DraftTokenization
 
@@ -25,7 +27,8 @@ class TranslatedDraft:
     Parameters
     ----------
     draft : CachedModel
-        Over the draft's own ids.
+        Over the draft's own ids, holding nothing or the beginning of a text. What it shares with the prompt is not fed
+        again; what comes after that is forgotten.
     translation : Translation
         Of the pair.
     tokenization : DraftTokenization
@@ -38,6 +41,16 @@ class TranslatedDraft:
         self._tokenization = tokenization
         # The draft's next position after every target token fed so far.
         self._ends: list[int] = []
+        if draft.num_cached:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Go back to the last target token of the prompt after which the draft's tokens are those that it holds."""
+        held = num_shared(self._draft.token_ids, self._tokenization.token_ids)
+        # The last target token has to bring logits.
+        ends = [self._prompt_end(position) for position in range(len(self._tokenization.ranges) - 1)]
+        self._ends = ends[: bisect_right(ends, held)]
+        self._draft.forget_from(self._ends[-1] if self._ends else 0)
 
     @property
     def num_cached(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -61,15 +62,17 @@ class Translation:
     def tokenize(self, prompt_ids: Sequence[int]) -> DraftTokenization:
         """The prompt's text as the draft's own tokenizer splits it, with the special tokens that belong before a text.
 
-        Raises ValueError, with the reason, where target ids and characters cannot be matched: ids that are not what
-        the tokenizer gives for their text (half a character at the end, say).
+        Where the ids are not those that the target's tokenizer gives for their text (an answer, generated otherwise),
+        their characters are found by the bytes of each. Raises ValueError, with the reason, where that does not work
+        either (half a character at the end, say).
         """
         skipped = self._leading_bos(prompt_ids)
         # Where the text begins, the draft's own tokenizer says what to put before it.
         text = self._target.decode(prompt_ids[skipped:], skip_special_tokens=False, clean_up_tokenization_spaces=False)
         target = self._target(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        target_spans = list(target.offset_mapping)
         if list(target.input_ids) != list(prompt_ids[skipped:]):
-            raise ValueError("the prompt's tokens are not those that the target's tokenizer gives for their text")
+            target_spans = self._spans_by_bytes(prompt_ids[skipped:], text)
         draft = self._draft(text, return_offsets_mapping=True, verbose=False)
         draft_ids, spans = list(draft.input_ids), [tuple(span) for span in draft.offset_mapping]
         if draft_ids and draft_ids[-1] == self._draft.eos_token_id and spans[-1][0] == spans[-1][1]:
@@ -78,7 +81,21 @@ class Translation:
             raise ValueError(
                 "the draft's tokenizer gives no tokens for the prompt, or some that the draft has no row for"
             )
-        return DraftTokenization(draft_ids, overlaps([(0, 0)] * skipped + list(target.offset_mapping), spans))
+        return DraftTokenization(draft_ids, overlaps([(0, 0)] * skipped + target_spans, spans))
+
+    def _spans_by_bytes(self, target_ids: Sequence[int], text: str) -> list[tuple[int, int]]:
+        """Half-open characters of the text that share a byte with each token. Raises ValueError where the tokens' bytes
+        are not the text's."""
+        pieces = [self._texts.get(target_id, b"") for target_id in target_ids]
+        if b"".join(pieces) != text.encode():
+            raise ValueError("the prompt's tokens are not those that the target's tokenizer gives for their text")
+        # Of every byte the character that it belongs to.
+        owner = [index for index, character in enumerate(text) for _ in character.encode()]
+        stops = list(accumulate(map(len, pieces)))
+        return [
+            (owner[stop - len(piece)], owner[stop - 1] + 1) if piece else (0, 0)
+            for piece, stop in zip(pieces, stops, strict=True)
+        ]
 
     def tokenize_by_token(self, prompt_ids: Sequence[int]) -> DraftTokenization:
         """The prompt translated token by token: the same text, split at the target's borders, whatever the ids."""

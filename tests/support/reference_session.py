@@ -21,15 +21,28 @@ def answers_by_slots(
 
 
 def dropped_chunks_to_restore(
-    importance: Sequence[float], held: Sequence[int], num_cached: int, size: int, threshold: float, most: int
+    importance: Sequence[float],
+    held: Sequence[int],
+    num_cached: int,
+    size: int,
+    threshold: float,
+    most: int,
+    margin: int = 0,
+    anchors: Sequence[float] | None = None,
+    anchor_threshold: float = 0.0,
 ) -> list[int]:
-    """Positions of dropped tokens in the best chunks of the old text that are worth enough, by sorting."""
+    """Positions of dropped tokens in the best chunks of the old text that are worth enough, by either vote, and of
+    those within the margin of one, by sorting."""
     mean = sum(importance) / len(importance)
     chunks = [range(at, min(at + size, num_cached)) for at in range(0, num_cached, size)]
     worth = [sum(importance[at] for at in chunk) / len(chunk) for chunk in chunks]
     best = sorted(range(len(chunks)), key=lambda index: (-worth[index], index))[:most]
-    wanted = [index for index in sorted(best) if worth[index] >= threshold * mean]
-    return [at for index in wanted for at in chunks[index] if at not in set(held)]
+    wanted = {index for index in best if worth[index] >= threshold * mean}
+    if anchors is not None:
+        best = sorted(range(len(chunks)), key=lambda index: (-anchors[index], index))[:most]
+        wanted |= {index for index in best if anchors[index] >= anchor_threshold}
+    near = {at + step for index in wanted for at in chunks[index] for step in range(-margin, margin + 1)}
+    return sorted(near & set(range(num_cached)) - set(held))
 
 
 @dataclass

@@ -195,14 +195,23 @@ def test_other_positions_than_the_next_ones_are_refused() -> None:
         draft.rollback(1)
 
 
-def test_ids_that_are_not_what_the_tokenizer_gives_are_prefilled_densely_and_still_drafted() -> None:
+def test_ids_that_are_not_what_the_tokenizer_gives_are_scored_by_their_characters() -> None:
+    """Generated answers are not always in the tokens that their text would be given."""
     generator = make_generator()
-    prompt = [1, 2] * 60  # "ab" is one token
-    result = generator.generate(input_ids=prompt, max_tokens=30, specprefill=True, gamma=3)
-    assert result.token_ids == reference.greedy(generator.target, prompt, 30)
-    assert not result.metrics.specprefill
-    assert "not those that the target's tokenizer gives for their text" in result.metrics.specprefill_reason
-    assert result.metrics.num_proposed
+    translation, other = make_translation(), make_tokenizer(DRAFT_TOKENS, "<s>")
+    letters = [generator.tokenizer.convert_tokens_to_ids(letter) for letter in "abcabcdef" * 14]
+    text = generator.tokenizer.decode(letters)
+    assert generator.tokenizer(text).input_ids != letters
+    tokenization = translation.tokenize(letters)
+    spans = other(text, return_offsets_mapping=True).offset_mapping
+    assert list(tokenization.token_ids) == other(text).input_ids
+    for at, (start, stop) in enumerate(tokenization.ranges):
+        assert [index for index, (first, last) in enumerate(spans) if first <= at < last] == list(range(start, stop))
+    result = generator.generate(input_ids=letters, max_tokens=30, specprefill=True, gamma=3)
+    assert result.metrics.specprefill
+    assert result.metrics.num_scored_tokens == len(letters)
+    plain = generator.generate(input_ids=letters, max_tokens=30, specprefill=True, gamma=0)
+    assert result.token_ids == plain.token_ids
 
 
 def test_half_a_character_is_prefilled_densely(retokenized: Path) -> None:

@@ -1,0 +1,157 @@
+"""A conversation in a file: what a session holds, and what has to be alike where it is to go on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from spec_stack.config import PrefillConfig, SessionConfig
+from spec_stack.hf.architectures import text_config
+from spec_stack.hf.model import CachedModel
+from spec_stack.hf.prompt import Cut, EncodedPrompt
+from spec_stack.pair import ModelPair
+from spec_stack.prefill.calibration import fingerprint
+
+VERSION = 1
+_KIND = "spec_stack session"
+_NUM_PROBED = 8
+# Of the largest logit: what another kernel, thread count or device may change of one.
+_TOLERANCE = 0.01
+
+
+@dataclass(frozen=True)
+class SavedSession:
+    """What a session holds.
+
+    Parameters
+    ----------
+    token_ids : list of int
+        The conversation.
+    encoded : EncodedPrompt or None
+        The last prompt as it was encoded, with its answer.
+    target, index : mapping of str to torch.Tensor
+        Contents of both caches (`CachedModel.contents`).
+    config : SessionConfig
+        The session's.
+    """
+
+    token_ids: list[int]
+    encoded: EncodedPrompt | None
+    target: Mapping[str, torch.Tensor]
+    index: Mapping[str, torch.Tensor]
+    config: SessionConfig
+
+    def save(self, path: str | Path, pair: ModelPair, prefill: PrefillConfig) -> None:
+        """Write one safetensors file, the rest as JSON in its header; an earlier one is replaced once this is whole."""
+        tensors = {"token_ids": torch.tensor(self.token_ids, dtype=torch.long)}
+        for role, contents in (("target", self.target), ("draft", self.index)):
+            tensors |= {f"{role}.{name}": tensor.detach().cpu().contiguous() for name, tensor in contents.items()}
+        tensors |= _probes(pair)
+        header = {
+            "version": VERSION,
+            "made_with": _made_with(pair, prefill),
+            "config": asdict(self.config),
+            "encoded": None if self.encoded is None else asdict(self.encoded),
+        }
+        file = Path(path)
+        part = file.with_name(f"{file.name}.part")
+        save_file(tensors, part, {"kind": _KIND, "session": json.dumps(header)})
+        part.replace(file)
+
+    @classmethod
+    def load(cls, path: str | Path, pair: ModelPair, prefill: PrefillConfig) -> SavedSession:
+        """Read a file.
+
+        Raises
+        ------
+        ValueError
+            For a file that is no session, or of another version; and where it was made with another pair, tokenizer or
+            configuration than this one, naming what differs.
+        """
+        try:
+            with safe_open(path, framework="pt") as opened:
+                metadata = opened.metadata() or {}
+                tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            if metadata.get("kind") != _KIND:
+                raise ValueError("it was not made by Session.save")
+            header = json.loads(metadata["session"])
+            if header["version"] != VERSION:
+                raise ValueError(f"it is of version {header['version']}, and this is {VERSION}")
+            loaded = cls(
+                token_ids=tensors["token_ids"].tolist(),
+                encoded=_encoded(header["encoded"]),
+                target=_part(tensors, "target."),
+                index=_part(tensors, "draft."),
+                config=SessionConfig(**header["config"]),
+            )
+            made_with = header["made_with"]
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"cannot take {path} for a session: {error}") from error
+        _check_made_with(made_with, _made_with(pair, prefill))
+        for name, probe in _probes(pair).items():
+            saved = tensors.get(name)
+            if saved is None or not torch.allclose(saved, probe, rtol=0, atol=_TOLERANCE * float(probe.abs().max())):
+                role = name.split(".")[1]
+                raise ValueError(f"the session was made with another {role}: of the same shape, with other weights")
+        return loaded
+
+
+def _part(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def _encoded(values: dict[str, Any] | None) -> EncodedPrompt | None:
+    if values is None:
+        return None
+    protected = [(start, stop) for start, stop in values["protected"]]
+    return EncodedPrompt(**{**values, "protected": protected, "cuts": [Cut(**cut) for cut in values["cuts"]]})
+
+
+def _made_with(pair: ModelPair, prefill: PrefillConfig) -> dict[str, Any]:
+    """What has to be alike for a session to go on as it would have, as JSON has it."""
+    values = {
+        "target": fingerprint(text_config(pair.target.config)),
+        "draft": fingerprint(text_config(pair.draft.config)),
+        "precision": pair.precision,
+        "draft_precision": pair.draft_precision,
+        "tokenizer": _tokenizer_hash(pair.tokenizer),
+        "prefill": asdict(prefill),
+    }
+    loaded: dict[str, Any] = json.loads(json.dumps(values))
+    return loaded
+
+
+def _tokenizer_hash(tokenizer: Any) -> str:
+    if tokenizer is None:
+        return "none"
+    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
+    return hashlib.sha256(vocabulary.encode()).hexdigest()[:16]
+
+
+def _check_made_with(saved: dict[str, Any], own: dict[str, Any]) -> None:
+    for name, value in own.items():
+        if saved.get(name) == value:
+            continue
+        if name == "prefill":
+            given = saved.get(name) or {}
+            other = [f"{key}={given.get(key)!r}, here {value[key]!r}" for key in value if given.get(key) != value[key]]
+            raise ValueError(f"the session was made with another PrefillConfig: {'; '.join(other)}")
+        raise ValueError(f"the session was made with another {name}: {saved.get(name)!r}, here {value!r}")
+
+
+def _probes(pair: ModelPair) -> dict[str, torch.Tensor]:
+    """The logits of both models after a few fixed tokens, which tell one set of weights from another."""
+    probes = {}
+    for role, model in (("target", pair.target), ("draft", pair.draft)):
+        num_ids = min(_NUM_PROBED, text_config(model.config).vocab_size)
+        logits = CachedModel(model, _NUM_PROBED).forward(range(num_ids), range(num_ids), 1)[0]
+        probes[f"probe.{role}"] = logits.float().cpu()
+    return probes
