@@ -321,6 +321,8 @@ def print_table(workload: str, modes: Mapping[str, Mapping[str, Any]], timeout_s
                 f"  {row['output_tokens_per_s']:8.1f}  {row['accept_length']:8.2f}"
                 f"  {row['num_right']} of {row['num_answered']} answered"
             )
+    if workload == CONVERSATIONS:
+        print("only the first turn of a conversation asks for a fact")
     print(f"\nhighest rate with {GOAL:.0%} of the requests answered within {timeout_s:g} s:")
     base = modes[OFF]["highest_rate"] if OFF in modes else 0
     for mode, summary in modes.items():

@@ -48,7 +48,6 @@ def test_retracted_requests_go_on_at_their_original_positions(launch: Any, refer
     before = server.metrics()
     traffic.run()
     assert not traffic.failures, traffic.failures[:3]
-    assert traffic.num_refused
     traffic.check_tokens()
     traffic.check_numbers(before)
     replies = [*_check(server, reference, _mixed(reference, 6, 40)), *(reply for _, reply in traffic.replies)]
