@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from spec_stack.calibration import (
 from spec_stack.hf.loading import ASSETS
 from spec_stack.pair import ModelPair
 from spec_stack.prefill.calibration import CHOSEN, FILE_NAME, Calibration
-from spec_stack.prefill.needles import WORDINGS, hide, make_haystacks
+from spec_stack.prefill.needles import IN_OTHER_WORDS, WORDINGS, hide, make_haystacks
 from spec_stack.prefill.selection import select_chunks
 from tests.support.models import make_model
 
@@ -71,6 +72,14 @@ def test_calibration_and_its_test_share_no_word_of_a_question_beside_common_ones
         return {word.strip("?.,") for question in questions for word in question.split() if word[0].isupper()}
 
     assert names(WORDINGS) & names(HELD_OUT) <= {"What", "Which", "List", "On", "Where", "Tell", "With", "How", "Who"}
+
+
+def test_a_needle_in_other_words_shares_no_word_with_its_question() -> None:
+    for kind in IN_OTHER_WORDS:
+        for wording in WORDINGS[kind]:
+            needle = wording(random.Random(5))
+            told, asked = (set(re.findall(r"\w+", text.lower())) for text in (needle.evidence[0], needle.question))
+            assert told & asked <= {"the"}, wording.__name__
 
 
 def test_haystacks_are_of_every_kind_and_the_same_for_the_same_seed() -> None:
