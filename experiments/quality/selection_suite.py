@@ -11,9 +11,8 @@ of dense prefill. Prints tables, ends in one JSON line.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from tqdm import tqdm
 
 from experiments.common.environment import describe
 from experiments.common.pair_arguments import add_pair_arguments, load_generator
+from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
 from experiments.quality.held_out_needles import HELD_OUT
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
@@ -120,6 +120,7 @@ def main() -> None:
     parser.add_argument("--half", choices=["test", "tuning"], default="test", help="whose wordings (%(default)s)")
     parser.add_argument("--answers", action="store_true", help="also have the target answer, by the main settings")
     parser.add_argument("--seed", type=int, default=20)
+    add_out_argument(parser)
     arguments = parser.parse_args()
     load_generator(arguments)
     pair = ModelPair.load(
@@ -164,17 +165,23 @@ def main() -> None:
     report: dict[str, Any] = {}
     if generators:
         report = _compare_answers(rows)
-        print("answers right: " + ", ".join(f"{name} {value}" for name, value in report.items()))
-    print(
-        json.dumps(
-            {
-                "experiment": "selection_suite",
-                **describe(),
-                "half": arguments.half,
-                "recall": summary,
-                "answers": report,
-            }
-        )
+        for name, entry in report.items():
+            low, high = entry["interval"]
+            print(
+                f"answers right, {name:16s}{entry['right']} of {entry['num_prompts']} ({low:.2f}-{high:.2f}); where "
+                f"dense prefill's is: {entry['where_dense_is']} of {entry['num_dense']}"
+            )
+    print_report(
+        {
+            "experiment": "selection_suite",
+            **describe(),
+            "half": arguments.half,
+            "calibrated": asdict(calibrated),
+            "num_prompts": len(rows),
+            "recall": summary,
+            "answers": report,
+        },
+        arguments.out,
     )
 
 
@@ -197,9 +204,15 @@ def _compare_answers(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     names = list(rows[0]["right"])
     of_dense = [row["right"] for row in rows if row["right"]["dense"]]
     return {
-        name: {"right": sum(row["right"][name] for row in rows), "where_dense_is": sum(each[name] for each in of_dense)}
+        name: {
+            "right": sum(row["right"][name] for row in rows),
+            "num_prompts": len(rows),
+            "interval": interval([float(row["right"][name]) for row in rows]),
+            "where_dense_is": sum(each[name] for each in of_dense),
+            "num_dense": len(of_dense),
+        }
         for name in names
-    } | {"prompts": len(rows)}
+    }
 
 
 if __name__ == "__main__":

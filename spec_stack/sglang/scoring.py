@@ -204,9 +204,7 @@ class DraftScorer:
                 if ended:
                     break
             yield
-            best = best_of_own_heads(
-                self._runner.token_to_kv_pool, row.slots(num_tokens), layers, config, own_rank()
-            )
+            best = best_of_own_heads(self._runner.token_to_kv_pool, row.slots(num_tokens), layers, config, own_rank())
             yield
             return largest_of_all(best).mean(dim=0)
         finally:
