@@ -4,8 +4,9 @@ A draft with random weights and the layer shape of Qwen2.5-0.5B (hidden size 896
 feed-forward 4,864) goes through prompts of up to 128K random tokens with a window and scores them. Random weights
 choose nothing sensible; time and memory are those of any weights. Cut against the model itself: --layers (2 of 24;
 time is linear in them, but for the last, of which only the keys are computed) and the vocabulary (4,096 of 151,936; no
-logits of the prompt are computed either way). No target: none of this size fits here with a prompt of 128K tokens. Each length
-runs in a process of its own, whose peak is over what it held before the prompt. Prints a table, ends in one JSON line.
+logits of the prompt are computed either way). No target: none worth a draft of this size fits beside 128K tokens here.
+Each length runs in a process of its own, whose peak is over what it held before the prompt. Prints a table, ends in one
+JSON line.
 """
 
 from __future__ import annotations
@@ -121,7 +122,8 @@ def main() -> None:
         print(
             f"{num_tokens:8d} tokens  {row['seconds']:7.2f} s (draft's pass {row['prefill_s']:.2f}, rest "
             f"{row['scoring_and_selection_s']:.2f})  {row['us_per_token']:6.0f} us/token  peak {row['peak_mb']:6.0f} "
-            f"MB, {row['peak_bytes_per_token']:.0f} bytes/token (KV {row['kv_bytes_per_token']})  {row['num_kept']} kept",
+            f"MB, {row['peak_bytes_per_token']:.0f} bytes/token (KV {row['kv_bytes_per_token']})  "
+            f"{row['num_kept']} kept",
             flush=True,
         )
     report = {"experiment": "long_prompts", **describe(), "layers": arguments.layers, "rows": rows}
