@@ -154,6 +154,40 @@ def test_of_a_draft_that_cannot_retrieve_calibration_says_so_and_uses_words(pair
     assert found.apply().scorer == "anchors"
 
 
+def _choose_among(attention: float, chance: float, anchors: float, paraphrases: float) -> calibrating._Choice:
+    """A choice between three settings that keep such shares of 16 prompts in the question's words at keep_rate 0.2."""
+
+    def needed(same: float, other: float) -> calibrating.Needed:
+        def rates(share: float) -> list[list[float]]:
+            return [[0.1 if index < 16 * share else 0.9] for index in range(16)]
+
+        return {"fact": rates(same), "paraphrase": rates(other)}
+
+    paper = PrefillConfig()
+    settings = {
+        paper: needed(attention, attention),
+        replace(paper, scorer="anchors"): needed(anchors, paraphrases),
+        replace(paper, scorer="fused"): needed(max(anchors, attention), attention),
+    }
+    costs = calibrating.Costs(lambda n: 1e-3 * n, {(None, None): lambda n: 1e-4 * n}, 1e-4)
+    return calibrating._choose({2048: settings}, costs, chance, 0.05)
+
+
+def test_words_alone_are_chosen_only_where_they_keep_what_is_asked_in_other_words() -> None:
+    cheapest = _choose_among(attention=0.5, chance=0.1, anchors=1.0, paraphrases=0.5)
+    assert cheapest.config.scorer == "anchors"
+    guarded = _choose_among(attention=0.5, chance=0.1, anchors=1.0, paraphrases=0.125)
+    assert guarded.config.scorer == "fused"
+    assert guarded.kinds == {"fact": (1.0, 0.5), "paraphrase": (0.5, 0.5)}
+    assert guarded.config.min_prompt_tokens == 2048
+
+
+def test_a_draft_no_better_than_chance_is_said_to_retrieve_nothing() -> None:
+    found = _choose_among(attention=0.125, chance=0.125, anchors=0.5, paraphrases=0.125)
+    assert "cannot retrieve: its best heads keep 12% of the evidence" in " ".join(found.notes)
+    assert found.config.scorer == "anchors"
+
+
 @pytest.mark.slow
 def test_a_draft_with_another_tokenizer_is_calibrated_too(tmp_path: Path) -> None:
     drop_merges(ASSETS / "draft", tmp_path, 0.1, seed=0, tokenizer_from=ASSETS / "target")
