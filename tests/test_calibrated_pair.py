@@ -11,6 +11,7 @@ import pytest
 
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
 from spec_stack.cli import main
+from spec_stack.demo import hide_fact
 from spec_stack.doctor import diagnose
 from spec_stack.hf.loading import ASSETS, load_config
 from spec_stack.prefill.calibration import FILE_NAME, Calibration, Point, fingerprint
@@ -50,6 +51,20 @@ def test_the_doctor_tells_a_measured_gain_and_counts_one_where_nothing_was_measu
     assert f"{expected_gain(*shapes, 8192, PrefillConfig()).bound:.1f}x at 8192" in counted
     assert f"from about {break_even(*shapes, PrefillConfig())} prompt tokens" in counted
     assert "32768" not in counted
+
+
+def test_the_embedded_pair_s_own_is_taken_by_default_and_keeps_a_hidden_fact_of_8_192_tokens() -> None:
+    shipped = Calibration.load(ASSETS / "draft")
+    generator = SpecStackGenerator.from_pretrained(device="cpu")
+    assert generator.config.prefill == shipped.apply()
+    assert shipped.apply() != PrefillConfig()
+    for ours, papers in shipped.kinds.values():
+        assert 0 <= ours <= 1
+        assert 0 <= papers <= 1
+    fact = hide_fact(generator.tokenizer, 8192, seed=0)
+    result = generator.generate(messages=fact.messages, max_tokens=32)
+    assert result.metrics.keep_rate < 0.2
+    assert fact.is_answered_by(result.text)
 
 
 def test_it_can_be_named_or_left_out(folders: tuple[Path, Path]) -> None:
