@@ -33,7 +33,7 @@ def load_generator(arguments: argparse.Namespace, config: SpecStackConfig | None
 def load_generators(
     arguments: argparse.Namespace, precisions: Sequence[str], config: SpecStackConfig | None = None
 ) -> list[SpecStackGenerator]:
-    """One generator per precision of the target."""
+    """One generator per precision of the target, by the paper's rule: a script that wants a calibration names it."""
     torch.set_num_threads(arguments.threads)
     return [
         SpecStackGenerator.from_pretrained(
@@ -43,6 +43,7 @@ def load_generators(
             draft_precision=arguments.draft_precision,
             device=arguments.device,
             config=config,
+            calibration=False,
         )
         for precision in precisions
     ]
