@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ from spec_stack.pair import ModelPair
 def with_random_weights(pair: ModelPair) -> ModelPair:
     """The same target with a draft that has learnt nothing."""
     torch.manual_seed(0)
-    blind = type(pair.draft)._from_config(pair.draft.config, attn_implementation="sdpa").eval().to(pair.draft.device)
+    # A copy: the draft looks up its attention in its own configuration.
+    config = deepcopy(pair.draft.config)
+    blind = type(pair.draft)._from_config(config, attn_implementation="sdpa").eval().to(pair.draft.device)
     return ModelPair.assemble(pair.target, blind, pair.tokenizer)
 
 

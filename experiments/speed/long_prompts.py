@@ -27,6 +27,7 @@ from experiments.common.script import run_script
 from spec_stack import PrefillConfig
 from spec_stack.decode.propose import propose
 from spec_stack.decode.sampler import Sampler
+from spec_stack.hf.attention import install
 from spec_stack.hf.loading import resolve_device
 from spec_stack.hf.model import CachedModel
 from spec_stack.prefill.scoring import score_prompt
@@ -48,7 +49,9 @@ def make_draft(num_layers: int, num_positions: int, device: str | None) -> Qwen2
         tie_word_embeddings=True,
         attn_implementation="sdpa",
     )
-    return Qwen2ForCausalLM(config).eval().to(resolve_device(device))
+    model = Qwen2ForCausalLM(config).eval().to(resolve_device(device))
+    install(model)
+    return model
 
 
 def measure(
