@@ -12,7 +12,7 @@ from spec_stack.config import PrefillConfig
 
 FILE_NAME = "spec_stack_calibration.json"
 VERSION = 1
-MARGIN = 0.05
+MARGIN = 0.1
 """Recall that is given up for time against the best setting."""
 # What a calibration decides; everything else stays as it was configured.
 CHOSEN = (
