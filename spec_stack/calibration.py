@@ -3,18 +3,19 @@
 Needles of many kinds are hidden in long texts, in the user's own tokenizer. The draft scores them in every way there
 is (windows, first layers, heads, neighbours, anchors), which tells how small a share of the prompt still holds the
 evidence; the parts of the time to first token are measured on this machine. Of all settings whose recall is within a
-margin of the best, the cheapest is chosen.
+margin of the best, and that keep neither the evidence that shares its question's words nor the one in other words less
+well than the paper's rule does, the cheapest is chosen.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from statistics import mean, median
+from statistics import fmean, median
 from time import perf_counter
 from typing import Any
 
@@ -28,27 +29,33 @@ from spec_stack.hf.architectures import text_config
 from spec_stack.hf.model import CachedModel
 from spec_stack.pair import ModelPair
 from spec_stack.prefill.alignment import map_importance
-from spec_stack.prefill.calibration import CHOSEN, Calibration, Point, describe_setting, fingerprint
+from spec_stack.prefill.calibration import CHOSEN, MARGIN, Calibration, Point, describe_setting, fingerprint
 from spec_stack.prefill.chunks import SCORERS, Evidence, chunk_means, fuse, with_neighbours
 from spec_stack.prefill.importance import attention_to_prompt, pool
-from spec_stack.prefill.needles import Haystack, Span, make_haystacks
+from spec_stack.prefill.needles import IN_OTHER_WORDS, WORDINGS, Haystack, Span, make_haystacks
 from spec_stack.prefill.scoring import capture_first_layers, capture_look_ahead, captured_layers
 from spec_stack.types import DraftTokenization
 
-LENGTHS = (2048, 4096, 8192)
+LENGTHS = (2048, 4096, 8192, 16384)
 # Shares that are tried; the largest is the default, which sets the recall to be reached.
 RATES = (0.02, 0.03, 0.04, 0.05, 0.06, 0.07, 0.085, 0.1, 0.125, 0.15, 0.2)
 WINDOWS = (None, 64, 256)
 _LOOK_AHEADS = (8, 2)
 _SHARES = (0.0, 0.5)
-_WEIGHTS = (0.4, 0.6, 0.8)
+_WEIGHTS = (1.0, 2.0, 4.0)
+# What fits models that are made for less than the longest length, needle and template included.
+_SHARE_OF_LIMIT = 0.9
+# A needle in other words than its question's is what anchors cannot find: a quarter of the prompts, a kind among eight.
+_SHARE_IN_OTHER_WORDS = 0.25
+# Recall that a pool of kinds may lose against the paper's rule, at the rates that are chosen.
+_GUARD = 0.05
 _HEAD_RATE = 0.2
 # Recall over chance, and over what so few prompts may show, under which a draft is said to find nothing.
 _TELLS_APART = 0.1
 
 Head = tuple[int, int]
-# By prompt: the smallest keep_rate that keeps each line of its evidence.
-Needed = list[list[float]]
+# By kind and prompt: the smallest keep_rate that keeps each line of the prompt's evidence.
+Needed = dict[str, list[list[float]]]
 Progress = Callable[[int, int, str], None]
 
 
@@ -63,6 +70,7 @@ class Prompt:
     token_ids: list[int]
     spans: tuple[Span, ...]
     tokenization: DraftTokenization | None
+    kind: str = ""
 
 
 @dataclass(frozen=True)
@@ -101,7 +109,7 @@ def calibrate(
     documents: Sequence[str] = (),
     lengths: Sequence[int] = LENGTHS,
     prompts_per_length: int = 32,
-    margin: float = 0.1,
+    margin: float = MARGIN,
     seed: int = 0,
     progress: Progress = silent,
 ) -> Calibration:
@@ -112,13 +120,14 @@ def calibrate(
     pair
         With a tokenizer.
     documents
-        Texts to hide needles in, the user's own at best; none is source code of the standard library.
+        Texts to hide needles in, the user's own at best; none is source code and manuals of the standard library.
     lengths
-        Of the prompts, in tokens; those that the models are not made for are left out.
+        Of the prompts, in tokens. Those that the models are not made for become one that just fits them.
     prompts_per_length
         More make the choice surer, and take longer.
     margin
-        Recall that may be given up against the best found at keep_rate 0.2.
+        Recall that may be given up against the best found at keep_rate 0.2. Against the paper's rule at that rate no
+        pool of kinds (evidence in the question's words, and in others) may lose more than 0.05.
     seed
         Draws the needles.
     progress
@@ -137,11 +146,8 @@ def calibrate(
     started = perf_counter()
     if pair.tokenizer is None:
         raise ValueError("calibration writes its prompts in words; give the pair a tokenizer")
-    limit = min(pair.max_positions) - 2 * max(_LOOK_AHEADS)
-    lengths = sorted(length for length in lengths if length <= limit and length <= (pair.scoring_limit or limit))
-    if not lengths:
-        raise ValueError(f"no length fits models of {limit} positions and what the draft sees whole; give shorter ones")
-    texts = list(documents) or [module_source(module) for module in MODULES]
+    lengths = _fitting(pair, lengths)
+    texts = list(documents) or default_documents()
     ways = _ways(pair)
     plan = _Plan(len(lengths) * prompts_per_length + prompts_per_length + len(ways) + 3, progress)
 
@@ -150,31 +156,34 @@ def calibrate(
         plan.step("asking every head alone")
         for head, vote in _votes(pair, prompt, ways[0]).items():
             means = chunk_means(_joined([vote], prompt), ways[0].chunk_size)
-            alone.setdefault(head, []).append(_needed(prompt, ways[0], means))
+            _add(alone.setdefault(head, {}), prompt, _needed(prompt, ways[0], means))
     head_recall = {head: _recall(alone[head], _HEAD_RATE) for head in sorted(alone)}
     head_sets = _head_sets(head_recall)
     ways = [way for way in ways if way.scoring_layers is None or _finds(way.scoring_layers, head_recall)]
 
     needed: dict[int, dict[PrefillConfig, Needed]] = {length: {} for length in lengths}
-    chance: Needed = []
+    chance: Needed = {}
     for length in lengths:
         for prompt in _make_prompts(pair, texts, length, prompts_per_length, seed + length):
             plan.step(f"scoring prompts of about {length} tokens")
-            chance.append(_needed(prompt, ways[0], _random_scores(prompt, ways[0])))
+            _add(chance, prompt, _needed(prompt, ways[0], _random_scores(prompt, ways[0])))
             for config, scores in _settings(pair, prompt, ways, head_sets):
-                needed[length].setdefault(config, []).append(_needed(prompt, config, scores))
+                _add(needed[length].setdefault(config, {}), prompt, _needed(prompt, config, scores))
+        if not needed[length]:
+            raise ValueError(f"no prompt of about {length} tokens fits the models; give shorter lengths")
     costs = _measure(pair, ways, lengths[-1], plan)
-    settings, points, notes = _choose(needed, costs, _recall(chance, RATES[-1]), margin)
+    choice = _choose(needed, costs, _recall(chance, RATES[-1]), margin)
     plan.step("done")
     return Calibration(
-        settings=settings,
+        settings={name: getattr(choice.config, name) for name in CHOSEN},
         target=fingerprint(text_config(pair.target.config)),
         draft=fingerprint(text_config(pair.draft.config)),
         margin=margin,
         dense_s={length: costs.target(length) for length in lengths},
         head_recall={f"{layer}.{head}": recall for (layer, head), recall in head_recall.items()},
-        points=points,
-        notes=notes,
+        kinds=choice.kinds,
+        points=choice.points,
+        notes=choice.notes,
         seconds=perf_counter() - started,
     )
 
@@ -188,6 +197,34 @@ class _Plan:
     def step(self, what: str) -> None:
         self._progress(min(self._done, self._total), self._total, what)
         self._done += 1
+
+
+def default_documents() -> list[str]:
+    """Texts of the standard library in two equal halves: source code, and the manuals' English."""
+    sources = [module_source(module) for module in MODULES]
+    from pydoc_data.topics import topics
+
+    manual = "\n\n".join(topics.values())
+    size = len(manual) // len(sources)
+    return sources + [manual[at * size : (at + 1) * size] for at in range(len(sources))]
+
+
+def _fitting(pair: ModelPair, lengths: Sequence[int]) -> list[int]:
+    """The lengths that the pair can score, the longer ones cut to what fits. Raises ValueError where none is left."""
+    limit = min(pair.max_positions) - 2 * max(_LOOK_AHEADS)
+    longest = min(limit, pair.scoring_limit or limit)
+    fitting = {length for length in lengths if length <= _SHARE_OF_LIMIT * longest}
+    cut = round(_SHARE_OF_LIMIT * longest)
+    # A cut length that is hardly more than the one before it says nothing new.
+    if len(fitting) < len(set(lengths)) and cut >= 1.5 * max(fitting, default=min(lengths) / 4):
+        fitting.add(cut)
+    if not fitting:
+        raise ValueError(f"no length fits models of {limit} positions and what the draft sees whole; give shorter ones")
+    return sorted(fitting)
+
+
+def _add(needed: Needed, prompt: Prompt, rates: list[float]) -> None:
+    needed.setdefault(prompt.kind, []).append(rates)
 
 
 def _ways(pair: ModelPair) -> list[PrefillConfig]:
@@ -204,7 +241,12 @@ def _make_prompts(pair: ModelPair, texts: Sequence[str], num_tokens: int, count:
     """Needles hidden in so many tokens of text, through the chat template where there is one."""
     sample = "\n".join(text[:4000] for text in texts)
     per_token = len(sample) / max(1, len(pair.tokenizer(sample, add_special_tokens=False).input_ids))
-    for haystack in make_haystacks(texts, round(num_tokens * per_token), count, seed):
+    same_words = {kind: wordings for kind, wordings in WORDINGS.items() if kind not in IN_OTHER_WORDS}
+    other_words = {kind: WORDINGS[kind] for kind in IN_OTHER_WORDS}
+    num_characters, num_other = round(num_tokens * per_token), max(1, round(_SHARE_IN_OTHER_WORDS * count))
+    haystacks = make_haystacks(texts, num_characters, count - num_other, seed, same_words)
+    haystacks += make_haystacks(texts, num_characters, num_other, seed + 1, other_words)
+    for haystack in haystacks:
         prompt = encode_haystack(pair.tokenizer, haystack)
         prompt_ids = prompt.token_ids
         tokenization, problem = pair.tokenize_for_draft(prompt_ids)
@@ -231,7 +273,7 @@ def encode_haystack(tokenizer: Any, haystack: Haystack) -> Prompt:
     for start, stop in haystack.spans:
         inside = [at for at, (low, high) in enumerate(offsets) if low < stop + base and high > start + base]
         spans.append((inside[0], inside[-1] + 1))
-    return Prompt(list(encoded["input_ids"]), tuple(spans), None)
+    return Prompt(list(encoded["input_ids"]), tuple(spans), None, haystack.kind)
 
 
 def _votes(pair: ModelPair, prompt: Prompt, way: PrefillConfig) -> dict[Head, torch.Tensor]:
@@ -324,8 +366,15 @@ def _random_scores(prompt: Prompt, config: PrefillConfig) -> torch.Tensor:
 
 
 def _recall(needed: Needed, keep_rate: float) -> float:
-    """Mean over the prompts of the share of their lines that are kept."""
-    return mean(mean(float(rate <= keep_rate) for rate in rates) for rates in needed)
+    """Mean over the kinds, and in them over the prompts, of the share of a prompt's lines that are kept."""
+    return fmean(_recall_by_kind(needed, keep_rate).values())
+
+
+def _recall_by_kind(needed: Needed, keep_rate: float) -> dict[str, float]:
+    return {
+        kind: fmean(fmean(float(rate <= keep_rate) for rate in rates) for rates in prompts)
+        for kind, prompts in needed.items()
+    }
 
 
 def _measure(pair: ModelPair, ways: Sequence[PrefillConfig], longest: int, plan: _Plan) -> Costs:
@@ -389,18 +438,31 @@ def fit_quadratic(lengths: Sequence[int], seconds: Sequence[float]) -> Callable[
     return lambda n: float(a + b * n + c * n * n)
 
 
+@dataclass(frozen=True)
+class _Choice:
+    """The chosen setting; recall by kind, its own and that of the paper's rule; what was measured; what to know."""
+
+    config: PrefillConfig
+    kinds: Mapping[str, tuple[float, float]]
+    points: Sequence[Point]
+    notes: Sequence[str]
+
+
 def _choose(
     needed: Mapping[int, Mapping[PrefillConfig, Needed]], costs: Costs, chance: float, margin: float
-) -> tuple[dict[str, Any], list[Point], list[str]]:
-    """The cheapest setting that is within the margin of the best recall at the default's share, at every length."""
+) -> _Choice:
+    """The cheapest setting that is within the margin of the best recall at the default's share, at every length.
+
+    Over all lengths, no pool of kinds may be kept less well than by the paper's rule, but for `_GUARD`.
+    """
     lengths = sorted(needed)
     usual = RATES[-1]
     notes = []
     settings = list(needed[lengths[0]])
     # Few enough that the best of them is not the best by luck; their heads were found on other prompts.
     plain = [config for config in settings if replace(config, scoring_heads=None) == PrefillConfig()]
-    num_prompts = sum(len(by_setting[plain[0]]) for by_setting in needed.values())
-    best_attention = max(_recall(_pooled(needed, config), usual) for config in plain)
+    num_prompts = sum(len(prompts) for by_setting in needed.values() for prompts in by_setting[plain[0]].values())
+    best_attention = max(_over_lengths(needed, config, usual) for config in plain)
     if best_attention < chance + _TELLS_APART + 1 / math.sqrt(num_prompts):
         settings = [config for config in settings if config.scorer == "anchors"]
         notes.append(
@@ -408,28 +470,38 @@ def _choose(
             f"{usual}, and chance {chance:.0%}. Anchors alone score the prompt, and paraphrases will not be found."
         )
     best = {length: max(_recall(needed[length][config], usual) for config in settings) for length in lengths}
+    by_paper = {length: _recall_by_kind(needed[length][PrefillConfig()], usual) for length in lengths}
+    pools = {name: _pool_recall(by_paper, kinds) for name, kinds in _pools(by_paper[lengths[0]]).items()}
     chosen: tuple[float, PrefillConfig, dict[int, float]] | None = None
     for config in settings:
-        rates = _least_rates(needed, config, {length: best[length] - margin for length in lengths})
+        rates = _rates_of(needed, config, {length: best[length] - margin for length in lengths}, pools)
         if rates is None:
             continue
         cost = sum(math.log(costs.ttft(config, n, rates[n]) / costs.target(n)) for n in lengths) / len(lengths)
         if chosen is None or cost < chosen[0]:
             chosen = cost, config, rates
     if chosen is None:
-        raise RuntimeError("no setting is within the margin of the best one")
+        raise ValueError(
+            f"no setting is within {margin} of the best recall and within {_GUARD} of the paper's rule for every pool "
+            "of kinds; more prompts per length, or a larger margin, leave more to choose from"
+        )
     _, config, rates = chosen
+    found = config
     config = replace(config, keep_rate=tuple((length, rates[length]) for length in lengths))
-    config = replace(config, min_prompt_tokens=_break_even(config, costs, lengths[-1], notes))
-    paper = _recall(_pooled(needed, PrefillConfig()), usual)
-    kept = [_recall(needed[n][replace(config, keep_rate=0.2, min_prompt_tokens=2048)], rates[n]) for n in lengths]
+    even = _break_even(config, costs, lengths[-1], notes)
+    if even < lengths[0]:
+        notes.append(f"Time is gained from about {even} tokens on; what is kept was not tried under {lengths[0]}.")
+    config = replace(config, min_prompt_tokens=max(even, lengths[0]))
+    by_choice = {length: _recall_by_kind(needed[length][found], rates[length]) for length in lengths}
+    kinds = {kind: (_pool_recall(by_choice, [kind]), _pool_recall(by_paper, [kind])) for kind in by_paper[lengths[0]]}
+    ours, papers = (fmean(values) for values in zip(*kinds.values(), strict=True))
     notes.append(
-        f"Evidence kept: {sum(kept) / len(kept):.0%} by the chosen setting, {paper:.0%} by the paper's rule at "
-        f"keep_rate {usual}, {chance:.0%} by chance at that rate."
+        f"Evidence kept: {ours:.0%} by the chosen setting, {papers:.0%} by the paper's rule at keep_rate {usual}, "
+        f"{chance:.0%} by chance at that rate."
     )
-    always = (PrefillConfig(), replace(config, keep_rate=0.2, min_prompt_tokens=2048))
+    always = (PrefillConfig(), found)
     points = [point for n in lengths for point in _points(needed[n], costs, n, always)]
-    return {name: getattr(config, name) for name in CHOSEN}, points, notes
+    return _Choice(config, kinds, points, notes)
 
 
 def _points(
@@ -453,16 +525,51 @@ def _points(
     return points
 
 
-def _pooled(needed: Mapping[int, Mapping[PrefillConfig, Needed]], config: PrefillConfig) -> Needed:
-    return [rates for by_setting in needed.values() for rates in by_setting[config]]
+def _over_lengths(
+    needed: Mapping[int, Mapping[PrefillConfig, Needed]], config: PrefillConfig, keep_rate: float
+) -> float:
+    return fmean(_recall(by_setting[config], keep_rate) for by_setting in needed.values())
+
+
+def _pools(kinds: Collection[str]) -> dict[str, list[str]]:
+    """Kinds that are judged together, since few prompts are of one kind."""
+    pools = {
+        "the question's words": [kind for kind in kinds if kind not in IN_OTHER_WORDS],
+        "other words": [kind for kind in kinds if kind in IN_OTHER_WORDS],
+    }
+    return {name: members for name, members in pools.items() if members}
+
+
+def _pool_recall(by_length: Mapping[int, Mapping[str, float]], kinds: Sequence[str]) -> float:
+    return fmean(recalls[kind] for recalls in by_length.values() for kind in kinds if kind in recalls)
+
+
+def _rates_of(
+    needed: Mapping[int, Mapping[PrefillConfig, Needed]],
+    config: PrefillConfig,
+    wanted: Mapping[int, float],
+    pools: Mapping[str, float],
+) -> dict[int, float] | None:
+    """By length the smallest shares that keep enough in all, and as much of every pool as the paper's rule does."""
+    for least in RATES:
+        rates = _least_rates(needed, config, wanted, least)
+        if rates is None:
+            return None
+        recalls = {length: _recall_by_kind(needed[length][config], rate) for length, rate in rates.items()}
+        by_pool = _pools(recalls[min(recalls)])
+        if all(_pool_recall(recalls, by_pool[name]) >= paper - _GUARD for name, paper in pools.items()):
+            return rates
+    return None
 
 
 def _least_rates(
-    needed: Mapping[int, Mapping[PrefillConfig, Needed]], config: PrefillConfig, wanted: Mapping[int, float]
+    needed: Mapping[int, Mapping[PrefillConfig, Needed]],
+    config: PrefillConfig,
+    wanted: Mapping[int, float],
+    least: float,
 ) -> dict[int, float] | None:
-    """By length the smallest share whose recall is as wanted; a longer prompt never needs the larger one."""
+    """By length the smallest share, `least` or more, whose recall is as wanted; a longer prompt needs no larger one."""
     rates: dict[int, float] = {}
-    least = RATES[0]
     for length in sorted(needed, reverse=True):
         enough = [rate for rate in RATES if rate >= least and _recall(needed[length][config], rate) >= wanted[length]]
         if not enough:
@@ -502,6 +609,8 @@ def format_calibration(calibration: Calibration) -> str:
                 f"{length:7d}  {rate:9.2f}  {point.recall:6.0%}  {point.ttft_s * 1e3:5.0f} ms  "
                 f"{dense / point.ttft_s:7.1f}x  {setting}"
             )
+    lines += ["", f"{'evidence kept, by kind':24s}{'chosen':>8}{'default':>9}"]
+    lines += [f"{kind:24s}{ours:8.0%}{papers:9.0%}" for kind, (ours, papers) in calibration.kinds.items()]
     ranked = sorted(calibration.head_recall.items(), key=lambda item: -item[1])
     shown = [f"{name} {recall:.0%}" for name, recall in ranked[:8]]
     lines += ["", f"heads alone at keep_rate {_HEAD_RATE} (layer.head): {', '.join(shown)}"]

@@ -29,6 +29,7 @@ from spec_stack.config import (
 )
 from spec_stack.controller.registry import POLICY_NAMES
 from spec_stack.offline.records import add_records, check_record_path
+from spec_stack.prefill.calibration import MARGIN
 
 if TYPE_CHECKING:
     from spec_stack.generator import SpecStackGenerator
@@ -80,7 +81,7 @@ def build_parser() -> argparse.ArgumentParser:
     calibrate.add_argument("--documents", type=Path, help="folder of your texts, to hide needles in (.txt, .md, .py)")
     calibrate.add_argument("--lengths", type=int, nargs="+", help="of the prompts, in tokens")
     calibrate.add_argument("--prompts", type=int, default=32, help="per length; more are surer (%(default)s)")
-    calibrate.add_argument("--margin", type=float, default=0.1, help="recall given up for time (%(default)s)")
+    calibrate.add_argument("--margin", type=float, default=MARGIN, help="recall given up for time (%(default)s)")
     calibrate.add_argument("--out", type=Path, help="file or folder for the result (default: the draft's folder)")
     calibrate.add_argument("--plot", type=Path, help="picture of recall against time to first token")
     calibrate.set_defaults(run=_calibrate)

@@ -146,10 +146,12 @@ class PrefillConfig:
     scorer: Scorer = option(
         "attention",
         "who votes on the chunks: the draft's 'attention' (the paper's rule), 'anchors' (rare words that the end of "
-        "the prompt shares with the rest, without a pass of the draft) or both 'fused' by rank",
+        "the prompt shares with the rest, without a pass of the draft) or both 'fused'",
     )
     anchor_weight: float = option(
-        0.6, "weight of the anchors' ranks against the attention's where 'fused', over 0 to 1"
+        2.0,
+        "where 'fused', how much an anchor adds to the logarithm of a chunk's attention: a word of the question that "
+        "stands once in the text is an anchor of 1, a pair of them one of 2",
     )
     anchor_tail: int = option(
         96, "tokens at the prompt's end in which the question is looked for where nobody says where it is"
@@ -185,8 +187,8 @@ class PrefillConfig:
         _require_one_of("scorer", self.scorer, get_args(Scorer))
         _require_number("anchor_weight", self.anchor_weight)
         _require(
-            0 < self.anchor_weight < 1,
-            f"anchor_weight must be in (0, 1), got {self.anchor_weight}; for one side alone set scorer",
+            0 < self.anchor_weight < math.inf,
+            f"anchor_weight must be over 0, and finite, got {self.anchor_weight}; for one side alone set scorer",
         )
         _require_int("anchor_tail", self.anchor_tail, 1)
 

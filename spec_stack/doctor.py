@@ -20,10 +20,13 @@ from spec_stack.hf.precision import (
     unquantized_dtype,
 )
 from spec_stack.hf.prepack import can_prepack
-from spec_stack.prefill.calibration import describe_setting, find_calibration
+from spec_stack.prefill.calibration import Calibration, describe_setting, find_calibration
+from spec_stack.prefill.cost import Shape, break_even, expected_gain
 from spec_stack.tokenizers.vocabulary import Vocabulary, compare
 
 _PACKAGES = ("spec-stack", "torch", "transformers", "tokenizers", "safetensors", "numpy")
+# Prompts whose gain is told.
+_LENGTHS = (2048, 8192, 32768, 131072)
 _OPTIONAL = ("scikit-learn", "bitsandbytes", "accelerate", "flashinfer-python", "sglang")
 
 
@@ -62,7 +65,8 @@ def diagnose(
         for role, source in zip(("target", "draft"), sources, strict=True):
             configs[role] = loading.load_config(source)
             report[role] = _describe(source, configs[role], on)
-        report["calibration"] = _describe_calibration(sources[1], configs["target"], configs["draft"])
+        calibration, gain = _describe_prefill(sources[1], configs["target"], configs["draft"])
+        report |= {"calibration": calibration, "gain of sparse prefill": gain}
         report["support"] = _support(configs["target"], configs["draft"])
         loading.check_pair(configs["target"], configs["draft"])
         precisions = resolve_precisions(configs["target"], configs["draft"], asked, on)
@@ -77,14 +81,43 @@ def diagnose(
     return report
 
 
-def _describe_calibration(draft: str, target_config: Any, draft_config: Any) -> str:
+def _describe_prefill(draft: str, target_config: Any, draft_config: Any) -> tuple[str, str]:
+    """The calibration, and what sparse prefill gains: as measured where it was, else as counted."""
+    target, drafting = (architectures.text_config(config) for config in (target_config, draft_config))
     calibration = find_calibration(draft)
-    if calibration is None:
-        return "none: the paper's rule; `spec-stack calibrate` finds the settings for this pair and machine"
-    texts = (architectures.text_config(config) for config in (target_config, draft_config))
-    problem = calibration.check(*texts)
+    problem = "" if calibration is None else calibration.check(target, drafting)
+    if calibration is not None and not problem:
+        return _describe_calibration(calibration), _describe_measured(calibration)
+    counted = _describe_counted(target, drafting, PrefillConfig())
     if problem:
-        return f"left aside: {problem}"
+        return f"left aside: {problem}", counted
+    return "none: the paper's rule; `spec-stack calibrate` finds the settings for this pair and machine", counted
+
+
+def _describe_counted(target: Any, draft: Any, prefill: PrefillConfig) -> str:
+    try:
+        shapes = Shape.of(target), Shape.of(draft)
+    except ValueError as error:
+        return str(error)
+    even = break_even(*shapes, prefill)
+    if not even:
+        return "none is expected at any length: the draft costs as much as it saves"
+    limit = min(getattr(each, "max_position_embeddings", None) or _LENGTHS[-1] for each in (target, draft))
+    gains = [
+        f"{expected_gain(*shapes, num_tokens, prefill).bound:.1f}x at {num_tokens}"
+        for num_tokens in _LENGTHS
+        if even <= num_tokens <= limit
+    ]
+    at_most = f"; TTFT sooner by at most {', '.join(gains)} tokens" if gains else ""
+    return f"expected from about {even} prompt tokens on, by counting operations{at_most}"
+
+
+def _describe_calibration(calibration: Calibration) -> str:
+    prefill = calibration.apply()
+    return f"{describe_setting(prefill)}; prompts of {prefill.min_prompt_tokens} tokens or more"
+
+
+def _describe_measured(calibration: Calibration) -> str:
     prefill = calibration.apply()
     setting = describe_setting(prefill)
     gains = [
@@ -92,7 +125,7 @@ def _describe_calibration(draft: str, target_config: Any, draft_config: Any) -> 
         for point in calibration.points
         if point.setting == setting and point.keep_rate == prefill.rate_for(point.num_tokens)
     ]
-    return f"{setting}; prompts of {prefill.min_prompt_tokens} tokens or more; TTFT sooner by {', '.join(gains)}"
+    return f"measured where it was calibrated: TTFT sooner by {', '.join(gains)}"
 
 
 def _version(package: str) -> str | None:

@@ -69,6 +69,11 @@ class Session(Answering):
     def __init__(self, generator: SpecStackGenerator, config: SessionConfig | None = None) -> None:
         if config is not None and not isinstance(config, SessionConfig):
             raise ValueError(f"config must be a SessionConfig, got {type(config).__name__}")
+        if generator.config.prefill.scoring_layers is not None:
+            raise ValueError(
+                "a session's draft holds the whole conversation in all of its layers; open the generator with "
+                "scoring_layers=None, and with calibration=False where a calibration sets it"
+            )
         self.config = config or generator.config.session
         self._generator = generator
         self._held: Conversation | None = Conversation(generator.pair, generator.config.prefill.prefill_chunk)

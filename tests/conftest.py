@@ -33,6 +33,6 @@ def draft() -> PreTrainedModel:
 
 @pytest.fixture(scope="session")
 def embedded() -> SpecStackGenerator:
-    """Scoring that fails is raised, so that no test passes by the dense fallback."""
+    """By the paper's rule. Scoring that fails is raised, so that no test passes by the dense fallback."""
     strict = SpecStackConfig(PrefillConfig(on_scoring_error="raise"))
-    return SpecStackGenerator.from_pretrained(device="cpu", precision="fp32", config=strict)
+    return SpecStackGenerator.from_pretrained(device="cpu", precision="fp32", config=strict, calibration=False)

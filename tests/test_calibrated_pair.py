@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,11 @@ import pytest
 
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
 from spec_stack.cli import main
+from spec_stack.demo import hide_fact
 from spec_stack.doctor import diagnose
 from spec_stack.hf.loading import ASSETS, load_config
-from spec_stack.prefill.calibration import FILE_NAME, Calibration, fingerprint
+from spec_stack.prefill.calibration import FILE_NAME, Calibration, Point, fingerprint
+from spec_stack.prefill.cost import Shape, break_even, expected_gain
 from tests.support.folders import copy_draft
 
 SETTINGS = {"keep_rate": ((2048, 0.1), (8192, 0.05)), "draft_window": 64, "scorer": "fused", "min_prompt_tokens": 700}
@@ -33,6 +36,35 @@ def test_it_is_found_beside_the_draft_and_completes_the_configuration(folders: t
     mixed = SpecStackGenerator.from_pretrained(*folders, device="cpu", config=own).config.prefill
     assert (mixed.keep_rate, mixed.chunk_size, mixed.draft_window) == (0.5, 16, 64)
     assert "draft_window=64" in diagnose(*map(str, folders), "auto", "cpu")["calibration"]
+
+
+def test_the_doctor_tells_a_measured_gain_and_counts_one_where_nothing_was_measured(folders: tuple[Path, Path]) -> None:
+    file = folders[1] / FILE_NAME
+    setting = "draft_window=64, scorer=fused"
+    points = [Point(setting, 8192, 0.05, 0.8, 0.25), Point(setting, 8192, 0.1, 0.9, 0.5)]
+    replace(Calibration.load(file), dense_s={8192: 4.0}, points=points).save(file)
+    measured = diagnose(*map(str, folders), "auto", "cpu")["gain of sparse prefill"]
+    assert measured == "measured where it was calibrated: TTFT sooner by 16.0x at 8192 tokens"
+    file.unlink()
+    counted = diagnose(*map(str, folders), "auto", "cpu")["gain of sparse prefill"]
+    shapes = [Shape.of(load_config(str(folder))) for folder in folders]
+    assert f"{expected_gain(*shapes, 8192, PrefillConfig()).bound:.1f}x at 8192" in counted
+    assert f"from about {break_even(*shapes, PrefillConfig())} prompt tokens" in counted
+    assert "32768" not in counted
+
+
+def test_the_embedded_pair_s_own_is_taken_by_default_and_keeps_a_hidden_fact_of_8_192_tokens() -> None:
+    shipped = Calibration.load(ASSETS / "draft")
+    generator = SpecStackGenerator.from_pretrained(device="cpu")
+    assert generator.config.prefill == shipped.apply()
+    assert shipped.apply() != PrefillConfig()
+    for ours, papers in shipped.kinds.values():
+        assert 0 <= ours <= 1
+        assert 0 <= papers <= 1
+    fact = hide_fact(generator.tokenizer, 8192, seed=0)
+    result = generator.generate(messages=fact.messages, max_tokens=32)
+    assert result.metrics.keep_rate < 0.2
+    assert fact.is_answered_by(result.text)
 
 
 def test_it_can_be_named_or_left_out(folders: tuple[Path, Path]) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from spec_stack.calibration import (
 from spec_stack.hf.loading import ASSETS
 from spec_stack.pair import ModelPair
 from spec_stack.prefill.calibration import CHOSEN, FILE_NAME, Calibration
-from spec_stack.prefill.needles import WORDINGS, hide, make_haystacks
+from spec_stack.prefill.needles import IN_OTHER_WORDS, WORDINGS, hide, make_haystacks
 from spec_stack.prefill.selection import select_chunks
 from tests.support.models import make_model
 
@@ -71,6 +72,14 @@ def test_calibration_and_its_test_share_no_word_of_a_question_beside_common_ones
         return {word.strip("?.,") for question in questions for word in question.split() if word[0].isupper()}
 
     assert names(WORDINGS) & names(HELD_OUT) <= {"What", "Which", "List", "On", "Where", "Tell", "With", "How", "Who"}
+
+
+def test_a_needle_in_other_words_shares_no_word_with_its_question() -> None:
+    for kind in IN_OTHER_WORDS:
+        for wording in WORDINGS[kind]:
+            needle = wording(random.Random(5))
+            told, asked = (set(re.findall(r"\w+", text.lower())) for text in (needle.evidence[0], needle.question))
+            assert told & asked <= {"the"}, wording.__name__
 
 
 def test_haystacks_are_of_every_kind_and_the_same_for_the_same_seed() -> None:
@@ -143,6 +152,40 @@ def test_of_a_draft_that_cannot_retrieve_calibration_says_so_and_uses_words(pair
     found = calibrate(random_pair, lengths=(2048,), prompts_per_length=16)
     assert "cannot retrieve" in " ".join(found.notes)
     assert found.apply().scorer == "anchors"
+
+
+def _choose_among(attention: float, chance: float, anchors: float, paraphrases: float) -> calibrating._Choice:
+    """A choice between three settings that keep such shares of 16 prompts in the question's words at keep_rate 0.2."""
+
+    def needed(same: float, other: float) -> calibrating.Needed:
+        def rates(share: float) -> list[list[float]]:
+            return [[0.1 if index < 16 * share else 0.9] for index in range(16)]
+
+        return {"fact": rates(same), "paraphrase": rates(other)}
+
+    paper = PrefillConfig()
+    settings = {
+        paper: needed(attention, attention),
+        replace(paper, scorer="anchors"): needed(anchors, paraphrases),
+        replace(paper, scorer="fused"): needed(max(anchors, attention), attention),
+    }
+    costs = calibrating.Costs(lambda n: 1e-3 * n, {(None, None): lambda n: 1e-4 * n}, 1e-4)
+    return calibrating._choose({2048: settings}, costs, chance, 0.05)
+
+
+def test_words_alone_are_chosen_only_where_they_keep_what_is_asked_in_other_words() -> None:
+    cheapest = _choose_among(attention=0.5, chance=0.1, anchors=1.0, paraphrases=0.5)
+    assert cheapest.config.scorer == "anchors"
+    guarded = _choose_among(attention=0.5, chance=0.1, anchors=1.0, paraphrases=0.125)
+    assert guarded.config.scorer == "fused"
+    assert guarded.kinds == {"fact": (1.0, 0.5), "paraphrase": (0.5, 0.5)}
+    assert guarded.config.min_prompt_tokens == 2048
+
+
+def test_a_draft_no_better_than_chance_is_said_to_retrieve_nothing() -> None:
+    found = _choose_among(attention=0.125, chance=0.125, anchors=0.5, paraphrases=0.125)
+    assert "cannot retrieve: its best heads keep 12% of the evidence" in " ".join(found.notes)
+    assert found.config.scorer == "anchors"
 
 
 @pytest.mark.slow

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import gc
+import math
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from transformers import PreTrainedModel
 from spec_stack import PrefillConfig, SessionConfig, SpecStackConfig, SpecStackGenerator
 from spec_stack.prefill.recall import clip_spans, dropped_positions, recall
 from spec_stack.session import Session
-from tests.support import reference_session, tiny_architectures
+from tests.support import reference, reference_session, tiny_architectures
 from tests.support.models import VOCAB, make_model, make_tokenizer, random_prompt
 from tests.support.reference_session import Trace
 
@@ -574,3 +576,57 @@ def test_edits_and_forks_leave_a_draft_with_another_tokenizer_as_if_it_had_read_
         assert reference_session.answers_by_slots(plain, ids, positions, len(result.token_ids)) == result.token_ids
         # Half characters and specials apart, every text can be scored.
         trace.answers.append([min(token_id, 10) for token_id in result.token_ids])
+
+
+@pytest.mark.parametrize(
+    "options", [{"draft_window": 24, "draft_sinks": 8}, {"scorer": "anchors"}, {"scorer": "fused"}]
+)
+@pytest.mark.parametrize("seed", range(8))
+def test_a_session_is_one_plain_forward_over_its_slots_with_a_window_and_with_anchors_too(
+    seed: int, options: dict[str, Any]
+) -> None:
+    session = make_generator(replace(SPARSE, **options)).session()
+    plain = make_model(seed=1)
+    trace = Trace(seed, VOCAB, num_turns=5, document=300)
+    for _, prompt, max_tokens in trace:
+        result = session.generate(input_ids=prompt, max_tokens=max_tokens)
+        trace.answers.append(result.token_ids)
+        ids, positions = slots(session)
+        assert reference_session.answers_by_slots(plain, ids, positions, len(result.token_ids)) == result.token_ids
+
+
+def test_anchors_choose_of_a_turn_s_new_text_what_counting_by_hand_chooses() -> None:
+    prefill = replace(SPARSE, scorer="anchors")
+    session = make_generator(prefill, SessionConfig(restore=False)).session()
+    prompt = random_prompt(150)
+    first = session.generate(input_ids=prompt, max_tokens=3)
+    prompt = [*prompt, *first.token_ids, *random_prompt(200, seed=9)]
+    num_cached = session.generate(input_ids=prompt, max_tokens=1).metrics.num_cached_tokens
+    start = len(prompt) - 201
+    assert num_cached
+    new = prompt[start:]
+    question = max(0, len(new) - prefill.anchor_tail)
+    scores = reference.anchor_scores(new, question, prefill.chunk_size, 12)
+    budget = math.ceil(0.3 * len(scores) - 1e-9)
+    forced = {0, len(scores) - 1}
+    ranked = [chunk for chunk in sorted(range(len(scores)), key=lambda at: (-scores[at], at)) if chunk not in forced]
+    wanted = {*forced, *ranked[: budget - 2]}
+    held = {(position - start) // 8 for position in slots(session)[1] if start <= position < len(prompt)}
+    assert held == wanted
+
+
+def test_a_draft_that_reads_a_conversation_turn_by_turn_with_a_window_holds_what_one_reading_leaves() -> None:
+    """Of prompts alone: what is decoded sees everything."""
+    generator = make_generator()
+    document = random_prompt(300)
+    models = [generator.pair.open_index(8192) for _ in range(2)]
+    models[0].prefill(document[:120], range(120), 24, 8)
+    models[0].prefill(document[120:], range(120, 300), 24, 8)
+    models[1].prefill(document, range(300), 24, 8)
+    logits = [model.forward([5], [300], num_logits=1) for model in models]
+    torch.testing.assert_close(logits[0], logits[1])
+
+
+def test_early_exit_in_a_session_is_refused_and_says_what_to_change() -> None:
+    with pytest.raises(ValueError, match="scoring_layers=None"):
+        make_generator(replace(SPARSE, scoring_layers=1)).session()

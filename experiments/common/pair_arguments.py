@@ -26,7 +26,7 @@ def add_pair_arguments(parser: argparse.ArgumentParser, threads: int = 1) -> Non
 
 
 def load_generator(
-    arguments: argparse.Namespace, config: SpecStackConfig | None = None, calibration: bool | None = None
+    arguments: argparse.Namespace, config: SpecStackConfig | None = None, calibration: bool | None = False
 ) -> SpecStackGenerator:
     """The generator asked for; sets the number of torch threads. calibration: as in `from_pretrained`."""
     return load_generators(arguments, [arguments.precision], config, calibration)[0]
@@ -36,9 +36,9 @@ def load_generators(
     arguments: argparse.Namespace,
     precisions: Sequence[str],
     config: SpecStackConfig | None = None,
-    calibration: bool | None = None,
+    calibration: bool | None = False,
 ) -> list[SpecStackGenerator]:
-    """One generator per precision of the target."""
+    """One generator per precision of the target, by the paper's rule: a script that wants a calibration names it."""
     torch.set_num_threads(arguments.threads)
     return [
         SpecStackGenerator.from_pretrained(

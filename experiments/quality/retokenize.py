@@ -13,6 +13,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from spec_stack.prefill.calibration import FILE_NAME
+
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
@@ -24,7 +26,8 @@ def drop_merges(source: Path, to: Path, share: float, seed: int, tokenizer_from:
     """
     if not 0 <= share <= 1:
         raise ValueError(f"the share of merges to drop must be in 0…1, got {share}")
-    shutil.copytree(source, to, dirs_exist_ok=True)
+    # A calibration is of one vocabulary.
+    shutil.copytree(source, to, dirs_exist_ok=True, ignore=shutil.ignore_patterns(FILE_NAME))
     for name in TOKENIZER_FILES:
         shutil.copyfile((tokenizer_from or source) / name, to / name)
     tokenizer = json.loads((to / "tokenizer.json").read_text(encoding="utf-8"))

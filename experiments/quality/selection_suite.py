@@ -11,9 +11,8 @@ of dense prefill. Prints tables, ends in one JSON line.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from tqdm import tqdm
 
 from experiments.common.environment import describe
 from experiments.common.pair_arguments import add_pair_arguments, load_generator
+from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
 from experiments.quality.held_out_needles import HELD_OUT
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
@@ -33,9 +33,10 @@ from spec_stack.decode.sampler import Sampler
 from spec_stack.demo import module_source
 from spec_stack.pair import ModelPair
 from spec_stack.prefill.calibration import Calibration
+from spec_stack.prefill.chunks import DRAFT_FREE
 from spec_stack.prefill.needles import WORDINGS, Haystack, make_haystacks
-from spec_stack.prefill.scoring import score_prompt
-from spec_stack.prefill.selection import select_chunks
+from spec_stack.prefill.scoring import score, score_prompt
+from spec_stack.prefill.selection import select, select_chunks
 
 # Modules that neither the demo nor calibration takes.
 MODULES = ("smtplib", "optparse", "mailbox", "difflib", "locale", "uuid", "configparser", "statistics")
@@ -70,11 +71,19 @@ def read_texts(folder: Path | None) -> list[str]:
     return texts
 
 
-def keep(pair: ModelPair, prompt: Prompt, config: PrefillConfig) -> set[int]:
-    """Positions that a setting keeps."""
+def keep(pair: ModelPair, prompt: Prompt, config: PrefillConfig, scored: dict[PrefillConfig, torch.Tensor]) -> set[int]:
+    """Positions that a setting keeps. scored: importance by what of a setting the draft's pass depends on; added to."""
+    if config.scorer in DRAFT_FREE:
+        return set(select(prompt.token_ids, None, config).positions)
     draft = pair.open_draft(config.prefill_chunk, prompt.tokenization)
     look_ahead = partial(propose, draft, sampler=Sampler(), end_ids=pair.end_ids)
-    return set(score_prompt(draft, prompt.token_ids, look_ahead, config, (), prompt.tokenization)[0].positions)
+    if config.scoring_layers is not None:
+        return set(score_prompt(draft, prompt.token_ids, look_ahead, config, (), prompt.tokenization)[0].positions)
+    of_the_pass = ("draft_window", "draft_sinks", "look_ahead", "pool_kernel", "scoring_heads")
+    key = PrefillConfig(**{name: getattr(config, name) for name in of_the_pass})
+    if key not in scored:
+        scored[key] = score(draft, prompt.token_ids, look_ahead, key, prompt.tokenization)[0]
+    return set(select(prompt.token_ids, scored[key], config).positions)
 
 
 def keep_blindly(control: str, prompt: Prompt, keep_rate: float, seed: int) -> set[int]:
@@ -114,12 +123,16 @@ def main() -> None:
     add_pair_arguments(parser)
     parser.add_argument("--tokens", type=int, nargs="+", default=[2000, 4000, 8000], help="(%(default)s)")
     parser.add_argument("--prompts", type=int, default=64, help="per length, of all kinds in turn (%(default)s)")
-    parser.add_argument("--keep-rates", type=float, nargs="+", default=[0.05, 0.1, 0.2])
+    parser.add_argument("--keep-rates", type=float, nargs="+", default=[0.05, 0.1, 0.2], help="(%(default)s)")
     parser.add_argument("--calibration", type=Path, required=True, help="a calibration file, or its folder")
     parser.add_argument("--texts", type=Path, help="a folder of texts to hide in (default: standard library modules)")
     parser.add_argument("--half", choices=["test", "tuning"], default="test", help="whose wordings (%(default)s)")
     parser.add_argument("--answers", action="store_true", help="also have the target answer, by the main settings")
+    parser.add_argument(
+        "--answers-up-to", type=int, default=8000, help="longest prompts that are answered too (%(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=20)
+    add_out_argument(parser)
     arguments = parser.parse_args()
     load_generator(arguments)
     pair = ModelPair.load(
@@ -148,11 +161,13 @@ def main() -> None:
             if len(prompt.token_ids) + 64 > min(pair.max_positions):
                 continue
             prompt = replace(prompt, tokenization=pair.tokenize_for_draft(prompt.token_ids)[0])
-            found = {name: recall(prompt, keep(pair, prompt, config)) for name, config in settings.items()}
+            scored: dict[PrefillConfig, torch.Tensor] = {}
+            found = {name: recall(prompt, keep(pair, prompt, config, scored)) for name, config in settings.items()}
             for control in CONTROLS:
                 for rate in arguments.keep_rates:
                     found[f"{control} @ {rate}"] = recall(prompt, keep_blindly(control, prompt, rate, index))
-            right = answers(generators, haystack, prompt) if generators else {}
+            asks = generators and num_tokens <= arguments.answers_up_to
+            right = answers(generators, haystack, prompt) if asks else {}
             rows.append({"tokens": num_tokens, "kind": haystack.kind, "recall": found, "right": right})
     print(f"recall, {arguments.half} wordings, {len(rows)} prompts")
     summary = {name: _summarise(rows, name) for name in rows[0]["recall"]}
@@ -162,19 +177,25 @@ def main() -> None:
         lengths = "  ".join(f"{length}: {value:.2f}" for length, value in entry["by_length"].items())
         print(f"  {name:26s}{entry['recall']:.2f} ({low:.2f}-{high:.2f})  {lengths}  |  {kinds}")
     report: dict[str, Any] = {}
-    if generators:
-        report = _compare_answers(rows)
-        print("answers right: " + ", ".join(f"{name} {value}" for name, value in report.items()))
-    print(
-        json.dumps(
-            {
-                "experiment": "selection_suite",
-                **describe(),
-                "half": arguments.half,
-                "recall": summary,
-                "answers": report,
-            }
-        )
+    if any(row["right"] for row in rows):
+        report = _compare_answers([row for row in rows if row["right"]])
+        for name, entry in report.items():
+            low, high = entry["interval"]
+            print(
+                f"answers right, {name:16s}{entry['right']} of {entry['num_prompts']} ({low:.2f}-{high:.2f}); where "
+                f"dense prefill's is: {entry['where_dense_is']} of {entry['num_dense']}"
+            )
+    print_report(
+        {
+            "experiment": "selection_suite",
+            **describe(),
+            "half": arguments.half,
+            "calibrated": asdict(calibrated),
+            "num_prompts": len(rows),
+            "recall": summary,
+            "answers": report,
+        },
+        arguments.out,
     )
 
 
@@ -197,9 +218,15 @@ def _compare_answers(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     names = list(rows[0]["right"])
     of_dense = [row["right"] for row in rows if row["right"]["dense"]]
     return {
-        name: {"right": sum(row["right"][name] for row in rows), "where_dense_is": sum(each[name] for each in of_dense)}
+        name: {
+            "right": sum(row["right"][name] for row in rows),
+            "num_prompts": len(rows),
+            "interval": interval([float(row["right"][name]) for row in rows]),
+            "where_dense_is": sum(each[name] for each in of_dense),
+            "num_dense": len(of_dense),
+        }
         for name in names
-    } | {"prompts": len(rows)}
+    }
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ line.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -20,7 +19,9 @@ from statistics import median
 from typing import Any
 
 from experiments.common.environment import describe
+from experiments.common.memory import peak_over, reset_peak
 from experiments.common.pair_arguments import add_pair_arguments, load_generator
+from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
 from experiments.speed.bench_latency import interleave
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
@@ -116,16 +117,9 @@ def _peak_in_this_process(arguments: argparse.Namespace, num_tokens: int, config
     generator = load_generator(arguments, SpecStackConfig(config or PrefillConfig()))
     prompt = make_prompt(generator.tokenizer, num_tokens)
     first_token(generator, prompt[:256], False)
-    # Sets the peak, which loading has raised, back to what is held now (man 5 proc).
-    Path("/proc/self/clear_refs").write_text("5")
-    before = _resident_mb("VmRSS")
+    before = reset_peak(generator.target.device)
     first_token(generator, prompt, config is not None)
-    return _resident_mb("VmHWM") - before
-
-
-def _resident_mb(name: str) -> float:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:")) / 1024
+    return peak_over(generator.target.device, before) / 2**20
 
 
 def main() -> None:
@@ -135,6 +129,7 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=128)
     parser.add_argument("--calibration", type=Path, help="a calibration file, or the folder it lies in")
     parser.add_argument("--repeats", type=int, default=5)
+    add_out_argument(parser)
     parser.add_argument("--no-memory", action="store_true", help="leave peak memory out")
     arguments = parser.parse_args()
     settings = settings_of(arguments)
@@ -163,7 +158,8 @@ def main() -> None:
             print("  peak memory: " + ", ".join(f"{name} {value:.0f} MB" for name, value in row["peak_mb"].items()))
         lengths.append(row)
     named = {name: asdict(config) for name, config in settings.items()}
-    print(json.dumps({"experiment": "prefill_grid", **describe(), "settings": named, "lengths": lengths}))
+    report = {"experiment": "prefill_grid", **describe(), "settings": named, "lengths": lengths}
+    print_report(report, arguments.out)
 
 
 if __name__ == "__main__":

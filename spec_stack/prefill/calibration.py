@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,8 @@ from spec_stack.config import PrefillConfig
 
 FILE_NAME = "spec_stack_calibration.json"
 VERSION = 1
+MARGIN = 0.1
+"""Recall that is given up for time against the best setting."""
 # What a calibration decides; everything else stays as it was configured.
 CHOSEN = (
     "keep_rate",
@@ -68,6 +70,8 @@ class Calibration:
         Seconds of dense prefill, by length.
     head_recall
         Recall at keep_rate 0.2 of every (layer, head) of the draft alone.
+    kinds
+        By kind of evidence, over all lengths: recall of the chosen setting, and of the paper's rule at keep_rate 0.2.
     points
         What was measured, for the table and the plot.
     notes
@@ -80,6 +84,7 @@ class Calibration:
     margin: float
     dense_s: Mapping[int, float] = field(default_factory=dict)
     head_recall: Mapping[str, float] = field(default_factory=dict)
+    kinds: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     points: Sequence[Point] = ()
     notes: Sequence[str] = ()
     seconds: float = 0.0
@@ -90,9 +95,15 @@ class Calibration:
 
     def complete(self, config: PrefillConfig) -> PrefillConfig:
         """The configuration with what was chosen where it has the default; what a user set himself stays."""
+        return self.complete_but(config, ())
+
+    def complete_but(self, config: PrefillConfig, left_out: Collection[str]) -> PrefillConfig:
+        """As `complete`, without the settings that are left out."""
         default = PrefillConfig()
         chosen = {
-            name: value for name, value in self.settings.items() if getattr(config, name) == getattr(default, name)
+            name: value
+            for name, value in self.settings.items()
+            if name not in left_out and getattr(config, name) == getattr(default, name)
         }
         return replace(config, **chosen)
 
@@ -129,6 +140,7 @@ class Calibration:
                 raise ValueError(f"it sets {sorted(unknown)}")
             values["settings"] = {name: _frozen(value) for name, value in values["settings"].items()}
             values["dense_s"] = {int(length): seconds for length, seconds in values["dense_s"].items()}
+            values["kinds"] = {kind: tuple(pair) for kind, pair in values["kinds"].items()}
             values["points"] = [Point(**point) for point in values["points"]]
             calibration = cls(**values)
             calibration.apply()

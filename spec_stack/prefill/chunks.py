@@ -15,8 +15,8 @@ _ORDERS = (2, 1)
 _MAX_OCCURRENCES = 4
 # Where nobody says where the question begins: the tokens towards the end over which an n-gram's weight doubles.
 _HALF_LIFE = 12
-# Of reciprocal rank fusion: how much the first ranks stand out.
-_RANK_OFFSET = 10
+# Under the attention of any chunk that is seen at all, so that its logarithm stays finite.
+_LEAST_ATTENTION = 1e-12
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def by_anchors(evidence: Evidence, config: PrefillConfig) -> torch.Tensor:
 
 
 def by_both(evidence: Evidence, config: PrefillConfig) -> torch.Tensor:
-    """Chunk scores (num_chunks,): attention and anchors, fused by rank."""
+    """Chunk scores (num_chunks,): attention and anchors together."""
     return fuse(by_anchors(evidence, config), by_attention(evidence, config), config.anchor_weight)
 
 
@@ -153,17 +153,9 @@ def anchor_scores(
 
 
 def fuse(anchors: torch.Tensor, attention: torch.Tensor, weight: float) -> torch.Tensor:
-    """Weighted reciprocal rank fusion of two votes (num_chunks,); ties go to the earlier chunk.
+    """The logarithm of the attention (num_chunks,), and `weight` times the anchors on top of it.
 
-    A chunk without an anchor gets nothing from that side.
+    Each shared n-gram multiplies a chunk's attention, as independent evidence multiplies odds: a rare one decides, and
+    where the question shares nothing that is rare, the order is the attention's own.
     """
-    lexical = torch.where(anchors > 0, weight / (_ranks(anchors) + _RANK_OFFSET), 0.0)
-    return lexical + (1 - weight) / (_ranks(attention) + _RANK_OFFSET)
-
-
-def _ranks(scores: torch.Tensor) -> torch.Tensor:
-    """0 for the highest score, and so on."""
-    order = torch.argsort(scores, descending=True, stable=True)
-    ranks = torch.empty(len(scores))
-    ranks[order] = torch.arange(len(scores), dtype=ranks.dtype)
-    return ranks
+    return attention.clamp(min=_LEAST_ATTENTION).log() + weight * anchors

@@ -9,6 +9,10 @@ from dataclasses import dataclass
 
 from spec_stack.config import PrefillConfig
 
+TOKENS_PER_READ = 128
+"""A guess for accelerators; a CPU does less arithmetic in that time, so pruning pays from shorter prompts on there."""
+_LONGEST = 1 << 20
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -79,14 +83,16 @@ class Gain:
         return 1 / (self.r + self.s)
 
 
-def expected_gain(target: Shape, draft: Shape, num_tokens: int, config: PrefillConfig) -> Gain:
+def expected_gain(
+    target: Shape, draft: Shape, num_tokens: int, config: PrefillConfig, keep_rate: float | None = None
+) -> Gain:
     """r and s by counting, no measurement: for a prefill that is bound by its arithmetic.
 
     The draft's last layer is counted for nothing but its keys and values, as `hf.model` runs it, and no logits of the
-    prompt are.
+    prompt are. keep_rate takes the place of the configuration's for this length.
     """
     dense = prefill_flops(target, num_tokens)
-    kept = config.rate_for(num_tokens) * num_tokens
+    kept = (config.rate_for(num_tokens) if keep_rate is None else keep_rate) * num_tokens
     s = prefill_flops(target, round(kept)) / dense
     rest = _without_logits(draft, round(kept))
     if config.scorer == "anchors":
@@ -95,6 +101,35 @@ def expected_gain(target: Shape, draft: Shape, num_tokens: int, config: PrefillC
     if config.scoring_layers is None or config.scoring_layers >= draft.num_layers:
         return Gain(_without_logits(draft, num_tokens, seen) / dense, s)
     return Gain((_without_logits(draft, num_tokens, seen, config.scoring_layers) + rest) / dense, s)
+
+
+def break_even(target: Shape, draft: Shape, config: PrefillConfig, tokens_per_read: float = TOKENS_PER_READ) -> int:
+    """The shortest prompt that sparse prefill is expected to make sooner, in tokens; 0 where it does at no length.
+
+    Parameters
+    ----------
+    target, draft
+        Their shapes.
+    config
+        The chunks that are always kept count, and so does the look-ahead, one forward after the other.
+    tokens_per_read
+        Tokens whose arithmetic takes as long as reading a model's weights once, which is what every forward of the
+        look-ahead takes, and what the target's prefill takes at least.
+    """
+    length = 64.0
+    while length <= _LONGEST:
+        num_tokens = round(length)
+        forced = (config.keep_first + config.keep_last) * config.chunk_size
+        kept = min(num_tokens, max(forced, config.rate_for(num_tokens) * num_tokens))
+        shares = expected_gain(target, draft, num_tokens, config, kept / num_tokens)
+        dense = max(prefill_flops(target, num_tokens), prefill_flops(target, 1) * tokens_per_read)
+        of_target = max(prefill_flops(target, round(kept)), prefill_flops(target, 1) * tokens_per_read)
+        looking = (config.look_ahead + 1) * tokens_per_read * prefill_flops(draft, 1, num_tokens)
+        of_draft = shares.r * prefill_flops(target, num_tokens)
+        if of_draft + looking + of_target < dense:
+            return num_tokens
+        length *= 2**0.25
+    return 0
 
 
 def _without_logits(

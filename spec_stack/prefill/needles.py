@@ -82,19 +82,49 @@ def _fact_note(rng: random.Random) -> Needle:
 def _paraphrase_job(rng: random.Random) -> Needle:
     town = rng.choice(("Lisbon", "Bergen", "Kyoto", "Quito", "Tunis", "Riga"))
     line = f"She had taken the early train and by noon was unpacking her instruments in {town}."
-    return Needle((line,), "Where did the woman go to play her music?", town)
+    return Needle((line,), "Where did the woman go to play music?", town)
 
 
 def _paraphrase_price(rng: random.Random) -> Needle:
     price = str(rng.randint(120, 980))
     line = f"After some haggling the old clock changed hands for {price} crowns."
-    return Needle((line,), "How much was paid for the antique timepiece?", price)
+    return Needle((line,), "What did somebody pay to own the antique timepiece?", price)
 
 
 def _paraphrase_pet(rng: random.Random) -> Needle:
     name = rng.choice(("Biscuit", "Rufus", "Pepper", "Ziggy", "Clover", "Mango"))
     line = f"Every evening the boy threw sticks for {name}, who never tired of fetching them."
     return Needle((line,), "What is the dog called?", name)
+
+
+def _paraphrase_ill(rng: random.Random) -> Needle:
+    name = rng.choice(("Marguerite", "Anselm", "Odile", "Casper", "Wanda", "Hugo"))
+    line = f"{name} lay in bed with a fever for nine days and the doctor came twice."
+    return Needle((line,), "Who was ill?", name)
+
+
+def _paraphrase_food(rng: random.Random) -> Needle:
+    dish = rng.choice(("lentils", "pancakes", "dumplings", "trout", "chestnuts", "porridge"))
+    line = f"Before they set out, the cook handed round bowls of steaming {dish}."
+    return Needle((line,), "What did everybody eat that morning?", dish)
+
+
+def _paraphrase_age(rng: random.Random) -> Needle:
+    years = str(rng.randint(31, 98))
+    line = f"The old captain had blown out {years} candles on his cake last Sunday."
+    return Needle((line,), "What age has the seaman reached?", years)
+
+
+def _paraphrase_baker(rng: random.Random) -> Needle:
+    name = rng.choice(("Marguerite", "Anselm", "Odile", "Casper", "Wanda", "Hugo"))
+    line = f"{name} stood at the oven for forty years and sold warm bread to half of town."
+    return Needle((line,), "Whose profession was making loaves?", name)
+
+
+def _paraphrase_gate(rng: random.Random) -> Needle:
+    colour = rng.choice(("green", "purple", "crimson", "turquoise", "ochre", "grey"))
+    line = f"They had just painted their garden gate {colour} when it began to rain."
+    return Needle((line,), "Which hue does the entrance have?", colour)
 
 
 def _many_codes(rng: random.Random) -> Needle:
@@ -154,7 +184,16 @@ def _constant(rng: random.Random) -> Needle:
 
 WORDINGS: dict[str, tuple[Wording, ...]] = {
     "fact": (_fact_colon, _fact_verb, _fact_note),
-    "paraphrase": (_paraphrase_job, _paraphrase_price, _paraphrase_pet),
+    "paraphrase": (
+        _paraphrase_job,
+        _paraphrase_price,
+        _paraphrase_pet,
+        _paraphrase_ill,
+        _paraphrase_food,
+        _paraphrase_age,
+        _paraphrase_baker,
+        _paraphrase_gate,
+    ),
     "many facts": (_many_codes, _many_rooms),
     "values": (_values,),
     "chain": (_chain,),
@@ -163,6 +202,8 @@ WORDINGS: dict[str, tuple[Wording, ...]] = {
     "code": (_constant,),
 }
 """What calibration hides, by kind. The same kinds in other words are for measuring what it chose."""
+IN_OTHER_WORDS = frozenset({"paraphrase"})
+"""Kinds whose evidence shares no telling word with the question."""
 
 
 def hide(kind: str, needle: Needle, lines: Sequence[str], rng: random.Random) -> Haystack:

@@ -25,6 +25,7 @@ from sglang.srt.runtime_context import get_context, get_parallel
 from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.decide import decide_scoring
 from spec_stack.sglang.active_gamma import num_overrides_kept
+from spec_stack.sglang.calibration import with_calibration
 from spec_stack.sglang.launch_notes import DRAFT_AT_SLOTS, drafting_note, graphs_note, prunes, pruning_note
 from spec_stack.sglang.positions import PositionMap, batch_map, batch_offsets
 from spec_stack.sglang.protocols import Runner, RunningRequest, Scheduler
@@ -83,8 +84,13 @@ class RequestPruner:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler: Any = scheduler
-        self.config = ServerConfig.from_environment()
         draft = scheduler.draft_worker.draft_worker.draft_runner.model_config
+        self.config = with_calibration(
+            ServerConfig.from_environment(),
+            scheduler.server_args.speculative_draft_model_path,
+            scheduler.model_config.hf_text_config,
+            draft.hf_text_config,
+        )
         self._refusal = pruning_refusal(scheduler.server_args, scheduler.model_config, draft)
         self.prunes = self._refusal is None
         self._turns = ChatTurns.learn(self._scheduler.tokenizer, scheduler.server_args.chat_template)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from spec_stack.sglang.calibration import with_calibration
 from spec_stack.sglang.launch_notes import DRAFT_AT_SLOTS, drafting_note, graphs_note, pruning_note
 from spec_stack.sglang.server_args import ServerConfig
 from spec_stack.sglang.support import NAME, backend_maps_positions, pruning_refusal
@@ -74,6 +75,8 @@ def _check(arguments: list[str], report: dict[str, Any]) -> None:
         path = resolved.tokenizer_path or resolved.model_path
         tokenizer = get_tokenizer(path, trust_remote_code=resolved.trust_remote_code)
     report["vocabularies"] = _vocabularies(models, tokenizer, resolved)
+    texts = (model.hf_text_config for model in models)
+    config = with_calibration(config, resolved.speculative_draft_model_path, *texts)
     refusal = pruning_refusal(resolved, *models)
     turns = ChatTurns.learn(tokenizer, resolved.chat_template)
     report["prompts"] = pruning_note(config, refusal, turns.unrecognised)

@@ -6,6 +6,11 @@ import torch
 from sglang.srt.distributed.parallel_state import get_tp_group
 
 
+def own_rank() -> int:
+    """This rank's number in the group; the heads are shared out in this order."""
+    return int(get_tp_group().rank_in_group)
+
+
 def first_ranks_gamma(gamma: int) -> int:
     """Policies read clocks, so ranks would differ: the first rank decides for all."""
     group = get_tp_group()

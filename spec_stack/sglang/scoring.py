@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import secrets
 from array import array
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,10 +26,10 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from spec_stack.config import PrefillConfig
 from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.chunks import DRAFT_FREE
-from spec_stack.prefill.importance import token_importance
 from spec_stack.prefill.selection import select
+from spec_stack.sglang.head_votes import LayerQueries, best_of_own_heads, key_scale
 from spec_stack.sglang.protocols import Scheduler
-from spec_stack.sglang.ranks import largest_of_all
+from spec_stack.sglang.ranks import largest_of_all, own_rank
 from spec_stack.types import Selection
 
 
@@ -60,14 +60,8 @@ def can_build_on_cache() -> bool:
     return hasattr(Req, "set_extend_range")
 
 
-@dataclass
-class _LayerQueries:
-    scaling: float
-    queries: list[torch.Tensor] = field(default_factory=list)
-
-
 @contextmanager
-def captured_queries(model: torch.nn.Module, layers: dict[int, _LayerQueries]) -> Iterator[None]:
+def captured_queries(model: torch.nn.Module, layers: dict[int, LayerQueries]) -> Iterator[None]:
     """Add the queries of every forward of the model inside the block to what there is by layer.
 
     Hooks stand on this model's attention layers, for the block alone. query: (num_tokens, num_heads * head_dim), rotary
@@ -76,7 +70,7 @@ def captured_queries(model: torch.nn.Module, layers: dict[int, _LayerQueries]) -
 
     def keep(layer: Any, args: tuple[Any, ...]) -> None:
         query = args[0]
-        found = layers.setdefault(layer.layer_id, _LayerQueries(float(layer.scaling)))
+        found = layers.setdefault(layer.layer_id, LayerQueries(float(layer.scaling), key_scale(layer)))
         found.queries.append(query.reshape(query.shape[0], -1, layer.qk_head_dim).transpose(0, 1).clone())
 
     handles = [
@@ -199,7 +193,7 @@ class DraftScorer:
             for start in range(num_shared, num_tokens - 1, chunk):
                 row.prefill(min(start + chunk, num_tokens - 1))
                 yield
-            layers: dict[int, _LayerQueries] = {}
+            layers: dict[int, LayerQueries] = {}
             token_id = self._next_token(row, num_tokens, layers)
             for drafted in range(config.look_ahead):
                 # Nine forwards of one token, run without graphs, may take longer than a chunk.
@@ -210,36 +204,17 @@ class DraftScorer:
                 if ended:
                     break
             yield
-            best = self._best_of_own_heads(row.slots(num_tokens), layers, config)
+            best = best_of_own_heads(self._runner.token_to_kv_pool, row.slots(num_tokens), layers, config, own_rank())
             yield
             return largest_of_all(best).mean(dim=0)
         finally:
             self._row = None
             row.release()
 
-    def _next_token(self, row: _BorrowedRow, end: int, layers: dict[int, _LayerQueries]) -> int:
+    def _next_token(self, row: _BorrowedRow, end: int, layers: dict[int, LayerQueries]) -> int:
         """The draft's most likely token after the row's first `end`. Adds its last token's queries to layers."""
         with captured_queries(self._runner.model, layers):
             return int(row.prefill(end))
-
-    def _best_of_own_heads(
-        self, slots: torch.Tensor, layers: Mapping[int, _LayerQueries], config: PrefillConfig
-    ) -> torch.Tensor:
-        """Pooled attention (n, num_tokens), the largest over all layers and this rank's heads."""
-        kept: list[torch.Tensor] = []
-
-        def keep(best: torch.Tensor) -> torch.Tensor:
-            kept.append(best)
-            return best
-
-        pool = self._runner.token_to_kv_pool
-        # Slot by slot and layer by layer: one layer's keys and attention are all that is held at a time.
-        captured = (
-            (torch.cat(found.queries, dim=1), pool.get_key_buffer(layer)[slots].transpose(0, 1), found.scaling)
-            for layer, found in sorted(layers.items())
-        )
-        token_importance(captured, config.pool_kernel, keep)
-        return kept[0]
 
     def _check_room(self, num_slots: int) -> None:
         """Asked beforehand, because SGLang empties its radix cache before it finds that there is no room."""

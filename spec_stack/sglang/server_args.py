@@ -35,6 +35,8 @@ class ServerConfig:
     prefill_decode_interval: decode steps between two prefill batches, and between a prefill batch and a part of a
         scoring, while requests run on a server that prunes; `--prefill-decode-interval` goes over it. With 0 all chunks
         of a prompt are prefilled in a row, which is its soonest and the running requests' longest wait.
+    calibration: a file of `spec-stack calibrate`, or the folder it lies in, whose settings take the place of prefill's
+        defaults; None is the one beside the draft, if any, and "none" is none.
     """
 
     prefill: PrefillConfig = field(default_factory=PrefillConfig)
@@ -44,6 +46,7 @@ class ServerConfig:
     max_gamma_by_batch_size: Mapping[int, int] = field(default_factory=lambda: {9: 4, 33: 2})
     scoring_evict_share: float = 0.5
     prefill_decode_interval: int = 1
+    calibration: str | None = None
 
     def __post_init__(self) -> None:
         whole = all(isinstance(gamma, int) and not isinstance(gamma, bool) for gamma in self.gammas)
@@ -58,9 +61,15 @@ class ServerConfig:
                     "max_gamma_by_batch_size must map numbers of requests, 1 or more, to gammas, "
                     f"got {dict(self.max_gamma_by_batch_size)}"
                 )
-        for name in ("draft_window", "scoring_layers", "scoring_heads"):
+        reasons = {
+            "draft_window": "SGLang's attention takes a window only of models that have one, and none beside sinks",
+            "scoring_layers": "SGLang runs all layers of a model",
+        }
+        for name, reason in reasons.items():
             if getattr(self.prefill, name) is not None:
-                raise ValueError(f"prefill.{name} is for Python: a server's draft scores with all it has; leave it out")
+                raise ValueError(f"prefill.{name} is for Python: {reason}; leave it out")
+        if not isinstance(self.calibration, str | None) or self.calibration == "":
+            raise ValueError(f"calibration must be a file, a folder or 'none', got {self.calibration!r}")
         share = self.scoring_evict_share
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
             raise ValueError(f"scoring_evict_share must be a number, 0 to 1, got {share!r}")
@@ -107,11 +116,10 @@ class ServerConfig:
         prefill.update({name: values.pop(name) for name in ("keep_rate", "min_prompt_tokens") if name in values})
         _refuse_unknown("", values, [entry.name for entry in fields(cls)])
         _refuse_unknown("prefill.", prefill, [entry.name for entry in fields(PrefillConfig)])
-        if isinstance(prefill.get("keep_rate"), list):
-            # A curve: JSON has lists for tuples.
-            prefill["keep_rate"] = tuple(
-                tuple(pair) if isinstance(pair, list) else pair for pair in prefill["keep_rate"]
-            )
+        for name in ("keep_rate", "scoring_heads"):
+            if isinstance(prefill.get(name), list):
+                # A curve, or (layer, head) pairs: JSON has lists for tuples.
+                prefill[name] = tuple(tuple(pair) if isinstance(pair, list) else pair for pair in prefill[name])
         if "gammas" in values:
             values["gammas"] = _tuple("gammas", values["gammas"])
         if "policy_options" in values:
@@ -180,10 +188,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         **common,
     )
     group.add_argument(
+        "--spec-stack-calibration",
+        metavar="FILE",
+        help="made by `spec-stack calibrate` for this pair, or none (default: the one in the draft's folder, if any)",
+        **common,
+    )
+    group.add_argument(
         "--spec-stack-config",
         metavar="FILE",
         help="JSON with any of: keep_rate, min_prompt_tokens, prefill, policy, policy_options, gammas, "
-        "max_gamma_by_batch_size, scoring_evict_share, prefill_decode_interval; flags go over it",
+        "max_gamma_by_batch_size, scoring_evict_share, prefill_decode_interval, calibration; flags go over it",
         **common,
     )
 

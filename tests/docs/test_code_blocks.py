@@ -143,6 +143,7 @@ def test_the_server_page_has_the_servers_defaults_and_a_file_that_it_takes() -> 
         "keep-rate": str(defaults.prefill.keep_rate),
         "policy": defaults.policy,
         "gammas": " ".join(map(str, defaults.gammas)),
+        "calibration": "",
         "config": "",
     }
     assert {name: default.strip() for name, default in rows.items()} == shown

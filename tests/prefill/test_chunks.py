@@ -38,19 +38,22 @@ def test_a_chunk_has_at_least_its_share_of_the_better_neighbour(values: list[flo
         assert got[index] == max([scores[index], *(share * each for each in near)])
 
 
-@given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=30), st.floats(0.05, 0.95))
-def test_fusion_equals_ranks_by_sorting(votes: list[tuple[float, float]], weight: float) -> None:
-    anchors, attention = (torch.tensor(column) for column in zip(*votes, strict=True))
+@given(st.lists(st.tuples(st.floats(0, 9), st.floats(0, 1)), min_size=1, max_size=30), st.floats(0.05, 5))
+def test_fusion_multiplies_attention_by_what_the_words_say(votes: list[tuple[float, float]], weight: float) -> None:
+    anchors, attention = (torch.tensor(column, dtype=torch.float64) for column in zip(*votes, strict=True))
     expected = reference.fused_scores(anchors.tolist(), attention.tolist(), weight)
-    assert fuse(anchors, attention, weight).tolist() == pytest.approx(expected)
+    assert fuse(anchors, attention, weight).exp().tolist() == pytest.approx(expected)
 
 
-def test_a_chunk_that_one_side_ranks_first_beats_all_that_neither_does() -> None:
-    anchors, attention = torch.zeros(40), torch.rand(40, generator=torch.Generator().manual_seed(0))
-    anchors[17] = 1.0
-    scores = fuse(anchors, attention, 0.6)
-    assert scores.argmax() == 17
-    assert int(attention.argmax()) in scores.argsort(descending=True)[:2]
+def test_a_rare_word_decides_and_without_one_attention_does() -> None:
+    attention = torch.rand(40, generator=torch.Generator().manual_seed(0)) / 40
+    anchors = torch.zeros(40)
+    assert torch.equal(fuse(anchors, attention, 2.0).argsort(), attention.argsort())
+    anchors[17] = 3.0
+    ranked = fuse(anchors, attention, 2.0).argsort(descending=True).tolist()
+    assert ranked[0] == 17
+    assert ranked[1:] == [chunk for chunk in attention.argsort(descending=True).tolist() if chunk != 17]
+    assert bool(torch.isfinite(fuse(anchors, torch.zeros(40), 2.0)).all())
 
 
 def test_the_papers_rule_is_the_default_and_every_scorer_has_a_line() -> None:
@@ -112,7 +115,8 @@ def test_the_keep_rate_may_be_a_curve_by_length() -> None:
         {"scoring_heads": (3,)},
         {"neighbour_share": 1.0},
         {"scorer": "votes"},
-        {"anchor_weight": 1.0},
+        {"anchor_weight": 0.0},
+        {"anchor_weight": float("inf")},
         {"anchor_tail": 0},
     ],
 )

@@ -4,7 +4,7 @@ import pytest
 from transformers import LlamaConfig, Mamba2Config
 
 from spec_stack import PrefillConfig
-from spec_stack.prefill.cost import Shape, expected_gain, prefill_flops
+from spec_stack.prefill.cost import Shape, break_even, expected_gain, prefill_flops
 
 LLAMA_8B = Shape(32, 4096, 14336, 32, 8, 128256)
 LLAMA_70B = Shape(80, 8192, 28672, 64, 8, 128256)
@@ -59,3 +59,15 @@ def test_shapes_are_taken_from_configurations_and_refused_where_they_say_too_lit
     assert Shape.of(config) == LLAMA_8B
     with pytest.raises(ValueError, match="no cost model"):
         Shape.of(Mamba2Config())
+
+
+def test_sparse_prefill_pays_from_a_length_on_that_what_is_cheaper_lowers() -> None:
+    default, anchors = PrefillConfig(), PrefillConfig(scorer="anchors", look_ahead=0)
+    assert 96 < break_even(LLAMA_405B, LLAMA_8B, default) < 32768
+    assert break_even(LLAMA_70B, LLAMA_8B, anchors) <= break_even(LLAMA_70B, LLAMA_8B, default)
+    assert break_even(LLAMA_70B, LLAMA_8B, default, 1) < break_even(LLAMA_70B, LLAMA_8B, default, 1024)
+    # A draft as dear as its target never pays.
+    assert break_even(LLAMA_8B, LLAMA_8B, default) == 0
+    windowed = PrefillConfig(draft_window=256)
+    half = Shape(16, 4096, 14336, 32, 8, 128256)
+    assert break_even(LLAMA_8B, half, windowed) > 0

@@ -37,7 +37,8 @@ ENVIRONMENT = {
     # A leaked KV slot or request row ends the server: while it works, and (SGLang's default) whenever it idles.
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "2",
     # An error while scoring ends the server instead of hiding in a dense prefill.
-    "SPEC_STACK_SGLANG": '{"prefill": {"on_scoring_error": "raise"}}',
+    # The paper's rule, whatever lies beside the draft.
+    "SPEC_STACK_SGLANG": '{"prefill": {"on_scoring_error": "raise"}, "calibration": "none"}',
 }
 ARGUMENTS = (
     *("--device", "cpu", "--host", "127.0.0.1", "--dtype", "float32"),
@@ -209,7 +210,7 @@ class Reference:
         from spec_stack import SpecStackGenerator
 
         torch.set_num_threads(1)
-        self.generator = SpecStackGenerator.from_pretrained(prepack_linears=False, precision="fp32")
+        self.generator = SpecStackGenerator.from_pretrained(prepack_linears=False, precision="fp32", calibration=False)
         self.tokenizer = self.generator.tokenizer
         self._result = lru_cache(None)(self._generate)
 

@@ -206,6 +206,9 @@ def test_output_logprobs_and_nothing_special_need_no_whole_prompt(start: int) ->
         ({"gammas": 4}, "gammas"),
         ({"prefill": {"keep": 1}}, "prefill.keep"),
         ({"prefill": {"draft_window": 512}}, "draft_window"),
+        ({"prefill": {"scoring_layers": 1}}, "scoring_layers"),
+        ({"prefill": {"scoring_heads": [[1]]}}, "scoring_heads"),
+        ({"calibration": 3}, "calibration"),
         ({"keep_rate": [[0, 0.5]]}, "keep_rate"),
         ({"prefill": 3}, "prefill"),
         ({"colour": "red"}, "colour"),
@@ -535,3 +538,13 @@ def test_a_result_that_comes_a_step_late_teaches_about_its_own_step() -> None:
     # Four, two more for all accepted, one less for none: five, and the largest candidate under it is four.
     assert gamma.get_steps_for_batch(1) == 4
     assert math.isclose(sum(item[1] for item in request.customized_info[STATE] if isinstance(item, list)), 0)
+
+
+def test_an_fp4_cache_keeps_prompts_whole_and_an_fp8_one_does_not() -> None:
+    model = SimpleNamespace(
+        hf_config=SimpleNamespace(architectures=["LlamaForCausalLM"]), hf_text_config=SimpleNamespace()
+    )
+    args = {dtype: SimpleNamespace(kv_cache_dtype=dtype) for dtype in ("auto", "fp8_e4m3", "fp4_e2m1")}
+    assert support.pruning_refusal(args["auto"], model, model) is None
+    assert support.pruning_refusal(args["fp8_e4m3"], model, model) is None
+    assert "FP4" in (support.pruning_refusal(args["fp4_e2m1"], model, model) or "")

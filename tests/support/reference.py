@@ -211,13 +211,6 @@ def anchor_scores(ids: Sequence[int], start: int, size: int, half_life: float) -
 
 
 def fused_scores(anchors: Sequence[float], attention: Sequence[float], weight: float) -> list[float]:
-    """Weighted reciprocal ranks with an offset of 10, by sorting."""
-
-    def rank(scores: Sequence[float]) -> list[int]:
-        order = sorted(range(len(scores)), key=lambda at: (-scores[at], at))
-        return [order.index(at) for at in range(len(scores))]
-
-    return [
-        (weight / (by_word + 10) if anchor > 0 else 0.0) + (1 - weight) / (by_sight + 10)
-        for anchor, by_word, by_sight in zip(anchors, rank(anchors), rank(attention), strict=True)
-    ]
+    """Attention times e to the weighted anchors: the order that fusing must have."""
+    votes = zip(anchors, attention, strict=True)
+    return [max(by_sight, 1e-12) * math.exp(weight * by_word) for by_word, by_sight in votes]

@@ -1,0 +1,54 @@
+"""A server's settings, completed by the calibration that lies beside its draft or is named. No SGLang here."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+from spec_stack.config import PrefillConfig
+from spec_stack.prefill.calibration import Calibration, find_calibration
+from spec_stack.sglang.server_args import ServerConfig
+from spec_stack.sglang.support import NAME
+
+logger = logging.getLogger(__name__)
+NONE = "none"
+
+
+def with_calibration(config: ServerConfig, draft: str, target_config: Any, draft_config: Any) -> ServerConfig:
+    """The settings with what was calibrated where they have the defaults.
+
+    Parameters
+    ----------
+    config
+        Its `calibration` names a file or folder, is "none", or None for what lies beside the draft.
+    draft
+        The draft's folder; a hub id has nothing beside it.
+    target_config, draft_config
+        The transformers text configurations.
+
+    Raises
+    ------
+    ValueError
+        For one that is named and does not hold for these models, or not on a server. One that lies beside the draft is
+        left aside then, and the log says why.
+    """
+    found = find_calibration(draft, False if config.calibration == NONE else config.calibration)
+    if found is None:
+        return config
+    problem = found.check(target_config, draft_config) or _problem_on_a_server(found)
+    if problem and config.calibration is not None:
+        raise ValueError(f"{config.calibration}: {problem}; calibrate this pair, or leave --spec-stack-calibration out")
+    if problem:
+        logger.warning("%s: the calibration beside the draft is left aside: %s", NAME, problem)
+        return config
+    window = found.settings.get("draft_window")
+    if window is not None:
+        logger.info("%s: calibrated with draft_window=%s; SGLang's draft prefills without a window", NAME, window)
+    return replace(config, prefill=found.complete_but(config.prefill, ("draft_window", "draft_sinks")))
+
+
+def _problem_on_a_server(found: Calibration) -> str:
+    if found.settings.get("scoring_layers", PrefillConfig.scoring_layers) is not None:
+        return "its draft scores by its first layers alone, and SGLang runs all layers of a model"
+    return ""

@@ -1,0 +1,89 @@
+"""What the heads of SGLang's draft say of a prompt, from its queries and its KV pool. No SGLang here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from spec_stack.config import PrefillConfig
+from spec_stack.prefill.importance import token_importance
+
+
+@dataclass
+class LayerQueries:
+    """key_scale: what a checkpoint has its keys divided by where the pool holds them in FP8."""
+
+    scaling: float
+    key_scale: float
+    queries: list[torch.Tensor] = field(default_factory=list)
+
+
+def key_scale(layer: Any) -> float:
+    """Of a RadixAttention; 1 where it has none."""
+    scale = getattr(layer, "k_scale_float", None)
+    return 1.0 if scale is None else float(scale)
+
+
+def best_of_own_heads(
+    pool: Any, slots: torch.Tensor, layers: Mapping[int, LayerQueries], config: PrefillConfig, rank: int = 0
+) -> torch.Tensor:
+    """Pooled attention (n, num_tokens), the largest over the heads of this rank that vote.
+
+    Parameters
+    ----------
+    pool
+        SGLang's KV pool of the draft, its keys in whatever precision.
+    slots
+        (num_tokens,), of the prompt.
+    layers
+        Queries (num_heads, n, head_dim) by layer, of this rank's heads.
+    config
+        For scoring_heads, which count over all ranks, and the pool kernel.
+    rank
+        Of the tensor-parallel group.
+    """
+    voters = {index: _voters(index, found, config, rank) for index, found in layers.items()}
+    unknown = {layer for layer, _ in config.scoring_heads or ()} - set(layers)
+    if unknown:
+        raise ValueError(f"scoring_heads names layers {sorted(unknown)}, and the draft has {sorted(layers)}")
+    if not any(voters.values()):
+        # Other ranks have those who vote, and no attention is the least there is.
+        num_queries = sum(query.shape[1] for query in next(iter(layers.values())).queries)
+        return torch.zeros(num_queries, len(slots), device=slots.device)
+    kept: list[torch.Tensor] = []
+
+    def keep(best: torch.Tensor) -> torch.Tensor:
+        kept.append(best)
+        return best
+
+    token_importance(_own_heads(pool, slots, layers, voters), config.pool_kernel, keep)
+    return kept[0]
+
+
+def _voters(index: int, found: LayerQueries, config: PrefillConfig, rank: int) -> list[int]:
+    """Heads of this rank that vote in a layer, by their number on it."""
+    num_heads = found.queries[0].shape[0]
+    if config.scoring_heads is None:
+        return list(range(num_heads))
+    return [
+        head - rank * num_heads
+        for layer, head in sorted(config.scoring_heads)
+        if layer == index and head // num_heads == rank
+    ]
+
+
+def _own_heads(
+    pool: Any, slots: torch.Tensor, layers: Mapping[int, LayerQueries], voters: Mapping[int, Sequence[int]]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, float]]:
+    """Queries, keys and scaling, key head by key head: one head's keys and attention are all that is held at a time."""
+    for index, found in sorted(layers.items()):
+        queries, buffer = torch.cat(found.queries, dim=1), pool.get_key_buffer(index)
+        groups = queries.shape[0] // buffer.shape[1]
+        # The pool divides only what it turns to FP8.
+        scaling = found.scaling * (found.key_scale if buffer.dtype.itemsize == 1 else 1.0)
+        for head in sorted({voter // groups for voter in voters[index]}):
+            own = [voter for voter in voters[index] if voter // groups == head]
+            yield queries[own], buffer[slots, head][None], scaling

@@ -1,0 +1,60 @@
+"""A server takes what was calibrated for its pair, but for what SGLang's forwards cannot do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig
+
+from spec_stack.config import PrefillConfig
+from spec_stack.prefill.calibration import FILE_NAME, Calibration, fingerprint
+from spec_stack.sglang.calibration import with_calibration
+from spec_stack.sglang.server_args import ServerConfig
+
+
+@pytest.fixture
+def calibrated_draft(tmp_path: Path) -> tuple[Path, Any, Any]:
+    target, draft = LlamaConfig(hidden_size=64), LlamaConfig(hidden_size=32)
+    settings = {
+        "keep_rate": ((2048, 0.1),),
+        "draft_window": 64,
+        "scoring_layers": None,
+        "scoring_heads": ((1, 0),),
+        "scorer": "fused",
+        "min_prompt_tokens": 700,
+    }
+    Calibration(settings, fingerprint(target), fingerprint(draft), margin=0.1).save(tmp_path)
+    return tmp_path, target, draft
+
+
+def test_a_server_takes_the_calibration_beside_the_draft_without_its_window(
+    calibrated_draft: tuple[Path, Any, Any],
+) -> None:
+    folder, *models = calibrated_draft
+    prefill = with_calibration(ServerConfig(), str(folder), *models).prefill
+    assert prefill == PrefillConfig(
+        keep_rate=((2048, 0.1),), scoring_heads=((1, 0),), scorer="fused", min_prompt_tokens=700
+    )
+    own = ServerConfig.from_mapping({"keep_rate": 0.4, "calibration": str(folder / FILE_NAME)})
+    assert with_calibration(own, "elsewhere", *models).prefill.keep_rate == 0.4
+    assert with_calibration(own, "elsewhere", *models).prefill.scorer == "fused"
+    none = ServerConfig(calibration="none")
+    assert with_calibration(none, str(folder), *models) == none
+    assert with_calibration(ServerConfig(), "a/hub-id", *models) == ServerConfig()
+
+
+def test_a_calibration_that_a_server_cannot_follow_is_refused_where_named_and_left_aside_where_found(
+    calibrated_draft: tuple[Path, Any, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, target, draft = calibrated_draft
+    assert with_calibration(ServerConfig(), str(folder), draft, draft) == ServerConfig()
+    assert "left aside" in caplog.text
+    with pytest.raises(ValueError, match="another target"):
+        with_calibration(ServerConfig(calibration=str(folder)), "", draft, draft)
+    found = Calibration.load(folder)
+    replace(found, settings=dict(found.settings) | {"scoring_layers": 1}).save(folder)
+    with pytest.raises(ValueError, match="runs all layers"):
+        with_calibration(ServerConfig(calibration=str(folder)), "", target, draft)

@@ -1,0 +1,88 @@
+"""Importance out of a KV pool: chosen heads, ranks that share the heads, keys in FP8."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from spec_stack.config import PrefillConfig
+from spec_stack.prefill.importance import attention_to_prompt, pool
+from spec_stack.sglang.head_votes import LayerQueries, best_of_own_heads, key_scale
+
+
+class Pool:
+    """SGLang's KV pool as far as scoring looks at it: keys (num_slots, num_kv_heads, head_dim) by layer."""
+
+    def __init__(self, keys: list[torch.Tensor]) -> None:
+        self._keys = keys
+
+    def get_key_buffer(self, layer: int) -> torch.Tensor:
+        return self._keys[layer]
+
+
+def _captured(keys: list[torch.Tensor], num_heads: int, scale: float = 1.0) -> dict[int, Any]:
+    queries = [torch.randn(num_heads, 3, key.shape[-1]) for key in keys]
+    return {index: LayerQueries(0.3, scale, [query[:, :1], query[:, 1:]]) for index, query in enumerate(queries)}
+
+
+@pytest.mark.parametrize("heads", [None, ((1, 1), (1, 4)), ((0, 5), (1, 0), (1, 1))])
+def test_importance_from_the_pool_is_that_of_the_library_from_the_same_keys(heads: Any) -> None:
+    torch.manual_seed(0)
+    keys = [torch.randn(60, 2, 8) for _ in range(2)]
+    slots = torch.randperm(60)[:50]
+    layers = _captured(keys, 6)
+    config = PrefillConfig(scoring_heads=heads, pool_kernel=5)
+    got = best_of_own_heads(Pool(keys), slots, layers, config)
+    whole = [
+        (torch.cat(found.queries, dim=1), keys[index][slots].transpose(0, 1), found.scaling)
+        for index, found in layers.items()
+    ]
+    best = torch.zeros(3, 50)
+    for index, layer in enumerate(whole):
+        for head in range(6):
+            if heads is None or (index, head) in heads:
+                one = layer[0][head : head + 1], layer[1][head // 3 : head // 3 + 1], layer[2]
+                best = torch.maximum(best, pool(attention_to_prompt(*one), 5)[0])
+    torch.testing.assert_close(got, best)
+
+
+def test_ranks_that_share_the_heads_find_together_what_one_finds_alone() -> None:
+    torch.manual_seed(1)
+    keys = [torch.randn(40, 2, 8) for _ in range(2)]
+    slots, whole = torch.arange(40), _captured(keys, 4)
+    config = PrefillConfig(scoring_heads=((1, 2), (1, 3)))
+    alone = best_of_own_heads(Pool(keys), slots, whole, config)
+    parts = []
+    for rank in range(2):
+        own = {
+            index: LayerQueries(0.3, 1.0, [query[2 * rank : 2 * rank + 2] for query in found.queries])
+            for index, found in whole.items()
+        }
+        part = Pool([key[:, rank : rank + 1] for key in keys])
+        parts.append(best_of_own_heads(part, slots, own, config, rank))
+    assert not parts[0].any()
+    torch.testing.assert_close(torch.maximum(*parts), alone)
+
+
+def test_keys_that_the_pool_holds_in_fp8_are_scored_at_the_temperature_they_were_written_for() -> None:
+    torch.manual_seed(2)
+    scale, true = 4.0, [torch.randn(30, 1, 8).to(torch.float8_e4m3fn).float() * 4.0]
+    slots, config = torch.arange(30), PrefillConfig(pool_kernel=1)
+    layers = _captured(true, 2, scale)
+    held = Pool([(key / scale).to(torch.float8_e4m3fn) for key in true])
+    wanted = best_of_own_heads(Pool(true), slots, layers, config)
+    torch.testing.assert_close(best_of_own_heads(held, slots, layers, config), wanted)
+    assert key_scale(SimpleNamespace(k_scale_float=scale)) == scale
+    assert key_scale(SimpleNamespace(k_scale_float=None)) == 1.0
+    forgotten = {index: replace(found, key_scale=1.0) for index, found in layers.items()}
+    assert not torch.allclose(best_of_own_heads(held, slots, forgotten, config), wanted, atol=1e-3)
+
+
+def test_a_head_of_a_layer_that_the_draft_lacks_is_named() -> None:
+    keys = [torch.randn(30, 1, 8)]
+    with pytest.raises(ValueError, match=r"names layers \[7\]"):
+        best_of_own_heads(Pool(keys), torch.arange(30), _captured(keys, 2), PrefillConfig(scoring_heads=((7, 0),)))
