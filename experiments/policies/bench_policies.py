@@ -42,8 +42,8 @@ ASSISTED = "transformers, assisted (dynamic)"
 class Contest:
     """Runs the variants and keeps their seconds per variant, prompt and repeat, of the whole call and of decoding."""
 
-    def __init__(self, num_tokens: int) -> None:
-        self.num_tokens = num_tokens
+    def __init__(self, num_tokens: int, temperature: float = 0.0) -> None:
+        self.num_tokens, self.temperature = num_tokens, temperature
         self.seconds: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
         self.decode_seconds: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
         self.tokens: dict[str, dict[int, list[int]]] = defaultdict(dict)
@@ -52,9 +52,17 @@ class Contest:
         self.accepted: dict[str, int] = defaultdict(int)
         self.proposed: dict[str, int] = defaultdict(int)
 
-    def ours(self, generator: SpecStackGenerator, policy: Any, ids: list[int], name: str, index: int) -> list[int]:
+    def ours(
+        self, generator: SpecStackGenerator, policy: Any, ids: list[int], name: str, index: int, proposer: str = "model"
+    ) -> list[int]:
         result = generator.generate(
-            input_ids=ids, max_tokens=self.num_tokens, policy=policy, specprefill=False, ignore_eos=True
+            input_ids=ids,
+            max_tokens=self.num_tokens,
+            policy=policy,
+            proposer=proposer,
+            temperature=self.temperature,
+            specprefill=False,
+            ignore_eos=True,
         )
         metrics = result.metrics
         self.decode_seconds[name][index].append(metrics.total_s - metrics.ttft_s)
@@ -65,17 +73,25 @@ class Contest:
         return result.token_ids
 
     def theirs(
-        self, target: PreTrainedModel, draft: PreTrainedModel | None, ids: list[int], name: str, index: int
+        self,
+        target: PreTrainedModel,
+        draft: PreTrainedModel | None,
+        ids: list[int],
+        name: str,
+        index: int,
+        num_looked_up: int | None = None,
     ) -> list[int]:
         inputs = torch.tensor([ids], device=target.device)
         output = target.generate(
             inputs,
             attention_mask=torch.ones_like(inputs),
-            do_sample=False,
+            do_sample=self.temperature > 0,
+            temperature=self.temperature or None,
             max_new_tokens=self.num_tokens,
             eos_token_id=None,
             pad_token_id=0,
             assistant_model=draft,
+            prompt_lookup_num_tokens=num_looked_up,
         )
         return [int(token) for token in output[0, len(ids) :]]
 
