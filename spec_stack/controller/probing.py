@@ -1,4 +1,4 @@
-"""When a policy that has stopped drafting tries again: seldom, seldomer while it does not pay, and soon where it does."""
+"""When a policy that has stopped drafting tries again: seldom, and more seldom while it does not pay."""
 
 from __future__ import annotations
 

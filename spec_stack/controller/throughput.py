@@ -19,7 +19,8 @@ _LONG_READ = 32
 # A draft forward over this share of a plain step cannot pay: all of 16 tokens right would gain a tenth.
 _DEAREST_TOKEN = 0.9
 _LEAST_SPEEDUP = 0.98
-_MIN_DRAFTING_STEPS = 16
+_MIN_DRAFTING_WEIGHT = 10.0
+_IDLE_KEEP = 0.99
 # What a draft nobody has tried is taken to save of a plain step's time, and its reading to take of the target's.
 _TYPICAL_SAVING = 1 / 3
 _TYPICAL_READ = 0.5
@@ -40,7 +41,7 @@ class _PrecisionState:
     gain: float = 0.0
     unrated: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=_MAX_UNRATED))
     drafting: DiscountedRate = field(default_factory=lambda: DiscountedRate(0.97))
-    num_drafting: int = 0
+    drafting_weight: float = 0.0
     read_s: float | None = None
 
     def observe_read(self, record: StepRecord) -> None:
@@ -52,7 +53,7 @@ class _PrecisionState:
     @property
     def speedup(self) -> float | None:
         """Of drafting steps over plain ones; None until there were enough."""
-        if self.num_drafting < _MIN_DRAFTING_STEPS or not self.cost.ready:
+        if self.drafting_weight < _MIN_DRAFTING_WEIGHT or not self.cost.ready:
             return None
         return self.drafting.tokens_per_s * self.cost.base_s
 
@@ -76,8 +77,12 @@ class _PrecisionState:
                 seconds = min(step.seconds, bound)
                 self.rate.add(step.num_tokens, seconds)
                 if step.num_drafted:
-                    self.num_drafting += 1
+                    self.drafting_weight = self.drafting_weight * 0.97 + 1
                     self.drafting.add(step.num_drafted_accepted + 1, seconds)
+                else:
+                    # What drafting brought fades while nothing is drafted, so that better times are not held up by it.
+                    self.drafting_weight *= _IDLE_KEEP
+                    self.drafting.fade(_IDLE_KEEP)
             self.unrated.clear()
 
 

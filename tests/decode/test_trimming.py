@@ -1,10 +1,9 @@
-"""Who decides about a drafted token after having seen past it biases the output: DSpark's counter-example (appendix A of
-https://arxiv.org/abs/2607.05147) on the real loop, which passes, and with the forbidden rule, which does not."""
+"""To decide about a drafted token after having seen past it biases the output: DSpark's counter-example (appendix A
+of https://arxiv.org/abs/2607.05147) on the real loop, which passes, and with the forbidden rule, which does not."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 
@@ -47,7 +46,7 @@ class TrimsAfterLooking:
         drafted = self._model.propose(committed_ids, guide)
         if len(drafted.token_ids) == 2 and drafted.signals.confidence[1] < SURE:
             return Proposal()
-        return replace(drafted)
+        return drafted
 
     def observe(self, record: StepRecord) -> None:
         self._model.observe(record)
