@@ -64,9 +64,7 @@ def main() -> None:
             variants[f"{precision} {kind}"] = partial(contest.ours, generator, policy)
     contest.run(variants, encoded, arguments.repeats)
 
-    print(
-        f"{len(prompts)} prompts x {arguments.tokens} tokens; decode tokens/s (whole call), over plain, over best fixed"
-    )
+    print(f"{len(prompts)} prompts x {arguments.tokens} tokens; decode tokens/s (of the whole call), gains")
     kinds = [PLAIN, BEST_FIXED, *arguments.policies]
     result: dict[str, Any] = {}
     for precision, generator in generators.items():

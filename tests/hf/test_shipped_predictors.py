@@ -47,9 +47,8 @@ def test_a_pair_of_ones_own_learns_online_unless_told(
     assert (own.pair.predictors, plain.pair.predictors) == ({"speckv": trained}, {})
     # Live, seconds decide too; by the paper's objective the predictor alone does, so it shows in the gammas.
     policies = [make_policy("speckv", objective="per_step", predictor=file) for file in (trained, trained, None)]
-    traces = [
-        own.generate(PROMPT, policy=policy, proposer="model", **OPTIONS).metrics.gamma_trace for policy in policies
-    ]
+    results = [own.generate(PROMPT, policy=policy, proposer="model", **OPTIONS) for policy in policies]
+    traces = [result.metrics.gamma_trace for result in results]
     assert traces[0] == traces[1] != traces[2]
 
 
