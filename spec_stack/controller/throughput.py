@@ -24,7 +24,7 @@ _IDLE_KEEP = 0.99
 # What a draft nobody has tried is taken to save of a plain step's time, and its reading to take of the target's.
 _TYPICAL_SAVING = 1 / 3
 _TYPICAL_READ = 0.5
-_FIRST_CAP = 2
+_FIRST_CAP = 1
 
 
 @dataclass
@@ -153,6 +153,8 @@ class Throughput(Policy):
     _cap: int = field(init=False, repr=False, default=_FIRST_CAP)
     _answers: AnswerLength = field(init=False, repr=False, default_factory=AnswerLength)
     _prefill_s: float = field(init=False, repr=False, default=0.0)
+    # What is known fades while nothing is drafted; that alone is no reason to draft again, a probe that was right is.
+    _is_idle: bool = field(init=False, repr=False, default=False)
 
     name = "throughput"
 
@@ -177,10 +179,12 @@ class Throughput(Policy):
         state = self._states.get(context.precision)
         first = self.acceptance.begin(self._history)
         read_s = self._read_s(context, state)
-        is_worth = first > self._threshold or state is None or state.gain > 0
+        is_worth = (first > self._threshold and not self._is_idle) or state is None or state.gain > 0
         if is_worth and (state is None or state.can_pay) and self._read_pays(context, state, read_s):
             self._probing.reset()
+            self._is_idle = False
             return min(self.max_gamma, self._cap)
+        self._is_idle = not is_worth
         if state is None or not state.cost.ready_to_verify:
             return 0
         return int(self._probing.is_due(read_s, state.cost.base_s))
@@ -214,6 +218,7 @@ class Throughput(Policy):
         if record.is_prefill:
             self._prefill_s = record.verify_s if math.isfinite(record.verify_s) else 0.0
             return
+        self._is_idle = self._is_idle and record.num_drafted_accepted == 0
         if record.num_drafted and self._cap < self.max_gamma:
             # A draft that nobody knows begins with little, and has more while half of it is right.
             accepted = record.num_drafted_accepted
