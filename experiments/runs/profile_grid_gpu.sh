@@ -17,7 +17,7 @@ if [ -n "$TARGET" ]; then models+=(--target "$TARGET" --draft "$DRAFT" --draft-p
 profile=(--gammas 0 2 4 6 8 --random 2 --per-task 6 --tokens 96)
 live=(--per-task 4 --tokens 96 --repeats 3)
 if [ -n "${SMALL:-}" ]; then
-    profile=(--gammas 0 2 --per-task 1 --tokens 8)
+    profile=(--gammas 0 2 --random 1 --per-task 2 --tokens 28)
     live=(--per-task 1 --tokens 6 --repeats 1)
 fi
 mkdir -p "$OUT"
