@@ -187,7 +187,7 @@ class OnlineAcceptance:
         A draft that is sure and wrong is let go by this within a few steps, long before the weights have learned it;
         the longer they have learned, the less it counts.
         """
-        weight = 2.0 + self._num_judged
+        weight = 1.0 + self._num_judged / 2
         return min((weight + self._num_accepted) / (weight + self._num_expected), 1.0)
 
     def extend(self, signals: DraftSignals) -> float:
