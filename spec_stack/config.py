@@ -252,8 +252,8 @@ class DecodeConfig:
     proposer: ProposerName = option(
         "auto",
         "who proposes: the draft 'model'; the 'lookup' of the last tokens in the whole prompt, dropped parts included, "
-        "and in the answer so far; 'both', whichever pays more tokens per second. 'auto' is 'both' under 'throughput' "
-        "and 'model' under every other policy",
+        "and in the answer so far; 'both', whichever pays more tokens per second. 'auto' is 'both' under the policies "
+        "that go by measured time ('throughput', 'speckv') and 'model' under every other",
     )
 
     def __post_init__(self) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from spec_stack.config import PRECISIONS, DecodeConfig, LoadConfig, PrefillConfig
+from spec_stack.controller.predictor import load_step_predictor
 from spec_stack.hf import architectures, loading
 from spec_stack.hf.fused_verify import fused_problem
 from spec_stack.hf.precision import (
@@ -60,7 +61,9 @@ def diagnose(
         )
         sources = loading.resolve_pair(target, draft)
         report["pair"] = "embedded" if target is None else "given"
-        report["predictors"] = {policy: file.name for policy, file in loading.shipped_predictors(target).items()}
+        report["predictors"] = {
+            policy: _describe_predictor(file) for policy, file in loading.shipped_predictors(target).items()
+        }
         configs = {}
         for role, source in zip(("target", "draft"), sources, strict=True):
             configs[role] = loading.load_config(source)
@@ -79,6 +82,11 @@ def diagnose(
     except ValueError as error:
         report["problem"] = str(error)
     return report
+
+
+def _describe_predictor(file: Path) -> str:
+    card = load_step_predictor(file).card
+    return f"{card.model} of {card.num_examples} steps, {card.num_prompts} prompts ({file.name})"
 
 
 def _describe_prefill(draft: str, target_config: Any, draft_config: Any) -> tuple[str, str]:

@@ -1,10 +1,8 @@
 """What does each part of the `throughput` policy contribute, and how far could it be off?
 
 Replays RECORDS (ours, or the SpecKV authors' folder) under variants of the policy: its threshold scaled by a factor
-(1.0 is the rule), no optimism, step times with noise and stalls, token predictors trained on these very prompts or,
-with --train, on other records (as exported, and recalibrated online), and plain confidence thresholds, of which the
-best in hindsight shows what tuning by hand could reach. No prompts are left out: trained-on-test variants are upper
-bounds.
+(1.0 is the rule), no optimism, step times with noise and stalls, and plain confidence thresholds, of which the best in
+hindsight shows what tuning by hand could reach. No prompts are left out.
 """
 
 from __future__ import annotations
@@ -20,10 +18,8 @@ from pathlib import Path
 
 from experiments.common.script import run_script
 from experiments.policies import evaluate_policies as evaluation
-from experiments.policies.token_model import TOKEN_MODELS, Frozen, Recalibrated, fit_token_model, token_examples
 from spec_stack.controller.acceptance import OnlineAcceptance
-from spec_stack.controller.base import Policy, StepRecord
-from spec_stack.controller.predictor import Network
+from spec_stack.controller.base import Policy
 from spec_stack.controller.registry import make_policy
 from spec_stack.controller.throughput import Throughput
 from spec_stack.offline.replay import Costs, ReplayText, replay
@@ -59,15 +55,6 @@ class NoisyCosts:
         return self.draft_s(gamma) + self.verify_s(gamma)
 
 
-def trained(records: list[StepRecord], name: str) -> Network:
-    inputs, accepted, groups = token_examples(records)
-    return fit_token_model(name, inputs, accepted, groups, num_folds=3).network
-
-
-def recalibrated(network: Network) -> Policy:
-    return Throughput(acceptance=Recalibrated(network))
-
-
 def tokens_per_s(texts: list[ReplayText], policy: Policy, shown: Costs, true: Costs, reserve: int) -> float:
     """By the true costs, while the policy is shown others."""
     scores = [replay(text, policy, shown, reserve=reserve) for text in texts]
@@ -78,21 +65,12 @@ def tokens_per_s(texts: list[ReplayText], policy: Policy, shown: Costs, true: Co
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("records", nargs="+", type=Path)
-    parser.add_argument("--train", nargs="*", type=Path, default=[], help="other records to train predictors on")
     options = parser.parse_args()
     data = evaluation.load(options.records)
     variants: dict[str, Callable[[], Policy]] = {"throughput": Throughput, "throughput, noisy times": Throughput}
     for factor in (0.7, 0.8, 0.9, 1.1, 1.2):
         variants[f"threshold x {factor}"] = partial(Scaled, factor=factor)
     variants["no optimism"] = lambda: Throughput(acceptance=OnlineAcceptance(optimism=0.0))
-    sources = {"these prompts": data.records}
-    if options.train:
-        sources["other records"] = evaluation.load(options.train).records
-    for source, records in sources.items():
-        for name in TOKEN_MODELS:
-            network = trained(records, name)
-            variants[f"{name} of {source}"] = partial(Throughput, acceptance=Frozen(network))
-            variants[f"{name} of {source}, recalibrated"] = partial(recalibrated, network)
     for threshold in (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9):
         variants[f"confidence {threshold}"] = partial(make_policy, "confidence", threshold=threshold)
     for gamma in (2, 4, 6, 8):

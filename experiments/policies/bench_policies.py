@@ -6,7 +6,7 @@ variants turns by one from prompt to prompt. All must give the tokens of plain d
 
 Per task and overall: tokens/s of the whole call, the prompt's prefill included, and for our own variants the gain of
 the decode steps alone over the best fixed gamma in hindsight, with a bootstrap interval over prompts. A prompt's time
-is the median over repeats. Prints tables, ends in one JSON line.
+is the median over repeats. Prints tables and paired gains, ends in one JSON line that keeps the seconds per prompt.
 
     bench_policies.py code=HumanEval.jsonl.gz math=gsm8k.jsonl chat=mt_bench.jsonl \\
         summary=spec_bench.jsonl:summarization
@@ -19,6 +19,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -42,8 +43,8 @@ ASSISTED = "transformers, assisted (dynamic)"
 class Contest:
     """Runs the variants and keeps their seconds per variant, prompt and repeat, of the whole call and of decoding."""
 
-    def __init__(self, num_tokens: int) -> None:
-        self.num_tokens = num_tokens
+    def __init__(self, num_tokens: int, temperature: float = 0.0) -> None:
+        self.num_tokens, self.temperature = num_tokens, temperature
         self.seconds: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
         self.decode_seconds: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
         self.tokens: dict[str, dict[int, list[int]]] = defaultdict(dict)
@@ -52,9 +53,17 @@ class Contest:
         self.accepted: dict[str, int] = defaultdict(int)
         self.proposed: dict[str, int] = defaultdict(int)
 
-    def ours(self, generator: SpecStackGenerator, policy: Any, ids: list[int], name: str, index: int) -> list[int]:
+    def ours(
+        self, generator: SpecStackGenerator, policy: Any, ids: list[int], name: str, index: int, proposer: str = "model"
+    ) -> list[int]:
         result = generator.generate(
-            input_ids=ids, max_tokens=self.num_tokens, policy=policy, specprefill=False, ignore_eos=True
+            input_ids=ids,
+            max_tokens=self.num_tokens,
+            policy=policy,
+            proposer=proposer,
+            temperature=self.temperature,
+            specprefill=False,
+            ignore_eos=True,
         )
         metrics = result.metrics
         self.decode_seconds[name][index].append(metrics.total_s - metrics.ttft_s)
@@ -65,17 +74,25 @@ class Contest:
         return result.token_ids
 
     def theirs(
-        self, target: PreTrainedModel, draft: PreTrainedModel | None, ids: list[int], name: str, index: int
+        self,
+        target: PreTrainedModel,
+        draft: PreTrainedModel | None,
+        ids: list[int],
+        name: str,
+        index: int,
+        num_looked_up: int | None = None,
     ) -> list[int]:
         inputs = torch.tensor([ids], device=target.device)
         output = target.generate(
             inputs,
             attention_mask=torch.ones_like(inputs),
-            do_sample=False,
+            do_sample=self.temperature > 0,
+            temperature=self.temperature or None,
             max_new_tokens=self.num_tokens,
             eos_token_id=None,
             pad_token_id=0,
             assistant_model=draft,
+            prompt_lookup_num_tokens=num_looked_up,
         )
         return [int(token) for token in output[0, len(ids) :]]
 
@@ -139,7 +156,11 @@ def main() -> None:
     parser.add_argument("--per-task", type=int, default=10, help="prompts per task (%(default)s)")
     parser.add_argument("--max-prompt-tokens", type=int, default=1024, help="longer ones lose their middle")
     parser.add_argument("--tokens", type=int, default=128, help="tokens per answer (%(default)s)")
-    parser.add_argument("--gammas", type=int, nargs="+", default=[1, 2, 3, 4, 5, 6, 8])
+    parser.add_argument("--gammas", type=int, nargs="+", default=[1, 2, 3, 4, 5, 6, 8, 10, 12, 16])
+    parser.add_argument("--temperature", type=float, default=0.0, help="1 draws: other text in every run, so wide")
+    parser.add_argument("--proposer", default="model", help="for the policies, model or both (%(default)s)")
+    parser.add_argument("--confidence", type=float, nargs="*", default=[0.3, 0.5, 0.7], help="more thresholds")
+    parser.add_argument("--out", type=Path, help="file for the JSON line")
     parser.add_argument("--policies", nargs="+", default=[name for name in POLICY_NAMES if name != "fixed"])
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
@@ -156,7 +177,7 @@ def main() -> None:
     )
     encoded = [prompt.encode(generator.tokenizer, arguments.max_prompt_tokens) for prompt in prompts]
 
-    contest = Contest(arguments.tokens)
+    contest = Contest(arguments.tokens, arguments.temperature)
     fixed = [f"fixed-{gamma}" for gamma in arguments.gammas]
     variants: dict[str, Callable[[list[int], str, int], list[int]]] = {
         PLAIN: partial(contest.ours, generator, make_policy("fixed", gamma=0)),
@@ -165,8 +186,14 @@ def main() -> None:
     }
     for gamma in arguments.gammas:
         variants[f"fixed-{gamma}"] = partial(contest.ours, generator, make_policy("fixed", gamma=gamma))
+    files = generator.pair.predictors
     for name in arguments.policies:
-        variants[name] = partial(contest.ours, generator, make_policy(name))
+        # `speckv` gets the predictor that a user of the pair gets.
+        options = {"predictor": files[name]} if name in files else {}
+        variants[name] = partial(contest.ours, generator, make_policy(name, **options), proposer=arguments.proposer)
+    for threshold in arguments.confidence:
+        policy = make_policy("confidence", threshold=threshold)
+        variants[f"confidence {threshold}"] = partial(contest.ours, generator, policy)
     contest.run(variants, encoded, arguments.repeats)
 
     tasks = [prompt.task for prompt in prompts]
@@ -175,7 +202,7 @@ def main() -> None:
     details: dict[str, Any] = {}
     for name in variants:
         other = sum(contest.tokens[name][index] != contest.tokens[PLAIN][index] for index in range(len(encoded)))
-        details[name] = {"prompts_with_other_tokens": other}
+        details[name] = {"prompts_with_other_tokens": other, "decode_seconds": contest.decode_seconds[name]}
         if contest.num_steps[name]:
             steps = contest.num_steps[name]
             details[name] |= {
@@ -189,7 +216,23 @@ def main() -> None:
             )
         else:
             print(f"  {name:34s}{'–':>8s}  {'–':>13s}  {'–':>16s}  {other:9d} of {len(encoded)}")
-    print(json.dumps({"experiment": "bench_policies", **describe(), "result": result, "details": details}))
+    paired = paired_gains(contest, arguments.policies)
+    line = {"experiment": "bench_policies", **describe(), "result": result, "paired": paired, "details": details}
+    if arguments.out is not None:
+        arguments.out.write_text(json.dumps(line) + "\n", encoding="utf-8")
+    print(json.dumps(line))
+
+
+def paired_gains(contest: Contest, policies: list[str]) -> dict[str, dict[str, tuple[float, float, float]]]:
+    """Print, over the same prompts, what every policy's decoding gains on every other variant of ours."""
+    decode = {name: per_prompt(seconds) for name, seconds in contest.decode_seconds.items()}
+    result: dict[str, dict[str, tuple[float, float, float]]] = {}
+    for name in policies:
+        result[name] = {other: gain(decode[name], decode[other]) for other in decode if other != name}
+        print(f"\n{name}, paired over")
+        for other, (middle, low, high) in result[name].items():
+            print(f"  {other:34s}{middle:+7.1%} [{low:+.1%}, {high:+.1%}]")
+    return result
 
 
 if __name__ == "__main__":

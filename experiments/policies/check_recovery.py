@@ -26,7 +26,6 @@ from spec_stack.offline.replay import Costs, ReplayText, fit_costs, merge_runs, 
 
 POLICIES: dict[str, tuple[str, dict[str, float]]] = {
     "throughput": ("throughput", {}),
-    "bandit": ("bandit", {}),
     "confidence 0.4": ("confidence", {"threshold": 0.4}),
     "confidence 0.7": ("confidence", {"threshold": 0.7}),
     "confidence 0.9": ("confidence", {"threshold": 0.9}),

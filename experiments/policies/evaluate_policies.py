@@ -3,8 +3,10 @@
 RECORDS are files written by spec_stack.offline.records (greedy runs of the same prompts at several fixed gammas), or
 the folder of the SpecKV authors' CSVs. Prompts are split into folds; what a policy needs to know beforehand (the best
 fixed gamma, the task oracle, trained predictors, the warm start of learning policies) comes from the training prompts.
-Intervals are bootstrapped over prompts. Regret is tokens/s lost against the best fixed gamma chosen on training
-prompts (negative: better) and against the best any sequence of gammas could do.
+Intervals are bootstrapped over prompts. Gains are paired, over three rivals: the best fixed gamma chosen on training
+prompts, the best one in hindsight, and `confidence` with the threshold that was best on training prompts. Regret is
+tokens/s lost against the best any sequence of gammas could do. --worlds repeats all of it with other drawn signals
+where the authors' data leave them open, and prints the mean of the gains and their range.
 
 --as-published instead repeats the SpecKV paper's own tables from the authors' CSVs, beside the paper's figures.
 """
@@ -26,19 +28,20 @@ import numpy as np
 from experiments.common.script import run_script
 from experiments.policies import published, reproduce
 from experiments.policies.published_columns import StepTable
-from experiments.policies.token_model import TOKEN_MODELS, Recalibrated, fit_token_model, token_examples
 from spec_stack.config import MAX_GAMMA
 from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord
-from spec_stack.controller.predictor import Card, Network, StepPredictor
+from spec_stack.controller.confidence import Confidence
+from spec_stack.controller.predictor import Card, StepPredictor
 from spec_stack.controller.registry import POLICY_NAMES, make_policy
 from spec_stack.controller.speckv import SpecKV
-from spec_stack.controller.throughput import Throughput
+from spec_stack.offline.bandit import Bandit
 from spec_stack.offline.oracles import BestFixed, TaskOracle, best_fixed, oracle
 from spec_stack.offline.records import read_records
 from spec_stack.offline.replay import Costs, Merged, ReplayText, Score, fit_costs, merge_runs, replay
 from spec_stack.offline.training import as_network, make_estimator, step_examples
 
-FIXED = (0, 1, 2, 4, 6, 8)
+FIXED = (0, 1, 2, 4, 6, 8, 10, 12, 16)
+THRESHOLDS = tuple(number / 20 for number in range(2, 20))
 LEARNING = ("throughput", "bandit", "speckv")
 
 
@@ -163,15 +166,40 @@ def policies_for(train: list[ReplayText], records: list[StepRecord], data: Data)
     for model in ("ridge", "mlp-16"):
         step_model = StepPredictor(as_network(make_estimator(model).fit(inputs, rates)), _CARD)
         makers[f"speckv {model}"] = partial(SpecKV, predictor=step_model)
-    token_inputs, accepted, groups = token_examples(records)
-    for model in TOKEN_MODELS:
-        fitted = fit_token_model(model, token_inputs, accepted, groups, num_folds=3)
-        makers[f"throughput {model}"] = partial(_trained_throughput, fitted.network)
+        makers[f"speckv {model}, as published"] = partial(SpecKV, predictor=step_model, objective="per_step")
+    makers["bandit"] = Bandit
+    makers["confidence tuned"] = partial(ByPrecision, tuned_confidence(train, data))
     return makers
 
 
-def _trained_throughput(network: Network) -> Policy:
-    return Throughput(acceptance=Recalibrated(network))
+class ByPrecision(Policy):
+    """A confidence threshold for every precision."""
+
+    name = "confidence tuned"
+
+    def __init__(self, thresholds: Mapping[str, float]) -> None:
+        self._policies = {name: Confidence(threshold) for name, threshold in thresholds.items()}
+
+    def choose(self, context: StepContext) -> int:
+        return self._policies[context.precision].choose(context)
+
+    def keep_drafting(self, context: StepContext, signals: DraftSignals) -> bool:
+        return self._policies[context.precision].keep_drafting(context, signals)
+
+
+def tuned_confidence(train: list[ReplayText], data: Data) -> dict[str, float]:
+    """The threshold with most tokens/s on training prompts, by precision: the simple rival at its best."""
+    best = {}
+    for precision in dict.fromkeys(text.precision for text in train):
+        texts = [text for text in train if text.precision == precision]
+        rates = {
+            threshold: rate(
+                [replay(text, Confidence(threshold), data.costs[precision], reserve=data.reserve) for text in texts]
+            )
+            for threshold in THRESHOLDS
+        }
+        best[precision] = max(rates, key=rates.__getitem__)
+    return best
 
 
 _CARD = Card("step", "fold", (), "", 0, 0)
@@ -254,6 +282,10 @@ def summarise(data: Data, results: Results, num_resamples: int, seed: int) -> di
     summary: dict[str, dict[str, Any]] = {}
     for precision in data.precisions:
         best = results.scores["best-fixed"][precision]
+        hindsight = max(
+            (results.scores[f"fixed-{gamma}"][precision] for gamma in FIXED), key=lambda each: rate(list(each.values()))
+        )
+        tuned = results.scores["confidence tuned"][precision]
         ceiling = rate(list(results.scores["oracle"][precision].values()))
         rows: dict[str, Any] = {}
         for name, by_precision in results.scores.items():
@@ -268,6 +300,8 @@ def summarise(data: Data, results: Results, num_resamples: int, seed: int) -> di
                 "mean_gamma": sum(sum(score.gammas) for score in mine.values()) / num_steps,
                 "gain": gain,
                 "gain_interval": (low, high),
+                "gain_over_hindsight": gain_interval(mine, hindsight, num_resamples, seed),
+                "gain_over_tuned_confidence": gain_interval(mine, tuned, num_resamples, seed),
                 "regret_oracle": 1 - tokens_per_s / ceiling,
             }
         summary[precision] = rows
@@ -287,6 +321,26 @@ def print_summary(summary: dict[str, dict[str, Any]], decision_us: dict[str, flo
             if timing:
                 line += f" {decision_us[name]:11.2f}" if name in decision_us else f" {'-':>11s}"
             print(line)
+
+
+def over_worlds(summaries: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
+    """Print the mean gain and its range over drawn worlds; the same as plain values."""
+    result: dict[str, Any] = {}
+    print(f"\n{len(summaries)} worlds: mean gain [least, most] over best fixed (train, hindsight), tuned confidence")
+    for precision, rows in summaries[0].items():
+        result[precision] = {}
+        for name in rows:
+            mine = [summary[precision][name] for summary in summaries]
+            gains = {
+                "train": [row["gain"] for row in mine],
+                "hindsight": [row["gain_over_hindsight"][0] for row in mine],
+                "tuned_confidence": [row["gain_over_tuned_confidence"][0] for row in mine],
+            }
+            shown = {key: (float(np.mean(values)), min(values), max(values)) for key, values in gains.items()}
+            result[precision][name] = shown
+            cells = "  ".join(f"{mean:+6.1%} [{low:+.1%}, {high:+.1%}]" for mean, low, high in shown.values())
+            print(f"  {precision:5s} {name:24s} {cells}")
+    return result
 
 
 def check_replay(data: Data) -> dict[str, float]:
@@ -346,6 +400,7 @@ def main() -> None:
     parser.add_argument(
         "--seed", type=int, default=0, help="of the bootstrap, and of signals that the authors' data leave open"
     )
+    parser.add_argument("--worlds", type=int, default=1, help="seeds from --seed on, averaged (%(default)s)")
     parser.add_argument("--timing", action="store_true", help="show microseconds per decision of every policy")
     options = parser.parse_args()
     if not 1 <= options.max_gamma <= MAX_GAMMA:
@@ -362,6 +417,12 @@ def main() -> None:
     summary = summarise(data, results, options.resamples, options.seed)
     print_summary(summary, results.decision_us, options.timing)
     line: dict[str, Any] = {"replay_errors": errors, "summary": summary}
+    if options.worlds > 1:
+        others = [
+            summarise(world, evaluate(world, options.folds, options.max_gamma), options.resamples, options.seed)
+            for world in (load(options.records, options.seed + number) for number in range(1, options.worlds))
+        ]
+        line["worlds"] = over_worlds([summary, *others])
     if options.timing:
         line["decision_us"] = results.decision_us
     print(json.dumps(line))

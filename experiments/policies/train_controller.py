@@ -1,12 +1,12 @@
-"""Train the step predictors of the `speckv` policy on records and export them; and say whether an MLP earns its place
-over a linear model, there and in the token models that `throughput` was tried with.
+"""Train the step predictors of the `speckv` policy on records, yours or the SpecKV authors', and export them.
 
-Step predictors (ridge, MLP-16) give a step's acceptance rate from the signals of the step before. --ship puts the one
-that errs least on prompts left out where the embedded pair's `speckv` finds it; files are JSON with a card. Token
-models give P(all tokens drafted so far and the next one are accepted). They are calibrated and scored on prompts left
-out, the difference in log loss is bootstrapped over prompts, and the one named in the last line wins only where that
-interval excludes zero (else the linear one, being cheaper). They are not exported: none has given more tokens/s than
-what `throughput` learns online.
+A step predictor (ridge, MLP-16, MLP-32) gives a step's acceptance rate from the signals of the step before, as the
+paper has it. Each is scored on prompts left out, then fitted to all of them and written as JSON with a card. --ship
+copies one, an MLP unless told otherwise, to where the embedded pair looks. For a pair of your own, name the file in
+`SpecStackGenerator(..., predictors={"speckv": FILE})` or `make_policy("speckv", predictor=FILE)`. `spec-stack doctor`
+says what the pair comes with.
+
+    python -m experiments.policies.train_controller mine.jsonl --out predictors
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import json
 import platform
 import shutil
 from pathlib import Path
-from time import perf_counter
 
 import numpy as np
 import sklearn
 
 from experiments.common.script import run_script
 from experiments.policies import published
-from experiments.policies.token_model import TOKEN_MODELS, FittedToken, fit_token_model, token_examples
 from spec_stack.controller.base import StepRecord
-from spec_stack.controller.predictor import KIND, STEP_FEATURES, Card, Network, load_step_predictor, save_predictor
+from spec_stack.controller.predictor import KIND, STEP_FEATURES, Card, load_step_predictor, save_predictor
 from spec_stack.offline.records import read_records
 from spec_stack.offline.training import as_network, make_estimator, step_examples
+
+MODELS = ("ridge", "mlp-16", "mlp-32")
 
 
 def read(paths: list[Path]) -> tuple[list[StepRecord], str]:
@@ -45,39 +45,14 @@ def read(paths: list[Path]) -> tuple[list[StepRecord], str]:
     return records, digest.hexdigest()
 
 
-def losses(fitted: FittedToken, accepted: np.ndarray) -> np.ndarray:
-    """Log loss of every held-out example."""
-    chance = np.clip(fitted.out_of_fold, 1e-12, 1 - 1e-12)
-    return -np.where(accepted > 0.5, np.log(chance), np.log(1 - chance))
-
-
-def interval_by_prompt(values: np.ndarray, groups: list[str], num_resamples: int = 2000) -> tuple[float, float, float]:
-    """Mean and its 95 % interval, resampling prompts."""
-    rng = np.random.default_rng(0)
-    names = sorted(set(groups))
-    index = {name: number for number, name in enumerate(names)}
-    which = np.array([index[group] for group in groups])
-    sums, counts = np.bincount(which, values), np.bincount(which)
-    picked = rng.integers(0, len(names), (num_resamples, len(names)))
-    means = sums[picked].sum(axis=1) / counts[picked].sum(axis=1)
-    low, high = np.percentile(means, [2.5, 97.5])
-    return float(values.mean()), float(low), float(high)
-
-
-def microseconds(network: Network, row: list[float], repeats: int = 20_000) -> float:
-    began = perf_counter()
-    for _ in range(repeats):
-        network.output(row)
-    return 1e6 * (perf_counter() - began) / repeats
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("records", nargs="+", type=Path, help="record files, or the SpecKV authors' folder")
     parser.add_argument("--out", type=Path, required=True, help="folder for the exported predictors")
     parser.add_argument("--folds", type=int, default=5)
     parser.add_argument("--policies", default="", help="train on runs of policies whose names begin so (default: all)")
-    parser.add_argument("--ship", type=Path, help="folder that gets the better step predictor as step.json")
+    parser.add_argument("--ship", type=Path, help="folder that gets one of them as step.json")
+    parser.add_argument("--model", choices=MODELS, default="mlp-32", help="which one (%(default)s)")
     options = parser.parse_args()
     records, data_hash = read(options.records)
     records = [record for record in records if record.policy.startswith(options.policies)]
@@ -86,31 +61,10 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     versions = {"python": platform.python_version(), "numpy": np.__version__, "scikit-learn": sklearn.__version__}
 
-    inputs, accepted, groups = token_examples(records)
-    base = float(accepted.mean())
-    entropy = -(base * np.log(base) + (1 - base) * np.log(1 - base))
-    print(
-        f"token examples {len(accepted)} from {len(set(groups))} prompts; accepted {base:.3f} (log loss {entropy:.4f})"
-    )
-    print(f"{'model':10s} {'log loss':>9s} {'brier':>7s} {'auc':>7s} {'ece':>7s} {'µs/call':>8s}")
-    fits: dict[str, FittedToken] = {}
-    for name in TOKEN_MODELS:
-        fits[name] = fitted = fit_token_model(name, inputs, accepted, groups, options.folds)
-        speed = microseconds(fitted.network, inputs[0].tolist())
-        scores = fitted.scores
-        print(
-            f"{name:10s} {scores['log_loss']:9.4f} {scores['brier']:7.4f} {scores['auc']:7.4f} "
-            f"{scores['ece']:7.4f} {speed:8.2f}"
-        )
-    difference = losses(fits["mlp"], accepted) - losses(fits["logistic"], accepted)
-    mean, low, high = interval_by_prompt(difference, groups)
-    winner = "mlp" if high < 0 else "logistic"
-    print(f"log loss, mlp - logistic: {mean:+.4f} [{low:+.4f}, {high:+.4f}] over prompts: {winner} wins")
-
     step_inputs, rates, step_groups = step_examples(records)
     step_scores: dict[str, float] = {}
     step_errors: dict[str, float] = {}
-    for name in ("ridge", "mlp-16"):
+    for name in MODELS:
         held_out = np.zeros(len(rates))
         folds = {group: number % options.folds for number, group in enumerate(dict.fromkeys(step_groups))}
         fold_of = np.array([folds[group] for group in step_groups])
@@ -132,13 +86,10 @@ def main() -> None:
     step_winner = min(step_errors, key=step_errors.__getitem__)
     if options.ship is not None:
         options.ship.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(options.out / f"step-{step_winner}.json", options.ship / "step.json")
-        print(f"{options.ship / 'step.json'} is {step_winner}")
+        shutil.copyfile(options.out / f"step-{options.model}.json", options.ship / "step.json")
+        print(f"{options.ship / 'step.json'} is {options.model}")
     line = {
-        "winner": winner,
         "step_winner": step_winner,
-        "log_loss_mlp_minus_logistic": [mean, low, high],
-        "token": {name: dict(fitted.scores) for name, fitted in fits.items()},
         "step_correlation": step_scores,
         "data_sha256": data_hash,
         "out": str(options.out),

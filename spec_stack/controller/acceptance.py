@@ -167,25 +167,44 @@ class OnlineAcceptance:
         self._own = OnlineLogistic(self._OWN_START, trust, forgetting)
         self._next = OnlineLogistic(self._NEXT_START, trust, forgetting)
         self._optimism = optimism
+        # First tokens: how many were accepted, and how many were expected to be, over the start and lately.
+        self._num_accepted = self._num_expected = 0.0
+        self._num_judged = 0
+        self._first = 1.0
         self._history = History()
         self._drafted_all_right = 1.0
         self._num_drafted = 0
 
     def begin(self, history: History) -> float:
         self._history, self._drafted_all_right, self._num_drafted = history, 1.0, 0
-        return self._next_is_right(DraftSignals())
+        self._first = self._next_is_right(DraftSignals())
+        return self._first * self._calibration
+
+    @property
+    def _calibration(self) -> float:
+        """What first tokens have brought of what was expected of them, 1 at most.
+
+        A draft that is sure and wrong is let go by this within a few steps, long before the weights have learned it;
+        the longer they have learned, the less it counts.
+        """
+        weight = 1.0 + self._num_judged / 2
+        return min((weight + self._num_accepted) / (weight + self._num_expected), 1.0)
 
     def extend(self, signals: DraftSignals) -> float:
         for index in range(self._num_drafted, len(signals)):
             self._drafted_all_right *= sigmoid(self._own.logit(_own_features(signals, index, self._history)))
         self._num_drafted = len(signals)
-        return self._drafted_all_right * self._next_is_right(signals)
+        return self._drafted_all_right * self._next_is_right(signals) * self._calibration
 
     def _next_is_right(self, signals: DraftSignals) -> float:
         return sigmoid(self._next.logit(_next_features(signals, len(signals), self._history), self._optimism))
 
     def learn(self, record: StepRecord, history: History) -> None:
         """From each token up to the first wrong one; those after it tell nothing of their own."""
+        if record.signals and not record.is_prefill:
+            self._num_judged += 1
+            self._num_accepted = 0.95 * self._num_accepted + (record.num_accepted > 0)
+            self._num_expected = 0.95 * self._num_expected + self._first
         for index in range(min(record.num_accepted + 1, len(record.signals))):
             accepted = index < record.num_accepted
             self._own.learn(_own_features(record.signals, index, history), accepted)

@@ -240,6 +240,11 @@ class DiscountedRate:
         self._num_tokens = self._num_tokens * self._discount + num_tokens
         self._seconds = self._seconds * self._discount + seconds
 
+    def fade(self, keep: float) -> None:
+        """Let what is known weigh less against what comes; the rate stays."""
+        self._num_tokens *= keep
+        self._seconds *= keep
+
     @property
     def tokens_per_s(self) -> float:
         """0.0 until a step that took time has been added."""

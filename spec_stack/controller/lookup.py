@@ -17,6 +17,7 @@ from spec_stack.controller.cost import DiscountedRate, StepCostModel
 
 _LEVELS = 7
 _CLASSES = 4
+_LEAST_REACH = 8
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class LookupOptions:
         In standard errors: what is stopped early never shows what it missed.
     least_price : float
         Chance under which nothing more is verified, however little a place in the verification seems to cost.
+    cold_price : float
+        The same while nothing has been measured yet.
     gain_weight : float
         Of the last step in what the draft gains, in (0, 1].
     try_every : int
@@ -44,6 +47,7 @@ class LookupOptions:
     forgetting: float = 0.995
     optimism: float = 0.5
     least_price: float = 0.02
+    cold_price: float = 0.1
     gain_weight: float = 0.1
     try_every: int = 32
 
@@ -55,8 +59,9 @@ class LookupOptions:
                 raise ValueError(f"{name} must be in (0, 1], got {getattr(self, name)}")
         if self.optimism < 0:
             raise ValueError(f"optimism must be 0 or more, got {self.optimism}")
-        if not 0 < self.least_price < 1:
-            raise ValueError(f"least_price is a probability between 0 and 1, got {self.least_price}")
+        for name in ("least_price", "cold_price"):
+            if not 0 < getattr(self, name) < 1:
+                raise ValueError(f"{name} is a probability between 0 and 1, got {getattr(self, name)}")
         if self.try_every < 2:
             raise ValueError(f"try_every must be 2 or more, got {self.try_every}")
 
@@ -99,6 +104,8 @@ class LookupGate:
         self._num_settled = [0] * _CLASSES
         self._offer = Offer(0, 0, 0.0)
         self._tail_length = 0
+        # Tokens that a look-up may have: grows while they are all right, and falls towards what was.
+        self._reach = 2 * _LEAST_REACH
 
     def chance(self, match_length: int, is_first: bool) -> float:
         """That the token after so many in common is right."""
@@ -110,6 +117,8 @@ class LookupGate:
     @property
     def price(self) -> float:
         """The chance at which one more verified token is worth its time."""
+        if not self._cost.ready_to_verify:
+            return self.options.cold_price
         return max(self._rate.tokens_per_s * self._cost.verify_per_token_s, self.options.least_price)
 
     def offer(self, match_length: int, most: int) -> Offer:
@@ -141,7 +150,7 @@ class LookupGate:
     def _worth(self, match_length: int, most: int, chance: float) -> tuple[int, float]:
         price, gain, num_tokens = self.price, 0.0, 0
         level, own = -1, 0.0
-        while match_length and num_tokens < most:
+        while match_length and num_tokens < min(most, self._reach):
             if num_tokens < 2 or _level(match_length + num_tokens) != level:
                 level = _level(match_length + num_tokens)
                 own = self.chance(match_length + num_tokens, num_tokens == 0)
@@ -179,6 +188,10 @@ class LookupGate:
         for row in (*self._accepted, *self._judged):
             row[0] *= self.options.forgetting
             row[1] *= self.options.forgetting
+        if num_accepted == num_tokens:
+            self._reach = max(self._reach, 2 * num_tokens)
+        else:
+            self._reach = max(_LEAST_REACH, (self._reach + 2 * num_accepted) // 2)
         for place in range(min(num_accepted + 1, num_tokens)):
             level, late = _level(length + place), int(place > 0)
             self._judged[level][late] += 1

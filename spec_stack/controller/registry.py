@@ -16,13 +16,11 @@ POLICIES: dict[str, str | type[Policy]] = {
     "confidence": "spec_stack.controller.confidence:Confidence",
     "heuristic": "spec_stack.controller.heuristic:Heuristic",
     "ema": "spec_stack.controller.ema:Ema",
-    "bandit": "spec_stack.controller.bandit:Bandit",
     "speckv": "spec_stack.controller.speckv:SpecKV",
 }
 """name -> "module:Class" or the class itself, for Python and the command line. An entry more is a policy more."""
 BATCH_POLICIES: dict[str, str | type[Policy]] = {
     "throughput": "spec_stack.controller.batch_throughput:BatchThroughput",
-    "bandit": POLICIES["bandit"],
     "ema": POLICIES["ema"],
     "heuristic": POLICIES["heuristic"],
     "fixed": POLICIES["fixed"],
@@ -30,7 +28,7 @@ BATCH_POLICIES: dict[str, str | type[Policy]] = {
 """The same for a server, where one gamma holds for a whole batch and is set before anything is drafted."""
 POLICY_NAMES = tuple(POLICIES)
 BATCH_POLICY_NAMES = tuple(BATCH_POLICIES)
-CLOCK_POLICY_NAMES = ("throughput", "bandit")
+CLOCK_POLICY_NAMES = ("throughput", "speckv")
 """Policies that decide by measured time, so that no two runs decide alike."""
 
 

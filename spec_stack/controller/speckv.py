@@ -1,17 +1,23 @@
-"""The SpecKV paper's policy (section 4.3), made causal: it reads the signals of the step before."""
+"""The SpecKV paper's policy (section 4.3), made causal, it reads the signals of the step before, and harmless: it
+counts the seconds that a step takes."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord, check_gamma, check_gammas
+from spec_stack.controller.cost import StepCostModel
 from spec_stack.controller.predictor import STEP_FEATURES, load_step_predictor, step_features
+from spec_stack.controller.probing import Probing
+
+Objective = Literal["per_second", "per_step"]
 
 
 class RatePredictor(Protocol):
@@ -45,12 +51,18 @@ class OnlineRidge:
 
 @dataclass
 class SpecKV(Policy):
-    """argmax over the candidates of acceptance_rate * gamma + 1: tokens per step, whatever a step costs.
+    """The candidate with most expected tokens, acceptance_rate * gamma + 1, per second that it is measured to take.
+
+    Where none of them is expected to beat plain decoding, nothing is drafted, and the smallest is tried now and then.
+    The place of the decision is the paper's, before the step, so a doubtful token cannot end a proposal: what comes of
+    that stands beside `throughput` in docs/results.md.
 
     Parameters
     ----------
     gammas : tuple of int
         The candidates.
+    objective : {"per_second", "per_step"}
+        "per_step" is the paper's own, which leaves out what a step costs and so nearly always takes the largest.
     predictor : str, Path or RatePredictor, optional
         An exported step predictor, or an object that predicts; without one a ridge is learned online.
     start : int
@@ -65,18 +77,24 @@ class SpecKV(Policy):
     """
 
     gammas: tuple[int, ...] = (2, 4, 6, 8)
+    objective: Objective = "per_second"
     predictor: str | Path | RatePredictor | None = None
     start: int = 4
     explore: int = 16
     _online: OnlineRidge | None = field(init=False, repr=False, default=None)
     _rates: RatePredictor = field(init=False, repr=False)
     _signals: DraftSignals | None = field(init=False, repr=False, default=None)
+    _costs: dict[str, StepCostModel] = field(init=False, repr=False, default_factory=dict)
+    _probing: Probing = field(init=False, repr=False, default_factory=Probing)
+    _recent: float = field(init=False, repr=False, default=1.0)
 
     name = "speckv"
 
     def __post_init__(self) -> None:
         check_gammas("gammas", self.gammas, least=1)
         check_gamma("start", self.start)
+        if self.objective not in get_args(Objective):
+            raise ValueError(f"objective must be one of {list(get_args(Objective))}, got {self.objective!r}")
         if self.explore < 0:
             raise ValueError(f"explore must be 0 or more, got {self.explore}")
         if self.predictor is None:
@@ -92,7 +110,21 @@ class SpecKV(Policy):
         if self._online is not None and self._online.num_seen < self.explore:
             return self.gammas[self._online.num_seen % len(self.gammas)]
         expected = [self._expected_tokens(self._signals, context.precision, gamma) for gamma in self.gammas]
-        return self.gammas[expected.index(max(expected))]
+        cost = self._costs.get(context.precision)
+        if self.objective == "per_step" or cost is None or not cost.ready:
+            return self.gammas[expected.index(max(expected))]
+        rates = [
+            self._calibrated(tokens) / cost.seconds(gamma) for tokens, gamma in zip(expected, self.gammas, strict=True)
+        ]
+        if max(rates) * cost.base_s > 1:
+            self._probing.reset()
+            return self.gammas[rates.index(max(rates))]
+        return min(self.gammas) if self._probing.is_due(0.0, cost.base_s) else 0
+
+    def _calibrated(self, tokens: float) -> float:
+        """Expected tokens, brought down by what has lately come of such expectations: the predictor was trained
+        elsewhere."""
+        return (tokens - 1) * self._recent + 1
 
     def _expected_tokens(self, signals: DraftSignals, precision: str, gamma: int) -> float:
         """Equation 1: the tokens that a step at this gamma is expected to bring."""
@@ -100,9 +132,18 @@ class SpecKV(Policy):
 
     def observe(self, record: StepRecord) -> None:
         """Remember the step's signals for the next one, and learn how they foretold this one."""
+        if not record.is_prefill and not record.draft_read_prompt and math.isfinite(record.seconds):
+            cost = self._costs.setdefault(record.precision, StepCostModel())
+            cost.observe(
+                record.num_drafted, record.draft_s, record.verify_s, record.num_recomputed, record.num_looked_up
+            )
         if not record.signals:
             return
+        if self._signals is not None and not record.is_prefill:
+            expected = self._rates.acceptance_rate(step_features(self._signals, record.precision, record.num_drafted))
+            share = record.num_drafted_accepted / max(expected * record.num_drafted, 0.5)
+            self._recent = min(max(self._recent + 0.1 * (share - self._recent), 0.0), 1.0)
         if self._online is not None and self._signals is not None and not record.is_prefill:
-            rate = record.num_accepted / record.gamma
-            self._online.learn(step_features(self._signals, record.precision, record.gamma), rate)
+            rate = record.num_drafted_accepted / record.num_drafted
+            self._online.learn(step_features(self._signals, record.precision, record.num_drafted), rate)
         self._signals = record.signals

@@ -10,9 +10,21 @@ from spec_stack.config import MAX_GAMMA
 from spec_stack.controller.acceptance import AcceptanceModel, History, OnlineAcceptance
 from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord, check_gamma
 from spec_stack.controller.cost import CostOptions, DiscountedRate, StepCostModel
+from spec_stack.controller.probing import Probing
 
 _GAIN_WEIGHT = 0.1
 _MAX_UNRATED = 64
+# Tokens to catch up on from which the draft's reading of them is weighed against what the answer can save.
+_LONG_READ = 32
+# A draft forward over this share of a plain step cannot pay: all of 16 tokens right would gain a tenth.
+_DEAREST_TOKEN = 0.9
+_LEAST_SPEEDUP = 0.98
+_MIN_DRAFTING_WEIGHT = 10.0
+_IDLE_KEEP = 0.99
+# What a draft nobody has tried is taken to save of a plain step's time, and its reading to take of the target's.
+_TYPICAL_SAVING = 1 / 3
+_TYPICAL_READ = 0.5
+_FIRST_CAP = 1
 
 
 @dataclass
@@ -21,12 +33,36 @@ class _PrecisionState:
 
     rate: the tokens/s now achieved. gain: what drafting has lately brought, in tokens a step.
     unrated: steps from before the costs are known, when there is no telling a stall from a step.
+    drafting: the tokens/s of steps that drafted alone. read_s: seconds per token that the draft has to catch up on.
     """
 
     cost: StepCostModel
     rate: DiscountedRate = field(default_factory=DiscountedRate)
     gain: float = 0.0
     unrated: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=_MAX_UNRATED))
+    drafting: DiscountedRate = field(default_factory=lambda: DiscountedRate(0.97))
+    drafting_weight: float = 0.0
+    read_s: float | None = None
+
+    def observe_read(self, record: StepRecord) -> None:
+        """Take in what it took the draft to catch up on many tokens."""
+        if record.num_unread > _LONG_READ:
+            seconds = max(record.draft_s - self.cost.draft_s(record.num_drafted), 0.0) / record.num_unread
+            self.read_s = seconds if self.read_s is None else self.read_s + 0.3 * (seconds - self.read_s)
+
+    @property
+    def speedup(self) -> float | None:
+        """Of drafting steps over plain ones; None until there were enough."""
+        if self.drafting_weight < _MIN_DRAFTING_WEIGHT or not self.cost.ready:
+            return None
+        return self.drafting.tokens_per_s * self.cost.base_s
+
+    @property
+    def can_pay(self) -> bool:
+        """Whether drafting could be worth its time at all."""
+        if self.cost.ready and self.cost.per_token_s > _DEAREST_TOKEN * self.cost.base_s:
+            return False
+        return self.speedup is None or self.speedup > _LEAST_SPEEDUP
 
     def observe(self, record: StepRecord) -> None:
         """Take in the times of a decode step."""
@@ -38,8 +74,39 @@ class _PrecisionState:
             for step in self.unrated:
                 # A stall is no part of what is achieved, whatever caused it.
                 bound = self.cost.options.tolerance * self.cost.seconds(step.num_drafted, step.num_looked_up)
-                self.rate.add(step.num_tokens, min(step.seconds, bound))
+                seconds = min(step.seconds, bound)
+                self.rate.add(step.num_tokens, seconds)
+                if step.num_drafted:
+                    self.drafting_weight = self.drafting_weight * 0.97 + 1
+                    self.drafting.add(step.num_drafted_accepted + 1, seconds)
+                else:
+                    # What drafting brought fades while nothing is drafted, so that better times are not held up by it.
+                    self.drafting_weight *= _IDLE_KEEP
+                    self.drafting.fade(_IDLE_KEEP)
             self.unrated.clear()
+
+
+class AnswerLength:
+    """How long answers usually are, since max_tokens is but a bound. Mutated by `observe`."""
+
+    def __init__(self) -> None:
+        self._typical: float | None = None
+        self._num_tokens = 0
+
+    def observe(self, record: StepRecord) -> None:
+        """A prefill step ends the answer before it."""
+        if record.is_prefill:
+            if self._num_tokens:
+                known = float(self._num_tokens) if self._typical is None else self._typical
+                self._typical = known + 0.2 * (self._num_tokens - known)
+            self._num_tokens = 0
+        self._num_tokens += record.num_tokens
+
+    def expected_left(self, most: int) -> float:
+        """Tokens that are probably still to come; an answer that is longer than usual is taken to be half done."""
+        if self._typical is None:
+            return float(most)
+        return min(float(most), max(self._typical - self._num_tokens, float(self._num_tokens)))
 
 
 @dataclass
@@ -52,7 +119,11 @@ class Throughput(Policy):
     Precision enters through the measured costs alone.
 
     The first token is worth more than its own chance, since its signals tell whether to go on. So drafting stops
-    altogether only where that chance is too low and, besides, steps with drafting have lately lost time.
+    altogether only where that chance is too low and, besides, steps with drafting have lately lost time; or where
+    one draft token takes nearly as long as a plain step, or drafting steps bring no more than plain ones.
+
+    A draft that is many tokens behind, as after a dense prefill, drafts only where what the answer can still save is
+    more than catching up takes. How long answers are is learned, since max_tokens is but a bound.
 
     Parameters
     ----------
@@ -61,7 +132,9 @@ class Throughput(Policy):
     cold_threshold : float
         Probability asked for while nothing has been measured yet.
     probe_every : int
-        With drafting off, one step in this many drafts a token all the same, so that better times are noticed.
+        With drafting off, the idle steps before one drafts a token all the same, so that better times are noticed;
+        twice as many after every probe that did not pay, up to sixteen times. A probe whose catching up would cost over
+        2 % of the time since the last one waits.
     cost : CostOptions
         How quickly measured times are followed.
     acceptance : AcceptanceModel
@@ -76,7 +149,12 @@ class Throughput(Policy):
     _history: History = field(init=False, repr=False, default_factory=History)
     _states: dict[str, _PrecisionState] = field(init=False, repr=False, default_factory=dict)
     _threshold: float = field(init=False, repr=False)
-    _num_idle: int = field(init=False, repr=False, default=0)
+    _probing: Probing = field(init=False, repr=False)
+    _cap: int = field(init=False, repr=False, default=_FIRST_CAP)
+    _answers: AnswerLength = field(init=False, repr=False, default_factory=AnswerLength)
+    _prefill_s: float = field(init=False, repr=False, default=0.0)
+    # What is known fades while nothing is drafted; that alone is no reason to draft again, a probe that was right is.
+    _is_idle: bool = field(init=False, repr=False, default=False)
 
     name = "throughput"
 
@@ -87,6 +165,7 @@ class Throughput(Policy):
         if self.probe_every < 2:
             raise ValueError(f"probe_every must be 2 or more, got {self.probe_every}; or use the policy fixed")
         self._threshold = self.cold_threshold
+        self._probing = Probing(self.probe_every, 16 * self.probe_every)
 
     def threshold(self, precision: str) -> float:
         """The probability below which a further token does not pay: tokens/s now achieved * seconds per draft token."""
@@ -99,11 +178,34 @@ class Throughput(Policy):
         self._threshold = self.threshold(context.precision)
         state = self._states.get(context.precision)
         first = self.acceptance.begin(self._history)
-        if first > self._threshold or state is None or state.gain > 0:
-            self._num_idle = 0
-            return self.max_gamma
-        self._num_idle += 1
-        return int(self._num_idle % self.probe_every == 0)
+        read_s = self._read_s(context, state)
+        is_worth = (first > self._threshold and not self._is_idle) or state is None or state.gain > 0
+        if is_worth and (state is None or state.can_pay) and self._read_pays(context, state, read_s):
+            self._probing.reset()
+            self._is_idle = False
+            return min(self.max_gamma, self._cap)
+        self._is_idle = not is_worth
+        if state is None or not state.cost.ready_to_verify:
+            return 0
+        return int(self._probing.is_due(read_s, state.cost.base_s))
+
+    def _read_s(self, context: StepContext, state: _PrecisionState | None) -> float:
+        """Seconds that catching up is expected to take the draft."""
+        if context.num_unread <= _LONG_READ:
+            return 0.0
+        if state is not None and state.read_s is not None:
+            return state.read_s * context.num_unread
+        return _TYPICAL_READ * self._prefill_s
+
+    def _read_pays(self, context: StepContext, state: _PrecisionState | None, read_s: float) -> bool:
+        """Whether the rest of the answer can save what the draft's catching up costs."""
+        if read_s == 0.0:
+            return True
+        if state is None or not state.cost.ready_to_verify:
+            return False
+        speedup = state.speedup
+        share = _TYPICAL_SAVING if speedup is None else 1 - 1 / max(speedup, 1.0)
+        return self._answers.expected_left(context.max_gamma + 1) * share * state.cost.base_s > read_s
 
     def keep_drafting(self, context: StepContext, signals: DraftSignals) -> bool:
         return self.acceptance.extend(signals) > self._threshold
@@ -112,9 +214,24 @@ class Throughput(Policy):
         """Learn from a step. One with a prefill, of either model, teaches about acceptance, but not about times."""
         self.acceptance.learn(record, self._history)
         self._history.observe(record)
-        if record.is_prefill or record.draft_read_prompt or not math.isfinite(record.seconds):
+        self._answers.observe(record)
+        if record.is_prefill:
+            self._prefill_s = record.verify_s if math.isfinite(record.verify_s) else 0.0
+            return
+        self._is_idle = self._is_idle and record.num_drafted_accepted == 0
+        if record.num_drafted and self._cap < self.max_gamma:
+            # A draft that nobody knows begins with little, and has more while half of it is right.
+            accepted = record.num_drafted_accepted
+            self._cap = 2 * self._cap if 2 * accepted >= record.num_drafted else max(self._cap // 2, 1)
+        if not math.isfinite(record.seconds):
+            return
+        state = self._states.get(record.precision)
+        if state is None and (record.draft_read_prompt or record.num_unread > _LONG_READ):
             return
         state = self._states.setdefault(record.precision, _PrecisionState(StepCostModel(self.cost)))
+        state.observe_read(record)
+        if record.draft_read_prompt or record.num_unread > _LONG_READ:
+            return
         state.observe(record)
         if record.num_drafted:
             gained = record.num_drafted_accepted - self._threshold * record.num_drafted

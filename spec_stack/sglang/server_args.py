@@ -92,7 +92,6 @@ class ServerConfig:
         drafting = tuple(gamma for gamma in self.gammas if gamma)
         by_name: dict[str, dict[str, Any]] = {
             "throughput": {"gammas": self.gammas},
-            "bandit": {"gammas": self.gammas, "thresholds": (0.0,)},
             "ema": {"max_gamma": drafting[-1]},
             "heuristic": {"max_gamma": drafting[-1], "start": min(DecodeConfig.gamma, drafting[-1])},
             "fixed": {"gamma": max(gamma for gamma in drafting if gamma <= max(DecodeConfig.gamma, drafting[0]))},

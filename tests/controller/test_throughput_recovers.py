@@ -174,3 +174,100 @@ def test_a_policy_is_made_once_for_being_checked_and_lent(monkeypatch: pytest.Mo
     assert reads == [path]
     assert lent[2] is lent[0]
     assert lent[1] is not lent[3]
+
+
+def opened(policy: Throughput, prefill_s: float = 0.12) -> StepRecord:
+    """The prefill step of a new request."""
+    prefill = record(step=0, is_prefill=True, gamma=0, num_accepted=0, num_tokens=1, signals=DraftSignals(),
+                     draft_s=0.0, verify_s=prefill_s)  # fmt: skip
+    policy.observe(prefill)
+    return prefill
+
+
+def plain(number: int) -> StepRecord:
+    return record(step=number, gamma=0, num_accepted=0, num_tokens=1, signals=DraftSignals(), draft_s=0.0)
+
+
+@pytest.mark.parametrize(("num_left", "drafts"), [(8, False), (400, True)])
+def test_a_long_prompt_is_read_by_the_draft_only_where_the_answer_is_long_enough(num_left: int, drafts: bool) -> None:
+    policy = warm()
+    last = opened(policy)
+    chosen = policy.choose(StepContext(1, num_left, last, "fp32", num_unread=1801))
+    assert (chosen > 0) == drafts
+    assert policy.choose(StepContext(1, num_left, last, "fp32", num_unread=1)) > 0
+
+
+def test_a_fresh_policy_measures_plain_steps_before_it_has_a_long_prompt_read() -> None:
+    policy = Throughput()
+    last = opened(policy)
+    chosen = []
+    for number in range(1, 8):
+        chosen.append(policy.choose(StepContext(number, 400, last, "fp32", num_unread=1800 + number)))
+        last = plain(number)
+        policy.observe(last)
+    assert chosen[:3] == [0, 0, 0]
+    assert chosen[-1] > 0
+
+
+def test_answers_that_were_short_are_expected_to_be_short_again() -> None:
+    policy = warm()
+    for _ in range(10):
+        last = opened(policy)
+        for number in range(1, 8):
+            policy.observe(plain(number))
+    last = opened(policy)
+    assert policy.choose(StepContext(1, 400, last, "fp32", num_unread=1801)) == 0
+
+
+def test_a_draft_as_dear_as_the_target_is_not_used_however_right_it_is() -> None:
+    policy = Throughput()
+    for _ in range(20):
+        policy.observe(record(num_accepted=4, num_tokens=5, draft_s=4 * VERIFY_S))
+    last = record()
+    chosen = [policy.choose(StepContext(1, 99, last, "fp32", num_unread=1)) for _ in range(600)]
+    assert sum(gamma > 0 for gamma in chosen) <= 6
+    assert max(chosen) <= 1
+
+
+def test_tries_become_rarer_up_to_every_256th_step_and_none_has_a_long_prompt_read() -> None:
+    policy = Throughput()
+    last = record(num_accepted=0, num_tokens=1)
+    for _ in range(30):
+        policy.observe(last)
+    waits, idle = [], 0
+    for _ in range(2000):
+        context = StepContext(1, 99, last, "fp32", num_unread=1)
+        idle += 1
+        if policy.choose(context):
+            waits.append(idle)
+            idle = 0
+            policy.observe(record(gamma=1, num_accepted=0, num_tokens=1, signals=DraftSignals([1.0], [0.9]),
+                                  draft_s=PER_TOKEN_S))  # fmt: skip
+        else:
+            policy.observe(plain(1))
+    assert waits[:5] == [16, 32, 64, 128, 256]
+    assert set(waits[4:]) == {256}
+    policy.observe(record(draft_read_prompt=True, num_unread=1800, draft_s=1.0, num_accepted=0, num_tokens=1))
+    chosen = [policy.choose(StepContext(1, 9999, last, "fp32", num_unread=1800)) for _ in range(1000)]
+    assert not any(chosen)
+
+
+def test_a_sure_and_useless_draft_is_let_go_within_a_few_steps() -> None:
+    machine = Machine(Throughput())
+    machine._rng = random.Random(1)
+    last: StepRecord | None = None
+    drafted = []
+    for number in range(60):
+        context = StepContext(number, 99, last, "fp32", num_unread=1)
+        most = machine.policy.choose(context)
+        signals = DraftSignals()
+        while len(signals) < most:
+            signals.append(0.05, 0.99)
+            if not machine.policy.keep_drafting(context, signals):
+                break
+        gamma = len(signals)
+        last = record(gamma=gamma, num_accepted=0, num_tokens=1, signals=signals, draft_s=gamma * PER_TOKEN_S)
+        machine.policy.observe(last)
+        drafted.append(gamma)
+    assert sum(drafted) <= 8
+    assert not any(drafted[7:20])

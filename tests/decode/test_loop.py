@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable
 from functools import partial
 
@@ -262,3 +263,39 @@ def test_the_embedded_pair_is_lossless_too(gamma: int, embedded: SpecStackGenera
     result = embedded.generate(input_ids=prompt, max_tokens=60, gamma=gamma, ignore_eos=True)
     assert result.token_ids == expected
     assert result.metrics.num_accepted > 10
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.filterwarnings("default")
+def test_a_draft_whose_logits_are_not_finite_proposes_nothing_and_says_so_once(
+    temperature: float, target: PreTrainedModel, draft: PreTrainedModel
+) -> None:
+    with torch.no_grad():
+        draft.get_output_embeddings().weight.fill_(float("nan"))
+    generator = SpecStackGenerator(target, draft)
+    prompt = random_prompt(20)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        result = generator.generate(input_ids=prompt, max_tokens=20, gamma=4, temperature=temperature)
+    assert [str(warning.message)[:36] for warning in said if "finite" in str(warning.message)] == [
+        "the draft's logits are not finite; i"
+    ]
+    assert result.metrics.num_proposed == 0
+    assert len(result.token_ids) == 20
+    if not temperature:
+        assert result.token_ids == reference.greedy(make_model(seed=1), prompt, 20)
+
+
+def test_a_policy_is_told_what_the_draft_has_not_read(target: PreTrainedModel, draft: PreTrainedModel) -> None:
+    policy = RandomGamma(3)
+    records = SpecStackGenerator(target, draft).generate(
+        input_ids=random_prompt(25), max_tokens=30, policy=policy, return_records=True
+    ).records or []  # fmt: skip
+    seen, committed = 0, 25
+    for context, before, record in zip(policy.contexts, records, records[1:], strict=False):
+        committed += before.num_tokens
+        assert context.num_unread == committed - seen
+        assert record.num_unread == (context.num_unread if record.gamma else 0)
+        if record.gamma:
+            # The last drafted token is not fed, and what was rejected is taken back.
+            seen = committed + min(record.num_accepted, record.gamma - 1)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from argparse import Namespace
 from collections import Counter
@@ -13,8 +15,8 @@ import pytest
 import torch
 
 from experiments.common.prompt_files import choose_prompts
-from experiments.policies import analyze_profile, profile_steps, train_controller
-from experiments.speed import bench_precisions
+from experiments.policies import analyze_profile, bench_floor, profile_steps, train_controller
+from experiments.speed import bench_lookup, bench_precisions
 from spec_stack import SpecStackGenerator, StepRecord
 from spec_stack.controller.predictor import load_step_predictor
 from spec_stack.controller.registry import make_policy
@@ -161,8 +163,10 @@ def test_the_tables_the_speeds_and_the_predictor_come_from_the_file(
     assert result["greedy"]["fp32"]["differ"] == 0
     assert result["causes"]["best_gamma"]["fp32"]["nf4"] in (0, 2, 4)
 
-    run(bench_precisions, profile, "--per-task", 1, "--tokens", 6, "--repeats", 1, monkeypatch=monkeypatch)
+    options = ["--per-task", 1, "--tokens", 6, "--repeats", 1, "--policies", "throughput", "speckv"]
+    run(bench_precisions, profile, *options, monkeypatch=monkeypatch)
     speeds = json.loads(capsys.readouterr().out.splitlines()[-1])["result"]
+    assert set(speeds["nf4"]["over_best_fixed"]) == {"plain", "best fixed", "throughput", "speckv"}
     assert set(speeds) == {"fp32", "nf4"}
     assert speeds["nf4"]["target_mb"] < speeds["fp32"]["target_mb"]
 
@@ -176,3 +180,29 @@ def test_the_projects_own_prompts_cover_the_four_categories() -> None:
     prompts = choose_prompts([], 6)
     assert Counter(prompt.task for prompt in prompts) == {"code": 6, "math": 6, "chat": 6, "summary": 6}
     assert len({prompt.text for prompt in prompts}) == 24
+
+
+@pytest.mark.slow
+def test_the_grid_for_a_card_runs_from_end_to_end_on_a_cpu(tmp_path: Path) -> None:
+    script = Path(profile_steps.__file__).parents[1] / "runs" / "profile_grid_gpu.sh"
+    small = {"SMALL": "1", "DEVICE": "cpu", "PRECISIONS": "fp32 int8", "TARGET": "", "OUT": str(tmp_path)}
+    subprocess.run(["bash", str(script)], env={**os.environ, **small, "PYTHON": sys.executable}, check=True)
+    speeds = json.loads((tmp_path / "profile_speeds_gpu.json").read_text())["result"]
+    assert set(speeds) == {"fp32", "int8"}
+    assert set(speeds["int8"]["over_plain"]) == {"plain", "best fixed", "throughput", "speckv", "confidence"}
+
+
+@pytest.mark.slow
+def test_the_floor_and_the_look_ups_are_measured_from_end_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "line.json"
+    run(bench_floor, "--num-prompts", 2, "--long", 300, "--repeats", 1, "--cases", 1, 3, "--out", out,
+        monkeypatch=monkeypatch)  # fmt: skip
+    rows = json.loads(out.read_text())["result"]
+    assert len(rows) == 4
+    assert all(len(row["plain_s"]) == len(row["ours_s"]) == 2 for row in rows.values())
+    run(bench_lookup, "--copying", 1, "--tokens", 12, "--repeats", 1, "--out", out, monkeypatch=monkeypatch)
+    line = json.loads(out.read_text())
+    assert line["tasks"] == ["edit", "quote", "rewrite"]
+    assert all(detail["prompts_with_other_tokens"] == 0 for detail in line["details"].values())

@@ -131,7 +131,7 @@ def test_eight_mixed_requests_at_once_give_the_references_tokens(server: Server,
 def test_gamma_changes_under_load_and_the_tokens_do_not(server: Server, reference: Reference) -> None:
     """With a policy that tries every gamma before it settles, and that no earlier request has taught."""
     prompts = [reference.prompt(100 + 40 * index, seed=50 + index) for index in range(6)]
-    replies = server.generate_all([(prompt, {"max_new_tokens": 120, "policy": "bandit"}) for prompt in prompts])
+    replies = server.generate_all([(prompt, {"max_new_tokens": 120, "policy": "ema"}) for prompt in prompts])
     gammas: set[int] = set()
     for prompt, reply in zip(prompts, replies, strict=True):
         assert reply["output_ids"] == reference.tokens(prompt, max_new_tokens=120)

@@ -1,0 +1,126 @@
+"""What `throughput` costs where drafting does not pay, against plain decoding, with times that are known exactly.
+
+Forty answers of each length to a draft whose tokens are accepted with a known chance: steps take
+plain * (1 + 0.02 per verified token) and `ratio` * plain per drafted token, each with 10 % noise, and a draft that is
+behind takes 30 us a token to catch up. "running" keeps one policy, "fresh" makes one for every answer. Plain time over
+the policy's, prefill included. Takes under a minute; timing on a machine is bench_floor.py's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from experiments.common.script import run_script
+from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord
+from spec_stack.controller.registry import make_policy
+
+PLAIN_S = 3e-3
+READ_S = 30e-6
+LENGTHS = (8, 24, 128)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A draft: its seconds per token over a plain step's, what it says of its tokens, and the chance that it is right.
+
+    num_prompt_tokens: that it has to catch up on; prefill_s: what they take the target.
+    """
+
+    ratio: float
+    confidence: Callable[[random.Random], float]
+    accepted: Callable[[float], float]
+    num_prompt_tokens: int = 0
+    prefill_s: float = 3e-3
+
+
+def varied(rng: random.Random) -> float:
+    return rng.choice([0.5, 0.9, 0.98, 0.99])
+
+
+def sure(rng: random.Random) -> float:
+    return 0.99
+
+
+CASES = {
+    "good": Pair(0.288, varied, lambda said: said),
+    "useless and sure": Pair(0.288, sure, lambda said: 0.02),
+    "useless and unsure": Pair(0.288, lambda rng: 0.05, lambda said: 0.02),
+    "30 % accepted, signals say nothing": Pair(0.3, lambda rng: 0.8, lambda said: 0.3),
+    "as dear as the target, all accepted": Pair(1.0, sure, lambda said: 1.0),
+    "dearer than the target": Pair(1.5, varied, lambda said: said),
+    "temperature 1, half as good": Pair(0.288, varied, lambda said: 0.5 * said),
+    "useless and sure, 1,800-token prompt": Pair(0.288, sure, lambda said: 0.02, 1800, 0.12),
+    "good, 1,800-token prompt": Pair(0.288, varied, lambda said: said, 1800, 0.12),
+}
+
+
+def answer(policy: Policy, pair: Pair, num_tokens: int, rng: random.Random) -> tuple[int, float]:
+    """Tokens after the first one, and seconds with the prefill."""
+
+    def record(step: int, signals: DraftSignals, num_accepted: int, draft_s: float, verify_s: float, num_unread: int,
+               read_prompt: bool) -> StepRecord:  # fmt: skip
+        gamma = len(signals)
+        return StepRecord("r", step, policy.name, "fp32", "", step == 0, 1.0, gamma, num_accepted, num_accepted + 1,
+                          signals, draft_s, verify_s, 1e-5, read_prompt, 0, num_unread if gamma else 0)  # fmt: skip
+
+    last = record(0, DraftSignals(), 0, 0.0, pair.prefill_s, 0, False)
+    policy.observe(last)
+    seconds, done, num_unread, step = pair.prefill_s, 1, pair.num_prompt_tokens + 1, 1
+    while done < num_tokens:
+        context = StepContext(step, num_tokens - done - 1, last, "fp32", num_unread=num_unread)
+        most = max(0, min(policy.choose(context), context.max_gamma, 16))
+        signals, num_accepted, is_right = DraftSignals(), 0, True
+        while len(signals) < most:
+            said = pair.confidence(rng)
+            signals.append(1.0 if said < 0.9 else 0.1, said)
+            is_right = is_right and rng.random() < pair.accepted(said)
+            num_accepted += is_right
+            if len(signals) < most and not policy.keep_drafting(context, signals):
+                break
+        gamma = len(signals)
+        draft_s = (gamma * pair.ratio * PLAIN_S + READ_S * (num_unread - 1)) * rng.uniform(0.9, 1.1) if gamma else 0.0
+        verify_s = PLAIN_S * (1 + 0.02 * gamma) * rng.uniform(0.9, 1.1)
+        read_prompt = gamma > 0 and 0 < pair.num_prompt_tokens < num_unread
+        last = record(step, signals, num_accepted, draft_s, verify_s, num_unread, read_prompt)
+        policy.observe(last)
+        seconds += draft_s + verify_s
+        done, step = done + num_accepted + 1, step + 1
+        num_unread = 1 + int(num_accepted == gamma) if gamma else num_unread + 1
+    return done - 1, seconds
+
+
+def over_plain(name: str, pair: Pair, num_tokens: int, is_fresh: bool) -> float:
+    rng, policy = random.Random(0), make_policy(name)
+    plain = ours = 0.0
+    for _ in range(40):
+        if is_fresh:
+            policy = make_policy(name)
+        num_decoded, seconds = answer(policy, pair, num_tokens, rng)
+        plain += num_decoded * PLAIN_S + pair.prefill_s
+        ours += seconds
+    return plain / ours
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--policy", default="throughput")
+    arguments = parser.parse_args()
+    print(f"{'':38s}" + "".join(f"{f'{length} tokens: running, fresh':>28s}" for length in LENGTHS))
+    result: dict[str, dict[int, list[float]]] = {}
+    for name, pair in CASES.items():
+        result[name] = {
+            length: [over_plain(arguments.policy, pair, length, is_fresh) for is_fresh in (False, True)]
+            for length in LENGTHS
+        }
+        print(
+            f"{name:38s}" + "".join(f"{f'{running:.3f}, {fresh:.3f}':>28s}" for running, fresh in result[name].values())
+        )
+    print(json.dumps({"experiment": "simulate_floor", "policy": arguments.policy, "result": result}))
+
+
+if __name__ == "__main__":
+    run_script(main)

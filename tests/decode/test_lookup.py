@@ -1,0 +1,257 @@
+"""Look-ups: the index against comparing every place, lossless greedy and sampled, and beside the draft."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import PreTrainedModel
+
+from spec_stack import DecodeConfig, SpecStackConfig, SpecStackGenerator
+from spec_stack.config import MAX_LOOKED_UP
+from spec_stack.controller.base import DraftSignals
+from spec_stack.controller.fixed import Fixed
+from spec_stack.controller.lookup import LookupGate
+from spec_stack.decode.lookup import LookupIndex, Match
+from spec_stack.decode.loop import RequestLabels, decode
+from spec_stack.decode.proposer import Means, make_proposer
+from spec_stack.decode.sampler import Sampler
+from spec_stack.decode.stopping import Stopper
+from spec_stack.hf.attention import install
+from spec_stack.hf.model import CachedModel
+from spec_stack.types import Proposal, Selection
+from tests.support import reference
+from tests.support.controller_data import step
+from tests.support.enumeration import StoppedClock, chain_model, exact_law
+from tests.support.models import make_model, make_tokenizer, random_prompt
+from tests.support.reference_lookup import chain_law, longest_match, unrolled
+
+tokens = st.lists(st.integers(0, 2), max_size=17)
+
+
+@given(text=tokens, tail=st.lists(st.integers(0, 2), max_size=4), parts=st.integers(1, 5))
+def test_a_match_is_the_longest_and_the_last_however_the_text_came(
+    text: list[int], tail: list[int], parts: int
+) -> None:
+    index = LookupIndex()
+    for start in range(0, len(text), parts):
+        index.extend(text[start : start + parts])
+    expected = longest_match([*text, *tail], len(text), 32) if text or tail else None
+    found = index.match(tail)
+    assert (None if found is None else (found.length, found.start)) == expected
+    assert len(index) == len(text)
+
+
+@given(text=st.lists(st.integers(0, 3), min_size=2, max_size=12), data=st.data())
+def test_a_continuation_goes_on_past_the_end_of_the_text_with_itself(text: list[int], data: st.DataObject) -> None:
+    start = data.draw(st.integers(1, len(text) - 1))
+    split = data.draw(st.integers(start, len(text)))
+    index = LookupIndex()
+    index.extend(text[:split])
+    assert index.continuation(Match(1, start), 20, (), text[split:]) == unrolled(text, start, 20)
+    ended = index.continuation(Match(1, start), 20, {3}, text[split:])
+    whole = unrolled(text, start, 20)
+    assert ended == (whole[: whole.index(3) + 1] if 3 in whole else whole)
+
+
+def test_a_step_in_a_long_text_takes_microseconds() -> None:
+    index = LookupIndex()
+    index.extend(random_prompt(100_000, vocab=50))
+    started = time.process_time()
+    for token in random_prompt(1000, seed=1, vocab=50):
+        index.extend([token])
+        index.match()
+    assert (time.process_time() - started) / 1000 < 500e-6
+
+
+def repeating_prompt(seed: int = 0) -> list[int]:
+    part = random_prompt(20, seed)
+    return [*part, *random_prompt(10, seed + 1), *part, *part[:10]]
+
+
+@pytest.mark.parametrize("proposer", ["lookup", "both"])
+@pytest.mark.parametrize("policy", ["throughput", "fixed", "confidence", "heuristic", "ema", "speckv"])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_greedy_tokens_are_the_targets_own_whoever_proposes(
+    proposer: str, policy: str, seed: int, target: PreTrainedModel, draft: PreTrainedModel
+) -> None:
+    prompt = repeating_prompt(seed)
+    expected = reference.greedy(make_model(seed=1), prompt, 60)
+    result = SpecStackGenerator(target, draft).generate(
+        input_ids=prompt, max_tokens=60, policy=policy, proposer=proposer, return_records=True
+    )
+    assert result.token_ids == expected
+    records = result.records or []
+    metrics = result.metrics
+    assert metrics.proposer == proposer
+    assert metrics.num_looked_up == sum(record.num_looked_up for record in records) > 0
+    for record in records:
+        assert record.num_looked_up <= MAX_LOOKED_UP
+        assert len(record.signals) == record.num_drafted
+        assert (record.proposer == "model") == (record.num_looked_up == 0)
+        assert proposer == "both" or record.num_drafted == record.num_unread == 0
+
+
+def looping(embedded: SpecStackGenerator) -> list[int]:
+    text = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n\n\n"
+    return list(embedded.tokenizer(text + text + "def add(a, b):").input_ids)
+
+
+@pytest.mark.parametrize("gamma", [0, 1, 4])
+def test_the_embedded_pair_copies_in_fewer_steps_and_loses_nothing(gamma: int, embedded: SpecStackGenerator) -> None:
+    prompt = looping(embedded)
+    options = {"input_ids": prompt, "max_tokens": 60, "ignore_eos": True, "gamma": gamma}
+    plain = embedded.generate(**options)  # type: ignore[arg-type]
+    both = embedded.generate(proposer="both", **options)  # type: ignore[arg-type]
+    assert plain.metrics.proposer == "model"
+    assert both.token_ids == plain.token_ids == reference.greedy(embedded.target, prompt, 60)
+    assert both.metrics.num_looked_up_accepted > 10
+    assert both.metrics.num_steps < plain.metrics.num_steps
+
+
+def test_auto_is_both_under_the_policy_that_goes_by_the_clock_and_the_model_under_others(
+    target: PreTrainedModel, draft: PreTrainedModel
+) -> None:
+    generator = SpecStackGenerator(target, draft)
+    prompt = random_prompt(12)
+
+    def proposer(**options: object) -> str:
+        return generator.generate(input_ids=prompt, max_tokens=2, **options).metrics.proposer  # type: ignore[arg-type]
+
+    assert proposer() == "both"
+    assert proposer(gamma=2) == proposer(policy="confidence") == proposer(temperature=1.0, seed=3) == "model"
+    assert proposer(gamma=0, proposer="lookup") == "lookup"
+    with pytest.raises(ValueError, match=r"proposer must be one of .*'lookup'.*, got 'magic'"):
+        proposer(proposer="magic")
+    with pytest.raises(ValueError, match="proposer"):
+        DecodeConfig(proposer="magic")  # type: ignore[arg-type]
+    told = SpecStackGenerator(target, draft, config=SpecStackConfig(decode=DecodeConfig(proposer="lookup")))
+    assert told.generate(input_ids=prompt, max_tokens=2, gamma=3).metrics.proposer == "lookup"
+
+
+def test_what_was_dropped_from_the_prompt_can_be_looked_up_all_the_same(embedded: SpecStackGenerator) -> None:
+    passage = embedded.tokenizer("The blue heron landed on pier 47319 at dusk, and nobody saw it.\n").input_ids
+    other = embedded.tokenizer("import os\nimport sys\n" * 40).input_ids
+    prompt = [*other, *passage, *other, *passage[:6]]
+    kept = embedded.generate(input_ids=prompt, max_tokens=4, specprefill=True, keep_rate=0.2, proposer="lookup")
+    index = LookupIndex()
+    index.extend(prompt)
+    match = index.match()
+    assert match is not None
+    assert index.continuation(match, 3) == passage[6:9]
+    assert kept.metrics.specprefill
+    plain = embedded.generate(input_ids=prompt, max_tokens=4, specprefill=True, keep_rate=0.2, gamma=0)
+    assert kept.token_ids == plain.token_ids
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 17])
+def test_nothing_is_looked_up_past_max_tokens(max_tokens: int, target: PreTrainedModel, draft: PreTrainedModel) -> None:
+    prompt = repeating_prompt()
+    result = SpecStackGenerator(target, draft).generate(
+        input_ids=prompt, max_tokens=max_tokens, proposer="both", return_records=True
+    )
+    assert result.token_ids == reference.greedy(make_model(seed=1), prompt, max_tokens)
+    left = max_tokens
+    for record in result.records or []:
+        assert record.gamma <= max(left - 1, 0) or record.is_prefill
+        left -= record.num_tokens
+
+
+def test_a_stop_string_inside_a_look_up_ends_the_text_where_it_ends_it_without(embedded: SpecStackGenerator) -> None:
+    prompt = looping(embedded)
+    results = [
+        embedded.generate(input_ids=prompt, max_tokens=60, stop="def sub", ignore_eos=True, **options)  # type: ignore[arg-type]
+        for options in ({"gamma": 0}, {"proposer": "lookup"}, {"proposer": "both"})
+    ]
+    assert len({(result.text, tuple(result.token_ids), result.finish_reason) for result in results}) == 1
+
+
+def test_a_session_looks_up_in_all_of_the_conversation(embedded: SpecStackGenerator) -> None:
+    messages = [{"role": "user", "content": "Repeat: the quick brown fox jumps over the lazy dog near 58213."}]
+    answers = []
+    for proposer in ("model", "both"):
+        turns = list(messages)
+        with embedded.session() as session:
+            for question in ("Again, please.", "And once more."):
+                answer = session.generate(messages=turns, max_tokens=24, proposer=proposer)
+                answers.append((proposer, answer.token_ids))
+                turns += [{"role": "assistant", "content": answer.text}, {"role": "user", "content": question}]
+    assert [ids for name, ids in answers if name == "model"] == [ids for name, ids in answers if name == "both"]
+
+
+def test_a_draft_that_cannot_propose_leaves_look_ups(target: PreTrainedModel) -> None:
+    pair = (
+        make_tokenizer("a b c d e f g h ab cd", specials="<s>"),
+        make_tokenizer("0 1 2 3 4 5", specials="<s>"),
+    )
+    generator = SpecStackGenerator(
+        make_model(seed=1, vocab=len(pair[0])), make_model(seed=2, vocab=len(pair[1])), pair[0], draft_tokenizer=pair[1]
+    )
+    if generator.vocabulary.can_propose:
+        pytest.fail("the pair of this test can propose")
+    prompt = [1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 1, 2]
+    result = generator.generate(input_ids=prompt, max_tokens=20, ignore_eos=True)
+    plain = generator.generate(input_ids=prompt, max_tokens=20, ignore_eos=True, gamma=0)
+    assert (result.metrics.proposer, plain.metrics.proposer) == ("lookup", "model")
+    assert result.token_ids == plain.token_ids
+    assert plain.metrics.num_looked_up == 0
+
+
+TARGET = [[0.25, 0.75, 0.0], [0.5, 0.25, 0.25], [0.5, 0.0, 0.5]]
+DRAFT = [[0.5, 0.5, 0.0], [0.5, 0.25, 0.25], [1.0, 0.0, 0.0]]
+
+
+def run(proposer: str, prompt: list[int], num_tokens: int, gamma: int, sampler: Sampler) -> list[int]:
+    models = [chain_model(TARGET), chain_model(DRAFT)]
+    for model in models:
+        install(model)
+    target, draft = (CachedModel(model, 64) for model in models)
+    means = Means(draft, sampler, (), LookupGate())
+    steps = decode(
+        target, draft, prompt, Selection.everything(prompt), Proposal(), Fixed(gamma), make_proposer(proposer, means),
+        sampler, Stopper(num_tokens, ()), RequestLabels("r", "fp32"), StoppedClock(),
+    )  # fmt: skip
+    return [token for output in steps for token in output.token_ids]
+
+
+@pytest.mark.parametrize(
+    ("proposer", "gamma", "num_tokens"),
+    [("lookup", 0, 3), ("model", 2, 3), ("both", 1, 3), pytest.param("both", 2, 4, marks=pytest.mark.slow)],
+)
+def test_sampled_tokens_have_exactly_the_targets_law_whoever_proposes(
+    proposer: str, gamma: int, num_tokens: int
+) -> None:
+    prompt = [0, 1, 0, 1, 2, 0, 1]
+    law = exact_law(lambda sampler: run(proposer, prompt, num_tokens, gamma, sampler), grid=4)
+    expected = chain_law(TARGET, prompt[-1], num_tokens)
+    assert set(law) == set(expected)
+    for outcome, chance in expected.items():
+        assert law[outcome] == pytest.approx(chance, abs=1e-4), outcome
+
+
+def test_a_token_that_was_looked_up_is_accepted_with_the_targets_probability(embedded: SpecStackGenerator) -> None:
+    result = embedded.generate(
+        input_ids=looping(embedded), max_tokens=60, temperature=1.0, proposer="both", ignore_eos=True,
+        return_records=True,
+    )  # fmt: skip
+    assert result.metrics.seed is not None
+    assert any(record.num_looked_up for record in result.records or [])
+
+
+def test_the_gate_learns_which_look_ups_are_right() -> None:
+    gate = LookupGate()
+    before = gate.chance(3, True)
+    looked = replace(step(8, 0, draft_s=0.0), signals=DraftSignals(), num_looked_up=8, proposer="lookup")
+    for _ in range(20):
+        gate.offer(3, 8)
+        gate.observe(looked)
+    assert gate.chance(3, True) < before / 2
+    assert gate.offer(3, 64).num_tokens <= 8
+    for _ in range(40):
+        gate.offer(3, 8)
+        gate.observe(replace(looked, num_accepted=8, num_tokens=9))
+    assert gate.chance(3, True) > 0.5
+    assert gate.offer(3, 64).num_tokens >= 8

@@ -1,0 +1,85 @@
+"""To decide about a drafted token after having seen past it biases the output: DSpark's counter-example (appendix A
+of https://arxiv.org/abs/2607.05147) on the real loop, which passes, and with the forbidden rule, which does not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord
+from spec_stack.controller.lookup import LookupGate
+from spec_stack.decode.loop import RequestLabels, decode
+from spec_stack.decode.propose import ModelProposer
+from spec_stack.decode.proposer import PROPOSERS, Guide, Means, make_proposer
+from spec_stack.decode.sampler import Sampler
+from spec_stack.decode.stopping import Stopper
+from spec_stack.hf.attention import install
+from spec_stack.hf.model import CachedModel
+from spec_stack.types import Proposal, Selection
+from tests.support.enumeration import StoppedClock, chain_model, exact_law
+
+# Tokens: 0 and 1 are the example's, 2 comes before them, 3 begins the prompt.
+TARGET = [[0.5, 0.5, 0, 0], [0.5, 0.5, 0, 0], [0.7, 0.3, 0, 0], [0, 0, 1, 0]]
+# After a 0 the draft is sure of what follows, after a 1 it is not.
+DRAFT = [[1, 0, 0, 0], [0.5, 0.5, 0, 0], [0.5, 0.5, 0, 0], [0, 0, 1, 0]]
+SURE = 0.9
+
+
+class TwoAtMost(Policy):
+    """Stops after a token that the draft doubts, seeing no further than that token."""
+
+    def choose(self, context: StepContext) -> int:
+        return 2
+
+    def keep_drafting(self, context: StepContext, signals: DraftSignals) -> bool:
+        return signals.confidence[-1] >= 0.5
+
+
+class TrimsAfterLooking:
+    """Drafts two tokens, and keeps the first only where the second turned out sure: the mistake."""
+
+    def __init__(self, means: Means) -> None:
+        self._model = ModelProposer(means)
+
+    def propose(self, committed_ids: Sequence[int], guide: Guide) -> Proposal:
+        drafted = self._model.propose(committed_ids, guide)
+        if len(drafted.token_ids) == 2 and drafted.signals.confidence[1] < SURE:
+            return Proposal()
+        return drafted
+
+    def observe(self, record: StepRecord) -> None:
+        self._model.observe(record)
+
+
+def law_after_two(proposer: str) -> dict[int, float]:
+    """The law of the token that follows token 2."""
+    models = [chain_model(TARGET), chain_model(DRAFT)]
+    for model in models:
+        install(model)
+
+    def run(sampler: Sampler) -> list[int]:
+        target, draft = (CachedModel(model, 64) for model in models)
+        prompt = [3, 3]
+        steps = decode(
+            target, draft, prompt, Selection.everything(prompt), Proposal(), TwoAtMost(),
+            make_proposer(proposer, Means(draft, sampler, (), LookupGate())), sampler, Stopper(4, ()),
+            RequestLabels("r", "fp32"), StoppedClock(),
+        )  # fmt: skip
+        return [token for output in steps for token in output.token_ids][1:2]
+
+    return {tokens[0]: chance for tokens, chance in exact_law(run, grid=10).items()}
+
+
+def test_the_loop_keeps_the_targets_law_in_the_counter_example() -> None:
+    for proposer in ("model", "both", "lookup"):
+        law = law_after_two(proposer)
+        assert law[0] == pytest.approx(0.7, abs=1e-3), proposer
+        assert law[1] == pytest.approx(0.3, abs=1e-3), proposer
+
+
+def test_trimming_after_looking_past_a_token_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PROPOSERS, "trims", TrimsAfterLooking)
+    law = law_after_two("trims")
+    assert law[0] == pytest.approx(0.85, abs=1e-3)
+    assert law[1] == pytest.approx(0.15, abs=1e-3)

@@ -1,0 +1,87 @@
+"""The exact law of a sampled request: a sampler that takes every way through its draws in turn, and a tiny real model
+whose distributions are round numbers."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from spec_stack.clock import Clock, Phase
+from spec_stack.decode.sampler import Sampler
+
+_NEGLIGIBLE = 1e-6
+
+
+class EveryWay(Sampler):
+    """Draws that are chosen, not random: of uniform numbers only the middles of `grid` equal parts of [0, 1] come, so
+    acceptance probabilities must be multiples of 1 / grid."""
+
+    def __init__(self, path: list[int], grid: int) -> None:
+        super().__init__(warp=lambda logits: logits)
+        self._path, self._grid = path, grid
+        self.num_options: list[int] = []
+        self.chance = 1.0
+
+    def _choose(self, chances: Sequence[float]) -> int:
+        place = len(self.num_options)
+        self.num_options.append(len(chances))
+        if place == len(self._path):
+            self._path.append(0)
+        self.chance *= chances[self._path[place]]
+        return self._path[place]
+
+    def pick(self, weights: torch.Tensor) -> int:
+        shares = (weights / weights.sum()).tolist()
+        tokens = [token for token, share in enumerate(shares) if share > _NEGLIGIBLE]
+        return tokens[self._choose([shares[token] for token in tokens])]
+
+    def uniform(self, num: int, device: torch.device) -> torch.Tensor:
+        parts = [self._choose([1 / self._grid] * self._grid) for _ in range(num)]
+        return torch.tensor([(part + 0.5) / self._grid for part in parts], device=device)
+
+
+def exact_law(run: Callable[[Sampler], Sequence[int]], grid: int) -> dict[tuple[int, ...], float]:
+    """The probability of every outcome of a run, which must decide by its draws alone."""
+    law: dict[tuple[int, ...], float] = defaultdict(float)
+    path: list[int] = []
+    while True:
+        sampler = EveryWay(path, grid)
+        law[tuple(run(sampler))] += sampler.chance
+        while path and path[-1] + 1 == sampler.num_options[len(path) - 1]:
+            path.pop()
+        if not path:
+            return dict(law)
+        path[-1] += 1
+
+
+class StoppedClock(Clock):
+    """No phase takes any time, so that nothing is decided by it."""
+
+    def take(self, phase: Phase) -> float:
+        super().take(phase)
+        return 0.0
+
+
+def chain_model(table: Sequence[Sequence[float]]) -> LlamaForCausalLM:
+    """A transformer that is a Markov chain: layers that add nothing, and a head that holds the table's logarithms."""
+    size = len(table)
+    hidden = 4 * math.ceil(size / 4)
+    config = LlamaConfig(
+        vocab_size=size, hidden_size=hidden, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+        num_key_value_heads=1, max_position_embeddings=256, bos_token_id=None, eos_token_id=None, pad_token_id=None,
+        rms_norm_eps=0.0, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for weight in model.model.layers.parameters():
+            weight.zero_()
+        model.model.embed_tokens.weight.copy_(torch.eye(size, hidden))
+        logs = torch.tensor([[math.log(share) if share else -60.0 for share in row] for row in table])
+        # The last norm brings the one-hot state to the length sqrt(hidden).
+        model.lm_head.weight.zero_()
+        model.lm_head.weight[:, :size] = logs.T / math.sqrt(hidden)
+    return model
