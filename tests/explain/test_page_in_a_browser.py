@@ -49,7 +49,7 @@ def test_a_person_reads_the_answer_and_what_was_kept(address: str, shown: list[R
             selector = f'.run:first-child [data-writer="{writer}"]'
             assert page.evaluate(f"document.querySelectorAll('{selector}').length") == expected
         assert page.evaluate("document.querySelectorAll('.run:first-child svg[data-chart]').length") == 4
-        assert "× sooner than dense, measured" in text or "dense, measured" in text
+        assert "dense, measured" in text
         assert page.problems == []
 
 
@@ -62,7 +62,7 @@ def test_a_person_hovers_for_numbers_and_opens_what_is_folded(address: str, show
         tip = page.text("#tip")
         assert "token 3 of" in tip
         assert prompt.importance is not None
-        assert f"importance {prompt.importance[3]:.3g}"[:14] in tip
+        assert float(tip.split("importance ")[1].split("\n")[0]) == pytest.approx(prompt.importance[3], rel=0.01)
         before = len(page.text(".text.prompt"))
         page.click(".text.prompt summary")
         page.evaluate("new Promise((done) => setTimeout(done, 200))")
