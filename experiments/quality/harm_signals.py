@@ -24,13 +24,12 @@ from tqdm import tqdm
 from experiments.common.environment import describe
 from experiments.common.pair_arguments import add_pair_arguments, load_generator
 from experiments.common.script import run_script
-from experiments.quality.head_to_head import Judge, Task, make_tasks
+from experiments.quality.head_to_head import Judge, Task, make_tasks, read_calibrated
 from experiments.quality.selection_suite import read_texts
 from spec_stack import PrefillConfig
 from spec_stack.decode.propose import propose
 from spec_stack.decode.sampler import Sampler
 from spec_stack.pair import ModelPair
-from spec_stack.prefill.calibration import Calibration
 from spec_stack.prefill.chunks import SCORERS, Evidence
 from spec_stack.prefill.scoring import score
 from spec_stack.prefill.selection import select_chunks
@@ -206,7 +205,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[2000, 4000], help="(%(default)s)")
     parser.add_argument("--prompts", type=int, default=128, help="needles per length (%(default)s)")
     parser.add_argument("--keep-rate", type=float, default=0.1, help="(%(default)s)")
-    parser.add_argument("--calibration", type=Path, default=Path("spec_stack/assets/draft"), help="(%(default)s)")
+    parser.add_argument("--calibration", type=Path, help="a file, or its folder (default: the draft's own, if any)")
     parser.add_argument(
         "--kl", type=float, default=0.05, help="mean KL to dense from which a prompt is harmed (%(default)s)"
     )
@@ -216,7 +215,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     pair = load_generator(arguments).pair
-    calibrated = Calibration.load(arguments.calibration).apply()
+    calibrated = read_calibrated(arguments.draft, arguments.calibration) or PrefillConfig()
     # All layers score, so that the look-ahead is there before the selection.
     config = replace(calibrated, keep_rate=arguments.keep_rate, scoring_layers=None)
     if config.scorer == "anchors":

@@ -30,9 +30,11 @@ from experiments.quality.held_out_needles import HELD_OUT
 from experiments.quality.ruler_like import KINDS, Half, make
 from experiments.quality.selection_rules import Rule, Seen, look_at, rules
 from experiments.quality.selection_suite import interval, read_texts, recall
+from spec_stack import PrefillConfig
 from spec_stack.calibration import Prompt, encode_haystack
+from spec_stack.hf.loading import ASSETS
 from spec_stack.pair import ModelPair
-from spec_stack.prefill.calibration import Calibration
+from spec_stack.prefill.calibration import find_calibration
 from spec_stack.prefill.needles import WORDINGS, Haystack, make_haystacks
 from spec_stack.prefill.selection import select_chunks
 
@@ -57,6 +59,12 @@ class Answer:
 
     score: float
     kl: float
+
+
+def read_calibrated(draft: str | None, named: Path | None) -> PrefillConfig | None:
+    """The setting of a pair's calibration: the one named, or the one that lies beside the draft, if any."""
+    calibration = find_calibration(ASSETS / "draft" if draft is None else draft, named)
+    return None if calibration is None else calibration.apply()
 
 
 def make_tasks(pair: ModelPair, texts: Sequence[str], num_tokens: int, count: int, half: Half, seed: int) -> list[Task]:
@@ -267,7 +275,7 @@ def main() -> None:
         "--prompts", type=int, default=48, help="needles per length; a quarter more are RULER's (%(default)s)"
     )
     parser.add_argument("--keep-rates", type=float, nargs="+", default=[0.05, 0.1, 0.2], help="(%(default)s)")
-    parser.add_argument("--calibration", type=Path, default=Path("spec_stack/assets/draft"), help="(%(default)s)")
+    parser.add_argument("--calibration", type=Path, help="a file, or its folder (default: the draft's own, if any)")
     parser.add_argument("--texts", type=Path, help="a folder of texts to hide in (default: standard library modules)")
     parser.add_argument("--half", choices=["test", "tuning"], default="test", help="whose wordings (%(default)s)")
     parser.add_argument("--rules", nargs="+", help="only these (default: all)")
@@ -277,7 +285,7 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="draw a picture")
     arguments = parser.parse_args()
     pair = load_generator(arguments).pair
-    known = dict(rules(Calibration.load(arguments.calibration).apply()))
+    known = dict(rules(read_calibrated(arguments.draft, arguments.calibration)))
     if arguments.rules:
         unknown = [name for name in arguments.rules if name not in known]
         if unknown:

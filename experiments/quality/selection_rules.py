@@ -236,15 +236,16 @@ def by_chance(seen: Seen, config: PrefillConfig) -> torch.Tensor:
     return torch.tensor([rng.random() for _ in range(seen.num_chunks(config))])
 
 
-def rules(calibrated: PrefillConfig) -> Mapping[str, Rule]:
-    """All rules by name. calibrated: of the pair's calibration; its heads are those that find needles."""
+def rules(calibrated: PrefillConfig | None = None) -> Mapping[str, Rule]:
+    """All rules by name. calibrated: of the pair's calibration, whose heads are those that find needles; without one
+    there is no rule of that name, and the fusion goes by all heads."""
     paper = PrefillConfig()
     neighbours = replace(paper, neighbour_share=0.5)
-    heads = replace(neighbours, scoring_heads=calibrated.scoring_heads)
+    heads = replace(neighbours, scoring_heads=calibrated.scoring_heads) if calibrated else neighbours
     own = "this package"
-    return {
-        "paper, raw": Rule(by_paper, PrefillConfig.raw(), True, "SpecPrefill"),
-        "paper, full": Rule(by_paper, PrefillConfig.full(), True, "SpecPrefill"),
+    known = {
+        "paper, raw": Rule(by_paper, PrefillConfig.raw(paper.keep_rate), True, "SpecPrefill"),
+        "paper, full": Rule(by_paper, PrefillConfig.full(paper.keep_rate), True, "SpecPrefill"),
         "paper, full + look-ahead": Rule(by_paper, paper, True, "SpecPrefill"),
         "neighbours": Rule(by_paper, neighbours, True, own),
         "calibrated heads": Rule(by_paper, heads, True, own),
@@ -258,6 +259,9 @@ def rules(calibrated: PrefillConfig) -> Mapping[str, Rule]:
         "most recent": Rule(by_recency, paper, False, "control"),
         "random": Rule(by_chance, paper, False, "control"),
     }
+    if calibrated is None:
+        del known["calibrated heads"]
+    return known
 
 
 def _anchors(ids: Sequence[int], size: int) -> torch.Tensor:
