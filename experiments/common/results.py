@@ -65,6 +65,8 @@ class Result:
         commit = self.commit.removesuffix("-dirty")
         if not commit:
             return "does not say which commit it was made at"
+        if _git("cat-file", "-e", f"{commit}^{{commit}}"):
+            return "made at a commit that is not in this history"
         if not self.pair and _changed_since(commit, _WEIGHTS):
             return "the embedded pair has changed since"
         if self.script and _changed_since(commit, [self.script]):
@@ -114,9 +116,13 @@ def _script_of(experiment: str) -> str:
 
 
 def _changed_since(commit: str, paths: list[str] | tuple[str, ...]) -> bool:
-    """Whether a file differs from what it was at a commit; also where the commit is not to be had."""
-    command = ["git", "diff", "--quiet", commit, "--", *paths]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, check=False).returncode != 0
+    """Whether a file differs from what it was at a commit."""
+    return _git("diff", "--quiet", commit, "--", *paths) != 0
+
+
+def _git(*arguments: str) -> int:
+    """Status of a git command in this repository."""
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, check=False).returncode
 
 
 def main() -> None:

@@ -34,8 +34,7 @@ def test_a_result_line_names_the_pair_and_the_command() -> None:
     [
         ({"pair": "other/other"}, "another pair"),
         ({"commit": ""}, "which commit"),
-        ({"commit": "0000000000"}, "embedded pair has changed"),
-        ({"commit": "0000000000", "pair": pair_fingerprint()}, "script has changed"),
+        ({"commit": "0000000000", "pair": pair_fingerprint()}, "not in this history"),
     ],
 )
 def test_a_result_is_stale_for_a_reason(change: dict[str, str], reason: str) -> None:
