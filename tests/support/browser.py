@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
 import os
 import shutil
@@ -19,6 +20,13 @@ TIMEOUT_S = 60.0
 def find_browser() -> str | None:
     """Path of an installed browser, None where there is none."""
     return next((path for name in NAMES if (path := shutil.which(name)) is not None), None)
+
+
+def _moved_up(descriptor: int) -> int:
+    """The same file under a descriptor of 10 or more."""
+    moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD, 10)
+    os.close(descriptor)
+    return moved
 
 
 class Page:
@@ -42,12 +50,15 @@ class Page:
         # The browser reads commands from descriptor 3, and answers on 4.
         commands, self._commands = os.pipe()
         self._answers, answers = os.pipe()
+        # Moved out of the way of 3 and 4, which they are to become.
+        commands, answers = (_moved_up(descriptor) for descriptor in (commands, answers))
         self._process = subprocess.Popen(
             [
-                "/bin/sh",
+                # Not sh, which takes no descriptor over 9.
+                "bash",
                 "-c",
                 f'exec "$@" 3<&{commands} 4>&{answers}',
-                "sh",
+                "bash",
                 browser,
                 "--headless=new",
                 "--remote-debugging-pipe",
