@@ -115,9 +115,11 @@ class Page:
     def place(self, selector: str, index: int = 0) -> tuple[float, float]:
         """The middle of the index-th such element, scrolled into view."""
         box = self.evaluate(
-            f"""(() => {{
+            f"""(async () => {{
                 const element = document.querySelectorAll({json.dumps(selector)})[{index}];
                 element.scrollIntoView({{ block: "center" }});
+                // Until the page has been told that it scrolled.
+                for (let frame = 0; frame < 2; frame += 1) await new Promise(requestAnimationFrame);
                 const box = element.getClientRects()[0];
                 return [box.left + box.width / 2, box.top + box.height / 2];
             }})()"""
