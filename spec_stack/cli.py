@@ -1,4 +1,4 @@
-"""spec-stack generate | chat | demo | doctor."""
+"""spec-stack generate | chat | demo | explain | calibrate | doctor."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ from spec_stack.prefill.calibration import MARGIN
 if TYPE_CHECKING:
     from spec_stack.generator import SpecStackGenerator
 
+DEMO_TOKENS = 8200
 SPECPREFILL = {"auto": None, "on": True, "off": False}
 
 
@@ -68,7 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     demo = commands.add_parser("demo", help="dense + plain against sparse + speculative on a long real document")
     _add_pair_arguments(demo)
-    demo.add_argument("--tokens", type=int, default=8200, help="length of the document in tokens (%(default)s)")
+    demo.add_argument("--tokens", type=int, default=DEMO_TOKENS, help="length of the document in tokens (%(default)s)")
     demo.add_argument("--seed", type=int, default=0, help="which document and fact (%(default)s)")
     demo.add_argument("--repeats", type=int, default=3, help="timed runs per mode (%(default)s)")
     demo.add_argument("--json", action="store_true", help="print the report as JSON")
@@ -85,6 +86,29 @@ def build_parser() -> argparse.ArgumentParser:
     calibrate.add_argument("--out", type=Path, help="file or folder for the result (default: the draft's folder)")
     calibrate.add_argument("--plot", type=Path, help="picture of recall against time to first token")
     calibrate.set_defaults(run=_calibrate)
+
+    explain = commands.add_parser(
+        "explain", help="a page of what was kept of a prompt, who wrote each token, and where the time went"
+    )
+    _add_pair_arguments(explain)
+    explain.add_argument(
+        "prompt", nargs="?", help="the prompt, behind what --file and standard input hold; - is standard input alone"
+    )
+    explain.add_argument("--file", type=Path, help="take the prompt, or what comes before it, from a file")
+    explain.add_argument("--chat", action="store_true", help="send the prompt as a user message")
+    explain.add_argument("--system", help="a system message; implies --chat")
+    explain.add_argument(
+        "--turn", action="append", default=[], help="a user message after the prompt's answer, in a session; repeatable"
+    )
+    explain.add_argument("--demo", action="store_true", help="the demo's document and question, in place of a prompt")
+    explain.add_argument("--compare", action="store_true", help="run it with dense prefill too, and show both")
+    explain.add_argument(
+        "--records", type=Path, action="append", help="show the runs of a file of records, and run nothing; repeatable"
+    )
+    explain.add_argument("--request", help="with --records: the request to show (default: all)")
+    explain.add_argument("--out", type=Path, default=Path("explain.html"), help="the page (%(default)s)")
+    _add_answer_arguments(explain)
+    explain.set_defaults(run=_explain)
 
     doctor = commands.add_parser("doctor", help="what is installed, and does this pair fit together")
     _add_pair_arguments(doctor)
@@ -333,6 +357,39 @@ def _read_documents(folder: Path | None) -> list[str]:
     if not files:
         raise ValueError(f"{folder} holds no .txt, .md or .py file")
     return [file.read_text(encoding="utf-8", errors="replace") for file in files]
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    from spec_stack.explain.command import explain_live, explain_records, write_page
+    from spec_stack.explain.observe import WatchedGenerator
+
+    if not arguments.out.parent.is_dir():
+        raise ValueError(f"{arguments.out}: the folder {arguments.out.parent} does not exist")
+    if arguments.records:
+        explanation = explain_records(arguments.records, arguments.request)
+    else:
+        text = None if arguments.demo else _read_prompt(arguments)
+        if text is not None and not text.strip():
+            raise ValueError("the prompt is empty")
+        generator = WatchedGenerator.over(_load(arguments, SpecStackConfig(prefill=prefill_of(arguments))))
+        if text is None:
+            from spec_stack.demo import hide_fact
+
+            text = str(hide_fact(generator.tokenizer, DEMO_TOKENS, 0).messages[0]["content"])
+        is_chat = arguments.demo or arguments.chat or arguments.turn or arguments.system is not None
+        explanation = explain_live(
+            generator,
+            title="What was kept, and who wrote it",
+            pair=f"{arguments.target or 'embedded target'} with {arguments.draft or 'embedded draft'}",
+            options=answer_options(arguments),
+            prompt=None if is_chat else text,
+            messages=[] if arguments.system is None else [{"role": "system", "content": arguments.system}],
+            questions=[text, *arguments.turn],
+            compare=arguments.compare,
+        )
+    size = write_page(explanation, arguments.out)
+    print(f"{arguments.out}: {size / 1000:.0f} kB, {len(explanation.runs)} runs; open it in a browser")
+    return 0
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

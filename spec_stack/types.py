@@ -210,6 +210,8 @@ class Metrics:
     total_s: float = 0.0
     num_tokens: int = 0
     num_first_tokens: int = 0
+    num_look_ahead: int = 0
+    num_look_ahead_accepted: int = 0
     num_proposed: int = 0
     num_accepted: int = 0
     proposer: str = "model"
@@ -226,6 +228,7 @@ class Metrics:
         if record.is_prefill:
             self.ttft_s = elapsed_s
             self.num_first_tokens = record.num_tokens
+            self.num_look_ahead, self.num_look_ahead_accepted = record.gamma, record.num_accepted
         self.total_s = elapsed_s
         self.num_tokens += record.num_tokens
         self.num_proposed += record.gamma
@@ -251,6 +254,12 @@ class Metrics:
     def acceptance_rate(self) -> float | None:
         """Accepted over proposed tokens; None where nothing was proposed."""
         return self.num_accepted / self.num_proposed if self.num_proposed else None
+
+    @property
+    def look_ahead_acceptance(self) -> float | None:
+        """Share of the look-ahead, drafted with the whole prompt, that the target took with what it was given of it;
+        None without a look-ahead."""
+        return self.num_look_ahead_accepted / self.num_look_ahead if self.num_look_ahead else None
 
     @property
     def tokens_per_step(self) -> float:

@@ -22,14 +22,19 @@ ALLOWED = {
     "hf": {"config", "types", "controller", "decode"},
     "tokenizers": {"types", "prefill", "hf"},
     "sglang": {"config", "types", "controller", "prefill", "tokenizers.chat_turns"},
+    # They run whole requests, so they see what a user sees, and the parts they show or score with.
+    "explain": {"config", "types", "controller.base", "offline.records", "prefill", "decode", "hf", "pair"}
+    | {"generator", "request", "caches"},
+    "lm_eval": {"config", "decode", "hf.prompt", "generator", "request", "caches"},
 }
 LIBRARIES = {
     "transformers": {"hf", "tokenizers", "pair.py", "generator.py"},
     "bitsandbytes": {"hf"},
     "flashinfer": {"hf"},
     "sglang": {"sglang"},
+    "lm_eval": {"lm_eval"},
 }
-COMPOSERS = {"generator.py", "cli.py", "demo.py", "__init__.py"}
+COMPOSERS = {"generator.py", "cli.py", "demo.py", "__init__.py", "observe.py", "harness_model.py"}
 
 
 def files(*folders: Path) -> list[Path]:

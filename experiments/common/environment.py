@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import platform
+import shlex
 import subprocess
+import sys
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+
+from spec_stack.hf.loading import ASSETS
 
 
 def _cpu_name() -> str:
@@ -35,9 +40,44 @@ def _commit() -> str:
     return git.stdout.strip() or "unknown"
 
 
+# The pair that this process has loaded, for its result line; a script loads one.
+_pair: list[str] = []
+# Of a weight file, at each end: enough to tell files apart, whatever their size.
+_SAMPLE_BYTES = 1 << 20
+
+
+def fingerprint(folder: str | Path) -> str:
+    """Twelve digits that tell a model's weights from any others'; the name itself for what is no folder (a hub id)."""
+    files = sorted(Path(folder).glob("*.safetensors"))
+    if not files:
+        return str(folder)
+    digest = hashlib.sha256()
+    for path in files:
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(_SAMPLE_BYTES))
+            file.seek(max(0, size - _SAMPLE_BYTES))
+            digest.update(file.read())
+    return digest.hexdigest()[:12]
+
+
+def pair_fingerprint(target: str | Path | None = None, draft: str | Path | None = None) -> str:
+    """ "target/draft" of a pair, the embedded one where neither is named."""
+    folders = (target or ASSETS / "target", draft or ASSETS / "draft")
+    return "/".join(fingerprint(folder) for folder in folders)
+
+
+def note_pair(target: str | Path | None, draft: str | Path | None) -> None:
+    """Have the result line name this pair."""
+    _pair[:] = [pair_fingerprint(target, draft)]
+
+
 def describe() -> dict[str, Any]:
-    """Date, commit, machine kind, threads and versions."""
+    """Date, commit, machine kind, threads, versions, the command, and the pair that was loaded last (None for none)."""
     return {
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "pair": _pair[0] if _pair else None,
         "date": date.today().isoformat(),
         "commit": _commit(),
         "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu_name(),

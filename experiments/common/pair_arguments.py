@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from experiments.common.environment import note_pair
 from spec_stack import SpecStackConfig, SpecStackGenerator
 from spec_stack.config import LoadConfig
 
@@ -40,6 +41,7 @@ def load_generators(
 ) -> list[SpecStackGenerator]:
     """One generator per precision of the target, by the paper's rule: a script that wants a calibration names it."""
     torch.set_num_threads(arguments.threads)
+    note_pair(arguments.target, arguments.draft)
     return [
         SpecStackGenerator.from_pretrained(
             arguments.target,

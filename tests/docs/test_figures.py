@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from experiments.common import plot_overview
+from experiments.common import plot_overview, results
 from tests.support.pages import ROOT
 
 
@@ -52,3 +52,14 @@ def test_the_picture_shows_the_committed_figures() -> None:
     with Image.open(ROOT / "docs" / "images" / "overview.png") as picture:
         shown = json.loads(picture.info["Description"])
     assert shown == json.loads(plot_overview.data(plot_overview.charts())), "run experiments/common/plot_overview.py"
+
+
+def test_the_page_of_results_says_where_each_of_them_is_from() -> None:
+    page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    expected = results.with_table(page, results.read_all())
+    assert page == expected, "run python -m experiments.common.results --write"
+
+
+def test_the_page_of_results_begins_with_what_was_never_measured() -> None:
+    page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    assert "No figure is from a GPU" in page[:600]

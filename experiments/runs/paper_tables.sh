@@ -1,0 +1,61 @@
+#!/usr/bin/env bash
+# The tables of the two sparse-prefill papers, on your pair. Needs a network (data sets), the extra lm-eval, and a GPU for
+# pairs of a real size; none of it has been run on one by this project.
+#     TARGET=meta-llama/Llama-3.1-70B-Instruct DRAFT=meta-llama/Llama-3.1-8B-Instruct paper_tables.sh [TABLE…]
+#     paper_tables.sh offline        the parts that need no network, small, on the embedded pair
+# SpecPrefill (https://arxiv.org/abs/2502.02789): longbench (its table 1 and figures 2 and 8), ruler (its table 2).
+# SpecPrefill on unified memory: perplexity, adversarial, keep_ablation. A table's name may be given; default: all.
+# LIMIT bounds the documents per task; OUT is the folder for results.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+python=${PYTHON:-.venv/bin/python}
+out=${OUT:-build/paper_tables}
+limit=${LIMIT:+--limit $LIMIT}
+mkdir -p "$out"
+
+evaluate() { # NAME MODEL_ARGS TASKS…
+    local name=$1 arguments=$2
+    shift 2
+    # shellcheck disable=SC2086
+    "$python" -m spec_stack.lm_eval run --model spec_stack --batch_size 1 --apply_chat_template \
+        --model_args "target=$TARGET,draft=$DRAFT,$arguments,metrics=$out/$name.requests.jsonl" \
+        --tasks "$@" $limit --output_path "$out/$name"
+}
+
+longbench() { # by keep rate and category; the ablations without look-ahead are its "Full"
+    evaluate longbench_dense specprefill=off longbench
+    for rate in 0.1 0.3 0.5 0.7 0.9; do evaluate "longbench_$rate" "specprefill=on,keep_rate=$rate" longbench; done
+}
+
+ruler() { # by length, at keep rate 0.1
+    for rate in off 0.1; do
+        if [ "$rate" = off ]; then how=specprefill=off; else how="specprefill=on,keep_rate=$rate"; fi
+        # shellcheck disable=SC2086
+        "$python" -m spec_stack.lm_eval run --model spec_stack --batch_size 1 --apply_chat_template --tasks ruler $limit \
+            --model_args "target=$TARGET,draft=$DRAFT,tokenizer=$TARGET,$how" --output_path "$out/ruler_$rate" \
+            --metadata '{"max_seq_lengths": [4096, 8192, 16384, 32768, 65536, 131072]}'
+    done
+}
+
+perplexity() { # of a text's last tokens after a pruned beginning, over that after all of it; by keep rate
+    "$python" -m experiments.quality.perplexity_ratio ${TARGET:+--target "$TARGET" --draft "$DRAFT"} "$@"
+}
+
+adversarial() { # eight probes by keep rate, dense beside; two trials as in the paper
+    "$python" -m experiments.quality.adversarial ${TARGET:+--target "$TARGET" --draft "$DRAFT"} "$@"
+}
+
+keep_ablation() { # TTFT, and the probes, by keep rate at one length
+    "$python" -m experiments.quality.adversarial ${TARGET:+--target "$TARGET" --draft "$DRAFT"} \
+        --keep-rates 0.1 0.2 0.3 0.5 1.0 "$@"
+}
+
+if [ "${1:-}" = offline ]; then
+    unset TARGET DRAFT
+    perplexity --tokens 2000 --documents 4 --keep-rates 0.1 0.2 --threads 1
+    adversarial --tokens 2000 --trials 1 --keep-rates 0.1 0.2 --threads 1
+    exit
+fi
+: "${TARGET:?name the target, a folder or hub id}" "${DRAFT:?name the draft}"
+if [ $# -eq 0 ]; then set -- longbench ruler perplexity adversarial keep_ablation; fi
+for table in "$@"; do "$table"; done

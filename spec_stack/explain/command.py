@@ -1,0 +1,104 @@
+"""What `spec-stack explain` does: run or read, and write the page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from spec_stack.explain.data import Explanation, RunView, runs_of_records
+from spec_stack.explain.observe import WatchedGenerator, watch_prompt, watch_turns
+from spec_stack.explain.page import render
+from spec_stack.offline.records import read_records
+
+# More would be a page that nobody reads, and that a phone cannot show.
+MAX_RUNS = 24
+
+
+def explain_records(paths: Sequence[Path], request_id: str | None = None) -> Explanation:
+    """Recorded runs as a page's data.
+
+    Parameters
+    ----------
+    paths : sequence of Path
+        Files of records.
+    request_id : str, optional
+        Only this request's.
+
+    Raises
+    ------
+    ValueError
+        For a file that cannot be read, no such request, more than MAX_RUNS runs.
+    """
+    records = read_records(*paths)
+    chosen = [record for record in records if request_id in (None, record.request_id)]
+    if not chosen:
+        raise ValueError(f"no records of the request {request_id!r}; the files hold {records[0].request_id!r}, …")
+    runs = runs_of_records(chosen)
+    if len(runs) > MAX_RUNS:
+        raise ValueError(f"{len(runs)} runs are too many for one page; choose one with --request")
+    about = {"records": ", ".join(path.name for path in paths), "runs": str(len(runs))}
+    return Explanation("Recorded runs", about, runs)
+
+
+def explain_live(
+    generator: WatchedGenerator,
+    *,
+    title: str,
+    pair: str,
+    options: Mapping[str, Any],
+    prompt: str | None = None,
+    messages: Sequence[Mapping[str, str]] = (),
+    questions: Sequence[str] = (),
+    compare: bool = False,
+) -> Explanation:
+    """Run what is to be explained.
+
+    Parameters
+    ----------
+    generator : WatchedGenerator
+        Answers.
+    title, pair : str
+        Heading, and what the models are called.
+    options : mapping
+        Of `generate`, beside the prompt.
+    prompt : str, optional
+        A text to go on with, in the place of questions.
+    messages, questions
+        What comes before the first question, and one user message per turn: more than one is a session.
+    compare : bool
+        Run it a second time with dense prefill, decoding alike.
+    """
+    # The first forward of a process is slower than any later one.
+    generator.generate(input_ids=[0] * 8, max_tokens=4, ignore_eos=True)
+    ways = {"sparse prefill" if compare else "this run": dict(options)}
+    if compare:
+        ways["dense prefill"] = {**options, "specprefill": False}
+    runs: list[RunView] = []
+    for name, own in ways.items():
+        if prompt is not None:
+            runs.append(watch_prompt(generator, name, prompt, prompt=prompt, **own))
+        elif len(questions) == 1:
+            said = [*messages, {"role": "user", "content": questions[0]}]
+            runs.append(watch_prompt(generator, name, questions[0], messages=said, **own))
+        else:
+            runs.append(watch_turns(generator, name, messages, questions, **own))
+    metrics = runs[0].turns[0].metrics
+    about = {
+        "pair": pair,
+        "precision": f"{metrics['precision']}, draft {metrics['draft_precision']}",
+        "policy": str(metrics["policy"]),
+        "device": f"{generator.target.device}, {torch.get_num_threads()} threads",
+        "date": date.today().isoformat(),
+    }
+    return Explanation(title, about, runs)
+
+
+def write_page(explanation: Explanation, path: Path) -> int:
+    """Write the page; its size in bytes."""
+    page = render(explanation).encode("utf-8")
+    path.write_bytes(page)
+    return len(page)

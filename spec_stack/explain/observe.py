@@ -1,0 +1,255 @@
+"""Runs requests and watches them: what was kept of each prompt, and why. Changes nothing in what is generated."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from spec_stack.caches import Caches
+from spec_stack.config import PrefillConfig
+from spec_stack.controller.base import StepRecord
+from spec_stack.decode.propose import propose
+from spec_stack.decode.sampler import Sampler
+from spec_stack.explain.data import STATE_LETTERS, PromptView, RunView, TurnView, step_of, written
+from spec_stack.generator import SpecStackGenerator
+from spec_stack.hf.architectures import text_config
+from spec_stack.hf.model import CachedModel
+from spec_stack.hf.text import open_text_stream
+from spec_stack.pair import DraftModel, ModelPair
+from spec_stack.prefill.alignment import map_importance
+from spec_stack.prefill.chunks import DRAFT_FREE, SCORERS, Evidence
+from spec_stack.prefill.cost import Shape, prefill_flops
+from spec_stack.prefill.importance import token_importance
+from spec_stack.prefill.scoring import LookAhead, capture_first_layers, captured_layers, score
+from spec_stack.request import Request
+from spec_stack.types import Metrics, Proposal, Selection, StepOutput
+
+
+@dataclass
+class Seen:
+    """What was seen of one request; filled while it runs."""
+
+    request: Request
+    held: list[int]
+    selection: Selection | None = None
+    records: list[StepRecord] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    metrics: Metrics | None = None
+
+
+class WatchedCaches:
+    """The caches of a request (`caches.Caches`); keeps the selection that goes through."""
+
+    def __init__(self, caches: Caches, seen: Seen) -> None:
+        self._caches, self._seen = caches, seen
+
+    @property
+    def target(self) -> CachedModel:
+        return self._caches.target
+
+    @property
+    def draft(self) -> DraftModel:
+        return self._caches.draft
+
+    @property
+    def needs_scoring(self) -> bool:
+        return self._caches.needs_scoring
+
+    def score(self, look_ahead: LookAhead) -> tuple[Selection, Proposal]:
+        self._seen.selection, proposal = self._caches.score(look_ahead)
+        return self._seen.selection, proposal
+
+    def take_all(self) -> Selection:
+        self._seen.selection = self._caches.take_all()
+        return self._seen.selection
+
+    def reopen_draft(self) -> None:
+        self._caches.reopen_draft()
+
+
+class WatchedGenerator(SpecStackGenerator):
+    """A generator that remembers what it did for each request, in `seen`; its sessions are watched with it."""
+
+    seen: list[Seen]
+
+    @classmethod
+    def over(cls, generator: SpecStackGenerator) -> WatchedGenerator:
+        """With the models and the configuration of a generator; its policies have learned nothing yet."""
+        watched = cls.__new__(cls)
+        watched._set_up(generator.pair, generator.config, None)
+        watched.seen = []
+        return watched
+
+    def answer(self, request: Request, caches: Caches) -> Generator[StepOutput, None, None]:
+        seen = Seen(request, list(caches.target.positions))
+        self.seen.append(seen)
+        watched: Any = WatchedCaches(caches, seen)
+        with closing(super().answer(request, watched)) as outputs:
+            for output in outputs:
+                seen.records.append(output.record)
+                seen.token_ids += output.token_ids
+                seen.metrics = output.metrics or seen.metrics
+                yield output
+
+
+def watch_prompt(generator: WatchedGenerator, name: str, question: str, **options: Any) -> RunView:
+    """Answer one prompt; options are those of `generate`."""
+    generator.seen = []
+    generator.generate(**options)
+    return RunView(name, [view_of(generator.pair, generator.seen[-1], question)])
+
+
+def watch_turns(
+    generator: WatchedGenerator,
+    name: str,
+    messages: Sequence[Mapping[str, str]],
+    questions: Sequence[str],
+    **options: Any,
+) -> RunView:
+    """A session: every question after the answer to the one before.
+
+    Parameters
+    ----------
+    generator : WatchedGenerator
+        Answers.
+    name : str
+        Of the run.
+    messages : sequence of mapping
+        What comes before the first question: a system message, say. A document goes into the first question.
+    questions : sequence of str
+        One user message per turn.
+    options
+        Of `generate`, for every turn.
+    """
+    generator.seen = []
+    said = list(messages)
+    turns = []
+    with generator.session() as session:
+        for question in questions:
+            said.append({"role": "user", "content": question})
+            result = session.generate(messages=said, **options)
+            said.append({"role": "assistant", "content": result.text})
+            turns.append(view_of(generator.pair, generator.seen[-1], question))
+    return RunView(name, turns)
+
+
+def view_of(pair: ModelPair, seen: Seen, question: str) -> TurnView:
+    """A request that has run, as the page shows it. The draft scores its prompt once more, outside the clock."""
+    if seen.selection is None or seen.metrics is None:
+        raise RuntimeError("the request has not run to its end")
+    request = seen.request
+    importance, votes = scores_of(pair, request) if seen.metrics.num_scored_tokens else (None, None)
+    prompt = PromptView(
+        tokens=token_texts(pair.tokenizer, request.prompt_ids),
+        states=states_of(request, seen.held, seen.selection),
+        importance=None if importance is None else [_short(value) for value in importance.tolist()],
+        votes=[_short(value) for value in votes.tolist()] if votes is not None and request.scores else None,
+        chunk_size=request.prefill.chunk_size,
+        votes_from=request.num_cached,
+    )
+    return TurnView(
+        question=_heading(question),
+        prompt=prompt,
+        answer=written(seen.records, token_texts(pair.tokenizer, seen.token_ids, request.prompt_ids)),
+        steps=[step_of(record) for record in seen.records],
+        metrics=seen.metrics.as_dict(),
+        dense_estimate_s=dense_estimate(pair, seen),
+    )
+
+
+def states_of(request: Request, held: Sequence[int], selection: Selection) -> str:
+    """A letter of STATE_LETTERS for each token of the prompt.
+
+    Of an earlier turn's text a token is cached, restored or dropped; of new text it is protected, kept or dropped.
+    """
+    states = [STATE_LETTERS["dropped"]] * len(request.prompt_ids)
+    for position in selection.positions[selection.num_restored :]:
+        states[position] = STATE_LETTERS["kept"]
+    for start, stop in request.protected:
+        for position in range(max(start, request.num_cached), stop):
+            states[position] = STATE_LETTERS["protected"]
+    for position in held:
+        if position < len(states):
+            states[position] = STATE_LETTERS["cached"]
+    for position in selection.positions[: selection.num_restored]:
+        states[position] = STATE_LETTERS["restored"]
+    return "".join(states)
+
+
+def scores_of(pair: ModelPair, request: Request) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Importance per token, None for a scorer without a draft, and votes per chunk: what the selection went by.
+
+    In a session the selection looks at the new text alone, and the votes are on that text's chunks.
+    """
+    config = request.prefill
+    importance = None
+    if config.scorer not in DRAFT_FREE:
+        draft = pair.open_draft(config.prefill_chunk, request.tokenization)
+        importance = _importance(pair, draft, request, config).float().cpu()
+    start = request.num_cached
+    new = None if importance is None else importance[start:]
+    return importance, SCORERS[config.scorer](Evidence(request.prompt_ids[start:], new), config)
+
+
+def _importance(pair: ModelPair, draft: DraftModel, request: Request, config: PrefillConfig) -> torch.Tensor:
+    if config.scoring_layers is None or request.num_cached:
+        look_ahead = partial(propose, draft, sampler=Sampler(), end_ids=pair.end_ids)
+        return score(draft, request.prompt_ids, look_ahead, config, request.tokenization)[0]
+    tokenization = request.tokenization
+    captured = capture_first_layers(draft, request.prompt_ids, config)
+    num_scored = len(request.prompt_ids) if tokenization is None else len(tokenization.token_ids)
+    scored = token_importance(captured_layers(captured, num_scored, config.scoring_heads), config.pool_kernel)
+    return scored if tokenization is None else map_importance(scored, tokenization.ranges)
+
+
+def dense_estimate(pair: ModelPair, seen: Seen) -> float | None:
+    """Seconds to the first token with everything prefilled, by counting.
+
+    The target's part of this run's first step, times the multiply-adds that a dense prefill has over those it did
+    (`prefill.cost`). None for a model whose work cannot be counted. An estimate: a short forward is less efficient than
+    a long one, so it errs on the dense side; `--compare` measures.
+    """
+    first, request, selection = seen.records[0], seen.request, seen.selection
+    if selection is None:
+        return None
+    try:
+        shape = Shape.of(text_config(pair.target.config))
+    except ValueError:
+        return None
+
+    def work(num_tokens: int) -> float:
+        return prefill_flops(shape, num_tokens, num_tokens / 2) if num_tokens else 0.0
+
+    done = work(len(seen.held) + len(selection.positions)) - work(len(seen.held))
+    dense = work(len(request.prompt_ids)) - work(request.num_cached)
+    return first.verify_s * dense / done
+
+
+def token_texts(tokenizer: Any, token_ids: Sequence[int], context_ids: Sequence[int] = ()) -> list[str]:
+    """The text that each token adds; special tokens by name, a character of several tokens at the last of them."""
+    stream = open_text_stream(tokenizer, context_ids)
+    if stream is None:
+        return [f"[{token_id}]" for token_id in token_ids]
+    special = frozenset(tokenizer.all_special_ids)
+    texts = []
+    for token_id in token_ids:
+        text = stream.push([token_id])
+        texts.append(text or (str(tokenizer.convert_ids_to_tokens(token_id)) if token_id in special else ""))
+    if texts:
+        texts[-1] += stream.flush()
+    return texts
+
+
+def _short(value: float) -> float:
+    """Three digits: what a reader sees, and a third of the bytes."""
+    return float(f"{value:.3g}")
+
+
+def _heading(text: str) -> str:
+    last = text.strip().rsplit("\n", 1)[-1]
+    return last if len(last) <= 120 else last[:119] + "…"

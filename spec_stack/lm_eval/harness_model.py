@@ -1,0 +1,305 @@
+"""The generator as a model of lm-evaluation-harness: one request at a time, its context pruned as any prompt is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from lm_eval.api.model import TemplateLM
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from tqdm import tqdm
+
+from spec_stack.caches import RequestCaches
+from spec_stack.config import LoadConfig, PrefillConfig, SamplingParams, SpecStackConfig
+from spec_stack.decode.propose import propose
+from spec_stack.decode.sampler import Sampler
+from spec_stack.generator import SpecStackGenerator
+from spec_stack.hf.prompt import PromptSource
+from spec_stack.request import CallOptions
+
+SPECPREFILL = {"auto": None, "on": True, "off": False}
+# What lm-eval's tasks call the most tokens to generate.
+_MAX_TOKENS_NAMES = ("max_gen_toks", "max_new_tokens", "max_tokens")
+_KNOWN_SAMPLING = {"until", "do_sample", "temperature", "top_p", "top_k", *_MAX_TOKENS_NAMES}
+
+
+class SpecStackLM(TemplateLM):  # type: ignore[misc]
+    """`lm_eval --model spec_stack --model_args target=…,draft=…,keep_rate=0.2`.
+
+    Parameters
+    ----------
+    target, draft : str, optional
+        Folders or hub ids; the embedded pair where neither is named.
+    keep_rate : float, optional
+        Share of each context that the target prefills; 1.0 is dense. None is the pair's calibration, or the default.
+    specprefill : {"auto", "on", "off"}
+        Prune contexts from min_prompt_tokens on, all of them, none.
+    min_prompt_tokens : int
+        Shortest context that "auto" prunes.
+    policy : str, optional
+        What chooses gamma.
+    gamma : int, optional
+        Short for the policy "fixed"; 0 is plain decoding.
+    precision, draft_precision, device, calibration
+        Of `SpecStackGenerator.from_pretrained`; calibration=none takes none.
+    max_length : int, optional
+        Most tokens of context and answer; a longer context loses its beginning, as in lm-eval's own models. None is
+        what both models were made for.
+    seed : int
+        For tasks that draw.
+    metrics : str, optional
+        A .jsonl file to add a line per generated answer to: kept tokens, acceptance, seconds.
+    batch_size, max_batch_size
+        lm-eval gives them; requests run one at a time.
+    tokenizer : str, optional
+        Read by RULER's tasks, not here.
+
+    Raises
+    ------
+    ValueError
+        For a value that cannot be used, and a batch of more than one.
+
+    Notes
+    -----
+    Log-likelihoods: the context is pruned as a prompt is, with what stands at its end as the question, and every
+    continuation is scored whole over the slots that were kept. That says what sparse prefill does to a multiple choice
+    after a long context; for a short one (under min_prompt_tokens) it is the target's own. The rolling log-likelihood
+    of a text has no question that anything could be pruned for, so it is always the target's own.
+    """
+
+    def __init__(
+        self,
+        target: str | None = None,
+        draft: str | None = None,
+        *,
+        keep_rate: float | None = None,
+        specprefill: str = "auto",
+        min_prompt_tokens: int = PrefillConfig.min_prompt_tokens,
+        policy: str | None = None,
+        gamma: int | None = None,
+        precision: str = LoadConfig.precision,
+        draft_precision: str = LoadConfig.draft_precision,
+        device: str | None = None,
+        calibration: str | None = None,
+        max_length: int | None = None,
+        seed: int = 0,
+        metrics: str | None = None,
+        batch_size: int | str | None = None,
+        max_batch_size: int | None = None,
+        tokenizer: str | None = None,
+    ) -> None:
+        super().__init__()
+        if str(batch_size) not in ("None", "1", "auto"):
+            raise ValueError(f"batch_size must be 1, got {batch_size}; requests run one at a time")
+        if specprefill not in SPECPREFILL:
+            raise ValueError(f"specprefill must be one of {list(SPECPREFILL)}, got {specprefill!r}")
+        if metrics is not None and not Path(metrics).parent.is_dir():
+            raise ValueError(f"{metrics}: the folder {Path(metrics).parent} does not exist")
+        config = SpecStackConfig(PrefillConfig(min_prompt_tokens=min_prompt_tokens))
+        self.generator = SpecStackGenerator.from_pretrained(
+            target,
+            draft,
+            precision=precision,
+            draft_precision=draft_precision,
+            device=device,
+            config=config,
+            calibration=False if calibration == "none" else calibration,
+        )
+        if self.generator.tokenizer is None:
+            raise ValueError("the target has no tokenizer; lm-eval's requests are texts")
+        self.tokenizer = self.generator.tokenizer
+        self._name = target or "embedded"
+        self._options = CallOptions(
+            keep_rate=None if keep_rate is None else float(keep_rate),
+            specprefill=SPECPREFILL[specprefill],
+            policy=policy,
+            gamma=gamma,
+        )
+        limit = min(self.generator.pair.max_positions)
+        self.max_length = limit if max_length is None else min(int(max_length), limit)
+        self._seed, self._metrics = seed, metrics
+        self._context: ReadContext | None = None
+
+    @property
+    def eot_token_id(self) -> int:
+        """The end-of-sequence token."""
+        ends = sorted(self.generator.pair.end_ids)
+        if not ends:
+            raise ValueError("the target names no end-of-sequence token")
+        return ends[0]
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What a text without a context comes after: the tokenizer's BOS, or else the end of the text before."""
+        bos = self.tokenizer.bos_token_id
+        return self.eot_token_id if bos is None else int(bos)
+
+    @property
+    def tokenizer_name(self) -> str:
+        """For the fingerprint of lm-eval's request caches."""
+        return str(self.tokenizer.name_or_path or self._name).replace("/", "__")
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """A chat as text, by the tokenizer's own template."""
+        return str(
+            self.tokenizer.apply_chat_template(
+                chat_history,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+            )
+        )
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """Token ids. A text that begins with the BOS token, as a rendered chat may, gets no second one."""
+        if add_special_tokens is None:
+            bos = self.tokenizer.bos_token
+            add_special_tokens = not (bos and string.startswith(bos))
+        ids = self.tokenizer(string, add_special_tokens=add_special_tokens, verbose=False).input_ids
+        return [int(token_id) for token_id in ids]
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        """The answers, one per request."""
+        answers = []
+        for request in tqdm(requests, disable=disable_tqdm, desc="spec_stack"):
+            context, asked = request.args
+            params = sampling_of(asked, self._seed)
+            room = self.max_length - params.max_tokens
+            if room < 1:
+                raise ValueError(f"a task asks for {params.max_tokens} tokens, and max_length is {self.max_length}")
+            result = self.generator.generate(
+                input_ids=self.tok_encode(context)[-room:],
+                params=params,
+                keep_rate=self._options.keep_rate,
+                specprefill=self._options.specprefill,
+                policy=self._options.policy,
+                gamma=self._options.gamma,
+                task=str(getattr(request, "task_name", None) or ""),
+            )
+            self._note(request, result.metrics.as_dict())
+            self.cache_hook.add_partial("generate_until", request.args, result.text)
+            answers.append(result.text)
+        return answers
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        """Log-likelihoods of whole texts, by the target alone."""
+        likelihoods = []
+        for request in tqdm(requests, disable=disable_tqdm, desc="spec_stack"):
+            token_ids = self.tok_encode(request.args[0], add_special_tokens=False)
+            windows = get_rolling_token_windows(token_ids, self.prefix_token_id, self.max_length - 1, 1)
+            total = 0.0
+            for window in windows:
+                context, continuation = make_disjoint_window(window)
+                total += self._read(context, False).score(continuation)[0]
+            likelihoods.append(total)
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return likelihoods
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        found = []
+        for texts, context, continuation in tqdm(requests, disable=kwargs.get("disable_tqdm", False)):
+            room = self.max_length - len(continuation)
+            if room < 1:
+                raise ValueError(f"a continuation of {len(continuation)} tokens exceeds max_length={self.max_length}")
+            answer = self._read(context[-room:], self._options.specprefill).score(continuation)
+            self.cache_hook.add_partial("loglikelihood", texts, answer)
+            found.append(answer)
+        return found
+
+    def _read(self, context: list[int], specprefill: bool | None) -> ReadContext:
+        """The context in both models' caches; that of the request before where it is the same one (the choices of a
+        question come one after the other)."""
+        if self._context is None or not self._context.is_of(context, specprefill):
+            self._context = ReadContext(self.generator, context, self._options.keep_rate, specprefill)
+        return self._context
+
+    def _note(self, request: Any, metrics: Mapping[str, Any]) -> None:
+        if self._metrics is None:
+            return
+        labels = {"task": getattr(request, "task_name", None), "doc_id": getattr(request, "doc_id", None)}
+        with Path(self._metrics).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(labels | dict(metrics)) + "\n")
+
+
+class ReadContext:
+    """A context that the target has prefilled, sparsely or not, and that continuations are scored after.
+
+    Parameters
+    ----------
+    generator : SpecStackGenerator
+        Whose pair and configuration are used.
+    context_ids : list of int
+        N tokens, one or more.
+    keep_rate : float, optional
+        Share of it that is kept; None is the configuration's.
+    specprefill : bool, optional
+        As in `generate`.
+    """
+
+    def __init__(
+        self,
+        generator: SpecStackGenerator,
+        context_ids: list[int],
+        keep_rate: float | None,
+        specprefill: bool | None,
+    ) -> None:
+        self._asked = context_ids, specprefill
+        pair = generator.pair
+        options = CallOptions(keep_rate=keep_rate, specprefill=specprefill, gamma=0)
+        request = generator.plan(PromptSource(input_ids=context_ids), SamplingParams(max_tokens=1), options)
+        caches = RequestCaches(pair, request)
+        look_ahead = partial(propose, caches.draft, sampler=Sampler(), end_ids=pair.end_ids)
+        selection = caches.score(look_ahead)[0] if caches.needs_scoring else caches.take_all()
+        self.num_kept = len(selection.positions)
+        self._target = caches.target
+        self._next = self._target.forward(selection.token_ids, selection.positions, 1)
+
+    def is_of(self, context_ids: list[int], specprefill: bool | None) -> bool:
+        """Whether it is this context, read in this way."""
+        return self._asked == (context_ids, specprefill)
+
+    def score(self, continuation: Sequence[int]) -> tuple[float, bool]:
+        """Log-likelihood of a continuation (n,), and whether it is what greedy decoding would give."""
+        if not continuation:
+            return 0.0, True
+        rows = self._next
+        seen = continuation[:-1]
+        if seen:
+            start = self._target.next_position
+            later = self._target.forward(list(seen), range(start, start + len(seen)), len(seen))
+            self._target.rollback(len(seen))
+            rows = torch.cat([rows, later])
+        ids = torch.tensor(continuation, device=rows.device)
+        likelihoods = rows.float().log_softmax(dim=-1).gather(1, ids[:, None])
+        return float(likelihoods.sum()), bool((rows.argmax(dim=-1) == ids).all())
+
+
+def sampling_of(asked: Mapping[str, Any], seed: int) -> SamplingParams:
+    """lm-eval's generation arguments as ours.
+
+    Raises
+    ------
+    ValueError
+        For an argument that has no counterpart here.
+    """
+    unknown = set(asked) - _KNOWN_SAMPLING
+    if unknown:
+        raise ValueError(f"no counterpart of {', '.join(sorted(unknown))}; known: {', '.join(sorted(_KNOWN_SAMPLING))}")
+    until = asked.get("until") or ()
+    stop = (until,) if isinstance(until, str) else tuple(text for text in until if text)
+    max_tokens = next((int(asked[name]) for name in _MAX_TOKENS_NAMES if name in asked), SamplingParams.max_tokens)
+    temperature = float(asked.get("temperature") or 0.0) if asked.get("do_sample") else 0.0
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=int(asked.get("top_k", 0)) if temperature else 0,
+        top_p=float(asked.get("top_p", 1.0)) if temperature else 1.0,
+        seed=seed if temperature else None,
+        stop=stop,
+    )

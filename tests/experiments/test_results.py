@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from experiments.common.environment import describe, fingerprint, note_pair, pair_fingerprint
+from experiments.common.results import BEGIN, END, Result, read_all, table, with_table
+
+RESULT = Result("retrieval", "c", "experiments/quality/retrieval.py", "2026-01-01", "HEAD", "m", "")
+
+
+def test_a_fingerprint_follows_the_weights_and_nothing_else(tmp_path: Path) -> None:
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"a" * (3 << 20))
+    first = fingerprint(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    assert fingerprint(tmp_path) == first
+    weights.write_bytes(b"a" * ((3 << 20) - 1) + b"b")
+    assert fingerprint(tmp_path) != first
+    assert fingerprint("owner/model") == "owner/model"
+
+
+def test_a_result_line_names_the_pair_and_the_command() -> None:
+    note_pair(None, None)
+    line = describe()
+    assert line["pair"] == pair_fingerprint()
+    assert line["command"]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"pair": "other/other"}, "another pair"),
+        ({"commit": ""}, "which commit"),
+        ({"commit": "0000000000", "pair": pair_fingerprint()}, "not in this history"),
+    ],
+)
+def test_a_result_is_stale_for_a_reason(change: dict[str, str], reason: str) -> None:
+    assert reason in replace(RESULT, **change).why_stale(pair_fingerprint())
+
+
+def test_every_committed_result_is_listed_once_and_where_it_belongs() -> None:
+    results = read_all()
+    assert "bench_latency" in {each.name for each in results}
+    page = f"a\n{BEGIN}\nold\n{END}\nb"
+    renewed = with_table(page, results)
+    assert renewed.startswith("a\n")
+    assert renewed.endswith("\nb")
+    assert "old" not in renewed
+    assert all(table(results).count(f"| {each.name} |") == 1 for each in results)
+    with pytest.raises(ValueError, match="must hold"):
+        with_table("no marks", results)

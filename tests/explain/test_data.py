@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spec_stack.controller.base import DraftSignals, StepRecord
+from spec_stack.explain.data import runs_of_records, writers_of, written
+
+
+def record(step: int, gamma: int, num_accepted: int, num_tokens: int | None = None) -> StepRecord:
+    return StepRecord(
+        request_id="one",
+        step=step,
+        policy="fixed",
+        precision="fp32",
+        task="code",
+        is_prefill=step == 0,
+        keep_rate=0.25,
+        gamma=gamma,
+        num_accepted=num_accepted,
+        num_tokens=num_accepted + 1 if num_tokens is None else num_tokens,
+        signals=DraftSignals([1.0] * gamma, [0.5] * gamma),
+        draft_s=0.1,
+        verify_s=0.2,
+        controller_s=0.0,
+    )
+
+
+def test_the_token_behind_the_accepted_ones_is_bonus_correction_or_the_targets_alone() -> None:
+    assert writers_of(record(1, 2, 2)) == ["draft", "draft", "bonus"]
+    assert writers_of(record(1, 2, 1)) == ["draft", "correction"]
+    assert writers_of(record(1, 2, 0)) == ["correction"]
+    assert writers_of(record(1, 0, 0)) == ["plain"]
+    # A stop string inside the accepted run: the target's own token was never handed out.
+    assert writers_of(record(1, 4, 3, num_tokens=2)) == ["draft", "draft"]
+
+
+def test_a_record_that_names_its_proposer_is_believed() -> None:
+    @dataclass(frozen=True)
+    class Named(StepRecord):
+        proposer: str = ""
+
+    one = record(1, 2, 1)
+    fields = {name: getattr(one, name) for name in one.__dataclass_fields__}
+    assert writers_of(Named(**(fields | {"proposer": "look-up"}))) == ["look-up", "correction"]
+    assert writers_of(Named(**(fields | {"proposer": "model"}))) == ["draft", "correction"]
+
+
+@given(st.lists(st.integers(0, 6).flatmap(lambda gamma: st.tuples(st.just(gamma), st.integers(0, gamma))), min_size=1))
+def test_every_token_has_one_writer_and_its_own_step(steps: list[tuple[int, int]]) -> None:
+    records = [record(index, gamma, accepted) for index, (gamma, accepted) in enumerate(steps)]
+    tokens = written(records)
+    assert len(tokens) == sum(one.num_tokens for one in records)
+    assert [token.step for token in tokens] == sorted(token.step for token in tokens)
+    assert sum(token.writer == "draft" for token in tokens) == sum(one.num_accepted for one in records)
+
+
+def test_texts_that_do_not_fit_the_records_are_refused() -> None:
+    with pytest.raises(ValueError, match="2 texts for 3 tokens"):
+        written([record(0, 2, 2)], ["a", "b"])
+
+
+def test_recorded_runs_are_told_apart_by_request_and_setting() -> None:
+    other = [replace(record(step, 1, 1), request_id="two") for step in range(3)]
+    runs = runs_of_records([record(0, 2, 2), record(1, 3, 0), *other])
+    assert [len(run.turns[0].steps) for run in runs] == [2, 3]
+    assert runs[0].turns[0].metrics["num_accepted"] == 2
+    assert runs[0].turns[0].prompt is None

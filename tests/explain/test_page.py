@@ -1,0 +1,148 @@
+"""The page, read by a parser: always run, no browser needed."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
+from spec_stack.cli import main
+from spec_stack.explain.command import explain_live, explain_records
+from spec_stack.explain.data import Explanation, PromptView, RunView, Step, TurnView, WrittenToken
+from spec_stack.explain.observe import WatchedGenerator, watch_turns
+from spec_stack.explain.page import render
+
+HOSTILE = "</script><img src=x onerror=alert(1)><!-- {{data}} {{title}} & \u2028"
+# Attributes that make a browser fetch something.
+FETCHING = {"src", "href", "srcset", "action", "data", "poster", "background"}
+
+
+class Reader(HTMLParser):
+    """Tags in order, what would be fetched, and the text of each script."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.fetched: list[str] = []
+        self.scripts: list[str] = []
+        self.title = ""
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.fetched += [value or "" for name, value in attributes if name in FETCHING]
+        if tag == "script":
+            self.scripts.append("")
+
+    def handle_data(self, text: str) -> None:
+        if self.tags and self.tags[-1] == "script" and self.cdata_elem == "script":
+            self.scripts[-1] += text
+        if self.tags and self.tags[-1] == "title" and not self.title:
+            self.title = text
+
+
+def data_of(page: str) -> dict[str, Any]:
+    shown: dict[str, Any] = json.loads(Reader(page).scripts[0])
+    return shown
+
+
+@pytest.fixture(scope="module")
+def watched() -> WatchedGenerator:
+    config = SpecStackConfig(PrefillConfig(min_prompt_tokens=64, on_scoring_error="raise"))
+    generator = SpecStackGenerator.from_pretrained(device="cpu", precision="fp32", config=config)
+    return WatchedGenerator.over(generator)
+
+
+PROMPT = "\n".join(f"def f{index}(x):\n    return x + {index}" for index in range(40)) + "\ndef f"
+
+
+def test_hostile_text_is_data_and_never_markup() -> None:
+    step = Step(2, 1, 2, 0.1, 0.2, 0.0, [1.0, 2.0], [0.5, 0.5], "draft", True)
+    prompt = PromptView([HOSTILE], "k", [1.0], [1.0])
+    turn = TurnView(HOSTILE, prompt, [WrittenToken(HOSTILE, 0, "draft"), WrittenToken("b", 0, HOSTILE)], [step])
+    explanation = Explanation(HOSTILE, {HOSTILE: HOSTILE}, [RunView(HOSTILE, [turn])])
+    page = render(explanation)
+    assert data_of(page) == explanation.as_dict()
+    read = Reader(page)
+    assert "img" not in read.tags
+    assert read.tags.count("script") == 2
+    assert read.title == HOSTILE
+
+
+def test_the_page_asks_nothing_of_a_network(watched: WatchedGenerator) -> None:
+    page = render(explain_live(watched, title="t", pair="p", options={"max_tokens": 4}, prompt=PROMPT))
+    read = Reader(page)
+    assert read.fetched == []
+    assert "link" not in read.tags
+    without_data = page.replace(read.scripts[0], "")
+    # The one address is the name of SVG's markup language, which nobody fetches.
+    assert set(re.findall(r"https?://[^\s\"']+", without_data)) == {"http://www.w3.org/2000/svg"}
+    assert not re.search(r"\b(fetch|XMLHttpRequest|import|innerHTML|eval)\b", read.scripts[1])
+    assert "@import" not in page
+    assert "url(" not in page
+
+
+def test_what_is_shown_is_what_the_generator_does(watched: WatchedGenerator) -> None:
+    options = {"max_tokens": 12, "keep_rate": 0.3, "gamma": 3}
+    explanation = explain_live(watched, title="t", pair="p", options=options, prompt=PROMPT, compare=True)
+    sparse, dense = (run.turns[0] for run in explanation.runs)
+    alone = watched.generate(PROMPT, return_records=True, **options)
+    assert "".join(token.text for token in sparse.answer) == alone.text
+    assert [step.gamma for step in sparse.steps] == [record.gamma for record in alone.records or []]
+    assert sparse.prompt is not None
+    assert dense.prompt is not None
+    assert "".join(sparse.prompt.tokens) == f"<|bos|>{PROMPT}"
+    assert sparse.prompt.states.count("k") == alone.metrics.num_kept_tokens < len(sparse.prompt.states)
+    assert set(dense.prompt.states) == {"k"}
+    assert dense.prompt.importance is None
+    assert sparse.dense_estimate_s is not None
+    assert sparse.dense_estimate_s > sparse.steps[0].verify_s  # type: ignore[operator]
+
+
+def test_the_kept_chunks_are_those_with_the_most_votes(watched: WatchedGenerator) -> None:
+    explanation = explain_live(watched, title="t", pair="p", options={"max_tokens": 2, "keep_rate": 0.3}, prompt=PROMPT)
+    prompt = explanation.runs[0].turns[0].prompt
+    assert prompt is not None
+    assert prompt.votes is not None
+    assert prompt.importance is not None
+    assert len(prompt.importance) == len(prompt.tokens)
+    config, size = watched.config.prefill, prompt.chunk_size
+    free = range(config.keep_first, len(prompt.votes) - config.keep_last)
+    kept = [prompt.votes[chunk] for chunk in free if prompt.states[chunk * size] == "k"]
+    dropped = [prompt.votes[chunk] for chunk in free if prompt.states[chunk * size] == "d"]
+    assert kept
+    assert dropped
+    assert min(kept) >= max(dropped)
+
+
+def test_the_turns_of_a_session_show_what_is_cached_and_what_is_new(watched: WatchedGenerator) -> None:
+    questions = [f"{PROMPT}\nWhat is f3?", "And f7?", "Thanks."]
+    run = watch_turns(watched, "r", [], questions, max_tokens=6)
+    assert [turn.question for turn in run.turns] == ["What is f3?", "And f7?", "Thanks."]
+    for turn in run.turns[1:]:
+        assert turn.prompt is not None
+        metrics, states = turn.metrics, turn.prompt.states
+        num_new = sum(state in "kp" for state in states)
+        assert states.count("r") == metrics["num_restored_tokens"]
+        assert states.count("c") + states.count("r") + num_new == metrics["num_kept_tokens"]
+        assert "d" not in states[metrics["num_cached_tokens"] :]
+    assert "d" in run.turns[1].prompt.states  # type: ignore[union-attr]
+
+
+def test_the_command_makes_a_page_of_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    records, page = tmp_path / "records.jsonl", tmp_path / "page.html"
+    for _ in range(2):
+        assert main(["generate", "def main():", "--max-tokens", "6", "--device", "cpu", "--records", str(records)]) == 0
+    assert main(["explain", "--records", str(records), "--out", str(page)]) == 0
+    assert "2 runs" in capsys.readouterr().out
+    shown = data_of(page.read_text(encoding="utf-8"))
+    assert [sum(step["num_tokens"] for step in run["turns"][0]["steps"]) for run in shown["runs"]] == [6, 6]
+    with pytest.raises(ValueError, match="no records of the request"):
+        explain_records([records], "somebody else's")
+    assert main(["explain", "--records", str(records), "--out", str(tmp_path / "no" / "page.html")]) == 2

@@ -1,0 +1,164 @@
+"""The model of lm-evaluation-harness; left out where the extra `lm-eval` is not installed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("lm_eval", reason="the extra lm-eval is not installed")
+
+from lm_eval.api.registry import get_model, model_registry
+from lm_eval.evaluator import simple_evaluate
+from lm_eval.tasks import TaskManager
+
+from spec_stack.lm_eval.harness_model import SpecStackLM, sampling_of
+
+ROOT = Path(__file__).parents[2]
+TEXT = "\n".join(f"def f{index}(x):\n    return x + {index}" for index in range(60))
+
+
+@dataclass
+class Asked:
+    args: tuple[Any, ...]
+    task_name: str = "t"
+    doc_id: int = 0
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+@pytest.fixture(scope="module")
+def dense() -> SpecStackLM:
+    return SpecStackLM(specprefill="off", device="cpu", precision="fp32")
+
+
+@pytest.fixture(scope="module")
+def sparse() -> SpecStackLM:
+    return SpecStackLM(specprefill="on", keep_rate=0.3, device="cpu", precision="fp32")
+
+
+def test_the_entry_point_and_the_launcher_name_one_class() -> None:
+    from importlib.metadata import entry_points
+
+    from spec_stack.lm_eval.__main__ import NAME
+
+    declared = {point.name: point.value for point in entry_points(group="lm_eval.models")}
+    assert declared.get(NAME, "spec_stack.lm_eval.harness_model:SpecStackLM").endswith(":SpecStackLM")
+    if NAME not in model_registry:
+        model_registry.register(NAME, target="spec_stack.lm_eval.harness_model:SpecStackLM")
+    assert get_model(NAME) is SpecStackLM
+
+
+def test_a_dense_log_likelihood_is_the_targets_own(dense: SpecStackLM) -> None:
+    # lm-eval moves a context's trailing blanks to the continuation, so these have none.
+    pairs = [("def main():", "\n    return 0"), ("def main():", "\n    pass"), ("", "import os")]
+    found = dense.loglikelihood([Asked(pair) for pair in pairs], disable_tqdm=True)
+    target = dense.generator.target
+    for (context, continuation), (value, is_greedy) in zip(pairs, found, strict=True):
+        if context:
+            whole, start = dense.tok_encode(context + continuation), len(dense.tok_encode(context))
+        else:
+            whole, start = [dense.prefix_token_id, *dense.tok_encode(continuation, add_special_tokens=False)], 1
+        with torch.no_grad():
+            rows = target(torch.tensor([whole])).logits[0].float().log_softmax(-1)[start - 1 : -1]
+        ids = torch.tensor(whole[start:])
+        assert value == pytest.approx(float(rows.gather(1, ids[:, None]).sum()), abs=1e-3)
+        assert is_greedy == bool((rows.argmax(-1) == ids).all())
+
+
+def test_a_sparse_log_likelihood_is_a_plain_forward_over_the_kept_tokens(sparse: SpecStackLM) -> None:
+    question = TEXT + "\ndef f"
+    answer = sparse.loglikelihood([Asked((question, "7(x):"))], disable_tqdm=True)[0]
+    context = sparse._context
+    assert context is not None
+    ids = sparse.tok_encode(question)
+    assert 0 < context.num_kept < len(ids)
+    whole = sparse.tok_encode(question + "7(x):")
+    kept = list(context._target.positions)
+    assert len(kept) == context.num_kept
+    positions = [*kept, *range(len(ids), len(whole))]
+    with torch.no_grad():
+        logits = sparse.generator.target(
+            torch.tensor([[whole[at] for at in positions]]), position_ids=torch.tensor([positions])
+        ).logits[0]
+    rows = logits.float().log_softmax(-1)[len(kept) - 1 : -1]
+    expected = rows.gather(1, torch.tensor(whole[len(ids) :])[:, None]).sum()
+    assert answer[0] == pytest.approx(float(expected), abs=1e-3)
+
+
+def test_one_context_is_prefilled_once_for_all_of_its_choices(sparse: SpecStackLM) -> None:
+    choices = ["7(x):", "8(x):", "9(y, z):"]
+    together = sparse.loglikelihood([Asked((TEXT + "\ndef f", choice)) for choice in choices], disable_tqdm=True)
+    context = sparse._context
+    apart = []
+    for choice in choices:
+        sparse._context = None
+        apart += sparse.loglikelihood([Asked((TEXT + "\ndef f", choice))], disable_tqdm=True)
+        assert sparse._context is not context
+    assert together == [pytest.approx(value) for value in apart]
+
+
+def test_a_rolling_log_likelihood_is_that_of_the_whole_text_and_never_pruned(
+    sparse: SpecStackLM, dense: SpecStackLM
+) -> None:
+    found = [model.loglikelihood_rolling([Asked((TEXT,))], disable_tqdm=True)[0] for model in (sparse, dense)]
+    assert found[0] == pytest.approx(found[1])
+    whole = [dense.prefix_token_id, *dense.tok_encode(TEXT, add_special_tokens=False)]
+    with torch.no_grad():
+        rows = dense.generator.target(torch.tensor([whole])).logits[0].float().log_softmax(-1)[:-1]
+    expected = float(rows.gather(1, torch.tensor(whole[1:])[:, None]).sum())
+    assert found[0] == pytest.approx(expected, rel=1e-4)
+
+
+def test_answers_are_the_generators_and_their_metrics_are_kept(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    model = SpecStackLM(specprefill="on", keep_rate=0.3, device="cpu", precision="fp32", metrics=str(file))
+    asked = {"until": ["\n\n"], "max_gen_toks": 12, "do_sample": False, "temperature": 0.0}
+    (answer,) = model.generate_until([Asked((TEXT + "\ndef f", asked))], disable_tqdm=True)
+    alone = model.generator.generate(TEXT + "\ndef f", max_tokens=12, stop="\n\n", specprefill=True, keep_rate=0.3)
+    assert answer == alone.text
+    (line,) = file.read_text(encoding="utf-8").splitlines()
+    assert json.loads(line)["num_kept_tokens"] == alone.metrics.num_kept_tokens < alone.metrics.num_prompt_tokens
+
+
+def test_arguments_become_sampling_parameters_or_are_refused() -> None:
+    assert sampling_of({"until": "\n", "max_gen_toks": 3}, 0).stop_strings == ("\n",)
+    assert sampling_of({"do_sample": False, "temperature": 0.7}, 0).temperature == 0
+    drawn = sampling_of({"do_sample": True, "temperature": 0.7, "top_p": 0.9, "max_new_tokens": 5}, 3)
+    assert (drawn.temperature, drawn.top_p, drawn.seed, drawn.max_tokens) == (0.7, 0.9, 3, 5)
+    with pytest.raises(ValueError, match="no counterpart of num_beams"):
+        sampling_of({"num_beams": 4}, 0)
+    with pytest.raises(ValueError, match="batch_size must be 1"):
+        SpecStackLM(batch_size=8)
+
+
+def test_a_chat_gets_one_bos(dense: SpecStackLM) -> None:
+    text = dense.apply_chat_template([{"role": "user", "content": "Hello"}])
+    ids = dense.tok_encode(text)
+    assert ids.count(dense.tokenizer.bos_token_id) == 1
+    assert ids == dense.tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hello"}], add_generation_prompt=True, return_dict=False
+    )
+
+
+@pytest.mark.slow
+def test_the_local_tasks_run_from_end_to_end(sparse: SpecStackLM) -> None:
+    metadata = {
+        "max_seq_lengths": [1024],
+        "num_samples": 2,
+        "tokenizer": str(ROOT / "spec_stack" / "assets" / "target"),
+        "haystack": str(ROOT / "docs"),
+    }
+    manager = TaskManager(include_path=str(ROOT / "experiments" / "quality" / "lm_eval_tasks"), metadata=metadata)
+    tasks = ["local_niah", "local_vt", "local_cwe", "local_fwe"]
+    report = simple_evaluate(sparse, tasks=tasks, task_manager=manager, metadata=metadata)
+    assert report is not None
+    for task in tasks:
+        scores = {name.split(",")[0]: value for name, value in report["results"][task].items()}
+        assert 0 <= scores["1024"] <= 1
+        assert scores["2048"] == -1
+        (document,) = [sample for sample in report["samples"][task] if sample["doc_id"] == 0]
+        assert document["doc"]["length"] <= 1024
