@@ -9,10 +9,9 @@ from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel
 
 from spec_stack.answering import Answering
 from spec_stack.caches import Caches, RequestCaches
@@ -38,6 +37,9 @@ from spec_stack.prefill.calibration import find_calibration
 from spec_stack.request import CallOptions, Request
 from spec_stack.session import Session
 from spec_stack.types import Metrics, Proposal, Selection, StepOutput
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 

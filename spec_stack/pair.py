@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-from transformers import PreTrainedModel
+from typing import TYPE_CHECKING, Any
 
 from spec_stack.config import LoadConfig
 from spec_stack.hf.architectures import scoring_limit, text_config
@@ -19,6 +17,9 @@ from spec_stack.tokenizers.translated_draft import TranslatedDraft
 from spec_stack.tokenizers.translation import Translation
 from spec_stack.tokenizers.vocabulary import Vocabulary, compare
 from spec_stack.types import DraftTokenization
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 DraftModel = CachedModel | TranslatedDraft
 

@@ -6,17 +6,18 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from transformers.utils import logging as transformers_logging
 
 from spec_stack.config import LoadConfig
 from spec_stack.hf.architectures import check_architecture, text_config
 from spec_stack.hf.precision import Precision, resolve_precisions
 from spec_stack.hf.prepack import can_prepack, prepack
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 CONTROLLERS = ASSETS / "controllers"
@@ -115,6 +116,8 @@ def shipped_predictors(target: str | Path | None) -> dict[str, Path]:
 
 def load_config(source: str) -> Any:
     """A model's configuration. Raises ValueError with the reason where it cannot be read."""
+    from transformers import AutoConfig
+
     try:
         return AutoConfig.from_pretrained(source)
     except (OSError, ValueError, KeyError) as error:
@@ -123,6 +126,8 @@ def load_config(source: str) -> Any:
 
 def load_tokenizer(source: str) -> Any:
     """A model's tokenizer. Raises ValueError with the reason where there is none."""
+    from transformers import AutoTokenizer
+
     try:
         return AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError, KeyError) as error:
@@ -202,6 +207,9 @@ def open_pair(
 
 
 def _load_model(source: str, precision: Precision, device: torch.device) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
     # A bar for a model that loads in milliseconds is noise; a large one keeps it.
     quiet = Path(source).is_relative_to(ASSETS)
     shown = transformers_logging.is_progress_bar_enabled()
