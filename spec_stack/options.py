@@ -29,8 +29,7 @@ ALIASES = {
     "num_speculative_tokens": "gamma",
     "assistant_model": "draft",
     "draft_model": "draft",
-    "torch_dtype": "precision",
-    "dtype": "precision",
+    "torch_dtype": "dtype",
     "compression_ratio": "keep_rate",
 }
 

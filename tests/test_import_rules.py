@@ -21,15 +21,19 @@ ALLOWED = {
     "offline": {"config", "controller"},
     "hf": {"config", "types", "controller", "decode"},
     "tokenizers": {"types", "prefill", "hf"},
+    "serve": {"config", "types", "answering", "hf.prompt"},
     "sglang": {"config", "types", "controller", "prefill", "tokenizers.chat_turns"},
 }
 LIBRARIES = {
-    "transformers": {"hf", "tokenizers", "pair.py", "generator.py"},
+    "transformers": {"hf", "tokenizers", "pair.py", "generator.py", "custom_generate.py"},
     "bitsandbytes": {"hf"},
     "flashinfer": {"hf"},
+    "peft": {"hf"},
+    "fastapi": {"serve"},
+    "openai": {"serve"},
     "sglang": {"sglang"},
 }
-COMPOSERS = {"generator.py", "cli.py", "demo.py", "__init__.py"}
+COMPOSERS = {"generator.py", "custom_generate.py", "cli.py", "demo.py", "__init__.py"}
 
 
 def files(*folders: Path) -> list[Path]:

@@ -218,6 +218,15 @@ def _constants(module: nn.Module) -> Iterator[torch.Tensor]:
             yield value
 
 
+def precision_named(dtype: str | torch.dtype) -> str:
+    """The precision that transformers' `dtype=` asks for. Raises ValueError for one that is none of ours."""
+    names = {of: name for name, of in DTYPES.items()} | {str(of): name for name, of in DTYPES.items()}
+    named = names.get(dtype) or names.get(f"torch.{dtype}")
+    if named is None and dtype not in ("auto", *PRECISIONS):
+        raise ValueError(f"unknown dtype {dtype!r}; use one of {[str(of) for of in DTYPES.values()]}, or precision=")
+    return named or str(dtype)
+
+
 def precision_of(model: PreTrainedModel) -> str:
     """The precision's name of a loaded model; "other" for one without a name."""
     names = {dtype: name for name, dtype in DTYPES.items()}
