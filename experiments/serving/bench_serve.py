@@ -86,6 +86,7 @@ class Client:
 
     def _chat(self) -> bool:
         messages: list[Any] = [{"role": "user", "content": self._rng.choice(QUESTIONS)}]
+        text = ""
         for follow_up in (None, self._rng.choice(QUESTIONS)):
             if follow_up is not None:
                 messages = [*messages, {"role": "assistant", "content": text}, {"role": "user", "content": follow_up}]
