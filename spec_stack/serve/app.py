@@ -8,7 +8,7 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -149,7 +149,8 @@ class Endpoint:
         loop, arrived = asyncio.get_running_loop(), asyncio.Queue[Delivery]()
 
         def deliver(delivery: Delivery) -> None:
-            if not loop.is_closed():
+            # The loop of a server that has ended is closed, and then nobody waits.
+            with suppress(RuntimeError):
                 loop.call_soon_threadsafe(arrived.put_nowait, delivery)
 
         job = Job(client, prompt, options, body.n, deliver)
@@ -162,10 +163,11 @@ class Endpoint:
         if body.stream:
             pieces = self._pieces(request, job, arrived, answer, body.wants_usage)
             return StreamingResponse(pieces, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        async for delivery in self._deliveries(request, job, arrived):
-            if isinstance(delivery, Failure):
-                return _error(400 if delivery.is_callers else 500, delivery.message)
-            answer.take(delivery)
+        async with aclosing(self._deliveries(request, job, arrived)) as deliveries:
+            async for delivery in deliveries:
+                if isinstance(delivery, Failure):
+                    return _error(400 if delivery.is_callers else 500, delivery.message)
+                answer.take(delivery)
         if not answer.is_complete:
             return _error(499 if await request.is_disconnected() else 503, "the request was cancelled")
         return JSONResponse(answer.whole().model_dump(mode="json", exclude_none=True))
@@ -217,13 +219,14 @@ class Endpoint:
         self, request: Request, job: Job, arrived: asyncio.Queue[Delivery], answer: Form, wants_usage: bool
     ) -> AsyncGenerator[bytes]:
         """The events of a stream."""
-        async for delivery in self._deliveries(request, job, arrived):
-            if isinstance(delivery, Failure):
-                status = 400 if delivery.is_callers else 500
-                yield _event_of({"error": _error_body(status, delivery.message)})
-                return
-            for chunk in answer.pieces(delivery):
-                yield _event(chunk)
+        async with aclosing(self._deliveries(request, job, arrived)) as deliveries:
+            async for delivery in deliveries:
+                if isinstance(delivery, Failure):
+                    status = 400 if delivery.is_callers else 500
+                    yield _event_of({"error": _error_body(status, delivery.message)})
+                    return
+                for chunk in answer.pieces(delivery):
+                    yield _event(chunk)
         if not answer.is_complete:
             yield _event_of({"error": _error_body(503, "the request was cancelled")})
             return
