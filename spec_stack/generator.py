@@ -252,11 +252,12 @@ class SpecStackGenerator(Answering):
         ValueError
             As `generate` does, when it is the prompt's turn.
         """
-        given = {"prompt": prompts, "messages": messages, "input_ids": input_ids}
-        named = [name for name, several in given.items() if several is not None]
-        if len(named) != 1 or isinstance(prompts, str):
+        sources: dict[str, Any] = {"prompt": prompts, "messages": messages, "input_ids": input_ids}
+        given = [(name, values) for name, values in sources.items() if values is not None]
+        if len(given) != 1 or isinstance(prompts, str):
             raise ValueError("give exactly one of prompts, messages or input_ids, and a list of it")
-        several = [{named[0]: one} for one in given[named[0]] or ()]
+        name, values = given[0]
+        several = [{name: value} for value in values]
         if attention_mask is not None:
             several = [one | {"attention_mask": mask} for one, mask in zip(several, attention_mask, strict=True)]
         with self.session() as session:
