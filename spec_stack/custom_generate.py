@@ -167,7 +167,7 @@ class CustomGenerate:
             For what cannot be done: beams, a cache that is handed in, inputs that are no tokens, scores or hidden
             states asked back, several rows with a streamer.
         """
-        _check(generation_config, model_kwargs, synced_gpus)
+        _check(generation_config, model_kwargs)
         if (spec_streamer or streamer) is not None and len(input_ids) > 1:
             raise ValueError("a streamer takes one row; leave it out, or give one prompt")
         generator = self.generator(model)
@@ -253,7 +253,7 @@ class BehindPadding(LogitsProcessor):  # type: ignore[misc]
         return shaped
 
 
-def _check(config: GenerationConfig, model_kwargs: Mapping[str, Any], synced_gpus: bool) -> None:
+def _check(config: GenerationConfig, model_kwargs: Mapping[str, Any]) -> None:
     """Raise ValueError for what a call of `model.generate` asks for and cannot have."""
     mode = config.get_generation_mode()
     if mode not in _MODES:
@@ -265,8 +265,6 @@ def _check(config: GenerationConfig, model_kwargs: Mapping[str, Any], synced_gpu
                 f"{', '.join(asked)}: not to be had under speculation; leave it out, or call generate without "
                 "custom_generate"
             )
-    if synced_gpus:
-        raise ValueError("synced_gpus: a model that is spread over processes cannot be the target")
     cache = model_kwargs.get("past_key_values")
     if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length()):
         raise ValueError("leave past_key_values out; SpecStackGenerator.session() keeps caches from call to call")

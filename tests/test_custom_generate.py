@@ -274,7 +274,6 @@ def test_a_draft_by_name_is_loaded_once_and_forgotten_on_demand(embedded: SpecSt
         ({"return_dict_in_generate": True, "output_scores": True}, "output_scores"),
         ({"return_dict_in_generate": True, "output_hidden_states": True}, "output_hidden_states"),
         ({"past_key_values": DynamicCache()}, "leave past_key_values out"),
-        ({"synced_gpus": True}, "synced_gpus"),
         ({"position_ids": torch.arange(3, 23)[None]}, "leave position_ids out"),
         ({"max_new_tokens": 5000}, "positions"),
     ],
