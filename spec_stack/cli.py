@@ -98,8 +98,8 @@ def build_parser() -> argparse.ArgumentParser:
 
     serve = commands.add_parser("serve", help="an OpenAI-compatible endpoint, for this machine unless told otherwise")
     _add_pair_arguments(serve)
-    for name, kind in SERVED.items():
-        _add_option(serve, ServeConfig, name, type=kind)
+    for name, read in SERVED.items():
+        _add_option(serve, ServeConfig, name, type=read)
     serve.add_argument(
         "--api-key",
         action="append",

@@ -275,7 +275,7 @@ def _load_model(
     if quiet:
         transformers_logging.disable_progress_bar()
     try:
-        options = precision.load_options(device) | (hub or {})
+        options = precision.load_options(device) | dict(hub or {})
         if device_map is not None:
             options["device_map"] = device_map
         # Without attn_implementation: SDPA, or eager attention for those that have none (GPT-OSS).

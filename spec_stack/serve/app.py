@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import logging
 import secrets
 import time
@@ -375,7 +376,7 @@ def _event(chunk: BaseModel) -> bytes:
 
 
 def _event_of(content: Mapping[str, Any]) -> bytes:
-    return format_sse_event(data_str=JSONResponse(content).body.decode())
+    return format_sse_event(data_str=json.dumps(content))
 
 
 def _error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:

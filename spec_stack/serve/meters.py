@@ -56,4 +56,5 @@ class Meters:
 
     def text(self) -> bytes:
         """All of it, in Prometheus' text format."""
-        return generate_latest(self._registry)
+        exposed: bytes = generate_latest(self._registry)
+        return exposed
