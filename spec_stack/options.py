@@ -36,6 +36,8 @@ ALIASES = {
 _IN_GENERATE = "model.generate(..., custom_generate=spec_stack(draft)) takes it (spec_stack.custom_generate)"
 WAYS = {
     "stopping_criteria": _IN_GENERATE,
+    "generation_config": _IN_GENERATE,
+    "assistant_model": "the draft is given where the generator is made",
     "tokenizer": "the generator has one; give it where the generator is made",
     "past_key_values": "generator.session() keeps caches from call to call",
     "use_cache": "generator.session() keeps caches from call to call",
@@ -65,8 +67,8 @@ def refuses_unknown_options(function: Callable[Parameters, Result]) -> Callable[
 
 
 def _hint(name: str, known: list[str]) -> str:
-    if name in WAYS:
-        return f": {WAYS[name]}"
     alias = ALIASES.get(name)
+    if name in WAYS and alias not in known:
+        return f": {WAYS[name]}"
     nearest = [alias] if alias in known else get_close_matches(name, known, 1, cutoff=0.5)
     return f"; did you mean {nearest[0]}=?" if nearest else f"; it has {', '.join(known)}"

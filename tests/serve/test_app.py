@@ -124,7 +124,7 @@ def test_tools_are_written_into_the_prompt(embedded: SpecStackGenerator, start: 
         ({"extra_body": {"nonsense": 1}}, "nonsense"),
         ({"extra_body": {"policy": "nope"}}, "nope"),
         ({"extra_body": {"gamma": 99}}, "gamma"),
-        ({"messages": [{"role": "user", "content": "x " * 9000}]}, "tokens; this server takes"),
+        ({"messages": [{"role": "user", "content": "word " * 40000}]}, "tokens; this server takes"),
     ],
     ids=lambda value: str(value)[:30],
 )
