@@ -26,7 +26,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException as StarletteHTTPException
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from spec_stack.hf.prompt import PromptSource, encode_prompt
 from spec_stack.serve.bodies import Body, ChatBody, CompletionBody
@@ -55,10 +55,8 @@ def build_app(generator: SpecStackGenerator, config: ServeConfig | None = None) 
         yield
         await run_in_threadpool(worker.stop)
 
-    app = FastAPI(
-        title="spec_stack", lifespan=lifespan, max_body_size=config.max_body_bytes, docs_url=None, redoc_url=None
-    )
-    # What declares its length is refused in OpenAI's form; FastAPI's own limit is for what does not.
+    app = FastAPI(title="spec_stack", lifespan=lifespan, docs_url=None, redoc_url=None)
+    # FastAPI's own max_body_size answers in plain text, where clients look for OpenAI's form.
     app.add_middleware(RefuseLongBodies, max_bytes=config.max_body_bytes)
     app.state.worker = worker
     endpoint = Endpoint(generator, config, worker)
@@ -103,7 +101,7 @@ def build_app(generator: SpecStackGenerator, config: ServeConfig | None = None) 
 
 
 class RefuseLongBodies:
-    """Refuses requests by the length that they declare, without reading them."""
+    """Refuses requests by the length that they declare, without reading them, or once they have grown too long."""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self._app, self._max_bytes = app, max_bytes
@@ -113,8 +111,18 @@ class RefuseLongBodies:
         if length.isdigit() and int(length) > self._max_bytes:
             refusal = _error(413, f"the body has {length} bytes; this server takes {self._max_bytes}")
             await refusal(scope, receive, send)
-        else:
-            await self._app(scope, receive, send)
+            return
+        num_bytes = 0
+
+        async def count() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self._max_bytes:
+                raise HTTPException(413, f"the body is longer than this server takes, {self._max_bytes} bytes")
+            return message
+
+        await self._app(scope, count, send)
 
 
 def serve(generator: SpecStackGenerator, config: ServeConfig | None = None) -> None:
