@@ -11,10 +11,11 @@ import torch
 
 from spec_stack.config import SamplingParams
 from spec_stack.controller.base import Policy
-from spec_stack.hf.prompt import Message, PromptSource, Span
+from spec_stack.hf.prompt import Message, PromptSource, Span, unpadded
 from spec_stack.offline.records import add_records, check_record_path
 from spec_stack.options import refuses_unknown_options
 from spec_stack.request import CallOptions, Request
+from spec_stack.streaming import Streamer, awaitable, feed
 from spec_stack.types import GenerationResult, StepOutput
 
 
@@ -36,6 +37,7 @@ class Answering(ABC):
         *,
         messages: Sequence[Message] | None = None,
         input_ids: Sequence[int] | torch.Tensor | None = None,
+        attention_mask: Sequence[int] | torch.Tensor | None = None,
         protected: Sequence[Span] = (),
         tools: Sequence[Any] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
@@ -58,6 +60,7 @@ class Answering(ABC):
         task: str = "",
         return_records: bool = False,
         records: str | Path | None = None,
+        streamer: Streamer | None = None,
     ) -> GenerationResult:
         """Answer or continue a prompt.
 
@@ -73,6 +76,9 @@ class Answering(ABC):
             its `tool_calls`. System messages and the template's own tokens are never pruned.
         input_ids : sequence of int or torch.Tensor, optional
             Token ids (N,) or (1, N) of the target.
+        attention_mask : sequence of int or torch.Tensor, optional
+            Of the shape of `input_ids`, so that what a tokenizer returns can be handed on; tokens at either end for
+            which it is 0 are padding, and left out.
         protected : sequence of (int, int), optional
             Half-open spans that are never pruned: of tokens beside `input_ids`, of characters beside `prompt`.
         tools, documents : sequence, optional
@@ -117,6 +123,9 @@ class Answering(ABC):
             Keep one StepRecord per step in the result.
         records : str or Path, optional
             Append the records to this .jsonl file, which is made where there is none (`offline.records`).
+        streamer : optional
+            A streamer of transformers (`TextStreamer`, say): it is put the prompt, then every step's tokens, and told
+            of the end.
 
         Returns
         -------
@@ -144,7 +153,7 @@ class Answering(ABC):
             _source(
                 prompt,
                 messages,
-                input_ids,
+                unpadded(input_ids, attention_mask),
                 protected,
                 tools,
                 documents,
@@ -154,7 +163,8 @@ class Answering(ABC):
             _merged(params, max_tokens, temperature, top_k, top_p, seed, stop, ignore_eos),
             CallOptions(keep_rate, specprefill, policy, gamma, proposer, request_id, task),
         )
-        outputs = list(self._run(request))
+        running = self._run(request)
+        outputs = list(running if streamer is None else feed(streamer, request.prompt_ids, running))
         steps = [output.record for output in outputs]
         last = outputs[-1]
         if last.finish_reason is None or last.metrics is None:
@@ -176,6 +186,7 @@ class Answering(ABC):
         *,
         messages: Sequence[Message] | None = None,
         input_ids: Sequence[int] | torch.Tensor | None = None,
+        attention_mask: Sequence[int] | torch.Tensor | None = None,
         protected: Sequence[Span] = (),
         tools: Sequence[Any] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
@@ -203,8 +214,8 @@ class Answering(ABC):
 
         Parameters
         ----------
-        prompt, messages, input_ids
-            The prompt: exactly one of a text, a chat, and token ids (N,) or (1, N).
+        prompt, messages, input_ids, attention_mask
+            The prompt: exactly one of a text, a chat, and token ids (N,) or (1, N), these with their mask.
         protected, tools, documents, chat_template_kwargs, continue_final_message
             What is never pruned, and how a chat is rendered (see `generate`).
         params : SamplingParams, optional
@@ -262,7 +273,7 @@ class Answering(ABC):
             _source(
                 prompt,
                 messages,
-                input_ids,
+                unpadded(input_ids, attention_mask),
                 protected,
                 tools,
                 documents,
@@ -273,6 +284,9 @@ class Answering(ABC):
             CallOptions(keep_rate, specprefill, policy, gamma, proposer, request_id, task),
         )
         return self._run(request)
+
+    astream = awaitable(stream)
+    """`stream` for code that awaits: `async for output in generator.astream(...)`. The steps are made in a thread."""
 
 
 def _source(

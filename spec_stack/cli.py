@@ -1,4 +1,4 @@
-"""spec-stack generate | chat | demo | explain | calibrate | doctor."""
+"""spec-stack generate | chat | serve | demo | explain | calibrate | doctor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import os
 import stat
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -30,11 +30,27 @@ from spec_stack.config import (
 from spec_stack.controller.registry import POLICY_NAMES
 from spec_stack.offline.records import add_records, check_record_path
 from spec_stack.prefill.calibration import MARGIN
+from spec_stack.serve.config import ServeConfig
 
 if TYPE_CHECKING:
     from spec_stack.generator import SpecStackGenerator
 
 DEMO_TOKENS = 8200
+# Options of `serve`, and what they are read as.
+SERVED: dict[str, Callable[[str], Any]] = {
+    "host": str,
+    "port": int,
+    "model_name": str,
+    "temperature": float,
+    "default_max_tokens": int,
+    "max_body_bytes": int,
+    "max_prompt_tokens": int,
+    "max_queued": int,
+    "max_queued_per_client": int,
+    "max_choices": int,
+    "max_sessions": int,
+    "shutdown_s": float,
+}
 SPECPREFILL = {"auto": None, "on": True, "off": False}
 
 
@@ -109,6 +125,18 @@ def build_parser() -> argparse.ArgumentParser:
     explain.add_argument("--out", type=Path, default=Path("explain.html"), help="the page (%(default)s)")
     _add_answer_arguments(explain)
     explain.set_defaults(run=_explain)
+
+    serve = commands.add_parser("serve", help="an OpenAI-compatible endpoint, for this machine unless told otherwise")
+    _add_pair_arguments(serve)
+    for name, read in SERVED.items():
+        _add_option(serve, ServeConfig, name, type=read)
+    serve.add_argument(
+        "--api-key",
+        action="append",
+        default=[],
+        help="wanted of every request; may be repeated (or SPEC_STACK_API_KEY)",
+    )
+    serve.set_defaults(run=_serve)
 
     doctor = commands.add_parser("doctor", help="what is installed, and does this pair fit together")
     _add_pair_arguments(doctor)
@@ -291,6 +319,17 @@ def _chat(arguments: argparse.Namespace) -> int:
     )
     generator = _load(arguments, SpecStackConfig(prefill=prefill_of(arguments), session=session))
     Chat(generator.session, answer_options(arguments), arguments.system, documents).run()
+    return 0
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    keys = [*arguments.api_key, *filter(None, [os.environ.get("SPEC_STACK_API_KEY")])]
+    config = ServeConfig(api_keys=keys, **{name: getattr(arguments, name) for name in SERVED})
+    try:
+        from spec_stack.serve.app import serve
+    except ImportError as error:
+        raise ValueError(f"{error}; pip install 'spec-stack[serve]'") from error
+    serve(_load(arguments), config)
     return 0
 
 

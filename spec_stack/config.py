@@ -244,6 +244,36 @@ class LoadConfig:
 
 @documented
 @dataclass(frozen=True)
+class HubConfig:
+    """Which version of a checkpoint is loaded, and with which rights; handed on to transformers."""
+
+    revision: str | None = option(None, "branch, tag or commit of the target")
+    draft_revision: str | None = option(None, "branch, tag or commit of the draft")
+    token: str | bool | None = field(
+        default=None, repr=False, metadata={"help": "for checkpoints that need one; None is the one that is logged in"}
+    )
+    trust_remote_code: bool = option(False, "run code that comes with a checkpoint")
+
+    def __post_init__(self) -> None:
+        for name in ("revision", "draft_revision"):
+            value = getattr(self, name)
+            _require(value is None or (isinstance(value, str) and value != ""), f"{name} must be a name, got {value!r}")
+        known = self.token is None or isinstance(self.token, str | bool)
+        _require(known, f"token must be a string or a bool, got {type(self.token).__name__}")
+        trust = self.trust_remote_code
+        _require(isinstance(trust, bool), f"trust_remote_code must be True or False, got {trust!r}")
+
+    def options(self, role: str) -> dict[str, Any]:
+        """What transformers' `from_pretrained` is given for the "target" or the "draft"."""
+        revision = self.revision if role == "target" else self.draft_revision
+        given = {"revision": revision, "token": self.token}
+        return {name: value for name, value in given.items() if value is not None} | {
+            "trust_remote_code": self.trust_remote_code
+        }
+
+
+@documented
+@dataclass(frozen=True)
 class DecodeConfig:
     """How far the draft runs ahead."""
 

@@ -9,14 +9,13 @@ from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel
 
 from spec_stack.answering import Answering
 from spec_stack.caches import Caches, RequestCaches, StoredCaches
-from spec_stack.config import LoadConfig, SamplingParams, SessionConfig, SpecStackConfig
+from spec_stack.config import HubConfig, LoadConfig, SamplingParams, SessionConfig, SpecStackConfig
 from spec_stack.controller.base import Policy
 from spec_stack.controller.lookup import LookupGate
 from spec_stack.controller.pool import PolicyPool, Shelf
@@ -28,8 +27,9 @@ from spec_stack.decode.sampler import Sampler
 from spec_stack.decode.stopping import Stopper
 from spec_stack.hf.architectures import text_config
 from spec_stack.hf.fused_verify import accept_fused, fused_problem
-from spec_stack.hf.loading import ASSETS
-from spec_stack.hf.prompt import EncodedPrompt, PromptSource
+from spec_stack.hf.loading import ASSETS, DeviceMap
+from spec_stack.hf.precision import precision_named
+from spec_stack.hf.prompt import EncodedPrompt, Message, PromptSource
 from spec_stack.hf.sampling import make_warp
 from spec_stack.hf.text import open_text_stream
 from spec_stack.options import refuses_unknown_options
@@ -38,7 +38,10 @@ from spec_stack.prefill.calibration import find_calibration
 from spec_stack.prefix_store import PrefixStore
 from spec_stack.request import CallOptions, Request
 from spec_stack.session import Session
-from spec_stack.types import Metrics, Proposal, Selection, StepOutput
+from spec_stack.types import GenerationResult, Metrics, Proposal, Selection, StepOutput
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -134,13 +137,20 @@ class SpecStackGenerator(Answering):
         policy: str | Policy | None = None,
         prepack_linears: bool | None = None,
         calibration: str | Path | bool | None = None,
+        dtype: str | torch.dtype | None = None,
+        device_map: DeviceMap | None = None,
+        revision: str | None = HubConfig.revision,
+        draft_revision: str | None = HubConfig.draft_revision,
+        token: str | bool | None = None,
+        trust_remote_code: bool = HubConfig.trust_remote_code,
     ) -> SpecStackGenerator:
         """Load a pair.
 
         Parameters
         ----------
         target, draft : str or Path, optional
-            Local folders or hub ids; with neither named, the pair embedded in the package.
+            Local folders or hub ids; with neither named, the pair embedded in the package. An adapter's folder (LoRA)
+            is its base model with the adapter merged into it, for which peft is needed.
         precision, draft_precision : {"auto", "fp32", "fp16", "bf16", "int8", "nf4"}
             Of the weights (see `LoadConfig`); the last two need the extra `quantized`.
         device : str, optional
@@ -155,6 +165,17 @@ class SpecStackGenerator(Answering):
             A file that `spec-stack calibrate` made for this pair. It takes the place of defaults of `PrefillConfig`;
             what `config` sets otherwise stays. None takes the one that lies in the draft's folder, if any; False takes
             none.
+        dtype : str or torch.dtype, optional
+            `precision` as transformers calls it: "bfloat16", torch.float16, …
+        device_map : str or mapping, optional
+            In place of `device`: where transformers, with accelerate, puts the parts of the target, and those of the
+            draft where it is a name ("auto").
+        revision, draft_revision : str, optional
+            Branch, tag or commit of each.
+        token : str or bool, optional
+            For checkpoints that need one.
+        trust_remote_code : bool
+            Run code that comes with a checkpoint.
 
         Returns
         -------
@@ -170,6 +191,10 @@ class SpecStackGenerator(Answering):
         if isinstance(chosen, str):
             # Before the weights are read, which can take minutes.
             policy_class(chosen)
+        if dtype is not None:
+            if precision != LoadConfig.precision:
+                raise ValueError("give precision or dtype, not both; they mean the same")
+            precision = precision_named(dtype)
         generator = cls.__new__(cls)
         pair = ModelPair.load(
             target,
@@ -178,6 +203,8 @@ class SpecStackGenerator(Answering):
             draft_precision=draft_precision,
             device=device,
             prepack_linears=prepack_linears,
+            hub=HubConfig(revision, draft_revision, token, trust_remote_code),
+            device_map=device_map,
         )
         generator._set_up(pair, _calibrated(pair, config, draft, calibration), policy)
         return generator
@@ -209,6 +236,52 @@ class SpecStackGenerator(Answering):
             `PrefillConfig` than this generator's; the message names what differs.
         """
         return Session.load(self, path, config)
+
+    def generate_all(
+        self,
+        prompts: Sequence[str] | None = None,
+        *,
+        messages: Sequence[Sequence[Message]] | None = None,
+        input_ids: Sequence[Sequence[int]] | torch.Tensor | None = None,
+        attention_mask: Sequence[Sequence[int]] | torch.Tensor | None = None,
+        **options: Any,
+    ) -> list[GenerationResult]:
+        """Answer several prompts, one after the other, as turns of one session.
+
+        What a prompt has in common with the one before, from the beginning on, is prefilled once; where a long prompt
+        is pruned, it is the rest that is (see `Session`). This is no batch: that is what the server is for.
+
+        Parameters
+        ----------
+        prompts : sequence of str, optional
+            Texts to go on with.
+        messages : sequence of chats, optional
+            In place of them.
+        input_ids, attention_mask : sequence or torch.Tensor, optional
+            Rows of token ids in their place, and where they are padded.
+        **options
+            Those of `generate`, the same for all.
+
+        Returns
+        -------
+        list of GenerationResult
+            In the order of the prompts.
+
+        Raises
+        ------
+        ValueError
+            As `generate` does, when it is the prompt's turn.
+        """
+        sources: dict[str, Any] = {"prompt": prompts, "messages": messages, "input_ids": input_ids}
+        given = [(name, values) for name, values in sources.items() if values is not None]
+        if len(given) != 1 or isinstance(prompts, str):
+            raise ValueError("give exactly one of prompts, messages or input_ids, and a list of it")
+        name, values = given[0]
+        several = [{name: value} for value in values]
+        if attention_mask is not None:
+            several = [one | {"attention_mask": mask} for one, mask in zip(several, attention_mask, strict=True)]
+        with self.session() as session:
+            return [session.generate(**one, **options) for one in several]
 
     def plan(
         self,

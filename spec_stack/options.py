@@ -29,9 +29,26 @@ ALIASES = {
     "num_speculative_tokens": "gamma",
     "assistant_model": "draft",
     "draft_model": "draft",
-    "torch_dtype": "precision",
-    "dtype": "precision",
+    "torch_dtype": "dtype",
     "compression_ratio": "keep_rate",
+}
+# What has no counterpart of one name: how it is done instead.
+_IN_GENERATE = "model.generate(..., custom_generate=spec_stack(draft)) takes it (spec_stack.custom_generate)"
+WAYS = {
+    "stopping_criteria": _IN_GENERATE,
+    "generation_config": _IN_GENERATE,
+    "assistant_model": "the draft is given where the generator is made",
+    "tokenizer": "the generator has one; give it where the generator is made",
+    "past_key_values": "generator.session() keeps caches from call to call",
+    "use_cache": "generator.session() keeps caches from call to call",
+    "position_ids": "the tokens of a prompt are at 0, 1, 2, …; keep_rate= prunes one at its own positions",
+    "num_beams": "beam search is not done; call model.generate without custom_generate for it",
+    "max_time": "close the stream when it has taken long enough",
+    "custom_generate": "it is for model.generate (spec_stack.custom_generate)",
+    "prompt_lookup_num_tokens": "policy= and gamma= say how tokens are proposed",
+    "typical_p": "give it as a logits processor, TypicalLogitsWarper(...)",
+    "output_attentions": "call model.generate without custom_generate for it",
+    "output_hidden_states": "call model.generate without custom_generate for it",
 }
 
 
@@ -51,5 +68,7 @@ def refuses_unknown_options(function: Callable[Parameters, Result]) -> Callable[
 
 def _hint(name: str, known: list[str]) -> str:
     alias = ALIASES.get(name)
+    if name in WAYS and alias not in known:
+        return f": {WAYS[name]}"
     nearest = [alias] if alias in known else get_close_matches(name, known, 1, cutoff=0.5)
     return f"; did you mean {nearest[0]}=?" if nearest else f"; it has {', '.join(known)}"

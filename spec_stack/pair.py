@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedModel
-
-from spec_stack.config import LoadConfig
+from spec_stack.config import HubConfig, LoadConfig
 from spec_stack.hf.architectures import scoring_limit, text_config
 from spec_stack.hf.attention import install
-from spec_stack.hf.loading import check_pair, end_token_ids, max_positions, open_pair
+from spec_stack.hf.loading import DeviceMap, check_pair, end_token_ids, max_positions, open_pair
 from spec_stack.hf.model import CachedModel
 from spec_stack.hf.precision import precision_of, warm_up_quantized, weight_bytes
 from spec_stack.tokenizers.translated_draft import TranslatedDraft
 from spec_stack.tokenizers.translation import Translation
 from spec_stack.tokenizers.vocabulary import Vocabulary, compare
 from spec_stack.types import DraftTokenization
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 DraftModel = CachedModel | TranslatedDraft
 
@@ -94,13 +95,17 @@ class ModelPair:
         draft_precision: str = LoadConfig.draft_precision,
         device: str | None = None,
         prepack_linears: bool | None = None,
+        hub: HubConfig | None = None,
+        device_map: DeviceMap | None = None,
     ) -> ModelPair:
         """Load a pair from folders or hub ids, the embedded one where neither is named.
 
         The options are those of `SpecStackGenerator.from_pretrained`. All that can be refused is refused before the
         weights are read; raises ValueError as `hf.loading.open_pair` and `assemble` do.
         """
-        found = open_pair(target, draft, LoadConfig(precision, draft_precision), device, prepack_linears)
+        found = open_pair(
+            target, draft, LoadConfig(precision, draft_precision), device, prepack_linears, hub, device_map
+        )
         sizes = (text_config(config).vocab_size for config in found.configs)
         vocabulary = compare(*found.tokenizers, *sizes)
         models = found.load_models()
@@ -120,6 +125,8 @@ class ModelPair:
         predictors: Mapping[str, str | Path],
     ) -> ModelPair:
         for model in (target, draft):
+            # A model that was trained may drop activations at random still.
+            model.eval()
             install(model)
             warm_up_quantized(model)
         is_foreign = vocabulary.relation == "other"

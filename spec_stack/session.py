@@ -9,14 +9,14 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from spec_stack.answering import Answering
 from spec_stack.config import SamplingParams, SessionConfig
 from spec_stack.hf.model import CachedModel
-from spec_stack.hf.prompt import EncodedPrompt, PromptSource, num_shared
+from spec_stack.hf.prompt import EncodedPrompt, PromptSource, encode_prompt, num_shared
 from spec_stack.pair import DraftModel, ModelPair
 from spec_stack.prefill.chunks import Evidence, by_anchors
 from spec_stack.prefill.recall import dropped_positions, recall, select_turn
@@ -94,6 +94,19 @@ class Session(Answering):
         """The positions of these, in order: what later turns may bring back."""
         held = self._conversation
         return dropped_positions(held.target.positions, len(held.token_ids))
+
+    def num_continued(self, **prompt: Any) -> int:
+        """Tokens of the conversation where all of them are the beginning of a prompt; 0 where they are not.
+
+        Parameters
+        ----------
+        **prompt
+            As it is given to `generate`: prompt, messages, tools and the like.
+        """
+        held, pair = self._conversation, self._generator.pair
+        encoded = encode_prompt(pair.tokenizer, pair.vocab_size, PromptSource(**prompt), held.encoded)
+        num_held = len(held.token_ids)
+        return num_held if num_shared(held.token_ids, encoded.token_ids[:-1]) == num_held else 0
 
     def fork(self) -> Session:
         """A session that goes on from here by itself; what both share is copied only when one of them goes on."""

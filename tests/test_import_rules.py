@@ -21,6 +21,7 @@ ALLOWED = {
     "offline": {"config", "controller"},
     "hf": {"config", "types", "controller", "decode"},
     "tokenizers": {"types", "prefill", "hf"},
+    "serve": {"config", "types", "answering", "hf.prompt"},
     "sglang": {"config", "types", "controller", "prefill", "tokenizers.chat_turns"},
     # They run whole requests, so they see what a user sees, and the parts they show or score with.
     "explain": {"config", "types", "controller.base", "offline.records", "prefill", "decode", "hf", "pair"}
@@ -28,13 +29,16 @@ ALLOWED = {
     "lm_eval": {"config", "decode", "hf.prompt", "generator", "request", "caches"},
 }
 LIBRARIES = {
-    "transformers": {"hf", "tokenizers", "pair.py", "generator.py"},
+    "transformers": {"hf", "tokenizers", "pair.py", "generator.py", "custom_generate.py"},
     "bitsandbytes": {"hf"},
     "flashinfer": {"hf"},
+    "peft": {"hf"},
+    "fastapi": {"serve"},
+    "openai": {"serve"},
     "sglang": {"sglang"},
     "lm_eval": {"lm_eval"},
 }
-COMPOSERS = {"generator.py", "cli.py", "demo.py", "__init__.py", "observe.py", "harness_model.py"}
+COMPOSERS = {"generator.py", "custom_generate.py", "cli.py", "demo.py", "__init__.py", "observe.py", "harness_model.py"}
 
 
 def files(*folders: Path) -> list[Path]:

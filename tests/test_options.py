@@ -61,7 +61,7 @@ def test_an_unknown_option_names_the_function_called_and_the_nearest_one(
 
 def test_loading_names_the_nearest_option_too() -> None:
     unknown: dict[str, Any] = {"torch_dtype": "bf16"}
-    with pytest.raises(TypeError, match=r"from_pretrained\(\) has no option 'torch_dtype'; did you mean precision=\?"):
+    with pytest.raises(TypeError, match=r"from_pretrained\(\) has no option 'torch_dtype'; did you mean dtype=\?"):
         SpecStackGenerator.from_pretrained(**unknown)
 
 

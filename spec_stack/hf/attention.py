@@ -15,16 +15,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.bias import causal_lower_right
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
 from spec_stack.hf.slots import KeysCached, Seen, SlotPositions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # The name must avoid "sdpa", "flash", "flex_attention" and "/": transformers gives those substrings a meaning.
 NAME = "spec_stack"
@@ -125,6 +124,8 @@ def causal_mask(
     is_aligned = allow_is_causal_skip and bool(q_offset + q_length == kv_length)
     if is_aligned and attention_mask is None and local_size is None and _has_flash(torch.device(device), dtype):
         return None
+    from transformers.masking_utils import sdpa_mask
+
     mask: torch.Tensor | None = sdpa_mask(
         q_length=q_length,
         kv_length=kv_length,
@@ -183,6 +184,8 @@ def attend(
         key, value, attention_mask = key[:, :, seen.first :], value[:, :, seen.first :], None
     output = _attend_by_mask(query, key, value, attention_mask, scale, sinks)
     if output is None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scale, **kwargs)[0], None
     return output.transpose(1, 2).contiguous(), None
 
@@ -204,6 +207,8 @@ def _attend_by_mask(
     # On CUDA no mask is made for a block that meets a cache, where transformers makes one (1 GB, and 2 GB more once
     # added to the scores in 16 bits, for an 8,192-token chunk at 128K): a mask also keeps SDPA off its flash kernel.
     if mask is None and 1 < num_queries < num_keys:
+        from torch.nn.attention.bias import causal_lower_right
+
         bias, groups = causal_lower_right(num_queries, num_keys), query.shape[1] // key.shape[1]
         return F.scaled_dot_product_attention(query, key, value, bias, scale=scale, enable_gqa=groups > 1)
     # For a short block over a long cache transformers copies the whole KV cache once per step to repeat its heads (half
@@ -416,6 +421,8 @@ def install(model: PreTrainedModel) -> None:
         raise ValueError(
             f"{type(model).__name__} was loaded with attn_implementation={loaded!r}; load it with {expected!r}"
         )
+    from transformers import AttentionInterface, AttentionMaskInterface
+
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, causal_mask)
     model.set_attn_implementation(NAME)

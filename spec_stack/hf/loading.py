@@ -6,17 +6,19 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from transformers.utils import logging as transformers_logging
 
-from spec_stack.config import LoadConfig
+from spec_stack.config import PRECISIONS, HubConfig, LoadConfig
+from spec_stack.hf.adapters import base_of, check_folder, is_adapter, merge
 from spec_stack.hf.architectures import check_architecture, text_config
-from spec_stack.hf.precision import Precision, resolve_precisions
+from spec_stack.hf.precision import DTYPES, QUANTIZED, Precision, precision_of, resolve_precisions
 from spec_stack.hf.prepack import can_prepack, prepack
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 CONTROLLERS = ASSETS / "controllers"
@@ -26,6 +28,8 @@ _PREDICTORS = {"speckv": "step.json"}
 # A folder with a tokenizer has one of these.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_ROLES = ("target", "draft")
+DeviceMap = str | Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,10 @@ class FoundPair:
         Where both go.
     predictors : mapping of str to Path
         Files of trained predictors that come with the pair, by the policy that uses them.
+    hub : HubConfig
+        Versions and rights.
+    device_map : str or mapping, optional
+        Where transformers puts the parts of the target, and, where it is a name, those of the draft.
     """
 
     sources: tuple[str, str]
@@ -55,13 +63,18 @@ class FoundPair:
     packs: tuple[bool, bool]
     device: torch.device
     predictors: Mapping[str, Path]
+    hub: HubConfig
+    device_map: DeviceMap | None = None
 
     def load_models(self) -> tuple[PreTrainedModel, PreTrainedModel]:
         """Read the weights. Raises ValueError where they cannot be read or do not fit on the device."""
-        target, draft = (
-            _load_model(source, precision, self.device)
-            for source, precision in zip(self.sources, self.precisions, strict=True)
-        )
+        of_target, of_draft = self.precisions
+        device_map = self.device_map
+        target = _load_model(self.sources[0], of_target, self.device, self.hub.options("target"), device_map)
+        # The parts of a mapping have the target's names.
+        shared = device_map if isinstance(device_map, str) else None
+        on = self.device if device_map is None else target.device
+        draft = _load_model(self.sources[1], of_draft, on, self.hub.options("draft"), shared)
         for model, is_packed in zip((target, draft), self.packs, strict=True):
             if is_packed:
                 prepack(model)
@@ -99,8 +112,7 @@ def resolve_pair(target: str | Path | None, draft: str | Path | None) -> tuple[s
 def _resolve_source(role: str, source: str | Path) -> str:
     path = Path(source).expanduser()
     if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ValueError(f"{role} folder {path} holds no config.json; is it a transformers model?")
+        check_folder(role, path)
         return str(path)
     if isinstance(source, str) and _HUB_ID.fullmatch(source) and not source.startswith("."):
         return source
@@ -113,28 +125,55 @@ def shipped_predictors(target: str | Path | None) -> dict[str, Path]:
     return {policy: file for policy, file in files.items() if target is None and file.is_file()}
 
 
-def load_config(source: str) -> Any:
-    """A model's configuration. Raises ValueError with the reason where it cannot be read."""
+def load_config(source: str, hub: Mapping[str, Any] | None = None) -> Any:
+    """A model's configuration; hub: `HubConfig.options`. Raises ValueError with the reason where it cannot be read."""
+    from transformers import AutoConfig
+
     try:
-        return AutoConfig.from_pretrained(source)
+        return AutoConfig.from_pretrained(base_of(source), **(hub or {}))
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"cannot read the model configuration of {source!r}: {error}") from error
 
 
-def load_tokenizer(source: str) -> Any:
-    """A model's tokenizer. Raises ValueError with the reason where there is none."""
+def load_tokenizer(source: str, hub: Mapping[str, Any] | None = None) -> Any:
+    """A model's tokenizer; hub: of `HubConfig.options`. Raises ValueError with the reason where there is none."""
+    from transformers import AutoTokenizer
+
     try:
-        return AutoTokenizer.from_pretrained(source)
+        return AutoTokenizer.from_pretrained(source if has_tokenizer(source) else base_of(source), **(hub or {}))
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"cannot load the tokenizer of {source!r}: {error}") from error
 
 
-def load_tokenizers(target: str, draft: str) -> tuple[Any, Any]:
+def has_tokenizer(source: str) -> bool:
+    """Whether this is a folder that holds one."""
+    return any((Path(source) / name).is_file() for name in _TOKENIZER_FILES)
+
+
+def load_tokenizers(target: str, draft: str, hub: HubConfig | None = None) -> tuple[Any, Any]:
     """Both tokenizers. A draft folder without one is taken to have the target's; the pair embedded in the package is
     stored so. Raises ValueError as `load_tokenizer` does."""
-    tokenizer = load_tokenizer(target)
-    shares = Path(draft).is_dir() and not any((Path(draft) / name).is_file() for name in _TOKENIZER_FILES)
-    return tokenizer, tokenizer if shares else load_tokenizer(draft)
+    of_target, of_draft = (None if hub is None else hub.options(role) for role in _ROLES)
+    tokenizer = load_tokenizer(target, of_target)
+    shares = Path(draft).is_dir() and not is_adapter(draft) and not has_tokenizer(draft)
+    return tokenizer, tokenizer if shares else load_tokenizer(draft, of_draft)
+
+
+def load_draft(source: str | Path, target: PreTrainedModel) -> PreTrainedModel:
+    """A draft for a target that is loaded already, on its device and in its precision.
+
+    Raises
+    ------
+    ValueError
+        As `open_pair` and `FoundPair.load_models` do.
+    """
+    path = _resolve_source("draft", source)
+    config = load_config(path)
+    check_pair(target.config, config)
+    asked = precision_of(target)
+    load = LoadConfig(asked if asked in PRECISIONS else "auto", asked if asked in DTYPES else "auto")
+    _, precision = resolve_precisions(target.config, config, load, target.device)
+    return _load_model(path, precision, target.device)
 
 
 def check_pair(target: Any, draft: Any) -> None:
@@ -161,6 +200,8 @@ def open_pair(
     load: LoadConfig,
     device: str | None = None,
     prepack_linears: bool | None = None,
+    hub: HubConfig | None = None,
+    device_map: DeviceMap | None = None,
 ) -> FoundPair:
     """Find a pair and settle how it is loaded; everything that can be refused is refused here, before any long work.
 
@@ -174,6 +215,10 @@ def open_pair(
         "cpu", "cuda", "cuda:1", …; None takes CUDA where there is one.
     prepack_linears : bool, optional
         Lay the weights of linear layers out for oneDNN (`hf.prepack`); None does so wherever it works.
+    hub : HubConfig, optional
+        Versions and rights.
+    device_map : str or mapping, optional
+        In place of `device`: where transformers, with accelerate, puts the parts of the models.
 
     Raises
     ------
@@ -181,41 +226,67 @@ def open_pair(
         For what a caller can change: a missing folder, an unsupported architecture, a precision or device that cannot
         be had here.
     """
+    hub = hub or HubConfig()
+    if device_map is not None and device is not None:
+        raise ValueError("give device or device_map, not both")
     on = resolve_device(device)
     sources = resolve_pair(target, draft)
-    configs = load_config(sources[0]), load_config(sources[1])
+    configs = load_config(sources[0], hub.options("target")), load_config(sources[1], hub.options("draft"))
     check_pair(*configs)
     precisions = resolve_precisions(*configs, load, on)
-    packs = tuple(prepack_linears is not False and can_prepack(on, each.dtype) for each in precisions)
+    for role, source, each in zip(_ROLES, sources, precisions, strict=True):
+        if is_adapter(source) and each.name in QUANTIZED:
+            raise ValueError(
+                f"the {role}'s adapter cannot be merged in {each.name}; merge it in bf16, save the model, and load that"
+            )
+    # A layer that accelerate may move about must stay as it is.
+    wanted = prepack_linears is not False and device_map is None
+    packs = tuple(wanted and can_prepack(on, each.dtype) for each in precisions)
     if prepack_linears and not all(packs):
         refused = precisions[packs.index(False)].name
-        raise ValueError(f"linear layers cannot be prepacked on {on} in {refused}; leave prepack_linears out")
+        place = f"on {on}" if device_map is None else "under a device_map"
+        raise ValueError(f"linear layers cannot be prepacked {place} in {refused}; leave prepack_linears out")
     return FoundPair(
         sources=sources,
         configs=configs,
-        tokenizers=load_tokenizers(*sources),
+        tokenizers=load_tokenizers(*sources, hub),
         precisions=precisions,
         packs=(packs[0], packs[1]),
         device=on,
         predictors=shipped_predictors(target),
+        hub=hub,
+        device_map=device_map,
     )
 
 
-def _load_model(source: str, precision: Precision, device: torch.device) -> PreTrainedModel:
+def _load_model(
+    source: str,
+    precision: Precision,
+    device: torch.device,
+    hub: Mapping[str, Any] | None = None,
+    device_map: DeviceMap | None = None,
+) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
     # A bar for a model that loads in milliseconds is noise; a large one keeps it.
     quiet = Path(source).is_relative_to(ASSETS)
     shown = transformers_logging.is_progress_bar_enabled()
     if quiet:
         transformers_logging.disable_progress_bar()
     try:
-        options = precision.load_options(device)
+        options = precision.load_options(device) | dict(hub or {})
+        if device_map is not None:
+            options["device_map"] = device_map
         # Without attn_implementation: SDPA, or eager attention for those that have none (GPT-OSS).
-        model = AutoModelForCausalLM.from_pretrained(source, **options)
+        model = AutoModelForCausalLM.from_pretrained(base_of(source), **options)
     except (OSError, ImportError, SafetensorError) as error:
         raise ValueError(f"cannot load the weights of {source!r}: {error}") from error
     finally:
         if shown:
             transformers_logging.enable_progress_bar()
+    if is_adapter(source):
+        model = merge(model, source)
     model.eval()
     if "device_map" in options:
         return model

@@ -7,16 +7,19 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from itertools import pairwise
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from transformers import PreTrainedModel
 
 from spec_stack.hf import cache as model_cache
 from spec_stack.hf.architectures import text_config
 from spec_stack.hf.attention import LayerCapture, attend_by_position, capture_attention
 from spec_stack.hf.cache import StateSnapshot
 from spec_stack.hf.slots import KeysCached, RestoredSlots, SlotPositions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # Tokens to recompute up to which they ride along with the next forward; more get one of their own, so that a
 # snapshot can follow them.

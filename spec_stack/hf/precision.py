@@ -13,15 +13,17 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
 from spec_stack.config import OTHER_PRECISION, PRECISIONS, LoadConfig
 from spec_stack.hf.architectures import text_config
 from spec_stack.hf.prepack import PrepackedLinear
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 QUANTIZED = tuple(name for name in PRECISIONS if name not in DTYPES)
@@ -53,6 +55,8 @@ class Precision:
             return {"device_map": {"": str(device)}}
         if self.name in DTYPES:
             return {"dtype": self.dtype}
+        from transformers import BitsAndBytesConfig
+
         quantization = (
             BitsAndBytesConfig(load_in_8bit=True)
             if self.name == "int8"
@@ -168,6 +172,8 @@ def estimate_bytes(config: Any, precision: Precision) -> int:
 
 def _skeleton(config: Any) -> PreTrainedModel:
     """The model without its weights."""
+    from transformers import AutoModelForCausalLM
+
     plain = copy.deepcopy(text_config(config))
     if hasattr(plain, "quantization_config"):
         del plain.quantization_config
@@ -210,6 +216,15 @@ def _constants(module: nn.Module) -> Iterator[torch.Tensor]:
     for value in (scales, *(value for holder in holders for value in holder.values())):
         if isinstance(value, torch.Tensor):
             yield value
+
+
+def precision_named(dtype: str | torch.dtype) -> str:
+    """The precision that transformers' `dtype=` asks for. Raises ValueError for one that is none of ours."""
+    names = {of: name for name, of in DTYPES.items()} | {str(of): name for name, of in DTYPES.items()}
+    named = names.get(dtype) or names.get(f"torch.{dtype}")
+    if named is None and dtype not in ("auto", *PRECISIONS):
+        raise ValueError(f"unknown dtype {dtype!r}; use one of {[str(of) for of in DTYPES.values()]}, or precision=")
+    return named or str(dtype)
 
 
 def precision_of(model: PreTrainedModel) -> str:

@@ -124,7 +124,10 @@ def encode_prompt(
     elif isinstance(source.prompt, str):
         encoded = _encode_plain(tokenizer, source.prompt, source.protected)
     else:
-        raise ValueError(f"prompt must be one string, got {type(source.prompt).__name__}; see messages= and input_ids=")
+        raise ValueError(
+            f"prompt must be one string, got {type(source.prompt).__name__}; see messages= and input_ids=, and "
+            "generate_all() for several prompts"
+        )
     if not encoded.token_ids:
         raise ValueError("the prompt is empty; give at least one token")
     return encoded
@@ -150,11 +153,40 @@ def _check_ids(input_ids: Sequence[int] | torch.Tensor, vocab_size: int) -> list
     if ids.dim() == 2 and ids.shape[0] == 1:
         ids = ids[0]
     if ids.dim() != 1 or (ids.numel() and (ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex())):
-        raise ValueError(f"input_ids must be one sequence of ints, got {ids.dtype} of shape {tuple(ids.shape)}")
+        raise ValueError(
+            f"input_ids must be one sequence of ints, got {ids.dtype} of shape {tuple(ids.shape)}; "
+            "generate_all() takes several"
+        )
     token_ids: list[int] = ids.tolist()
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
         raise ValueError(f"input_ids must lie in 0…{vocab_size - 1}, the target's vocabulary")
     return token_ids
+
+
+def unpadded(
+    input_ids: Sequence[int] | torch.Tensor | None, attention_mask: Sequence[int] | torch.Tensor | None
+) -> Sequence[int] | torch.Tensor | None:
+    """Token ids without the padding before and behind them, for which their mask is 0.
+
+    Raises
+    ------
+    ValueError
+        For a mask without ids or of another length, and for one with a 0 between ones.
+    """
+    if attention_mask is None:
+        return input_ids
+    if input_ids is None:
+        raise ValueError("attention_mask= goes with input_ids=")
+    ids, mask = torch.as_tensor(input_ids), torch.as_tensor(attention_mask)
+    if ids.shape != mask.shape or ids.dim() == 0 or ids.numel() != ids.shape[-1]:
+        raise ValueError(
+            f"attention_mask of shape {tuple(mask.shape)} for input_ids of shape {tuple(ids.shape)}; give one row, and "
+            "generate_all() several"
+        )
+    seen = mask.reshape(-1).bool().nonzero().reshape(-1).tolist()
+    if not seen or len(seen) != seen[-1] - seen[0] + 1:
+        raise ValueError("attention_mask must be ones with zeros before or behind them, where the padding is")
+    return ids.reshape(-1)[seen[0] : seen[-1] + 1]
 
 
 def _check_spans(spans: Sequence[Span], length: int) -> list[Span]:

@@ -13,12 +13,15 @@ PRINTS = {
     "agent.py": "77120",
     "chat_loop.py": "Bruno lives in Vienna.",
     "compare_with_plain.py": "the same tokens: True",
+    "custom_generate.py": "the sequences of plain generate: True",
+    "lora.py": "the adapter changes the text: True",
+    "openai_server.py": "stopped because of: ",
     "own_policy.py": "cautious",
     "quickstart.py": "48213",
     "rag.py": "101 cached",
     "streaming.py": "because of: length",
 }
-_SLOW = {"agent.py", "chat_loop.py", "quickstart.py", "rag.py"}
+_SLOW = {"agent.py", "chat_loop.py", "lora.py", "openai_server.py", "quickstart.py", "rag.py"}
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,8 @@ from transformers import (
     NemotronHConfig,
 )
 
-from spec_stack import SpecStackGenerator
+from spec_stack import PrefillConfig, SpecStackGenerator
+from spec_stack.config import HubConfig
 from spec_stack.doctor import diagnose
 from spec_stack.hf.architectures import check_architecture
 from spec_stack.hf.loading import ASSETS, check_pair, resolve_pair
@@ -194,3 +196,115 @@ def test_the_doctor_says_what_is_exact_approximate_and_refused(folders: tuple[Pa
     assert support["the draft's context after a sparse prefill"].startswith("the whole prompt")
     (folders[1] / "config.json").write_text(Mamba2Config(vocab_size=4096).to_json_string())
     assert diagnose(*map(str, folders), "auto", "cpu")["support"]["the draft scores prompts"].startswith("refused (")
+
+
+def test_dtype_is_precision_as_transformers_calls_it() -> None:
+    for dtype in (torch.bfloat16, "bfloat16", "torch.bfloat16", "bf16"):
+        assert SpecStackGenerator.from_pretrained(device="cpu", dtype=dtype).precision == "bf16"
+    with pytest.raises(ValueError, match="precision or dtype"):
+        SpecStackGenerator.from_pretrained(precision="fp32", dtype="float32")
+    with pytest.raises(ValueError, match="unknown dtype 'float8'"):
+        SpecStackGenerator.from_pretrained(dtype="float8")
+
+
+@pytest.mark.parametrize("device_map", ["cpu", "auto", {"": "cpu"}])
+def test_a_device_map_goes_to_transformers_and_nothing_is_prepacked(device_map: str | dict[str, str]) -> None:
+    pytest.importorskip("accelerate")
+    if device_map == "auto" and torch.cuda.is_available():
+        pytest.skip("auto is CUDA here")
+    generator = SpecStackGenerator.from_pretrained(device_map=device_map, precision="fp32")
+    expected = SpecStackGenerator.from_pretrained(device="cpu", precision="fp32", prepack_linears=False)
+    options = {"max_tokens": 12, "gamma": 4}
+    assert (
+        generator.generate("def main():", **options).token_ids == expected.generate("def main():", **options).token_ids
+    )
+    assert all(
+        type(module) is torch.nn.Linear for module in generator.target.modules() if hasattr(module, "in_features")
+    )
+
+
+def test_a_device_map_beside_a_device_or_prepacking_is_refused() -> None:
+    with pytest.raises(ValueError, match="device or device_map"):
+        SpecStackGenerator.from_pretrained(device="cpu", device_map="auto")
+    with pytest.raises(ValueError, match="under a device_map"):
+        SpecStackGenerator.from_pretrained(device_map="cpu", prepack_linears=True)
+
+
+def test_hub_options_reach_transformers_by_role() -> None:
+    hub = HubConfig(revision="v1", draft_revision="v2", token="secret", trust_remote_code=True)
+    assert hub.options("target") == {"revision": "v1", "token": "secret", "trust_remote_code": True}
+    assert hub.options("draft")["revision"] == "v2"
+    assert HubConfig().options("draft") == {"trust_remote_code": False}
+    assert "secret" not in repr(hub)
+    for bad in ({"revision": ""}, {"token": 3}, {"trust_remote_code": "yes"}):
+        with pytest.raises(ValueError, match=next(iter(bad))):
+            HubConfig(**bad)
+    # A folder has one revision only, so this loads.
+    assert SpecStackGenerator.from_pretrained(device="cpu", revision="main", trust_remote_code=False).tokenizer
+
+
+def test_a_model_in_training_is_put_into_evaluation() -> None:
+    target, draft = make_model(seed=1).train(), make_model(seed=2).train()
+    SpecStackGenerator(target, draft)
+    assert not any(module.training for model in (target, draft) for module in model.modules())
+
+
+def test_a_configuration_of_another_kind_is_refused() -> None:
+    for config in (PrefillConfig(), {"prefill": {}}):
+        with pytest.raises(ValueError, match="config must be a SpecStackConfig"):
+            SpecStackGenerator.from_pretrained(config=config)
+
+
+@pytest.fixture
+def adapter(folders: tuple[Path, Path], tmp_path: Path) -> Path:
+    """A LoRA adapter, far from zero, on the target folder."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folders[0]), config).save_pretrained(tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+def test_an_adapters_folder_is_its_base_with_the_adapter_merged(folders: tuple[Path, Path], adapter: Path) -> None:
+    import peft
+
+    assert not (adapter / "config.json").exists()
+    generator = SpecStackGenerator.from_pretrained(adapter, folders[1], device="cpu", precision="fp32")
+    ids = torch.tensor([generator.tokenizer("def main():").input_ids])
+    base = AutoModelForCausalLM.from_pretrained(folders[0])
+    options = {"max_new_tokens": 16, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    plain = base.generate(ids, **options)[0, ids.shape[1] :].tolist()
+    adapted = (
+        peft.PeftModel.from_pretrained(base, adapter).generate(input_ids=ids, **options)[0, ids.shape[1] :].tolist()
+    )
+    assert adapted != plain
+    assert generator.generate("def main():", max_tokens=16, ignore_eos=True).token_ids[: len(adapted)] == adapted
+
+
+def test_an_adapter_that_cannot_be_merged_is_refused(
+    folders: tuple[Path, Path], adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if can_quantize():
+        with pytest.raises(ValueError, match="cannot be merged in int8"):
+            SpecStackGenerator.from_pretrained(adapter, folders[1], device="cpu", precision="int8")
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": None}))
+    with pytest.raises(ValueError, match="names no base_model_name_or_path"):
+        ModelPair.load(adapter, folders[1])
+    (adapter / "adapter_config.json").write_text("{")
+    with pytest.raises(ValueError, match="cannot read the base model"):
+        ModelPair.load(adapter, folders[1])
+    monkeypatch.setattr("spec_stack.hf.adapters.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="merge_and_unload"):
+        ModelPair.load(adapter, folders[1])
+
+
+def can_quantize() -> bool:
+    return all(find_spec(name) is not None for name in ("bitsandbytes", "accelerate"))
+
+
+def test_a_folder_of_gguf_files_is_refused_with_the_way_to_go(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    (tmp_path / "gguf").mkdir()
+    (tmp_path / "gguf" / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ValueError, match="gguf_file="):
+        ModelPair.load(tmp_path / "gguf", folders[1])

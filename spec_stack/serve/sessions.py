@@ -1,0 +1,69 @@
+"""Conversations whose caches are kept between requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from spec_stack.generator import SpecStackGenerator
+    from spec_stack.session import Session
+
+
+class SessionStore:
+    """Sessions by client. Used by one thread.
+
+    Parameters
+    ----------
+    generator : SpecStackGenerator
+        Opens them.
+    max_sessions : int
+        Most that are kept; the least recently used is closed first.
+    """
+
+    def __init__(self, generator: SpecStackGenerator, max_sessions: int) -> None:
+        self._generator, self._max = generator, max_sessions
+        # In the order of their last use.
+        self._kept: list[tuple[str, Session]] = []
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @contextmanager
+    def lend(self, client: str, prompt: Mapping[str, Any]) -> Iterator[Session]:
+        """The session of this client that has dealt with the longest beginning of a prompt, else a new one.
+
+        A session is of use only where all that it holds is a beginning of the prompt, and only to the client whose it
+        is: what another one has written must not change an answer, nor how soon it comes. One in which an answer
+        failed is not kept.
+        """
+        session = self._take(client, prompt) or self._generator.session()
+        try:
+            yield session
+        except Exception:
+            session.close()
+            raise
+        except BaseException:
+            # A client who has gone leaves a conversation that can go on.
+            self._keep(client, session)
+            raise
+        self._keep(client, session)
+
+    def close(self) -> None:
+        """Close all of them."""
+        for _, session in self._kept:
+            session.close()
+        self._kept = []
+
+    def _take(self, client: str, prompt: Mapping[str, Any]) -> Session | None:
+        lengths = [session.num_continued(**prompt) if owner == client else 0 for owner, session in self._kept]
+        best = max(range(len(lengths)), key=lengths.__getitem__, default=None)
+        if best is None or not lengths[best]:
+            return None
+        return self._kept.pop(best)[1]
+
+    def _keep(self, client: str, session: Session) -> None:
+        self._kept.append((client, session))
+        while len(self._kept) > self._max:
+            self._kept.pop(0)[1].close()

@@ -1,0 +1,232 @@
+"""The endpoint, asked by OpenAI's own client over loopback."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from http.client import HTTPConnection
+from time import monotonic
+from typing import Any
+
+import openai
+import pytest
+
+from spec_stack import SpecStackGenerator
+from spec_stack.serve.config import ServeConfig
+from tests.serve.conftest import Server
+
+Start = Callable[..., Server]
+CHAT = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Where does Bruno live?"}]
+GREEDY: dict[str, Any] = {"model": "spec-stack", "temperature": 0}
+
+
+def until(holds: Callable[[], bool], seconds: float = 30.0) -> bool:
+    pause, end = threading.Event(), monotonic() + seconds
+    while not holds() and monotonic() < end:
+        pause.wait(0.02)
+    return holds()
+
+
+def post(server: Server, path: str, body: bytes, **headers: str) -> tuple[int, dict[str, Any]]:
+    connection = HTTPConnection(server.url.removeprefix("http://"), timeout=60)
+    connection.request("POST", path, body, {"Content-Type": "application/json"} | headers)
+    response = connection.getresponse()
+    return response.status, json.loads(response.read())
+
+
+def test_answers_are_those_of_the_generator_whole_and_streamed(embedded: SpecStackGenerator, start: Start) -> None:
+    client = start().client()
+    expected = embedded.generate(messages=CHAT, max_tokens=24)
+    whole = client.chat.completions.create(messages=CHAT, max_tokens=24, **GREEDY)
+    assert whole.choices[0].message.content == expected.text
+    assert whole.choices[0].finish_reason == {"eos": "stop", "length": "length"}[expected.finish_reason]
+    assert whole.usage.prompt_tokens == expected.metrics.num_prompt_tokens
+    assert whole.usage.completion_tokens == len(expected.token_ids)
+    chunks = list(
+        client.chat.completions.create(
+            messages=CHAT, max_tokens=24, stream=True, stream_options={"include_usage": True}, **GREEDY
+        )
+    )
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == expected.text
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] is not None
+    assert chunks[-1].usage.completion_tokens == len(expected.token_ids)
+
+    prompt = "def read_lines(path):\n"
+    expected = embedded.generate(prompt, max_tokens=24)
+    ids = embedded.tokenizer(prompt).input_ids
+    for given in (prompt, [prompt], ids):
+        text = client.completions.create(prompt=given, max_tokens=24, **GREEDY)
+        assert text.choices[0].text == expected.text
+    pieces = client.completions.create(prompt=prompt, max_tokens=24, stream=True, **GREEDY)
+    assert "".join(piece.choices[0].text for piece in pieces if piece.choices) == expected.text
+
+
+def test_samples_have_their_seeds_and_options_reach_the_generator(embedded: SpecStackGenerator, start: Start) -> None:
+    client = start().client()
+    options = {"max_tokens": 12, "temperature": 0.9, "top_p": 0.8}
+    answer = client.chat.completions.create(model="spec-stack", messages=CHAT, seed=5, n=2, **options)
+    assert [choice.message.content for choice in answer.choices] == [
+        embedded.generate(messages=CHAT, seed=seed, **options).text for seed in (5, 6)
+    ]
+    stopped = client.completions.create(prompt="def f", max_tokens=64, stop=["\n"], **GREEDY)
+    assert stopped.choices[0].text == embedded.generate("def f", max_tokens=64, stop=["\n"]).text
+    assert stopped.choices[0].finish_reason == "stop"
+    plain = client.completions.create(
+        prompt="def f", max_tokens=8, extra_body={"gamma": 0, "ignore_eos": True}, **GREEDY
+    )
+    assert plain.usage.completion_tokens == 8
+
+
+def test_a_conversation_goes_on_in_its_session_and_in_nobody_elses(embedded: SpecStackGenerator, start: Start) -> None:
+    server = start(max_sessions=2)
+    one, other = server.client("one"), server.client("other")
+    first = one.chat.completions.create(messages=CHAT, max_tokens=16, **GREEDY)
+    longer = [
+        *CHAT,
+        {"role": "assistant", "content": first.choices[0].message.content},
+        {"role": "user", "content": "Why?"},
+    ]
+    foreign = other.chat.completions.create(messages=longer, max_tokens=16, **GREEDY)
+    own = one.chat.completions.create(messages=longer, max_tokens=16, **GREEDY)
+    assert foreign.usage.prompt_tokens_details.cached_tokens == 0
+    assert own.usage.prompt_tokens_details.cached_tokens > first.usage.prompt_tokens - 1
+    expected = embedded.generate(messages=longer, max_tokens=16).text
+    assert own.choices[0].message.content == foreign.choices[0].message.content == expected
+    one.completions.create(prompt="import os", max_tokens=4, **GREEDY)
+    assert until(lambda: len(server.worker.sessions) == 2)
+
+
+def test_tools_are_written_into_the_prompt(embedded: SpecStackGenerator, start: Start) -> None:
+    client = start().client()
+    tools = [{"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}]
+    expected = embedded.generate(messages=CHAT, tools=tools, max_tokens=8)
+    answer = client.chat.completions.create(messages=CHAT, tools=tools, max_tokens=8, **GREEDY)
+    assert answer.choices[0].message.content == expected.text
+    assert answer.usage.prompt_tokens == expected.metrics.num_prompt_tokens
+    without = client.chat.completions.create(messages=CHAT, tools=tools, tool_choice="none", max_tokens=8, **GREEDY)
+    assert without.usage.prompt_tokens == embedded.generate(messages=CHAT, max_tokens=1).metrics.num_prompt_tokens
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": 3}]}, "content"),
+        ({"temperature": -1}, "temperature"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 10**6}, "positions"),
+        ({"n": 99}, "n must be"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"logprobs": True}, "logprobs"),
+        ({"extra_body": {"nonsense": 1}}, "nonsense"),
+        ({"extra_body": {"policy": "nope"}}, "nope"),
+        ({"extra_body": {"gamma": 99}}, "gamma"),
+        ({"messages": [{"role": "user", "content": "word " * 40000}]}, "tokens; this server takes"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_a_bad_request_is_refused_with_openais_error(start: Start, options: dict[str, Any], message: str) -> None:
+    client = start().client()
+    with pytest.raises(openai.BadRequestError, match=message) as caught:
+        client.chat.completions.create(**({"messages": CHAT, "max_tokens": 4} | GREEDY | options))
+    assert caught.value.type == "invalid_request_error"
+
+
+def test_bodies_that_are_none_are_refused_and_too_long_ones_are_not_read(start: Start) -> None:
+    server = start(max_body_bytes=2000)
+    path = "/v1/chat/completions"
+    for body in (b"", b"{", b"[1, 2]", b"null", b'{"messages": "hello"}', b"[" * 900, b"\xff\xfe"):
+        status, answer = post(server, path, body)
+        assert (status, answer["error"]["type"]) == (400, "invalid_request_error"), body
+    long = json.dumps({"messages": [{"role": "user", "content": "x" * 3000}]}).encode()
+    status, answer = post(server, path, long)
+    assert (status, answer["error"]["type"]) == (413, "invalid_request_error")
+    status, answer = post(server, "/v1/nothing", b"{}")
+    assert (status, answer["error"]["type"]) == (404, "not_found_error")
+
+
+def test_a_wrong_key_and_a_wrong_model_are_refused_by_their_kinds_of_error(start: Start) -> None:
+    server = start(api_keys=["right"])
+    with pytest.raises(openai.AuthenticationError, match="API key"):
+        server.client("wrong").models.list()
+    with pytest.raises(openai.AuthenticationError, match="API key"):
+        server.client("wrong").chat.completions.create(messages=CHAT, **GREEDY)
+    client = server.client("right")
+    assert [model.id for model in client.models.list()] == ["spec-stack"]
+    with pytest.raises(openai.NotFoundError, match="no model 'gpt'"):
+        client.chat.completions.create(model="gpt", messages=CHAT)
+    assert client.completions.create(prompt="a", max_tokens=1, **GREEDY).choices
+
+
+def _open_stream(server: Server, key: str = "any") -> Any:
+    return server.client(key).completions.create(
+        prompt="import os\n", max_tokens=3000, stream=True, extra_body={"ignore_eos": True}, **GREEDY
+    )
+
+
+def test_a_stream_that_is_closed_ends_the_work_and_the_next_request_is_served(start: Start) -> None:
+    server = start()
+    stream = _open_stream(server)
+    next(iter(stream))
+    assert server.worker.is_busy
+    stream.close()
+    assert until(lambda: not server.worker.is_busy)
+    assert server.client().completions.create(prompt="a", max_tokens=1, **GREEDY).choices
+
+
+def test_a_full_line_is_refused_while_others_wait_their_turn(start: Start) -> None:
+    server = start(max_queued=2, max_queued_per_client=1)
+    stream = _open_stream(server)
+    next(iter(stream))
+    done: list[str] = []
+
+    def ask(key: str) -> None:
+        server.client(key).completions.create(prompt="a", max_tokens=1, **GREEDY)
+        done.append(key)
+
+    threads = [threading.Thread(target=ask, args=(key,)) for key in ("one", "two")]
+    for thread in threads:
+        thread.start()
+    assert until(lambda: len(server.worker.line) == 2)
+    with pytest.raises(openai.RateLimitError, match="waiting already") as caught:
+        server.client("three").completions.create(prompt="a", max_tokens=1, **GREEDY)
+    assert caught.value.response.headers["retry-after"] == "1"
+    stream.close()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(done) == ["one", "two"]
+
+
+def test_health_and_metrics_tell_how_it_goes(start: Start) -> None:
+    server = start()
+    client = server.client()
+    client.completions.create(prompt="import os\n", max_tokens=6, extra_body={"ignore_eos": True}, **GREEDY)
+    connection = HTTPConnection(server.url.removeprefix("http://"), timeout=60)
+    connection.request("GET", "/health")
+    assert json.loads(connection.getresponse().read()) == {"status": "ok"}
+    assert until(lambda: not server.worker.is_busy)
+    connection.request("GET", "/metrics")
+    lines = connection.getresponse().read().decode().splitlines()
+    assert 'spec_stack_requests_total{outcome="ok"} 1.0' in lines
+    assert "spec_stack_generated_tokens_total 6.0" in lines
+    assert "spec_stack_requests_waiting 0.0" in lines
+    assert "spec_stack_sessions 1.0" in lines
+
+
+def test_a_server_that_is_told_to_end_cancels_what_runs_and_ends(start: Start) -> None:
+    server = start(shutdown_s=1.0)
+    stream = _open_stream(server)
+    next(iter(stream))
+    begun = monotonic()
+    server.stop()
+    assert monotonic() - begun < 30
+    assert not [
+        thread for thread in threading.enumerate() if thread.name == "spec-stack-serve" and server.worker.is_busy
+    ]
+
+
+def test_it_listens_on_loopback_unless_told_otherwise() -> None:
+    assert ServeConfig().host == "127.0.0.1"

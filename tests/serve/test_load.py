@@ -1,0 +1,28 @@
+"""Many clients at once, well-behaved and not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from experiments.serving.bench_serve import Load, run_load
+from spec_stack import SpecStackGenerator
+from tests.serve.conftest import Server
+
+
+@pytest.mark.slow
+def test_eight_clients_with_two_hundred_mixed_requests_get_right_answers_and_leave_nothing_behind(
+    embedded: SpecStackGenerator, start: Callable[..., Server]
+) -> None:
+    server = start()
+    load = Load(num_clients=8, num_requests=200)
+    run_load(server.url, embedded, Load(num_clients=8, num_requests=40, seed=1))
+    outcome = run_load(server.url, embedded, load)
+    assert outcome.num_wrong == 0
+    assert outcome.num_unexpected == []
+    assert sum(outcome.counts.values()) == 200
+    assert min(outcome.counts.values()) > 10
+    assert outcome.is_idle
+    # In MB; the caches of the kept sessions come and go.
+    assert outcome.rss_growth_mb < 60

@@ -1,0 +1,305 @@
+"""`model.generate(custom_generate=spec_stack(...))` against `model.generate` without it."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    DynamicCache,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+    TextIteratorStreamer,
+    TextStreamer,
+    pipeline,
+)
+
+from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
+from spec_stack.custom_generate import forget, spec_stack
+from spec_stack.hf.loading import ASSETS
+from tests.support.models import VOCAB, make_model, random_prompt
+
+PROMPT = "def read_lines(path):\n"
+needs_processors = pytest.mark.skipif(
+    "logits_processor" not in inspect.signature(SpecStackGenerator.stream).parameters,
+    reason="generate takes no logits_processor yet",
+)
+
+
+def ids_of(length: int = 20, seed: int = 0) -> dict[str, torch.Tensor]:
+    ids = torch.tensor([random_prompt(length, seed)])
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+@pytest.fixture
+def plain() -> PreTrainedModel:
+    """The target of the tests as it was before its attention was replaced."""
+    return make_model(seed=1)
+
+
+@pytest.mark.parametrize("gamma", [None, 0, 4])
+def test_greedy_sequences_are_those_of_plain_generate(
+    plain: PreTrainedModel, target: PreTrainedModel, draft: PreTrainedModel, gamma: int | None
+) -> None:
+    for seed in range(4):
+        inputs = ids_of(seed=seed)
+        expected = plain.generate(**inputs, max_new_tokens=40, do_sample=False)
+        ours = target.generate(
+            **inputs, max_new_tokens=40, do_sample=False, custom_generate=spec_stack(draft, gamma=gamma)
+        )
+        assert torch.equal(ours, expected)
+        assert ours.dtype == expected.dtype
+
+
+def test_a_batch_with_left_padding_gives_the_rows_of_plain_generate(
+    plain: PreTrainedModel, target: PreTrainedModel, draft: PreTrainedModel
+) -> None:
+    prompts = [random_prompt(length, seed=length) for length in (5, 12, 12, 20)]
+    ids = torch.tensor([[0] * (20 - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (20 - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    options = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 24, "do_sample": False}
+    expected = plain.generate(**options)
+    assert torch.equal(target.generate(**options, custom_generate=spec_stack(draft)), expected)
+    # An end token that some rows meet and others do not: the shorter ones are filled up.
+    end = int(expected[1, 20 + 5])
+    ended = plain.generate(**options, eos_token_id=end, pad_token_id=0)
+    assert torch.equal(
+        target.generate(**options, eos_token_id=end, pad_token_id=0, custom_generate=spec_stack(draft)), ended
+    )
+    lengths = {(row == end).nonzero()[0].item() if bool((row[20:] == end).any()) else -1 for row in ended}
+    assert len(lengths) > 1
+
+
+def test_the_models_own_end_token_ends_a_row_and_its_metrics_come_back(
+    plain: PreTrainedModel, target: PreTrainedModel, draft: PreTrainedModel
+) -> None:
+    inputs = ids_of()
+    end = int(plain.generate(**inputs, max_new_tokens=12, do_sample=False)[0, 20 + 6])
+    for model in (plain, target):
+        model.generation_config.eos_token_id = end
+    expected = plain.generate(**inputs, max_new_tokens=30, do_sample=False)
+    ours = target.generate(
+        **inputs,
+        max_new_tokens=30,
+        do_sample=False,
+        return_dict_in_generate=True,
+        custom_generate=spec_stack(draft, gamma=4),
+    )
+    assert torch.equal(ours.sequences, expected)
+    assert expected.shape[1] < 50
+    assert ours.metrics[0].num_tokens == expected.shape[1] - 20
+    assert ours["sequences"] is ours[0]
+
+
+class AfterToken(StoppingCriteria):
+    """Holds once a token has been seen so many times behind the prompt; remembers the lengths it was asked about."""
+
+    def __init__(self, token_id: int, start: int) -> None:
+        self.token_id, self.start, self.lengths = token_id, start, []
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.lengths.append(input_ids.shape[1])
+        return (input_ids[:, self.start :] == self.token_id).any(dim=1)
+
+
+def test_criteria_are_asked_after_every_token_and_end_a_row_inside_an_accepted_run(
+    plain: PreTrainedModel, target: PreTrainedModel
+) -> None:
+    inputs = ids_of()
+    stop_at = int(plain.generate(**inputs, max_new_tokens=12, do_sample=False)[0, 20 + 7])
+    asked = [AfterToken(stop_at, 20) for _ in range(2)]
+    options = {**inputs, "max_new_tokens": 30, "do_sample": False}
+    expected = plain.generate(**options, stopping_criteria=StoppingCriteriaList([asked[0]]))
+    # The target as its own draft: every proposal is accepted whole.
+    ours = target.generate(
+        **options,
+        stopping_criteria=StoppingCriteriaList([asked[1]]),
+        return_dict_in_generate=True,
+        custom_generate=spec_stack(make_model(seed=1), gamma=8),
+    )
+    assert torch.equal(ours.sequences, expected)
+    assert asked[1].lengths == asked[0].lengths == list(range(21, expected.shape[1] + 1))
+    assert ours.metrics == [None]
+
+
+def test_stop_strings_work_as_a_criterion(embedded: SpecStackGenerator) -> None:
+    model, tokenizer = embedded.target, embedded.tokenizer
+    inputs = tokenizer(PROMPT, return_tensors="pt")
+    options = {**inputs, "max_new_tokens": 48, "do_sample": False}
+    options["stopping_criteria"] = StoppingCriteriaList([StopStringCriteria(tokenizer, ["the"])])
+    expected = model.generate(**options)
+    assert expected.shape[1] < inputs.input_ids.shape[1] + 48
+    assert torch.equal(model.generate(**options, custom_generate=spec_stack(embedded.draft)), expected)
+
+
+def test_sampling_is_reproducible_by_torchs_seed_and_stays_within_top_k(
+    target: PreTrainedModel, draft: PreTrainedModel
+) -> None:
+    inputs = ids_of()
+    options = {**inputs, "max_new_tokens": 20, "do_sample": True, "temperature": 0.8, "top_k": 3, "top_p": 0.95}
+    custom = spec_stack(draft, gamma=3)
+    drawn = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        drawn.append(target.generate(**options, custom_generate=custom))
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], drawn[2])
+    torch.manual_seed(0)
+    two = target.generate(**options, num_return_sequences=2, custom_generate=custom)
+    assert two.shape == (2, 40)
+    assert not torch.equal(two[0], two[1])
+    logits = target(two).logits
+    for position in range(20, 40):
+        assert int(two[0, position]) in logits[0, position - 1].topk(3).indices.tolist()
+
+
+def test_sampled_first_tokens_have_the_models_distribution(target: PreTrainedModel, draft: PreTrainedModel) -> None:
+    inputs = ids_of(8)
+    torch.manual_seed(0)
+    num = 800
+    rows = target.generate(
+        **inputs,
+        max_new_tokens=1,
+        do_sample=True,
+        temperature=1.5,
+        top_k=4,
+        num_return_sequences=num,
+        custom_generate=spec_stack(draft),
+    )
+    counts = torch.bincount(rows[:, -1], minlength=VOCAB).float()
+    logits = target(inputs["input_ids"]).logits[0, -1] / 1.5
+    best = logits.topk(4)
+    expected = torch.zeros(VOCAB).scatter(0, best.indices, best.values.softmax(0)) * num
+    assert counts[expected == 0].sum() == 0
+    kept = expected > 0
+    # Chi-square with three degrees of freedom: over 16.3 once in a thousand.
+    assert float(((counts[kept] - expected[kept]) ** 2 / expected[kept]).sum()) < 16.3
+
+
+@needs_processors
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": 1.7},
+        {"min_new_tokens": 12, "eos_token_id": list(range(2, 40))},
+        {"no_repeat_ngram_size": 2},
+        {"bad_words_ids": [[5], [7, 9]]},
+        {"repetition_penalty": 1.3, "suppress_tokens": [3, 4, 5, 6]},
+    ],
+    ids=str,
+)
+def test_a_generation_configs_processors_apply_as_in_plain_generate(
+    plain: PreTrainedModel, target: PreTrainedModel, draft: PreTrainedModel, options: dict[str, Any]
+) -> None:
+    prompts = [random_prompt(length, seed=length) for length in (9, 20)]
+    ids = torch.tensor([[0] * (20 - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (20 - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    inputs = {"input_ids": ids, "attention_mask": mask, "pad_token_id": 0}
+    expected = plain.generate(**inputs, max_new_tokens=30, do_sample=False, **options)
+    ours = target.generate(
+        **inputs, max_new_tokens=30, do_sample=False, custom_generate=spec_stack(draft, gamma=3), **options
+    )
+    assert torch.equal(ours, expected)
+
+
+def test_a_streamer_under_its_own_name_is_put_prompt_and_text(
+    embedded: SpecStackGenerator, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, tokenizer, custom = embedded.target, embedded.tokenizer, spec_stack(embedded.draft)
+    inputs = tokenizer(PROMPT, return_tensors="pt")
+    options = {**inputs, "max_new_tokens": 24, "do_sample": False}
+    expected = tokenizer.decode(model.generate(**options)[0], skip_special_tokens=True)
+    model.generate(**options, custom_generate=custom, spec_streamer=TextStreamer(tokenizer, skip_special_tokens=True))
+    assert capsys.readouterr().out == expected + "\n"
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
+    call = {**options, "custom_generate": custom, "spec_streamer": streamer}
+    thread = threading.Thread(target=model.generate, kwargs=call)
+    thread.start()
+    assert "".join(streamer) == expected.removeprefix(PROMPT)
+    thread.join()
+
+
+def test_a_pipeline_gives_the_same_text(embedded: SpecStackGenerator) -> None:
+    pipe = pipeline("text-generation", model=embedded.target, tokenizer=embedded.tokenizer)
+    options = {"max_new_tokens": 20, "do_sample": False}
+    plain_texts = pipe([PROMPT, "import os\n"], **options)
+    ours = pipe([PROMPT, "import os\n"], **options, custom_generate=spec_stack(embedded.draft))
+    assert ours == plain_texts
+    assert ours[0][0]["generated_text"].startswith(PROMPT)
+
+
+def test_a_long_prompt_is_pruned_and_the_metrics_say_so(embedded: SpecStackGenerator) -> None:
+    inputs = embedded.tokenizer("x = 1\n" * 400, return_tensors="pt")
+    config = SpecStackConfig(PrefillConfig(min_prompt_tokens=512, on_scoring_error="raise"))
+    outputs = embedded.target.generate(
+        **inputs,
+        max_new_tokens=8,
+        do_sample=False,
+        return_dict_in_generate=True,
+        custom_generate=spec_stack(embedded.draft, keep_rate=0.3, config=config),
+    )
+    (metrics,) = outputs.metrics
+    assert metrics.specprefill
+    assert metrics.num_kept_tokens < 0.5 * metrics.num_prompt_tokens
+    expected = SpecStackGenerator(embedded.target, embedded.draft, config=config).generate(
+        input_ids=inputs.input_ids, max_tokens=8, keep_rate=0.3
+    )
+    assert outputs.sequences[0, -8:].tolist() == expected.token_ids
+
+
+def test_a_draft_by_name_is_loaded_once_and_forgotten_on_demand(embedded: SpecStackGenerator) -> None:
+    forget()
+    inputs = embedded.tokenizer(PROMPT, return_tensors="pt")
+    first, second = (spec_stack(ASSETS / "draft") for _ in range(2))
+    generator = first.generator(embedded.target)
+    assert second.generator(embedded.target) is generator
+    assert generator.draft.dtype == embedded.target.dtype
+    expected = embedded.target.generate(**inputs, max_new_tokens=8, do_sample=False)
+    ours = embedded.target.generate(**inputs, max_new_tokens=8, do_sample=False, custom_generate=second)
+    assert torch.equal(ours, expected)
+    forget()
+    assert second.generator(embedded.target) is not generator
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_beams": 3}, "cannot do 'beam_search'"),
+        ({"prompt_lookup_num_tokens": 3}, "cannot do 'assisted_generation'"),
+        ({"return_dict_in_generate": True, "output_scores": True}, "output_scores"),
+        ({"return_dict_in_generate": True, "output_hidden_states": True}, "output_hidden_states"),
+        ({"past_key_values": DynamicCache()}, "leave past_key_values out"),
+        ({"position_ids": torch.arange(3, 23)[None]}, "leave position_ids out"),
+        ({"max_new_tokens": 5000}, "positions"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_name(
+    target: PreTrainedModel, draft: PreTrainedModel, options: dict[str, Any], message: str
+) -> None:
+    call = {**ids_of(), "max_new_tokens": 4, "do_sample": False, "custom_generate": spec_stack(draft)} | options
+    with pytest.raises(ValueError, match=message):
+        target.generate(**call)
+
+
+def test_right_padding_and_a_streamer_for_a_batch_are_refused(
+    target: PreTrainedModel, draft: PreTrainedModel, embedded: SpecStackGenerator
+) -> None:
+    custom, ids = spec_stack(draft), torch.tensor([random_prompt(6), random_prompt(6, 1)])
+    mask = torch.tensor([[1] * 6, [1] * 4 + [0] * 2])
+    with pytest.raises(ValueError, match="padded on the right"):
+        target.generate(input_ids=ids, attention_mask=mask, max_new_tokens=2, custom_generate=custom)
+    with pytest.raises(ValueError, match="takes one row"):
+        target.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=2,
+            custom_generate=custom,
+            spec_streamer=TextStreamer(embedded.tokenizer),
+        )
+    with pytest.raises(ValueError, match="neither a folder nor a hub id"):
+        target.generate(**ids_of(), max_new_tokens=2, custom_generate=spec_stack("./nowhere"))

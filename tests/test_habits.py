@@ -1,0 +1,80 @@
+"""What people do who come from `model.generate`: it works, or the error names the way."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import GenerationConfig, StoppingCriteriaList
+
+from spec_stack import SpecStackGenerator
+from spec_stack.options import ALIASES, WAYS
+from tests.support.pages import ROOT
+
+PAGE = ROOT / "docs" / "coming-from-transformers.md"
+PROMPT = "def read_lines(path):\n"
+# Options of `model.generate` and of other servers, with a value each.
+OPTIONS: dict[str, Any] = {
+    "max_new_tokens": 4,
+    "max_length": 4,
+    "do_sample": False,
+    "generation_config": GenerationConfig(),
+    "stopping_criteria": StoppingCriteriaList(),
+    "stop_strings": ["a"],
+    "num_beams": 2,
+    "assistant_model": None,
+    "past_key_values": None,
+    "use_cache": True,
+    "position_ids": None,
+    "max_time": 1.0,
+    "tokenizer": None,
+    "custom_generate": None,
+    "prompt_lookup_num_tokens": 3,
+    "num_assistant_tokens": 4,
+    "typical_p": 0.9,
+    "output_attentions": True,
+    "output_hidden_states": True,
+    "sampling_params": None,
+    "num_speculative_tokens": 4,
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_option_of_another_name_is_refused_with_the_way(embedded: SpecStackGenerator, name: str) -> None:
+    with pytest.raises(TypeError, match=rf"generate\(\) has no option '{name}'") as caught:
+        embedded.generate(PROMPT, **{name: OPTIONS[name]})
+    told = str(caught.value)
+    assert name in WAYS or "did you mean" in told
+    assert "; it has " not in told
+
+
+def test_the_page_names_every_option_that_has_no_counterpart() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    missing = [name for name in WAYS if name not in ("use_cache", "tokenizer") and name not in text]
+    assert not missing
+
+
+def test_no_hint_names_an_option_that_is_none_or_stands_for_one_that_is_there() -> None:
+    functions = (SpecStackGenerator.generate, SpecStackGenerator.from_pretrained)
+    known = {name for function in functions for name in inspect.signature(function).parameters}
+    assert not set(WAYS) & known
+    assert not set(ALIASES) & known
+    assert set(ALIASES.values()) <= known
+
+
+def test_prompts_come_in_every_shape_of_one_row(embedded: SpecStackGenerator) -> None:
+    ids = embedded.tokenizer(PROMPT).input_ids
+    expected = embedded.generate(PROMPT, max_tokens=4).token_ids
+    shapes = [ids, tuple(ids), np.array(ids), torch.tensor(ids), torch.tensor([ids])]
+    assert all(embedded.generate(input_ids=shape, max_tokens=4).token_ids == expected for shape in shapes)
+    inputs = embedded.tokenizer(PROMPT, return_tensors="pt")
+    assert embedded.generate(**inputs, max_tokens=4).token_ids == expected
+
+
+@pytest.mark.parametrize("several", [{"prompt": [PROMPT, PROMPT]}, {"input_ids": torch.ones(2, 4, dtype=torch.long)}])
+def test_several_prompts_are_referred_to_generate_all(embedded: SpecStackGenerator, several: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="generate_all"):
+        embedded.generate(**several)
