@@ -507,6 +507,7 @@ class StoreConfig:
     )
 
     def __post_init__(self) -> None:
+        _plain_numbers(self)
         _require_int("max_tokens", self.max_tokens, 0, hint="; 0 is off")
 
 

@@ -104,7 +104,7 @@ def try_call(generator: SpecStackGenerator, name: str, value: Any) -> str | None
         generator.generate(**options)
     except (TypeError, ValueError) as error:
         text = str(error)
-        named = name in text or any(word in text for word in ALSO.get(name, ()))
+        named = name in text.lower() or any(word in text for word in ALSO.get(name, ()))
         return None if named else f"{name}={value!r}: {type(error).__name__}: {text}"
     except Exception as error:
         return f"{name}={value!r}: {type(error).__name__}: {error}"
