@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord
     from spec_stack.generator import SpecStackGenerator
     from spec_stack.session import Session
-    from spec_stack.types import GenerationResult, Metrics, Selection, StepOutput
+    from spec_stack.types import GenerationResult, Metrics, Selection, StepOutput, TokenLogprobs
 
 __version__ = "0.1.0"
 
@@ -39,6 +39,7 @@ _HOMES = {
     "Selection": "types",
     "StepOutput": "types",
     "StoreConfig": "config",
+    "TokenLogprobs": "types",
 }
 __all__ = [
     "DecodeConfig",
@@ -57,6 +58,7 @@ __all__ = [
     "StepOutput",
     "StepRecord",
     "StoreConfig",
+    "TokenLogprobs",
 ]
 
 

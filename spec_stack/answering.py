@@ -4,19 +4,26 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from spec_stack.config import SamplingParams
+from spec_stack.config import SamplingParams, SessionConfig, check_samples
 from spec_stack.controller.base import Policy
+from spec_stack.hf.processors import CannotCopyError, Processor, check_processors, copy_processor
 from spec_stack.hf.prompt import Message, PromptSource, Span, unpadded
 from spec_stack.offline.records import add_records, check_record_path
 from spec_stack.options import refuses_unknown_options
+from spec_stack.progress import OnProgress, Stream
 from spec_stack.request import CallOptions, Request
 from spec_stack.streaming import Streamer, awaitable, feed
 from spec_stack.types import GenerationResult, StepOutput
+
+if TYPE_CHECKING:
+    from spec_stack.session import Session
 
 
 class Answering(ABC):
@@ -25,6 +32,10 @@ class Answering(ABC):
     @abstractmethod
     def _plan(self, source: PromptSource, params: SamplingParams, options: CallOptions) -> Request:
         """Check a call, and settle what is done for it."""
+
+    @abstractmethod
+    def _sampling(self) -> AbstractContextManager[Session]:
+        """A session in which n samples of a prompt can share its prefill."""
 
     @abstractmethod
     def _run(self, request: Request) -> Generator[StepOutput, None, None]:
@@ -44,13 +55,23 @@ class Answering(ABC):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         continue_final_message: bool = False,
         params: SamplingParams | None = None,
-        max_tokens: int = SamplingParams.max_tokens,
+        max_tokens: int | None = SamplingParams.max_tokens,
         temperature: float = SamplingParams.temperature,
         top_k: int = SamplingParams.top_k,
         top_p: float = SamplingParams.top_p,
         seed: int | None = SamplingParams.seed,
         stop: str | Sequence[str] | None = None,
         ignore_eos: bool = SamplingParams.ignore_eos,
+        min_p: float = SamplingParams.min_p,
+        repetition_penalty: float = SamplingParams.repetition_penalty,
+        bad_words_ids: Sequence[Sequence[int]] = SamplingParams.bad_words_ids,
+        logit_bias: Mapping[int, float] | None = SamplingParams.logit_bias,
+        min_tokens: int = SamplingParams.min_tokens,
+        stop_token_ids: Sequence[int] = SamplingParams.stop_token_ids,
+        sampling: str | None = None,
+        logits_processor: Processor | Sequence[Processor] | None = None,
+        response_format: Mapping[str, Any] | type | None = None,
+        logprobs: int | None = None,
         keep_rate: float | None = None,
         specprefill: bool | None = None,
         policy: str | Policy | None = None,
@@ -58,6 +79,8 @@ class Answering(ABC):
         proposer: str | None = None,
         request_id: str | None = None,
         task: str = "",
+        on_progress: OnProgress | None = None,
+        n: int = 1,
         return_records: bool = False,
         records: str | Path | None = None,
         streamer: Streamer | None = None,
@@ -88,9 +111,9 @@ class Answering(ABC):
         continue_final_message : bool
             Go on with the text of the last message, instead of beginning an answer to it.
         params : SamplingParams, optional
-            The options from max_tokens to ignore_eos as one object, in their place.
-        max_tokens : int
-            Most tokens to generate.
+            The options from max_tokens to stop_token_ids as one object, in their place.
+        max_tokens : int, optional
+            Most tokens to generate; None is 256, or what the models have positions left for.
         temperature : float
             0 is greedy.
         top_k : int
@@ -102,9 +125,33 @@ class Answering(ABC):
             draw other tokens of the same distribution: where the generator's own is one of them, a seeded call that
             names no policy is "fixed"; one named by the call has learned nothing yet.
         stop : str or sequence of str, optional
-            Strings that end the text; they are not part of it.
+            Strings that end the text; they are not part of it. One that is a special token ends it as that token.
         ignore_eos : bool
             Go on past the end-of-sequence token (for benchmarks).
+        min_p : float
+            Draw among the tokens with this share of the likeliest one's probability or more; 0 is off.
+        repetition_penalty : float
+            How much less likely a token is that the prompt or the text has already, over 0; 1.0 is off.
+        bad_words_ids : sequence of sequence of int
+            Sequences of token ids that are never completed.
+        logit_bias : mapping of int to float, optional
+            What is added to the logits of single token ids.
+        min_tokens : int
+            Tokens before which no token may end the text.
+        stop_token_ids : sequence of int
+            Token ids that end the text beside the model's own, also under ignore_eos; they are not part of it.
+        sampling : "model", optional
+            Take what the checkpoint's own generation config sets for options that are at their defaults.
+        logits_processor : callable or sequence of callable, optional
+            transformers' processors, or any callable over (input_ids (1, n), scores (1, vocab)) that returns scores.
+            They see the whole prompt, also where it was pruned, and go over the draft's rows as well (see
+            docs/generation-options.md for those that keep a state).
+        response_format : mapping or class, optional
+            What the answer has to be: `{"type": "json_schema", "json_schema": {"schema": ...}}`, a class with
+            `model_json_schema` (pydantic's), `{"type": "json_object"}`, `{"type": "regex", "pattern": ...}` or
+            `{"type": "grammar", "grammar": ...}` (EBNF, rule root). Needs the extra `structured`.
+        logprobs : int, optional
+            Give every token's log-probability, and that many of the likeliest tokens beside it.
         keep_rate : float, optional
             Share of the prompt, in a session of its new text, that the target prefills, over 0 to 1; None is the
             configuration's.
@@ -119,6 +166,12 @@ class Answering(ABC):
             Who proposes: "model", "lookup", "both" or "auto" (see `DecodeConfig`); None is the generator's.
         request_id, task : str, optional
             Labels of the records.
+        on_progress : callable, optional
+            Called with (num_done, num_total, phase) after every chunk of a prefill, in tokens; the phase is "scoring"
+            (the draft's) or "prefill" (the target's). What it raises ends the call.
+        n : int
+            Samples of the prompt, which is prefilled once for all of them: `result.choices`. Sample i is drawn with
+            seed + i.
         return_records : bool
             Keep one StepRecord per step in the result.
         records : str or Path, optional
@@ -130,7 +183,7 @@ class Answering(ABC):
         Returns
         -------
         GenerationResult
-            token_ids, text, finish_reason ("eos", "stop" or "length"), metrics, records.
+            token_ids, text, finish_reason ("eos", "stop" or "length"), metrics, records, logprobs, choices.
 
         Raises
         ------
@@ -147,9 +200,13 @@ class Answering(ABC):
         >>> len(result.token_ids), result.metrics.num_prompt_tokens
         (8, 4)
         """
+        if not isinstance(return_records, bool):
+            raise ValueError(f"return_records must be True or False, got {return_records!r}")
         if records is not None:
+            if not isinstance(records, str | Path):
+                raise ValueError(f"records must be the path of a .jsonl file, got {records!r}")
             check_record_path(records, request_id)
-        request = self._plan(
+        call = Call(
             _source(
                 prompt,
                 messages,
@@ -160,23 +217,74 @@ class Answering(ABC):
                 chat_template_kwargs,
                 continue_final_message,
             ),
-            _merged(params, max_tokens, temperature, top_k, top_p, seed, stop, ignore_eos),
-            CallOptions(keep_rate, specprefill, policy, gamma, proposer, request_id, task),
+            _merged(
+                params,
+                max_tokens=max_tokens,
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                seed=seed,
+                stop=() if stop is None else stop,
+                ignore_eos=ignore_eos,
+                min_p=min_p,
+                repetition_penalty=repetition_penalty,
+                bad_words_ids=bad_words_ids,
+                logit_bias=logit_bias,
+                min_tokens=min_tokens,
+                stop_token_ids=stop_token_ids,
+            ),
+            CallOptions(
+                keep_rate,
+                specprefill,
+                policy,
+                gamma,
+                proposer,
+                request_id,
+                task,
+                logits_processor,
+                response_format,
+                logprobs,
+                sampling,
+                on_progress,
+            ),
         )
-        running = self._run(request)
+        request = self._plan(call.source, call.params, call.options)
+        check_samples(n, request.params.temperature)
+        if n > 1 and streamer is not None:
+            raise ValueError("a streamer takes one answer; leave out n, or the streamer")
+        results = self._sample(call.samples(n)) if n > 1 else [self._collect(request, streamer)]
+        if records is not None:
+            add_records([step for result in results for step in result.records or []], records)
+        if not return_records:
+            results = [replace(result, records=None) for result in results]
+        return replace(results[0], others=results[1:])
+
+    def _sample(self, calls: Sequence[Call]) -> list[GenerationResult]:
+        """Answer calls with the same prompt: the first prefills it, the others go on from copies of its caches."""
+        with self._sampling() as session:
+            results = [session._collect(session._plan(calls[0].source, calls[0].params, calls[0].options))]
+            for call in calls[1:]:
+                with session.fork(SessionConfig(restore=False)) as other:
+                    results.append(other._collect(other._plan(call.source, call.params, call.options)))
+        return results
+
+    def _collect(self, request: Request, streamer: Streamer | None = None) -> GenerationResult:
+        """A request's whole stream, with its records."""
+        running = Stream(self._run(request), request.progress)
         outputs = list(running if streamer is None else feed(streamer, request.prompt_ids, running))
-        steps = [output.record for output in outputs]
         last = outputs[-1]
         if last.finish_reason is None or last.metrics is None:
             raise RuntimeError("the stream ended without a last step")
-        if records is not None:
-            add_records(steps, records)
+        logprobs = None
+        if request.num_logprobs is not None:
+            logprobs = [each for output in outputs for each in output.logprobs or []]
         return GenerationResult(
             token_ids=[token_id for output in outputs for token_id in output.token_ids],
             text="".join(output.text for output in outputs),
             finish_reason=last.finish_reason,
             metrics=last.metrics,
-            records=steps if return_records else None,
+            records=[output.record for output in outputs],
+            logprobs=logprobs,
         )
 
     @refuses_unknown_options
@@ -193,13 +301,23 @@ class Answering(ABC):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         continue_final_message: bool = False,
         params: SamplingParams | None = None,
-        max_tokens: int = SamplingParams.max_tokens,
+        max_tokens: int | None = SamplingParams.max_tokens,
         temperature: float = SamplingParams.temperature,
         top_k: int = SamplingParams.top_k,
         top_p: float = SamplingParams.top_p,
         seed: int | None = SamplingParams.seed,
         stop: str | Sequence[str] | None = None,
         ignore_eos: bool = SamplingParams.ignore_eos,
+        min_p: float = SamplingParams.min_p,
+        repetition_penalty: float = SamplingParams.repetition_penalty,
+        bad_words_ids: Sequence[Sequence[int]] = SamplingParams.bad_words_ids,
+        logit_bias: Mapping[int, float] | None = SamplingParams.logit_bias,
+        min_tokens: int = SamplingParams.min_tokens,
+        stop_token_ids: Sequence[int] = SamplingParams.stop_token_ids,
+        sampling: str | None = None,
+        logits_processor: Processor | Sequence[Processor] | None = None,
+        response_format: Mapping[str, Any] | type | None = None,
+        logprobs: int | None = None,
         keep_rate: float | None = None,
         specprefill: bool | None = None,
         policy: str | Policy | None = None,
@@ -207,6 +325,7 @@ class Answering(ABC):
         proposer: str | None = None,
         request_id: str | None = None,
         task: str = "",
+        on_progress: OnProgress | None = None,
     ) -> Generator[StepOutput, None, None]:
         """Answer or continue a prompt, step by step.
 
@@ -219,9 +338,9 @@ class Answering(ABC):
         protected, tools, documents, chat_template_kwargs, continue_final_message
             What is never pruned, and how a chat is rendered (see `generate`).
         params : SamplingParams, optional
-            The options from max_tokens to ignore_eos as one object, in their place.
-        max_tokens : int
-            Most tokens to generate.
+            The options from max_tokens to stop_token_ids as one object, in their place.
+        max_tokens : int, optional
+            Most tokens to generate; None is 256, or what the models have positions left for.
         temperature : float
             0 is greedy.
         top_k : int
@@ -231,9 +350,33 @@ class Answering(ABC):
         seed : int, optional
             Makes a sampled call reproducible (see `generate`).
         stop : str or sequence of str, optional
-            Strings that end the text; they are not part of it.
+            Strings that end the text; they are not part of it. One that is a special token ends it as that token.
         ignore_eos : bool
             Go on past the end-of-sequence token (for benchmarks).
+        min_p : float
+            Draw among the tokens with this share of the likeliest one's probability or more; 0 is off.
+        repetition_penalty : float
+            How much less likely a token is that the prompt or the text has already, over 0; 1.0 is off.
+        bad_words_ids : sequence of sequence of int
+            Sequences of token ids that are never completed.
+        logit_bias : mapping of int to float, optional
+            What is added to the logits of single token ids.
+        min_tokens : int
+            Tokens before which no token may end the text.
+        stop_token_ids : sequence of int
+            Token ids that end the text beside the model's own, also under ignore_eos; they are not part of it.
+        sampling : "model", optional
+            Take what the checkpoint's own generation config sets for options that are at their defaults.
+        logits_processor : callable or sequence of callable, optional
+            transformers' processors, or any callable over (input_ids (1, n), scores (1, vocab)) that returns scores.
+            They see the whole prompt, also where it was pruned, and go over the draft's rows as well (see
+            docs/generation-options.md for those that keep a state).
+        response_format : mapping or class, optional
+            What the answer has to be: `{"type": "json_schema", "json_schema": {"schema": ...}}`, a class with
+            `model_json_schema` (pydantic's), `{"type": "json_object"}`, `{"type": "regex", "pattern": ...}` or
+            `{"type": "grammar", "grammar": ...}` (EBNF, rule root). Needs the extra `structured`.
+        logprobs : int, optional
+            Give every token's log-probability, and that many of the likeliest tokens beside it.
         keep_rate : float, optional
             Share of the prompt, in a session of its new text, that the target prefills, over 0 to 1; None is the
             configuration's.
@@ -248,12 +391,16 @@ class Answering(ABC):
             Who proposes: "model", "lookup", "both" or "auto" (see `DecodeConfig`); None is the generator's.
         request_id, task : str, optional
             Labels of the records.
+        on_progress : callable, optional
+            Called with (num_done, num_total, phase) after every chunk of a prefill, in tokens; the phase is "scoring"
+            (the draft's) or "prefill" (the target's). What it raises ends the call.
 
         Returns
         -------
         generator of StepOutput
             One per step, as soon as it is there; the last carries finish_reason and metrics, whose durations count from
-            the call, without the time that the caller lets pass before or between steps.
+            the call, without the time that the caller lets pass before or between steps. `close` ends it at any time,
+            a prefill after its next chunk, also from another thread.
 
         Raises
         ------
@@ -280,13 +427,76 @@ class Answering(ABC):
                 chat_template_kwargs,
                 continue_final_message,
             ),
-            _merged(params, max_tokens, temperature, top_k, top_p, seed, stop, ignore_eos),
-            CallOptions(keep_rate, specprefill, policy, gamma, proposer, request_id, task),
+            _merged(
+                params,
+                max_tokens=max_tokens,
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                seed=seed,
+                stop=() if stop is None else stop,
+                ignore_eos=ignore_eos,
+                min_p=min_p,
+                repetition_penalty=repetition_penalty,
+                bad_words_ids=bad_words_ids,
+                logit_bias=logit_bias,
+                min_tokens=min_tokens,
+                stop_token_ids=stop_token_ids,
+            ),
+            CallOptions(
+                keep_rate,
+                specprefill,
+                policy,
+                gamma,
+                proposer,
+                request_id,
+                task,
+                logits_processor,
+                response_format,
+                logprobs,
+                sampling,
+                on_progress,
+            ),
         )
-        return self._run(request)
+        return Stream(self._run(request), request.progress)
 
     astream = awaitable(stream)
     """`stream` for code that awaits: `async for output in generator.astream(...)`. The steps are made in a thread."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a call asks for, as `_plan` takes it."""
+
+    source: PromptSource
+    params: SamplingParams
+    options: CallOptions
+
+    def samples(self, n: int) -> list[Call]:
+        """The call n times: with seeds in a row, names of their own, and processors that know nothing of each other.
+
+        Raises ValueError for a processor that cannot be copied.
+        """
+        calls = []
+        for index in range(n):
+            options, params = self.options, self.params
+            if index:
+                options = replace(options, logits_processor=self._fresh_processors())
+            if self.options.request_id is not None:
+                options = replace(options, request_id=f"{self.options.request_id}-{index}")
+            if params.seed is not None:
+                params = replace(params, seed=(params.seed + index) % (1 << 63))
+            calls.append(Call(self.source, params, options))
+        return calls
+
+    def _fresh_processors(self) -> list[Processor]:
+        try:
+            return [copy_processor(processor) for processor in check_processors(self.options.logits_processor)]
+        except CannotCopyError as error:
+            raise ValueError(
+                f"n samples need a copy each of every logits processor, and one cannot be copied ({error}): give it a "
+                "method copy(), or a true attribute `stateless` where it keeps nothing"
+            ) from error
 
 
 def _source(
@@ -303,18 +513,9 @@ def _source(
     return PromptSource(prompt, messages, input_ids, protected, tools, documents, more, continue_final_message)
 
 
-def _merged(
-    params: SamplingParams | None,
-    max_tokens: int,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    seed: int | None,
-    stop: str | Sequence[str] | None,
-    ignore_eos: bool,
-) -> SamplingParams:
+def _merged(params: SamplingParams | None, **single: Any) -> SamplingParams:
     """The call's sampling options, given as one object or one by one."""
-    given = SamplingParams(max_tokens, temperature, top_k, top_p, seed, () if stop is None else stop, ignore_eos)
+    given = SamplingParams(**single)
     if params is None:
         return given
     if not isinstance(params, SamplingParams):

@@ -11,7 +11,8 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, TextIO, get_args
 
 from spec_stack import __version__
 from spec_stack.chat import Chat, read_document, status_line
@@ -34,6 +35,7 @@ from spec_stack.serve.config import ServeConfig
 
 if TYPE_CHECKING:
     from spec_stack.generator import SpecStackGenerator
+    from spec_stack.types import StepOutput
 
 DEMO_TOKENS = 8200
 # Options of `serve`, and what they are read as.
@@ -51,18 +53,35 @@ SERVED: dict[str, Callable[[str], Any]] = {
     "max_sessions": int,
     "shutdown_s": float,
 }
+_EXAMPLES = """examples:
+  spec-stack generate "Name three rivers."
+  cat report.txt | spec-stack generate "Summarize this." --stats
+  spec-stack generate --raw "def main():" --max-tokens 40
+  spec-stack generate --file novel.txt "Who is the thief?" --keep-rate 0.1 --json
+  spec-stack generate "A name and an age." --json-schema person.json
+  spec-stack chat --file report.txt
+  spec-stack generate "Hello" --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B
+"""
 SPECPREFILL = {"auto": None, "on": True, "off": False}
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line. Names, defaults and meanings come from the configuration dataclasses."""
     parser = argparse.ArgumentParser(
-        prog="spec-stack", description="One draft model for both phases: sparse prefill and speculative decoding."
+        prog="spec-stack",
+        description="One draft model for both phases: sparse prefill and speculative decoding.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"spec-stack {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
 
-    generate = commands.add_parser("generate", help="answer or continue a prompt, streamed")
+    generate = commands.add_parser(
+        "generate",
+        help="answer or continue a prompt, streamed",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     _add_pair_arguments(generate)
     _add_generate_arguments(generate)
     generate.set_defaults(run=_generate)
@@ -175,9 +194,17 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "prompt", nargs="?", help="the prompt, behind what --file and standard input hold; - is standard input alone"
     )
-    parser.add_argument("--file", type=Path, help="take the prompt, or what comes before it, from a file")
-    parser.add_argument("--chat", action="store_true", help="send the prompt as a user message")
+    parser.add_argument(
+        "--file", type=Path, help="take the prompt, or what comes before it, from a file; - is standard input"
+    )
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument(
+        "--chat", action="store_true", help="send the prompt as a user message: the default for a chat model"
+    )
+    how.add_argument("--raw", action="store_true", help="go on with the prompt as it stands, also with a chat model")
     parser.add_argument("--system", help="a system message; implies --chat")
+    parser.add_argument("--json-schema", type=Path, help="file with a JSON schema that the answer has to fit")
+    parser.add_argument("--regex", help="regular expression that the answer has to fit")
     _add_answer_arguments(parser)
     parser.add_argument("--records", type=Path, help="add a record per step to this .jsonl file")
     parser.add_argument("--json", action="store_true", help="no stream: print text and metrics as one JSON object")
@@ -185,8 +212,20 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_answer_arguments(parser: argparse.ArgumentParser) -> None:
-    for name, kind in (("max_tokens", int), ("temperature", float), ("top_k", int), ("top_p", float), ("seed", int)):
+    for name, kind in (
+        ("max_tokens", int),
+        ("temperature", float),
+        ("top_k", int),
+        ("top_p", float),
+        ("min_p", float),
+        ("repetition_penalty", float),
+        ("min_tokens", int),
+        ("seed", int),
+    ):
         _add_option(parser, SamplingParams, name, type=kind)
+    parser.add_argument(
+        "--sampling", choices=["model"], help="take what the checkpoint's generation config sets for what is not given"
+    )
     _add_option(parser, SamplingParams, "stop", action="append", default=[])
     _add_option(parser, SamplingParams, "ignore_eos", action="store_true")
     parser.add_argument(
@@ -223,9 +262,9 @@ def _load(arguments: argparse.Namespace, config: SpecStackConfig | None = None) 
 def _read_prompt(arguments: argparse.Namespace) -> str:
     """The prompt: a file or standard input, then the argument, as far as there are such."""
     parts = []
-    if arguments.file is not None:
+    if arguments.file is not None and str(arguments.file) != "-":
         parts.append(read_document(arguments.file))
-    elif arguments.prompt in (None, "-") or _is_piped():
+    elif str(arguments.file) == "-" or arguments.prompt in (None, "-") or _is_piped():
         if sys.stdin is None or sys.stdin.isatty():
             raise ValueError("no prompt: give one as an argument, with --file, or on standard input")
         parts.append(sys.stdin.read())
@@ -245,15 +284,37 @@ def _is_piped() -> bool:
     return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
 
 
-def request_of(arguments: argparse.Namespace, prompt: str) -> tuple[SpecStackConfig, dict[str, Any]]:
-    """The configuration and the options of `SpecStackGenerator.stream` that the command line asks for."""
+def request_of(arguments: argparse.Namespace, prompt: str, is_chat_model: bool) -> dict[str, Any]:
+    """The options of `SpecStackGenerator.stream` that the command line asks for.
+
+    is_chat_model: whether the target's tokenizer has a chat template, which is used then unless --raw says no.
+    """
     request = answer_options(arguments)
-    if arguments.chat or arguments.system is not None:
+    if arguments.raw and arguments.system is not None:
+        raise ValueError("--system goes into a chat template, which --raw leaves out")
+    if arguments.chat or arguments.system is not None or (is_chat_model and not arguments.raw):
         system = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
         request["messages"] = [*system, {"role": "user", "content": prompt}]
     else:
         request["prompt"] = prompt
-    return SpecStackConfig(prefill=prefill_of(arguments)), request
+    response_format = _response_format(arguments)
+    if response_format is not None:
+        request["response_format"] = response_format
+    return request
+
+
+def _response_format(arguments: argparse.Namespace) -> dict[str, Any] | None:
+    if arguments.json_schema is not None and arguments.regex is not None:
+        raise ValueError("give --json-schema or --regex, not both")
+    if arguments.regex is not None:
+        return {"type": "regex", "pattern": arguments.regex}
+    if arguments.json_schema is None:
+        return None
+    try:
+        schema = json.loads(read_document(arguments.json_schema))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{arguments.json_schema} is not JSON: {error}") from error
+    return {"type": "json_schema", "json_schema": {"schema": schema}}
 
 
 def answer_options(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -263,6 +324,10 @@ def answer_options(arguments: argparse.Namespace) -> dict[str, Any]:
         "temperature": arguments.temperature,
         "top_k": arguments.top_k,
         "top_p": arguments.top_p,
+        "min_p": arguments.min_p,
+        "repetition_penalty": arguments.repetition_penalty,
+        "min_tokens": arguments.min_tokens,
+        "sampling": arguments.sampling,
         "seed": arguments.seed,
         "stop": arguments.stop,
         "ignore_eos": arguments.ignore_eos,
@@ -287,26 +352,71 @@ def _generate(arguments: argparse.Namespace) -> int:
     prompt = _read_prompt(arguments)
     if not prompt.strip():
         raise ValueError("the prompt is empty")
-    config, request = request_of(arguments, prompt)
     if arguments.records is not None:
         check_record_path(arguments.records)
-    generator = _load(arguments, config)
+    generator = _load(arguments, SpecStackConfig(prefill=prefill_of(arguments)))
+    request = request_of(arguments, prompt, getattr(generator.tokenizer, "chat_template", None) is not None)
+    outputs: list[StepOutput] = []
+    try:
+        for output in generator.stream(**request, on_progress=_progress_line()):
+            outputs.append(output)
+            if not arguments.json:
+                print(output.text, end="", flush=True)
+    finally:
+        # Also of what was interrupted.
+        if arguments.records is not None and outputs:
+            add_records([output.record for output in outputs], arguments.records)
+    last = outputs[-1]
+    if last.metrics is None:
+        raise RuntimeError("the stream ended without a last step")
     if arguments.json:
-        result = generator.generate(records=arguments.records, **request)
-        answer = {"text": result.text, "finish_reason": result.finish_reason, "metrics": result.metrics.as_dict()}
+        answer = {
+            "text": "".join(output.text for output in outputs),
+            "token_ids": [token_id for output in outputs for token_id in output.token_ids],
+            "finish_reason": last.finish_reason,
+            "metrics": last.metrics.as_dict(),
+        }
         print(json.dumps(answer, ensure_ascii=False))
-        return 0
-    steps, metrics = [], None
-    for output in generator.stream(**request):
-        print(output.text, end="", flush=True)
-        steps.append(output.record)
-        metrics = output.metrics
-    print()
-    if arguments.stats and metrics is not None:
-        print(f"{status_line(metrics)}\n{metrics.specprefill_reason}", file=sys.stderr)
-    if arguments.records is not None:
-        add_records(steps, arguments.records)
+    else:
+        print()
+    if arguments.stats:
+        print(f"{status_line(last.metrics)}\n{last.metrics.specprefill_reason}", file=sys.stderr)
     return 0
+
+
+def _progress_line() -> ProgressLine | None:
+    """Only for somebody who sits at a terminal."""
+    return ProgressLine(sys.stderr) if sys.stderr is not None and sys.stderr.isatty() else None
+
+
+class ProgressLine:
+    """Tells on one line how far a prefill has come, where it takes longer than a moment; leaves nothing behind.
+
+    Parameters
+    ----------
+    out : file
+        Where it is written.
+    wait_s : float
+        Seconds for which nothing is said.
+    """
+
+    def __init__(self, out: TextIO, wait_s: float = 1.0) -> None:
+        self._out, self._wait_s = out, wait_s
+        self._began: float | None = None
+
+    def __call__(self, num_done: int, num_total: int, phase: str) -> None:
+        now = perf_counter()
+        self._began = now if self._began is None else self._began
+        if phase == "prefill" and num_done >= num_total:
+            self._began = None
+            self._write(f"\r{'':50}\r")
+        elif now - self._began >= self._wait_s:
+            share = num_done / max(1, num_total)
+            self._write(f"\r{phase:8} [{'#' * round(20 * share):20}] {num_done}/{num_total}")
+
+    def _write(self, text: str) -> None:
+        self._out.write(text)
+        self._out.flush()
 
 
 def _chat(arguments: argparse.Namespace) -> int:
@@ -318,7 +428,8 @@ def _chat(arguments: argparse.Namespace) -> int:
         anchor_threshold=arguments.anchor_threshold,
     )
     generator = _load(arguments, SpecStackConfig(prefill=prefill_of(arguments), session=session))
-    Chat(generator.session, answer_options(arguments), arguments.system, documents).run()
+    options = answer_options(arguments) | {"on_progress": _progress_line()}
+    Chat(generator.session, options, arguments.system, documents).run()
     return 0
 
 
@@ -483,7 +594,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader has gone; point stdout elsewhere, or the interpreter complains when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
+        if getattr(arguments, "json", False):
+            print(json.dumps({"error": str(error)}, ensure_ascii=False))
         print(f"spec-stack: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
+from importlib import import_module
+from numbers import Integral, Real
 from typing import Any, Literal, TypeVar, get_args
 
 Value = TypeVar("Value")
@@ -25,6 +27,10 @@ OTHER_PRECISION = "other"
 """What records call a precision of no name of ours: a checkpoint stored quantized in another way."""
 # Logits divided by less overflow; what is meant is greedy.
 MIN_TEMPERATURE = 1e-3
+DEFAULT_MAX_TOKENS = 256
+"""What max_tokens=None asks for where the models have positions for it."""
+MAX_LOGPROBS = 100
+MAX_SAMPLES = 128
 
 
 def _require(condition: bool, message: str) -> None:
@@ -38,7 +44,7 @@ def _require_number(name: str, value: object) -> None:
 
 
 def _require_one_of(name: str, value: object, known: Sequence[object]) -> None:
-    _require(value in known, f"{name} must be one of {list(known)}, got {value!r}")
+    _require(isinstance(value, str) and value in known, f"{name} must be one of {list(known)}, got {value!r}")
 
 
 def _require_int(name: str, value: object, least: int, most: float = math.inf, hint: str = "") -> None:
@@ -46,6 +52,42 @@ def _require_int(name: str, value: object, least: int, most: float = math.inf, h
     whole = isinstance(value, int) and not isinstance(value, bool)
     bounds = f"{least} or more" if most == math.inf else f"{least} to {most}"
     _require(whole and least <= value <= most, f"{name} must be a whole number, {bounds}, got {value!r}{hint}")  # type: ignore[operator]
+
+
+def plain_number(value: object) -> object:
+    """Numbers of other libraries (numpy's, say) as Python's own; everything else as it is."""
+    if type(value) in (bool, int, float):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    return float(value) if isinstance(value, Real) else value
+
+
+def _plain_numbers(config: object) -> None:
+    """Turn a configuration's numbers into Python's own."""
+    for entry in fields(config):  # type: ignore[arg-type]
+        value = getattr(config, entry.name)
+        if plain_number(value) is not value:
+            object.__setattr__(config, entry.name, plain_number(value))
+
+
+def check_logprobs(logprobs: object) -> None:
+    """Raise ValueError where it is no number of likely tokens, or None."""
+    if logprobs is not None:
+        _require_int("logprobs", logprobs, 0, MAX_LOGPROBS, "; 0 gives the generated tokens' alone")
+
+
+def check_samples(n: object, temperature: float) -> None:
+    """Raise ValueError where it is no number of samples, or the samples would all be the same."""
+    _require_int("n", n, 1, MAX_SAMPLES)
+    _require(n == 1 or temperature > 0, f"n={n} greedy answers would all be the same; give a temperature over 0")
+
+
+def _require_ids(name: str, token_ids: object) -> None:
+    listed = isinstance(token_ids, Sequence) and not isinstance(token_ids, str | bytes)
+    _require(listed, f"{name} must be a list of token ids, got {token_ids!r}")
+    for token_id in token_ids:  # type: ignore[attr-defined]
+        _require_int(f"a token id of {name}", plain_number(token_id), 0)
 
 
 def _require_keep_rate(keep_rate: object) -> None:
@@ -161,6 +203,7 @@ class PrefillConfig:
     )
 
     def __post_init__(self) -> None:
+        _plain_numbers(self)
         _require_keep_rate(self.keep_rate)
         _require_int("look_ahead", self.look_ahead, 0, MAX_LOOK_AHEAD)
         _require_int("pool_kernel", self.pool_kernel, 1)
@@ -239,7 +282,8 @@ class LoadConfig:
     def __post_init__(self) -> None:
         for name in ("precision", "draft_precision"):
             value = getattr(self, name)
-            _require(value in ("auto", *PRECISIONS), f"unknown {name} {value!r}; use one of {['auto', *PRECISIONS]}")
+            known = isinstance(value, str) and value in ("auto", *PRECISIONS)
+            _require(known, f"unknown {name} {value!r}; use one of {['auto', *PRECISIONS]}")
 
 
 @documented
@@ -287,8 +331,11 @@ class DecodeConfig:
     )
 
     def __post_init__(self) -> None:
+        _plain_numbers(self)
         _require_int("gamma", self.gamma, 0, MAX_GAMMA)
         _require_one_of("proposer", self.proposer, get_args(ProposerName))
+        # By its name: the registry, which anybody may add to, imports this module.
+        import_module("spec_stack.controller.registry").check_policy(self.policy)
 
 
 @documented
@@ -296,22 +343,44 @@ class DecodeConfig:
 class SamplingParams:
     """How tokens are drawn and when a request ends.
 
-    top_k and top_p are applied after the temperature, in that order, as in transformers. No other setting of a model's
-    generation config is applied (a repetition penalty, say).
+    As in transformers, logit_bias, repetition_penalty, bad_words_ids and min_tokens go over the logits in that order;
+    the temperature, top_k, top_p and min_p come after them, in that order. What a model's generation config sets is
+    applied where a call says sampling="model".
     """
 
-    max_tokens: int = option(256, "most tokens to generate")
+    max_tokens: int | None = option(
+        None, f"most tokens to generate; None is {DEFAULT_MAX_TOKENS}, or what the models have positions left for"
+    )
     temperature: float = option(0.0, "0 is greedy")
     top_k: int = option(0, "draw among this many most likely tokens; 0 is off")
     top_p: float = option(1.0, "draw among the most likely tokens with this share of the probability; 1.0 is off")
     seed: int | None = option(None, "makes a sampled request reproducible under a policy that does not watch the clock")
     stop: str | Sequence[str] = option(
-        (), "strings that end the text; they are not part of it. Special tokens are no text, so they never match"
+        (),
+        "strings that end the text; they are not part of it. One that is a special token of the tokenizer ends it as "
+        "that token",
     )
     ignore_eos: bool = option(False, "go on past the end-of-sequence token (for benchmarks)")
+    min_p: float = option(
+        0.0, "draw among the tokens with this share of the likeliest one's probability or more; 0 is off"
+    )
+    repetition_penalty: float = option(
+        1.0, "how much less likely a token is that the prompt or the text has already, over 0; 1.0 is off"
+    )
+    bad_words_ids: Sequence[Sequence[int]] = option((), "sequences of token ids that are never completed")
+    logit_bias: Mapping[int, float] | None = option(
+        None, "what is added to the logits of single token ids; -100 or less all but forbids one"
+    )
+    min_tokens: int = option(0, "tokens before which no token may end the text")
+    stop_token_ids: Sequence[int] = option(
+        (), "token ids that end the text beside the model's own, also under ignore_eos; they are not part of it"
+    )
 
     def __post_init__(self) -> None:
-        _require_int("max_tokens", self.max_tokens, 1)
+        _plain_numbers(self)
+        if self.max_tokens is not None:
+            _require_int("max_tokens", self.max_tokens, 1)
+        _require(isinstance(self.ignore_eos, bool), f"ignore_eos must be True or False, got {self.ignore_eos!r}")
         _require_number("temperature", self.temperature)
         _require_number("top_p", self.top_p)
         _require(
@@ -329,6 +398,48 @@ class SamplingParams:
             all(isinstance(text, str) and text for text in self.stop_strings),
             f"stop must be non-empty strings, got {self.stop!r}",
         )
+        self._check_processors()
+
+    def _check_processors(self) -> None:
+        for name in ("min_p", "repetition_penalty"):
+            _require_number(name, getattr(self, name))
+        _require(0 <= self.min_p <= 1, f"min_p must be in [0, 1], got {self.min_p}; 0 is off")
+        _require(
+            0 < self.repetition_penalty < math.inf,
+            f"repetition_penalty must be over 0, got {self.repetition_penalty}; 1.0 is off",
+        )
+        _require_int("min_tokens", self.min_tokens, 0, hint="; 0 is off")
+        _require(
+            self.max_tokens is None or self.min_tokens <= self.max_tokens,
+            f"min_tokens={self.min_tokens} exceeds max_tokens={self.max_tokens}; lower it",
+        )
+        _require_ids("stop_token_ids", self.stop_token_ids)
+        words = isinstance(self.bad_words_ids, Sequence) and not isinstance(self.bad_words_ids, str | bytes)
+        _require(words, f"bad_words_ids must be a list of lists of token ids, got {self.bad_words_ids!r}")
+        for word in self.bad_words_ids:
+            _require_ids("bad_words_ids", word)
+            _require(len(word) > 0, "bad_words_ids holds an empty word; leave it out")
+        if self.logit_bias is not None:
+            self._check_bias(self.logit_bias)
+
+    @staticmethod
+    def _check_bias(logit_bias: object) -> None:
+        _require(isinstance(logit_bias, Mapping), f"logit_bias must map token ids to what is added, got {logit_bias!r}")
+        for token_id, bias in logit_bias.items():  # type: ignore[attr-defined]
+            _require_int("a token id of logit_bias", plain_number(token_id), 0)
+            _require_number("a value of logit_bias", plain_number(bias))
+            _require(bias == bias and bias < math.inf, f"a value of logit_bias must be finite or -inf, got {bias}")
+
+    @property
+    def token_ids_named(self) -> set[int]:
+        """Every token id that these options name."""
+        words = (token_id for word in self.bad_words_ids for token_id in word)
+        return {*map(int, self.stop_token_ids), *map(int, words), *map(int, self.logit_bias or ())}
+
+    @property
+    def num_tokens(self) -> int:
+        """Most tokens to generate, as a number."""
+        return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -368,6 +479,7 @@ class SessionConfig:
     )
 
     def __post_init__(self) -> None:
+        _plain_numbers(self)
         _require(isinstance(self.restore, bool), f"restore must be True or False, got {self.restore!r}")
         _require_number("restore_threshold", self.restore_threshold)
         _require(self.restore_threshold >= 0, f"restore_threshold must be 0 or more, got {self.restore_threshold}")
@@ -395,6 +507,7 @@ class StoreConfig:
     )
 
     def __post_init__(self) -> None:
+        _plain_numbers(self)
         _require_int("max_tokens", self.max_tokens, 0, hint="; 0 is off")
 
 

@@ -128,6 +128,7 @@ def hide_more(fact: HiddenFact, seed: int) -> tuple[str, list[Question]]:
     return "\n".join(lines), questions
 
 
+_NUM_CONTINUED = 128
 MODES: dict[str, dict[str, Any]] = {
     "dense prefill + plain decoding": {"specprefill": False, "gamma": 0},
     "sparse prefill + speculative decoding": {"specprefill": True},
@@ -148,14 +149,22 @@ def run_demo(
     the same sparse prefill. "turns" are those of a conversation about the document (`run_conversation`).
     """
     fact = hide_fact(generator.tokenizer, num_tokens, seed)
+    needed, limit = (
+        len(generator.tokenizer(fact.document).input_ids) + _NUM_CONTINUED,
+        min(generator.pair.max_positions),
+    )
+    if needed > limit:
+        raise ValueError(
+            f"a document of {num_tokens} tokens takes {needed} of the pair's {limit} positions; ask for less"
+        )
     answers: dict[str, list[GenerationResult]] = {mode: [] for mode in MODES}
     texts: dict[str, list[GenerationResult]] = {mode: [] for mode in MODES}
     for repeat in range(repeats + 1):
         for mode, options in MODES.items():
             progress(f"{'warm-up' if repeat == 0 else f'run {repeat} of {repeats}'}: {mode}")
             answers[mode].append(generator.generate(messages=fact.messages, max_tokens=48, **options))
-            texts[mode].append(generator.generate(fact.document, max_tokens=128, ignore_eos=True, **options))
-    plain = generator.generate(fact.document, max_tokens=128, ignore_eos=True, specprefill=True, gamma=0)
+            texts[mode].append(generator.generate(fact.document, max_tokens=_NUM_CONTINUED, ignore_eos=True, **options))
+    plain = generator.generate(fact.document, max_tokens=_NUM_CONTINUED, ignore_eos=True, specprefill=True, gamma=0)
     rows = {mode: _summarise(fact, answers[mode][1:], texts[mode][1:]) for mode in MODES}
     dense, sparse = rows.values()
     return {

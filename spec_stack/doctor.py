@@ -28,7 +28,7 @@ from spec_stack.tokenizers.vocabulary import Vocabulary, compare
 _PACKAGES = ("spec-stack", "torch", "transformers", "tokenizers", "safetensors", "numpy")
 # Prompts whose gain is told.
 _LENGTHS = (2048, 8192, 32768, 131072)
-_OPTIONAL = ("scikit-learn", "bitsandbytes", "accelerate", "flashinfer-python", "sglang")
+_OPTIONAL = ("scikit-learn", "bitsandbytes", "accelerate", "xgrammar", "flashinfer-python", "sglang")
 
 
 def diagnose(

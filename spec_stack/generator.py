@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import secrets
 import warnings
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,12 +24,14 @@ from spec_stack.controller.registry import policy_class
 from spec_stack.decode.loop import decode
 from spec_stack.decode.propose import propose
 from spec_stack.decode.proposer import Means, make_proposer
-from spec_stack.decode.sampler import Sampler
+from spec_stack.decode.sampler import Sampler, Shaper
 from spec_stack.decode.stopping import Stopper
 from spec_stack.hf.architectures import text_config
 from spec_stack.hf.fused_verify import accept_fused, fused_problem
 from spec_stack.hf.loading import ASSETS, DeviceMap
+from spec_stack.hf.model_sampling import ignored_sampling
 from spec_stack.hf.precision import precision_named
+from spec_stack.hf.processors import ProcessedRows
 from spec_stack.hf.prompt import EncodedPrompt, Message, PromptSource
 from spec_stack.hf.sampling import make_warp
 from spec_stack.hf.text import open_text_stream
@@ -115,13 +118,13 @@ class SpecStackGenerator(Answering):
         self.target, self.draft, self.tokenizer = pair.target, pair.draft, pair.tokenizer
         self.vocabulary = pair.vocabulary
         self.precision, self.draft_precision = pair.precision, pair.draft_precision
-        self.config = _checked(config)
+        self._config = _checked(config)
         options: dict[str, dict[str, Any]] = {"fixed": {"gamma": self.config.decode.gamma}}
         options |= {name: {"predictor": file} for name, file in pair.predictors.items()}
         self._pool = PolicyPool(policy if policy is not None else self.config.decode.policy, options)
         self._gates = Shelf(LookupGate)
         self._store = PrefixStore(self.config.store.max_tokens)
-        self._warned = False
+        self._warned_of: set[str] = set()
 
     @classmethod
     @refuses_unknown_options
@@ -209,6 +212,17 @@ class SpecStackGenerator(Answering):
         generator._set_up(pair, _calibrated(pair, config, draft, calibration), policy)
         return generator
 
+    @property
+    def config(self) -> SpecStackConfig:
+        """What holds where a call says nothing else. It is settled when the generator is made."""
+        return self._config
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        raise TypeError(
+            "a generator can be neither copied nor pickled: it lends locks, caches and maybe prepacked weights. "
+            "Threads may share one; another process makes its own with from_pretrained"
+        )
+
     def session(self, config: SessionConfig | None = None) -> Session:
         """A conversation whose caches live on from call to call (see `Session`).
 
@@ -292,10 +306,25 @@ class SpecStackGenerator(Answering):
         known: EncodedPrompt | None = None,
     ) -> Request:
         """Check a call and settle what is done for it (see `Request.plan`)."""
-        return Request.plan(self.pair, self.config, self._pool, source, params, options, held_ids, known)
+        request = Request.plan(self.pair, self.config, self._pool, source, params, options, held_ids, known)
+        ignored = ignored_sampling(self.target.generation_config, params) if options.sampling is None else ""
+        if ignored:
+            self._warn_once(
+                "sampling", f'the checkpoint\'s generation config sets {ignored}; sampling="model" applies it'
+            )
+        if options.keep_rate not in (None, 1) and options.specprefill is None and not (request.scores or held_ids):
+            self._warn_once(
+                "keep_rate",
+                f"keep_rate={options.keep_rate} is not applied ({request.reason}); specprefill=True prunes a prompt "
+                "whatever its length",
+            )
+        return request
 
     def _plan(self, source: PromptSource, params: SamplingParams, options: CallOptions) -> Request:
         return self.plan(source, params, options)
+
+    def _sampling(self) -> Session:
+        return self.session(SessionConfig(restore=False))
 
     def _run(self, request: Request) -> Generator[StepOutput, None, None]:
         if self._store.max_tokens:
@@ -319,13 +348,14 @@ class SpecStackGenerator(Answering):
 
     def answer(self, request: Request, caches: Caches) -> Generator[StepOutput, None, None]:
         """The steps of a planned request over these caches, which they advance; between them its clock stands still."""
-        clock, params = request.clock, request.params
+        clock = request.clock
         clock.resume()
         with self._pool.lend(request.policy) as policy, self._gates.lend() as gate:
-            sampler, seed = self._make_sampler(params)
-            end_ids = frozenset() if params.ignore_eos else self.pair.end_ids
+            sampler, seed = self._make_sampler(request)
+            stop_tokens, progress = request.stop_tokens, request.progress
+            end_ids = stop_tokens.all_ids
             forward_s = -(caches.target.forward_s + caches.draft.forward_s)
-            drafted = self._draft_prompt(request, caches, end_ids)
+            drafted = self._draft_prompt(request, caches, sampler.shaper)
             metrics = self._begin_metrics(request, drafted, caches.num_cached, policy.name, seed)
             steps = decode(
                 target=caches.target,
@@ -337,15 +367,20 @@ class SpecStackGenerator(Answering):
                 proposer=make_proposer(request.proposer, Means(caches.draft, sampler, end_ids, gate)),
                 sampler=sampler,
                 stopper=Stopper(
-                    params.max_tokens,
-                    end_ids,
-                    params.stop_strings,
+                    request.params.num_tokens,
+                    stop_tokens.end_ids,
+                    request.stop_strings,
                     open_text_stream(self.tokenizer, request.prompt_ids),
+                    stop_tokens.stop_ids,
                 ),
+                end_ids=end_ids,
                 labels=request.labels,
                 clock=clock,
+                num_logprobs=request.num_logprobs,
             )
-            for output in steps:
+            with progress.watch(caches.target, "prefill", len(drafted.selection.positions)):
+                first = next(steps)
+            for output in chain([first], steps):
                 metrics.add(output.record, clock.elapsed_s)
                 if output.record.is_prefill:
                     metrics.scoring_s = output.record.draft_s
@@ -355,13 +390,18 @@ class SpecStackGenerator(Answering):
                 with clock.paused():
                     yield output
 
-    def _draft_prompt(self, request: Request, caches: Caches, end_ids: Collection[int]) -> DraftedPrompt:
+    def _draft_prompt(self, request: Request, caches: Caches, shaper: Shaper | None) -> DraftedPrompt:
         """Have the draft score the prompt where that is needed; else, or where it fails, take it all."""
         reason = request.reason
         if caches.needs_scoring:
-            look_ahead = partial(propose, caches.draft, sampler=Sampler(), end_ids=end_ids)
+            sampler = Sampler(shaper=shaper)
+            look_ahead = partial(propose, caches.draft, sampler=sampler, end_ids=request.stop_tokens.all_ids)
+            num_tokens = request.num_draft_tokens - caches.draft.num_cached
             try:
-                with request.clock.measure("scoring"):
+                with (
+                    request.clock.measure("scoring"),
+                    request.progress.watch(caches.draft, "scoring", max(0, num_tokens)),
+                ):
                     selection, proposal = caches.score(look_ahead)
             except Exception as error:
                 if request.prefill.on_scoring_error == "raise":
@@ -371,7 +411,7 @@ class SpecStackGenerator(Answering):
                     "scoring a prompt of %d tokens failed; it is prefilled densely", len(request.prompt_ids)
                 )
                 reason = f"scoring failed, prefilled densely: {type(error).__name__}: {error}"
-                self._warn_once(reason)
+                self._warn_once("scoring", f"{reason} (metrics.specprefill_reason tells each time)")
                 caches.reopen_draft()
             else:
                 if request.scores and _num_kept(request, selection) == request.num_new_tokens:
@@ -399,22 +439,25 @@ class SpecStackGenerator(Answering):
             num_new_tokens=len(request.prompt_ids) - num_cached,
             num_cached_tokens=num_cached,
             num_restored_tokens=selection.num_restored,
-            decode_reason=self.vocabulary.decode_reason,
+            decode_reason="; ".join(filter(None, (self.vocabulary.decode_reason, request.decode_note))),
         )
 
-    def _make_sampler(self, params: SamplingParams) -> tuple[Sampler, int | None]:
+    def _make_sampler(self, request: Request) -> tuple[Sampler, int | None]:
         """How the request draws, and the seed it draws with; None where it is greedy."""
-        warp = make_warp(params.temperature, params.top_k, params.top_p)
+        params = request.params
+        shaper = ProcessedRows(request.processors, request.grammar) if request.is_shaped else None
+        warp = make_warp(params.temperature, params.top_k, params.top_p, params.min_p)
         if warp is None:
-            return Sampler(), None
+            return Sampler(shaper=shaper), None
         seed = params.seed if params.seed is not None else secrets.randbits(63)
         accept = accept_fused if fused_problem(self.target.device) is None else None
-        return Sampler(warp, torch.Generator(self.target.device).manual_seed(seed), accept), seed
+        return Sampler(warp, torch.Generator(self.target.device).manual_seed(seed), accept, shaper), seed
 
-    def _warn_once(self, reason: str) -> None:
-        if not self._warned:
-            self._warned = True
-            warnings.warn(f"{reason} (this is said once; metrics.specprefill_reason tells each time)", stacklevel=2)
+    def _warn_once(self, topic: str, message: str) -> None:
+        """Warn of each topic once."""
+        if topic not in self._warned_of:
+            self._warned_of.add(topic)
+            warnings.warn(f"{message} (this is said once)", stacklevel=3)
 
 
 def _num_kept(request: Request, selection: Selection) -> int:

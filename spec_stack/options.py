@@ -31,6 +31,18 @@ ALIASES = {
     "draft_model": "draft",
     "torch_dtype": "dtype",
     "compression_ratio": "keep_rate",
+    "num_return_sequences": "n",
+    "output_scores": "logprobs",
+    "output_logits": "logprobs",
+    "return_dict_in_generate": "logprobs",
+    "min_new_tokens": "min_tokens",
+    "eos_token_id": "stop_token_ids",
+    "sequence_bias": "logit_bias",
+    "logits_processors": "logits_processor",
+    "generation_config": "sampling",
+    "guided_json": "response_format",
+    "structured_outputs": "response_format",
+    "prefix_allowed_tokens_fn": "logits_processor",
 }
 # What has no counterpart of one name: how it is done instead.
 _IN_GENERATE = "model.generate(..., custom_generate=spec_stack(draft)) takes it (spec_stack.custom_generate)"

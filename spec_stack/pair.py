@@ -13,6 +13,7 @@ from spec_stack.hf.attention import install
 from spec_stack.hf.loading import DeviceMap, check_pair, end_token_ids, max_positions, open_pair
 from spec_stack.hf.model import CachedModel
 from spec_stack.hf.precision import precision_of, warm_up_quantized, weight_bytes
+from spec_stack.hf.structured import Grammars
 from spec_stack.tokenizers.translated_draft import TranslatedDraft
 from spec_stack.tokenizers.translation import Translation
 from spec_stack.tokenizers.vocabulary import Vocabulary, compare
@@ -42,6 +43,8 @@ class ModelPair:
         Names of the precisions.
     target_weight_bytes, draft_weight_bytes : int
         Memory of the weights.
+    grammars : Grammars
+        Compiles the formats that answers are asked in.
     predictors : mapping of str to Path
         Files of trained predictors that come with the pair, by the name of the policy that uses them.
     """
@@ -55,6 +58,7 @@ class ModelPair:
     draft_precision: str
     target_weight_bytes: int
     draft_weight_bytes: int
+    grammars: Grammars
     predictors: Mapping[str, str | Path] = field(default_factory=dict)
 
     @classmethod
@@ -140,6 +144,7 @@ class ModelPair:
             draft_precision=draft_precision or precision_of(draft),
             target_weight_bytes=weight_bytes(target),
             draft_weight_bytes=weight_bytes(draft),
+            grammars=Grammars(tokenizer, int(text_config(target.config).vocab_size)),
             predictors=predictors,
         )
 

@@ -5,19 +5,33 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import get_args
+from typing import Any, get_args
 
 from spec_stack.clock import Clock
-from spec_stack.config import MAX_LOOK_AHEAD, PrefillConfig, ProposerName, SamplingParams, SpecStackConfig
+from spec_stack.config import (
+    DEFAULT_MAX_TOKENS,
+    MAX_LOOK_AHEAD,
+    PrefillConfig,
+    ProposerName,
+    SamplingParams,
+    SpecStackConfig,
+    check_logprobs,
+    plain_number,
+)
 from spec_stack.controller.base import Policy
 from spec_stack.controller.pool import PolicyChoice, PolicyPool
 from spec_stack.controller.registry import CLOCK_POLICY_NAMES
 from spec_stack.decode.loop import RequestLabels
 from spec_stack.decode.proposer import PROPOSERS
-from spec_stack.hf.prompt import EncodedPrompt, PromptSource, Span, encode_prompt, num_shared
+from spec_stack.hf.model_sampling import complete_sampling
+from spec_stack.hf.processors import Processor, check_processors, uncopied_note
+from spec_stack.hf.prompt import EncodedPrompt, PromptSource, Span, encode_prompt, num_shared, special_tokens
+from spec_stack.hf.sampling import make_processors
+from spec_stack.hf.structured import Grammar
 from spec_stack.pair import ModelPair
 from spec_stack.prefill.decide import decide_scoring, sees_whole
 from spec_stack.prefill.recall import clip_spans
+from spec_stack.progress import OnProgress, Progress
 from spec_stack.types import DraftTokenization
 
 
@@ -35,6 +49,50 @@ class CallOptions:
     proposer: str | None = None
     request_id: str | None = None
     task: str = ""
+    logits_processor: Any = None
+    response_format: Any = None
+    logprobs: int | None = None
+    sampling: str | None = None
+    on_progress: OnProgress | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("keep_rate", "gamma", "logprobs"):
+            object.__setattr__(self, name, plain_number(getattr(self, name)))
+        check_logprobs(self.logprobs)
+        if not isinstance(self.proposer, str | None):
+            raise ValueError(f"proposer must be a name or None, got {self.proposer!r}")
+        for name in ("request_id", "task"):
+            value = getattr(self, name)
+            if not isinstance(value, str) and not (value is None and name == "request_id"):
+                raise ValueError(f"{name} must be a string, got {value!r}")
+        if not isinstance(self.specprefill, bool | None):
+            raise ValueError(f"specprefill must be True, False or None (by length), got {self.specprefill!r}")
+        if not isinstance(self.sampling, str | None) or self.sampling not in (None, "model"):
+            raise ValueError(f'sampling must be "model" (the checkpoint\'s own) or None, got {self.sampling!r}')
+        if self.on_progress is not None and not callable(self.on_progress):
+            raise ValueError(
+                f"on_progress must be a callable over (num_done, num_total, phase), got {self.on_progress!r}"
+            )
+
+
+@dataclass(frozen=True)
+class StopTokens:
+    """Tokens that end a request.
+
+    Parameters
+    ----------
+    end_ids : frozenset of int
+        The model's own; empty where they are ignored.
+    stop_ids : frozenset of int
+        Those of the call.
+    """
+
+    end_ids: frozenset[int]
+    stop_ids: frozenset[int]
+
+    @property
+    def all_ids(self) -> frozenset[int]:
+        return self.end_ids | self.stop_ids
 
 
 @dataclass(frozen=True)
@@ -69,6 +127,20 @@ class Request:
         The prompt as it was encoded.
     num_cached : int
         Tokens at its beginning that a session has dealt with already.
+    processors : list of callable
+        What goes over every row of logits.
+    grammar : Grammar or None
+        What the answer has to keep to.
+    stop_tokens : StopTokens
+        Tokens that end it.
+    stop_strings : list of str
+        Texts that do.
+    decode_note : str
+        What there is to say of the draft's part in decoding.
+    num_logprobs : int or None
+        How many likely tokens are given beside each token's log-probability; None gives none of either.
+    progress : Progress
+        Hears of every chunk of the prefill.
     clock : Clock
         Began with the call, and stands still until the first step.
     """
@@ -86,12 +158,29 @@ class Request:
     tokenization: DraftTokenization | None = None
     encoded: EncodedPrompt | None = None
     num_cached: int = 0
+    processors: list[Processor] = field(default_factory=list)
+    grammar: Grammar | None = None
+    stop_tokens: StopTokens = field(default_factory=lambda: StopTokens(frozenset(), frozenset()))
+    stop_strings: list[str] = field(default_factory=list)
+    decode_note: str = ""
+    num_logprobs: int | None = None
+    progress: Progress = field(default_factory=Progress)
     clock: Clock = field(default_factory=Clock)
 
     @property
     def num_new_tokens(self) -> int:
         """Tokens of the prompt that no earlier turn has dealt with."""
         return len(self.prompt_ids) - self.num_cached
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """The prompt's length in the draft's own tokens."""
+        return len(self.prompt_ids if self.tokenization is None else self.tokenization.token_ids)
+
+    @property
+    def is_shaped(self) -> bool:
+        """Whether anything goes over the logits that looks at the tokens before them."""
+        return bool(self.processors) or self.grammar is not None
 
     @property
     def text(self) -> str:
@@ -116,10 +205,13 @@ class Request:
         for what the caller can change; the message says how.
         """
         clock = Clock()
-        if params.stop_strings and pair.tokenizer is None:
-            raise ValueError("stop strings need a tokenizer; this generator was made without one")
+        if options.sampling == "model":
+            params = complete_sampling(pair.target.generation_config, params)
+        processors = check_processors(options.logits_processor)
+        stop_tokens, stop_strings = _what_stops(pair, params)
         policy = pool.choose(options.policy, options.gamma, params.seed is not None and params.temperature > 0)
-        proposer = choose_proposer(options.proposer or config.decode.proposer, policy.name, pair.vocabulary.can_propose)
+        asked = config.decode.proposer if options.proposer is None else options.proposer
+        proposer = choose_proposer(asked, policy.name, pair.vocabulary.can_propose)
         if not pair.vocabulary.can_propose:
             policy = pool.choose(gamma=0)
         encoded = encode_prompt(pair.tokenizer, pair.vocab_size, source, known)
@@ -144,7 +236,13 @@ class Request:
             scores, reason = False, f"off: {obstacle}"
         if encoded.note:
             reason += f"; {encoded.note}"
-        room = _positions_left(pair, len(prompt_ids), num_draft_tokens, params.max_tokens)
+        room = _positions_left(pair, len(prompt_ids), num_draft_tokens, params.max_tokens or max(1, params.min_tokens))
+        if params.max_tokens is None:
+            params = replace(params, max_tokens=min(max(DEFAULT_MAX_TOKENS, params.min_tokens), room))
+        grammar = None
+        if options.response_format is not None:
+            grammar = pair.grammars.compile(options.response_format, stop_tokens.all_ids, len(prompt_ids))
+        own = make_processors(params, len(prompt_ids), stop_tokens.all_ids, pair.target.device)
         # Where nothing can be proposed there is nothing to look ahead with either.
         most = min(room, MAX_LOOK_AHEAD) if pair.vocabulary.can_propose else 0
         clock.pause()
@@ -162,6 +260,13 @@ class Request:
             tokenization=tokenization,
             encoded=encoded,
             num_cached=num_cached,
+            processors=[*own, *processors],
+            grammar=grammar,
+            stop_tokens=stop_tokens,
+            stop_strings=stop_strings,
+            decode_note=uncopied_note(processors),
+            num_logprobs=options.logprobs,
+            progress=Progress(options.on_progress),
             clock=clock,
         )
 
@@ -178,6 +283,23 @@ def choose_proposer(asked: str, policy: str, can_propose: bool) -> str:
     if asked == "auto":
         asked = "both" if policy in CLOCK_POLICY_NAMES else "model"
     return "lookup" if asked == "both" and not can_propose else asked
+
+
+def _what_stops(pair: ModelPair, params: SamplingParams) -> tuple[StopTokens, list[str]]:
+    """The tokens and the texts that end a request: a stop string that is a special token counts as that token.
+
+    Raises ValueError for stop strings without a tokenizer, and for ids that the target does not know.
+    """
+    if params.stop_strings and pair.tokenizer is None:
+        raise ValueError("stop strings need a tokenizer; this generator was made without one")
+    if any(token_id >= pair.vocab_size for token_id in params.token_ids_named):
+        names = "stop_token_ids, bad_words_ids and logit_bias"
+        raise ValueError(f"the token ids of {names} must lie in 0…{pair.vocab_size - 1}, the target's vocabulary")
+    special = special_tokens(pair.tokenizer)
+    stop_ids = {*map(int, params.stop_token_ids), *(special[text] for text in params.stop_strings if text in special)}
+    end_ids = frozenset() if params.ignore_eos else pair.end_ids
+    texts = [text for text in params.stop_strings if text not in special]
+    return StopTokens(end_ids, frozenset(stop_ids)), texts
 
 
 def _positions_left(pair: ModelPair, num_prompt_tokens: int, num_draft_tokens: int, max_tokens: int) -> int:

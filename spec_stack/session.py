@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Generator, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -108,9 +108,15 @@ class Session(Answering):
         num_held = len(held.token_ids)
         return num_held if num_shared(held.token_ids, encoded.token_ids[:-1]) == num_held else 0
 
-    def fork(self) -> Session:
-        """A session that goes on from here by itself; what both share is copied only when one of them goes on."""
-        other = Session(self._generator, self.config)
+    def fork(self, config: SessionConfig | None = None) -> Session:
+        """A session that goes on from here by itself; what both share is copied only when one of them goes on.
+
+        Parameters
+        ----------
+        config : SessionConfig, optional
+            What it keeps and restores; None is this one's.
+        """
+        other = Session(self._generator, config or self.config)
         with self._answers():
             other._held = self._conversation.fork()
         return other
@@ -145,6 +151,12 @@ class Session(Answering):
     def close(self) -> None:
         """Free the caches. The session cannot be used after it."""
         self._held = None
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        raise TypeError("a session can be neither copied nor pickled, for it holds caches; fork() makes another one")
+
+    def _sampling(self) -> AbstractContextManager[Session]:
+        return nullcontext(self)
 
     def __enter__(self) -> Session:
         return self

@@ -147,6 +147,8 @@ class Proposal:
         How many of the tokens, the last ones, were looked up instead.
     match_length : int
         Tokens that the place where they were found has in common with what stands before them.
+    is_finite : bool
+        False where it ended before a token for which the draft's logits were not finite.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -154,6 +156,7 @@ class Proposal:
     signals: DraftSignals = field(default_factory=DraftSignals)
     num_looked_up: int = 0
     match_length: int = 0
+    is_finite: bool = True
 
     @property
     def proposer(self) -> str:
@@ -173,10 +176,37 @@ class Verification:
         Length of the accepted prefix of the proposal.
     next_token : int
         The correction of the first rejected token, or the bonus token where all were accepted.
+    rows : torch.Tensor or None
+        (num_accepted + 1, vocab): the target's rows after the request's logits processors; None where it has none.
     """
 
     num_accepted: int
     next_token: int
+    rows: torch.Tensor | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """How likely the target held a token that was generated, in natural logarithms.
+
+    Parameters
+    ----------
+    token_id : int
+        The token.
+    logprob : float
+        Under the target's own distribution.
+    warped_logprob : float
+        Under the distribution that it was taken from: after logits processors, temperature, top_k, top_p and min_p. A
+        greedy request takes the likeliest token of what the processors leave.
+    top, warped_top : list of (int, float)
+        The likeliest tokens of both, as many as were asked for, with theirs; forbidden ones are left out.
+    """
+
+    token_id: int
+    logprob: float
+    warped_logprob: float
+    top: list[tuple[int, float]] = field(default_factory=list)
+    warped_top: list[tuple[int, float]] = field(default_factory=list)
 
 
 @dataclass
@@ -294,6 +324,8 @@ class StepOutput:
         Why the request ends here; None while it goes on.
     metrics : Metrics or None
         With the last step only.
+    logprobs : list of TokenLogprobs or None
+        One per token, where they were asked for.
     """
 
     token_ids: list[int]
@@ -301,6 +333,7 @@ class StepOutput:
     record: StepRecord
     finish_reason: FinishReason | None = None
     metrics: Metrics | None = None
+    logprobs: list[TokenLogprobs] | None = None
 
 
 @dataclass(frozen=True)
@@ -319,6 +352,10 @@ class GenerationResult:
         What it cost.
     records : list of StepRecord or None
         One per step, where `return_records=True` asked for them.
+    logprobs : list of TokenLogprobs or None
+        One per token, where `logprobs=` asked for them.
+    others : list of GenerationResult
+        The other samples of the prompt, where `n=` asked for some.
     """
 
     token_ids: list[int]
@@ -326,3 +363,10 @@ class GenerationResult:
     finish_reason: FinishReason
     metrics: Metrics
     records: list[StepRecord] | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    others: list[GenerationResult] = field(default_factory=list)
+
+    @property
+    def choices(self) -> list[GenerationResult]:
+        """All n samples of the prompt, this one first."""
+        return [self, *self.others]

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from spec_stack import PrefillConfig, SpecStackGenerator
-from spec_stack.cli import build_parser, main, request_of
+from spec_stack import PrefillConfig, SpecStackGenerator, __version__
+from spec_stack.cli import ProgressLine, build_parser, main, prefill_of, request_of
 from spec_stack.config import LoadConfig
 from spec_stack.demo import MODULES, format_demo, hide_fact, hide_more, run_demo
+from spec_stack.offline.records import read_records
 
 
 def test_the_defaults_are_those_of_the_configuration() -> None:
@@ -27,10 +28,17 @@ def test_every_option_of_the_command_line_arrives() -> None:
     more = (
         "--ignore-eos --specprefill off --keep-rate 0.3 --min-prompt-tokens 9 --look-ahead 2 --gamma 5 --proposer both"
     )
-    config, request = request_of(build_parser().parse_args([*line.split(), *more.split()]), "hello")
-    assert (config.prefill.keep_rate, config.prefill.min_prompt_tokens, config.prefill.look_ahead) == (0.3, 9, 2)
+    more += " --min-p 0.1 --repetition-penalty 1.2 --min-tokens 2 --sampling model --regex a+"
+    arguments = build_parser().parse_args([*line.split(), *more.split()])
+    request, prefill = request_of(arguments, "hello", False), prefill_of(arguments)
+    assert (prefill.keep_rate, prefill.min_prompt_tokens, prefill.look_ahead) == (0.3, 9, 2)
     assert request == {
         "messages": [{"role": "system", "content": "S"}, {"role": "user", "content": "hello"}],
+        "response_format": {"type": "regex", "pattern": "a+"},
+        "min_p": 0.1,
+        "repetition_penalty": 1.2,
+        "min_tokens": 2,
+        "sampling": "model",
         "max_tokens": 3,
         "temperature": 0.5,
         "top_k": 4,
@@ -57,7 +65,7 @@ def test_both_precisions_arrive(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "spec_stack.cli", "generate", "def main():", "--max-tokens", "400"]
+    command = [sys.executable, "-m", "spec_stack.cli", "generate", "def main():", "--raw", "--max-tokens", "400"]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert child.stdout is not None
     assert child.stderr is not None
@@ -77,7 +85,7 @@ def test_generate_streams_what_the_library_gives(
     expected = embedded.generate(prompt, max_tokens=20).text + "\n"
     file = tmp_path / "prompt.txt"
     file.write_text(prompt)
-    common = ["--max-tokens", "20", "--device", "cpu"]
+    common = ["--raw", "--max-tokens", "20", "--device", "cpu"]
     assert main(["generate", prompt, *common]) == 0
     assert capsys.readouterr().out == expected
     assert main(["generate", "--file", str(file), *common]) == 0
@@ -85,6 +93,103 @@ def test_generate_streams_what_the_library_gives(
     monkeypatch.setattr("sys.stdin", io.StringIO(prompt))
     assert main(["generate", *common]) == 0
     assert capsys.readouterr().out == expected
+    monkeypatch.setattr("sys.stdin", io.StringIO(prompt))
+    assert main(["generate", "--file", "-", *common]) == 0
+    assert capsys.readouterr().out == expected
+
+
+def test_a_chat_models_template_is_used_unless_raw_is_asked_for(
+    embedded: SpecStackGenerator, capsys: pytest.CaptureFixture[str]
+) -> None:
+    question = "Say yes."
+    common = ["--max-tokens", "20", "--device", "cpu"]
+    answer = embedded.generate(messages=[{"role": "user", "content": question}], max_tokens=20).text
+    going_on = embedded.generate(question, max_tokens=20).text
+    assert answer != going_on
+    for flags, expected in ((["--chat"], answer), ([], answer), (["--raw"], going_on)):
+        assert main(["generate", question, *flags, *common]) == 0
+        assert capsys.readouterr().out == expected + "\n"
+    assert "messages" not in request_of(build_parser().parse_args(["generate", "x"]), "x", is_chat_model=False)
+    assert main(["generate", "x", "--raw", "--system", "S"]) == 2
+    assert "--raw leaves out" in capsys.readouterr().err
+
+
+def test_records_of_an_interrupted_answer_are_kept(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class ThirdTimeInterrupted(io.StringIO):
+        num_writes = 0
+
+        def write(self, text: str) -> int:
+            self.num_writes += bool(text)
+            if self.num_writes == 3:
+                raise KeyboardInterrupt
+            return super().write(text)
+
+    monkeypatch.setattr("sys.stdout", ThirdTimeInterrupted())
+    path = tmp_path / "steps.jsonl"
+    command = ["generate", "def main():", "--raw", "--device", "cpu", "--gamma", "2", "--records", str(path)]
+    assert main(command) == 130
+    assert [record.step for record in read_records(path)] == [0, 1, 2]
+
+
+def test_a_schema_file_shapes_the_answer(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("xgrammar")
+    path = tmp_path / "schema.json"
+    path.write_text(
+        '{"type": "object", "properties": {"n": {"type": "integer", "maximum": 9, "minimum": 0}}, '
+        '"required": ["n"], "additionalProperties": false}'
+    )
+    command = ["generate", "A number.", "--device", "cpu", "--max-tokens", "40", "--json", "--json-schema", str(path)]
+    assert main(command) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert 0 <= json.loads(answer["text"])["n"] <= 9
+    assert len(answer["token_ids"]) == answer["metrics"]["num_tokens"]
+    path.write_text("no")
+    assert main(command) == 2
+    captured = capsys.readouterr()
+    assert "is not JSON" in captured.err
+    assert "is not JSON" in json.loads(captured.out)["error"]
+
+
+def test_a_missing_library_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "spec_stack.generator", None)
+    assert main(["generate", "x"]) == 2
+    captured = capsys.readouterr()
+    assert "spec_stack.generator" in captured.err
+    assert captured.err.count("\n") == 1
+
+
+def test_the_progress_line_waits_and_leaves_nothing_behind() -> None:
+    quiet, shown = io.StringIO(), io.StringIO()
+    for out, wait_s in ((quiet, 60.0), (shown, 0.0)):
+        line = ProgressLine(out, wait_s)
+        for done in (0, 50, 100):
+            line(done, 100, "scoring")
+        line(0, 20, "prefill")
+        line(20, 20, "prefill")
+    assert not quiet.getvalue().strip()
+    assert "[##########          ] 50/100" in shown.getvalue()
+    last = shown.getvalue().rsplit("\r", 2)[1:]
+    assert "".join(last).strip() == ""
+
+
+def test_help_and_version_tell_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, text in (
+        (["--version"], __version__),
+        (["--help"], "examples:"),
+        (["generate", "--help"], "cat report.txt | spec-stack generate"),
+    ):
+        with pytest.raises(SystemExit) as exit_info:
+            main(arguments)
+        assert exit_info.value.code == 0
+        assert text in capsys.readouterr().out
+    run = subprocess.run([sys.executable, "-m", "spec_stack", "--version"], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == f"spec-stack {__version__}"
+    assert main(["generate", "x", "--policy", "nope"]) == 2
+    message = capsys.readouterr().err
+    assert "throughput" in message
+    assert not any(offline in message for offline in ("best-fixed", "task-oracle", "batch-throughput"))
 
 
 def test_json_carries_text_and_metrics(capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,6 +218,7 @@ def test_json_carries_text_and_metrics(capsys: pytest.CaptureFixture[str]) -> No
         (["generate", "x", "--draft-precision", "int3"], "unknown draft_precision"),
         (["demo", "--repeats", "0"], "--repeats"),
         (["demo", "--tokens", "99999"], "fewer than"),
+        (["demo", "--tokens", "16384"], "positions; ask for less"),
     ],
 )
 def test_bad_input_ends_with_status_2_and_the_reason(

@@ -31,6 +31,7 @@ ALLOWED = {
 LIBRARIES = {
     "transformers": {"hf", "tokenizers", "pair.py", "generator.py", "custom_generate.py"},
     "bitsandbytes": {"hf"},
+    "xgrammar": {"hf"},
     "flashinfer": {"hf"},
     "peft": {"hf"},
     "fastapi": {"serve"},

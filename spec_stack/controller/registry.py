@@ -55,14 +55,23 @@ def make_batch_policy(name: str, **options: Any) -> Policy:
     return _make(BATCH_POLICIES, name, options)
 
 
+def check_policy(name: object) -> None:
+    """Raise ValueError where no policy has this name; the message has the nearest and the known ones."""
+    _check(POLICIES, name)
+
+
 def policy_class(name: str) -> type[Policy]:
     """The class of a policy of POLICIES. Raises ValueError for an unknown name, naming the nearest."""
     return _find(POLICIES, name)
 
 
-def _find(policies: Mapping[str, str | type[Policy]], name: str) -> type[Policy]:
+def _check(policies: Mapping[str, str | type[Policy]], name: object) -> None:
     if not isinstance(name, str) or name not in policies:
         raise ValueError(f"unknown policy {name!r}{_nearest(name, list(policies))}")
+
+
+def _find(policies: Mapping[str, str | type[Policy]], name: str) -> type[Policy]:
+    _check(policies, name)
     return _load(policies[name])
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 
 from spec_stack.clock import Clock
 from spec_stack.controller.base import Policy, StepContext, StepRecord
+from spec_stack.decode.logprobs import step_logprobs
 from spec_stack.decode.proposer import Guide, Proposer
 from spec_stack.decode.sampler import Sampler
 from spec_stack.decode.stopping import Stopper
@@ -34,8 +35,10 @@ def decode(
     proposer: Proposer,
     sampler: Sampler,
     stopper: Stopper,
+    end_ids: Collection[int],
     labels: RequestLabels,
     clock: Clock | None = None,
+    num_logprobs: int | None = None,
 ) -> Iterator[StepOutput]:
     """Prefill the target with the selection and verify the first proposal in the same forward, then step until the end.
 
@@ -59,10 +62,14 @@ def decode(
         Proposes in every later step, with the draft or without it, as far as the policy lets it.
     sampler, stopper : Sampler, Stopper
         How tokens are drawn, and when the request ends. Both are advanced.
+    end_ids : collection of int
+        Tokens that end the text, after which nothing is asked of a shaper.
     labels : RequestLabels
         Copied into the records.
     clock : Clock, optional
         The request's; what it holds of the phase "scoring" goes into the first record.
+    num_logprobs : int, optional
+        How many likely tokens are given beside each token's log-probability; None gives none of either.
 
     Yields
     ------
@@ -92,10 +99,13 @@ def decode(
         with clock.measure("verify"):
             proposed_at = range(len(committed), len(committed) + gamma)
             logits = target.forward(unseen_ids + proposal.token_ids, [*unseen_positions, *proposed_at], gamma + 1)
-            verification = verify(logits, proposal, sampler)
+            verification = verify(logits, proposal, sampler, committed, end_ids)
 
         new_ids = [*proposal.token_ids[: verification.num_accepted], verification.next_token]
         token_ids, text, finish_reason = stopper.cut(new_ids)
+        logprobs = None
+        if num_logprobs is not None:
+            logprobs = step_logprobs(logits, verification, sampler, new_ids, num_logprobs)[: len(token_ids)]
         committed += new_ids
         unseen_ids, unseen_positions = committed[-1:], [len(committed) - 1]
         target.rollback(gamma - verification.num_accepted)
@@ -125,6 +135,6 @@ def decode(
         with clock.measure("controller"):
             policy.observe(last)
             proposer.observe(last)
-        yield StepOutput(token_ids, text, last, finish_reason)
+        yield StepOutput(token_ids, text, last, finish_reason, logprobs=logprobs)
         if finish_reason is not None:
             return

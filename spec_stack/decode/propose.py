@@ -52,7 +52,7 @@ def propose(
     max_tokens : int
         Most tokens to draft.
     sampler : Sampler
-        Draws them, or takes the likeliest where it is greedy.
+        Draws them, or takes the likeliest where it is greedy; its shaper goes over the draft's rows too.
     end_ids : collection of int
         Tokens after which drafting ends.
     keep_drafting : callable
@@ -61,28 +61,56 @@ def propose(
     Returns
     -------
     Proposal
-        The tokens, their signals and, where they were drawn, draft_probs (gamma, vocab). It ends before a token
-        whose logits are not finite: what a broken draft would propose is noise, and a draw from it fails.
+        The tokens, their signals and, where they were drawn, draft_probs (gamma, vocab). Tokens beside which the shaper
+        allows no other are proposed without a forward of the draft, as if it were certain of them. It ends before a
+        token whose logits are not finite: what a broken draft would propose is noise, and a draw from it fails.
     """
     token_ids: list[int] = []
-    rows: list[torch.Tensor] = []
-    signals = DraftSignals()
-    unseen = committed_ids[draft.next_position :]
+    rows: list[torch.Tensor | None] = []
+    signals, is_finite = DraftSignals(), True
+    shaper = sampler.shaper.for_draft() if sampler.shaper is not None and max_tokens else None
+    prefix_ids = list(committed_ids) if shaper is not None else []
+    unseen = list(committed_ids[draft.next_position :])
     while len(token_ids) < max_tokens:
-        start = draft.next_position
-        logits = draft.forward(unseen, range(start, start + len(unseen)), num_logits=1)[0]
-        entropy, confidence, token_id = entropy_and_confidence(logits)
-        if not math.isfinite(entropy + confidence):
-            break
-        signals.append(entropy, confidence)
-        if not sampler.is_greedy:
-            token_id, probs = sampler.draw(logits)
-            rows.append(probs)
+        token_id = shaper.only_token(prefix_ids) if shaper is not None else None
+        if token_id is not None:
+            signals.append(0.0, 1.0)
+            rows.append(None)
+        else:
+            start = draft.next_position
+            raw = draft.forward(unseen, range(start, start + len(unseen)), num_logits=1)[0]
+            unseen = []
+            logits = raw if shaper is None else shaper(prefix_ids, raw)
+            entropy, confidence, token_id = entropy_and_confidence(logits)
+            if not math.isfinite(entropy + confidence):
+                # Or a shaper forbids all that the draft knows, which is no fault of the draft's.
+                is_finite = shaper is not None and math.isfinite(float(raw.max()))
+                break
+            signals.append(entropy, confidence)
+            if not sampler.is_greedy:
+                token_id, probs = sampler.draw(logits)
+                rows.append(probs)
         token_ids.append(token_id)
-        unseen = [token_id]
+        prefix_ids.append(token_id)
+        unseen.append(token_id)
         if token_id in end_ids or len(token_ids) == max_tokens or not keep_drafting(signals, token_ids):
             break
-    return Proposal(token_ids, torch.stack(rows) if rows else None, signals)
+    draft_probs = None if sampler.is_greedy else _stacked(rows, token_ids)
+    return Proposal(token_ids, draft_probs, signals, is_finite=is_finite)
+
+
+def _stacked(rows: Sequence[torch.Tensor | None], token_ids: Sequence[int]) -> torch.Tensor | None:
+    """Draft distributions (gamma, vocab), with all of it on the token where there is no row; None without any row."""
+    known = next((row for row in rows if row is not None), None)
+    if known is None:
+        return None
+    certain = torch.zeros_like(known)
+    return torch.stack(
+        [
+            certain.scatter(0, torch.tensor([token_id], device=certain.device), 1.0) if row is None else row
+            for row, token_id in zip(rows, token_ids, strict=True)
+        ]
+    )
 
 
 class ModelProposer:
@@ -109,7 +137,7 @@ class ModelProposer:
         means = self._means
         asked = keep_drafting or ask
         proposal = propose(means.draft, committed_ids, gamma, means.sampler, means.end_ids, asked)
-        if gamma and not proposal.token_ids:
+        if not proposal.is_finite:
             self._is_broken = True
             warnings.warn(
                 "the draft's logits are not finite; it proposes nothing for the rest of such requests (this is said "

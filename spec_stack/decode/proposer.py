@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from numbers import Integral
 from typing import Protocol
 
 from spec_stack.clock import Clock
@@ -46,9 +47,18 @@ class Guide:
     clock: Clock
 
     def choose(self) -> int:
-        """The policy's gamma, cut to what the request and the library allow."""
+        """The policy's gamma, cut to what the request and the library allow.
+
+        Raises TypeError where it is no number.
+        """
         with self.clock.measure("controller"):
-            return max(0, min(self.policy.choose(self.context), self.context.max_gamma, MAX_GAMMA))
+            gamma = self.policy.choose(self.context)
+        if not isinstance(gamma, Integral):
+            kind = type(self.policy).__name__
+            raise TypeError(
+                f"choose() of the policy {self.policy.name!r} ({kind}) must give a whole number, got {gamma!r}"
+            )
+        return max(0, min(int(gamma), self.context.max_gamma, MAX_GAMMA))
 
     def keep_drafting(self, signals: DraftSignals) -> bool:
         """Whether the policy wants one token more."""

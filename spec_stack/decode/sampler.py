@@ -3,12 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
 from spec_stack.types import Verification
 
 Warp = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Shaper(Protocol):
+    """Logits processors of one request: what they make of a row depends on the tokens before it, and maybe on the rows
+    they were shown before (`hf.processors` makes them)."""
+
+    def __call__(self, prefix_ids: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
+        """A row (vocab,) in fp32 from the logits (vocab,) after prefix_ids: the whole prompt and what follows it.
+
+        Of a request's own shaper every prefix is one token longer than the last, as in plain generation.
+        """
+        ...
+
+    def for_draft(self) -> Shaper:
+        """A shaper that goes on from here on tokens that may be rejected, and leaves this one as it is."""
+        ...
+
+    def only_token(self, prefix_ids: Sequence[int]) -> int | None:
+        """The one token that may follow, where no other is allowed."""
+        ...
 
 
 class Sampler:
@@ -22,14 +43,21 @@ class Sampler:
         On the models' device; every draw advances it.
     accept : callable, optional
         Takes the place of `verify.accept` where a device has a faster route to the same law.
+    shaper : Shaper, optional
+        Goes over every row before it is warped. It is advanced by every row of the target that counts.
     """
 
     def __init__(
-        self, warp: Warp | None = None, generator: torch.Generator | None = None, accept: Accept | None = None
+        self,
+        warp: Warp | None = None,
+        generator: torch.Generator | None = None,
+        accept: Accept | None = None,
+        shaper: Shaper | None = None,
     ) -> None:
         self._warp = warp
         self._generator = generator
         self.accept = accept
+        self.shaper = shaper
 
     @property
     def is_greedy(self) -> bool:
@@ -44,7 +72,12 @@ class Sampler:
         """Warped distributions (n, vocab) in fp32. Only when sampling."""
         if self._warp is None:
             raise ValueError("a greedy sampler has no distribution")
-        return self._warp(logits.float()).softmax(dim=-1)
+        return self.warp(logits).softmax(dim=-1)
+
+    def warp(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits (n, vocab) in fp32 as tokens are drawn from them; those of a greedy request are left as they are."""
+        logits = logits.float()
+        return logits if self._warp is None else self._warp(logits)
 
     def draw(self, logits: torch.Tensor) -> tuple[int, torch.Tensor]:
         """One token from one row of logits (vocab,), and the distribution it was drawn from."""

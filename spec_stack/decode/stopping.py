@@ -35,6 +35,8 @@ class Stopper:
         Strings that end it; the tokens that complete one count, and its text does not come out.
     text : TextStream, optional
         Makes the text; without one there is none.
+    stop_ids : collection of int
+        More tokens that end it: like a stop string, not like an end of the model's own.
 
     Raises
     ------
@@ -48,11 +50,13 @@ class Stopper:
         end_ids: Collection[int],
         stop: Sequence[str] = (),
         text: TextStream | None = None,
+        stop_ids: Collection[int] = (),
     ) -> None:
         if stop and text is None:
             raise ValueError("stop strings need a tokenizer")
         self.num_left = max_tokens
         self._end_ids = end_ids
+        self._stop_ids = stop_ids
         self._stop = tuple(stop)
         self._text = text
         self._held = ""
@@ -61,8 +65,8 @@ class Stopper:
         """The tokens of this step that count, the text they release, and why the request ends here, if it does."""
         kept, reason = self._cut_tokens(token_ids)
         # The token that ends a text is not part of it, whether or not the tokenizer knows it as special.
-        written = kept[:-1] if reason == "eos" else kept
-        text = ""
+        written = kept[:-1] if reason in ("eos", "stop") else kept
+        text, num_written = "", None
         if self._stop:
             num_written, text = self._cut_text(written)
             if num_written is not None:
@@ -70,7 +74,7 @@ class Stopper:
         elif self._text:
             text = self._text.push(written)
         self.num_left -= len(kept)
-        if self._text and reason in ("eos", "length"):
+        if self._text and reason is not None and num_written is None:
             text += self._held + self._text.flush()
         return kept, text, reason
 
@@ -79,6 +83,8 @@ class Stopper:
         for num, token_id in enumerate(kept, 1):
             if token_id in self._end_ids:
                 return kept[:num], "eos"
+            if token_id in self._stop_ids:
+                return kept[:num], "stop"
         return kept, "length" if len(kept) == self.num_left else None
 
     def _cut_text(self, token_ids: list[int]) -> tuple[int | None, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from itertools import pairwise
 from time import perf_counter
@@ -76,6 +76,8 @@ class CachedModel:
         The position after the largest of theirs, which is larger than num_cached after a sparse prefill.
     forward_s
         Seconds spent inside the model so far (on CUDA: until the launch returned).
+    on_piece
+        Called with the number of tokens after every piece of a forward; what it raises ends the forward there.
 
     Notes
     -----
@@ -88,6 +90,7 @@ class CachedModel:
         self.model = model
         self.prefill_chunk = prefill_chunk
         self.forward_s = 0.0
+        self.on_piece: Callable[[int], None] | None = None
         self._num_rows: int = text_config(model.config).vocab_size
         self._num_ids = num_ids or self._num_rows
         self._cache = model_cache.new_cache(model.config)
@@ -308,6 +311,8 @@ class CachedModel:
         slots = self._slots(self._positions, window, num_sinks, last_layer)
         with suppress(KeysCached):
             self._call(token_ids, positions, slots, num_logits=1)
+        if self.on_piece is not None:
+            self.on_piece(len(token_ids))
 
     def _run(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> torch.Tensor:
         """One forward of the model; logits (num_logits, rows)."""
@@ -316,7 +321,10 @@ class CachedModel:
         slots = self._slots(self._positions)
         if self._last_layer is not None and len(token_ids) - num_logits >= _MIN_NARROWED:
             slots.narrow_layer, slots.num_wanted = self._last_layer, num_logits
-        return self._call(token_ids, positions, slots, num_logits)
+        logits = self._call(token_ids, positions, slots, num_logits)
+        if self.on_piece is not None:
+            self.on_piece(len(token_ids))
+        return logits
 
     def _call(
         self, token_ids: Sequence[int], positions: Sequence[int], slots: SlotPositions, num_logits: int

@@ -8,6 +8,8 @@ are tried before anything is replaced.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -22,7 +24,7 @@ _SMALL_LAYER = 1 << 20
 
 
 class PrepackedLinear(nn.Module):
-    """A drop-in nn.Linear for inference on a CPU. Its weights can be neither trained nor saved."""
+    """A drop-in nn.Linear for inference on a CPU. Its weights can be saved, as the plain layer's, but not trained."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -32,6 +34,17 @@ class PrepackedLinear(nn.Module):
         self._plain = weight if weight.numel() < _SMALL_LAYER else None
         # The bias stays a parameter, counted with the others.
         self.num_bytes = weight.nbytes * (1 if self._plain is None else 2)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        weight = self._packed.to_dense() if self._plain is None else self._plain
+        destination[f"{prefix}weight"] = weight.detach()
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        raise TypeError(
+            "a model with prepacked linear layers can be neither copied nor pickled; load it with "
+            "prepack_linears=False for that, or save it with save_pretrained"
+        )
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         if self._plain is not None and inputs.numel() == self.in_features:

@@ -134,11 +134,19 @@ def encode_prompt(
 
 
 def _check_chat_options(source: PromptSource) -> None:
+    for name in ("messages", "tools", "documents"):
+        value = getattr(source, name)
+        # What can be read only once would be empty the second time.
+        if value is not None and (not isinstance(value, Sequence) or isinstance(value, str | bytes)):
+            raise ValueError(f"{name} must be a list, got {value!r}")
+    if not isinstance(source.continue_final_message, bool):
+        raise ValueError(f"continue_final_message must be True or False, got {source.continue_final_message!r}")
     if source.messages is not None:
         if source.protected:
             raise ValueError("protected= goes with prompt or input_ids; in messages the system message is protected")
-        if not isinstance(source.chat_template_kwargs, Mapping):
-            raise ValueError(f"chat_template_kwargs must be a mapping, got {source.chat_template_kwargs!r}")
+        more = source.chat_template_kwargs
+        if not isinstance(more, Mapping) or not all(isinstance(name, str) for name in more):
+            raise ValueError(f"chat_template_kwargs must be a mapping of names, got {source.chat_template_kwargs!r}")
         return
     for name in ("tools", "documents", "chat_template_kwargs", "continue_final_message"):
         if getattr(source, name):
@@ -213,6 +221,12 @@ def special_ids(tokenizer: Any) -> frozenset[int]:
     """Ids of the tokens that no text around them can change; none without a tokenizer."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     return frozenset(token_id for token_id, token in added.items() if token.special)
+
+
+def special_tokens(tokenizer: Any) -> dict[str, int]:
+    """The same, by what they are written as."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {token.content: token_id for token_id, token in added.items() if token.special}
 
 
 def _runs(positions: Iterable[int]) -> list[Span]:

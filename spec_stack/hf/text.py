@@ -23,7 +23,7 @@ def open_text_stream(tokenizer: Any, prompt_ids: Sequence[int]) -> TextStream | 
         return None
     if tokenizer.is_fast:
         return ContinuedText(tokenizer.backend_tokenizer, prompt_ids)
-    return WindowedText(partial(tokenizer.decode, skip_special_tokens=True))
+    return WindowedText(partial(tokenizer.decode, skip_special_tokens=True), prompt_ids[-_NUM_CONTEXT:])
 
 
 class ContinuedText:
@@ -66,13 +66,17 @@ class WindowedText:
     ----------
     decode : callable
         Maps token ids to text.
+    context_ids : sequence of int
+        The tokens that the text goes on after.
     """
 
-    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+    def __init__(self, decode: Callable[[list[int]], str], context_ids: Sequence[int] = ()) -> None:
         self._decode = decode
-        self._window: list[int] = []
-        self._context_len = 0
-        self._context_text = ""
+        self._window = list(context_ids)
+        self._context_text = decode(self._window) if self._window else ""
+        if self._context_text.endswith(_INCOMPLETE):
+            self._window, self._context_text = [], ""
+        self._context_len = len(self._window)
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that these tokens add, as far as it is certain."""

@@ -14,7 +14,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from spec_stack.caches import RequestCaches
-from spec_stack.config import LoadConfig, PrefillConfig, SamplingParams, SpecStackConfig
+from spec_stack.config import DEFAULT_MAX_TOKENS, LoadConfig, PrefillConfig, SamplingParams, SpecStackConfig
 from spec_stack.decode.propose import propose
 from spec_stack.decode.sampler import Sampler
 from spec_stack.generator import SpecStackGenerator
@@ -168,9 +168,9 @@ class SpecStackLM(TemplateLM):  # type: ignore[misc]
         for request in tqdm(requests, disable=disable_tqdm, desc="spec_stack"):
             context, asked = request.args
             params = sampling_of(asked, self._seed)
-            room = self.max_length - params.max_tokens
+            room = self.max_length - params.num_tokens
             if room < 1:
-                raise ValueError(f"a task asks for {params.max_tokens} tokens, and max_length is {self.max_length}")
+                raise ValueError(f"a task asks for {params.num_tokens} tokens, and max_length is {self.max_length}")
             result = self.generator.generate(
                 input_ids=self.tok_encode(context)[-room:],
                 params=params,
@@ -293,7 +293,7 @@ def sampling_of(asked: Mapping[str, Any], seed: int) -> SamplingParams:
         raise ValueError(f"no counterpart of {', '.join(sorted(unknown))}; known: {', '.join(sorted(_KNOWN_SAMPLING))}")
     until = asked.get("until") or ()
     stop = (until,) if isinstance(until, str) else tuple(text for text in until if text)
-    max_tokens = next((int(asked[name]) for name in _MAX_TOKENS_NAMES if name in asked), SamplingParams.max_tokens)
+    max_tokens = next((int(asked[name]) for name in _MAX_TOKENS_NAMES if name in asked), DEFAULT_MAX_TOKENS)
     temperature = float(asked.get("temperature") or 0.0) if asked.get("do_sample") else 0.0
     return SamplingParams(
         max_tokens=max_tokens,

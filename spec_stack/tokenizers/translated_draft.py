@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -66,6 +66,15 @@ class TranslatedDraft:
     def forward_s(self) -> float:
         """Seconds inside the draft."""
         return self._draft.forward_s
+
+    @property
+    def on_piece(self) -> Callable[[int], None] | None:
+        """The draft's, told of its own tokens."""
+        return self._draft.on_piece
+
+    @on_piece.setter
+    def on_piece(self, tell: Callable[[int], None] | None) -> None:
+        self._draft.on_piece = tell
 
     def forward(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> torch.Tensor:
         """Feed target tokens at the next positions; logits (1, num_target) after the last one.

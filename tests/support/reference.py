@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -108,8 +108,8 @@ def logits(model: PreTrainedModel, token_ids: Sequence[int], positions: Sequence
     return output.logits[0]
 
 
-def greedy(model: PreTrainedModel, prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """transformers' own greedy generation, past any end-of-sequence token."""
+def greedy(model: PreTrainedModel, prompt: Sequence[int], num_tokens: int, **options: Any) -> list[int]:
+    """transformers' own greedy generation, past any end-of-sequence token. options: more for its `generate`."""
     ids = torch.tensor([list(prompt)])
     output = model.generate(
         ids,
@@ -118,6 +118,7 @@ def greedy(model: PreTrainedModel, prompt: Sequence[int], num_tokens: int) -> li
         max_new_tokens=num_tokens,
         eos_token_id=None,
         pad_token_id=0,
+        **options,
     )
     return output[0, len(prompt) :].tolist()
 
@@ -136,6 +137,46 @@ def sparse_greedy(
         ids.append(int(forward(model, ids, places)[-1].argmax()))
         places.append(start + step)
     return ids[len(kept) :]
+
+
+def shaped_greedy(
+    model: PreTrainedModel,
+    prompt: Sequence[int],
+    kept: Sequence[int],
+    positions: Sequence[int],
+    num_tokens: int,
+    shape: Callable[[list[int], np.ndarray], np.ndarray],
+) -> list[int]:
+    """Greedy tokens after a (pruned) prompt, of rows that `shape` changes by the whole text before them."""
+    new: list[int] = []
+    for _ in range(num_tokens):
+        places = [*positions, *range(len(prompt), len(prompt) + len(new))]
+        row = logits(model, [*kept, *new], places)[-1].double().numpy()
+        new.append(int(shape([*prompt, *new], row).argmax()))
+    return new
+
+
+def shaped_law(
+    model: PreTrainedModel,
+    prompt: Sequence[int],
+    kept: Sequence[int],
+    positions: Sequence[int],
+    shape: Callable[[list[int], np.ndarray], np.ndarray],
+    num_tokens: int,
+) -> dict[tuple[int, ...], float]:
+    """Exact law of the first tokens sampled after a (pruned) prompt, of rows that `shape` changes likewise."""
+    law: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(num_tokens):
+        longer: dict[tuple[int, ...], float] = {}
+        for new, weight in law.items():
+            places = [*positions, *range(len(prompt), len(prompt) + len(new))]
+            row = shape([*prompt, *new], logits(model, [*kept, *new], places)[-1].double().numpy())
+            probs = np.exp(row - row.max())
+            for token, prob in enumerate(probs / probs.sum()):
+                if prob > 0:
+                    longer[(*new, token)] = weight * prob
+        law = longer
+    return law
 
 
 def speculative_law(target: np.ndarray, draft: np.ndarray) -> dict[tuple[int, ...], float]:

@@ -1,0 +1,185 @@
+"""Logits processors under speculation: transformers' own, or any callable over (input_ids, scores).
+
+The target's rows go through a request's processors in the order of plain generation, each committed prefix once. The
+draft's rows go through copies of them, made anew in every step, since what it proposes may be rejected.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import torch
+from transformers.generation import logits_process as library
+
+from spec_stack.hf.structured import Grammar
+
+logger = logging.getLogger(__name__)
+
+Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+# Those of transformers that keep nothing from one row to the next.
+_STATELESS = tuple(
+    getattr(library, name)
+    for name in (
+        "EpsilonLogitsWarper",
+        "EtaLogitsWarper",
+        "ExponentialDecayLengthPenalty",
+        "ForcedBOSTokenLogitsProcessor",
+        "ForcedEOSTokenLogitsProcessor",
+        "InfNanRemoveLogitsProcessor",
+        "LogitNormalization",
+        "MinLengthLogitsProcessor",
+        "MinNewTokensLengthLogitsProcessor",
+        "MinPLogitsWarper",
+        "NoBadWordsLogitsProcessor",
+        "NoRepeatNGramLogitsProcessor",
+        "RepetitionPenaltyLogitsProcessor",
+        "SequenceBiasLogitsProcessor",
+        "SuppressTokensAtBeginLogitsProcessor",
+        "SuppressTokensLogitsProcessor",
+        "TemperatureLogitsWarper",
+        "TopKLogitsWarper",
+        "TopPLogitsWarper",
+        "TypicalLogitsWarper",
+    )
+)
+
+
+class CannotCopyError(Exception):
+    """A processor whose state, if it has any, cannot be had a second time; the message says why."""
+
+
+def copy_processor(processor: Processor) -> Processor:
+    """A processor in the same state, that can be driven without this one noticing.
+
+    In this order: one that has a true attribute `stateless`, a stateless one of transformers, or a function that closes
+    over nothing, is taken as it is; a method `copy()` is asked; anything else is deep-copied.
+
+    Raises
+    ------
+    CannotCopyError
+        For a function that closes over something, and an object that `copy.deepcopy` fails on.
+
+    Notes
+    -----
+    What an object holds of such functions is shared by its copies, since `copy.deepcopy` takes functions as they are.
+    """
+    if getattr(processor, "stateless", False) or type(processor) in _STATELESS:
+        return processor
+    function = processor.func if isinstance(processor, partial) else processor
+    if isinstance(function, FunctionType) and function.__closure__ is not None:
+        raise CannotCopyError("a function that closes over variables")
+    if isinstance(processor, FunctionType):
+        return processor
+    own_copy = getattr(processor, "copy", None)
+    try:
+        copied: Processor = own_copy() if callable(own_copy) else copy.deepcopy(processor)
+    except Exception as error:
+        # What an object's copying may raise is its own affair, and the target's rows do not depend on it.
+        logger.debug("copying %s failed", name_of(processor), exc_info=True)
+        raise CannotCopyError(f"{type(error).__name__}: {error}") from error
+    if copied is processor or not callable(copied):
+        raise CannotCopyError("its copy is no other processor")
+    return copied
+
+
+def name_of(processor: object) -> str:
+    """What messages call a processor."""
+    return str(getattr(processor, "__qualname__", None) or type(processor).__name__)
+
+
+def check_processors(given: object) -> list[Processor]:
+    """The processors of a call, as a list.
+
+    Raises
+    ------
+    ValueError
+        For something that is neither a callable nor a list of callables.
+    """
+    if given is None:
+        return []
+    # transformers' LogitsProcessorList is both: a list that can be called.
+    listed: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
+    for each in listed:
+        if not callable(each) or isinstance(each, type):
+            raise ValueError(
+                f"logits_processor must be a callable over (input_ids, scores), or a list of such, got {each!r}"
+            )
+    return listed
+
+
+class ProcessedRows:
+    """The processors of one request (`decode.sampler.Shaper`).
+
+    Parameters
+    ----------
+    processors : sequence of callable
+        Called in their order with input_ids (1, n), the whole prompt and what follows it, and scores (1, vocab) in
+        fp32.
+    grammar : Grammar, optional
+        What the text has to keep to; its mask comes last.
+    """
+
+    def __init__(self, processors: Sequence[Processor], grammar: Grammar | None = None) -> None:
+        self._processors = list(processors)
+        self._grammar = grammar
+        self._ids: torch.Tensor | None = None
+
+    def __call__(self, prefix_ids: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
+        # A copy: what runs outside inference mode may not write on what was made in it, and some processors do.
+        scores = logits.to(torch.float32, copy=True)[None]
+        input_ids = self._grown(prefix_ids, scores.device) if self._processors else None
+        for processor in self._processors:
+            shape = scores.shape
+            scores = processor(input_ids, scores)  # type: ignore[arg-type]
+            if not isinstance(scores, torch.Tensor) or scores.shape != shape:
+                got = tuple(scores.shape) if isinstance(scores, torch.Tensor) else repr(scores)
+                raise ValueError(
+                    f"the logits processor {name_of(processor)} must return scores of the shape {tuple(shape)} it was "
+                    f"given, got {got}"
+                )
+        if self._grammar is not None:
+            scores = self._grammar.mask(prefix_ids, scores)
+        return scores[0]
+
+    def _grown(self, prefix_ids: Sequence[int], device: torch.device) -> torch.Tensor:
+        num_known = 0 if self._ids is None else self._ids.shape[1]
+        new = torch.tensor([prefix_ids[num_known:]], dtype=torch.long, device=device)
+        self._ids = new if self._ids is None else torch.cat([self._ids, new], dim=1)
+        return self._ids
+
+    def for_draft(self) -> ProcessedRows:
+        copied = []
+        for processor in self._processors:
+            try:
+                copied.append(copy_processor(processor))
+            except CannotCopyError:
+                # The draft guesses without it, and is judged with it.
+                continue
+        other = ProcessedRows(copied, self._grammar.fork() if self._grammar is not None else None)
+        other._ids = self._ids
+        return other
+
+    def only_token(self, prefix_ids: Sequence[int]) -> int | None:
+        return self._grammar.only_token(prefix_ids) if self._grammar is not None else None
+
+
+def uncopied_note(processors: Iterable[Processor]) -> str:
+    """Which processors the draft has to guess without, and what can be done about it; empty where there are none."""
+    found = []
+    for processor in processors:
+        try:
+            copy_processor(processor)
+        except CannotCopyError as error:
+            found.append(f"{name_of(processor)} ({error})")
+    if not found:
+        return ""
+    return (
+        f"the draft guesses without the logits processors {', '.join(found)}, which cannot be copied: give them a "
+        "method copy(), or a true attribute `stateless` where they keep nothing"
+    )

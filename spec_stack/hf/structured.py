@@ -1,0 +1,226 @@
+"""Structured output: a grammar that the text has to keep to, by xgrammar, which the extra `structured` brings."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+FORMATS = ("text", "json_object", "json_schema", "regex", "grammar")
+
+
+def structured_problem() -> str | None:
+    """Why structured output cannot be had here; None where it can."""
+    if find_spec("xgrammar") is None:
+        return "response_format needs xgrammar: pip install 'spec-stack[structured]'"
+    return None
+
+
+class Grammars:
+    """Compiles what `response_format=` asks for, for one tokenizer; safe to use from several threads.
+
+    Parameters
+    ----------
+    tokenizer : object
+        The target's.
+    vocab_size : int
+        Width of the target's rows.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._lock = threading.Lock()
+        self._compilers: dict[frozenset[int], Any] = {}
+
+    def compile(self, response_format: object, end_ids: Collection[int], num_prompt_tokens: int) -> Grammar | None:
+        """The grammar of a request; None for {"type": "text"}.
+
+        Parameters
+        ----------
+        response_format : mapping, or a class with `model_json_schema`
+            See `answering.Answering.generate`.
+        end_ids : collection of int
+            Tokens that end a text: where it may end, and there alone, they are allowed.
+        num_prompt_tokens : int
+            The grammar is about what comes after them.
+
+        Raises
+        ------
+        ValueError
+            For a format that is none, one that cannot be compiled, no tokenizer, no end token, and where xgrammar is
+            not installed.
+        """
+        kind, content = read_format(response_format)
+        if kind == "text":
+            return None
+        problem = structured_problem()
+        if problem is None and self._tokenizer is None:
+            problem = "response_format needs a tokenizer; this generator was made without one"
+        if problem is None and not end_ids:
+            problem = "response_format needs an end-of-sequence token; this request has none (see ignore_eos)"
+        if problem is not None:
+            raise ValueError(problem)
+        with self._lock:
+            compiled = _compile(self._compiler(frozenset(end_ids)), kind, content)
+        return Grammar(compiled, self._unspoken - frozenset(end_ids), self._vocab_size, num_prompt_tokens)
+
+    def _compiler(self, end_ids: frozenset[int]) -> Any:
+        import xgrammar
+
+        if end_ids not in self._compilers:
+            try:
+                info = xgrammar.TokenizerInfo.from_huggingface(
+                    self._tokenizer, vocab_size=self._vocab_size, stop_token_ids=sorted(end_ids)
+                )
+            except Exception as error:
+                # Whatever of a tokenizer is foreign to the library: the caller can do nothing but leave it.
+                raise ValueError(f"response_format cannot be had with this tokenizer: {error}") from error
+            self._compilers[end_ids] = xgrammar.GrammarCompiler(info, max_threads=1)
+        return self._compilers[end_ids]
+
+    @cached_property
+    def _unspoken(self) -> frozenset[int]:
+        """Special tokens, which have no text, and ids without a token."""
+        added = getattr(self._tokenizer, "added_tokens_decoder", {})
+        special = {token_id for token_id, token in added.items() if token.special}
+        return frozenset(special) | frozenset(range(len(self._tokenizer), self._vocab_size))
+
+
+def read_format(response_format: object) -> tuple[str, str]:
+    """The kind of a format, and the schema (as JSON), pattern or grammar it holds.
+
+    Raises
+    ------
+    ValueError
+        For something of another form; the message says which there are.
+    """
+    schema_of = getattr(response_format, "model_json_schema", None)
+    if callable(schema_of):
+        return "json_schema", json.dumps(schema_of())
+    if not isinstance(response_format, Mapping) or response_format.get("type") not in FORMATS:
+        raise ValueError(
+            'response_format must be {"type": "json_schema", "json_schema": {"schema": {…}}}, {"type": "json_object"}, '
+            f'{{"type": "regex", "pattern": …}} or {{"type": "grammar", "grammar": …}}, got {response_format!r}'
+        )
+    kind = str(response_format["type"])
+    if kind == "text":
+        return kind, ""
+    if kind == "json_object":
+        return "json_schema", json.dumps({"type": "object"})
+    if kind == "json_schema":
+        inner = response_format.get("json_schema")
+        schema = inner.get("schema") if isinstance(inner, Mapping) else response_format.get("schema")
+        if not isinstance(schema, Mapping):
+            raise ValueError(f"response_format: the json_schema holds no schema, got {response_format!r}")
+        try:
+            return kind, json.dumps(schema)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"response_format: the schema is no JSON: {error}") from error
+    text = response_format.get("pattern" if kind == "regex" else "grammar")
+    if not isinstance(text, str) or not text:
+        raise ValueError(f"response_format of the type {kind!r} holds no text, got {response_format!r}")
+    return kind, text
+
+
+def _compile(compiler: Any, kind: str, content: str) -> Any:
+    try:
+        match kind:
+            case "json_schema":
+                # One way to write white space, json.dumps' own: with all of them a small model may never end.
+                return compiler.compile_json_schema(content, any_whitespace=False)
+            case "regex":
+                return compiler.compile_regex(content)
+            case _:
+                return compiler.compile_grammar(content)
+    except Exception as error:
+        # The library has no common error of its own.
+        raise ValueError(f"response_format: this {kind} cannot be compiled: {error}") from error
+
+
+class Grammar:
+    """Where one text stands in its grammar.
+
+    It is taken forward by the prefixes that it is shown, each of which goes on from the last one.
+
+    Parameters
+    ----------
+    compiled
+        xgrammar's.
+    forbidden : collection of int
+        Tokens that are never allowed.
+    vocab_size : int
+        Width of the rows.
+    num_prompt_tokens : int
+        The text begins after them.
+    """
+
+    def __init__(
+        self, compiled: Any, forbidden: Collection[int], vocab_size: int, num_prompt_tokens: int, matcher: Any = None
+    ) -> None:
+        import xgrammar
+
+        self._compiled, self._forbidden = compiled, forbidden
+        self._vocab_size = vocab_size
+        self._num_prompt_tokens = num_prompt_tokens
+        self._matcher = xgrammar.GrammarMatcher(compiled) if matcher is None else matcher
+        self._num_seen = num_prompt_tokens
+        # The tokens allowed after so many: of the last row asked about.
+        self._allowed_after = -1
+        self._allowed = xgrammar.allocate_token_bitmask(1, vocab_size)
+        self._never = torch.tensor(sorted(forbidden), dtype=torch.long)
+
+    def fork(self) -> Grammar:
+        """Another one, at the same place of the text."""
+        other = Grammar(
+            self._compiled, self._forbidden, self._vocab_size, self._num_prompt_tokens, self._matcher.fork()
+        )
+        other._num_seen = self._num_seen
+        return other
+
+    def restart(self) -> Grammar:
+        """Another one, at the beginning of the text."""
+        return Grammar(self._compiled, self._forbidden, self._vocab_size, self._num_prompt_tokens)
+
+    def mask(self, prefix_ids: Sequence[int], scores: torch.Tensor) -> torch.Tensor:
+        """The scores (1, vocab), which are written on, with -inf for what may not come after these tokens."""
+        import xgrammar
+
+        if self._advance(prefix_ids):
+            xgrammar.apply_token_bitmask_inplace(scores, self._allowed.to(scores.device))
+            if len(self._never):
+                scores[:, self._never.to(scores.device)] = -torch.inf
+        return scores
+
+    def only_token(self, prefix_ids: Sequence[int]) -> int | None:
+        """The one token that may come after these, where no other may."""
+        if not self._advance(prefix_ids):
+            return None
+        words = self._allowed[0].numpy()
+        occupied = words.nonzero()[0]
+        if len(occupied) != 1:
+            return None
+        bits = int(words[occupied[0]]) & 0xFFFFFFFF
+        if bits & (bits - 1):
+            return None
+        token_id = int(occupied[0]) * 32 + bits.bit_length() - 1
+        return None if token_id in self._forbidden else token_id
+
+    def _advance(self, prefix_ids: Sequence[int]) -> bool:
+        """Take in the tokens not seen yet, and find what may follow; False after the end of the text."""
+        for token_id in prefix_ids[self._num_seen :]:
+            if self._matcher.is_terminated():
+                return False
+            if not self._matcher.accept_token(token_id):
+                raise RuntimeError(f"the grammar does not allow token {token_id}, which was generated all the same")
+            self._num_seen += 1
+        if self._matcher.is_terminated():
+            return False
+        if self._allowed_after != self._num_seen:
+            self._matcher.fill_next_token_bitmask(self._allowed)
+            self._allowed_after = self._num_seen
+        return True

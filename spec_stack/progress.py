@@ -1,0 +1,118 @@
+"""How far a prefill has come, and a stream that can be closed while it prefills."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Literal, Protocol
+
+from spec_stack.types import StepOutput
+
+PrefillPhase = Literal["scoring", "prefill"]
+OnProgress = Callable[[int, int, PrefillPhase], object]
+"""Told (num_done, num_total, phase) in tokens: "scoring" is the draft's pass, "prefill" the target's."""
+
+
+class Cancelled(BaseException):
+    """Ends a prefill between two of its chunks: the stream was closed, or `on_progress` raised (error).
+
+    No Exception, as GeneratorExit is none: scoring that fails is made up for by dense prefill, and this is no failure.
+    """
+
+    def __init__(self, error: Exception | None = None) -> None:
+        super().__init__()
+        self.error = error
+
+
+class Watched(Protocol):
+    """A model that tells of every piece of a forward."""
+
+    on_piece: Callable[[int], None] | None
+
+
+class Progress:
+    """Of one request: hears of every chunk, tells the caller, and ends the prefill where it was asked to.
+
+    Parameters
+    ----------
+    tell : callable, optional
+        The caller's `on_progress`.
+    """
+
+    def __init__(self, tell: OnProgress | None = None) -> None:
+        self._tell = tell
+        self._phase: PrefillPhase | None = None
+        self._num_done = self._num_total = 0
+        self.is_cancelled = False
+
+    @contextmanager
+    def watch(self, model: Watched, phase: PrefillPhase, num_total: int) -> Iterator[None]:
+        """Hear of every piece of the model's forwards while the block lasts: a phase of so many tokens."""
+        model.on_piece = self.advance
+        try:
+            self.begin(phase, num_total)
+            yield
+        finally:
+            model.on_piece, self._phase = None, None
+
+    def begin(self, phase: PrefillPhase, num_total: int) -> None:
+        """A phase of so many tokens begins."""
+        self._phase, self._num_done, self._num_total = phase, 0, num_total
+        self._report(phase)
+
+    def advance(self, num_tokens: int) -> None:
+        """A chunk of so many tokens is done; tokens beyond those announced (a look-ahead) do not count."""
+        if self._phase is not None and self._num_done < self._num_total:
+            self._num_done = min(self._num_done + num_tokens, self._num_total)
+            self._report(self._phase)
+
+    def cancel(self) -> None:
+        """End the prefill at its next chunk, and the stream at its next step. From any thread."""
+        self.is_cancelled = True
+
+    def _report(self, phase: PrefillPhase) -> None:
+        if self._tell is not None:
+            try:
+                self._tell(self._num_done, self._num_total, phase)
+            except Exception as error:
+                raise Cancelled(error) from error
+        if self.is_cancelled:
+            raise Cancelled
+
+
+class Stream(Generator[StepOutput, None, None]):
+    """The steps of a request.
+
+    `close` may be called at any time, also from another thread or from `on_progress`: a prefill then ends after the
+    chunk at which it is.
+    """
+
+    def __init__(self, steps: Generator[StepOutput, None, None], progress: Progress) -> None:
+        self._steps, self._progress = steps, progress
+
+    def send(self, value: None) -> StepOutput:
+        if self._progress.is_cancelled:
+            self._steps.close()
+            raise StopIteration
+        try:
+            return self._steps.send(value)
+        except Cancelled as cancelled:
+            if cancelled.error is not None:
+                raise cancelled.error from None
+            raise StopIteration from None
+
+    def throw(
+        self,
+        kind: Any,
+        value: BaseException | object = None,
+        traceback: TracebackType | None = None,
+    ) -> StepOutput:
+        return self._steps.throw(kind) if value is None else self._steps.throw(kind, value, traceback)
+
+    def close(self) -> None:
+        """End the request."""
+        self._progress.cancel()
+        # One that is at work sees it at its next chunk or step.
+        if not getattr(self._steps, "gi_running", False):
+            self._steps.close()

@@ -1,0 +1,118 @@
+"""Progress of a prefill, and ending it."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+from transformers import PreTrainedModel
+
+from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
+from tests.support import reference
+from tests.support.models import make_model, make_tokenizer, random_prompt
+
+CONFIG = SpecStackConfig(PrefillConfig(prefill_chunk=32, chunk_size=8, keep_rate=0.5))
+Told = list[tuple[int, int, str]]
+
+
+@pytest.mark.parametrize("specprefill", [False, True])
+def test_every_chunk_is_told(specprefill: bool, target: PreTrainedModel, draft: PreTrainedModel) -> None:
+    told: Told = []
+    generator = SpecStackGenerator(target, draft, config=CONFIG)
+    result = generator.generate(
+        input_ids=random_prompt(200),
+        max_tokens=8,
+        specprefill=specprefill,
+        on_progress=lambda *each: told.append(each),
+    )
+    kept = result.metrics.num_kept_tokens
+    prefill = [each for each in told if each[2] == "prefill"]
+    scoring = [each for each in told if each[2] == "scoring"]
+    assert told == scoring + prefill
+    for phase, total in ((prefill, kept), (scoring, 200)):
+        if phase or phase is prefill:
+            assert [done for done, _, _ in phase] == sorted({done for done, _, _ in phase})
+            assert phase[0][0] == 0
+            assert phase[-1][:2] == (total, total)
+            assert len(phase) >= total // 32
+    assert bool(scoring) is specprefill
+
+
+@pytest.mark.parametrize("phase", ["scoring", "prefill"])
+@pytest.mark.parametrize("how", ["close", "thread", "raise"])
+def test_a_prefill_can_be_ended_between_two_chunks(
+    phase: str, how: str, target: PreTrainedModel, draft: PreTrainedModel
+) -> None:
+    generator, prompt = SpecStackGenerator(target, draft, config=CONFIG), random_prompt(200)
+    sizes: list[int] = []
+    for model in (target, draft):
+        model.register_forward_pre_hook(
+            lambda module, args, kwargs: sizes.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+        )
+
+    def end(num_done: int, num_total: int, at: str) -> None:
+        if at == phase and num_done >= 64:
+            if how == "raise":
+                raise RuntimeError("enough")
+            if how == "close":
+                stream.close()
+            else:
+                thread = threading.Thread(target=stream.close)
+                thread.start()
+                thread.join()
+
+    stream = generator.stream(input_ids=prompt, specprefill=phase == "scoring", on_progress=end)
+    if how == "raise":
+        with pytest.raises(RuntimeError, match="enough"):
+            next(stream)
+    else:
+        assert list(stream) == []
+    assert sum(sizes) == 64
+    assert list(stream) == []
+    assert generator.generate(input_ids=prompt, max_tokens=5).token_ids == reference.greedy(
+        make_model(seed=1), prompt, 5
+    )
+
+
+@pytest.mark.parametrize("specprefill", [False, True])
+def test_a_session_whose_prefill_was_ended_goes_on_from_before_it(
+    specprefill: bool, target: PreTrainedModel, draft: PreTrainedModel
+) -> None:
+    generator = SpecStackGenerator(target, draft, config=CONFIG)
+    session, fresh = generator.session(), generator.session()
+    options: dict[str, Any] = {"max_tokens": 6, "gamma": 2, "specprefill": specprefill}
+    first = random_prompt(60)
+    answer = session.generate(input_ids=first, **options).token_ids
+    assert fresh.generate(input_ids=first, **options).token_ids == answer
+    prompt = [*first, *answer, *random_prompt(150, 3)]
+    stream = session.stream(
+        input_ids=prompt, on_progress=lambda done, total, phase: stream.close() if done >= 32 else None, **options
+    )
+    assert list(stream) == []
+    after = session.generate(input_ids=prompt, **options)
+    expected = fresh.generate(input_ids=prompt, **options)
+    assert after.token_ids == expected.token_ids
+    assert after.metrics.num_cached_tokens == expected.metrics.num_cached_tokens > 60
+
+
+def test_a_stream_closed_from_another_thread_ends_at_its_next_step(
+    target: PreTrainedModel, draft: PreTrainedModel
+) -> None:
+    generator, prompt = SpecStackGenerator(target, draft), random_prompt(20)
+    stream = generator.stream(input_ids=prompt, max_tokens=1000, gamma=1)
+    next(stream)
+    thread = threading.Thread(target=stream.close)
+    thread.start()
+    thread.join()
+    assert list(stream) == []
+
+
+def test_a_draft_with_another_tokenizer_tells_in_its_own_tokens() -> None:
+    told: Told = []
+    tokenizer, other = make_tokenizer("a b c ab ca"), make_tokenizer("c a cb b")
+    models = [make_model(seed=1, vocab=5), make_model(seed=2, vocab=4)]
+    generator = SpecStackGenerator(*models, tokenizer, config=CONFIG, draft_tokenizer=other)
+    generator.generate("abcab" * 40, max_tokens=3, specprefill=True, on_progress=lambda *each: told.append(each))
+    num_draft_tokens = len(other("abcab" * 40).input_ids)
+    assert (num_draft_tokens, num_draft_tokens, "scoring") in told
