@@ -250,6 +250,8 @@ class Answering(ABC):
         )
         request = self._plan(call.source, call.params, call.options)
         check_samples(n, request.params.temperature)
+        if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
+            raise ValueError(f"streamer must have put() and end(), as those of transformers do, got {streamer!r}")
         if n > 1 and streamer is not None:
             raise ValueError("a streamer takes one answer; leave out n, or the streamer")
         results = self._sample(call.samples(n)) if n > 1 else [self._collect(request, streamer)]

@@ -16,6 +16,7 @@ from transformers.generation import (
     GenerationMode,
     LogitsProcessor,
     LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
     StoppingCriteriaList,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -183,12 +184,12 @@ class CustomGenerate:
                 generator,
                 row,
                 _prompt_of(row, mask, places),
-                logits_processor,
+                _of_row(logits_processor, index),
                 stopping_criteria,
                 generation_config,
                 spec_streamer or streamer,
             )
-            for row, mask, places in zip(input_ids, masks, positions, strict=True)
+            for index, (row, mask, places) in enumerate(zip(input_ids, masks, positions, strict=True))
         ]
         sequences = _stacked([answer.sequence for answer in answers], generation_config)
         if not generation_config.return_dict_in_generate:
@@ -282,6 +283,17 @@ def _prompt_of(row: torch.Tensor, mask: torch.Tensor | None, positions: torch.Te
         raise ValueError("leave position_ids out; the tokens of a prompt are at 0, 1, 2, …")
     token_ids: list[int] = prompt.tolist()
     return token_ids
+
+
+def _of_row(processors: LogitsProcessorList, index: int) -> LogitsProcessorList:
+    """The processors as they are for one row of a batch: transformers' penalty knows every row's own padding."""
+    of_row = LogitsProcessorList()
+    for processor in processors:
+        lengths = getattr(processor, "prompt_ignore_length", None)
+        if isinstance(processor, RepetitionPenaltyLogitsProcessor) and isinstance(lengths, torch.Tensor):
+            processor = RepetitionPenaltyLogitsProcessor(processor.penalty, lengths[index : index + 1])
+        of_row.append(processor)
+    return of_row
 
 
 def _drawing(
