@@ -109,7 +109,7 @@ def test_a_seed_makes_sampling_reproducible_and_is_reported(embedded: SpecStackG
     assert embedded.generate(CODE, max_tokens=1).metrics.seed is None
 
 
-@pytest.mark.parametrize("policy", ["heuristic", "ema", "speckv", "confidence"])
+@pytest.mark.parametrize("policy", ["heuristic", "ema", "confidence"])
 def test_a_seed_holds_under_policies_that_learn_but_do_not_watch_the_clock(
     policy: str, embedded: SpecStackGenerator
 ) -> None:

@@ -57,6 +57,10 @@ class WatchedCaches:
         return self._caches.draft
 
     @property
+    def num_cached(self) -> int:
+        return self._caches.num_cached
+
+    @property
     def needs_scoring(self) -> bool:
         return self._caches.needs_scoring
 

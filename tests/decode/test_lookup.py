@@ -212,7 +212,7 @@ def run(proposer: str, prompt: list[int], num_tokens: int, gamma: int, sampler: 
     means = Means(draft, sampler, (), LookupGate())
     steps = decode(
         target, draft, prompt, Selection.everything(prompt), Proposal(), Fixed(gamma), make_proposer(proposer, means),
-        sampler, Stopper(num_tokens, ()), RequestLabels("r", "fp32"), StoppedClock(),
+        sampler, Stopper(num_tokens, ()), (), RequestLabels("r", "fp32"), StoppedClock(),
     )  # fmt: skip
     return [token for output in steps for token in output.token_ids]
 

@@ -63,7 +63,7 @@ def law_after_two(proposer: str) -> dict[int, float]:
         prompt = [3, 3]
         steps = decode(
             target, draft, prompt, Selection.everything(prompt), Proposal(), TwoAtMost(),
-            make_proposer(proposer, Means(draft, sampler, (), LookupGate())), sampler, Stopper(4, ()),
+            make_proposer(proposer, Means(draft, sampler, (), LookupGate())), sampler, Stopper(4, ()), (),
             RequestLabels("r", "fp32"), StoppedClock(),
         )  # fmt: skip
         return [token for output in steps for token in output.token_ids][1:2]

@@ -139,7 +139,7 @@ def test_the_folded_block_honours_the_scaling_it_is_given(monkeypatch: pytest.Mo
     whole = [tensor.repeat_interleave(2, 1) for tensor in (key, value)]
     expected = F.scaled_dot_product_attention(query, *whole, attn_mask=mask, scale=0.7).transpose(1, 2)
     # Taken away, so that the block must be folded.
-    monkeypatch.setattr(attention, "sdpa_attention_forward", None)
+    monkeypatch.setattr("transformers.integrations.sdpa_attention.sdpa_attention_forward", None)
     torch.testing.assert_close(attention.attend(module, query, key, value, mask, scaling=0.7)[0], expected)
 
 
