@@ -349,7 +349,7 @@ class SamplingParams:
     """
 
     max_tokens: int | None = option(
-        None, f"most tokens to generate; None is {DEFAULT_MAX_TOKENS}, or what the models have positions left for"
+        None, "most tokens to generate; None is 256, or what the models have positions left for"
     )
     temperature: float = option(0.0, "0 is greedy")
     top_k: int = option(0, "draw among this many most likely tokens; 0 is off")

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from spec_stack import DecodeConfig, PrefillConfig, SamplingParams, Selection
+from spec_stack.config import DEFAULT_MAX_TOKENS, meaning
 
 
 @pytest.mark.parametrize(
@@ -64,3 +65,8 @@ def test_the_three_variants_of_the_paper_are_configurations() -> None:
 def test_a_selection_is_sorted_unique_and_inside_the_prompt(positions: list[int]) -> None:
     with pytest.raises(ValueError, match="positions"):
         Selection([5, 6, 7], positions, num_prompt_tokens=9)
+
+
+def test_the_help_of_max_tokens_names_the_default() -> None:
+    """The site reads it as a literal, so it cannot be put in."""
+    assert f"None is {DEFAULT_MAX_TOKENS}," in meaning(SamplingParams, "max_tokens")
