@@ -45,7 +45,7 @@ Messages = list[dict[str, str]]
 ARMS = ("dense", "kept", "sparse", "session", "bare")
 _FIRST = 8
 # Template, question and answer of a turn, beside its document.
-_TOKENS_AROUND = 120
+_TOKENS_AROUND = 160
 # Qwen3-0.6B and Qwen3-4B are of these widths; of their 28 and 36 layers so many are left.
 _DRAFT_SHAPE = {
     "hidden_size": 1024,
