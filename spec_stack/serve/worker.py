@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import threading
 from contextlib import closing
@@ -36,7 +35,6 @@ class Worker:
         self.line = Line(config.max_queued, config.max_queued_per_client)
         self.sessions = SessionStore(generator, config.max_sessions)
         self.meters = Meters(self.line.__len__, self.sessions.__len__)
-        self._reports_progress = "on_progress" in inspect.signature(generator.stream).parameters
         self._running: Job | None = None
         self._thread = threading.Thread(target=self._work, name="spec-stack-serve", daemon=True)
 
@@ -93,8 +91,7 @@ class Worker:
         options: dict[str, Any] = dict(job.options)
         if options.get("seed") is not None:
             options["seed"] += index
-        if self._reports_progress:
-            options["on_progress"] = lambda *_: _check(job)
+        options["on_progress"] = lambda *_: _check(job)
         with closing(session.stream(**job.prompt, **options)) as outputs:
             for output in outputs:
                 _check(job)

@@ -20,6 +20,7 @@ PRINTS = {
     "quickstart.py": "48213",
     "rag.py": "101 cached",
     "streaming.py": "because of: length",
+    "structured.py": "the keys: name, age, is_here",
 }
 _SLOW = {"agent.py", "chat_loop.py", "lora.py", "openai_server.py", "quickstart.py", "rag.py"}
 

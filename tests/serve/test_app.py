@@ -79,6 +79,17 @@ def test_samples_have_their_seeds_and_options_reach_the_generator(embedded: Spec
     assert plain.usage.completion_tokens == 8
 
 
+def test_an_answer_by_a_schema_is_the_generators(embedded: SpecStackGenerator, start: Start) -> None:
+    pytest.importorskip("xgrammar", reason="structured output needs the extra `structured`")
+    schema = {"type": "object", "properties": {"age": {"type": "integer", "minimum": 0, "maximum": 150}}}
+    schema |= {"required": ["age"], "additionalProperties": False}
+    wanted = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}}
+    expected = embedded.generate(messages=CHAT, max_tokens=24, response_format=wanted)
+    given = start().client().chat.completions.create(messages=CHAT, max_tokens=24, response_format=wanted, **GREEDY)
+    assert given.choices[0].message.content == expected.text
+    assert set(json.loads(expected.text)) == {"age"}
+
+
 def test_a_conversation_goes_on_in_its_session_and_in_nobody_elses(embedded: SpecStackGenerator, start: Start) -> None:
     server = start(max_sessions=2)
     one, other = server.client("one"), server.client("other")
