@@ -184,6 +184,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--clients", type=int, default=Load.num_clients)
     parser.add_argument("--requests", type=int, default=Load.num_requests)
+    parser.add_argument("--rounds", type=int, default=6, help="of so many requests; memory is flat where it ends to grow")
     arguments = parser.parse_args()
     generator = SpecStackGenerator.from_pretrained(device="cpu", precision="fp32")
     server = uvicorn.Server(uvicorn.Config(build_app(generator, ServeConfig()), port=0, log_level="warning"))
@@ -193,7 +194,7 @@ def main() -> None:
         sleep(0.01)
     url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     run_load(url, generator, Load(arguments.clients, 5 * arguments.clients, seed=1))
-    for repeat in range(2):
+    for repeat in range(arguments.rounds):
         outcome = run_load(url, generator, Load(arguments.clients, arguments.requests, seed=2 + repeat))
         latencies = sorted(outcome.latencies_s)
         print(f"{dict(outcome.counts)} in {outcome.seconds:.1f} s")
