@@ -124,7 +124,7 @@ def test_two_ranks_agree_on_selection_and_gamma_and_on_the_failure_of_one(launch
         environment={
             "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
             "SPEC_STACK_TEST_FAIL_ON_RANK": "1",
-            "SPEC_STACK_SGLANG": "{}",
+            "SPEC_STACK_SGLANG": '{"calibration": "none"}',
         },
     )
     requests = _mixed(reference, 4, 40)
