@@ -184,9 +184,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--clients", type=int, default=Load.num_clients)
     parser.add_argument("--requests", type=int, default=Load.num_requests)
-    parser.add_argument(
-        "--rounds", type=int, default=6, help="of so many requests; memory is flat where it ends to grow"
-    )
+    parser.add_argument("--rounds", type=int, default=6, help="how often; memory is flat where it stops growing")
     arguments = parser.parse_args()
     generator = SpecStackGenerator.from_pretrained(device="cpu", precision="fp32")
     server = uvicorn.Server(uvicorn.Config(build_app(generator, ServeConfig()), port=0, log_level="warning"))
