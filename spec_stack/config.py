@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields, replace
 from importlib import import_module
 from numbers import Integral, Real
 from typing import Any, Literal, TypeVar, get_args
@@ -248,19 +248,20 @@ class PrefillConfig:
         return float(rates[after - 1] + share * (rates[after] - rates[after - 1]))
 
     @classmethod
-    def raw(cls, keep_rate: float | KeepCurve = keep_rate) -> PrefillConfig:
+    def raw(cls, keep_rate: float | KeepCurve | None = None) -> PrefillConfig:
         """The paper's plain variant: last-token attention, single tokens, no pooling, no look-ahead."""
-        return cls(keep_rate=keep_rate, look_ahead=0, pool_kernel=1, chunk_size=1, keep_first=0, keep_last=1)
+        full = cls.full(keep_rate)
+        return replace(full, pool_kernel=1, chunk_size=1, keep_first=0, keep_last=1)
 
     @classmethod
-    def full(cls, keep_rate: float | KeepCurve = keep_rate) -> PrefillConfig:
+    def full(cls, keep_rate: float | KeepCurve | None = None) -> PrefillConfig:
         """The paper's "Full" variant: pooling and chunks, no look-ahead."""
-        return cls(keep_rate=keep_rate, look_ahead=0)
+        return replace(cls.full_look_ahead(keep_rate), look_ahead=0)
 
     @classmethod
-    def full_look_ahead(cls, keep_rate: float | KeepCurve = keep_rate) -> PrefillConfig:
+    def full_look_ahead(cls, keep_rate: float | KeepCurve | None = None) -> PrefillConfig:
         """The paper's "Full LAH" variant, with eight look-ahead tokens: the default."""
-        return cls(keep_rate=keep_rate)
+        return cls() if keep_rate is None else cls(keep_rate=keep_rate)
 
 
 @documented

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import threading
 from typing import Any
 
@@ -25,10 +24,6 @@ from spec_stack.hf.loading import ASSETS
 from tests.support.models import VOCAB, make_model, random_prompt
 
 PROMPT = "def read_lines(path):\n"
-needs_processors = pytest.mark.skipif(
-    "logits_processor" not in inspect.signature(SpecStackGenerator.stream).parameters,
-    reason="generate takes no logits_processor yet",
-)
 
 
 def ids_of(length: int = 20, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -181,7 +176,6 @@ def test_sampled_first_tokens_have_the_models_distribution(target: PreTrainedMod
     assert float(((counts[kept] - expected[kept]) ** 2 / expected[kept]).sum()) < 16.3
 
 
-@needs_processors
 @pytest.mark.parametrize(
     "options",
     [

@@ -13,10 +13,8 @@ every call has new ones.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from time import process_time
 from typing import Any
 
@@ -28,6 +26,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from experiments.common.environment import describe
 from experiments.common.pair_arguments import add_pair_arguments, load_generator
 from experiments.common.prompt_files import choose_prompts
+from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
 from experiments.policies.bench_policies import gain
 from spec_stack import SpecStackGenerator
@@ -129,7 +128,7 @@ def main() -> None:
     parser.add_argument("--proposers", nargs="+", default=["model", "both"], help="%(default)s")
     parser.add_argument("--cases", nargs="+", type=int, help="numbers from 0 on (default: all)")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--out", type=Path, help="file for the JSON line")
+    add_out_argument(parser)
     arguments = parser.parse_args()
     generator = load_generator(arguments)
     per_task = -(-arguments.num_prompts // max(len(arguments.prompts), 4))
@@ -152,9 +151,7 @@ def main() -> None:
                 f"{case.name:46s}{proposer:8s}{middle:6.3f}x plain [{low:.3f}, {high:.3f}]  {len(case.prompts)} prompts"
             )
     line = {"experiment": "bench_floor", **describe(), "policy": arguments.policy, "result": result}
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps(line) + "\n", encoding="utf-8")
-    print(json.dumps(line))
+    print_report(line, arguments.out)
 
 
 if __name__ == "__main__":

@@ -15,11 +15,9 @@ is the median over repeats. Prints tables and paired gains, ends in one JSON lin
 from __future__ import annotations
 
 import argparse
-import json
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -31,6 +29,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from experiments.common.environment import describe
 from experiments.common.pair_arguments import add_pair_arguments, load_generator
 from experiments.common.prompt_files import choose_prompts
+from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
 from spec_stack import SpecStackGenerator
 from spec_stack.controller.registry import POLICY_NAMES, make_policy
@@ -160,7 +159,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0, help="1 draws: other text in every run, so wide")
     parser.add_argument("--proposer", default="model", help="for the policies, model or both (%(default)s)")
     parser.add_argument("--confidence", type=float, nargs="*", default=[0.3, 0.5, 0.7], help="more thresholds")
-    parser.add_argument("--out", type=Path, help="file for the JSON line")
+    add_out_argument(parser)
     parser.add_argument("--policies", nargs="+", default=[name for name in POLICY_NAMES if name != "fixed"])
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
@@ -218,9 +217,7 @@ def main() -> None:
             print(f"  {name:34s}{'–':>8s}  {'–':>13s}  {'–':>16s}  {other:9d} of {len(encoded)}")
     paired = paired_gains(contest, arguments.policies)
     line = {"experiment": "bench_policies", **describe(), "result": result, "paired": paired, "details": details}
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps(line) + "\n", encoding="utf-8")
-    print(json.dumps(line))
+    print_report(line, arguments.out)
 
 
 def paired_gains(contest: Contest, policies: list[str]) -> dict[str, dict[str, tuple[float, float, float]]]:

@@ -11,7 +11,6 @@ bootstrapped over prompts within kinds. Prints a table; --out has JSON.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,6 +22,7 @@ from tqdm import tqdm
 
 from experiments.common.environment import describe
 from experiments.common.pair_arguments import add_pair_arguments, load_generator
+from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
 from experiments.quality.head_to_head import Judge, Task, make_tasks, read_calibrated
 from experiments.quality.selection_suite import read_texts
@@ -212,7 +212,7 @@ def main() -> None:
     parser.add_argument("--half", choices=["test", "tuning"], default="test")
     parser.add_argument("--texts", type=Path, help="a folder of texts to hide in (default: standard library modules)")
     parser.add_argument("--seed", type=int, default=21)
-    parser.add_argument("--out", type=Path)
+    add_out_argument(parser)
     arguments = parser.parse_args()
     pair = load_generator(arguments).pair
     calibrated = read_calibrated(arguments.draft, arguments.calibration) or PrefillConfig()
@@ -250,9 +250,7 @@ def main() -> None:
         "half": arguments.half,
         "reports": reports,
     }
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps(line) + "\n", encoding="utf-8")
-    print(json.dumps(line))
+    print_report(line, arguments.out)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ prompts. Prints a table; --out has JSON, --plot a picture.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +24,7 @@ from tqdm import tqdm
 
 from experiments.common.environment import describe
 from experiments.common.pair_arguments import add_pair_arguments, load_generator
+from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
 from experiments.quality.held_out_needles import HELD_OUT
 from experiments.quality.ruler_like import KINDS, Half, make
@@ -281,7 +281,7 @@ def main() -> None:
     parser.add_argument("--rules", nargs="+", help="only these (default: all)")
     parser.add_argument("--no-answers", action="store_true", help="evidence and cost only")
     parser.add_argument("--seed", type=int, default=20)
-    parser.add_argument("--out", type=Path, help="write the result here too, as JSON")
+    add_out_argument(parser)
     parser.add_argument("--plot", type=Path, help="draw a picture")
     arguments = parser.parse_args()
     pair = load_generator(arguments).pair
@@ -313,9 +313,7 @@ def main() -> None:
     }
     if arguments.plot is not None:
         plot(table, arguments.keep_rates, arguments.plot)
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps(result) + "\n", encoding="utf-8")
-    print(json.dumps(result))
+    print_report(result, arguments.out)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ no question is asked. Prints a row per document, means and medians, ends in one 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,6 +21,7 @@ from tqdm import tqdm
 
 from experiments.common.environment import describe
 from experiments.common.pair_arguments import add_pair_arguments, load_generator
+from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
 from experiments.quality.selection_suite import MODULES, read_texts
 from spec_stack import PrefillConfig
@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=5, help="(%(default)s)")
     parser.add_argument("--keep-rates", type=float, nargs="+", default=[0.1, 0.2, 0.3], help="(%(default)s)")
     parser.add_argument("--texts", type=Path, help="a folder of documents (default: standard library modules)")
-    parser.add_argument("--out", type=Path)
+    add_out_argument(parser)
     arguments = parser.parse_args()
     generator = load_generator(arguments)
     pair, prefill = generator.pair, generator.config.prefill
@@ -92,9 +92,7 @@ def main() -> None:
         "rows": rows,
         "summary": summary,
     }
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps(line) + "\n", encoding="utf-8")
-    print(json.dumps(line))
+    print_report(line, arguments.out)
 
 
 if __name__ == "__main__":

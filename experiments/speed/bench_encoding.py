@@ -7,9 +7,7 @@ before any model runs; both ways are checked to give the same tokens. Ends in on
 from __future__ import annotations
 
 import argparse
-import json
 import random
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -17,6 +15,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from experiments.common.environment import describe
+from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
 from spec_stack.demo import module_source
 from spec_stack.hf.loading import ASSETS
@@ -41,7 +40,7 @@ def main() -> None:
     parser.add_argument("--messages", type=int, default=401)
     parser.add_argument("--tokens", type=int, default=41000)
     parser.add_argument("--turns", type=int, default=5, help="the last so many turns are timed (%(default)s)")
-    parser.add_argument("--out", type=Path, help="file for the JSON")
+    add_out_argument(parser)
     arguments = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(ASSETS / "target")
     messages = make_messages(tokenizer, arguments.messages, arguments.tokens)
@@ -67,9 +66,7 @@ def main() -> None:
     }
     for way, times in seconds.items():
         print(f"{way:8s} {median(times):.4f} s a turn, {len(messages)} messages of {len(known.token_ids)} tokens")
-    print(json.dumps(report))
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps(report) + "\n", encoding="utf-8")
+    print_report(report, arguments.out)
 
 
 if __name__ == "__main__":

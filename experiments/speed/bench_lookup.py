@@ -15,7 +15,6 @@ paired. Per-prompt seconds are in the JSON line that the output ends in.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -27,6 +26,7 @@ from transformers import AutoModelForCausalLM
 from experiments.common.environment import describe
 from experiments.common.pair_arguments import add_pair_arguments, load_generator
 from experiments.common.prompt_files import choose_prompts, read_prompts
+from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
 from experiments.policies.bench_policies import Contest, gain, per_prompt
 from spec_stack import SpecStackGenerator
@@ -90,7 +90,7 @@ def main() -> None:
     parser.add_argument("--max-prompt-tokens", type=int, default=1024, help="longer ones lose their middle")
     parser.add_argument("--tokens", type=int, default=128, help="tokens per answer (%(default)s)")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--out", type=Path, help="file for the JSON line")
+    add_out_argument(parser)
     arguments = parser.parse_args()
     prompts = []
     if arguments.copying:
@@ -128,9 +128,7 @@ def main() -> None:
         "experiment": "bench_lookup", **describe(), "num_tokens": arguments.tokens, "repeats": arguments.repeats,
         "tasks": tasks, "result": result, "details": details,
     }  # fmt: skip
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps(line) + "\n", encoding="utf-8")
-    print(json.dumps(line))
+    print_report(line, arguments.out)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ the decode steps with the loop around them, and of whole calls. Prints tables, e
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,6 +21,7 @@ import numpy as np
 from experiments.common.environment import describe
 from experiments.common.pair_arguments import add_model_arguments, load_generators
 from experiments.common.prompt_files import choose_prompts
+from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
 from experiments.policies.analyze_profile import best_gamma, fixed_runs
 from experiments.policies.bench_policies import Contest, gain, per_prompt
@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="tokens per answer (%(default)s)")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--policies", nargs="+", choices=POLICY_NAMES, default=["throughput"], help="%(default)s")
-    parser.add_argument("--out", type=Path, help="file for the JSON line")
+    add_out_argument(parser)
     arguments = parser.parse_args()
     prompts = choose_prompts(arguments.prompts, arguments.per_task)
     records = read_records(arguments.records)
@@ -84,9 +84,7 @@ def main() -> None:
             shown = "".join(f"{f'{middle:+.1%} [{low:+.1%}, {high:+.1%}]':>26s}" for middle, low, high in gains)
             print(f"  {kind:12s}{cells:>16s}{shown}  acceptance {row['acceptance_rate'][kind]:.1%}")
     line = {"experiment": "bench_precisions", **describe(), "result": result}
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps(line) + "\n", encoding="utf-8")
-    print(json.dumps(line))
+    print_report(line, arguments.out)
 
 
 def summary_of(contest: Contest, precision: str, num_prompts: int, kinds: list[str]) -> dict[str, Any]:

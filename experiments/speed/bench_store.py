@@ -7,14 +7,13 @@ system message and document. Interleaved, medians. Ends in one JSON line.
 from __future__ import annotations
 
 import argparse
-import json
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from experiments.common.conversations import make_conversation
 from experiments.common.environment import describe
 from experiments.common.pair_arguments import add_pair_arguments, load_generator
+from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
 from spec_stack import PrefillConfig, SpecStackConfig, StoreConfig
 
@@ -27,7 +26,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=5200, help="of the document (%(default)s)")
     parser.add_argument("--prompts", type=int, default=7)
     parser.add_argument("--store", type=int, default=50_000, help="tokens of the store (%(default)s)")
-    parser.add_argument("--out", type=Path, help="file for the JSON")
+    add_out_argument(parser)
     arguments = parser.parse_args()
     prefill = PrefillConfig(scorer="attention", min_prompt_tokens=1024)
     generators = {
@@ -66,9 +65,7 @@ def main() -> None:
                 f"cached {cached:6.0f}"
             )
     report = {"experiment": "bench_store", **describe(), "tokens": arguments.tokens, "table": table}
-    print(json.dumps(report))
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps(report) + "\n", encoding="utf-8")
+    print_report(report, arguments.out)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, LogitsProcessorList, PreTrainedMo
 
 from experiments.common.environment import describe
 from experiments.common.pair_arguments import add_pair_arguments, load_generator
+from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
 from spec_stack import SpecStackGenerator
 from spec_stack.hf.processors import Processor
@@ -176,6 +177,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=100, help="how many answers per arm (%(default)s)")
     parser.add_argument("--max-tokens", type=int, default=120, help="per answer (%(default)s)")
     parser.add_argument("--repeats", type=int, default=15, help="runs for the cost of processors (%(default)s)")
+    add_out_argument(parser)
     arguments = parser.parse_args()
     if min(arguments.prompts, arguments.max_tokens, arguments.repeats) < 1:
         raise ValueError("--prompts, --max-tokens and --repeats must be 1 or more")
@@ -202,7 +204,7 @@ def main() -> None:
         names = [*arms]
         for arm in names[index % len(names) :] + names[: index % len(names)]:
             rows[arm].append(arms[arm](messages))
-    report: dict[str, Any] = {"prompts": len(prompts)}
+    report: dict[str, Any] = {"experiment": "bench_structured", **describe(), "prompts": len(prompts)}
     print(f"{'arm':14}{'valid':>8}{'tokens':>8}{'tokens/s':>10}{'ms/answer':>11}")
     for arm, answers in rows.items():
         num_tokens, seconds = sum(each[1] for each in answers), sum(each[2] for each in answers)
@@ -222,7 +224,7 @@ def main() -> None:
     print(f"{same} of {len(prompts)} answers the same in the three arms with a grammar")
     for name, value in (report["processors"] | report["grammar"]).items():
         print(f"{name:32}{value:10.0f}")
-    print(json.dumps(report | {"environment": describe()}))
+    print_report(report, arguments.out)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ Prints tables, ends in one JSON line; --out has it as a file, --plot a picture.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -31,6 +30,7 @@ from transformers import AutoModelForCausalLM
 
 from experiments.common.environment import describe
 from experiments.common.pair_arguments import add_pair_arguments, load_generator
+from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
 from experiments.gpu.shapes import SHAPES
 from spec_stack import PrefillConfig, SpecStackGenerator
@@ -218,7 +218,7 @@ def main() -> None:
     )
     parser.add_argument("--acceptance", type=float, default=0.7, help="that is supposed with --random (%(default)s)")
     parser.add_argument("--no-pair", action="store_true", help="the random weights only")
-    parser.add_argument("--out", type=Path)
+    add_out_argument(parser)
     parser.add_argument("--plot", type=Path)
     arguments = parser.parse_args()
     if not 0 <= arguments.acceptance < 1:
@@ -264,9 +264,7 @@ def main() -> None:
     if arguments.plot is not None:
         plot(panels, arguments.plot)
     line = {"experiment": "decode_collapse", **describe(), "keep_rate": arguments.keep_rate, **result}
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps(line) + "\n", encoding="utf-8")
-    print(json.dumps(line))
+    print_report(line, arguments.out)
 
 
 if __name__ == "__main__":

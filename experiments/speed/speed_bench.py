@@ -22,6 +22,7 @@ from experiments.common.environment import describe
 from experiments.common.pair_arguments import add_pair_arguments, load_generator
 from experiments.common.peer_rows import add_up, speculative_decoding
 from experiments.common.prompt_files import Prompt, choose_prompts
+from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
 from spec_stack import SpecStackGenerator
 
@@ -136,7 +137,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--sparse", action="store_true", help="prune prompts from min_prompt_tokens on")
     parser.add_argument("--requests", type=Path, help="write a line per request")
-    parser.add_argument("--out", type=Path)
+    add_out_argument(parser)
     arguments = parser.parse_args()
     generator = load_generator(arguments)
     prompts = read_prompts(arguments.sources, arguments.per_task)
@@ -164,9 +165,7 @@ def main() -> None:
         ]
         arguments.requests.write_text("\n".join(lines) + "\n", encoding="utf-8")
     line = {"experiment": "speed_bench", **describe(), "sparse": arguments.sparse, "report": report}
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps(line) + "\n", encoding="utf-8")
-    print(json.dumps(line))
+    print_report(line, arguments.out)
 
 
 if __name__ == "__main__":
