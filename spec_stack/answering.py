@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -200,54 +200,14 @@ class Answering(ABC):
         >>> len(result.token_ids), result.metrics.num_prompt_tokens
         (8, 4)
         """
+        given = locals()
         if not isinstance(return_records, bool):
             raise ValueError(f"return_records must be True or False, got {return_records!r}")
         if records is not None:
             if not isinstance(records, str | Path):
                 raise ValueError(f"records must be the path of a .jsonl file, got {records!r}")
             check_record_path(records, request_id)
-        call = Call(
-            _source(
-                prompt,
-                messages,
-                unpadded(input_ids, attention_mask),
-                protected,
-                tools,
-                documents,
-                chat_template_kwargs,
-                continue_final_message,
-            ),
-            _merged(
-                params,
-                max_tokens=max_tokens,
-                temperature=temperature,
-                top_k=top_k,
-                top_p=top_p,
-                seed=seed,
-                stop=() if stop is None else stop,
-                ignore_eos=ignore_eos,
-                min_p=min_p,
-                repetition_penalty=repetition_penalty,
-                bad_words_ids=bad_words_ids,
-                logit_bias=logit_bias,
-                min_tokens=min_tokens,
-                stop_token_ids=stop_token_ids,
-            ),
-            CallOptions(
-                keep_rate,
-                specprefill,
-                policy,
-                gamma,
-                proposer,
-                request_id,
-                task,
-                logits_processor,
-                response_format,
-                logprobs,
-                sampling,
-                on_progress,
-            ),
-        )
+        call = Call.of(given)
         request = self._plan(call.source, call.params, call.options)
         check_samples(n, request.params.temperature)
         if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
@@ -418,48 +378,8 @@ class Answering(ABC):
         >>> sum(len(output.token_ids) for output in generator.stream("def main():", max_tokens=8))
         8
         """
-        request = self._plan(
-            _source(
-                prompt,
-                messages,
-                unpadded(input_ids, attention_mask),
-                protected,
-                tools,
-                documents,
-                chat_template_kwargs,
-                continue_final_message,
-            ),
-            _merged(
-                params,
-                max_tokens=max_tokens,
-                temperature=temperature,
-                top_k=top_k,
-                top_p=top_p,
-                seed=seed,
-                stop=() if stop is None else stop,
-                ignore_eos=ignore_eos,
-                min_p=min_p,
-                repetition_penalty=repetition_penalty,
-                bad_words_ids=bad_words_ids,
-                logit_bias=logit_bias,
-                min_tokens=min_tokens,
-                stop_token_ids=stop_token_ids,
-            ),
-            CallOptions(
-                keep_rate,
-                specprefill,
-                policy,
-                gamma,
-                proposer,
-                request_id,
-                task,
-                logits_processor,
-                response_format,
-                logprobs,
-                sampling,
-                on_progress,
-            ),
-        )
+        call = Call.of(locals())
+        request = self._plan(call.source, call.params, call.options)
         return Stream(self._run(request), request.progress)
 
     astream = awaitable(stream)
@@ -473,6 +393,21 @@ class Call:
     source: PromptSource
     params: SamplingParams
     options: CallOptions
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Call:
+        """From the arguments of `generate` or `stream` by name: each goes to the part that has a field of its name."""
+
+        def of(part: type[Any]) -> dict[str, Any]:
+            return {entry.name: given[entry.name] for entry in fields(part) if entry.name in given}
+
+        prompt = of(PromptSource) | {"input_ids": unpadded(given["input_ids"], given["attention_mask"])}
+        if given["chat_template_kwargs"] is None:
+            del prompt["chat_template_kwargs"]
+        sampling = of(SamplingParams)
+        if given["stop"] is None:
+            del sampling["stop"]
+        return cls(PromptSource(**prompt), _merged(given["params"], **sampling), CallOptions(**of(CallOptions)))
 
     def samples(self, n: int) -> list[Call]:
         """The call n times: with seeds in a row, names of their own, and processors that know nothing of each other.
@@ -499,20 +434,6 @@ class Call:
                 f"n samples need a copy each of every logits processor, and one cannot be copied ({error}): give it a "
                 "method copy(), or a true attribute `stateless` where it keeps nothing"
             ) from error
-
-
-def _source(
-    prompt: str | None,
-    messages: Sequence[Message] | None,
-    input_ids: Sequence[int] | torch.Tensor | None,
-    protected: Sequence[Span],
-    tools: Sequence[Any] | None,
-    documents: Sequence[Mapping[str, Any]] | None,
-    chat_template_kwargs: Mapping[str, Any] | None,
-    continue_final_message: bool,
-) -> PromptSource:
-    more = {} if chat_template_kwargs is None else chat_template_kwargs
-    return PromptSource(prompt, messages, input_ids, protected, tools, documents, more, continue_final_message)
 
 
 def _merged(params: SamplingParams | None, **single: Any) -> SamplingParams:

@@ -59,6 +59,8 @@ def test_the_three_variants_of_the_paper_are_configurations() -> None:
     assert (full.look_ahead, full.pool_kernel, full.chunk_size) == (0, 13, 32)
     assert (ahead.look_ahead, ahead.pool_kernel, ahead.chunk_size) == (8, 13, 32)
     assert raw.keep_rate == full.keep_rate == ahead.keep_rate == 0.1
+    assert PrefillConfig.full_look_ahead() == PrefillConfig()
+    assert PrefillConfig.raw().keep_rate == PrefillConfig.full().keep_rate == PrefillConfig().keep_rate
 
 
 @pytest.mark.parametrize("positions", [[0, 2], [2, 1, 3], [1, 1, 2], [-1, 0, 1], [0, 1, 9]])
