@@ -3,4 +3,4 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 export OMP_NUM_THREADS=1
-.venv/bin/python -m experiments.speed.bench_structured --precision fp32 --prompts 100 "$@"
+.venv/bin/python -m experiments.speed.bench_structured --precision fp32 --prompts 100 --out experiments/results/bench_structured.json "$@"

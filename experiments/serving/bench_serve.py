@@ -10,6 +10,8 @@ python -m experiments.serving.bench_serve --clients 8 --requests 200
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import json
 import random
 import threading
@@ -180,6 +182,13 @@ def _becomes_idle(url: str, seconds: float = 30.0) -> bool:
     return False
 
 
+def in_use_mb() -> float:
+    """What is resident once the allocator has given back what is free: what it holds back grows by chance."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return float(psutil.Process().memory_info().rss) / 1e6
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--clients", type=int, default=Load.num_clients)
@@ -200,7 +209,7 @@ def main() -> None:
         print(f"{dict(outcome.counts)} in {outcome.seconds:.1f} s")
         print(f"  median {latencies[len(latencies) // 2]:.2f} s, longest {latencies[-1]:.2f} s")
         print(f"  {outcome.num_wrong} wrong, unexpected: {outcome.num_unexpected or 'nothing'}")
-        print(f"  idle afterwards: {outcome.is_idle}; memory {outcome.rss_growth_mb:+.1f} MB")
+        print(f"  idle afterwards: {outcome.is_idle}; memory {outcome.rss_growth_mb:+.1f} MB, {in_use_mb():.0f} in use")
     server.should_exit = True
     thread.join()
 

@@ -130,8 +130,8 @@ def test_eight_mixed_requests_at_once_give_the_references_tokens(server: Server,
 
 def test_gamma_changes_under_load_and_the_tokens_do_not(server: Server, reference: Reference) -> None:
     """The smallest gamma asked for holds for all, so it grows as those who asked for less come to their end."""
-    prompts = [reference.prompt(100 + 40 * index, seed=50 + index) for index in range(6)]
-    asked = [{"max_new_tokens": 30 + 30 * index, "gamma": gamma} for index, gamma in enumerate((0, 1, 2, 4, 6, 8))]
+    prompts = [reference.prompt(100 + 40 * index, seed=50 + index) for index in range(5)]
+    asked = [{"max_new_tokens": 30 + 30 * index, "gamma": gamma} for index, gamma in enumerate((0, 1, 2, 4, 8))]
     replies = server.generate_all(list(zip(prompts, asked, strict=True)))
     gammas: set[int] = set()
     for prompt, options, reply in zip(prompts, asked, replies, strict=True):
