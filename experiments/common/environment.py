@@ -73,10 +73,19 @@ def note_pair(target: str | Path | None, draft: str | Path | None) -> None:
     _pair[:] = [pair_fingerprint(target, draft)]
 
 
+def _portable(argument: str) -> str:
+    """NAME=/a/way/to/folder/file as NAME=…/folder/file: where one machine keeps files says nothing elsewhere."""
+    name, sign, path = argument.rpartition("=")
+    if not Path(path).is_absolute():
+        return argument
+    inside = Path(path).is_relative_to(Path.cwd())
+    return name + sign + (str(Path(path).relative_to(Path.cwd())) if inside else "…/" + "/".join(Path(path).parts[-2:]))
+
+
 def describe() -> dict[str, Any]:
     """Date, commit, machine kind, threads, versions, the command, and the pair that was loaded last (None for none)."""
     return {
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": " ".join([Path(sys.argv[0]).name, *map(shlex.quote, map(_portable, sys.argv[1:]))]),
         "pair": _pair[0] if _pair else None,
         "date": date.today().isoformat(),
         "commit": _commit(),

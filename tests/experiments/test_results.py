@@ -52,3 +52,13 @@ def test_every_committed_result_is_listed_once_and_where_it_belongs() -> None:
     assert all(table(results).count(f"| {each.name} |") == 1 for each in results)
     with pytest.raises(ValueError, match="must hold"):
         with_table("no marks", results)
+
+
+def test_a_result_does_not_name_folders_of_the_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    inside = tmp_path / "results" / "x.json"
+    monkeypatch.setattr(
+        "sys.argv", ["/far/script.py", "code=/home/me/data/files/a.jsonl", "--out", str(inside), "--n", "3"]
+    )
+    command = describe()["command"]
+    assert command == f"script.py 'code=…/files/a.jsonl' --out {inside.relative_to(tmp_path)} --n 3"

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from spec_stack import PrefillConfig
+
 from .conftest import CONTEXT, Reference, Server, generate_body
 
 
@@ -102,8 +104,8 @@ def test_pruned_kv_never_serves_a_prompt_of_the_same_tokens(server: Server, refe
     assert reply["output_ids"] == reference.tokens(compact)
 
 
-def kept_ids(reference: Reference, prompt: list[int]) -> list[int]:
-    """The tokens of a prompt that survive pruning."""
+def kept_ids(reference: Reference, prompt: list[int], config: PrefillConfig | None = None) -> list[int]:
+    """The tokens of a prompt that survive pruning, by the paper's rule or by what is given."""
     from functools import partial
 
     from spec_stack.decode.propose import propose
@@ -111,7 +113,7 @@ def kept_ids(reference: Reference, prompt: list[int]) -> list[int]:
     from spec_stack.hf.model import CachedModel
     from spec_stack.prefill.scoring import score_prompt
 
-    config = reference.generator.config.prefill
+    config = config or reference.generator.config.prefill
     draft = CachedModel(reference.generator.draft, config.prefill_chunk)
     look_ahead = partial(propose, draft, sampler=Sampler(), end_ids=())
     return list(score_prompt(draft, prompt, look_ahead, config)[0].token_ids)

@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 
-from .conftest import MIN_PROMPT_TOKENS, Reference, Server
+from spec_stack import PrefillConfig
+from spec_stack.prefill.calibration import find_calibration
+
+from .conftest import ASSETS, MIN_PROMPT_TOKENS, Reference, Server
 from .test_serving import kept_ids
 from .test_traffic import NUM_REQUESTS, Traffic
 
@@ -139,4 +142,22 @@ def test_two_ranks_agree_on_selection_and_gamma_and_on_the_failure_of_one(launch
     assert "on another rank" in report["specprefill_reason"]
     assert reply["output_ids"] == reference.tokens(prompt)[:8]
     assert "put out of action by a test" in server.log.read_text(errors="replace"), "the traceback is in the log"
+    server.stop()
+
+
+def test_a_server_takes_the_calibration_that_lies_beside_its_draft(launch: Any, reference: Reference) -> None:
+    """All of it but the window; the reference scores without one, too."""
+    found = find_calibration(str(ASSETS / "draft"), None)
+    assert found is not None
+    server = launch("--max-total-tokens", "8000", environment={"SPEC_STACK_SGLANG": "{}"})
+    prefill = found.complete_but(PrefillConfig(), ("draft_window", "draft_sinks"))
+    prompt = reference.prompt(2300, seed=70)
+    reply = server.generate(prompt, 16, explain=True)
+    spans = reply["meta_info"]["spec_stack"]["kept_spans"]
+    kept = [prompt[position] for start, stop in spans for position in range(start, stop)]
+    assert kept == kept_ids(reference, prompt, prefill) != kept_ids(reference, prompt)
+    assert reply["output_ids"] == reference.tokens_over(prompt, spans, 16)
+    short = server.generate(prompt[-2000:], 4)["meta_info"]["spec_stack"]
+    assert not short["specprefill"]
+    assert str(prefill.min_prompt_tokens) in short["specprefill_reason"]
     server.stop()
