@@ -164,8 +164,11 @@ def make_arms(
     return made
 
 
-def run_conversation(arms: dict[str, Callable[[Messages], Timing]], turns: list[Conversation]) -> list[dict[str, Any]]:
-    """One row per turn and arm. turns: whose turn i asks for fact i; several documents make an agent's trace."""
+def run_conversation(
+    arms: dict[str, Callable[[Messages], Timing]], turns: list[Conversation], progress: Callable[[], object]
+) -> list[dict[str, Any]]:
+    """One row per turn and arm. turns: whose turn i asks for fact i; several documents make an agent's trace. progress:
+    called after each answer."""
     histories: dict[str, Messages] = {arm: [] for arm in arms}
     rows = []
     for turn in range(len(turns)):
@@ -178,6 +181,7 @@ def run_conversation(arms: dict[str, Callable[[Messages], Timing]], turns: list[
             timing = arms[arm](histories[arm])
             histories[arm].append({"role": "assistant", "content": timing.text})
             rows.append({"arm": arm, "turn": turn, "right": fact.answer in timing.text, **vars(timing)})
+            progress()
     return rows
 
 
@@ -288,15 +292,17 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     warm_up = [] if arguments.no_warm_up else [arguments.first_seed]
     seeds = [*warm_up, *range(arguments.first_seed, arguments.first_seed + arguments.conversations)]
-    for index, seed in enumerate(tqdm(seeds, leave=False)):
+    bar = tqdm(total=len(seeds) * arguments.turns * len(arguments.arms), unit="answer", leave=False)
+    for index, seed in enumerate(seeds):
         make = partial(make_conversation, generator.tokenizer, arguments.tokens, max(8, arguments.turns))
         if arguments.agent:
             turns = [make(seed=100 * seed + turn, family=arguments.family) for turn in range(arguments.turns)]
         else:
             turns = [make(seed=seed, family=arguments.family)] * arguments.turns
         arms = make_arms(generator, plain, arguments.arms, session, options)
-        measured = run_conversation(arms, turns)
+        measured = run_conversation(arms, turns, bar.update)
         rows += [{"conversation": seed, **row} for row in measured] if index >= len(warm_up) else []
+    bar.close()
     table = summarise(rows, arguments.arms, (kv_bytes(generator.target), kv_bytes(generator.draft)))
     print(
         "arm       turn 1  later TTFT  first 8   answer   over kept (TTFT, first 8, answer)  sum TTFT  restored  "
