@@ -9,6 +9,7 @@ well than the paper's rule does, the cheapest is chosen.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -240,7 +241,7 @@ def _ways(pair: ModelPair) -> list[PrefillConfig]:
 def _make_prompts(pair: ModelPair, texts: Sequence[str], num_tokens: int, count: int, seed: int) -> Iterator[Prompt]:
     """Needles hidden in so many tokens of text, through the chat template where there is one."""
     sample = "\n".join(text[:4000] for text in texts)
-    per_token = len(sample) / max(1, len(pair.tokenizer(sample, add_special_tokens=False).input_ids))
+    per_token = len(sample) / max(1, len(pair.tokenizer(sample, add_special_tokens=False, verbose=False).input_ids))
     same_words = {kind: wordings for kind, wordings in WORDINGS.items() if kind not in IN_OTHER_WORDS}
     other_words = {kind: WORDINGS[kind] for kind in IN_OTHER_WORDS}
     num_characters, num_other = round(num_tokens * per_token), max(1, round(_SHARE_IN_OTHER_WORDS * count))
@@ -618,6 +619,12 @@ def format_calibration(calibration: Calibration) -> str:
     return "\n".join(lines)
 
 
+def check_plots() -> None:
+    """Raise ValueError where there is no matplotlib."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("plots need matplotlib: pip install 'spec-stack[experiments]'")
+
+
 def plot_calibration(calibration: Calibration, path: str | Path) -> None:
     """Recall against time to first token, a panel per length, the chosen point marked; written to an image file.
 
@@ -626,10 +633,9 @@ def plot_calibration(calibration: Calibration, path: str | Path) -> None:
     ValueError
         Without matplotlib.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError("plots need matplotlib: pip install 'spec-stack[experiments]'") from error
+    check_plots()
+    from matplotlib.figure import Figure
+
     config = calibration.apply()
     chosen = describe_setting(replace(config, keep_rate=0.2, min_prompt_tokens=2048))
     figure = Figure(figsize=(5 * len(calibration.dense_s), 4), layout="constrained")

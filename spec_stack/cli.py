@@ -8,6 +8,7 @@ import json
 import os
 import stat
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -462,12 +463,17 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 
 def _calibrate(arguments: argparse.Namespace) -> int:
-    from spec_stack.calibration import LENGTHS, calibrate, format_calibration, plot_calibration
+    from spec_stack.calibration import LENGTHS, calibrate, check_plots, format_calibration, plot_calibration
     from spec_stack.pair import ModelPair
 
     out = arguments.out or arguments.draft
     if out is None or not (Path(out).is_dir() or Path(out).parent.is_dir()):
         raise ValueError("say with --out which file or folder the result goes to")
+    # What would fail after minutes of work fails now.
+    _check_writable(Path(out))
+    if arguments.plot is not None:
+        check_plots()
+        _check_writable(arguments.plot)
     if arguments.prompts < 1 or not 0 <= arguments.margin < 1:
         raise ValueError("--prompts must be 1 or more, and --margin from 0 to under 1")
     documents = _read_documents(arguments.documents)
@@ -492,10 +498,20 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     )
     print(file=sys.stderr)
     print(format_calibration(calibration))
+    print(f"kept in {calibration.save(out)}, after {calibration.seconds:.0f} s")
     if arguments.plot is not None:
         plot_calibration(calibration, arguments.plot)
-    print(f"kept in {calibration.save(out)}, after {calibration.seconds:.0f} s")
     return 0
+
+
+def _check_writable(path: Path) -> None:
+    """Raise ValueError where no file can be written in the folder, or beside the file, that a path names."""
+    folder = path if path.is_dir() else path.parent
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror}") from error
 
 
 def _read_documents(folder: Path | None) -> list[str]:
@@ -513,8 +529,7 @@ def _explain(arguments: argparse.Namespace) -> int:
     from spec_stack.explain.command import explain_live, explain_records, write_page
     from spec_stack.explain.observe import WatchedGenerator
 
-    if not arguments.out.parent.is_dir():
-        raise ValueError(f"{arguments.out}: the folder {arguments.out.parent} does not exist")
+    _check_writable(arguments.out)
     if arguments.records:
         explanation = explain_records(arguments.records, arguments.request)
     else:

@@ -283,3 +283,15 @@ def test_a_conversation_hides_facts_of_other_people_on_lines_of_their_own(embedd
         for question in questions:
             assert lines.count(question.line) == 1
             assert question.answer in question.line
+
+
+@pytest.mark.parametrize("option", ["--out", "--plot"])
+def test_a_calibration_that_could_not_be_written_is_not_begun(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nowhere = str(tmp_path / "missing" / "calibration.png")
+    more = ["--out", str(tmp_path)] if option == "--plot" else []
+    assert main(["calibrate", *more, option, nowhere]) == 2
+    message = capsys.readouterr().err
+    assert nowhere in message or "--out" in message
+    assert "asking every head" not in message
