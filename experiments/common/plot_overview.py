@@ -38,7 +38,7 @@ def _read(name: str) -> dict[str, Any]:
 
 def charts() -> list[Chart]:
     """The three figures that matter most, as `experiments/results` has them."""
-    prefill = _read("bench_latency")["prefill"]
+    prefill = next(length for length in _read("prefill_grid")["lengths"] if 8000 <= length["prompt_tokens"] < 9000)
     speed = _read("bench_policies")["result"]["all"]["tokens_per_s"]
     serving = _read("bench_serving")["results"]
     # The two modes that stayed under the lowest rate of that run had one of their own.
@@ -47,8 +47,12 @@ def charts() -> list[Chart]:
         mode: [rate for rate in (*serving[mode]["highest_rates"], *slow.get(mode, {}).get("highest_rates", ())) if rate]
         for mode in serving
     }
-    seconds = prefill["seconds"]
-    ttft = {"dense": seconds["TTFT dense"], "sparse, keep_rate\u00a00.2": seconds["TTFT sparse"]}
+    sparse = {name: entry["ttft_s"] for name, entry in prefill["settings"].items()}
+    ttft = {
+        "dense": prefill["dense_s"],
+        "sparse, keep_rate\u00a00.2": sparse["default, keep 0.2"],
+        "calibrated": sparse["calibrated"],
+    }
     tokens = {
         "transformers": speed["transformers, plain"],
         "transformers, assisted": speed["transformers, assisted (dynamic)"],
