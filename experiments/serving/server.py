@@ -24,7 +24,7 @@ CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "TORCHD
 CPU_ARGUMENTS = (
     *("--dtype", "float32", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     *("--grammar-backend", "none", "--disable-cuda-graph", "--skip-server-warmup"),
-    *("--mem-fraction-static", "0.1", "--max-total-tokens", "40000"),
+    *("--mem-fraction-static", "0.3", "--max-total-tokens", "40000"),
 )
 
 

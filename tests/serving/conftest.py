@@ -43,7 +43,7 @@ ENVIRONMENT = {
 ARGUMENTS = (
     *("--device", "cpu", "--host", "127.0.0.1", "--dtype", "float32"),
     *("--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--grammar-backend", "none"),
-    *("--mem-fraction-static", "0.1", "--disable-cuda-graph", "--skip-server-warmup"),
+    *("--mem-fraction-static", "0.3", "--disable-cuda-graph", "--skip-server-warmup"),
 )
 
 

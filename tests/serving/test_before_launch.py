@@ -21,7 +21,7 @@ from .conftest import ARGUMENTS, ASSETS, ENVIRONMENT, Reference, generate_body
 
 _PAIR = ("--model-path", str(ASSETS / "target"), "--speculative-draft-model-path", str(ASSETS / "draft"))
 _SPEC_STACK = ("--speculative-algorithm", "SPEC_STACK")
-_CPU = ("--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native", "--mem-fraction-static", "0.1")
+_CPU = ("--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native", "--mem-fraction-static", "0.3")
 
 
 def _python(arguments: list[str], folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
