@@ -4,7 +4,7 @@ The rules are those of `selection_rules`; the tasks the kinds of `spec_stack.pre
 chains, common words and frequent words, each in wordings to tune on and others to test on. Per rule and keep rate: the
 share of the evidence's spans of which every token is kept; what the target answers, beside dense prefill; the mean KL
 divergence of its next-token distributions from those of dense prefill, along dense prefill's own answer; and what the
-rule costs, without the draft's pass, which all that need one share. Intervals are 95 % bootstrap intervals over
+rule costs in processor seconds, without the draft's pass, which all that need one share. Intervals are 95 % bootstrap intervals over
 prompts. Prints a table; --out has JSON, --plot a picture.
 """
 
@@ -15,7 +15,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from time import perf_counter
+from time import process_time
 from typing import Any
 
 import numpy as np
@@ -106,12 +106,12 @@ def see(pair: ModelPair, task: Task, calibrated: Any, seed: int) -> Seen:
 
 
 def keep(rule: Rule, seen: Seen, keep_rate: float) -> tuple[set[int], float]:
-    """Positions that a rule keeps, and the seconds it took to say so."""
+    """Positions that a rule keeps, and the processor seconds it took to say so."""
     config = replace(rule.config, keep_rate=keep_rate)
-    started = perf_counter()
+    started = process_time()
     votes = rule.votes(seen, config)
     chunks = select_chunks(votes, config, keep_rate)
-    seconds = perf_counter() - started
+    seconds = process_time() - started
     size, end = config.chunk_size, len(seen.prompt_ids)
     return {at for chunk in chunks for at in range(chunk * size, min(end, (chunk + 1) * size))}, seconds
 
@@ -163,9 +163,9 @@ def measure(
     rows = []
     config = next(iter(known.values())).config
     for index, task in enumerate(tqdm(tasks, leave=False)):
-        started = perf_counter()
+        started = process_time()
         seen = see(pair, task, config, index)
-        draft_s = perf_counter() - started
+        draft_s = process_time() - started
         judge = Judge(pair, task, config.prefill_chunk) if answers else None
         found: dict[str, dict[str, float]] = {}
         for name, rule in known.items():
