@@ -4,8 +4,8 @@ The rules are those of `selection_rules`; the tasks the kinds of `spec_stack.pre
 chains, common words and frequent words, each in wordings to tune on and others to test on. Per rule and keep rate: the
 share of the evidence's spans of which every token is kept; what the target answers, beside dense prefill; the mean KL
 divergence of its next-token distributions from those of dense prefill, along dense prefill's own answer; and what the
-rule costs in processor seconds, without the draft's pass, which all that need one share. Intervals are 95 % bootstrap intervals over
-prompts. Prints a table; --out has JSON, --plot a picture.
+rule costs in processor seconds, without the draft's pass, which all that need one share. Intervals are 95 % bootstrap
+intervals over prompts. Prints a table; --out has JSON, --plot a picture.
 """
 
 from __future__ import annotations
