@@ -153,6 +153,13 @@ def main() -> None:
     parser.add_argument("prompts", nargs="+", help="TASK=FILE or TASK=FILE:CATEGORY")
     add_pair_arguments(parser)
     parser.add_argument("--per-task", type=int, default=10, help="prompts per task (%(default)s)")
+    parser.add_argument(
+        "--leave-out",
+        type=int,
+        default=0,
+        metavar="N",
+        help="those that --per-task N takes: for other prompts than a run's",
+    )
     parser.add_argument("--max-prompt-tokens", type=int, default=1024, help="longer ones lose their middle")
     parser.add_argument("--tokens", type=int, default=128, help="tokens per answer (%(default)s)")
     parser.add_argument("--gammas", type=int, nargs="+", default=[1, 2, 3, 4, 5, 6, 8, 10, 12, 16])
@@ -165,6 +172,8 @@ def main() -> None:
     arguments = parser.parse_args()
     try:
         prompts = choose_prompts(arguments.prompts, arguments.per_task)
+        known = choose_prompts(arguments.prompts, arguments.leave_out) if arguments.leave_out else []
+        prompts = [prompt for prompt in prompts if prompt not in known]
     except ValueError as error:
         parser.error(str(error))
     generator = load_generator(arguments)
