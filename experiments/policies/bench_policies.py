@@ -231,7 +231,8 @@ def main() -> None:
 
 def paired_gains(contest: Contest, policies: list[str]) -> dict[str, dict[str, tuple[float, float, float]]]:
     """Print, over the same prompts, what every policy's decoding gains on every other variant of ours."""
-    decode = {name: per_prompt(seconds) for name, seconds in contest.decode_seconds.items()}
+    # Of transformers' own variants only whole calls are timed.
+    decode = {name: per_prompt(seconds) for name, seconds in contest.decode_seconds.items() if seconds}
     result: dict[str, dict[str, tuple[float, float, float]]] = {}
     for name in policies:
         result[name] = {other: gain(decode[name], decode[other]) for other in decode if other != name}
