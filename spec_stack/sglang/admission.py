@@ -14,19 +14,27 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from time import perf_counter
 from typing import Any
 
 import torch
-from sglang.srt.runtime_context import get_context, get_parallel
 
 from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.decide import decide_scoring
 from spec_stack.sglang.active_gamma import num_overrides_kept
 from spec_stack.sglang.calibration import with_calibration
-from spec_stack.sglang.launch_notes import DRAFT_AT_SLOTS, drafting_note, graphs_note, prunes, pruning_note
+from spec_stack.sglang.draft_pool import PoolFullError
+from spec_stack.sglang.follow_up import Beginning, Placement, Turns, new_spans, place
+from spec_stack.sglang.launch_notes import (
+    DRAFT_AT_SLOTS,
+    drafting_note,
+    follow_up_note,
+    graphs_note,
+    prunes,
+    pruning_note,
+)
 from spec_stack.sglang.positions import PositionMap, batch_map, batch_offsets
 from spec_stack.sglang.protocols import Runner, RunningRequest, Scheduler
 from spec_stack.sglang.radix_keys import PlacedKey
@@ -41,33 +49,39 @@ from spec_stack.sglang.request_state import (
     dense_reason,
 )
 from spec_stack.sglang.rounds import Rounds
-from spec_stack.sglang.scoring import DraftScorer, NoRoomError, Prompt, can_build_on_cache, needs_the_draft
+from spec_stack.sglang.scoring import DraftScorer, Prompt, Score, needs_the_draft
 from spec_stack.sglang.server_args import ServerConfig
-from spec_stack.sglang.support import NAME, draft_positions_are_mapped, pruning_refusal
+from spec_stack.sglang.support import NAME, draft_positions_are_mapped
 from spec_stack.tokenizers.chat_turns import ChatTurns, Protected
-from spec_stack.types import Selection
 
 logger = logging.getLogger(__name__)
 _MOST_REMEMBERED = 16
-# Rounds of the scheduler's loop that a prompt waits for KV slots while others run, before it goes on densely.
-_MOST_ROUNDS_WITHOUT_ROOM = 4096
+# Remembered turns cost a few bytes a token, and the draft's pool forgets texts too: so many times its length is enough.
+_TURNS_PER_POOL = 16
 _NOT_PROTECTED = Protected()
 
 
 @dataclass(eq=False)
 class Waiting:
-    """A request in SGLang's waiting queue whose prompt is to be scored first."""
+    """A request in SGLang's waiting queue whose prompt is to be scored first.
+
+    beginning: what the prompt is built on. prunes: whether what comes after it is pruned; recalls: whether some of what
+    it lacks may come back. reason: why the prompt may be pruned; why_new: why what comes after the beginning is, or is
+    not.
+    """
 
     request: RunningRequest
     options: RequestOptions
     prompt: Prompt
     protected: Protected
     reason: str
-    work: Generator[None, None, Selection] | None = None
+    why_new: str = ""
+    beginning: Beginning = field(default_factory=Beginning)
+    prunes: bool = True
+    recalls: bool = False
+    work: Generator[None, None, Score] | None = None
     scoring_s: float = 0.0
     longest_part_s: float = 0.0
-    num_cached: int = 0
-    num_rounds_without_room: int = 0
 
     def took(self, seconds: float) -> None:
         """Note how long a part of the scoring took."""
@@ -91,22 +105,19 @@ class RequestPruner:
             scheduler.model_config.hf_text_config,
             draft.hf_text_config,
         )
-        self._refusal = pruning_refusal(scheduler.server_args, scheduler.model_config, draft)
+        self._refusal: str | None = scheduler.draft_worker.pruning_refusal
         self.prunes = self._refusal is None
-        self._turns = ChatTurns.learn(self._scheduler.tokenizer, scheduler.server_args.chat_template)
-        self._scorer = DraftScorer(scheduler, self.config.scoring_evict_share)
+        self._template = ChatTurns.learn(self._scheduler.tokenizer, scheduler.server_args.chat_template)
+        self._scorer = DraftScorer(scheduler)
         decode_interval = self.config.prefill_decode_interval if prunes(self.config, self._refusal) else 0
         self._rounds = Rounds(scheduler, decode_interval)
         # The same prompt comes again at once where n replies are asked for, and after a client's retry.
-        self._remembered: OrderedDict[Prompt, Selection] = OrderedDict()
+        self._remembered: OrderedDict[Prompt, tuple[Placement, str]] = OrderedDict()
+        self._turns = Turns(_TURNS_PER_POOL * self.config.draft_pool_tokens)
         self.num_by_outcome = dict.fromkeys(OUTCOMES, 0)
         self._waiting: list[Waiting] = []
         self._set_aside: list[RunningRequest] | None = None
-        if self.prunes:
-            _reserve_a_row(scheduler)
         self._announce()
-        # What the scheduler shares with SGLang's check for lost slots, which knows of no scheduler.
-        setattr(scheduler.token_to_kv_pool_allocator, STATE, self)
 
     @staticmethod
     def of(scheduler: Scheduler) -> RequestPruner | None:
@@ -127,7 +138,11 @@ class RequestPruner:
         memory = getattr(worker, "graph_memory_usage", None)
         logger.info("%s: CUDA graphs: %s; memory of the draft's in GB: %s", NAME, graphs, memory)
         level = logging.WARNING if self._refusal or prunes(config, self._refusal) else logging.INFO
-        logger.log(level, "%s: %s", NAME, pruning_note(config, self._refusal, self._turns.unrecognised))
+        logger.log(level, "%s: %s", NAME, pruning_note(config, self._refusal, self._template.unrecognised))
+        if prunes(config, self._refusal):
+            num_bytes = self._scorer.pool_state()["num_bytes"]
+            num_tokens = self._scheduler.token_to_kv_pool_allocator.size
+            logger.info("%s: %s", NAME, follow_up_note(config, num_bytes, num_tokens))
         if prunes(config, self._refusal) and not draft_positions_are_mapped(worker.draft_worker.draft_runner):
             logger.warning("%s: %s", NAME, DRAFT_AT_SLOTS)
 
@@ -147,18 +162,24 @@ class RequestPruner:
         if refusal is not None:
             self._settle_densely(request, options, f"off: {refusal}", "not_possible")
             return
-        prompt_ids = tuple(request.origin_input_ids)
-        end_ids = frozenset(self._end_ids(request))
-        prompt = Prompt(prompt_ids, request.extra_key, request.cache_salt, prefill, end_ids=end_ids)
+        prompt = Prompt(
+            tuple(request.origin_input_ids),
+            request.extra_key,
+            request.cache_salt,
+            prefill,
+            options.follow_up or self.config.follow_up,
+            end_ids=frozenset(self._end_ids(request)),
+        )
         waiting = Waiting(request, options, prompt, Protected(), reason)
-        # A follow-up asks the cache and goes on: nothing else of its long history is looked at.
+        # A follow-up of a dense turn asks the cache and goes on: nothing else of its long history is looked at.
         if self._is_mostly_cached(waiting):
             return
-        protected = self._turns.protected(prompt_ids) if options.protect is None else Protected(options.protect)
-        scores, reason = decide_scoring(options.specprefill, prefill, len(prompt_ids), protected.spans)
-        waiting.prompt, waiting.protected = replace(prompt, protected=protected.spans), protected
+        protected = options.protect
+        found = self._template.protected(prompt.token_ids) if protected is None else Protected(protected)
+        scores, reason = decide_scoring(options.specprefill, prefill, len(prompt.token_ids), found.spans)
+        waiting.prompt, waiting.protected = replace(prompt, protected=found.spans), found
         if not scores:
-            self._settle_densely(request, options, reason, "not_wanted", protected)
+            self._settle_densely(request, options, reason, "not_wanted", found)
         elif not self._is_settled_by_what_is_known(waiting):
             self._waiting.append(waiting)
 
@@ -174,11 +195,10 @@ class RequestPruner:
     def work(self) -> None:
         """Do one part of the oldest scoring, if this round is for it. Called once per round, before SGLang makes its
         next batch."""
+        self._turns.take_in_replies()
         if not self._waiting:
             return
         self._drop_those_gone()
-        if self._waiting and self._waiting[0].work is not None and self._running_requests_need_the_slots():
-            self._give_way(self._waiting[0])
         while self._waiting and self._waiting[0].work is None:
             # What came before may have brought this one's prefix into the cache, or its very selection.
             if not self._is_settled_by_what_is_known(self._waiting[0]):
@@ -209,11 +229,6 @@ class RequestPruner:
                 scheduler.waiting_queue = old + [request for request in together if id(request) not in known]
             self._set_aside = None
 
-    @property
-    def num_slots_held(self) -> int:
-        """KV slots held by a scoring under way."""
-        return self._scorer.num_slots_held
-
     def state(self) -> dict[str, Any]:
         """Settings and counters, as /server_info shows them."""
         policy = self._scheduler.draft_worker.batch_policy
@@ -221,9 +236,11 @@ class RequestPruner:
             "settings": asdict(self.config),
             "prompts_are_pruned": self.prunes,
             "why_not": self._refusal or "",
-            "unrecognised": self._turns.unrecognised,
+            "unrecognised": self._template.unrecognised,
             "num_requests": dict(self.num_by_outcome),
             "num_waiting_for_their_score": len(self._waiting),
+            "num_turns_remembered": len(self._turns),
+            "draft_pool": self._scorer.pool_state() if self.prunes else {},
             "num_steps": policy.num_steps,
             "num_proposed": policy.num_proposed,
             "num_accepted": policy.num_accepted,
@@ -231,10 +248,12 @@ class RequestPruner:
         }
 
     def forget(self) -> None:
-        """Give back all slots and drop what is remembered: the caches are about to be emptied."""
+        """Drop what is remembered, and the draft's KV: the caches are about to be emptied."""
         for waiting in self._waiting:
             self._restart(waiting)
         self._remembered.clear()
+        self._turns.clear()
+        self._scorer.forget()
 
     def _drop_those_gone(self) -> None:
         """Those that SGLang has aborted, timed out or refused are not in its queue any more."""
@@ -243,17 +262,6 @@ class RequestPruner:
             if id(waiting.request) not in queued:
                 self._restart(waiting)
         self._waiting = [waiting for waiting in self._waiting if id(waiting.request) in queued]
-
-    def _running_requests_need_the_slots(self) -> bool:
-        running = self._scheduler.running_batch
-        return not running.is_empty() and not running.check_decode_mem()
-
-    def _give_way(self, waiting: Waiting) -> None:
-        """Start over later, and densely in the end: a scoring that is stopped again and again is work for nothing."""
-        self._restart(waiting)
-        waiting.num_rounds_without_room += _MOST_ROUNDS_WITHOUT_ROOM // 4
-        if waiting.num_rounds_without_room > _MOST_ROUNDS_WITHOUT_ROOM:
-            self._settle_waiting_densely(waiting, "off: running requests needed the KV slots of scoring", "no_room")
 
     def _restart(self, waiting: Waiting) -> None:
         if waiting.work is not None:
@@ -266,34 +274,27 @@ class RequestPruner:
         # Decode steps around this are not as slow as it makes them look.
         self._scheduler.draft_worker.batch_policy.something_else_runs()
         started = perf_counter()
-        selection, failure = None, None
+        score, failure = None, None
         try:
             with self._scorer.working():
                 if waiting.work is None:
                     waiting.work = self._scorer.score(waiting.prompt)
                 next(waiting.work)
         except StopIteration as end:
-            selection = end.value
-        except NoRoomError as error:
+            score = end.value
+        except PoolFullError as error:
             # Pools are the same on all ranks, so all of them come here.
             waiting.work = None
-            waiting.num_rounds_without_room += 1
-            is_alone = self._scheduler.running_batch.is_empty() and self._scheduler.last_batch is None
-            if is_alone or waiting.num_rounds_without_room > _MOST_ROUNDS_WITHOUT_ROOM:
-                self._settle_waiting_densely(waiting, f"off: {error}", "no_room")
+            self._settle_waiting_densely(waiting, f"off: {error}; see --spec-stack-draft-pool-tokens", "no_room")
             return
         except Exception as error:
             failure = error
         waiting.took(perf_counter() - started)
         if not all_say_yes(failure is None):
             self._failed(waiting, failure)
-        elif selection is not None:
+        elif score is not None:
             waiting.work = None
-            self._remembered[waiting.prompt] = selection
-            if len(self._remembered) > _MOST_REMEMBERED:
-                self._remembered.popitem(last=False)
-            num_new = len(waiting.prompt.token_ids) - waiting.prompt.num_built_on
-            self._settle_with(waiting, selection, num_new if needs_the_draft(waiting.prompt.config) else 0)
+            self._settle_anew(waiting, score)
             self._waiting.remove(waiting)
 
     def _failed(self, waiting: Waiting, failure: Exception | None) -> None:
@@ -309,68 +310,108 @@ class RequestPruner:
     # What becomes of a request
 
     def _is_mostly_cached(self, waiting: Waiting) -> bool:
-        """Settle the request if all but a few tokens of its prompt are cached densely. Else note how many are."""
+        """Settle the request if all but a few tokens of its prompt are cached densely. Else note its beginning."""
+        prompt, waiting.beginning = waiting.prompt, Beginning()
+        if prompt.follow_up == "afresh":
+            return False
+        waiting.beginning = self._turns.find(prompt.tenant, prompt.token_ids)
         if waiting.options.specprefill is not None:
             return False
-        prompt = waiting.prompt
-        num_tokens, waiting.num_cached = len(prompt.token_ids), self._scorer.num_cached(prompt)
-        if num_tokens - waiting.num_cached >= prompt.config.min_prompt_tokens:
+        num_tokens, num_cached = len(prompt.token_ids), self._scorer.num_cached(prompt)
+        if num_cached < waiting.beginning.num_tokens:
             return False
-        reason = f"off: {waiting.num_cached} of {num_tokens} tokens are cached"
+        waiting.beginning = Beginning.dense(num_cached)
+        if num_tokens - num_cached >= prompt.config.min_prompt_tokens:
+            return False
+        reason = f"off: {num_cached} of {num_tokens} tokens are cached"
         self._settle_densely(waiting.request, waiting.options, reason, "cached", waiting.protected)
         return True
 
     def _is_settled_by_what_is_known(self, waiting: Waiting) -> bool:
-        """Settle the request if its prompt is cached for the most part, or its selection is remembered.
+        """Settle the request where nothing is to be scored for it: its prompt is cached for the most part, or goes on
+        from one that was pruned, or has just been there.
 
-        Else it may turn out that its beginning is cached densely, and that only the rest is to be scored.
+        Else find out what it is built on.
         """
         prompt = waiting.prompt
-        selection = self._remembered.get(prompt)
-        if selection is None and waiting.options.specprefill is None:
-            if self._is_mostly_cached(waiting):
-                return True
-            num_tokens, num_cached = len(prompt.token_ids), waiting.num_cached
-            # A short dense beginning is worth less than a selection of its own, which is the same on every server.
-            builds = can_build_on_cache() and 4 * num_cached >= num_tokens
-            prompt = waiting.prompt = replace(prompt, num_built_on=num_cached if builds else 0)
-            selection = self._remembered.get(prompt)
-        if selection is None:
+        known = self._remembered.get(prompt)
+        if known is not None:
+            self._settle_with(waiting, *known)
+            return True
+        if self._is_mostly_cached(waiting):
+            return True
+        waiting.prunes, waiting.recalls = True, False
+        num_tokens, beginning = len(prompt.token_ids), waiting.beginning
+        if not beginning.is_worth_it(num_tokens):
+            waiting.beginning = Beginning()
+            return self._is_settled_without_the_draft(waiting)
+        num_new = num_tokens - beginning.num_tokens
+        spans = new_spans(prompt.protected, beginning)
+        wish = waiting.options.specprefill
+        waiting.prunes, waiting.why_new = decide_scoring(wish, prompt.config, num_new, spans, text="new text")
+        waiting.recalls = prompt.follow_up == "recall" and self.config.recall.restore and not beginning.is_dense
+        return self._is_settled_without_the_draft(waiting)
+
+    def _is_settled_without_the_draft(self, waiting: Waiting) -> bool:
+        if (waiting.prunes or waiting.recalls) and needs_the_draft(waiting.prompt.config):
             return False
-        self._remembered.move_to_end(prompt)
-        self._settle_with(waiting, selection, 0)
+        self._settle_anew(waiting, None)
         return True
 
-    def _settle_with(self, waiting: Waiting, selection: Selection, num_scored: int) -> None:
-        """Give the request the selected part of its prompt, at the original positions. Mutates it."""
-        request, reason = waiting.request, waiting.reason
-        num_tokens = len(waiting.prompt.token_ids)
-        positions = None
-        if len(selection.positions) < num_tokens:
-            positions = PositionMap(selection.positions, num_tokens)
-            request.origin_input_ids = request.origin_input_ids_unpadded = array("q", selection.token_ids)
+    def _settle_anew(self, waiting: Waiting, score: Score | None) -> None:
+        prompt, beginning = waiting.prompt, waiting.beginning
+        given = place(
+            prompt.token_ids,
+            beginning,
+            None if score is None else score.importance,
+            waiting.prunes,
+            self.config.recall if waiting.recalls else None,
+            prompt.config,
+            prompt.protected,
+        )
+        reason, num_tokens = waiting.reason, given.num_prompt_tokens
+        if given.is_whole:
+            reason = "off: chunks and protected spans cover the whole prompt"
+        elif given.num_cached:
+            origin = "cached and kept" if beginning.is_dense else f"of earlier turns: {prompt.follow_up}"
+            reason = f"{waiting.why_new}; {given.num_cached} of {num_tokens} tokens are {origin}"
+        self._remembered[prompt] = given, reason
+        if len(self._remembered) > _MOST_REMEMBERED:
+            self._remembered.popitem(last=False)
+        self._settle_with(waiting, given, reason, score)
+
+    def _settle_with(self, waiting: Waiting, given: Placement, reason: str, score: Score | None = None) -> None:
+        """Give the request a part of its prompt, at the original positions. Mutates it."""
+        request, prompt = waiting.request, waiting.prompt
+        num_tokens, positions = given.num_prompt_tokens, None
+        self._remembered.move_to_end(prompt)
+        if not given.is_whole:
+            positions = PositionMap(given.positions, num_tokens)
+            request.origin_input_ids = request.origin_input_ids_unpadded = array("q", given.token_ids)
             request.full_untruncated_fill_ids = array("q")
             request.extra_key = PlacedKey.of(positions, request.extra_key)
             if request.logprob_start_len > 0:
                 # SGLang's way to say: none of the prompt's tokens.
-                request.logprob_start_len = len(selection.token_ids)
-            if waiting.prompt.num_built_on:
-                reason += f"; {waiting.prompt.num_built_on} of {num_tokens} tokens are cached and kept"
-        else:
-            reason = "off: chunks and protected spans cover the whole prompt"
+                request.logprob_start_len = len(given.token_ids)
+            self._turns.add(prompt.tenant, prompt.token_ids, given.positions, request)
+        num_scored = 0 if score is None else num_tokens if waiting.recalls else num_tokens - given.num_cached
         report = PrefillReport(
             num_prompt_tokens=num_tokens,
-            num_kept_tokens=len(selection.positions),
+            num_kept_tokens=len(given.positions),
             num_scored_tokens=num_scored,
+            num_draft_tokens=0 if score is None else score.num_draft_tokens,
             num_protected_tokens=waiting.protected.num_tokens,
+            num_cached_tokens=given.num_cached,
+            num_recalled_tokens=given.num_recalled,
+            follow_up=prompt.follow_up,
             specprefill=positions is not None,
             specprefill_reason=_with_note(reason, waiting.protected),
             outcome="covered" if positions is None else "pruned",
-            keep_rate=selection.keep_rate,
+            keep_rate=given.keep_rate,
             scoring_s=waiting.scoring_s,
             longest_part_s=waiting.longest_part_s,
             policy=self._policy(waiting.options),
-            kept_spans=_spans_of(selection.positions) if waiting.options.explain else None,
+            kept_spans=_spans_of(given.positions) if waiting.options.explain else None,
         )
         self._attach(request, RequestState(waiting.options, report, positions))
 
@@ -392,7 +433,11 @@ class RequestPruner:
             num_prompt_tokens=num_tokens,
             num_kept_tokens=num_tokens,
             num_scored_tokens=0,
+            num_draft_tokens=0,
             num_protected_tokens=protected.num_tokens,
+            num_cached_tokens=0,
+            num_recalled_tokens=0,
+            follow_up=options.follow_up or self.config.follow_up,
             specprefill=False,
             specprefill_reason=reason,
             outcome=outcome,
@@ -426,16 +471,8 @@ class RequestPruner:
         return self._scheduler.model_config.hf_eos_token_id or ()
 
 
-def _reserve_a_row(scheduler: Scheduler) -> None:
-    """Let one fewer request run at once than there are rows: scoring needs one, also when the server is full."""
-    num_rows = int(scheduler.req_to_token_pool.size)
-    allowed = get_parallel().pp_max_micro_batch_size
-    if num_rows > 1 and allowed >= num_rows:
-        get_context().override("spec_stack.row_for_scoring", pp_max_micro_batch_size=num_rows - 1)
-
-
 def _spans_of(positions: Sequence[int]) -> tuple[Span, ...]:
-    """Sorted positions as half-open spans."""
+    """Positions, in the order in which they are written, as half-open spans."""
     edges = [at for at in range(1, len(positions)) if positions[at] != positions[at - 1] + 1]
     return tuple((positions[a], positions[b - 1] + 1) for a, b in pairwise([0, *edges, len(positions)]))
 

@@ -163,15 +163,6 @@ def _forget_first(flush: Callable[..., bool], scheduler: Scheduler, *args: Any, 
     return flush(scheduler, *args, **kwargs)
 
 
-def _count_slots_held(
-    count: Callable[..., tuple[int, int]], checker: Any, *args: Any, **kwargs: Any
-) -> tuple[int, int]:
-    """SGLang's check for lost slots, while it is busy: those of a scoring under way are not lost."""
-    full, sliding = count(checker, *args, **kwargs)
-    pruner = getattr(checker.token_to_kv_pool_allocator, STATE, None)
-    return full + (pruner.num_slots_held if pruner is not None else 0), sliding
-
-
 def _map_positions(init_new: Callable[..., Any], cls: type, batch: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
     forward_batch = init_new(cls, batch, runner, *args, **kwargs)
     mapped = positions_of(forward_batch, batch.reqs, runner)
@@ -197,7 +188,7 @@ HOOKS: dict[str, Callable[..., Any]] = {
     f"{_SRT}.model_executor.forward_batch_info.ForwardBatch.init_new": _map_positions,
     f"{_SRT}.speculative.spec_utils.spec_need_hidden_states": _need_hidden_states,
 }
-# Without one of these, a number is missing or SGLang's own (the last but one: under its strict memory check alone).
+# Without one of these, a number is missing or SGLang's own.
 HOOKS_FOR_NUMBERS: dict[str, Callable[..., Any]] = {
     f"{_SRT}.managers.tokenizer_manager.TokenizerManager.update_request_meta_info": _report,
     f"{_SRT}.managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics": _correct_acceptance,
@@ -208,9 +199,6 @@ HOOKS_FOR_NUMBERS: dict[str, Callable[..., Any]] = {
     ),
     f"{_SRT}.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter.report_decode_stats": (
         _report_true_rate
-    ),
-    f"{_SRT}.managers.scheduler_components.invariant_checker.SchedulerInvariantChecker._get_total_uncached_sizes": (
-        _count_slots_held
     ),
     f"{_SRT}.managers.scheduler.Scheduler.get_internal_state": _show_state,
 }

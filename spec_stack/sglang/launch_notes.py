@@ -33,6 +33,14 @@ def pruning_note(config: ServerConfig, refusal: str | None, unrecognised: str) -
     )
 
 
+def follow_up_note(config: ServerConfig, num_bytes: int, num_target_tokens: int) -> str:
+    """The rule, and what the draft's pool takes on each rank beside the target's pool."""
+    return (
+        f"follow-ups: {config.follow_up}; the draft's own KV pool holds {config.draft_pool_tokens} tokens in "
+        f"{num_bytes / 1e9:.2f} GB, the target's {num_target_tokens} tokens"
+    )
+
+
 def graph_sizes(config: ServerConfig, sizes: Sequence[int], gamma: int) -> list[int]:
     """The batch sizes that may meet this gamma, for which alone its graphs are captured."""
     return [size for size in sizes if gamma in config.gammas_at(size)]

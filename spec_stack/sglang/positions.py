@@ -18,14 +18,14 @@ import torch
 class PositionMap:
     """One pruned prompt's map from slots to original positions, for the target and for the draft.
 
-    kept: sorted original positions (K of num_prompt_tokens).
+    kept: original positions (K of num_prompt_tokens) in the order of the slots; the last one is the prompt's last.
     """
 
     def __init__(self, kept: Sequence[int], num_prompt_tokens: int) -> None:
         self.num_dropped = num_prompt_tokens - len(kept)
         self.target = torch.tensor(kept, dtype=torch.int64)
         # SGLang's drafts hold the token after the slot's (EAGLE's shift), one position early: distances must agree.
-        self.draft = torch.cat([self.target[1:] - 1, self.target[-1:]])
+        self.draft = torch.cat([(self.target[1:] - 1).clamp(min=0), self.target[-1:]])
 
 
 class BatchMap:

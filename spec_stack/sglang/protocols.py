@@ -24,7 +24,7 @@ class RunningRequest(Protocol):
     customized_info: lists that go out along with the output tokens, entry i with token i. extra_key, cache_salt: the
     client's own parts of the radix key. full_untruncated_fill_ids: SGLang's copy of prompt and output, made when the
     request is scheduled. logprob_start_len: the first prompt token whose logprob was asked for; -1, or the prompt's
-    length, for none.
+    length, for none. finished_len: how many of output_ids are the reply, once it has ended; None is all.
     """
 
     rid: str
@@ -32,6 +32,7 @@ class RunningRequest(Protocol):
     origin_input_ids_unpadded: Sequence[int]
     full_untruncated_fill_ids: Sequence[int]
     output_ids: Sequence[int]
+    finished_len: int | None
     extra_key: str | None
     cache_salt: str | None
     return_logprob: bool

@@ -10,13 +10,13 @@ from spec_stack.config import PrefillConfig
 from spec_stack.prefill.alignment import Span
 from spec_stack.sglang.positions import PositionMap
 from spec_stack.sglang.protocols import RunningRequest
-from spec_stack.sglang.server_args import BATCH_POLICIES, ServerConfig
+from spec_stack.sglang.server_args import BATCH_POLICIES, FOLLOW_UPS, ServerConfig
 
 META_INFO = "spec_stack"
 """The key of a reply's meta info, and of what SGLang carries there token by token."""
 STATE = "spec_stack"
 """The attribute of SGLang's requests that holds their RequestState."""
-OPTIONS = ("specprefill", "keep_rate", "protect", "explain", "gamma", "policy")
+OPTIONS = ("specprefill", "keep_rate", "follow_up", "protect", "explain", "gamma", "policy")
 OUTCOMES = ("pruned", "not_wanted", "not_possible", "cached", "covered", "no_room", "failed")
 """What became of a prompt, in few words: for counting, where the reason is for reading. not_wanted: by the request or
 by its length; covered: everything was protected or selected."""
@@ -29,13 +29,15 @@ class RequestOptions:
     """A request's own wishes; None is the server's way.
 
     specprefill: prune this prompt (True: whatever its length, and whatever of it is cached), or do not.
-    keep_rate: share of it that the target prefills. protect: half-open token spans [start, stop) that are kept whole,
-    in place of what the server recognises as system messages and template. explain: report which spans were kept.
+    keep_rate: share of it that the target prefills. follow_up: what becomes of the text of earlier turns.
+    protect: half-open token spans [start, stop) that are kept whole, in place of what the server recognises as system
+    messages and template. explain: report which spans were kept.
     gamma, policy: how far to draft, as far as a batch allows: see `BatchPolicy`.
     """
 
     specprefill: bool | None = None
     keep_rate: float | None = None
+    follow_up: str | None = None
     protect: tuple[Span, ...] | None = None
     explain: bool | None = None
     gamma: int | None = None
@@ -69,6 +71,8 @@ class RequestOptions:
             raise ValueError(f"explain must be true or false, got {options.explain!r}")
         if options.keep_rate is not None:
             replace(config.prefill, keep_rate=options.keep_rate)
+        if options.follow_up is not None and options.follow_up not in FOLLOW_UPS:
+            raise ValueError(f"follow_up must be one of {', '.join(FOLLOW_UPS)}, got {options.follow_up!r}")
         if options.gamma is not None:
             if type(options.gamma) is not int or options.gamma not in config.gammas:
                 raise ValueError(f"gamma must be one of the server's, {list(config.gammas)}, got {options.gamma!r}")
@@ -102,12 +106,19 @@ class PrefillReport:
     """How a prompt was prefilled; the names are those of the library's own metrics.
 
     outcome: one of OUTCOMES. longest_part_s: of the parts that scoring_s is the sum of, which others wait for.
+    num_scored_tokens: of which something was decided by their importance; num_draft_tokens: those of the prompt that
+    the draft had to read for it. num_cached_tokens: that an earlier turn dealt with, kept or dropped, and that this one
+    is built on; num_recalled_tokens: those of them that were dropped then and that the target is given now.
     """
 
     num_prompt_tokens: int
     num_kept_tokens: int
     num_scored_tokens: int
+    num_draft_tokens: int
     num_protected_tokens: int
+    num_cached_tokens: int
+    num_recalled_tokens: int
+    follow_up: str
     specprefill: bool
     specprefill_reason: str
     outcome: str

@@ -10,13 +10,17 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from spec_stack.config import MAX_GAMMA, DecodeConfig, PrefillConfig
+from spec_stack.config import MAX_GAMMA, DecodeConfig, PrefillConfig, SessionConfig
 from spec_stack.controller.base import Policy
 from spec_stack.controller.registry import BATCH_POLICY_NAMES, make_batch_policy
 
 ENVIRONMENT = "SPEC_STACK_SGLANG"
 # Gamma is set for a whole batch before it drafts, so a policy here has no signals of the step's own tokens.
 BATCH_POLICIES = BATCH_POLICY_NAMES
+FOLLOW_UPS = ("recall", "freeze", "afresh")
+"""What becomes of the text of earlier turns. freeze: what was kept stays, what was dropped stays away. recall: the
+same, and what the new turn wants of the dropped text comes back. afresh: the whole prompt is selected anew, and nothing
+that the server remembers changes a reply."""
 
 
 @dataclass(frozen=True)
@@ -30,13 +34,14 @@ class ServerConfig:
         every one at launch; 0 is plain decoding.
     max_gamma_by_batch_size: from so many requests on, the largest gamma of a step. A step's graphs are captured for
         the batch sizes at which its gamma may be used, so this is also what the graphs cost in memory and launch time.
-    scoring_evict_share: share of the KV pool, 0 to 1, that one scoring may take from the radix cache for its time,
-        where free slots are too few. A prompt that needs more waits while others run, and else is prefilled densely.
     prefill_decode_interval: decode steps between two prefill batches, and between a prefill batch and a part of a
         scoring, while requests run on a server that prunes; `--prefill-decode-interval` goes over it. With 0 all chunks
         of a prompt are prefilled in a row, which is its soonest and the running requests' longest wait.
     calibration: a file of `spec-stack calibrate`, or the folder it lies in, whose settings take the place of prefill's
         defaults; None is the one beside the draft, if any, and "none" is none.
+    follow_up: one of FOLLOW_UPS. recall: what comes back of dropped text under "recall", as in a session.
+    draft_pool_tokens: tokens that the draft's own KV pool holds, of all conversations together. A prompt longer than
+        that is prefilled densely. SGLang sizes its own pools by the memory that is left.
     """
 
     prefill: PrefillConfig = field(default_factory=PrefillConfig)
@@ -44,9 +49,11 @@ class ServerConfig:
     policy_options: Mapping[str, Any] = field(default_factory=dict)
     gammas: tuple[int, ...] = (0, 1, 2, 4, 8)
     max_gamma_by_batch_size: Mapping[int, int] = field(default_factory=lambda: {9: 4, 33: 2})
-    scoring_evict_share: float = 0.5
     prefill_decode_interval: int = 1
     calibration: str | None = None
+    follow_up: str = FOLLOW_UPS[0]
+    recall: SessionConfig = field(default_factory=SessionConfig)
+    draft_pool_tokens: int = 65_536
 
     def __post_init__(self) -> None:
         whole = all(isinstance(gamma, int) and not isinstance(gamma, bool) for gamma in self.gammas)
@@ -70,12 +77,17 @@ class ServerConfig:
                 raise ValueError(f"prefill.{name} is for Python: {reason}; leave it out")
         if not isinstance(self.calibration, str | None) or self.calibration == "":
             raise ValueError(f"calibration must be a file, a folder or 'none', got {self.calibration!r}")
-        share = self.scoring_evict_share
-        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
-            raise ValueError(f"scoring_evict_share must be a number, 0 to 1, got {share!r}")
         if type(self.prefill_decode_interval) is not int or self.prefill_decode_interval < 0:
             raise ValueError(
                 f"prefill_decode_interval must be a number of steps, 0 or more, got {self.prefill_decode_interval!r}"
+            )
+        if self.follow_up not in FOLLOW_UPS:
+            raise ValueError(f"follow_up must be one of {', '.join(FOLLOW_UPS)}, got {self.follow_up!r}")
+        if type(self.draft_pool_tokens) is not int or self.draft_pool_tokens < 1:
+            raise ValueError(f"draft_pool_tokens must be a whole number, 1 or more, got {self.draft_pool_tokens!r}")
+        if self.recall.max_cached_tokens is not None:
+            raise ValueError(
+                "recall.max_cached_tokens is for Python: a server's caches make room by themselves; leave it out"
             )
         self.make_policy(self.policy)
 
@@ -108,7 +120,7 @@ class ServerConfig:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> ServerConfig:
-        """From what flags or a file said: the fields above (prefill as a mapping of PrefillConfig's), and keep_rate
+        """From what flags or a file said: the fields above (prefill and recall as mappings of theirs), and keep_rate
         and min_prompt_tokens, which go over prefill's. Raises ValueError for anything unknown."""
         values = dict(values)
         prefill = dict(_mapping("prefill", values.pop("prefill", {})))
@@ -129,7 +141,9 @@ class ServerConfig:
             values["max_gamma_by_batch_size"] = {
                 int(size) if str(size).isdigit() else size: gamma for size, gamma in by_size.items()
             }
-        return cls(prefill=PrefillConfig(**prefill), **values)
+        recall = dict(_mapping("recall", values.pop("recall", {})))
+        _refuse_unknown("recall.", recall, [entry.name for entry in fields(SessionConfig)])
+        return cls(prefill=PrefillConfig(**prefill), recall=SessionConfig(**recall), **values)
 
     @classmethod
     def from_environment(cls) -> ServerConfig:
@@ -193,10 +207,24 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         **common,
     )
     group.add_argument(
+        "--spec-stack-follow-up",
+        metavar="RULE",
+        help=f"what becomes of the text of earlier turns: {', '.join(FOLLOW_UPS)} (default {defaults.follow_up})",
+        **common,
+    )
+    group.add_argument(
+        "--spec-stack-draft-pool-tokens",
+        type=int,
+        metavar="TOKENS",
+        help=f"tokens that the draft's own KV pool holds (default {defaults.draft_pool_tokens})",
+        **common,
+    )
+    group.add_argument(
         "--spec-stack-config",
         metavar="FILE",
         help="JSON with any of: keep_rate, min_prompt_tokens, prefill, policy, policy_options, gammas, "
-        "max_gamma_by_batch_size, scoring_evict_share, prefill_decode_interval, calibration; flags go over it",
+        "max_gamma_by_batch_size, prefill_decode_interval, calibration, follow_up, recall, "
+        "draft_pool_tokens; flags go over it",
         **common,
     )
 

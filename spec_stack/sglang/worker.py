@@ -12,10 +12,13 @@ from sglang.srt.speculative.standalone_worker_v2 import StandaloneDraftWorker, S
 from spec_stack.sglang import hooks
 from spec_stack.sglang.active_gamma import forget_earlier_gammas_of_this_process
 from spec_stack.sglang.batch_policy import BatchPolicy
+from spec_stack.sglang.launch_notes import prunes
 from spec_stack.sglang.padded_vocabulary import fit_draft, have_one_vocabulary
+from spec_stack.sglang.pooled_draft import PooledDraft
 from spec_stack.sglang.positions import protect_kv_lengths
 from spec_stack.sglang.ranks import first_ranks_gamma
 from spec_stack.sglang.server_args import ServerConfig
+from spec_stack.sglang.support import pruning_refusal
 
 logger = logging.getLogger(__name__)
 _SWITCH = "Switch adaptive runtime state"
@@ -37,9 +40,15 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         # SGLang's worker makes its draft worker by name, and its backends only later.
         self._draft_worker.__class__ = SpecStackDraftWorker
-        runner = self._target_worker.model_runner
+        runner, draft = self._target_worker.model_runner, self._draft_worker.draft_runner
+        config = ServerConfig.from_environment()
+        self.pruning_refusal = pruning_refusal(self.server_args, runner.model_config, draft.model_config)
+        self.pooled_draft = PooledDraft(draft, config.draft_pool_tokens)
+        if prunes(config, self.pruning_refusal):
+            # Weights are loaded, and SGLang has not sized its pools yet: it divides what memory is left.
+            self.pooled_draft.allocate()
         self.batch_policy = BatchPolicy(
-            ServerConfig.from_environment(),
+            config,
             precision=str(runner.dtype).removeprefix("torch."),
             agree=first_ranks_gamma,
         )

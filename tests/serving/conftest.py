@@ -188,8 +188,9 @@ class Server:
 
 
 def generate_body(input_ids: Sequence[int], max_new_tokens: int, **custom: Any) -> dict[str, Any]:
-    """A greedy request. Nothing is protected unless asked for, as in the reference, which is given token ids too."""
-    custom = {"protect": [], **custom}
+    """A greedy request. Nothing is protected unless asked for, as in the reference, which is given token ids too, and
+    what is pruned by force is pruned afresh, since the reference remembers nothing."""
+    custom = {"protect": [], **({"follow_up": "afresh"} if custom.get("specprefill") else {}), **custom}
     return {
         "input_ids": list(input_ids),
         "sampling_params": {

@@ -35,7 +35,8 @@ def test_a_chat_is_pruned_as_the_library_prunes_it(server: Server, reference: Re
     expected = reference.generator.generate(
         messages=messages, max_tokens=24, specprefill=True, keep_rate=keep_rate, gamma=0, ignore_eos=True
     )
-    reply = server.chat(messages, custom_params={"specprefill": True, "keep_rate": keep_rate})
+    asked = {"specprefill": True, "keep_rate": keep_rate, "follow_up": "afresh"}
+    reply = server.chat(messages, custom_params=asked)
     report = reply["spec_stack"]
     assert report["num_kept_tokens"] == expected.metrics.num_kept_tokens < report["num_prompt_tokens"]
     assert reply["text"] == expected.text

@@ -61,13 +61,13 @@ def test_retracted_requests_go_on_at_their_original_positions(launch: Any, refer
 
 @pytest.fixture(scope="module")
 def small(launch: Any) -> Iterator[Server]:
-    """Little room, and radix keys without positions."""
-    server = launch("--max-total-tokens", "1800", environment={"SPEC_STACK_TEST_PLAIN_KEYS": "1"})
+    """Little room for the target and for the draft."""
+    server = launch(*("--max-total-tokens", "1800", "--spec-stack-draft-pool-tokens", "1000"))
     yield server
     server.stop()
 
 
-def test_a_prompt_that_there_is_no_room_to_score_waits_until_there_is(small: Server, reference: Reference) -> None:
+def test_scoring_needs_no_room_of_the_targets(small: Server, reference: Reference) -> None:
     """A long request holds most of the pool when a second one arrives; both are answered, and nothing leaks."""
     first, second = reference.prompt(1100, seed=61), reference.prompt(900, seed=62)
     with ThreadPoolExecutor(1) as pool:
@@ -83,29 +83,43 @@ def test_a_prompt_that_there_is_no_room_to_score_waits_until_there_is(small: Ser
     assert reply["output_ids"] == reference.tokens(second, specprefill=True)
 
 
-def test_scoring_leaves_others_most_of_their_cache(small: Server, reference: Reference) -> None:
-    """It may take half of the pool from the cache (scoring_evict_share); a prompt that needs more goes on densely."""
+def test_scoring_leaves_others_all_of_their_cache(small: Server, reference: Reference) -> None:
     assert small.post("/flush_cache", {})[0] == 200
-    small.generate(reference.prompt(1450, seed=64), 2, specprefill=False)
-    prompt = reference.prompt(1350, seed=65)
-    reply = small.generate(prompt, 2, specprefill=True)
-    report = reply["meta_info"]["spec_stack"]
-    assert (report["outcome"], report["num_scored_tokens"], report["num_kept_tokens"]) == ("no_room", 0, len(prompt))
-    assert "room for" in report["specprefill_reason"]
-    assert reply["output_ids"] == reference.tokens(prompt)[:2]
+    cached = reference.prompt(1200, seed=64)
+    small.generate(cached, 2, specprefill=False)
+    prompt = reference.prompt(900, seed=65)
+    assert small.generate(prompt, 2, specprefill=True)["output_ids"] == reference.tokens(prompt, specprefill=True)[:2]
+    again = small.generate(cached, 2, specprefill=False)
+    assert again["meta_info"]["cached_tokens"] == len(cached) - 1
+    assert again["output_ids"] == reference.tokens(cached)[:2]
 
 
-def test_without_positions_in_the_key_pruned_kv_would_serve_the_wrong_prompt(
-    small: Server, reference: Reference
-) -> None:
+def test_a_prompt_longer_than_the_drafts_pool_is_prefilled_densely(small: Server, reference: Reference) -> None:
+    """And those that fit go on being pruned, however full the pool is."""
+    for seed, num_tokens in ((66, 1300), (67, 700), (68, 800), (69, 900)):
+        prompt = reference.prompt(num_tokens, seed=seed)
+        reply = small.generate(prompt, 2, specprefill=True)
+        report = reply["meta_info"]["spec_stack"]
+        fits = len(prompt) + 8 <= 1000
+        assert report["outcome"] == ("pruned" if fits else "no_room")
+        # All chats begin alike.
+        assert len(prompt) - 10 < report["num_draft_tokens"] <= len(prompt) if fits else not report["num_draft_tokens"]
+        assert fits or "the draft pool has room for" in report["specprefill_reason"]
+        assert reply["output_ids"] == reference.tokens(prompt, specprefill=fits)[:2]
+        assert small.state()["draft_pool"]["num_held"] <= 1000
+
+
+def test_without_positions_in_the_key_pruned_kv_would_serve_the_wrong_prompt(launch: Any, reference: Reference) -> None:
     """The control for the radix keys: the test support takes the positions out of them, and the reply goes wrong."""
+    server = launch("--max-total-tokens", "1800", environment={"SPEC_STACK_TEST_PLAIN_KEYS": "1"})
     prompt = reference.prompt(800, seed=22)
-    pruned = small.generate(prompt, specprefill=True)
+    pruned = server.generate(prompt, specprefill=True)
     assert pruned["output_ids"] == reference.tokens(prompt, specprefill=True)
     compact = kept_ids(reference, prompt)
-    wrong = small.generate(compact)
+    wrong = server.generate(compact)
     assert wrong["meta_info"]["cached_tokens"] >= len(compact) - 1
     assert wrong["output_ids"] != reference.tokens(compact)
+    server.stop()
 
 
 def test_pages_of_sixteen_slots_change_no_token(launch: Any, reference: Reference) -> None:
@@ -113,6 +127,10 @@ def test_pages_of_sixteen_slots_change_no_token(launch: Any, reference: Referenc
     server = launch("--max-total-tokens", "8000", "--page-size", "16", environment={"TRITON_INTERPRET": "1"})
     requests = _mixed(reference, 3, 16)
     _check(server, reference, requests)
+    traffic = Traffic(server, reference, 12, seed=6)
+    traffic.run(5)
+    assert not traffic.failures, traffic.failures[:3]
+    traffic.check_tokens()
     prompt, options = requests[0]
     again = server.generate(prompt, **options)
     assert again["meta_info"]["cached_tokens"] >= 16

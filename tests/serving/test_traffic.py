@@ -64,6 +64,7 @@ class Traffic:
             custom: dict[str, Any] = {
                 "specprefill": rng.choice((None, None, True, False)),
                 "keep_rate": rng.choice((0.2, 0.4)),
+                "follow_up": rng.choice((None, "recall", "freeze", "afresh")),
                 "gamma": rng.choice((None, None, 0, 2, 8)),
                 "explain": True,
             }
@@ -90,6 +91,10 @@ class Traffic:
                 self.replies.append((prompt, reply))
                 self._histories.append([*prompt, *reply["output_ids"]])
 
+    def followed(self, rule: str) -> list[dict[str, Any]]:
+        """The reports of replies that this rule held for."""
+        return [report for report in self.reports if report["follow_up"] == rule]
+
     def check_tokens(self) -> None:
         """Every reply is plain Transformers' over what the server says it kept; equal questions are asked once."""
         expected: dict[Any, list[int]] = {}
@@ -112,8 +117,9 @@ class Traffic:
             "spec_stack:proposed_tokens_total": sum(report["num_proposed"] for report in reports),
             "spec_stack:accepted_tokens_total": sum(report["num_accepted"] for report in reports),
         }
-        for name in ("prompt", "kept", "scored", "protected"):
+        for name in ("prompt", "kept", "scored", "recalled", "protected"):
             expected[f"spec_stack:{name}_tokens_total"] = sum(report[f"num_{name}_tokens"] for report in reports)
+        expected["spec_stack:draft_read_tokens_total"] = sum(report["num_draft_tokens"] for report in reports)
         assert {name: after[name] - before.get(name, 0) for name in expected} == expected
 
 
@@ -137,6 +143,13 @@ def test_random_conversations_get_the_references_tokens_and_the_numbers_add_up(
     load = server.get("/v1/loads")["loads"][0]
     assert (load["num_running_reqs"], load["num_waiting_reqs"]) == (0, 0)
     assert {"pruned", "cached", "not_wanted"} <= {report["outcome"] for report in traffic.reports}
+    assert any(report["num_recalled_tokens"] for report in traffic.reports)
+    for rule in ("recall", "freeze"):
+        assert any(report["specprefill"] and report["num_cached_tokens"] for report in traffic.followed(rule))
+    assert not any(report["num_cached_tokens"] for report in traffic.followed("afresh"))
+    pool = server.state()["draft_pool"]
+    assert pool["num_held"] + pool["num_free"] == pool["num_tokens"]
+    assert pool["num_pinned"] == 0
     traffic.check_tokens()
     traffic.check_numbers(before)
     rates = [float(rate) for rate in re.findall(r"accept rate: ([\d.]+)", server.log.read_text(errors="replace"))]

@@ -40,7 +40,9 @@ CPU = torch.device("cpu")
 def selections(draw: st.DrawFn) -> tuple[list[int], int]:
     num_prompt_tokens = draw(st.integers(1, 40))
     kept = draw(st.sets(st.integers(0, num_prompt_tokens - 1)))
-    return sorted({*kept, num_prompt_tokens - 1}), num_prompt_tokens
+    # What comes back of an earlier turn stands behind what was written after it; the last token is always the last.
+    order = draw(st.permutations(sorted(kept - {num_prompt_tokens - 1}))) if draw(st.booleans()) else sorted(kept)
+    return [*(at for at in order if at != num_prompt_tokens - 1), num_prompt_tokens - 1], num_prompt_tokens
 
 
 @given(selections(), st.integers(0, 12))
@@ -60,7 +62,7 @@ def test_the_drafts_slots_stand_one_before_the_token_they_hold(
     whole = [*kept, *range(num_prompt_tokens, num_prompt_tokens + num_generated)]
     draft = BatchMap([PositionMap(kept, num_prompt_tokens)], is_draft=True, device=CPU)
     mapped = draft(torch.arange(len(whole) - 1), [len(whole) - 1])
-    assert mapped.tolist() == [position - 1 for position in whole[1:]]
+    assert mapped.tolist() == [max(0, position - 1) for position in whole[1:]]
 
 
 @given(
@@ -193,7 +195,11 @@ def test_output_logprobs_and_nothing_special_need_no_whole_prompt(start: int) ->
         ({"min_prompt_tokens": -1}, "min_prompt_tokens"),
         ({"threshold": 9}, "threshold"),
         ({"prefill": {"on_scoring_error": 1}}, "on_scoring_error"),
-        ({"scoring_evict_share": 2}, "scoring_evict_share"),
+        ({"follow_up": "thaw"}, "follow_up"),
+        ({"draft_pool_tokens": 0}, "draft_pool_tokens"),
+        ({"recall": {"restore_threshold": -1}}, "restore_threshold"),
+        ({"recall": {"max_cached_tokens": 9}}, "recall.max_cached_tokens"),
+        ({"recall": {"chunks": 9}}, "recall.chunks"),
         ({"max_gamma_by_batch_size": {"0": 2}}, "max_gamma_by_batch_size"),
         ({"max_gamma_by_batch_size": {"many": 2}}, "max_gamma_by_batch_size"),
         ({"max_gamma_by_batch_size": [2]}, "max_gamma_by_batch_size"),
@@ -284,7 +290,11 @@ def _state(options: RequestOptions | None = None) -> RequestState:
         num_prompt_tokens=9,
         num_kept_tokens=4,
         num_scored_tokens=9,
+        num_draft_tokens=9,
         num_protected_tokens=0,
+        num_cached_tokens=0,
+        num_recalled_tokens=0,
+        follow_up="recall",
         specprefill=True,
         specprefill_reason="on",
         outcome="pruned",

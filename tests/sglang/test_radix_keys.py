@@ -33,6 +33,8 @@ def test_no_lookup_ever_finds_kv_that_was_computed_at_other_positions(seed: int)
         dense, kept = (list(part) for part in rng.choice(conversations))
         new = [rng.randrange(3) for _ in range(rng.randrange(1, 7))]
         keeps_all = rng.random() < 0.3
+        dropped = sorted(set(range(len(dense))) - set(kept))
+        kept += sorted(rng.sample(dropped, rng.randrange(len(dropped) + 1))) if rng.random() < 0.5 else []
         kept += [len(dense) + at for at in range(len(new)) if keeps_all or at == len(new) - 1 or rng.random() < 0.6]
         dense += new
         reply = [rng.randrange(3) for _ in range(rng.randrange(5))]

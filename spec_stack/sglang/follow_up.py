@@ -1,0 +1,211 @@
+"""What a prompt that goes on from an earlier one is built on, and what of the text that was dropped there comes back.
+
+No SGLang here. The rule of a session in Python (`prefill.recall`), for many conversations that nobody announces: a
+prompt says itself what it goes on from, by the tokens it begins with. What is remembered of a turn is which positions
+the target was given, in the order in which they were written; whether their KV is still cached is the radix cache's
+business, since the same tokens at the same positions in the same order are the same KV.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+
+import numpy as np
+import torch
+
+from spec_stack.config import PrefillConfig, SessionConfig
+from spec_stack.prefill.alignment import Span
+from spec_stack.prefill.chunks import Evidence, by_anchors
+from spec_stack.prefill.recall import clip_spans, dropped_positions, recall
+from spec_stack.prefill.selection import select
+from spec_stack.sglang.draft_pool import Ints, num_common
+from spec_stack.sglang.protocols import RunningRequest
+
+# A beginning counts from this part of the prompt on: one in four tokens.
+_LEAST_SHARE = 4
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """What a prompt is built on: its first num_tokens tokens, of which the target was given those at `positions`, in
+    the order in which they were written."""
+
+    num_tokens: int = 0
+    positions: tuple[int, ...] = ()
+
+    @classmethod
+    def dense(cls, num_tokens: int) -> Beginning:
+        return cls(num_tokens, tuple(range(num_tokens)))
+
+    @property
+    def is_dense(self) -> bool:
+        return len(self.positions) == self.num_tokens
+
+    def is_worth_it(self, num_prompt_tokens: int) -> bool:
+        """A short beginning is worth less than a selection of its own, which is the same on every server."""
+        return _LEAST_SHARE * self.num_tokens >= num_prompt_tokens
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What the target is given of a prompt: token_ids at `positions`, in the order in which they are written.
+
+    num_cached: tokens of the prompt that an earlier turn dealt with, kept or dropped. num_recalled: how many of the
+    given ones come back.
+    """
+
+    token_ids: tuple[int, ...]
+    positions: tuple[int, ...]
+    num_prompt_tokens: int
+    num_cached: int = 0
+    num_recalled: int = 0
+
+    @property
+    def keep_rate(self) -> float:
+        return len(self.positions) / self.num_prompt_tokens
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self.positions) == self.num_prompt_tokens
+
+
+def place(
+    prompt_ids: Sequence[int],
+    beginning: Beginning,
+    importance: torch.Tensor | None,
+    prunes: bool,
+    recalling: SessionConfig | None,
+    config: PrefillConfig,
+    protected: Sequence[Span],
+) -> Placement:
+    """What the target is given of a prompt.
+
+    Parameters
+    ----------
+    prompt_ids
+        The whole prompt.
+    beginning
+        What stays as it was.
+    importance
+        (num_prompt_tokens,), where something was scored.
+    prunes
+        Whether the text after the beginning is pruned. If not, all of it is kept.
+    recalling
+        How much of what the beginning lacks comes back; None is nothing.
+    config
+        How the new text is selected.
+    protected
+        Half-open spans of the prompt that are never dropped.
+    """
+    start = beginning.num_tokens
+    recalled: list[int] = []
+    if recalling is not None:
+        dropped = dropped_positions(beginning.positions, start)
+        if importance is None:
+            # Nobody's attention was asked: no chunk is worth more than another.
+            importance_of_old, recalling = torch.ones(len(prompt_ids)), replace(recalling, restore_threshold=2.0)
+        else:
+            importance_of_old = importance
+        anchors = None
+        if recalling.anchor_threshold is not None:
+            asked = Evidence(prompt_ids, question=(start, len(prompt_ids)))
+            anchors = by_anchors(asked, replace(config, neighbour_share=0.0))
+        recalled = recall(importance_of_old, dropped, start, config.chunk_size, recalling, anchors)
+    kept: Sequence[int] = range(start, len(prompt_ids))
+    if prunes:
+        new = None if importance is None else importance[start:]
+        fresh = select(prompt_ids[start:], new, config, new_spans(protected, beginning))
+        kept = [start + position for position in fresh.positions]
+    positions = (*beginning.positions, *recalled, *kept)
+    token_ids = tuple(prompt_ids[position] for position in positions)
+    return Placement(token_ids, positions, len(prompt_ids), start, len(recalled))
+
+
+def new_spans(protected: Sequence[Span], beginning: Beginning) -> list[Span]:
+    """The spans of what comes after a beginning, counted from there."""
+    return clip_spans(protected, beginning.num_tokens)
+
+
+class _Turn:
+    """One prompt as it was placed, and its reply once that has ended."""
+
+    def __init__(self, prompt_ids: Ints, positions: tuple[int, ...], request: RunningRequest) -> None:
+        self.token_ids, self.positions = prompt_ids, positions
+        self.request: RunningRequest | None = request
+
+    def take_in_reply(self) -> None:
+        """A reply's last token may have been through no model, so it counts as new text."""
+        if self.request is None or not self.request.finished():
+            return
+        # A step may have gone on past the end.
+        start, reply = len(self.token_ids), self.request.output_ids[: self.request.finished_len][:-1]
+        self.token_ids = np.concatenate([self.token_ids, np.asarray(reply, dtype=np.int64)])
+        self.positions = (*self.positions, *range(start, start + len(reply)))
+        self.request = None
+
+
+class Turns:
+    """Turns of which something was dropped, by tenant; the oldest go first.
+
+    Parameters
+    ----------
+    most_tokens : int
+        Tokens of all remembered turns together. The newest turn stays whatever its length.
+    """
+
+    def __init__(self, most_tokens: int) -> None:
+        self._most_tokens = most_tokens
+        self._turns: OrderedDict[int, tuple[Hashable, _Turn]] = OrderedDict()
+        self._answering: list[_Turn] = []
+        self._next = 0
+
+    def __len__(self) -> int:
+        return len(self._turns)
+
+    def add(
+        self, namespace: Hashable, prompt_ids: Sequence[int], positions: tuple[int, ...], request: RunningRequest
+    ) -> None:
+        """Remember a turn. Its reply is taken in when the request has ended."""
+        turn = _Turn(np.asarray(prompt_ids, dtype=np.int64), positions, request)
+        self._turns[self._next] = namespace, turn
+        self._answering.append(turn)
+        self._next += 1
+        num_tokens = sum(len(kept.token_ids) for _, kept in self._turns.values())
+        while num_tokens > self._most_tokens and len(self._turns) > 1:
+            _, (_, oldest) = self._turns.popitem(last=False)
+            num_tokens -= len(oldest.token_ids)
+            oldest.request = None
+
+    def take_in_replies(self) -> None:
+        """Called once per round of the scheduler, since requests do not live on after their end."""
+        for turn in self._answering:
+            turn.take_in_reply()
+        self._answering = [turn for turn in self._answering if turn.request is not None]
+
+    def clear(self) -> None:
+        self._turns.clear()
+        self._answering.clear()
+
+    def find(self, namespace: Hashable, prompt_ids: Sequence[int]) -> Beginning:
+        """The longest beginning in common with a turn; of equal ones the newest. All but the last token counts, since
+        that one has to be asked again.
+
+        A slot that was written after the first token that differs has seen it, so it does not belong to the beginning,
+        wherever it stands.
+        """
+        ids = np.asarray(prompt_ids[:-1], dtype=np.int64)
+        best: tuple[int, int, _Turn] | None = None
+        for number, (owner, turn) in self._turns.items():
+            if owner != namespace:
+                continue
+            length = num_common(turn.token_ids, ids)
+            if length and (best is None or length >= best[0]):
+                best = length, number, turn
+        if best is None:
+            return Beginning()
+        length, number, turn = best
+        self._turns.move_to_end(number)
+        return Beginning(length, tuple(takewhile(lambda position: position < length, turn.positions)))

@@ -1,0 +1,187 @@
+"""The draft over a KV pool of its own: SGLang's model and weights, and attention that knows no request and no page.
+
+SGLang gives the draft the target's KV slots, so whatever it reads takes room from the target, and it holds there the
+token after the target's. Here a text's tokens stand at their own positions, in slots that the target knows nothing of.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+from spec_stack.sglang.draft_pool import DraftPool, Ints
+from spec_stack.sglang.head_votes import LayerQueries
+from spec_stack.sglang.tiled_attention import attend
+
+
+class PooledDraft:
+    """The draft with the KV of whole texts.
+
+    Parameters
+    ----------
+    runner
+        SGLang's ModelRunner of the draft, its weights loaded.
+    num_tokens : int
+        Tokens that the pool holds, on every rank of a tensor-parallel group, each with its own heads.
+
+    Attributes
+    ----------
+    index
+        Which slots hold which text.
+    """
+
+    def __init__(self, runner: Any, num_tokens: int) -> None:
+        self._runner = runner
+        self.index = DraftPool(num_tokens)
+        self._attention = _PoolAttention(
+            [module for module in runner.model.modules() if isinstance(module, RadixAttention)],
+            num_tokens,
+            runner.dtype,
+            torch.device(runner.device),
+        )
+
+    def allocate(self) -> None:
+        """Take the memory, if that has not been done. SGLang accounts for what is taken before it sizes its own pools;
+        the first forward is late."""
+        self._attention.allocate()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the buffers, on this rank; 0 before they are allocated."""
+        return self._attention.num_bytes
+
+    def forward(self, token_ids: Sequence[int], slots: Ints) -> torch.Tensor:
+        """Put the last tokens of a text through the draft; its most likely next token ().
+
+        Parameters
+        ----------
+        token_ids
+            n tokens, the last ones of the text so far.
+        slots
+            (num_tokens,): of all tokens of the text so far. Those of the last n are written, all of them are read.
+
+        Notes
+        -----
+        The host does not wait for the result, unless it asks for the number.
+        """
+        runner, device = self._runner, self._attention.device
+        num_tokens, num_new = len(slots), len(token_ids)
+        first = num_tokens - num_new
+        positions = torch.arange(first, num_tokens, device=device)
+        lengths = torch.tensor([num_tokens, num_new, first], device=device, dtype=torch.int32)
+        batch = ForwardBatch(
+            forward_mode=ForwardMode.EXTEND,
+            batch_size=1,
+            input_ids=torch.frombuffer(array("q", token_ids), dtype=torch.int64).to(device),
+            req_pool_indices=torch.zeros(1, dtype=torch.int64, device=device),
+            seq_lens=lengths[:1].long(),
+            # Whose slots these are is told to the attention alone.
+            out_cache_loc=positions,
+            seq_lens_sum=num_tokens,
+            seq_lens_cpu=torch.tensor([num_tokens]),
+            positions=positions,
+            extend_num_tokens=num_new,
+            extend_seq_lens=lengths[1:2],
+            extend_prefix_lens=lengths[2:],
+            extend_start_loc=torch.zeros(1, dtype=torch.int32, device=device),
+            extend_seq_lens_cpu=[num_new],
+            extend_prefix_lens_cpu=[first],
+            spec_algorithm=SpeculativeAlgorithm.NONE,
+            capture_hidden_mode=CaptureHiddenMode.NULL,
+        )
+        with self._attention.reading(slots, num_new), forward_context(ForwardContext(attn_backend=self._attention)):
+            logits = runner.model.forward(batch.input_ids, positions, batch).next_token_logits
+        return logits[-1].argmax()  # type: ignore[no-any-return]
+
+    @contextmanager
+    def captured_queries(self, layers: dict[int, LayerQueries]) -> Iterator[None]:
+        """Add the queries of every forward inside the block to what there is by layer."""
+        self._attention.captured = layers
+        try:
+            yield
+        finally:
+            self._attention.captured = None
+
+    def get_key_buffer(self, layer: int) -> torch.Tensor:
+        """All slots' keys of a layer (num_slots, num_kv_heads, head_dim) on this rank, as SGLang's own pools give
+        them."""
+        return self._attention.keys(layer)
+
+
+class _PoolAttention(AttentionBackend):  # type: ignore[misc]
+    """Causal attention of one text over its slots, and the buffers of them: (num_layers, num_tokens, heads, dim)."""
+
+    def __init__(
+        self, layers: Sequence[RadixAttention], num_tokens: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._at = {layer.layer_id: at for at, layer in enumerate(layers)}
+        self._layers, self._num_tokens, self._dtype, self.device = layers, num_tokens, dtype, device
+        self._keys = self._values = torch.empty(0, dtype=dtype, device=device)
+        self.captured: dict[int, LayerQueries] | None = None
+        self._read: slice | torch.Tensor = slice(0, 0)
+        self._written: slice | torch.Tensor = slice(0, 0)
+        # Some models ask the pool whether they may write keys by themselves. They may not.
+        self.token_to_kv_pool = SimpleNamespace(dtype=None)
+
+    def allocate(self) -> None:
+        if self._keys.numel():
+            return
+        first, num = self._layers[0], (len(self._layers), self._num_tokens)
+        for_all: dict[str, Any] = {"dtype": self._dtype, "device": self.device}
+        self._keys = torch.empty((*num, first.tp_k_head_num, first.qk_head_dim), **for_all)
+        self._values = torch.empty((*num, first.tp_k_head_num, first.v_head_dim), **for_all)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._keys.nbytes + self._values.nbytes
+
+    def keys(self, layer: int) -> torch.Tensor:
+        return self._keys[self._at[layer]]
+
+    def _where(self, slots: Ints) -> slice | torch.Tensor:
+        """Slots side by side as a slice, which copies nothing."""
+        if len(slots) and int(slots[-1]) - int(slots[0]) == len(slots) - 1 and bool((slots[1:] > slots[:-1]).all()):
+            return slice(int(slots[0]), int(slots[-1]) + 1)
+        return torch.from_numpy(slots).to(self.device)
+
+    @contextmanager
+    def reading(self, slots: Ints, num_new: int) -> Iterator[None]:
+        """For the block, forwards are of the last num_new tokens of the text in these slots."""
+        self.allocate()
+        self._read, self._written = self._where(slots), self._where(slots[len(slots) - num_new :])
+        try:
+            yield
+        finally:
+            self._read = self._written = slice(0, 0)
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Output (n, num_heads * head_dim). q likewise; k, v: (n, num_kv_heads, head_dim)."""
+        at = self._at[layer.layer_id]
+        self._keys[at][self._written] = k.to(self._keys.dtype)
+        self._values[at][self._written] = v.view(-1, *self._values.shape[2:]).to(self._values.dtype)
+        queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim).transpose(0, 1)
+        if self.captured is not None:
+            found = self.captured.setdefault(layer.layer_id, LayerQueries(float(layer.scaling), key_scale=1.0))
+            found.queries.append(queries.clone())
+        keys, values = (kept[at][self._read].transpose(0, 1) for kept in (self._keys, self._values))
+        output = attend(queries.to(keys.dtype), keys, values, float(layer.scaling))
+        return output.transpose(0, 1).reshape(q.shape[0], -1).to(q.dtype)

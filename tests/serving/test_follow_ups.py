@@ -1,0 +1,169 @@
+"""Conversations of which something was dropped: what stays, what comes back, and that a session in Python agrees."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+
+from .conftest import MIN_PROMPT_TOKENS, Reference, Server, generate_body
+
+Spans = list[list[int]]
+
+
+def _positions(reply: dict[str, Any]) -> list[int]:
+    return [position for start, stop in _report(reply)["kept_spans"] for position in range(start, stop)]
+
+
+def _report(reply: dict[str, Any]) -> dict[str, Any]:
+    return dict(reply["meta_info"]["spec_stack"])
+
+
+def _dropped(reply: dict[str, Any]) -> set[int]:
+    return set(range(_report(reply)["num_prompt_tokens"])) - set(_positions(reply))
+
+
+def _document(reference: Reference, num_tokens: int, seed: int) -> list[int]:
+    """A prompt that shares no beginning with any other test's."""
+    return [*random.Random(seed).choices(range(100, 1000), k=4), *reference.prompt(num_tokens, seed)]
+
+
+def _text(reference: Reference, num_tokens: int, seed: int) -> list[int]:
+    """Real text from the middle of something."""
+    return reference.text_ids(num_tokens + 200 + seed % 97, seed)[-num_tokens:]
+
+
+def _first_turn(server: Server, reference: Reference, seed: int, **custom: Any) -> tuple[list[int], dict[str, Any]]:
+    prompt = _document(reference, 1300, seed)
+    return prompt, server.generate(prompt, 12, explain=True, **{"follow_up": "recall", "specprefill": True, **custom})
+
+
+def test_recall_does_what_a_session_in_python_does(server: Server, reference: Reference) -> None:
+    """Turn by turn the same tokens, the same number of them kept and come back; questions short and long, one edited,
+    one reply made anew."""
+    texts = [_text(reference, 30, 801), _text(reference, 9, 802), _text(reference, 600, 803)]
+    prompt = _document(reference, 1300, 800)
+    num_recalled = 0
+    with reference.generator.session() as session:
+        answers: list[list[int]] = []
+        prompts = [prompt]
+        for turn in range(6):
+            options = {"specprefill": True} if turn in (0, 3) else {}
+            asked = prompts[-1]
+            expected = session.generate(input_ids=asked, max_tokens=12, gamma=0, ignore_eos=True, **options)
+            reply = server.generate(asked, 12, explain=True, follow_up="recall", **options)
+            report = _report(reply)
+            assert report["num_cached_tokens"] == expected.metrics.num_cached_tokens, turn
+            assert report["num_recalled_tokens"] == expected.metrics.num_restored_tokens, turn
+            assert reply["output_ids"] == list(expected.token_ids), turn
+            num_recalled += report["num_recalled_tokens"]
+            answers.append(reply["output_ids"])
+            going_on = [*asked, *reply["output_ids"]]
+            following = [
+                [*going_on, *texts[0]],
+                [*going_on, *texts[1]],
+                [*going_on, *texts[2]],
+                [*asked[:-200], *texts[1]],
+                [*asked[:-200], *texts[1]],
+                [],
+            ]
+            prompts.append(following[turn])
+    assert num_recalled
+
+
+@pytest.mark.parametrize("rule", ["freeze", "recall"])
+def test_what_was_given_stays_and_is_in_the_cache_with_the_reply(
+    server: Server, reference: Reference, rule: str
+) -> None:
+    prompt, reply = _first_turn(server, reference, {"freeze": 810, "recall": 815}[rule], follow_up=rule)
+    for turn in range(3):
+        given = [*_positions(reply), *range(len(prompt), len(prompt) + len(reply["output_ids"]) - 1)]
+        dropped = _dropped(reply)
+        prompt = [*prompt, *reply["output_ids"], *_text(reference, 25, 811 + turn)]
+        reply = server.generate(prompt, 12, explain=True, follow_up=rule)
+        report = _report(reply)
+        positions = _positions(reply)
+        assert positions[: len(given)] == given
+        assert reply["meta_info"]["cached_tokens"] >= len(given)
+        assert report["num_cached_tokens"] == len(prompt) - 26
+        recalled = set(positions) & dropped
+        assert len(recalled) == report["num_recalled_tokens"]
+        assert positions[len(given) : len(given) + len(recalled)] == sorted(recalled)
+        assert positions[len(given) + len(recalled) :] == list(range(len(prompt) - 26, len(prompt)))
+        assert rule == "recall" or not recalled
+        # Nothing is scored to freeze, and to recall the draft reads what is new.
+        assert report["num_draft_tokens"] <= (0 if rule == "freeze" else 26 + 12)
+        assert reply["output_ids"] == reference.tokens_over(prompt, report["kept_spans"], 12)
+
+
+def test_long_new_text_is_pruned_over_what_was_given(server: Server, reference: Reference) -> None:
+    for seed, rule in ((820, "freeze"), (822, "recall")):
+        prompt, reply = _first_turn(server, reference, seed, follow_up=rule)
+        longer = [*prompt, *reply["output_ids"], *_text(reference, MIN_PROMPT_TOKENS + 300, 821)]
+        second = server.generate(longer, 12, explain=True, follow_up=rule)
+        report = _report(second)
+        assert _positions(second)[: len(_positions(reply))] == _positions(reply)
+        num_new = len(longer) - report["num_cached_tokens"]
+        kept_new = [position for position in _positions(second) if position >= report["num_cached_tokens"]]
+        assert 0.15 * num_new < len(kept_new) < 0.5 * num_new
+        assert report["num_draft_tokens"] <= num_new + 12
+        assert second["output_ids"] == reference.tokens_over(longer, report["kept_spans"], 12)
+
+
+def test_afresh_a_reply_does_not_depend_on_what_the_server_remembers(server: Server, reference: Reference) -> None:
+    prompt, reply = _first_turn(server, reference, 830)
+    follow_up = [*prompt, *reply["output_ids"], *_text(reference, 25, 831)]
+    server.generate(follow_up[:-10], 4, specprefill=False)
+    with_memory = server.generate(follow_up, 12, explain=True, follow_up="afresh")
+    server.post("/flush_cache", {})
+    without = server.generate(follow_up, 12, explain=True, follow_up="afresh")
+    assert _positions(with_memory) == _positions(without)
+    assert with_memory["output_ids"] == without["output_ids"]
+    assert (_report(with_memory)["num_cached_tokens"], _report(without)["num_cached_tokens"]) == (0, 0)
+    assert _report(with_memory)["num_draft_tokens"] < 60 < 1000 < _report(without)["num_draft_tokens"]
+    assert _report(without)["outcome"] == "pruned"
+
+
+def test_edits_and_branches_go_on_from_the_longest_common_beginning(server: Server, reference: Reference) -> None:
+    prompt, first = _first_turn(server, reference, 840, follow_up="freeze")
+    second = [*prompt, *first["output_ids"], *_text(reference, 25, 841)]
+    server.generate(second, 12, follow_up="freeze")
+    for changed, cut in (
+        ([*second[:-10], *_text(reference, 20, 842)], len(second) - 10),
+        ([*prompt[:-20], *_text(reference, 20, 843)], len(prompt) - 20),
+        (second[:-1], len(second) - 2),
+    ):
+        reply = server.generate(changed, 12, explain=True, follow_up="freeze")
+        report = _report(reply)
+        # A text may go on as the other did.
+        assert cut <= report["num_cached_tokens"] <= cut + 2
+        given = itertools.takewhile(lambda at, end=report["num_cached_tokens"]: at < end, _positions(reply))
+        assert list(given)[: len(_positions(first)) - 30] == _positions(first)[: len(_positions(first)) - 30]
+        assert reply["output_ids"] == reference.tokens_over(changed, report["kept_spans"], 12)
+    # The very same prompt is given to the target as it was, as for n replies at once.
+    again = server.generate(prompt, 12, explain=True, follow_up="freeze", specprefill=True)
+    assert _positions(again) == _positions(first)
+    assert again["output_ids"] == first["output_ids"]
+
+
+def test_a_follow_up_of_another_tenant_is_a_new_prompt(server: Server, reference: Reference) -> None:
+    prompt = _document(reference, 1100, 850)
+    first = server.post("/generate", {**generate_body(prompt, 8, explain=True), "extra_key": "a"})[1]
+    follow_up = [*prompt, *first["output_ids"], *_text(reference, 25, 851)]
+    for tenant, num_cached in (("b", 0), ("a", len(follow_up) - 26)):
+        _, reply = server.post("/generate", {**generate_body(follow_up, 8, explain=True), "extra_key": tenant})
+        report = _report(reply)
+        assert report["num_cached_tokens"] == num_cached
+        assert (report["num_draft_tokens"] > len(prompt)) == (tenant == "b")
+        assert reply["output_ids"] == reference.tokens_over(follow_up, report["kept_spans"], 8)
+
+
+def test_a_short_beginning_that_was_pruned_changes_no_selection(server: Server, reference: Reference) -> None:
+    prompt, _ = _first_turn(server, reference, 860)
+    other = [*prompt[:300], *_text(reference, 1100, 861)]
+    reply = server.generate(other, 4, follow_up="recall")
+    assert _report(reply)["num_cached_tokens"] == 0
+    # The draft has read that beginning, which changes nothing but what it costs.
+    assert _report(reply)["num_draft_tokens"] == len(other) - 300
