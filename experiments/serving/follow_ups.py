@@ -12,7 +12,8 @@ figure: on a busy machine compare arms, not times.
   given, whole, and whether the reply has its number (which is as much the target's skill as the rule's).
 - pool: what the draft's pool costs beside the target's, and what a follow-up costs whose text has left it.
 
-On a CPU it needs the stand-ins of tests/serving/support. Prints a line per part and arm, ends in one JSON line.
+On a CPU it needs the stand-ins of tests/serving/support. Prints a line per part and arm with what it took, ends in one
+JSON line.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from statistics import mean
+from time import perf_counter
 from typing import Any
 
 from transformers import AutoTokenizer
@@ -264,8 +266,10 @@ def run(options: argparse.Namespace, folder: Path, pair: tuple[str, str]) -> dic
             turn = at % len(names)
             for name in [*names[turn:], *names[:turn]]:
                 arms[name].client.forget()
+                begun = perf_counter()
                 found.setdefault(part, {})[name] = measure(arms[name])
-                print(f"{part:12} {name:8} {json.dumps(short(found[part][name]))}", flush=True)
+                took_s = perf_counter() - begun
+                print(f"{part:12} {name:8} {took_s:6.1f} s  {json.dumps(short(found[part][name]))}", flush=True)
     return found
 
 

@@ -49,7 +49,7 @@ from spec_stack.sglang.request_state import (
     dense_reason,
 )
 from spec_stack.sglang.rounds import Rounds
-from spec_stack.sglang.scoring import DraftScorer, Prompt, Score, needs_the_draft
+from spec_stack.sglang.scoring import DraftScorer, Prompt, Question, Score, needs_the_draft
 from spec_stack.sglang.server_args import ServerConfig
 from spec_stack.sglang.support import NAME, draft_positions_are_mapped
 from spec_stack.tokenizers.chat_turns import ChatTurns, Protected
@@ -58,6 +58,8 @@ logger = logging.getLogger(__name__)
 _MOST_REMEMBERED = 16
 # Remembered turns cost a few bytes a token, and the draft's pool forgets texts too: so many times its length is enough.
 _TURNS_PER_POOL = 16
+# Most tokens that the draft reads in one round beside a prefill batch: little against the target's chunk.
+_MOST_QUICK_TOKENS = 512
 _NOT_PROTECTED = Protected()
 
 
@@ -82,6 +84,11 @@ class Waiting:
     work: Generator[None, None, Score] | None = None
     scoring_s: float = 0.0
     longest_part_s: float = 0.0
+
+    @property
+    def asks_little(self) -> bool:
+        """Whether all that is asked of the draft is what the new text wants of the old."""
+        return self.recalls and not self.prunes
 
     def took(self, seconds: float) -> None:
         """Note how long a part of the scoring took."""
@@ -199,6 +206,7 @@ class RequestPruner:
         if not self._waiting:
             return
         self._drop_those_gone()
+        self._score_the_quick()
         while self._waiting and self._waiting[0].work is None:
             # What came before may have brought this one's prefix into the cache, or its very selection.
             if not self._is_settled_by_what_is_known(self._waiting[0]):
@@ -207,6 +215,22 @@ class RequestPruner:
         unscored = {id(waiting.request) for waiting in self._waiting}
         if self._waiting and self._rounds.is_for_scoring(unscored):
             self._do_a_part(self._waiting[0])
+
+    def _score_the_quick(self) -> None:
+        """Settle follow-ups of which the draft has little to read in the round whose prefill batch they go into."""
+        if not self._rounds.may_prefill():
+            return
+        left = min(_MOST_QUICK_TOKENS, self._scorer.chunk(self.config.prefill))
+        for waiting in [it for it in self._waiting if it.work is None and it.asks_little]:
+            if self._is_settled_by_what_is_known(waiting):
+                self._waiting.remove(waiting)
+                continue
+            num_tokens = self._scorer.num_to_read(waiting.prompt)
+            # Where a longer prompt's scoring holds the draft's pool, it waits for its turn.
+            if num_tokens <= left and waiting.asks_little and self._scorer.has_room(num_tokens):
+                left -= num_tokens
+                while waiting in self._waiting:
+                    self._do_a_part(waiting)
 
     @contextmanager
     def unscored_set_aside(self) -> Iterator[None]:
@@ -278,14 +302,15 @@ class RequestPruner:
         try:
             with self._scorer.working():
                 if waiting.work is None:
-                    waiting.work = self._scorer.score(waiting.prompt)
+                    question = Question(waiting.beginning.num_tokens, waiting.prunes, waiting.recalls)
+                    waiting.work = self._scorer.score(waiting.prompt, question)
                 next(waiting.work)
         except StopIteration as end:
             score = end.value
         except PoolFullError as error:
             # Pools are the same on all ranks, so all of them come here.
             waiting.work = None
-            self._settle_waiting_densely(waiting, f"off: {error}; see --spec-stack-draft-pool-tokens", "no_room")
+            self._settle_unscored(waiting, f"{error}; see --spec-stack-draft-pool-tokens", "no_room")
             return
         except Exception as error:
             failure = error
@@ -300,12 +325,12 @@ class RequestPruner:
     def _failed(self, waiting: Waiting, failure: Exception | None) -> None:
         if failure is not None and self.config.prefill.on_scoring_error == "raise":
             raise failure
-        # Nothing of the request is in the engine yet, so dense prefill is still open, whatever went wrong.
+        # Nothing of the request is in the engine yet, so it can go on without a score, whatever went wrong.
         num_tokens = len(waiting.prompt.token_ids)
-        logger.error("scoring a prompt of %d tokens failed; it is prefilled densely", num_tokens, exc_info=failure)
+        logger.error("scoring a prompt of %d tokens failed; nothing of it is dropped", num_tokens, exc_info=failure)
         what = f"{type(failure).__name__}: {failure}" if failure is not None else "on another rank"
         self._restart(waiting)
-        self._settle_waiting_densely(waiting, f"off: scoring failed: {what}", "failed")
+        self._settle_unscored(waiting, f"scoring failed: {what}", "failed")
 
     # What becomes of a request
 
@@ -336,6 +361,7 @@ class RequestPruner:
         prompt = waiting.prompt
         known = self._remembered.get(prompt)
         if known is not None:
+            self._remembered.move_to_end(prompt)
             self._settle_with(waiting, *known)
             return True
         if self._is_mostly_cached(waiting):
@@ -364,6 +390,7 @@ class RequestPruner:
             prompt.token_ids,
             beginning,
             None if score is None else score.importance,
+            None if score is None else score.wanted,
             waiting.prunes,
             self.config.recall if waiting.recalls else None,
             prompt.config,
@@ -376,15 +403,22 @@ class RequestPruner:
             origin = "cached and kept" if beginning.is_dense else f"of earlier turns: {prompt.follow_up}"
             reason = f"{waiting.why_new}; {given.num_cached} of {num_tokens} tokens are {origin}"
         self._remembered[prompt] = given, reason
+        self._remembered.move_to_end(prompt)
         if len(self._remembered) > _MOST_REMEMBERED:
             self._remembered.popitem(last=False)
         self._settle_with(waiting, given, reason, score)
 
-    def _settle_with(self, waiting: Waiting, given: Placement, reason: str, score: Score | None = None) -> None:
+    def _settle_with(
+        self,
+        waiting: Waiting,
+        given: Placement,
+        reason: str,
+        score: Score | None = None,
+        outcome: str | None = None,
+    ) -> None:
         """Give the request a part of its prompt, at the original positions. Mutates it."""
         request, prompt = waiting.request, waiting.prompt
         num_tokens, positions = given.num_prompt_tokens, None
-        self._remembered.move_to_end(prompt)
         if not given.is_whole:
             positions = PositionMap(given.positions, num_tokens)
             request.origin_input_ids = request.origin_input_ids_unpadded = array("q", given.token_ids)
@@ -394,7 +428,9 @@ class RequestPruner:
                 # SGLang's way to say: none of the prompt's tokens.
                 request.logprob_start_len = len(given.token_ids)
             self._turns.add(prompt.tenant, prompt.token_ids, given.positions, request)
-        num_scored = 0 if score is None else num_tokens if waiting.recalls else num_tokens - given.num_cached
+        num_scored = 0
+        if score is not None:
+            num_scored = given.num_cached * waiting.recalls + (num_tokens - given.num_cached) * waiting.prunes
         report = PrefillReport(
             num_prompt_tokens=num_tokens,
             num_kept_tokens=len(given.positions),
@@ -406,7 +442,7 @@ class RequestPruner:
             follow_up=prompt.follow_up,
             specprefill=positions is not None,
             specprefill_reason=_with_note(reason, waiting.protected),
-            outcome="covered" if positions is None else "pruned",
+            outcome=outcome or ("covered" if positions is None else "pruned"),
             keep_rate=given.keep_rate,
             scoring_s=waiting.scoring_s,
             longest_part_s=waiting.longest_part_s,
@@ -415,9 +451,19 @@ class RequestPruner:
         )
         self._attach(request, RequestState(waiting.options, report, positions))
 
-    def _settle_waiting_densely(self, waiting: Waiting, reason: str, outcome: str) -> None:
-        self._settle_densely(waiting.request, waiting.options, reason, outcome, waiting.protected, waiting.scoring_s)
+    def _settle_unscored(self, waiting: Waiting, why: str, outcome: str) -> None:
+        """What an earlier turn was given stays as it was, and all of the new text is kept."""
         self._waiting.remove(waiting)
+        prompt, beginning = waiting.prompt, waiting.beginning
+        if beginning.is_dense:
+            reason = f"off: {why}"
+            self._settle_densely(
+                waiting.request, waiting.options, reason, outcome, waiting.protected, waiting.scoring_s
+            )
+            return
+        given = place(prompt.token_ids, beginning, None, None, False, None, prompt.config, prompt.protected)
+        reason = f"on for earlier turns, of which nothing comes back, and new text is kept whole: {why}"
+        self._settle_with(waiting, given, reason, outcome=outcome)
 
     def _settle_densely(
         self,

@@ -272,6 +272,12 @@ class DraftPool:
 
 def num_common(first: Ints, second: Ints) -> int:
     """Length of the longest common beginning."""
-    length = min(len(first), len(second))
-    differs = np.flatnonzero(first[:length] != second[:length])
-    return int(differs[0]) if len(differs) else length
+    length, at, size = min(len(first), len(second)), 0, 64
+    # Most texts differ soon, and many are compared with each one that comes.
+    while at < length:
+        stop = min(at + size, length)
+        differs = np.flatnonzero(first[at:stop] != second[at:stop])
+        if len(differs):
+            return at + int(differs[0])
+        at, size = stop, 4 * size
+    return length

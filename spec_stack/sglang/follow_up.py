@@ -76,6 +76,7 @@ def place(
     prompt_ids: Sequence[int],
     beginning: Beginning,
     importance: torch.Tensor | None,
+    wanted: torch.Tensor | None,
     prunes: bool,
     recalling: SessionConfig | None,
     config: PrefillConfig,
@@ -90,7 +91,9 @@ def place(
     beginning
         What stays as it was.
     importance
-        (num_prompt_tokens,), where something was scored.
+        (num_prompt_tokens,), by which new text is pruned; None where a scorer does without.
+    wanted
+        (beginning.num_tokens,), how much the new text attends to what is old; None where nobody was asked.
     prunes
         Whether the text after the beginning is pruned. If not, all of it is kept.
     recalling
@@ -104,16 +107,14 @@ def place(
     recalled: list[int] = []
     if recalling is not None:
         dropped = dropped_positions(beginning.positions, start)
-        if importance is None:
+        if wanted is None:
             # Nobody's attention was asked: no chunk is worth more than another.
-            importance_of_old, recalling = torch.ones(len(prompt_ids)), replace(recalling, restore_threshold=2.0)
-        else:
-            importance_of_old = importance
+            wanted, recalling = torch.ones(start), replace(recalling, restore_threshold=2.0)
         anchors = None
         if recalling.anchor_threshold is not None:
             asked = Evidence(prompt_ids, question=(start, len(prompt_ids)))
             anchors = by_anchors(asked, replace(config, neighbour_share=0.0))
-        recalled = recall(importance_of_old, dropped, start, config.chunk_size, recalling, anchors)
+        recalled = recall(wanted, dropped, start, config.chunk_size, recalling, anchors)
     kept: Sequence[int] = range(start, len(prompt_ids))
     if prunes:
         new = None if importance is None else importance[start:]

@@ -20,6 +20,10 @@ class LayerQueries:
     key_scale: float
     queries: list[torch.Tensor] = field(default_factory=list)
 
+    def between(self, start: int, stop: int | None = None) -> LayerQueries:
+        """The queries from number `start` up to `stop`."""
+        return LayerQueries(self.scaling, self.key_scale, [torch.cat(self.queries, dim=1)[:, start:stop]])
+
 
 def key_scale(layer: Any) -> float:
     """Of a RadixAttention; 1 where it has none."""

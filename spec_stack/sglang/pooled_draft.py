@@ -104,9 +104,9 @@ class PooledDraft:
         return logits[-1].argmax()  # type: ignore[no-any-return]
 
     @contextmanager
-    def captured_queries(self, layers: dict[int, LayerQueries]) -> Iterator[None]:
-        """Add the queries of every forward inside the block to what there is by layer."""
-        self._attention.captured = layers
+    def captured_queries(self, layers: dict[int, LayerQueries], num_tokens: int = 1) -> Iterator[None]:
+        """Add the queries of the last num_tokens tokens of every forward inside the block to what there is by layer."""
+        self._attention.captured, self._attention.num_captured = layers, num_tokens
         try:
             yield
         finally:
@@ -128,6 +128,7 @@ class _PoolAttention(AttentionBackend):  # type: ignore[misc]
         self._layers, self._num_tokens, self._dtype, self.device = layers, num_tokens, dtype, device
         self._keys = self._values = torch.empty(0, dtype=dtype, device=device)
         self.captured: dict[int, LayerQueries] | None = None
+        self.num_captured = 1
         self._read: slice | torch.Tensor = slice(0, 0)
         self._written: slice | torch.Tensor = slice(0, 0)
         # Some models ask the pool whether they may write keys by themselves. They may not.
@@ -181,7 +182,7 @@ class _PoolAttention(AttentionBackend):  # type: ignore[misc]
         queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim).transpose(0, 1)
         if self.captured is not None:
             found = self.captured.setdefault(layer.layer_id, LayerQueries(float(layer.scaling), key_scale=1.0))
-            found.queries.append(queries.clone())
+            found.queries.append(queries[:, -self.num_captured :].clone())
         keys, values = (kept[at][self._read].transpose(0, 1) for kept in (self._keys, self._values))
         output = attend(queries.to(keys.dtype), keys, values, float(layer.scaling))
         return output.transpose(0, 1).reshape(q.shape[0], -1).to(q.dtype)

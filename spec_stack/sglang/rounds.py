@@ -23,6 +23,11 @@ class Rounds:
         if not scheduler.prefill_decode_interval:
             scheduler.prefill_decode_interval = decode_interval
 
+    def may_prefill(self) -> bool:
+        """Whether the round that begins may hold a prefill batch. Where one has just run, those who waited for it get
+        their tokens first."""
+        return not (self._scheduler._prefill_decode_interval_remaining and self._anything_runs())
+
     def is_for_scoring(self, unscored: set[int]) -> bool:
         """Whether the round that begins does a part of a scoring, and then no prefill while anything runs.
 
@@ -30,16 +35,14 @@ class Rounds:
         round's prefill off by one round.
         """
         scheduler = self._scheduler
-        runs = self._anything_runs()
-        if runs and scheduler._prefill_decode_interval_remaining:
-            # A prefill batch has just run: now those who waited for it get their tokens.
+        if not self.may_prefill():
             return False
         is_ready = scheduler.chunked_req is not None or any(id(it) not in unscored for it in scheduler.waiting_queue)
         if is_ready and self._scored_last:
             self._scored_last = False
             return False
         self._scored_last = True
-        if runs:
+        if self._anything_runs():
             scheduler._prefill_decode_interval_remaining = 1
         return True
 

@@ -27,6 +27,8 @@ from spec_stack.sglang.ranks import largest_of_all, own_rank
 
 # Forwards of the look-ahead in one part of a scoring.
 _LOOK_AHEAD_PER_PART = 4
+# The last tokens of the new text ask for what was dropped: a question, or the end of it with the template's words.
+_MOST_ASKING = 32
 
 
 @dataclass(frozen=True)
@@ -51,10 +53,28 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Score:
-    """importance: (num_prompt_tokens,) on the host. num_draft_tokens: how many of them the draft read for it."""
+class Question:
+    """What is asked of the draft about a prompt.
 
-    importance: torch.Tensor
+    num_cached: tokens of earlier turns. selects: which of the tokens matter, as the last one and a look-ahead see it.
+    recalls: which of the earlier turns' tokens the new text wants.
+    """
+
+    num_cached: int = 0
+    selects: bool = True
+    recalls: bool = False
+
+
+@dataclass(frozen=True)
+class Score:
+    """What the draft said, on the host; None is what it was not asked.
+
+    importance: (num_prompt_tokens,). wanted: (num_cached,). num_draft_tokens: of the prompt, that the draft read for
+    it.
+    """
+
+    importance: torch.Tensor | None
+    wanted: torch.Tensor | None
     num_draft_tokens: int
 
 
@@ -92,12 +112,29 @@ class DraftScorer:
             "num_bytes": self._draft.num_bytes,
         }
 
+    def num_to_read(self, prompt: Prompt) -> int:
+        """Tokens that the draft's pool lacks; the last one is asked again whatever the pool has."""
+        known = self._draft.index.num_shared(prompt.tenant, prompt.token_ids[:-1])
+        return len(prompt.token_ids) - known
+
+    def has_room(self, num_tokens: int) -> bool:
+        """Whether the draft's pool can take so many tokens, whatever else is worked on."""
+        index = self._draft.index
+        return num_tokens <= index.num_free + index.num_held - index.num_pinned
+
     def forget(self) -> None:
         """Empty the draft's pool. Nothing may be scored meanwhile."""
         self._draft.index.clear()
 
-    def score(self, prompt: Prompt) -> Generator[None, None, Score]:
+    def score(self, prompt: Prompt, question: Question) -> Generator[None, None, Score]:
         """Score a prompt part by part.
+
+        Parameters
+        ----------
+        prompt
+            Whose pool walls, configuration and end tokens count.
+        question
+            What is asked about it.
 
         Yields
         ------
@@ -121,49 +158,50 @@ class DraftScorer:
         those are in the draft's forwards, and in the last part. Of a scoring that ends early the pool keeps what all
         ranks have agreed on, since their pools must stay alike.
         """
-        limit = int(self._scheduler.model_config.context_len)
         num_tokens = len(prompt.token_ids)
-        look_ahead = max(0, min(prompt.config.look_ahead, limit - num_tokens))
-        # The last token is asked again whatever the pool has: its query is what scores.
-        lease = self._draft.index.lease(prompt.tenant, prompt.token_ids, num_tokens - 1)
+        chunk = self.chunk(prompt.config)
+        num_asking = min(_MOST_ASKING, chunk, num_tokens - question.num_cached) if question.recalls else 1
+        look_ahead = self._look_ahead(prompt) if question.selects else 0
+        # Those that ask are asked again whatever the pool has: their queries are what scores.
+        lease = self._draft.index.lease(prompt.tenant, prompt.token_ids, num_tokens - num_asking)
         num_shared = num_agreed = lease.num_shared
         try:
             lease.extend(num_tokens - num_shared + look_ahead)
             slots = lease.slots
-            chunk = self._chunk(prompt.config)
-            # The last part of the text goes with the look-ahead; a short one needs no part of its own.
-            for start in range(num_shared, num_tokens - chunk, chunk):
-                self._draft.forward(prompt.token_ids[start : start + chunk], slots[: start + chunk])
+            # The last part of the text is a whole chunk, and goes with the look-ahead's first forwards.
+            for stop in range(num_tokens - (num_tokens - num_shared - 1) // chunk * chunk, num_tokens, chunk):
+                self._draft.forward(prompt.token_ids[num_agreed:stop], slots[:stop])
                 yield
-                num_agreed = start + chunk
+                num_agreed = stop
             layers: dict[int, LayerQueries] = {}
-            token_id = self._next_token(prompt, num_agreed, slots, layers)
+            with self._draft.captured_queries(layers, num_asking):
+                following = self._draft.forward(prompt.token_ids[num_agreed:], slots[:num_tokens])
             for drafted in range(look_ahead):
                 if drafted % _LOOK_AHEAD_PER_PART == 0:
                     # So many forwards of one token, run without graphs, may take as long as a chunk.
                     yield
+                token_id = int(following)
                 with self._draft.captured_queries(layers):
                     following = self._draft.forward([token_id], slots[: num_tokens + drafted + 1])
                 if token_id in prompt.end_ids:
                     break
-                token_id = int(following)
             yield
             num_agreed = num_tokens
-            best = self._best_of_own_heads(slots[:num_tokens], layers, prompt.config)
+            best = wanted = None
+            if question.selects:
+                after = {index: found.between(num_asking - 1) for index, found in layers.items()}
+                best = self._best_of_own_heads(slots[:num_tokens], after, prompt.config)
+            if question.recalls:
+                asking = {index: found.between(0, num_asking) for index, found in layers.items()}
+                wanted = self._best_of_own_heads(slots[: question.num_cached], asking, prompt.config)
             yield
-            importance = largest_of_all(best).mean(dim=0)
-            return Score(importance.cpu(), num_tokens - num_shared)
+            return Score(_mean(best), _mean(wanted), num_tokens - num_shared)
         finally:
             lease.keep(num_agreed)
 
-    def _next_token(self, prompt: Prompt, start: int, slots: Ints, layers: dict[int, LayerQueries]) -> int:
-        """The draft's most likely token after the prompt, of which it has read the tokens before `start`. Adds the last
-        token's queries to layers."""
-        num_tokens = len(prompt.token_ids)
-        if start < num_tokens - 1:
-            self._draft.forward(prompt.token_ids[start:-1], slots[: num_tokens - 1])
-        with self._draft.captured_queries(layers):
-            return int(self._draft.forward(prompt.token_ids[-1:], slots[:num_tokens]))
+    def _look_ahead(self, prompt: Prompt) -> int:
+        room = int(self._scheduler.model_config.context_len) - len(prompt.token_ids)
+        return max(0, min(prompt.config.look_ahead, room))
 
     def _best_of_own_heads(
         self, slots: Ints, layers: Mapping[int, LayerQueries], config: PrefillConfig
@@ -172,7 +210,8 @@ class DraftScorer:
         where = torch.from_numpy(slots).to(self._runner.device)
         return best_of_own_heads(self._draft, where, layers, config, own_rank())
 
-    def _chunk(self, config: PrefillConfig) -> int:
+    def chunk(self, config: PrefillConfig) -> int:
+        """Most tokens of a prompt that the draft reads in one part."""
         server = self._scheduler.chunked_prefill_size
         return min(config.prefill_chunk, server) if server and server > 0 else config.prefill_chunk
 
@@ -198,3 +237,8 @@ class DraftScorer:
         finally:
             # The pool's slots were written on that stream, whether or not the scoring came to its end.
             current.wait_stream(stream)
+
+
+def _mean(best: torch.Tensor | None) -> torch.Tensor | None:
+    """Over the queries of what all ranks' heads say (n, num_tokens), on the host."""
+    return None if best is None else largest_of_all(best).mean(dim=0).cpu()

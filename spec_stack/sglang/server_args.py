@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,11 @@ FOLLOW_UPS = ("recall", "freeze", "afresh")
 """What becomes of the text of earlier turns. freeze: what was kept stays, what was dropped stays away. recall: the
 same, and what the new turn wants of the dropped text comes back. afresh: the whole prompt is selected anew, and nothing
 that the server remembers changes a reply."""
+
+
+# A server's draft is asked by the new text alone, whose attention over all that was said is flatter than that of a
+# session's look-ahead over the prompt.
+_RECALL = SessionConfig(restore_threshold=2.0)
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,7 @@ class ServerConfig:
         of a prompt are prefilled in a row, which is its soonest and the running requests' longest wait.
     calibration: a file of `spec-stack calibrate`, or the folder it lies in, whose settings take the place of prefill's
         defaults; None is the one beside the draft, if any, and "none" is none.
-    follow_up: one of FOLLOW_UPS. recall: what comes back of dropped text under "recall", as in a session.
+    follow_up: one of FOLLOW_UPS. recall: what comes back of dropped text under "recall", with a session's options.
     draft_pool_tokens: tokens that the draft's own KV pool holds, of all conversations together. A prompt longer than
         that is prefilled densely. SGLang sizes its own pools by the memory that is left.
     """
@@ -52,7 +57,7 @@ class ServerConfig:
     prefill_decode_interval: int = 1
     calibration: str | None = None
     follow_up: str = FOLLOW_UPS[0]
-    recall: SessionConfig = field(default_factory=SessionConfig)
+    recall: SessionConfig = _RECALL
     draft_pool_tokens: int = 65_536
 
     def __post_init__(self) -> None:
@@ -143,7 +148,7 @@ class ServerConfig:
             }
         recall = dict(_mapping("recall", values.pop("recall", {})))
         _refuse_unknown("recall.", recall, [entry.name for entry in fields(SessionConfig)])
-        return cls(prefill=PrefillConfig(**prefill), recall=SessionConfig(**recall), **values)
+        return cls(prefill=PrefillConfig(**prefill), recall=replace(_RECALL, **recall), **values)
 
     @classmethod
     def from_environment(cls) -> ServerConfig:

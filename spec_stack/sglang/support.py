@@ -13,8 +13,13 @@ OLDEST, NEWEST = (0, 5, 20), (0, 5, 23)
 
 # Rotary, full attention in every layer, one key per head and token in the KV pool.
 _ARCHITECTURES = (
+    "Ernie4_5_ForCausalLM",
+    "Glm4ForCausalLM",
+    "GraniteForCausalLM",
     "LlamaForCausalLM",
     "MistralForCausalLM",
+    "Olmo2ForCausalLM",
+    "Phi3ForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen2MoeForCausalLM",
     "Qwen3ForCausalLM",

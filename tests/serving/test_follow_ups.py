@@ -1,14 +1,22 @@
-"""Conversations of which something was dropped: what stays, what comes back, and that a session in Python agrees."""
+"""Conversations of which something was dropped: what stays, what comes back, by routes that share nothing with it."""
 
 from __future__ import annotations
 
 import itertools
+import math
 import random
+import threading
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
-from .conftest import MIN_PROMPT_TOKENS, Reference, Server, generate_body
+from spec_stack.config import PrefillConfig, SessionConfig
+from tests.support.reference import anchor_scores, attention_to_what_came_before
+from tests.support.reference_session import dropped_chunks_to_restore
+
+from .conftest import ASSETS, MIN_PROMPT_TOKENS, Reference, Server, generate_body
 
 Spans = list[list[int]]
 
@@ -40,26 +48,19 @@ def _first_turn(server: Server, reference: Reference, seed: int, **custom: Any) 
     return prompt, server.generate(prompt, 12, explain=True, **{"follow_up": "recall", "specprefill": True, **custom})
 
 
-def test_recall_does_what_a_session_in_python_does(server: Server, reference: Reference) -> None:
-    """Turn by turn the same tokens, the same number of them kept and come back; questions short and long, one edited,
-    one reply made anew."""
+def test_freeze_does_what_a_session_in_python_does_that_restores_nothing(server: Server, reference: Reference) -> None:
+    """Turn by turn the same tokens, the same number of them kept; questions short and long, one edited, one reply made
+    anew."""
     texts = [_text(reference, 30, 801), _text(reference, 9, 802), _text(reference, 600, 803)]
-    prompt = _document(reference, 1300, 800)
-    num_recalled = 0
-    with reference.generator.session() as session:
-        answers: list[list[int]] = []
-        prompts = [prompt]
+    asked = _document(reference, 1300, 800)
+    with reference.generator.session(SessionConfig(restore=False)) as session:
         for turn in range(6):
             options = {"specprefill": True} if turn in (0, 3) else {}
-            asked = prompts[-1]
             expected = session.generate(input_ids=asked, max_tokens=12, gamma=0, ignore_eos=True, **options)
-            reply = server.generate(asked, 12, explain=True, follow_up="recall", **options)
+            reply = server.generate(asked, 12, explain=True, follow_up="freeze", **options)
             report = _report(reply)
             assert report["num_cached_tokens"] == expected.metrics.num_cached_tokens, turn
-            assert report["num_recalled_tokens"] == expected.metrics.num_restored_tokens, turn
             assert reply["output_ids"] == list(expected.token_ids), turn
-            num_recalled += report["num_recalled_tokens"]
-            answers.append(reply["output_ids"])
             going_on = [*asked, *reply["output_ids"]]
             following = [
                 [*going_on, *texts[0]],
@@ -67,10 +68,42 @@ def test_recall_does_what_a_session_in_python_does(server: Server, reference: Re
                 [*going_on, *texts[2]],
                 [*asked[:-200], *texts[1]],
                 [*asked[:-200], *texts[1]],
-                [],
             ]
-            prompts.append(following[turn])
-    assert num_recalled
+            asked = following[min(turn, 4)]
+
+
+@pytest.fixture(scope="module")
+def eager_draft() -> Any:
+    return AutoModelForCausalLM.from_pretrained(ASSETS / "draft", attn_implementation="eager", dtype=torch.float32)
+
+
+@pytest.mark.parametrize(("num_new", "num_asking"), [(20, 21), (90, 32), (700, 32)])
+def test_what_comes_back_is_what_the_end_of_the_new_text_looks_at(
+    server: Server, reference: Reference, eager_draft: Any, num_new: int, num_asking: int
+) -> None:
+    """By attention matrices and lists, also where the new text is pruned itself."""
+    settings = server.state()["settings"]["recall"]
+    prompt, first = _first_turn(server, reference, 870 + num_new)
+    longer = [*prompt, *first["output_ids"], *_text(reference, num_new, 875)]
+    reply = server.generate(longer, 8, explain=True, follow_up="recall")
+    start = _report(reply)["num_cached_tokens"]
+    assert start == len(longer) - num_new - 1
+    given = [*_positions(first), *range(len(prompt), start)]
+    wanted = attention_to_what_came_before(eager_draft, longer, start, num_asking, PrefillConfig.pool_kernel)
+    expected = dropped_chunks_to_restore(
+        wanted.tolist(),
+        given,
+        start,
+        PrefillConfig.chunk_size,
+        settings["restore_threshold"],
+        settings["max_restored_chunks"],
+        settings["restore_margin"],
+        anchor_scores(longer, start, PrefillConfig.chunk_size, math.inf if num_new < 200 else 12),
+        settings["anchor_threshold"],
+    )
+    assert _positions(reply)[len(given) :][: _report(reply)["num_recalled_tokens"]] == expected
+    assert expected
+    assert reply["output_ids"] == reference.tokens_over(longer, _report(reply)["kept_spans"], 8)
 
 
 @pytest.mark.parametrize("rule", ["freeze", "recall"])
@@ -167,3 +200,23 @@ def test_a_short_beginning_that_was_pruned_changes_no_selection(server: Server, 
     assert _report(reply)["num_cached_tokens"] == 0
     # The draft has read that beginning, which changes nothing but what it costs.
     assert _report(reply)["num_draft_tokens"] == len(other) - 300
+
+
+def test_a_question_does_not_wait_for_a_long_prompts_scoring(server: Server, reference: Reference) -> None:
+    """The draft has little to read for it, so it is scored in the round whose prefill batch it goes into."""
+    prompt, first = _first_turn(server, reference, 880)
+    long_prompt, ended = _document(reference, 3000, 881), []
+
+    def ask_long() -> None:
+        server.generate(long_prompt, 1, specprefill=True)
+        ended.append("long")
+
+    thread = threading.Thread(target=ask_long)
+    thread.start()
+    while not server.state()["num_waiting_for_their_score"]:
+        pass
+    reply = server.generate([*prompt, *first["output_ids"], *_text(reference, 25, 882)], 1, follow_up="recall")
+    ended.append("question")
+    thread.join()
+    assert _report(reply)["num_draft_tokens"] < 60
+    assert ended == ["question", "long"]

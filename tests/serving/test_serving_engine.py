@@ -109,6 +109,25 @@ def test_a_prompt_longer_than_the_drafts_pool_is_prefilled_densely(small: Server
         assert small.state()["draft_pool"]["num_held"] <= 1000
 
 
+def test_a_conversation_that_outgrows_the_drafts_pool_goes_on_from_what_was_kept(
+    small: Server, reference: Reference
+) -> None:
+    prompt = reference.prompt(850, seed=71)
+    first = small.generate(prompt, 8, specprefill=True, explain=True, follow_up="recall")
+    longer = [*prompt, *first["output_ids"], *reference.text_ids(150, seed=72)]
+    assert len(longer) > 1000
+    reply = small.generate(longer, 8, explain=True, follow_up="recall", specprefill=True)
+    report, kept = reply["meta_info"]["spec_stack"], first["meta_info"]["spec_stack"]["kept_spans"]
+    assert report["outcome"] == "no_room"
+    assert "the draft pool has room for" in report["specprefill_reason"]
+    start = report["num_cached_tokens"]
+    assert (report["specprefill"], start) == (True, len(prompt) + 7)
+    # The reply follows the prompt's last span.
+    assert report["kept_spans"] == [*kept[:-1], [kept[-1][0], len(longer)]]
+    assert reply["meta_info"]["cached_tokens"] >= sum(stop - start for start, stop in kept)
+    assert reply["output_ids"] == reference.tokens_over(longer, report["kept_spans"], 8)
+
+
 def test_without_positions_in_the_key_pruned_kv_would_serve_the_wrong_prompt(launch: Any, reference: Reference) -> None:
     """The control for the radix keys: the test support takes the positions out of them, and the reply goes wrong."""
     server = launch("--max-total-tokens", "1800", environment={"SPEC_STACK_TEST_PLAIN_KEYS": "1"})

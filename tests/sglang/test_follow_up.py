@@ -96,10 +96,18 @@ def test_what_comes_back_is_what_the_sessions_oracle_restores(rng: random.Random
     held = tuple(sorted(rng.sample(range(num_cached), rng.randrange(1, num_cached))))
     # Sums of these are exact in every precision, so ties are ties.
     importance = torch.tensor([rng.randrange(64) / 64 for _ in range(num_tokens)])
+    wanted = torch.tensor([rng.randrange(64) / 64 for _ in range(num_cached)])
     given_to = place(
-        prompt, Beginning(num_cached, held), importance, prunes, RECALLING, CONFIG, [(num_cached, num_cached + 2)]
+        prompt,
+        Beginning(num_cached, held),
+        importance,
+        wanted,
+        prunes,
+        RECALLING,
+        CONFIG,
+        [(num_cached, num_cached + 2)],
     )
-    expected = dropped_chunks_to_restore(importance.tolist(), held, num_cached, 4, 1.0, 3, margin=2)
+    expected = dropped_chunks_to_restore(wanted.tolist(), held, num_cached, 4, 1.0, 3, margin=2)
     assert given_to.positions[: len(held)] == held
     assert list(given_to.positions[len(held) :][: len(expected)]) == expected
     new = given_to.positions[len(held) + len(expected) :]
@@ -115,14 +123,13 @@ def test_anchors_bring_back_what_shares_rare_words_with_the_question() -> None:
     prompt = [*document, 900, 901, 141, 142, 902]
     beginning = Beginning(80, (*range(8), *range(72, 80)))
     config = PrefillConfig(chunk_size=4, scorer="anchors")
-    given_to = place(prompt, beginning, None, False, SessionConfig(restore_margin=0), config, ())
+    given_to = place(prompt, beginning, None, None, False, SessionConfig(restore_margin=0), config, ())
     # 141 and 142 stand at 41 and 42, in the chunk from 40 on.
     assert given_to.positions[16 : 16 + given_to.num_recalled] == (40, 41, 42, 43)
 
 
 def test_frozen_text_stays_away() -> None:
-    importance = torch.ones(40)
-    given_to = place(range(40), Beginning(30, (0, 5)), importance, False, None, CONFIG, ())
+    given_to = place(range(40), Beginning(30, (0, 5)), torch.ones(40), torch.ones(30), False, None, CONFIG, ())
     assert given_to.positions == (0, 5, *range(30, 40))
 
 

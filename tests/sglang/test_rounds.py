@@ -129,3 +129,14 @@ def test_the_launchs_own_interval_stays() -> None:
     loop.prefill_decode_interval = 4
     Rounds(loop, decode_interval=1)  # type: ignore[arg-type]
     assert loop.prefill_decode_interval == 4
+
+
+def test_a_prefill_may_come_unless_one_has_just_run_and_others_wait_for_their_tokens() -> None:
+    loop = Loop(1)
+    assert loop.rounds.may_prefill()
+    loop._prefill_decode_interval_remaining = 1
+    assert loop.rounds.may_prefill()
+    loop.running_batch.reqs = [Request(0, 0, 3)]
+    assert not loop.rounds.may_prefill()
+    loop._prefill_decode_interval_remaining = 0
+    assert loop.rounds.may_prefill()

@@ -65,6 +65,26 @@ def importance(
     return total / (num_tail + len(look_ahead))
 
 
+def attention_to_what_came_before(
+    eager_model: PreTrainedModel, prompt: Sequence[int], start: int, num_asking: int, pool_kernel: int
+) -> np.ndarray:
+    """What the last num_asking tokens see of the tokens under `start`, (start,), by loops over one eager forward,
+    pooled: the largest over all heads, the mean over those who ask. Each row sums to 1 over those tokens."""
+    with torch.no_grad():
+        attentions = eager_model(torch.tensor([list(prompt)]), output_attentions=True).attentions
+    half, total = pool_kernel // 2, np.zeros(start)
+    for query in range(len(prompt) - num_asking, len(prompt)):
+        best = np.zeros(start)
+        for layer in attentions:
+            for head in layer[0]:
+                row = head[query, :start].double().numpy()
+                row = row / row.sum()
+                pooled = [row[max(0, at - half) : at + half + 1].mean() for at in range(start)]
+                best = np.maximum(best, pooled)
+        total += best
+    return total / num_asking
+
+
 def importance_by_characters(
     scores: Sequence[float], target_spans: Sequence[tuple[int, int]], draft_spans: Sequence[tuple[int, int]]
 ) -> list[float]:
