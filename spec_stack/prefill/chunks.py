@@ -15,6 +15,10 @@ _ORDERS = (2, 1)
 _MAX_OCCURRENCES = 4
 # Where nobody says where the question begins: the tokens towards the end over which an n-gram's weight doubles.
 _HALF_LIFE = 12
+# Words of a question that stand so near to each other belong together; a word that occurs more than once in so many
+# chunks tells too little.
+_NEAR = 8
+_COMMON_SHARE = 4
 # Under the attention of any chunk that is seen at all, so that its logarithm stays finite.
 _LEAST_ATTENTION = 1e-12
 
@@ -149,6 +153,57 @@ def anchor_scores(
         first, last = starts // size, (starts + order - 1) // size
         scores.index_add_(0, first, votes)
         scores.index_add_(0, last[last > first], votes[last > first])
+    return scores.float()
+
+
+def pair_scores(body_ids: Sequence[int], question_ids: Sequence[int], size: int) -> torch.Tensor:
+    """How much each chunk of a text has of a question's words side by side, in any order. No model.
+
+    Two different tokens of the question that stand within 8 tokens of each other at most 4 times in the text give 1,
+    divided by the number of times, to each chunk that such a place touches. So a line is found that shares several
+    words with the question, each of which is common by itself. A token that occurs more than 4 times, and more than
+    once in four chunks, does not count.
+
+    Parameters
+    ----------
+    body_ids
+        The text.
+    question_ids
+        The question; short, since every two of its tokens make a pair.
+    size
+        Tokens per chunk.
+
+    Returns
+    -------
+    torch.Tensor
+        (ceil(len(body_ids) / size),), 0 where no two tokens meet.
+    """
+    body, words = torch.as_tensor(body_ids), torch.unique(torch.as_tensor(question_ids))
+    num_chunks = math.ceil(len(body) / size)
+    scores = torch.zeros(num_chunks, dtype=torch.float64)
+    if len(words) < 2 or not num_chunks:
+        return scores.float()
+    found = torch.searchsorted(words, body).clamp(max=len(words) - 1)
+    is_word = words[found] == body
+    times = torch.bincount(found[is_word], minlength=len(words))
+    is_rare = times <= max(_MAX_OCCURRENCES, num_chunks // _COMMON_SHARE)
+    places = torch.nonzero(is_word & is_rare[found])[:, 0]
+    named = found[places]
+    firsts, lasts, pairs = [], [], []
+    for step in range(1, min(_NEAR, len(places) - 1) + 1):
+        meet = (places[step:] - places[:-step] <= _NEAR) & (named[step:] != named[:-step])
+        one, other = named[:-step][meet], named[step:][meet]
+        firsts.append(places[:-step][meet] // size)
+        lasts.append(places[step:][meet] // size)
+        pairs.append(torch.minimum(one, other) * len(words) + torch.maximum(one, other))
+    if not firsts:
+        return scores.float()
+    first, last = torch.cat(firsts), torch.cat(lasts)
+    _, which, counts = torch.unique(torch.cat(pairs), return_inverse=True, return_counts=True)
+    is_told = counts[which] <= _MAX_OCCURRENCES
+    first, last, votes = first[is_told], last[is_told], 1.0 / counts[which][is_told].double()
+    scores.index_add_(0, first, votes)
+    scores.index_add_(0, last[last > first], votes[last > first])
     return scores.float()
 
 

@@ -8,6 +8,7 @@ business, since the same tokens at the same positions in the same order are the 
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ import torch
 
 from spec_stack.config import PrefillConfig, SessionConfig
 from spec_stack.prefill.alignment import Span
-from spec_stack.prefill.chunks import Evidence, by_anchors
+from spec_stack.prefill.chunks import Evidence, by_anchors, pair_scores
 from spec_stack.prefill.recall import clip_spans, dropped_positions, recall
 from spec_stack.prefill.selection import select
 from spec_stack.sglang.draft_pool import Ints, num_common
@@ -26,6 +27,9 @@ from spec_stack.sglang.protocols import RunningRequest
 
 # A beginning counts from this part of the prompt on: one in four tokens.
 _LEAST_SHARE = 4
+MOST_ASKING = 32
+"""So many of the new text's last tokens ask for what was dropped: a question, or the end of it with the template's
+words."""
 
 
 @dataclass(frozen=True)
@@ -112,8 +116,7 @@ def place(
             wanted, recalling = torch.ones(start), replace(recalling, restore_threshold=2.0)
         anchors = None
         if recalling.anchor_threshold is not None:
-            asked = Evidence(prompt_ids, question=(start, len(prompt_ids)))
-            anchors = by_anchors(asked, replace(config, neighbour_share=0.0))
+            anchors = shared_words(prompt_ids, start, config)
         recalled = recall(wanted, dropped, start, config.chunk_size, recalling, anchors)
     kept: Sequence[int] = range(start, len(prompt_ids))
     if prunes:
@@ -123,6 +126,18 @@ def place(
     positions = (*beginning.positions, *recalled, *kept)
     token_ids = tuple(prompt_ids[position] for position in positions)
     return Placement(token_ids, positions, len(prompt_ids), start, len(recalled))
+
+
+def shared_words(prompt_ids: Sequence[int], start: int, config: PrefillConfig) -> torch.Tensor:
+    """What every chunk of the text before `start` shares with the new text, or with the end of it, (num_chunks,): rare
+    words in a row, or common ones side by side, whichever says more."""
+    num_tokens, num_chunks = len(prompt_ids), math.ceil(start / config.chunk_size)
+    asked = Evidence(prompt_ids, question=(start, num_tokens))
+    rare = by_anchors(asked, replace(config, neighbour_share=0.0))[:num_chunks]
+    side_by_side = pair_scores(
+        prompt_ids[:start], prompt_ids[max(start, num_tokens - MOST_ASKING) :], config.chunk_size
+    )
+    return torch.maximum(rare, side_by_side)
 
 
 def new_spans(protected: Sequence[Span], beginning: Beginning) -> list[Span]:

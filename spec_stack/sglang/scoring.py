@@ -21,14 +21,13 @@ from spec_stack.config import PrefillConfig
 from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.chunks import DRAFT_FREE
 from spec_stack.sglang.draft_pool import Ints
+from spec_stack.sglang.follow_up import MOST_ASKING
 from spec_stack.sglang.head_votes import LayerQueries, best_of_own_heads
 from spec_stack.sglang.protocols import Scheduler
 from spec_stack.sglang.ranks import largest_of_all, own_rank
 
 # Forwards of the look-ahead in one part of a scoring.
 _LOOK_AHEAD_PER_PART = 4
-# The last tokens of the new text ask for what was dropped: a question, or the end of it with the template's words.
-_MOST_ASKING = 32
 
 
 @dataclass(frozen=True)
@@ -160,7 +159,7 @@ class DraftScorer:
         """
         num_tokens = len(prompt.token_ids)
         chunk = self.chunk(prompt.config)
-        num_asking = min(_MOST_ASKING, chunk, num_tokens - question.num_cached) if question.recalls else 1
+        num_asking = min(MOST_ASKING, chunk, num_tokens - question.num_cached) if question.recalls else 1
         look_ahead = self._look_ahead(prompt) if question.selects else 0
         # Those that ask are asked again whatever the pool has: their queries are what scores.
         lease = self._draft.index.lease(prompt.tenant, prompt.token_ids, num_tokens - num_asking)

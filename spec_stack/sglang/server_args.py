@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,6 @@ FOLLOW_UPS = ("recall", "freeze", "afresh")
 """What becomes of the text of earlier turns. freeze: what was kept stays, what was dropped stays away. recall: the
 same, and what the new turn wants of the dropped text comes back. afresh: the whole prompt is selected anew, and nothing
 that the server remembers changes a reply."""
-
-
-# A server's draft is asked by the new text alone, whose attention over all that was said is flatter than that of a
-# session's look-ahead over the prompt.
-_RECALL = SessionConfig(restore_threshold=2.0)
 
 
 @dataclass(frozen=True)
@@ -57,7 +52,7 @@ class ServerConfig:
     prefill_decode_interval: int = 1
     calibration: str | None = None
     follow_up: str = FOLLOW_UPS[0]
-    recall: SessionConfig = _RECALL
+    recall: SessionConfig = field(default_factory=SessionConfig)
     draft_pool_tokens: int = 65_536
 
     def __post_init__(self) -> None:
@@ -148,7 +143,7 @@ class ServerConfig:
             }
         recall = dict(_mapping("recall", values.pop("recall", {})))
         _refuse_unknown("recall.", recall, [entry.name for entry in fields(SessionConfig)])
-        return cls(prefill=PrefillConfig(**prefill), recall=replace(_RECALL, **recall), **values)
+        return cls(prefill=PrefillConfig(**prefill), recall=SessionConfig(**recall), **values)
 
     @classmethod
     def from_environment(cls) -> ServerConfig:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spec_stack import PrefillConfig
-from spec_stack.prefill.chunks import SCORERS, Evidence, anchor_scores, chunk_means, fuse, with_neighbours
+from spec_stack.prefill.chunks import SCORERS, Evidence, anchor_scores, chunk_means, fuse, pair_scores, with_neighbours
 from spec_stack.prefill.importance import choose_heads, token_importance
 from spec_stack.prefill.selection import select
 from tests.support import reference
@@ -27,6 +27,21 @@ def test_a_rare_word_of_the_question_outweighs_a_common_one() -> None:
     scores = anchor_scores(ids, (len(ids) - 2, len(ids)), 16)
     assert scores.argmax() == 4
     assert torch.nonzero(scores)[:, 0].tolist() == [3, 4]
+
+
+@given(st.lists(st.integers(0, 30), max_size=200), st.lists(st.integers(0, 30), max_size=12), st.integers(1, 9))
+def test_pairs_equal_looking_at_every_two_tokens_by_hand(body: list[int], question: list[int], size: int) -> None:
+    expected = reference.pair_scores(body, question, size)
+    assert pair_scores(body, question, size).tolist() == pytest.approx(expected)
+
+
+def test_a_line_with_two_common_words_of_the_question_outweighs_lines_with_one() -> None:
+    lines = [[100 + name, 50, 200 + colour, *range(20, 45)] for name in range(6) for colour in range(6)]
+    body = [token for line in lines for token in line]
+    scores = pair_scores(body, [7, 203, 50, 104, 8], len(lines[0]))
+    assert torch.nonzero(scores == scores.max())[:, 0].tolist() == [4 * 6 + 3]
+    assert scores.max() == 1
+    assert scores.sum() == 1
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=30), st.floats(0, 0.9))

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from spec_stack.config import PrefillConfig, SessionConfig
-from tests.support.reference import anchor_scores, attention_to_what_came_before
+from tests.support.reference import anchor_scores, attention_to_what_came_before, pair_scores
 from tests.support.reference_session import dropped_chunks_to_restore
 
 from .conftest import ASSETS, MIN_PROMPT_TOKENS, Reference, Server, generate_body
@@ -90,6 +90,8 @@ def test_what_comes_back_is_what_the_end_of_the_new_text_looks_at(
     assert start == len(longer) - num_new - 1
     given = [*_positions(first), *range(len(prompt), start)]
     wanted = attention_to_what_came_before(eager_draft, longer, start, num_asking, PrefillConfig.pool_kernel)
+    rare = anchor_scores(longer, start, PrefillConfig.chunk_size, math.inf if num_new < 200 else 12)
+    side_by_side = pair_scores(longer[:start], longer[start:][-32:], PrefillConfig.chunk_size)
     expected = dropped_chunks_to_restore(
         wanted.tolist(),
         given,
@@ -98,7 +100,7 @@ def test_what_comes_back_is_what_the_end_of_the_new_text_looks_at(
         settings["restore_threshold"],
         settings["max_restored_chunks"],
         settings["restore_margin"],
-        anchor_scores(longer, start, PrefillConfig.chunk_size, math.inf if num_new < 200 else 12),
+        [max(both) for both in zip(rare, side_by_side, strict=False)],
         settings["anchor_threshold"],
     )
     assert _positions(reply)[len(given) :][: _report(reply)["num_recalled_tokens"]] == expected

@@ -271,6 +271,26 @@ def anchor_scores(ids: Sequence[int], start: int, size: int, half_life: float) -
     return scores
 
 
+def pair_scores(body: Sequence[int], question: Sequence[int], size: int) -> list[float]:
+    """Pairs of different tokens of the question within 8 tokens of each other in the body, by all pairs of
+    positions."""
+    body = list(body)
+    scores = [0.0] * math.ceil(len(body) / size)
+    rare = {word for word in set(question) if body.count(word) <= max(4, len(scores) // 4)}
+    meetings: dict[frozenset[int], list[tuple[int, int]]] = {}
+    for at in range(len(body)):
+        for other in range(at + 1, min(at + 9, len(body))):
+            pair = frozenset((body[at], body[other]))
+            if len(pair) == 2 and pair <= rare:
+                meetings.setdefault(pair, []).append((at, other))
+    for found in meetings.values():
+        if len(found) <= 4:
+            for place in found:
+                for chunk in {at // size for at in place}:
+                    scores[chunk] += 1 / len(found)
+    return scores
+
+
 def fused_scores(anchors: Sequence[float], attention: Sequence[float], weight: float) -> list[float]:
     """Attention times e to the weighted anchors: the order that fusing must have."""
     votes = zip(anchors, attention, strict=True)
