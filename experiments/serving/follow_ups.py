@@ -29,6 +29,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 from statistics import mean
@@ -105,6 +106,13 @@ class Script:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self._prompts = Prompts(tokenizer)
+        # Token by token it takes longer than many a reply.
+        self._text = lru_cache(maxsize=4)(self._decode)
+
+    def _decode(self, ids: tuple[int, ...]) -> tuple[str, list[int]]:
+        """A prompt's text, and where in it every token ends."""
+        pieces = [str(self.tokenizer.decode([token_id])) for token_id in ids]
+        return "".join(pieces), list(accumulate(len(piece) for piece in pieces))
 
     def document(self, num_tokens: int, number: int) -> list[int]:
         hidden = hide_fact(self.tokenizer, num_tokens, number)
@@ -131,9 +139,8 @@ class Script:
 
     def span(self, ids: Sequence[int], line: str) -> tuple[int, int]:
         """Where a line stands in a prompt: the shortest run of tokens whose text has it."""
-        pieces = [str(self.tokenizer.decode([token_id])) for token_id in ids]
-        ends = list(accumulate(len(piece) for piece in pieces))
-        start = "".join(pieces).find(line)
+        text, ends = self._text(tuple(ids))
+        start = text.find(line)
         if start < 0:
             raise ValueError(f"the prompt has no line {line!r}")
         first = next(at for at, end in enumerate(ends) if end > start)

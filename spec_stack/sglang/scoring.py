@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -192,7 +192,9 @@ class DraftScorer:
                 best = self._best_of_own_heads(slots[:num_tokens], after, prompt.config)
             if question.recalls:
                 asking = {index: found.between(0, num_asking) for index, found in layers.items()}
-                wanted = self._best_of_own_heads(slots[: question.num_cached], asking, prompt.config)
+                # Whole chunks are asked for, whose means pooling would hardly change.
+                unpooled = replace(prompt.config, pool_kernel=1)
+                wanted = self._best_of_own_heads(slots[: question.num_cached], asking, unpooled)
             yield
             return Score(_mean(best), _mean(wanted), num_tokens - num_shared)
         finally:

@@ -89,7 +89,7 @@ def test_what_comes_back_is_what_the_end_of_the_new_text_looks_at(
     start = _report(reply)["num_cached_tokens"]
     assert start == len(longer) - num_new - 1
     given = [*_positions(first), *range(len(prompt), start)]
-    wanted = attention_to_what_came_before(eager_draft, longer, start, num_asking, PrefillConfig.pool_kernel)
+    wanted = attention_to_what_came_before(eager_draft, longer, start, num_asking)
     rare = anchor_scores(longer, start, PrefillConfig.chunk_size, math.inf if num_new < 200 else 12)
     side_by_side = pair_scores(longer[:start], longer[start:][-32:], PrefillConfig.chunk_size)
     expected = dropped_chunks_to_restore(

@@ -45,6 +45,8 @@ def test_retracted_requests_go_on_at_their_original_positions(launch: Any, refer
         "6",
         "--enable-metrics",
         *("--spec-stack-min-prompt-tokens", str(MIN_PROMPT_TOKENS)),
+        # So little that conversations push each other out of the draft's pool.
+        *("--spec-stack-draft-pool-tokens", "3000"),
         environment={"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "6"},
     )
     traffic = Traffic(server, reference, NUM_REQUESTS // 5, seed=5)
@@ -56,6 +58,9 @@ def test_retracted_requests_go_on_at_their_original_positions(launch: Any, refer
     replies = [*_check(server, reference, _mixed(reference, 6, 40)), *(reply for _, reply in traffic.replies)]
     retracted = [reply for reply in replies if reply["meta_info"]["num_retractions"]]
     assert any(reply["meta_info"]["spec_stack"]["specprefill"] for reply in retracted)
+    pool = server.state()["draft_pool"]
+    assert (pool["num_held"] + pool["num_free"], pool["num_pinned"]) == (3000, 0)
+    assert sum(reply["meta_info"]["spec_stack"]["num_draft_tokens"] for reply in replies) > 3000
     server.stop()
 
 

@@ -66,22 +66,16 @@ def importance(
 
 
 def attention_to_what_came_before(
-    eager_model: PreTrainedModel, prompt: Sequence[int], start: int, num_asking: int, pool_kernel: int
+    eager_model: PreTrainedModel, prompt: Sequence[int], start: int, num_asking: int
 ) -> np.ndarray:
-    """What the last num_asking tokens see of the tokens under `start`, (start,), by loops over one eager forward,
-    pooled: the largest over all heads, the mean over those who ask. Each row sums to 1 over those tokens."""
+    """What the last num_asking tokens see of the tokens under `start`, (start,), out of one eager forward: the largest
+    over all heads, the mean over those who ask. Each head's row sums to 1 over those tokens."""
     with torch.no_grad():
         attentions = eager_model(torch.tensor([list(prompt)]), output_attentions=True).attentions
-    half, total = pool_kernel // 2, np.zeros(start)
+    total = np.zeros(start)
     for query in range(len(prompt) - num_asking, len(prompt)):
-        best = np.zeros(start)
-        for layer in attentions:
-            for head in layer[0]:
-                row = head[query, :start].double().numpy()
-                row = row / row.sum()
-                pooled = [row[max(0, at - half) : at + half + 1].mean() for at in range(start)]
-                best = np.maximum(best, pooled)
-        total += best
+        rows = [head[query, :start].double().numpy() for layer in attentions for head in layer[0]]
+        total += np.max([row / row.sum() for row in rows], axis=0)
     return total / num_asking
 
 
