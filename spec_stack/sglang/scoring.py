@@ -23,6 +23,7 @@ from spec_stack.prefill.chunks import DRAFT_FREE
 from spec_stack.sglang.draft_pool import Ints
 from spec_stack.sglang.follow_up import MOST_ASKING
 from spec_stack.sglang.head_votes import LayerQueries, best_of_own_heads
+from spec_stack.sglang.pooled_draft import PooledDraft
 from spec_stack.sglang.protocols import Scheduler
 from spec_stack.sglang.ranks import largest_of_all, own_rank
 
@@ -87,7 +88,7 @@ class DraftScorer:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler: Any = scheduler
-        self._draft = scheduler.draft_worker.pooled_draft
+        self._draft: PooledDraft = scheduler.draft_worker.pooled_draft
         self._runner = scheduler.draft_worker.draft_worker.draft_runner
 
     def num_cached(self, prompt: Prompt) -> int:
