@@ -51,7 +51,8 @@ ARMS = (DENSE, *RULES, EARLIER)
 PARTS = ("document", "tools", "facts", "pool")
 _NAMES = ("Alice", "Bruno", "Chloe", "David", "Elena", "Felix", "Greta", "Hugo", "Irene", "Jonas")
 _COLOURS = ("red", "blue", "green", "amber", "black", "white", "violet", "silver", "brown")
-_TOOL_TOKENS = (2000, 3000, 4000, 2500)
+# All of them from the length on from which new text is pruned by default.
+_TOOL_TOKENS = (2200, 3000, 4000, 2500)
 
 
 @dataclass(frozen=True)

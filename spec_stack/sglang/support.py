@@ -13,7 +13,6 @@ OLDEST, NEWEST = (0, 5, 20), (0, 5, 23)
 
 # Rotary, full attention in every layer, one key per head and token in the KV pool.
 _ARCHITECTURES = (
-    "Ernie4_5_ForCausalLM",
     "Glm4ForCausalLM",
     "GraniteForCausalLM",
     "LlamaForCausalLM",

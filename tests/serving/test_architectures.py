@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Ernie4_5Config, Glm4Config, GraniteConfig, Olmo2Config, Phi3Config
+from transformers import AutoModelForCausalLM, Glm4Config, GraniteConfig, Olmo2Config, Phi3Config
 
 from spec_stack.config import PrefillConfig
 from tests.support import reference as oracle
@@ -32,7 +32,6 @@ _CONFIGS: dict[str, Any] = {
     "OLMo2": Olmo2Config(**_SIZES),
     "GLM4": Glm4Config(**_SIZES, head_dim=16, attention_bias=True),
     "Granite": GraniteConfig(**_SIZES, embedding_multiplier=2.0, attention_multiplier=0.2, logits_scaling=2.0),
-    "ERNIE 4.5": Ernie4_5Config(**_SIZES, head_dim=16),
 }
 
 
