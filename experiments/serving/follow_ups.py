@@ -89,8 +89,16 @@ class Talk:
         self._history += answer.output_ids
         return answer
 
-    def go_on(self, text: str) -> None:
-        """What the template ends the reply with, and the user's next turn."""
+    @property
+    def history(self) -> list[int]:
+        return self._history
+
+    def go_on(self, text: str, reply_text: str = "") -> int:
+        """What the template ends the reply with, and the user's next turn; where these begin. reply_text: what was
+        replied, where nobody was asked."""
+        if reply_text:
+            self._history += self._tokenizer(reply_text, add_special_tokens=False).input_ids
+        start = len(self._history)
         reply = "the reply before"
         messages = [
             {"role": "user", "content": "?"},
@@ -99,6 +107,7 @@ class Talk:
         ]
         rendered = str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
         self._history += self._tokenizer(rendered.partition(reply)[2], add_special_tokens=False).input_ids
+        return start
 
 
 class Script:
