@@ -246,6 +246,8 @@ def server_of(options: argparse.Namespace, folder: Path, pair: tuple[str, str], 
     environment = dict(CPU_ENVIRONMENT) if options.device == "cpu" else {}
     if is_earlier:
         environment["PYTHONPATH"] = os.pathsep.join([str(options.earlier), os.environ.get("PYTHONPATH", "")])
+        # Else `python -m` takes the package of the working folder.
+        environment["PYTHONSAFEPATH"] = "1"
     log = folder / ("earlier.log" if is_earlier else "server.log")
     return SglangServer(arguments, environment, free_port(), log, options.start_limit)
 
