@@ -68,7 +68,7 @@ class StepRecord:
     num_tokens : int
         Tokens handed out: num_accepted + 1, less what EOS, a stop string or max_tokens cut off.
     signals : DraftSignals
-        One entry per token that the draft proposed; empty where they are not to be had (on a server).
+        One entry per token that the draft proposed; empty where they were not measured.
     draft_s : float
         Seconds of the draft's forwards, with what it had to catch up on.
     verify_s : float
@@ -90,6 +90,11 @@ class StepRecord:
         where gamma is 0.
     num_looked_up : int
         Proposed tokens that were looked up, the last ones of the proposal.
+    lag : int
+        How many steps before this one the newest record was of when its gamma was chosen; see `StepContext.lag`.
+    upcoming : DraftSignals or None
+        Of tokens that the draft has made for the step after this one. A server's draft makes that step's first token
+        while it catches up with this one.
     """
 
     request_id: str
@@ -111,6 +116,8 @@ class StepRecord:
     num_unread: int = 0
     proposer: str = "model"
     num_looked_up: int = 0
+    lag: int = 1
+    upcoming: DraftSignals | None = None
 
     @property
     def seconds(self) -> float:
@@ -126,6 +133,14 @@ class StepRecord:
     def num_drafted_accepted(self) -> int:
         """How many of these were accepted."""
         return min(self.num_accepted, self.num_drafted)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchMember:
+    """A request that takes part in a server's step. max_gamma: the most tokens that may be accepted of its proposal."""
+
+    request_id: str
+    max_gamma: int = MAX_GAMMA
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +166,8 @@ class StepContext:
     lag : int
         How many steps before this one the newest record is of: 1, or more where a server begins a step before it knows
         how the last one went.
+    members : tuple of BatchMember
+        The requests of a server's step, batch_size of them; empty where nobody names them.
     """
 
     step: int
@@ -161,6 +178,7 @@ class StepContext:
     batch_size: int = 1
     num_unread: int = 0
     lag: int = 1
+    members: tuple[BatchMember, ...] = ()
 
 
 class Policy(ABC):

@@ -1,192 +1,162 @@
-"""`throughput` for servers: one gamma for a whole batch, fixed before it drafts, by tokens per second.
-
-A server's step has fixed shapes: all requests of a batch draft equally far, and how far is settled before the first
-token. So there are no signals to stop by, and what is known is how each request has gone and what each gamma has cost
-at this batch size.
-"""
+"""`throughput` for servers: what each request is expected to have accepted is learned while it runs, from its own last
+steps and what the draft knew of them."""
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from spec_stack.config import DecodeConfig
-from spec_stack.controller.acceptance import logit, sigmoid
-from spec_stack.controller.base import Policy, StepContext, StepRecord, check_gammas
+import numpy as np
+from numpy.typing import NDArray
 
+from spec_stack.controller.acceptance import logit
+from spec_stack.controller.base import BatchMember, StepContext, StepRecord
+from spec_stack.controller.batch_cost import MAX_PENDING
+from spec_stack.controller.batch_rule import BatchRule, PerRequest
+
+Floats = NDArray[np.float64]
 _TYPICAL_ACCEPTANCE = 0.7
 # Odds of an acceptance seen as 0 or 1 would be infinite.
 _MIN_ACCEPTANCE = 0.02
-# Requests whose acceptance is remembered; the longest silent one is forgotten first.
-_MAX_REQUESTS = 4096
-# Steps whose result may be outstanding. SGLang's overlap leaves one.
-_MAX_PENDING = 8
-# A gamma is tried until `trials` steps had known seconds, but this many times `trials` at most: a step that follows a
-# prefill leaves no seconds, and where all do, trying must come to an end all the same.
-_TRIES_PER_TRIAL = 4
-
-Costs = dict[int, "_GammaCost"]
-
-
-class _GammaCost:
-    """Seconds of a step with one gamma at one batch size; a stall counts as a step of twice the usual time."""
-
-    def __init__(self) -> None:
-        self.num_tried = 0
-        self.num_seen = 0
-        self.seconds = math.inf
-        self.last_step = 0
-
-    def observe(self, seconds: float, step: int, weight: float, trials: int) -> None:
-        if self.num_seen < trials:
-            # The first steps of a shape are slow for reasons of their own, so the quickest of them starts the average.
-            self.seconds = min(self.seconds, seconds)
-        else:
-            self.seconds += weight * (min(seconds, 2 * self.seconds) - self.seconds)
-        self.num_seen += 1
-        self.last_step = step
 
 
 @dataclass
-class BatchThroughput(Policy):
-    """The gamma with most expected tokens per second, over the requests of the last step.
+class _Request:
+    """What is known of a request before its next step.
 
-    The chance that a drafted token is accepted, given those before it, is learned by place over all requests, and
-    each request's own acceptance raises or lowers it (in log odds). Costs are kept per batch size, in powers of two.
+    acceptance: moving average. upcoming: of the first token of the step after its newest record, log odds of the
+    draft's confidence. confidence: of the newest record's tokens, mean log odds. Both None where unknown. surprise: 0.5
+    where all of the newest proposal was accepted, -0.5 where none was.
+    """
+
+    acceptance: float | None = None
+    upcoming: float | None = None
+    confidence: float | None = None
+    surprise: float = 0.0
+
+
+# acceptance by place and request, upcoming confidence (of the first token, of later ones), last confidence (likewise),
+# surprise, bias
+_START = (1.0, 0.8, 0.2, 0.1, 0.1, 0.0, 0.0)
+
+
+class BatchLogistic:
+    """Logistic regression with all of its uncertainty (a Gaussian over the weights), many examples at once.
 
     Parameters
     ----------
-    gammas : tuple of int
-        The candidates, 0 for plain decoding among them if it may be used.
-    weight : float
-        Of the last step in a request's acceptance and in a gamma's seconds, in (0, 1].
-    trials : int
-        Steps each gamma is tried for at a new batch size.
-    probe_every : int
-        One step in this many measures a neighbour of the best gamma again, since times change with load and length.
+    start : sequence of float
+        The weights before any example.
+    trust : float
+        The examples that the start is worth.
+    forgetting : float
+        Per example, in (0, 1].
 
     Notes
     -----
-    Records of one step carry the same step number and each its request's share of the seconds; a record whose seconds
-    are not finite teaches about acceptance alone.
+    One Newton step per lot of examples: with precision A, features x, outcomes y and predictions p, A grows by
+    Σ p (1 - p) x xᵀ and the weights move by A⁻¹ Σ (y - p) x, so correlated features do not overshoot.
     """
 
-    gammas: tuple[int, ...] = (0, 1, 2, 4, 8)
-    weight: float = 0.1
-    trials: int = 2
-    probe_every: int = 32
+    def __init__(self, start: Sequence[float], trust: float = 10.0, forgetting: float = 0.999) -> None:
+        self.weights: Floats = np.array(start, dtype=np.float64)
+        self._prior = trust * np.eye(len(start))
+        self._precision = self._prior.copy()
+        self._forgetting = forgetting
+
+    def probability(self, features: Floats) -> Floats:
+        """Of features (…, n): (…)."""
+        return np.asarray(1 / (1 + np.exp(-np.clip(features @ self.weights, -30, 30))), dtype=np.float64)
+
+    def learn(self, features: Floats, outcomes: Floats) -> None:
+        """features (examples, n), outcomes (examples,) of 0 and 1."""
+        expected = self.probability(features)
+        curvature = np.maximum(expected * (1 - expected), 0.01)
+        keep = self._forgetting ** len(outcomes)
+        self._precision = keep * self._precision + (1 - keep) * self._prior
+        self._precision += (features * curvature[:, None]).T @ features
+        self.weights = self.weights + np.linalg.solve(self._precision, features.T @ (outcomes - expected))
+
+
+@dataclass
+class BatchThroughput(BatchRule):
+    """The gamma with most expected tokens per second; a request's tokens are expected by an online model.
+
+    The chance that a drafted token is accepted, given those before it, is learned by place over all requests; a
+    request's own acceptance raises or lowers it, and so does the draft's confidence: in the request's last proposal
+    and, above all, in the token that its next step begins with, which a server's draft has made by then. How much each
+    counts is learned from what was known when a step was chosen, so at the lag that the server has. Where no signals
+    are known acceptance alone counts.
+    """
+
     _by_place: list[float] = field(init=False, repr=False)
-    _acceptance: OrderedDict[str, float] = field(init=False, repr=False, default_factory=OrderedDict)
+    _requests: PerRequest[_Request] = field(init=False, repr=False, default_factory=lambda: PerRequest(_Request))
     _typical: float = field(init=False, repr=False, default=_TYPICAL_ACCEPTANCE)
-    _costs: dict[tuple[str, int], Costs] = field(init=False, repr=False, default_factory=dict)
-    _batch: list[str] = field(init=False, repr=False, default_factory=list)
-    _step: int = field(init=False, repr=False, default=-1)
-    # A server may tell how a step went while the next one runs already, at another batch size.
-    _buckets: OrderedDict[int, int] = field(init=False, repr=False, default_factory=OrderedDict)
-    _num_chosen: int = field(init=False, repr=False, default=0)
+    _model: BatchLogistic = field(init=False, repr=False, default_factory=lambda: BatchLogistic(_START))
+    # By step, what was known of each request when it was chosen: (places, features).
+    _asked: OrderedDict[int, dict[str, Floats]] = field(init=False, repr=False, default_factory=OrderedDict)
+    _lessons: list[tuple[Floats, Floats]] = field(init=False, repr=False, default_factory=list)
 
     name = "throughput"
 
     def __post_init__(self) -> None:
-        check_gammas("gammas", self.gammas)
-        if not 0 < self.weight <= 1:
-            raise ValueError(f"weight must be in (0, 1], got {self.weight}")
-        if self.trials < 1:
-            raise ValueError(f"trials must be 1 or more, got {self.trials}")
-        if self.probe_every < 2:
-            raise ValueError(f"probe_every must be 2 or more, got {self.probe_every}; or use the policy fixed")
+        super().__post_init__()
         self._by_place = [_TYPICAL_ACCEPTANCE] * max(self.gammas)
 
-    def choose(self, context: StepContext) -> int:
-        """Try what was never tried at this batch size, else take the best, now and then a neighbour of it."""
-        bucket = context.batch_size.bit_length()
-        self._remember(context.step, bucket)
-        costs = self._costs_at(context.precision, bucket)
-        usable = [gamma for gamma in self.gammas if gamma <= context.max_gamma]
-        if not usable:
-            return 0
-        untried = self._untried(usable, costs)
-        if untried is not None:
-            costs[untried].num_tried += 1
-            return untried
-        best = self._best(usable, costs)
-        if best is None:
-            # No step had known seconds, as under a load of short replies: the usual gamma then.
-            return max((gamma for gamma in usable if gamma <= DecodeConfig.gamma), default=usable[0])
-        self._num_chosen += 1
-        if self._num_chosen % self.probe_every == 0:
-            return _stale_neighbour(best, usable, costs)
-        return best
+    def expected_accepted(self, context: StepContext, members: Sequence[BatchMember]) -> Sequence[float]:
+        if self._lessons:
+            self._model.learn(*(np.concatenate(parts) for parts in zip(*self._lessons, strict=True)))
+            self._lessons.clear()
+        if not members:
+            members = (BatchMember("", max(self.gammas)),)
+        features = self._features(members)
+        self._asked.pop(context.step, None)
+        self._asked[context.step] = {member.request_id: row for member, row in zip(members, features, strict=True)}
+        if len(self._asked) > MAX_PENDING:
+            self._asked.popitem(last=False)
+        reached = np.cumprod(self._model.probability(features), axis=1)
+        for row, member in zip(reached, members, strict=True):
+            row[member.max_gamma :] = 0.0
+        return [0.0, *np.cumsum(reached.mean(axis=0)).tolist()]
 
-    def _remember(self, step: int, bucket: int) -> None:
-        self._buckets.pop(step, None)
-        self._buckets[step] = bucket
-        if len(self._buckets) > _MAX_PENDING:
-            self._buckets.popitem(last=False)
+    def _features(self, members: Sequence[BatchMember]) -> Floats:
+        """(requests, places, features), by the names beside `_START`."""
+        known = [self._requests.of(member.request_id) for member in members]
+        typical = _odds(self._typical)
+        places = np.array([_odds(chance) - typical for chance in self._by_place])
+        own = np.array([typical if each.acceptance is None else _odds(each.acceptance) for each in known])
+        upcoming = np.array([0.0 if each.upcoming is None else each.upcoming / 2 - 1 for each in known])
+        confidence = np.array([0.0 if each.confidence is None else each.confidence / 2 - 1 for each in known])
+        features = np.zeros((len(known), len(places), len(_START)))
+        features[:, :, 0] = own[:, None] + places
+        features[:, :1, 1] = upcoming[:, None]
+        features[:, 1:, 2] = upcoming[:, None]
+        features[:, :1, 3] = confidence[:, None]
+        features[:, 1:, 4] = confidence[:, None]
+        features[:, :, 5] = np.array([each.surprise for each in known])[:, None]
+        features[:, :, 6] = 1.0
+        return features
 
-    def _untried(self, usable: list[int], costs: Costs) -> int | None:
-        """The first gamma that is still to be tried, or None."""
-        max_tries = _TRIES_PER_TRIAL * self.trials
-        for gamma in usable:
-            if costs[gamma].num_seen < self.trials and costs[gamma].num_tried < max_tries:
-                return gamma
-        return None
-
-    def _best(self, usable: list[int], costs: Costs) -> int | None:
-        """The gamma with most expected tokens per second, or None where no gamma's seconds are known."""
-        known = [gamma for gamma in usable if costs[gamma].num_seen]
-        expected = self._expected_accepted()
-        return max(known, key=lambda gamma: (1 + expected[gamma]) / max(costs[gamma].seconds, 1e-9), default=None)
-
-    def observe(self, record: StepRecord) -> None:
-        if record.is_prefill:
+    def learn(self, record: StepRecord) -> None:
+        known = self._requests.of(record.request_id)
+        known.upcoming = None if record.upcoming is None else logit(record.upcoming.confidence[0])
+        if not record.gamma:
             return
-        is_new_step = record.step != self._step
-        if is_new_step:
-            self._step, self._batch = record.step, []
-        self._batch.append(record.request_id)
-        if record.gamma:
-            self._learn_acceptance(record)
-        bucket = self._buckets.get(record.step)
-        is_timed = math.isfinite(record.seconds)
-        if is_new_step and is_timed and bucket is not None and record.gamma in self.gammas:
-            cost = self._costs_at(record.precision, bucket)[record.gamma]
-            cost.observe(record.seconds, record.step, self.weight, self.trials)
-
-    def _learn_acceptance(self, record: StepRecord) -> None:
-        for place in range(min(record.num_accepted + 1, record.gamma, len(self._by_place))):
-            accepted = float(place < record.num_accepted)
+        if record.signals:
+            known.confidence = sum(map(logit, record.signals.confidence)) / len(record.signals)
+        judged = min(record.num_accepted + 1, record.gamma, len(self._by_place))
+        outcomes = [float(place < record.num_accepted) for place in range(judged)]
+        for place, accepted in enumerate(outcomes):
             self._by_place[place] += 0.5 * self.weight * (accepted - self._by_place[place])
+        features = self._asked.get(record.step, {}).get(record.request_id)
+        if features is not None:
+            self._lessons.append((features[:judged], np.array(outcomes)))
         rate = record.num_accepted / (record.num_accepted + (record.num_accepted < record.gamma))
-        before = self._acceptance.pop(record.request_id, self._typical)
-        self._acceptance[record.request_id] = before + self.weight * (rate - before)
+        before = self._typical if known.acceptance is None else known.acceptance
+        known.acceptance = before + self.weight * (rate - before)
+        known.surprise = 0.5 * ((record.num_accepted == record.gamma) - (record.num_accepted == 0))
         self._typical += 0.1 * self.weight * (rate - self._typical)
-        if len(self._acceptance) > _MAX_REQUESTS:
-            self._acceptance.popitem(last=False)
-
-    def _expected_accepted(self) -> list[float]:
-        """(max(gammas) + 1,): accepted tokens of an average request, for every gamma from 0 on."""
-        rates = [self._acceptance.get(request_id, self._typical) for request_id in self._batch] or [self._typical]
-        places = [_odds(chance) - _odds(self._typical) for chance in self._by_place]
-        expected = [0.0] * (len(places) + 1)
-        for rate in rates:
-            own, reached, total = _odds(rate), 1.0, 0.0
-            for place, odds in enumerate(places):
-                reached *= sigmoid(odds + own)
-                total += reached
-                expected[place + 1] += total / len(rates)
-        return expected
-
-    def _costs_at(self, precision: str, bucket: int) -> Costs:
-        return self._costs.setdefault((precision, bucket), {gamma: _GammaCost() for gamma in sorted(self.gammas)})
-
-
-def _stale_neighbour(best: int, usable: list[int], costs: Costs) -> int:
-    """Of the gammas beside the best one, that whose seconds were measured longest ago."""
-    at = usable.index(best)
-    neighbours = usable[max(at - 1, 0) : at] + usable[at + 1 : at + 2]
-    return min(neighbours, key=lambda gamma: costs[gamma].last_step, default=best)
 
 
 def _odds(acceptance: float) -> float:

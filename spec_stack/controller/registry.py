@@ -21,6 +21,8 @@ POLICIES: dict[str, str | type[Policy]] = {
 """name -> "module:Class" or the class itself, for Python and the command line. An entry more is a policy more."""
 BATCH_POLICIES: dict[str, str | type[Policy]] = {
     "throughput": "spec_stack.controller.batch_throughput:BatchThroughput",
+    "speckv": "spec_stack.controller.batch_speckv:BatchSpecKV",
+    "confidence": "spec_stack.controller.batch_confidence:BatchConfidence",
     "ema": POLICIES["ema"],
     "heuristic": POLICIES["heuristic"],
     "fixed": POLICIES["fixed"],

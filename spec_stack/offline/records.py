@@ -207,6 +207,7 @@ def _schema(pyarrow: Any) -> Any:
     types = {"str": pyarrow.string(), "int": pyarrow.int64(), "float": pyarrow.float64(), "bool": pyarrow.bool_()}
     numbers = pyarrow.list_(pyarrow.float64())
     types["DraftSignals"] = pyarrow.struct([("entropy", numbers), ("confidence", numbers)])
+    types["DraftSignals | None"] = types["DraftSignals"]
     return pyarrow.schema([(name, types[kind]) for name, kind in _FIELDS.items()])
 
 
@@ -223,15 +224,18 @@ def _as_record(row: Mapping[str, Any], place: str) -> StepRecord:
     for name, value in row.items():
         if name not in _FIELDS:
             raise _error(place, name, "unknown; was the file written by a newer version?")
-        values[name] = _signals(value, place) if name == "signals" else _typed(value, _FIELDS[name], place, name)
+        if name in ("signals", "upcoming"):
+            values[name] = None if name == "upcoming" and value is None else _signals(value, place, name)
+        else:
+            values[name] = _typed(value, _FIELDS[name], place, name)
     return StepRecord(**values)
 
 
-def _signals(value: Any, place: str) -> DraftSignals:
+def _signals(value: Any, place: str, field: str) -> DraftSignals:
     if not isinstance(value, dict) or [type(value.get(name)) for name in _SIGNALS] != [list] * len(_SIGNALS):
-        raise _error(place, "signals", f"lists of {' and '.join(_SIGNALS)} are needed, got {value!r}")
+        raise _error(place, field, f"lists of {' and '.join(_SIGNALS)} are needed, got {value!r}")
     return DraftSignals(
-        *([_typed(each, "float", place, f"signals.{name}") for each in value[name]] for name in _SIGNALS)
+        *([_typed(each, "float", place, f"{field}.{name}") for each in value[name]] for name in _SIGNALS)
     )
 
 
@@ -275,12 +279,17 @@ def _problems(record: StepRecord) -> Iterator[tuple[str, str]]:
             yield name, f"{getattr(record, name)} is no duration: it must be finite and 0 or more"
     if not 0 < record.keep_rate <= 1:
         yield "keep_rate", f"{record.keep_rate} is no share; it must be in (0, 1]"
+    if record.lag < 1:
+        yield "lag", f"{record.lag}; what is known before a step is of an earlier one, so it is 1 or more"
     for name in _SIGNALS:
         values = getattr(record.signals, name)
         if len(values) != record.num_drafted:
             yield f"signals.{name}", f"{len(values)} values for {record.num_drafted} drafted tokens"
         if not all(map(math.isfinite, values)):
             yield f"signals.{name}", f"a value is not finite in {values}"
+        upcoming = getattr(record.upcoming, name, [])
+        if not all(map(math.isfinite, upcoming)):
+            yield f"upcoming.{name}", f"a value is not finite in {upcoming}"
     if record.num_accepted > record.gamma:
         yield "num_accepted", f"{record.num_accepted} accepted of {record.gamma} proposed"
     if record.num_tokens > record.num_accepted + 1:

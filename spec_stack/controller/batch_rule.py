@@ -1,0 +1,122 @@
+"""One gamma for a whole batch, settled before it drafts: the one with most expected tokens per measured second.
+
+A server's step has fixed shapes: all requests of a batch draft equally far, and how far is settled before the first
+token. So no token's own signals can end a proposal; what is known is how each request's earlier steps went.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from spec_stack.config import DecodeConfig
+from spec_stack.controller.base import BatchMember, Policy, StepContext, StepRecord, check_gammas
+from spec_stack.controller.batch_cost import StepSeconds, stale_neighbour
+
+# Requests that are remembered; the longest silent one is forgotten first.
+_MAX_REQUESTS = 4096
+Known = TypeVar("Known")
+
+
+class PerRequest(Generic[Known]):
+    """What is known of each request, by its id; new ones are made as they come."""
+
+    def __init__(self, make: Callable[[], Known]) -> None:
+        self._make = make
+        self._known: OrderedDict[str, Known] = OrderedDict()
+
+    def of(self, request_id: str) -> Known:
+        """What is known of a request, to be read or changed."""
+        if request_id not in self._known:
+            self._known[request_id] = self._make()
+            if len(self._known) > _MAX_REQUESTS:
+                self._known.popitem(last=False)
+        self._known.move_to_end(request_id)
+        return self._known[request_id]
+
+
+@dataclass
+class BatchRule(Policy):
+    """argmax over gamma of (1 + expected accepted tokens of a request) / seconds, over the requests of the step.
+
+    A subclass says what is expected. Costs are measured, per batch size; a gamma that was never tried there is.
+
+    Parameters
+    ----------
+    gammas : tuple of int
+        The candidates, 0 for plain decoding among them if it may be used.
+    weight : float
+        Of the last step in a request's acceptance and in a gamma's seconds, in (0, 1].
+    trials : int
+        Steps each gamma is tried for at a new batch size.
+    probe_every : int
+        One step in this many measures a neighbour of the best gamma again, since times change with load and length.
+
+    Notes
+    -----
+    Records of one step carry the same step number and each its request's share of the seconds; a record whose seconds
+    are not finite teaches about acceptance alone.
+    """
+
+    gammas: tuple[int, ...] = (0, 1, 2, 4, 8)
+    weight: float = 0.1
+    trials: int = 2
+    probe_every: int = 32
+    _seconds: StepSeconds = field(init=False, repr=False)
+    _num_chosen: int = field(init=False, repr=False, default=0)
+    _step: int = field(init=False, repr=False, default=-1)
+    _last_members: list[BatchMember] = field(init=False, repr=False, default_factory=list)
+
+    def __post_init__(self) -> None:
+        check_gammas("gammas", self.gammas)
+        if not 0 < self.weight <= 1:
+            raise ValueError(f"weight must be in (0, 1], got {self.weight}")
+        if self.trials < 1:
+            raise ValueError(f"trials must be 1 or more, got {self.trials}")
+        if self.probe_every < 2:
+            raise ValueError(f"probe_every must be 2 or more, got {self.probe_every}; or use the policy fixed")
+        self._seconds = StepSeconds(self.gammas, self.weight, self.trials)
+
+    @abstractmethod
+    def expected_accepted(self, context: StepContext, members: Sequence[BatchMember]) -> Sequence[float]:
+        """Accepted tokens that are expected of an average request of the step, for every gamma from 0 on.
+
+        Called once per step, whatever is chosen then. members: the step's, or the last step's where the context names
+        none; there may be none at all.
+        """
+
+    @abstractmethod
+    def learn(self, record: StepRecord) -> None:
+        """Take in how a request's step went, in tokens."""
+
+    def choose(self, context: StepContext) -> int:
+        """Try what was never tried at this batch size, else take the best, now and then a neighbour of it."""
+        costs = self._seconds.begin(context.step, context.precision, context.batch_size)
+        expected = self.expected_accepted(context, context.members or self._last_members)
+        usable = [gamma for gamma in sorted(self.gammas) if gamma <= context.max_gamma]
+        if not usable:
+            return 0
+        untried = self._seconds.to_try(usable, costs)
+        if untried is not None:
+            return untried
+        known = [gamma for gamma in usable if costs[gamma].num_seen]
+        if not known:
+            # No step had known seconds, as under a load of short replies: the usual gamma then.
+            return max((gamma for gamma in usable if gamma <= DecodeConfig.gamma), default=usable[0])
+        best = max(known, key=lambda gamma: (1 + expected[gamma]) / max(costs[gamma].seconds, 1e-9))
+        self._num_chosen += 1
+        return stale_neighbour(best, usable, costs) if self._num_chosen % self.probe_every == 0 else best
+
+    def observe(self, record: StepRecord) -> None:
+        if record.is_prefill:
+            return
+        if record.step != self._step:
+            self._step, self._last_members = record.step, []
+        self._last_members.append(BatchMember(record.request_id))
+        if math.isfinite(record.seconds):
+            self._seconds.observe(record.step, record.precision, record.gamma, record.seconds)
+        self.learn(record)

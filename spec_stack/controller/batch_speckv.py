@@ -1,0 +1,101 @@
+"""`speckv` for servers: the paper's predictor on each request's own last signals, one gamma for the batch."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from spec_stack.controller.base import BatchMember, DraftSignals, StepContext, StepRecord
+from spec_stack.controller.batch_cost import MAX_PENDING
+from spec_stack.controller.batch_rule import BatchRule, PerRequest
+from spec_stack.controller.predictor import load_step_predictor, step_features
+from spec_stack.controller.speckv import OnlineRidge, RatePredictor
+
+_TYPICAL_RATE = 0.5
+_MIN_EXPECTED = 0.5
+
+
+@dataclass
+class _Request:
+    """signals: of its last step that drafted. recent: what has lately come of what was expected of it, 1 at most."""
+
+    signals: DraftSignals | None = None
+    recent: float = 1.0
+
+
+@dataclass
+class BatchSpecKV(BatchRule):
+    """The candidate with most expected tokens, acceptance_rate * gamma + 1, over the batch and per measured second.
+
+    Each request's acceptance rate is predicted from the signals of its own last step, and brought down by what has
+    lately come of such predictions for that request.
+
+    Parameters
+    ----------
+    predictor : str, Path or RatePredictor, optional
+        As of `SpecKV`: a file, or an object that predicts; without one a ridge is learned online, over all requests.
+
+    Raises
+    ------
+    ValueError
+        For an option out of range and a bad predictor file.
+    """
+
+    predictor: str | Path | RatePredictor | None = None
+    _rates: RatePredictor = field(init=False, repr=False)
+    _online: OnlineRidge | None = field(init=False, repr=False, default=None)
+    _requests: PerRequest[_Request] = field(init=False, repr=False, default_factory=lambda: PerRequest(_Request))
+    _typical: float = field(init=False, repr=False, default=_TYPICAL_RATE)
+    # By step, the signals that each request's rate was predicted from.
+    _asked: OrderedDict[int, dict[str, DraftSignals]] = field(init=False, repr=False, default_factory=OrderedDict)
+
+    name = "speckv"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.predictor is None:
+            self._rates = self._online = OnlineRidge()
+        elif isinstance(self.predictor, str | Path):
+            self._rates = load_step_predictor(self.predictor)
+        else:
+            self._rates = self.predictor
+
+    def expected_accepted(self, context: StepContext, members: Sequence[BatchMember]) -> Sequence[float]:
+        known = [(self._requests.of(member.request_id), member.max_gamma) for member in members]
+        self._asked.pop(context.step, None)
+        self._asked[context.step] = {
+            member.request_id: each.signals
+            for member, (each, _) in zip(members, known, strict=True)
+            if each.signals is not None
+        }
+        if len(self._asked) > MAX_PENDING:
+            self._asked.popitem(last=False)
+        expected = [0.0] * (max(self.gammas) + 1)
+        for gamma in self.gammas:
+            for each, cap in known:
+                rate = self._rate(each.signals, context.precision, gamma)
+                expected[gamma] += each.recent * rate * min(gamma, cap) / len(known)
+        return expected
+
+    def _rate(self, signals: DraftSignals | None, precision: str, gamma: int) -> float:
+        if signals is None or (self._online is not None and not self._online.num_seen):
+            return self._typical
+        return self._rates.acceptance_rate(step_features(signals, precision, gamma))
+
+    def learn(self, record: StepRecord) -> None:
+        if not record.gamma:
+            return
+        known = self._requests.of(record.request_id)
+        rate = record.num_accepted / record.gamma
+        asked = self._asked.get(record.step, {}).get(record.request_id)
+        if asked is not None:
+            expected = self._rate(asked, record.precision, record.gamma) * record.gamma
+            share = record.num_accepted / max(expected, _MIN_EXPECTED)
+            known.recent = min(max(known.recent + self.weight * (share - known.recent), 0.0), 1.0)
+            if self._online is not None:
+                self._online.learn(step_features(asked, record.precision, record.gamma), rate)
+        self._typical += 0.1 * self.weight * (rate - self._typical)
+        if record.signals:
+            known.signals = record.signals

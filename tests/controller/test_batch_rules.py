@@ -1,0 +1,149 @@
+"""Policies for batches: each request's own signals and acceptance, one gamma, by tokens over measured seconds."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from spec_stack.controller.base import BatchMember, DraftSignals, StepContext, StepRecord
+from spec_stack.controller.batch_confidence import BatchConfidence
+from spec_stack.controller.batch_speckv import BatchSpecKV
+from spec_stack.controller.batch_throughput import BatchLogistic, BatchThroughput
+from spec_stack.controller.predictor import STEP_FEATURES
+from tests.support.controller_data import step
+
+
+def _context(number: int, *members: BatchMember, lag: int = 1) -> StepContext:
+    return StepContext(number, 8, None, "fp32", batch_size=len(members), members=members, lag=lag)
+
+
+def _record(number: int, request_id: str, gamma: int, num_accepted: int, upcoming: float, seconds: float) -> StepRecord:
+    made = step(gamma, num_accepted, draft_s=0.0, verify_s=seconds, precision="fp32")
+    following = DraftSignals([1.0], [upcoming])
+    return replace(made, request_id=request_id, step=number, upcoming=following)
+
+
+@pytest.mark.parametrize("lag", [1, 2])
+def test_throughput_learns_to_follow_the_confidence_in_the_token_that_comes_next(lag: int) -> None:
+    """Proposals are all right or all wrong, which the next token's confidence tells. At a lag of 2 it is of the step
+    before, and tells nothing here: the rule settles on one gamma then."""
+    rng, policy = random.Random(0), BatchThroughput(gammas=(0, 8))
+    late: list[StepRecord] = []
+    is_right, chosen = True, []
+    for number in range(400):
+        gamma = policy.choose(_context(number, BatchMember("a"), lag=lag))
+        chosen.append((is_right, gamma))
+        num_accepted = gamma if is_right else 0
+        is_right = rng.random() < 0.5
+        late.append(_record(number, "a", gamma, num_accepted, 0.95 if is_right else 0.2, 1 + 0.3 * gamma))
+        if len(late) == lag:
+            policy.observe(late.pop(0))
+    of_right = [gamma for was_right, gamma in chosen[200:] if was_right]
+    of_wrong = [gamma for was_right, gamma in chosen[200:] if not was_right]
+    followed = of_right.count(8) / len(of_right) - of_wrong.count(8) / len(of_wrong)
+    assert followed > 0.6 if lag == 1 else abs(followed) < 0.3
+
+
+def test_one_requests_signals_say_nothing_of_another() -> None:
+    """Two requests side by side, one always right and sure, one always wrong and unsure."""
+    policy = BatchThroughput(gammas=(0, 8))
+    members = BatchMember("sure"), BatchMember("unsure")
+    for number in range(60):
+        gamma = policy.choose(_context(number, *members))
+        policy.observe(_record(number, "sure", gamma, gamma, 0.95, 1 + 0.1 * gamma))
+        policy.observe(_record(number, "unsure", gamma, 0, 0.2, 1 + 0.1 * gamma))
+    sure, unsure = (policy.expected_accepted(_context(60, member), (member,))[8] for member in members)
+    assert sure > 5
+    assert unsure < 1
+
+
+def test_no_more_is_expected_of_a_request_than_its_cap() -> None:
+    policy = BatchThroughput()
+    members = BatchMember("a", 2), BatchMember("b", 0)
+    expected = policy.expected_accepted(_context(0, *members), members)
+    assert expected[0] == 0
+    assert expected[1] < expected[2] == expected[8] <= 1
+    assert BatchSpecKV().expected_accepted(_context(0, *members), members)[8] <= 1
+
+
+def test_signals_that_are_not_known_leave_acceptance() -> None:
+    policy = BatchThroughput(gammas=(0, 1, 8))
+    for number in range(120):
+        gamma = policy.choose(_context(number, BatchMember("a")))
+        record = replace(_record(number, "a", gamma, 0, 0.5, 1 + 0.2 * gamma), signals=DraftSignals(), upcoming=None)
+        policy.observe(record)
+    assert [policy.choose(_context(number, BatchMember("a"))) for number in range(120, 130)].count(0) >= 9
+
+
+def test_weights_learned_from_lots_are_those_of_logistic_regression() -> None:
+    """By another route: gradient ascent on the penalised likelihood of all examples at once."""
+    rng = np.random.default_rng(0)
+    features = rng.normal(size=(4000, 3))
+    truth = np.array([1.0, -0.5, 0.3])
+    outcomes = (rng.random(4000) < 1 / (1 + np.exp(-features @ truth))).astype(float)
+    model = BatchLogistic((0.0, 0.0, 0.0), forgetting=1.0)
+    for lot in range(0, 4000, 8):
+        model.learn(features[lot : lot + 8], outcomes[lot : lot + 8])
+    weights = np.zeros(3)
+    for _ in range(2000):
+        gradient = features.T @ (outcomes - 1 / (1 + np.exp(-features @ weights))) - 10 * weights
+        weights += gradient / 1000
+    assert np.allclose(model.weights, weights, atol=0.03)
+
+
+class ByEntropy:
+    """Acceptance rate 1 for signals without entropy, 0 for others; a plain stand-in for a trained predictor."""
+
+    def acceptance_rate(self, features: tuple[float, ...]) -> float:
+        return float(features[STEP_FEATURES.index("mean_entropy")] < 1)
+
+
+def test_speckv_predicts_each_request_from_its_own_last_signals() -> None:
+    policy = BatchSpecKV(gammas=(0, 2, 8), predictor=ByEntropy(), trials=1)
+    members = tuple(BatchMember(name) for name in "abc")
+    for number in range(3):
+        gamma = policy.choose(_context(number, *members))
+        for name, entropy in zip("abc", (0.0, 0.0, 3.0), strict=True):
+            record = _record(number, name, gamma, gamma if entropy == 0 else 0, 0.9, 1 + 0.1 * gamma)
+            policy.observe(replace(record, signals=DraftSignals([entropy] * gamma, [0.9] * gamma)))
+    assert list(policy.expected_accepted(_context(3, *members), members))[8] == pytest.approx(16 / 3)
+    assert policy.choose(_context(3, *members)) == 8
+    assert list(policy.expected_accepted(_context(4, members[2]), members[2:]))[8] == 0
+
+
+def test_confidence_drafts_as_far_as_its_requests_were_sure() -> None:
+    policy = BatchConfidence(threshold=0.5, weight=1.0)
+    a, b = BatchMember("a"), BatchMember("b")
+    assert policy.choose(_context(0, a, b)) == 4
+    doubtful = replace(_record(0, "a", 4, 0, 0.9, 1.0), signals=DraftSignals([0.0] * 4, [0.9, 0.4, 0.9, 0.9]))
+    policy.observe(doubtful)
+    assert policy.choose(_context(1, a)) == 2
+    policy.observe(_record(0, "b", 4, 0, 0.9, 1.0))
+    assert policy.choose(_context(1, b)) == 8
+    assert policy.choose(_context(1, a, b)) == 4
+    policy.observe(replace(doubtful, step=1, upcoming=DraftSignals([2.0], [0.3])))
+    assert policy.choose(_context(2, a)) == 1
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "named"),
+    [
+        (BatchThroughput, {"gammas": ()}, "gammas"),
+        (BatchThroughput, {"weight": 0.0}, "weight"),
+        (BatchThroughput, {"trials": 0}, "trials"),
+        (BatchThroughput, {"probe_every": 1}, "probe_every"),
+        (BatchSpecKV, {"predictor": "nowhere.json"}, "nowhere"),
+        (BatchConfidence, {"threshold": 2}, "threshold"),
+        (BatchConfidence, {"gammas": ()}, "gammas"),
+        (BatchConfidence, {"gammas": (99,)}, "gammas"),
+        (BatchConfidence, {"weight": math.nan}, "weight"),
+        (BatchConfidence, {"start": -1}, "start"),
+    ],
+)
+def test_bad_options_are_refused_by_name(policy: type, options: dict[str, object], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        policy(**options)
