@@ -8,11 +8,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
-from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord
+import torch
+
+from spec_stack.config import MAX_GAMMA
+from spec_stack.controller.base import BatchMember, DraftSignals, Policy, StepContext, StepRecord
 from spec_stack.sglang.launch_notes import graph_sizes
 from spec_stack.sglang.protocols import RunningRequest
 from spec_stack.sglang.request_state import note_step, options_of
 from spec_stack.sglang.server_args import ServerConfig
+from spec_stack.sglang.signals import as_signals
 
 
 @dataclass
@@ -20,7 +24,8 @@ class Pending:
     """A decode step that has begun and whose result has not come yet.
 
     follows_a_step: nothing but decode steps ran since the step before it began, so that the end of that step is the
-    beginning of this one's seconds.
+    beginning of this one's seconds. caps: the most tokens that may be accepted of each request's proposal. lag: as in
+    StepContext. signals: the draft's, as `DraftSignalBuffers.of_step` gives them, on their way to the host.
     """
 
     number: int
@@ -28,6 +33,9 @@ class Pending:
     policy: Policy
     requests: list[RunningRequest]
     follows_a_step: bool
+    caps: list[int]
+    lag: int
+    signals: torch.Tensor | None = None
 
     def ended(self, now: float, previous_end: float | None) -> float | None:
         """Seconds the step took, now that its result is here; None where they are not known to be its own."""
@@ -37,8 +45,9 @@ class Pending:
 class BatchPolicy:
     """Chooses one gamma for each step of a batch, and learns from what the step brought.
 
-    Requests may ask for a gamma or a policy. While some do, the smallest gamma asked for holds for the whole batch;
-    else the one policy asked for, where all that ask agree; else the server's.
+    Requests may ask for a gamma or a policy. A gamma is a request's own cap: the batch drafts as far as the others
+    want, and no token of that request beyond its cap is accepted. Where all of a batch ask for one, it drafts as far as
+    the largest. The policy is the one asked for, where all that ask agree, else the server's.
 
     Notes
     -----
@@ -51,7 +60,9 @@ class BatchPolicy:
 
     Step 1 has no step before it. Step 3 is still to end when the prefill begins, and step 4 follows the prefill, so
     the seconds of both may hold it: they teach about acceptance alone. A policy observes one record per request, each
-    with its share of the seconds.
+    with its share of the seconds, unless its cap cut it: its gamma is its own then, and the seconds are of another.
+
+    When step 3 is chosen, the newest result is that of step 1: a lag of 2. Without overlap it is 1.
     """
 
     def __init__(
@@ -105,16 +116,23 @@ class BatchPolicy:
         """The gamma of the step that begins now."""
         policy, asked = self._rule()
         gammas = self._config.gammas_at(self._padded(batch_size))
+        caps = [_cap(request) for request in self._requests]
         context = StepContext(
             step=self._number,
             max_gamma=gammas[-1],
             last=self._last,
             precision=self._precision,
             batch_size=batch_size,
+            lag=len(self._pending) + 1,
+            members=tuple(
+                BatchMember(str(request.rid), cap) for request, cap in zip(self._requests, caps, strict=True)
+            ),
         )
         gamma = _largest_up_to(asked if asked is not None else policy.choose(context), gammas)
         gamma = self._agree(gamma)
-        self._pending.append(Pending(self._number, gamma, policy, list(self._requests), self._only_steps_ran))
+        self._pending.append(
+            Pending(self._number, gamma, policy, list(self._requests), self._only_steps_ran, caps, context.lag)
+        )
         self._only_steps_ran = True
         self._number += 1
         return gamma
@@ -130,38 +148,66 @@ class BatchPolicy:
         seconds = step.ended(now, self._previous_end)
         self._previous_end = now
         self.num_steps += 1
-        for request, num_correct in zip(step.requests, num_correct_drafts_per_req, strict=True):
+        signals = as_signals(step.signals) if step.signals is not None else [_NO_SIGNALS] * batch_size
+        for request, num_correct, cap, known in zip(
+            step.requests, num_correct_drafts_per_req, step.caps, signals, strict=True
+        ):
             if request.is_retracted or request.finished():
                 # It ended, or was taken back, while this step ran: its tokens are thrown away.
                 continue
-            num_accepted = min(num_correct, step.gamma)
-            note_step(request, step.gamma, num_accepted)
-            self.num_proposed += step.gamma
-            self.num_accepted += num_accepted
-            self._last = StepRecord(
-                request_id=str(request.rid),
-                step=step.number,
-                policy=step.policy.name,
-                precision=self._precision,
-                task="",
-                is_prefill=False,
-                keep_rate=1.0,
-                gamma=step.gamma,
-                num_accepted=num_accepted,
-                num_tokens=num_accepted + 1,
-                signals=DraftSignals(),
-                draft_s=0.0,
-                # Not finite is how a record says that its seconds are not known.
-                verify_s=math.nan if seconds is None else seconds / batch_size,
-                controller_s=0.0,
-            )
-            step.policy.observe(self._last)
+            record = self._record(step, request, num_correct, cap, known, seconds)
+            note_step(request, record)
+            self.num_proposed += record.gamma
+            self.num_accepted += record.num_accepted
+            self._last = record
+            step.policy.observe(record)
+
+    def _record(
+        self,
+        step: Pending,
+        request: RunningRequest,
+        num_correct: int,
+        cap: int,
+        known: tuple[DraftSignals, DraftSignals | None],
+        seconds: float | None,
+    ) -> StepRecord:
+        gamma = min(step.gamma, cap)
+        proposed, upcoming = known
+        num_accepted = min(num_correct, gamma)
+        return StepRecord(
+            request_id=str(request.rid),
+            step=step.number,
+            policy=step.policy.name,
+            precision=self._precision,
+            task="",
+            is_prefill=False,
+            keep_rate=1.0,
+            gamma=gamma,
+            num_accepted=num_accepted,
+            num_tokens=num_accepted + 1,
+            signals=DraftSignals(proposed.entropy[:gamma], proposed.confidence[:gamma]),
+            draft_s=0.0,
+            # Not finite is how a record says that its seconds are not known.
+            verify_s=math.nan if seconds is None or gamma < step.gamma else seconds / len(step.requests),
+            controller_s=0.0,
+            lag=step.lag,
+            upcoming=upcoming,
+        )
 
     # The worker's side
 
     def begin_step(self, requests: Sequence[RunningRequest]) -> None:
         """Told the requests of the decode step that comes next."""
         self._requests = requests
+
+    @property
+    def caps(self) -> list[int]:
+        """The most tokens that may be accepted of each request's proposal, in the step that was chosen last."""
+        return self._pending[-1].caps
+
+    def carry(self, signals: torch.Tensor) -> None:
+        """Given the draft's signals in the step that was chosen last, which are read when its result is."""
+        self._pending[-1].signals = signals
 
     def something_else_runs(self) -> None:
         """Told that a prefill, or the scoring of a prompt, runs now: no seconds that hold it are a step's own."""
@@ -172,9 +218,9 @@ class BatchPolicy:
     def _rule(self) -> tuple[Policy, int | None]:
         options = [options_of(request) for request in self._requests]
         asked = [option.gamma for option in options if option.gamma is not None]
-        if asked:
-            return self._policy("fixed"), min(asked)
-        names = {option.policy for option in options if option.policy is not None}
+        if asked and len(asked) == len(options):
+            return self._policy("fixed"), max(asked)
+        names = {option.policy for option in options if option.policy is not None and option.gamma is None}
         return self._policy(names.pop() if len(names) == 1 else self._config.policy), None
 
     def _policy(self, name: str) -> Policy:
@@ -185,6 +231,14 @@ class BatchPolicy:
     def _padded(self, batch_size: int) -> int:
         """The size of the captured graph that a batch runs in, if one does."""
         return min((size for size in self.graph_sizes or () if size >= batch_size), default=batch_size)
+
+
+_NO_SIGNALS: tuple[DraftSignals, None] = (DraftSignals(), None)
+
+
+def _cap(request: RunningRequest) -> int:
+    asked = options_of(request).gamma
+    return MAX_GAMMA if asked is None else asked
 
 
 def _largest_up_to(gamma: int, gammas: Sequence[int]) -> int:

@@ -19,6 +19,7 @@ class ReplyInfo:
         self._report: dict[str, Any] | None = None
         self._gammas: list[int] = []
         self._accepted: list[int] = []
+        self._known: list[list[Any]] = []
 
     @property
     def num_prompt_tokens(self) -> int | None:
@@ -31,16 +32,23 @@ class ReplyInfo:
             if isinstance(item, Mapping):
                 self._report = dict(item)
             elif item is not None:
-                gamma, num_accepted = item
+                gamma, num_accepted, *known = item
                 self._gammas.append(gamma)
                 self._accepted.append(num_accepted)
+                if known:
+                    self._known.append(known)
 
     def meta_info(self, is_finished: bool) -> dict[str, Any] | None:
-        """The report with the steps so far, at the end with every step's gamma and how many of it were accepted; None
-        where none has come."""
+        """The report with the steps so far, at the end with every step's gamma, how many of it were accepted, and the
+        draft's signals where the request asked for them; None where none has come."""
         if self._report is None:
             return None
-        steps = {"gamma_trace": list(self._gammas), "accepted_trace": list(self._accepted)} if is_finished else {}
+        steps: dict[str, Any] = (
+            {"gamma_trace": list(self._gammas), "accepted_trace": list(self._accepted)} if is_finished else {}
+        )
+        if is_finished and self._known:
+            names = ("lag_trace", "confidence_trace", "entropy_trace")
+            steps |= {name: [known[at] for known in self._known] for at, name in enumerate(names)}
         return {**self._report, "num_proposed": sum(self._gammas), "num_accepted": sum(self._accepted), **steps}
 
 

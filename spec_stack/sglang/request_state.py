@@ -7,16 +7,17 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from spec_stack.config import PrefillConfig
+from spec_stack.controller.base import StepRecord
 from spec_stack.prefill.alignment import Span
 from spec_stack.sglang.positions import PositionMap
 from spec_stack.sglang.protocols import RunningRequest
-from spec_stack.sglang.server_args import BATCH_POLICIES, FOLLOW_UPS, ServerConfig
+from spec_stack.sglang.server_args import BATCH_POLICIES, FOLLOW_UPS, SIGNAL_POLICIES, ServerConfig
 
 META_INFO = "spec_stack"
 """The key of a reply's meta info, and of what SGLang carries there token by token."""
 STATE = "spec_stack"
 """The attribute of SGLang's requests that holds their RequestState."""
-OPTIONS = ("specprefill", "keep_rate", "follow_up", "protect", "explain", "gamma", "policy")
+OPTIONS = ("specprefill", "keep_rate", "follow_up", "protect", "explain", "gamma", "policy", "signals")
 OUTCOMES = ("pruned", "not_wanted", "not_possible", "cached", "covered", "no_room", "failed")
 """What became of a prompt, in few words: for counting, where the reason is for reading. not_wanted: by the request or
 by its length; covered: everything was protected or selected."""
@@ -32,7 +33,8 @@ class RequestOptions:
     keep_rate: share of it that the target prefills. follow_up: what becomes of the text of earlier turns.
     protect: half-open token spans [start, stop) that are kept whole, in place of what the server recognises as system
     messages and template. explain: report which spans were kept.
-    gamma, policy: how far to draft, as far as a batch allows: see `BatchPolicy`.
+    gamma, policy: how far to draft, as far as a batch allows: see `BatchPolicy`. signals: report the draft's confidence
+    and entropy for every token it proposed.
     """
 
     specprefill: bool | None = None
@@ -42,6 +44,7 @@ class RequestOptions:
     explain: bool | None = None
     gamma: int | None = None
     policy: str | None = None
+    signals: bool | None = None
 
     @classmethod
     def parse(cls, custom_params: object, config: ServerConfig) -> RequestOptions:
@@ -69,6 +72,8 @@ class RequestOptions:
             raise ValueError(f"specprefill must be true or false, got {options.specprefill!r}")
         if not isinstance(options.explain, bool | None):
             raise ValueError(f"explain must be true or false, got {options.explain!r}")
+        if not isinstance(options.signals, bool | None):
+            raise ValueError(f"signals must be true or false, got {options.signals!r}")
         if options.keep_rate is not None:
             replace(config.prefill, keep_rate=options.keep_rate)
         if options.follow_up is not None and options.follow_up not in FOLLOW_UPS:
@@ -80,6 +85,11 @@ class RequestOptions:
                 raise ValueError("gamma sets the fixed policy; give gamma or another policy, not both")
         if options.policy is not None and (not isinstance(options.policy, str) or options.policy not in BATCH_POLICIES):
             raise ValueError(f"policy must be one of {', '.join(BATCH_POLICIES)}, got {options.policy!r}")
+        asks = (
+            f"policy {options.policy!r}" if options.policy in SIGNAL_POLICIES else "signals" if options.signals else ""
+        )
+        if asks and not config.measures_signals:
+            raise ValueError(f"{asks} needs the draft's signals, which this server's policy, {config.policy}, does not")
         return options
 
     def prefill(self, config: ServerConfig) -> PrefillConfig:
@@ -155,7 +165,8 @@ def attach(request: RunningRequest, state: RequestState) -> None:
     -----
     The tokenizer's process, which writes replies, has nothing of the scheduler's but what SGLang carries along with
     the tokens: `customized_info[key][i]` goes out with output token i, and every entry goes out once. So the report
-    lies at token 0, and a step's [gamma, num_accepted] at the step's first token. After a prefill (token 0), a step
+    lies at token 0, and a step's [gamma, num_accepted], with lag and signals behind where they were asked for, at the
+    step's first token. After a prefill (token 0), a step
     that drafted 4 and had 2 accepted (tokens 1 to 3), and one that drafted none (token 4)::
 
         token      0         1       2     3     4
@@ -167,7 +178,7 @@ def attach(request: RunningRequest, state: RequestState) -> None:
     request.customized_info = {**(request.customized_info or {}), META_INFO: [state.report.as_dict()]}
 
 
-def note_step(request: RunningRequest, gamma: int, num_accepted: int) -> None:
+def note_step(request: RunningRequest, record: StepRecord) -> None:
     """Put a step's figures where its first token is about to be (see `attach`). Mutates the request.
 
     Called before SGLang appends the step's num_accepted + 1 tokens to output_ids. SGLang may append fewer (a stop, a
@@ -179,7 +190,10 @@ def note_step(request: RunningRequest, gamma: int, num_accepted: int) -> None:
     num_out = len(request.output_ids)
     del carried[num_out:]
     carried += [None] * (num_out - len(carried))
-    carried += [[gamma, num_accepted], *[None] * num_accepted]
+    figures: list[Any] = [record.gamma, record.num_accepted]
+    if options_of(request).signals:
+        figures += [record.lag, record.signals.confidence, record.signals.entropy]
+    carried += [figures, *[None] * record.num_accepted]
 
 
 def dense_reason(request: RunningRequest) -> str | None:

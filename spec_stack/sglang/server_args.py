@@ -15,8 +15,10 @@ from spec_stack.controller.base import Policy
 from spec_stack.controller.registry import BATCH_POLICY_NAMES, make_batch_policy
 
 ENVIRONMENT = "SPEC_STACK_SGLANG"
-# Gamma is set for a whole batch before it drafts, so a policy here has no signals of the step's own tokens.
+# Gamma is set for a whole batch before it drafts, so what a policy here has of the draft is of an earlier step.
 BATCH_POLICIES = BATCH_POLICY_NAMES
+# Without the draft's signals these know nothing; `throughput` goes by acceptance alone then.
+SIGNAL_POLICIES = ("speckv", "confidence")
 FOLLOW_UPS = ("recall", "freeze", "afresh")
 """What becomes of the text of earlier turns. freeze: what was kept stays, what was dropped stays away. recall: the
 same, and what the new turn wants of the dropped text comes back. afresh: the whole prompt is selected anew, and nothing
@@ -97,6 +99,11 @@ class ServerConfig:
         allowed = tuple(gamma for gamma in self.gammas if gamma <= min(caps, default=self.gammas[-1]))
         return allowed or self.gammas[:1]
 
+    @property
+    def measures_signals(self) -> bool:
+        """Whether the draft's signals are measured: where the server's policy uses them."""
+        return self.policy in ("throughput", *SIGNAL_POLICIES)
+
     def make_policy(self, name: str) -> Policy:
         """A fresh policy that keeps to `gammas`. Raises ValueError for one that cannot decide for a batch."""
         if name not in BATCH_POLICIES:
@@ -104,6 +111,8 @@ class ServerConfig:
         drafting = tuple(gamma for gamma in self.gammas if gamma)
         by_name: dict[str, dict[str, Any]] = {
             "throughput": {"gammas": self.gammas},
+            "speckv": {"gammas": self.gammas},
+            "confidence": {"gammas": drafting},
             "ema": {"max_gamma": drafting[-1]},
             "heuristic": {"max_gamma": drafting[-1], "start": min(DecodeConfig.gamma, drafting[-1])},
             "fixed": {"gamma": max(gamma for gamma in drafting if gamma <= max(DecodeConfig.gamma, drafting[0]))},

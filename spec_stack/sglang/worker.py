@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.speculative import eagle_worker_v2
 from sglang.srt.speculative.adaptive_runtime_state import AdaptiveController
 from sglang.srt.speculative.standalone_worker_v2 import StandaloneDraftWorker, StandaloneWorkerV2
@@ -18,6 +20,7 @@ from spec_stack.sglang.pooled_draft import PooledDraft
 from spec_stack.sglang.positions import protect_kv_lengths
 from spec_stack.sglang.ranks import first_ranks_gamma
 from spec_stack.sglang.server_args import ServerConfig
+from spec_stack.sglang.signals import DraftSignalBuffers, end_chains
 from spec_stack.sglang.support import pruning_refusal
 
 logger = logging.getLogger(__name__)
@@ -25,11 +28,46 @@ _SWITCH = "Switch adaptive runtime state"
 
 
 class SpecStackDraftWorker(StandaloneDraftWorker):  # type: ignore[misc]
-    """SGLang's, whose attention takes its KV lengths from lengths. Backends are made at launch, one per gamma."""
+    """SGLang's, whose attention takes its KV lengths from lengths. Backends are made at launch, one per gamma.
+
+    signals: of the tokens it drafts, where the server's policy asks for them; None measures nothing.
+    """
+
+    signals: DraftSignalBuffers | None = None
 
     def init_attention_backend(self) -> None:
         super().init_attention_backend()
         protect_kv_lengths(self.draft_attn_backend)
+
+    def measure_signals(self, max_gamma: int) -> None:
+        """Measure them from now on. Graphs that are captured later hold it."""
+        found = [module for module in self.draft_runner.model.modules() if isinstance(module, LogitsProcessor)]
+        if len(found) != 1:
+            logger.warning("the draft has %d logits processors and not 1, so no signals of it are known", len(found))
+            return
+        self.signals = DraftSignalBuffers(max_gamma, self.req_to_token_pool.req_to_token.shape[0], self.device)
+        self.signals.watch(found[0])
+
+    def _capture_cuda_graphs(self) -> None:
+        with self.signals.capturing() if self.signals is not None else nullcontext():
+            super()._capture_cuda_graphs()
+
+    def draft_forward(self, forward_batch: Any) -> Any:
+        with self.signals.drafting() if self.signals is not None else nullcontext():
+            return super().draft_forward(forward_batch)
+
+    def _draft_extend_for_prefill(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._catching_up(batch, has_graph=False):
+            return super()._draft_extend_for_prefill(batch, *args, **kwargs)
+
+    def _draft_extend_for_decode(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._catching_up(batch, has_graph=self.cuda_graph_runner_for_draft_extend is not None):
+            return super()._draft_extend_for_decode(batch, *args, **kwargs)
+
+    def _catching_up(self, batch: Any, has_graph: bool) -> AbstractContextManager[None]:
+        if self.signals is None or batch.forward_mode.is_idle():
+            return nullcontext()
+        return self.signals.catching_up(batch.req_pool_indices, has_graph)
 
 
 class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
@@ -41,7 +79,7 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
         # SGLang's worker makes its draft worker by name, and its backends only later.
         self._draft_worker.__class__ = SpecStackDraftWorker
         runner, draft = self._target_worker.model_runner, self._draft_worker.draft_runner
-        config = ServerConfig.from_environment()
+        self._config = config = ServerConfig.from_environment()
         self.pruning_refusal = pruning_refusal(self.server_args, runner.model_config, draft.model_config)
         self.pooled_draft = PooledDraft(draft, config.draft_pool_tokens)
         if prunes(config, self.pruning_refusal):
@@ -70,9 +108,26 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
         super().apply_runtime_state(state)
         forget_earlier_gammas_of_this_process()
 
+    def init_cuda_graphs(self) -> None:
+        # The pools are there by now, and no graph has been captured.
+        if self._config.measures_signals:
+            self._draft_worker.measure_signals(self._config.gammas[-1])
+        super().init_cuda_graphs()
+
     def forward_batch_generation(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
             self.batch_policy.something_else_runs()
-        else:
-            self.batch_policy.begin_step(batch.reqs)
-        return super().forward_batch_generation(batch, *args, **kwargs)
+            return super().forward_batch_generation(batch, *args, **kwargs)
+        self.batch_policy.begin_step(batch.reqs)
+        signals, rows = self._draft_worker.signals, batch.req_pool_indices
+        if signals is None or batch.forward_mode.is_idle():
+            return super().forward_batch_generation(batch, *args, **kwargs)
+        first = signals.take_first(rows)
+        result = super().forward_batch_generation(batch, *args, **kwargs)
+        self.batch_policy.carry(signals.of_step(first, self.speculative_num_steps, rows))
+        return result
+
+    def verify(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if not batch.forward_mode.is_idle():
+            end_chains(batch.spec_info.retrieve_next_token, self.batch_policy.caps)
+        return super().verify(batch, *args, **kwargs)

@@ -131,9 +131,9 @@ def test_eight_mixed_requests_at_once_give_the_references_tokens(server: Server,
 
 
 def test_gamma_changes_under_load_and_the_tokens_do_not(server: Server, reference: Reference) -> None:
-    """The smallest gamma asked for holds for all, so it grows as those who asked for less come to their end."""
+    """Each has its own, and the batch drafts the largest that is asked for, which changes as requests end."""
     prompts = [reference.prompt(100 + 40 * index, seed=50 + index) for index in range(5)]
-    asked = [{"max_new_tokens": 30 + 30 * index, "gamma": gamma} for index, gamma in enumerate((0, 1, 2, 4, 8))]
+    asked = [{"max_new_tokens": 30 + 30 * index, "gamma": gamma} for index, gamma in enumerate((8, 4, 2, 1, 0))]
     replies = server.generate_all(list(zip(prompts, asked, strict=True)))
     gammas: set[int] = set()
     for prompt, options, reply in zip(prompts, asked, replies, strict=True):
@@ -178,7 +178,8 @@ def test_a_request_alone_gets_the_gamma_it_asks_for(server: Server, reference: R
         ({"gamma": 3}, "gamma"),
         ({"gamma": -1}, "gamma"),
         ({"gamma": 4, "policy": "ema"}, "gamma"),
-        ({"policy": "speckv"}, "policy"),
+        ({"policy": "bandit"}, "policy"),
+        ({"signals": "all"}, "signals"),
         ({"policy": 7}, "policy"),
     ],
 )

@@ -7,6 +7,7 @@ import asyncio
 import json
 import math
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spec_stack.controller.base import DraftSignals, StepContext, StepRecord
+from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord
 from spec_stack.controller.registry import make_batch_policy
 from spec_stack.sglang import plugin, support
 from spec_stack.sglang.batch_policy import BatchPolicy
@@ -32,6 +33,7 @@ from spec_stack.sglang.request_state import (
     note_step,
 )
 from spec_stack.sglang.server_args import BATCH_POLICIES, ENVIRONMENT, ServerConfig, add_flags
+from tests.support import controller_data
 
 CPU = torch.device("cpu")
 
@@ -203,7 +205,7 @@ def test_output_logprobs_and_nothing_special_need_no_whole_prompt(start: int) ->
         ({"max_gamma_by_batch_size": {"0": 2}}, "max_gamma_by_batch_size"),
         ({"max_gamma_by_batch_size": {"many": 2}}, "max_gamma_by_batch_size"),
         ({"max_gamma_by_batch_size": [2]}, "max_gamma_by_batch_size"),
-        ({"policy": "confidence"}, "policy"),
+        ({"policy": "bandit"}, "policy"),
         ({"policy": "batch-throughput"}, "policy"),
         ({"gammas": []}, "gammas"),
         ({"gammas": [0]}, "gammas"),
@@ -314,7 +316,7 @@ def _request(rid: str, options: RequestOptions | None = None) -> Any:
 def test_what_travels_with_tokens_adds_up_to_the_reply() -> None:
     request = _request("a")
     for gamma, num_accepted in ((4, 2), (0, 0), (8, 8)):
-        note_step(request, gamma, num_accepted)
+        note_step(request, controller_data.step(gamma, num_accepted))
         request.output_ids += [0] * (num_accepted + 1)
     carried = request.customized_info[STATE]
     assert len(carried) == len(request.output_ids)
@@ -375,12 +377,12 @@ def test_an_openai_stream_carries_the_report_in_its_usage_chunk_alone() -> None:
 
 def test_a_step_after_a_retraction_is_noted_at_its_own_token() -> None:
     request = _request("a")
-    note_step(request, 4, 3)
+    note_step(request, controller_data.step(4, 3))
     request.output_ids = [1, 1]
-    note_step(request, 2, 0)
+    note_step(request, controller_data.step(2, 0))
     assert request.customized_info[STATE][1:] == [[4, 3], [2, 0]]
     request.output_ids = [1, 1, 1, 1, 1]
-    note_step(request, 1, 1)
+    note_step(request, controller_data.step(1, 1))
     assert request.customized_info[STATE][5] == [1, 1]
 
 
@@ -486,10 +488,115 @@ def test_tokens_of_a_request_that_is_gone_are_not_counted() -> None:
     assert len(gone.customized_info[STATE]) == 1
 
 
-def test_the_smallest_gamma_asked_for_holds_for_the_batch() -> None:
+def test_where_all_ask_for_a_gamma_the_batch_drafts_the_largest_and_each_has_its_own() -> None:
     gamma = BatchPolicy(ServerConfig(), "fp32")
-    gamma.begin_step([_request("a", RequestOptions(gamma=4)), _request("b"), _request("c", RequestOptions(gamma=2))])
-    assert gamma.get_steps_for_batch(3) == 2
+    requests = [_request("a", RequestOptions(gamma=4)), _request("b", RequestOptions(gamma=0))]
+    gamma.begin_step(requests)
+    assert gamma.get_steps_for_batch(2) == 4
+    assert gamma.caps == [4, 0]
+    gamma.on_verify_complete([3, 0], 2)
+    assert [request.customized_info[STATE][1] for request in requests] == [[4, 3], [0, 0]]
+    assert (gamma.num_proposed, gamma.num_accepted) == (4, 3)
+
+
+def test_a_gamma_asked_for_by_some_caps_them_alone() -> None:
+    gamma = BatchPolicy(ServerConfig(policy="fixed", policy_options={"gamma": 8}), "fp32")
+    requests = [_request("a", RequestOptions(gamma=2)), _request("b")]
+    gamma.begin_step(requests)
+    assert gamma.get_steps_for_batch(2) == 8
+    gamma.on_verify_complete([2, 7], 2)
+    assert [request.customized_info[STATE][1] for request in requests] == [[2, 2], [8, 7]]
+
+
+def test_the_seconds_of_a_step_are_not_those_of_a_request_that_it_was_cut_for() -> None:
+    """One that asks for no drafting beside one that is always right: the batch still learns what its gamma costs."""
+    clock = _Clock()
+    gamma = BatchPolicy(ServerConfig(), "fp32", clock=clock)
+    requests = [_request("capped", RequestOptions(gamma=0)), _request("free")]
+    chosen = []
+    for _ in range(120):
+        gamma.begin_step(requests)
+        chosen.append(gamma.get_steps_for_batch(2))
+        clock.now += 1 + 0.01 * chosen[-1]
+        gamma.on_verify_complete([0, chosen[-1]], 2)
+    assert chosen[60:].count(8) > 50
+
+
+@pytest.mark.parametrize("num_pending", [1, 2, 3])
+def test_a_step_says_how_old_its_newest_record_is(num_pending: int) -> None:
+    seen: list[StepRecord] = []
+
+    @dataclass
+    class Watcher(Policy):
+        lags: list[int] = field(default_factory=list)
+
+        def choose(self, context: StepContext) -> int:
+            self.lags.append(context.lag)
+            assert [member.request_id for member in context.members] == ["a"]
+            return 4
+
+        def observe(self, record: StepRecord) -> None:
+            seen.append(record)
+
+    watcher = Watcher()
+    gamma = BatchPolicy(ServerConfig(), "fp32")
+    gamma._policies["throughput"] = watcher
+    request = _request("a")
+    gamma.begin_step([request])
+    for step_number in range(8):
+        gamma.get_steps_for_batch(1)
+        if step_number >= num_pending - 1:
+            gamma.on_verify_complete([1], 1)
+    assert watcher.lags[num_pending - 1 :] == [num_pending] * (9 - num_pending)
+    assert seen[-1].lag == num_pending
+
+
+def test_the_drafts_signals_reach_their_own_request_and_step() -> None:
+    """Requests end and join; what a proposal was measured with stays with it, cut to the request's own gamma."""
+    seen: list[StepRecord] = []
+
+    @dataclass
+    class Watcher(Policy):
+        def choose(self, context: StepContext) -> int:
+            return 2
+
+        def observe(self, record: StepRecord) -> None:
+            seen.append(record)
+
+    gamma = BatchPolicy(ServerConfig(), "fp32")
+    gamma._policies["throughput"] = Watcher()
+    a, b, c = _request("a"), _request("b", RequestOptions(gamma=1)), _request("c")
+    for number, requests in enumerate(([a, b], [b, c])):
+        gamma.begin_step(requests)
+        assert gamma.get_steps_for_batch(2) == 2
+        values = [[[0.9, number], [0.8, row], [0.7, 10 + row]] for row in range(2)]
+        if number == 1:
+            values[1][1] = [math.nan, math.nan]
+        gamma.carry(torch.tensor(values))
+        gamma.on_verify_complete([0, 0], 2)
+    found = [
+        (record.request_id, record.signals.entropy, record.upcoming and record.upcoming.entropy) for record in seen
+    ]
+    assert found == [("a", [0, 0], [10]), ("b", [0], [11]), ("b", [1], [10]), ("c", [], [11])]
+
+
+def test_signals_are_in_the_report_where_they_were_asked_for() -> None:
+    request = _request("a", RequestOptions(signals=True))
+    note_step(request, controller_data.step(3, 1, confidence=0.5))
+    reply = ReplyInfo()
+    reply.add(request.customized_info[STATE])
+    info = reply.meta_info(is_finished=True)
+    assert info is not None
+    assert (info["lag_trace"], info["confidence_trace"]) == ([1], [[0.5] * 3])
+    assert len(info["entropy_trace"][0]) == 3
+
+
+def test_a_server_without_signals_refuses_what_needs_them() -> None:
+    config = ServerConfig(policy="ema")
+    assert RequestOptions.parse({"policy": "throughput"}, config).policy == "throughput"
+    for custom in ({"policy": "speckv"}, {"policy": "confidence"}, {"signals": True}):
+        with pytest.raises(ValueError, match="does not"):
+            RequestOptions.parse(custom, config)
 
 
 def test_a_large_batch_drafts_no_further_than_its_graphs_were_captured_for() -> None:

@@ -108,13 +108,16 @@ def verify_tree_greedy_cpu(
     retrive_next_sibling,
     target_predict,
 ):
-    """Accept drafted tokens while they are what the target predicts; then one token of the target's own."""
+    """Accept drafted tokens while they are what the target predicts; then one token of the target's own.
+
+    Follows a chain to where its pointers end (-1), as the CUDA kernel does.
+    """
     predicted = target_predict.reshape(-1).tolist()
     for row in range(candidates.shape[0]):
-        drafted, nodes = candidates[row].tolist(), retrive_index[row].tolist()
+        drafted, nodes, following = (each[row].tolist() for each in (candidates, retrive_index, retrive_next_token))
         accept_index[row, 0] = nodes[0]
         accepted = 0
-        while accepted + 1 < accept_index.shape[1] and drafted[accepted + 1] == predicted[nodes[accepted]]:
+        while following[accepted] != -1 and drafted[following[accepted]] == predicted[nodes[accepted]]:
             predicts[nodes[accepted]] = predicted[nodes[accepted]]
             accepted += 1
             accept_index[row, accepted] = nodes[accepted]

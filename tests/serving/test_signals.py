@@ -1,0 +1,138 @@
+"""What the server knows of its draft, what its policies make of it, and that no token changes by it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from .conftest import Reference, Server
+
+POLICIES = ("throughput", "speckv", "confidence")
+
+
+def _expected(reference: Reference, prompt: list[int], reply: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+    """Confidence and entropy (bits) of every drafted token, by plain forwards of the draft over the whole context.
+
+    SGLang's draft does not see a prompt's first token: its slot j holds token j + 1.
+    """
+    import torch
+
+    info, outputs = reply["meta_info"]["spec_stack"], reply["output_ids"]
+    confidences, entropies, at = [], [], 1
+    for gamma, num_accepted in zip(info["gamma_trace"], info["accepted_trace"], strict=True):
+        context, confidence, entropy = [*prompt[1:], *outputs[:at]], [], []
+        for _ in range(gamma):
+            with torch.no_grad():
+                logits = reference.generator.draft(torch.tensor([context])).logits[0, -1].double()
+            logs = torch.log_softmax(logits, dim=-1)
+            confidence.append(float(logs.max().exp()))
+            entropy.append(-float((logs.exp() * logs).sum()) / math.log(2))
+            context.append(int(logits.argmax()))
+        confidences.append(confidence)
+        entropies.append(entropy)
+        at += num_accepted + 1
+    return confidences, entropies
+
+
+def _prompts(reference: Reference, num_requests: int, seed: int) -> list[list[int]]:
+    """Texts that begin with tokens of their own: what two drafts share in the cache holds another's next token."""
+    texts = [reference.text_ids(60 + 25 * index, seed=seed + index) for index in range(num_requests)]
+    return [[100 + seed + index, *text] for index, text in enumerate(texts)]
+
+
+@pytest.mark.parametrize(("policy", "num_requests"), [("throughput", 1), ("speckv", 4), ("confidence", 8)])
+def test_the_drafts_signals_are_those_of_transformers_on_the_same_context(
+    server: Server, reference: Reference, policy: str, num_requests: int
+) -> None:
+    """Requests come and go in a batch, and every one's signals are its own."""
+    server.post("/flush_cache", {})
+    prompts = _prompts(reference, num_requests, seed=400)
+    options = [
+        {"max_new_tokens": 16 + 8 * index, "signals": True, "policy": policy, "specprefill": False}
+        for index in range(num_requests)
+    ]
+    replies = server.generate_all(list(zip(prompts, options, strict=True)))
+    num_measured, worst = 0, 0.0
+    for prompt, asked, reply in zip(prompts, options, replies, strict=True):
+        assert reply["output_ids"] == reference.tokens(prompt, max_new_tokens=asked["max_new_tokens"])
+        info = reply["meta_info"]["spec_stack"]
+        assert set(info["lag_trace"]) == {1}
+        for found, expected in zip(
+            (info["confidence_trace"], info["entropy_trace"]), _expected(reference, prompt, reply), strict=True
+        ):
+            assert [len(step) for step in found] == info["gamma_trace"]
+            differences = [
+                # A token's entropy may be several bits, and logits are rounded: by batch, and by what is cached.
+                abs(mine - theirs) / max(1.0, theirs)
+                for step, wanted in zip(found, expected, strict=True)
+                for mine, theirs in zip(step, wanted, strict=True)
+            ]
+            num_measured += len(differences)
+            worst = max([worst, *differences])
+    assert num_measured > 10
+    assert worst < 1e-5
+
+
+@pytest.mark.parametrize("num_requests", [1, 4, 8])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_policies_that_follow_signals_change_gamma_and_no_token(
+    server: Server, reference: Reference, policy: str, num_requests: int
+) -> None:
+    prompts = [reference.prompt(100 + 30 * index, seed=50 + index) for index in range(num_requests)]
+    replies = server.generate_all([(prompt, {"max_new_tokens": 80, "policy": policy}) for prompt in prompts])
+    gammas: set[int] = set()
+    for prompt, reply in zip(prompts, replies, strict=True):
+        assert reply["output_ids"] == reference.tokens(prompt, max_new_tokens=80)
+        gammas.update(reply["meta_info"]["spec_stack"]["gamma_trace"])
+    assert len(gammas) > 1
+
+
+def test_gamma_is_what_the_policy_makes_of_the_reported_signals(server: Server, reference: Reference) -> None:
+    """`confidence` watches no clock, so its choices can be repeated from the report, step by step."""
+    from spec_stack.controller.base import BatchMember, DraftSignals, StepContext, StepRecord
+    from spec_stack.controller.registry import make_batch_policy
+
+    prompt = reference.prompt(150, seed=77)
+    reply = server.generate(prompt, 120, policy="confidence", signals=True)
+    info = reply["meta_info"]["spec_stack"]
+    policy, chosen = make_batch_policy("confidence"), []
+    steps = list(zip(info["gamma_trace"], info["accepted_trace"], info["confidence_trace"], strict=True))
+    for number, (gamma, num_accepted, confidences) in enumerate(steps):
+        chosen.append(policy.choose(StepContext(number, 8, None, "float32", members=(BatchMember("a"),))))
+        next_first = [steps[number + 1][2][0]] if number + 1 < len(steps) else [1.0]
+        policy.observe(
+            StepRecord(
+                *("a", number, "confidence", "float32", "", False, 1.0, gamma, num_accepted, num_accepted + 1),
+                *(DraftSignals([0.0] * gamma, confidences), 0.0, 1.0, 0.0),
+                upcoming=DraftSignals([0.0], next_first),
+            )
+        )
+    assert len(set(chosen)) > 1
+    assert chosen == info["gamma_trace"]
+
+
+def test_a_request_that_caps_its_gamma_slows_nobody_and_keeps_its_cap(server: Server, reference: Reference) -> None:
+    prompts = [reference.prompt(120 + 40 * index, seed=90 + index) for index in range(4)]
+    gammas = (0, 1, 2, 8)
+    asked = [{"max_new_tokens": 60, "gamma": gamma} for gamma in gammas]
+    replies = server.generate_all(list(zip(prompts, asked, strict=True)))
+    for prompt, gamma, reply in zip(prompts, gammas, replies, strict=True):
+        assert reply["output_ids"] == reference.tokens(prompt, max_new_tokens=60)
+        info = reply["meta_info"]["spec_stack"]
+        assert set(info["gamma_trace"]) == {gamma}
+        assert max(info["accepted_trace"]) <= gamma
+    assert max(replies[-1]["meta_info"]["spec_stack"]["accepted_trace"]) > 2
+
+
+def test_a_capped_request_beside_free_ones_changes_no_token(server: Server, reference: Reference) -> None:
+    prompts = [reference.prompt(100 + 40 * index, seed=50 + index) for index in range(4)]
+    asked: list[dict[str, Any]] = [{"max_new_tokens": 80} for _ in prompts]
+    asked[0]["gamma"], asked[1]["gamma"] = 0, 1
+    replies = server.generate_all(list(zip(prompts, asked, strict=True)))
+    for prompt, reply in zip(prompts, replies, strict=True):
+        assert reply["output_ids"] == reference.tokens(prompt, max_new_tokens=80)
+    traces = [reply["meta_info"]["spec_stack"]["gamma_trace"] for reply in replies]
+    assert (set(traces[0]), set(traces[1]) <= {0, 1}) == ({0}, True)
+    assert max(traces[2]) > 1
