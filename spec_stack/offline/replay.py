@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -246,6 +246,12 @@ def fit_costs(records: Iterable[StepRecord], least: int = 20) -> dict[str, Costs
     return costs
 
 
+def check_lag(lag: int) -> None:
+    """Raise ValueError for a lag under 1: nothing is known of a step before it was taken."""
+    if lag < 1:
+        raise ValueError(f"lag must be 1 or more, got {lag}: the step before is the newest that can be known")
+
+
 @dataclass(frozen=True)
 class Score:
     """What a policy did with one text. seconds are the steps' by the costs given, without the policy's own calls."""
@@ -259,7 +265,9 @@ class Score:
         return len(self.gammas)
 
 
-def replay(text: ReplayText, policy: Policy, costs: Costs, *, max_gamma: int = MAX_GAMMA, reserve: int = 1) -> Score:
+def replay(
+    text: ReplayText, policy: Policy, costs: Costs, *, max_gamma: int = MAX_GAMMA, reserve: int = 1, lag: int = 1
+) -> Score:
     """Run a policy over one text, with these costs for its clock.
 
     Parameters
@@ -275,22 +283,32 @@ def replay(text: ReplayText, policy: Policy, costs: Costs, *, max_gamma: int = M
     reserve : int
         Tokens of the request kept for the target's own, as in `StepContext.max_gamma`; 0 lets the last step overshoot
         the end, as the SpecKV authors' loop does.
+    lag : int
+        How many steps before the one that it chooses the policy's newest record is of: 1, or 2 under the overlap of a
+        server. Signals of the step's own tokens, which `keep_drafting` is shown, have none.
 
     Returns
     -------
     Score
 
+    Raises
+    ------
+    ValueError
+        For a lag under 1.
+
     Notes
     -----
     Costs about 10 µs a step besides the policy.
     """
+    check_lag(lag)
     position, step = text.start, 0
     last: StepRecord | None = None
+    late: deque[StepRecord] = deque()
     gammas: list[int] = []
     seconds = 0.0
     while position < text.end:
         room = min(max_gamma, text.end - position - reserve)
-        context = StepContext(step, room, last, text.precision, text.task)
+        context = StepContext(step, room, last, text.precision, text.task, lag=lag)
         run_length = text.run_length(position, room)
         signals = DraftSignals()
         limit = max(0, min(policy.choose(context), room))
@@ -300,7 +318,7 @@ def replay(text: ReplayText, policy: Policy, costs: Costs, *, max_gamma: int = M
                 break
         gamma = len(signals)
         accepted = min(run_length, gamma)
-        last = StepRecord(
+        record = StepRecord(
             request_id=text.prompt,
             step=step,
             policy=policy.name,
@@ -315,10 +333,16 @@ def replay(text: ReplayText, policy: Policy, costs: Costs, *, max_gamma: int = M
             draft_s=costs.draft_s(gamma),
             verify_s=costs.verify_s(gamma),
             controller_s=0.0,
+            lag=lag,
         )
-        policy.observe(last)
-        seconds += last.draft_s + last.verify_s
+        late.append(record)
+        if len(late) == lag:
+            last = late.popleft()
+            policy.observe(last)
+        seconds += record.draft_s + record.verify_s
         gammas.append(gamma)
         position += accepted + 1
         step += 1
+    for record in late:
+        policy.observe(record)
     return Score(position - text.start, seconds, gammas)

@@ -1,0 +1,164 @@
+"""Replay of batches, and of one text with records that come late."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import pytest
+
+from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord
+from spec_stack.controller.batch_confidence import BatchConfidence
+from spec_stack.controller.fixed import Fixed
+from spec_stack.offline.batch_replay import BatchCosts, Trim, replay_batch
+from spec_stack.offline.batch_rivals import AcceptanceAlone, SGLangAdaptive, SurvivalTrim
+from spec_stack.offline.replay import ReplayText, merge_runs, replay
+from tests.support.controller_data import COSTS, Greedy
+from tests.support.reference_controller import fixed_gamma_steps
+
+BATCH_COSTS = BatchCosts(0.01, 0.001, 0.03, 0.002)
+
+
+def _texts(num_texts: int = 6, p_right: float = 0.8) -> list[ReplayText]:
+    return merge_runs(
+        [record for seed in range(num_texts) for record in Greedy(seed, p_right=p_right).record(f"text-{seed}", 4)]
+    ).texts
+
+
+@dataclass
+class Spy(Policy):
+    """Notes, before every choice, which steps it has been told of."""
+
+    told: list[int] = field(default_factory=list)
+    seen: list[tuple[int, int, StepRecord | None, int]] = field(default_factory=list)
+
+    def choose(self, context: StepContext) -> int:
+        self.seen.append((context.step, max(self.told, default=-1), context.last, context.lag))
+        return 3
+
+    def observe(self, record: StepRecord) -> None:
+        self.told.append(record.step)
+
+
+@pytest.mark.parametrize("lag", [1, 2, 3])
+def test_a_policy_knows_no_step_that_is_younger_than_the_lag(lag: int) -> None:
+    text = _texts()[0]
+    alone, beside = Spy(), Spy()
+    score = replay(text, alone, COSTS, lag=lag)
+    replay_batch([text] * 3, beside, BATCH_COSTS, 1, lag=lag)
+    for spy in (alone, beside):
+        for step, newest, last, said in spy.seen:
+            assert newest == max(step - lag, -1)
+            assert (last is None) == (newest < 0)
+            assert last is None or last.step == newest
+            assert said == lag
+    assert len(alone.told) == score.num_steps
+    assert score.num_tokens == text.end
+
+
+def test_a_lag_changes_no_step_of_a_policy_that_looks_at_none() -> None:
+    text = _texts()[0]
+    assert replay(text, Fixed(4), COSTS, lag=2) == replay(text, Fixed(4), COSTS)
+
+
+@pytest.mark.parametrize("gamma", [0, 1, 4])
+def test_a_batch_of_one_takes_the_steps_that_decoding_would(gamma: int) -> None:
+    text = _texts()[0]
+    steps = fixed_gamma_steps(list(text.correct), text.start, text.end, gamma, reserve=0)
+    score = replay_batch([text], Fixed(gamma), BATCH_COSTS, 1)
+    assert score.gammas == [gamma] * len(steps)
+    assert score.num_tokens == text.end - text.start
+    draft_s = max(gamma - 1, 0) * 0.01 + 0.01 + 0.001 * gamma
+    assert score.seconds == pytest.approx(len(steps) * (draft_s + 0.03 + 0.002 * gamma))
+
+
+def test_requests_of_a_batch_go_at_their_own_pace_and_the_next_takes_a_place_at_once() -> None:
+    """By another route: every request's own steps at a fixed gamma, laid side by side."""
+    texts = _texts(6)
+    lengths = [len(fixed_gamma_steps(list(text.correct), text.start, text.end, 4, reserve=0)) for text in texts]
+    ends, waiting = sorted(lengths[:2]), lengths[2:]
+    while waiting:
+        ends = sorted([ends[0] + waiting.pop(0), *ends[1:]])
+    assert len(replay_batch(texts, Fixed(4), BATCH_COSTS, 2).gammas) == ends[0]
+
+
+class Halved(Trim):
+    """Drafts four tokens and has two of them verified."""
+
+    name = "halved"
+
+    def choose(self, context: StepContext) -> int:
+        return 4
+
+    def trimmed(self, proposals: list[DraftSignals]) -> list[int]:
+        return [2 for _ in proposals]
+
+
+def test_what_is_trimmed_is_drafted_and_not_verified() -> None:
+    text = _texts()[0]
+    trimmed, plain = (replay_batch([text], policy, BATCH_COSTS, 1) for policy in (Halved(), Fixed(2)))
+    assert len(trimmed.gammas) == len(plain.gammas)
+    per_step = BATCH_COSTS.draft_s(4, 1) - BATCH_COSTS.draft_s(2, 1)
+    assert trimmed.seconds - plain.seconds == pytest.approx(per_step * len(plain.gammas))
+
+
+def test_a_request_is_told_of_the_token_that_its_next_step_begins_with() -> None:
+    seen: list[StepRecord] = []
+
+    class Watcher(Fixed):
+        def observe(self, record: StepRecord) -> None:
+            seen.append(record)
+
+    replay_batch(_texts(), Watcher(3), BATCH_COSTS, 2)
+    for request_id in {record.request_id for record in seen}:
+        mine = [record for record in seen if record.request_id == request_id]
+        for before, after in pairwise(mine):
+            assert before.upcoming is not None
+            assert before.upcoming.confidence == after.signals.confidence[:1]
+
+
+def test_what_cannot_be_replayed_is_refused() -> None:
+    texts = _texts()
+    with pytest.raises(ValueError, match="lag"):
+        replay_batch(texts, Fixed(1), BATCH_COSTS, 2, lag=0)
+    with pytest.raises(ValueError, match="lag"):
+        replay(texts[0], Fixed(1), COSTS, lag=0)
+    with pytest.raises(ValueError, match="batch_size"):
+        replay_batch(texts, Fixed(1), BATCH_COSTS, 0)
+    with pytest.raises(ValueError, match="precision"):
+        replay_batch([], Fixed(1), BATCH_COSTS, 1)
+    with pytest.raises(ValueError, match="costs"):
+        BatchCosts(-1, 0, 1, 0)
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_rivals_run_in_batches_late_or_not(batch_size: int) -> None:
+    for lag in (1, 2):
+        for policy in (AcceptanceAlone(), SGLangAdaptive(), SurvivalTrim(BATCH_COSTS), BatchConfidence()):
+            score = replay_batch(_texts() * 4, policy, BATCH_COSTS, batch_size, lag=lag, max_gamma=8)
+            assert score.num_tokens >= len(score.gammas)
+
+
+@pytest.mark.parametrize(("p_right", "settles_on"), [(1.0, {7}), (0.0, {1})])
+def test_sglangs_rule_goes_to_the_ends_of_its_candidates(p_right: float, settles_on: set[int]) -> None:
+    score = replay_batch(_texts(6, p_right=p_right) * 6, SGLangAdaptive(), BATCH_COSTS, 1)
+    assert set(score.gammas[60:]) == settles_on
+
+
+def test_sglangs_rule_is_sglangs() -> None:
+    """Against SGLang's own class, where it is installed."""
+    module = pytest.importorskip("sglang.srt.speculative.adaptive_spec_params")
+    import random
+
+    from spec_stack.offline.batch_rivals import _SLOTS, _Slot
+
+    for size, candidates, _ in _SLOTS:
+        theirs = module.AdaptiveStepSlot(3, module.DEFAULT_ADAPTIVE_CONFIG[str(size)])
+        ours = _Slot(candidates, dict((each[0], each[2]) for each in _SLOTS)[size], 3)
+        rng = random.Random(size)
+        for number in range(600):
+            chance = 0.9 if number // 100 % 2 else 0.2
+            accepted = [sum(rng.random() < chance for _ in range(ours.gamma)) for _ in range(4)]
+            theirs.update(accepted)
+            ours.update(accepted)
+            assert ours.gamma == theirs.current_steps
