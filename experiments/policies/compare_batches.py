@@ -18,7 +18,6 @@ gamma; several drawn orders are averaged, with their range.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -27,6 +26,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from experiments.common.environment import describe
+from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
 from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord
 from spec_stack.controller.fixed import Fixed
@@ -150,13 +151,15 @@ def main() -> None:
     parser.add_argument("--lag", type=int, nargs="+", default=[1, 2], help="steps that records come late (1 2)")
     parser.add_argument("--orders", type=int, default=5, help="drawn orders of the prompts (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
+    add_out_argument(parser)
     options = parser.parse_args()
     records = [record for record in read_records(*options.records) if record.precision == options.precision]
     if not records:
         parser.error(f"no records at {options.precision}")
     texts = merge_runs(records).texts
     models = {"measured": measured(fit_costs(records)[options.precision]), "card": CARD}
-    line: dict[str, Any] = {"precision": options.precision, "orders": options.orders, "prompts": len(texts)}
+    line: dict[str, Any] = {"experiment": "compare_batches", **describe()}
+    line |= {"precision": options.precision, "orders": options.orders, "prompts": len(texts)}
     for name, costs in models.items():
         line[name] = {"costs": asdict(costs)}
         for batch_size in options.batch_sizes:
@@ -166,7 +169,7 @@ def main() -> None:
             for rule, row in sorted(found["rules"].items(), key=lambda item: -item[1]["tokens_per_s"]):
                 low, high = row["range"]
                 print(f"{rule:40s} {row['tokens_per_s']:9.1f} tok/s {row['gain']:+7.1%}  [{low:+.1%}, {high:+.1%}]")
-    print(json.dumps(line))
+    print_report(line, options.out)
 
 
 if __name__ == "__main__":
