@@ -89,7 +89,10 @@ class RequestOptions:
             f"policy {options.policy!r}" if options.policy in SIGNAL_POLICIES else "signals" if options.signals else ""
         )
         if asks and not config.measures_signals:
-            raise ValueError(f"{asks} needs the draft's signals, which this server's policy, {config.policy}, does not")
+            raise ValueError(
+                f"{asks} needs the draft's signals, which this server does not measure under its policy, "
+                f"{config.policy}; launch it with throughput, speckv or confidence"
+            )
         return options
 
     def prefill(self, config: ServerConfig) -> PrefillConfig:

@@ -55,14 +55,17 @@ class DraftSignalBuffers:
 
     def _look(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         if self._place is not None:
-            logits = output.next_token_logits
-            measure(logits, self.later[self._place, : logits.shape[0]])
+            self._measure(output, self.later[self._place])
             self._place += 1
         elif self._sees_catching_up:
             self._seen = output
         elif self._captures_catching_up:
-            logits = output.next_token_logits
-            measure(logits, self._caught_up[: logits.shape[0]])
+            self._measure(output, self._caught_up)
+
+    def _measure(self, output: Any, buffer: torch.Tensor) -> None:
+        # A captured batch may be padded beyond the pool's rows.
+        logits = output.next_token_logits[: buffer.shape[0]]
+        measure(logits, buffer[: logits.shape[0]])
 
     @contextmanager
     def drafting(self) -> Iterator[None]:
@@ -108,7 +111,7 @@ class DraftSignalBuffers:
     def take_first(self, rows: torch.Tensor) -> torch.Tensor:
         """(n, 2) of the first token of the step that begins; each is given out once."""
         values = self.first[rows]
-        self.first[rows] = math.nan
+        self.first.index_fill_(0, rows, math.nan)
         return values
 
     def of_step(self, first: torch.Tensor, gamma: int, rows: torch.Tensor) -> torch.Tensor:
