@@ -42,6 +42,7 @@ part bench_cache experiments/runs/bench_cache.sh
 part bench_prepack experiments/runs/bench_prepack.sh
 part decode_collapse experiments/runs/decode_collapse.sh
 part speed_bench experiments/runs/speed_bench.sh
+part compare_batches experiments/runs/compare_batches.sh
 if [ -n "${DATA:-}" ]; then
     part bench_policies experiments/runs/bench_policies.sh "$DATA"
 fi
