@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -95,15 +95,9 @@ class Calibration:
 
     def complete(self, config: PrefillConfig) -> PrefillConfig:
         """The configuration with what was chosen where it has the default; what a user set himself stays."""
-        return self.complete_but(config, ())
-
-    def complete_but(self, config: PrefillConfig, left_out: Collection[str]) -> PrefillConfig:
-        """As `complete`, without the settings that are left out."""
         default = PrefillConfig()
         chosen = {
-            name: value
-            for name, value in self.settings.items()
-            if name not in left_out and getattr(config, name) == getattr(default, name)
+            name: value for name, value in self.settings.items() if getattr(config, name) == getattr(default, name)
         }
         return replace(config, **chosen)
 

@@ -42,10 +42,7 @@ def with_calibration(config: ServerConfig, draft: str, target_config: Any, draft
     if problem:
         logger.warning("%s: the calibration beside the draft is left aside: %s", NAME, problem)
         return config
-    window = found.settings.get("draft_window")
-    if window is not None:
-        logger.info("%s: calibrated with draft_window=%s; SGLang's draft prefills without a window", NAME, window)
-    return replace(config, prefill=found.complete_but(config.prefill, ("draft_window", "draft_sinks")))
+    return replace(config, prefill=found.complete(config.prefill))
 
 
 def _problem_on_a_server(found: Calibration) -> str:

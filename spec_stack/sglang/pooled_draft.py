@@ -21,7 +21,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from spec_stack.sglang.draft_pool import DraftPool, Ints
 from spec_stack.sglang.head_votes import LayerQueries
-from spec_stack.sglang.tiled_attention import attend
+from spec_stack.sglang.tiled_attention import Window, attend
 
 
 class PooledDraft:
@@ -60,7 +60,7 @@ class PooledDraft:
         """Of the buffers, on this rank; 0 before they are allocated."""
         return self._attention.num_bytes
 
-    def forward(self, token_ids: Sequence[int], slots: Ints) -> torch.Tensor:
+    def forward(self, token_ids: Sequence[int], slots: Ints, window: Window | None = None) -> torch.Tensor:
         """Put the last tokens of a text through the draft; its most likely next token ().
 
         Parameters
@@ -69,6 +69,8 @@ class PooledDraft:
             n tokens, the last ones of the text so far.
         slots
             (num_tokens,): of all tokens of the text so far. Those of the last n are written, all of them are read.
+        window
+            What each of the n sees of what is before it; None is everything.
 
         Notes
         -----
@@ -99,7 +101,10 @@ class PooledDraft:
             spec_algorithm=SpeculativeAlgorithm.NONE,
             capture_hidden_mode=CaptureHiddenMode.NULL,
         )
-        with self._attention.reading(slots, num_new), forward_context(ForwardContext(attn_backend=self._attention)):
+        with (
+            self._attention.reading(slots, num_new, window),
+            forward_context(ForwardContext(attn_backend=self._attention)),
+        ):
             logits = runner.model.forward(batch.input_ids, positions, batch).next_token_logits
         return logits[-1].argmax()  # type: ignore[no-any-return]
 
@@ -129,6 +134,7 @@ class _PoolAttention(AttentionBackend):  # type: ignore[misc]
         self._keys = self._values = torch.empty(0, dtype=dtype, device=device)
         self.captured: dict[int, LayerQueries] | None = None
         self.num_captured = 1
+        self._window: Window | None = None
         self._read: slice | torch.Tensor = slice(0, 0)
         self._written: slice | torch.Tensor = slice(0, 0)
         # Some models ask the pool whether they may write keys by themselves. They may not.
@@ -156,10 +162,11 @@ class _PoolAttention(AttentionBackend):  # type: ignore[misc]
         return torch.from_numpy(slots).to(self.device)
 
     @contextmanager
-    def reading(self, slots: Ints, num_new: int) -> Iterator[None]:
+    def reading(self, slots: Ints, num_new: int, window: Window | None) -> Iterator[None]:
         """For the block, forwards are of the last num_new tokens of the text in these slots."""
         self.allocate()
         self._read, self._written = self._where(slots), self._where(slots[len(slots) - num_new :])
+        self._window = window
         try:
             yield
         finally:
@@ -184,5 +191,5 @@ class _PoolAttention(AttentionBackend):  # type: ignore[misc]
             found = self.captured.setdefault(layer.layer_id, LayerQueries(float(layer.scaling), key_scale=1.0))
             found.queries.append(queries[:, -self.num_captured :].clone())
         keys, values = (kept[at][self._read].transpose(0, 1) for kept in (self._keys, self._values))
-        output = attend(queries.to(keys.dtype), keys, values, float(layer.scaling))
+        output = attend(queries.to(keys.dtype), keys, values, float(layer.scaling), window=self._window)
         return output.transpose(0, 1).reshape(q.shape[0], -1).to(q.dtype)

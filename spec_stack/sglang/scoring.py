@@ -26,6 +26,7 @@ from spec_stack.sglang.head_votes import LayerQueries, best_of_own_heads
 from spec_stack.sglang.pooled_draft import PooledDraft
 from spec_stack.sglang.protocols import Scheduler
 from spec_stack.sglang.ranks import largest_of_all, own_rank
+from spec_stack.sglang.tiled_attention import Window
 
 # Forwards of the look-ahead in one part of a scoring.
 _LOOK_AHEAD_PER_PART = 4
@@ -163,14 +164,14 @@ class DraftScorer:
         num_asking = min(MOST_ASKING, chunk, num_tokens - question.num_cached) if question.recalls else 1
         look_ahead = self._look_ahead(prompt) if question.selects else 0
         # Those that ask are asked again whatever the pool has: their queries are what scores.
+        window = _window(prompt.config)
         lease = self._draft.index.lease(prompt.tenant, prompt.token_ids, num_tokens - num_asking)
         num_shared = num_agreed = lease.num_shared
         try:
             lease.extend(num_tokens - num_shared + look_ahead)
             slots = lease.slots
-            # The last part of the text is a whole chunk, and goes with the look-ahead's first forwards.
-            for stop in range(num_tokens - (num_tokens - num_shared - 1) // chunk * chunk, num_tokens, chunk):
-                self._draft.forward(prompt.token_ids[num_agreed:stop], slots[:stop])
+            for stop in self._stops(num_shared, num_tokens, num_asking, prompt.config):
+                self._draft.forward(prompt.token_ids[num_agreed:stop], slots[:stop], window)
                 yield
                 num_agreed = stop
             layers: dict[int, LayerQueries] = {}
@@ -186,7 +187,8 @@ class DraftScorer:
                 if token_id in prompt.end_ids:
                     break
             yield
-            num_agreed = num_tokens
+            if window is None:
+                num_agreed = num_tokens
             best = wanted = None
             if question.selects:
                 after = {index: found.between(num_asking - 1) for index, found in layers.items()}
@@ -200,6 +202,19 @@ class DraftScorer:
             return Score(_mean(best), _mean(wanted), num_tokens - num_shared)
         finally:
             lease.keep(num_agreed)
+
+    def _stops(self, start: int, num_tokens: int, num_asking: int, config: PrefillConfig) -> range:
+        """Where the parts end in which the draft reads a text from `start` on, all but the last one, whose queries are
+        asked.
+
+        That one is a whole chunk, so that the look-ahead comes soon. Under a window it is those who ask alone: they see
+        everything, and so are not left to the pool, where each token has seen what its window shows.
+        """
+        chunk = self.chunk(config)
+        if config.draft_window is None:
+            return range(num_tokens - (num_tokens - start - 1) // chunk * chunk, num_tokens, chunk)
+        end = num_tokens - num_asking
+        return range(end - (end - start - 1) // chunk * chunk, end + 1, chunk) if end > start else range(0)
 
     def _look_ahead(self, prompt: Prompt) -> int:
         room = int(self._scheduler.model_config.context_len) - len(prompt.token_ids)
@@ -239,6 +254,10 @@ class DraftScorer:
         finally:
             # The pool's slots were written on that stream, whether or not the scoring came to its end.
             current.wait_stream(stream)
+
+
+def _window(config: PrefillConfig) -> Window | None:
+    return None if config.draft_window is None else Window(config.draft_window, config.draft_sinks)
 
 
 def _mean(best: torch.Tensor | None) -> torch.Tensor | None:

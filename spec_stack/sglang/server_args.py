@@ -70,13 +70,8 @@ class ServerConfig:
                     "max_gamma_by_batch_size must map numbers of requests, 1 or more, to gammas, "
                     f"got {dict(self.max_gamma_by_batch_size)}"
                 )
-        reasons = {
-            "draft_window": "SGLang's attention takes a window only of models that have one, and none beside sinks",
-            "scoring_layers": "SGLang runs all layers of a model",
-        }
-        for name, reason in reasons.items():
-            if getattr(self.prefill, name) is not None:
-                raise ValueError(f"prefill.{name} is for Python: {reason}; leave it out")
+        if self.prefill.scoring_layers is not None:
+            raise ValueError("prefill.scoring_layers is for Python: SGLang runs all layers of a model; leave it out")
         if not isinstance(self.calibration, str | None) or self.calibration == "":
             raise ValueError(f"calibration must be a file, a folder or 'none', got {self.calibration!r}")
         if type(self.prefill_decode_interval) is not int or self.prefill_decode_interval < 0:

@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 # Scores of one tile of queries over all heads: a quarter of a gigabyte in fp32, whatever the text's length.
 MOST_SCORES = 1 << 26
 
 
+# Queries in a tile under a window: fewer waste launches, more waste masked scores.
+_WINDOW_TILE = 128
+
+
+@dataclass(frozen=True)
+class Window:
+    """What a token sees: the last num_tokens up to itself, and the first num_sinks of the text."""
+
+    num_tokens: int
+    num_sinks: int
+
+
 def attend(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float, most_scores: int = MOST_SCORES
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scaling: float,
+    most_scores: int = MOST_SCORES,
+    window: Window | None = None,
 ) -> torch.Tensor:
     """Attention of each query over the keys up to its own, tile by tile of queries.
 
@@ -23,6 +42,8 @@ def attend(
         Of the scores.
     most_scores
         Bounds the scores, over all heads, that are held at once.
+    window
+        What a query sees of the keys up to its own; None is all of them.
 
     Returns
     -------
@@ -31,6 +52,8 @@ def attend(
     """
     num_heads, num_queries, _ = queries.shape
     num_tokens = keys.shape[1]
+    if window is not None and window.num_tokens + window.num_sinks < num_tokens:
+        return _attend_in_a_window(queries, keys, values, scaling, window)
     first = num_tokens - num_queries
     size = max(1, most_scores // (num_heads * num_tokens))
     tiles = []
@@ -54,3 +77,36 @@ def attend(
             )[0]
         )
     return tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=1)
+
+
+def _attend_in_a_window(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float, window: Window
+) -> torch.Tensor:
+    """Tiles of queries, each over the sinks and over what its own window can reach."""
+    num_heads, num_queries, _ = queries.shape
+    first = keys.shape[1] - num_queries
+    tiles = []
+    for start in range(0, num_queries, _WINDOW_TILE):
+        stop = min(start + _WINDOW_TILE, num_queries)
+        begin, end = first + start, first + stop
+        # The window may reach into the sinks, which count once.
+        reach = max(0, begin - window.num_tokens + 1)
+        num_front = min(window.num_sinks, reach)
+        seen_keys, seen_values = (
+            torch.cat([each[:, :num_front], each[:, reach:end]], dim=1) if num_front else each[:, reach:end]
+            for each in (keys, values)
+        )
+        own = torch.arange(begin, end, device=queries.device)[:, None]
+        at = torch.cat([torch.arange(num_front), torch.arange(reach, end)]).to(queries.device)[None]
+        mask = (at <= own) & ((at > own - window.num_tokens) | (at < window.num_sinks))
+        tiles.append(
+            torch.nn.functional.scaled_dot_product_attention(
+                queries[None, :, start:stop],
+                seen_keys[None],
+                seen_values[None],
+                attn_mask=mask,
+                scale=scaling,
+                enable_gqa=num_heads != keys.shape[0],
+            )[0]
+        )
+    return torch.cat(tiles, dim=1)

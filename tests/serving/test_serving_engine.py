@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from spec_stack import PrefillConfig
 from spec_stack.prefill.calibration import find_calibration
 
 from .conftest import ASSETS, MIN_PROMPT_TOKENS, Reference, Server
@@ -188,11 +187,12 @@ def test_two_ranks_agree_on_selection_and_gamma_and_on_the_failure_of_one(launch
 
 
 def test_a_server_takes_the_calibration_that_lies_beside_its_draft(launch: Any, reference: Reference) -> None:
-    """All of it but the window; the reference scores without one, too."""
+    """The window, too."""
     found = find_calibration(str(ASSETS / "draft"), None)
     assert found is not None
     server = launch("--max-total-tokens", "8000", environment={"SPEC_STACK_SGLANG": "{}"})
-    prefill = found.complete_but(PrefillConfig(), ("draft_window", "draft_sinks"))
+    prefill = found.apply()
+    assert prefill.draft_window is not None
     prompt = reference.prompt(2300, seed=70)
     reply = server.generate(prompt, 16, explain=True)
     spans = reply["meta_info"]["spec_stack"]["kept_spans"]

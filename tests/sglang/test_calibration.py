@@ -30,13 +30,13 @@ def calibrated_draft(tmp_path: Path) -> tuple[Path, Any, Any]:
     return tmp_path, target, draft
 
 
-def test_a_server_takes_the_calibration_beside_the_draft_without_its_window(
+def test_a_server_takes_the_calibration_beside_the_draft(
     calibrated_draft: tuple[Path, Any, Any],
 ) -> None:
     folder, *models = calibrated_draft
     prefill = with_calibration(ServerConfig(), str(folder), *models).prefill
     assert prefill == PrefillConfig(
-        keep_rate=((2048, 0.1),), scoring_heads=((1, 0),), scorer="fused", min_prompt_tokens=700
+        keep_rate=((2048, 0.1),), draft_window=64, scoring_heads=((1, 0),), scorer="fused", min_prompt_tokens=700
     )
     own = ServerConfig.from_mapping({"keep_rate": 0.4, "calibration": str(folder / FILE_NAME)})
     assert with_calibration(own, "elsewhere", *models).prefill.keep_rate == 0.4

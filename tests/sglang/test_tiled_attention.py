@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spec_stack.sglang.tiled_attention import attend
+from spec_stack.sglang.tiled_attention import Window, attend
 
 
 @pytest.mark.parametrize("num_queries", [1, 2, 7, 24])
@@ -29,3 +29,17 @@ def test_every_query_sees_the_keys_up_to_its_own(num_queries: int, most_scores: 
             torch.testing.assert_close(
                 output[head, at], weights @ buffers[1, seen, head // groups], atol=1e-5, rtol=1e-4
             )
+
+
+@pytest.mark.parametrize("num_queries", [1, 5, 130, 300])
+@pytest.mark.parametrize(("num_tokens", "num_sinks"), [(1, 0), (7, 3), (64, 0), (64, 100), (200, 64), (500, 0)])
+def test_every_query_sees_its_window_and_the_sinks(num_queries: int, num_tokens: int, num_sinks: int) -> None:
+    torch.manual_seed(num_queries)
+    queries, keys, values = torch.randn(4, num_queries, 8), torch.randn(2, 300, 8), torch.randn(2, 300, 8)
+    output = attend(queries, keys, values, 0.3, window=Window(num_tokens, num_sinks))
+    for at in range(0, num_queries, 13):
+        own = 300 - num_queries + at
+        seen = [key for key in range(own + 1) if key > own - num_tokens or key < num_sinks]
+        for head in range(4):
+            weights = (keys[head // 2, seen] @ queries[head, at] * 0.3).softmax(0)
+            torch.testing.assert_close(output[head, at], weights @ values[head // 2, seen], atol=1e-5, rtol=1e-4)
