@@ -14,7 +14,6 @@ where the authors' data leave them open, and prints the mean of the gains and th
 from __future__ import annotations
 
 import argparse
-import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -25,6 +24,8 @@ from typing import Any
 
 import numpy as np
 
+from experiments.common.environment import describe
+from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
 from experiments.policies import published, reproduce
 from experiments.policies.published_columns import StepTable
@@ -402,13 +403,15 @@ def main() -> None:
     )
     parser.add_argument("--worlds", type=int, default=1, help="seeds from --seed on, averaged (%(default)s)")
     parser.add_argument("--timing", action="store_true", help="show microseconds per decision of every policy")
+    add_out_argument(parser)
     options = parser.parse_args()
     if not 1 <= options.max_gamma <= MAX_GAMMA:
         parser.error(f"--max-gamma must be 1 to {MAX_GAMMA}, got {options.max_gamma}")
     if options.resamples < 1:
         parser.error(f"--resamples must be 1 or more, got {options.resamples}")
+    header = {"experiment": "evaluate_policies", **describe()}
     if options.as_published:
-        print(json.dumps(as_published(options.records[0], 10_000)))
+        print_report({**header, **as_published(options.records[0], 10_000)}, options.out)
         return
     data = load(options.records, options.seed)
     print("\n".join(data.notes))
@@ -416,7 +419,7 @@ def main() -> None:
     results = evaluate(data, options.folds, options.max_gamma)
     summary = summarise(data, results, options.resamples, options.seed)
     print_summary(summary, results.decision_us, options.timing)
-    line: dict[str, Any] = {"replay_errors": errors, "summary": summary}
+    line: dict[str, Any] = {**header, "replay_errors": errors, "summary": summary}
     if options.worlds > 1:
         others = [
             summarise(world, evaluate(world, options.folds, options.max_gamma), options.resamples, options.seed)
@@ -425,7 +428,7 @@ def main() -> None:
         line["worlds"] = over_worlds([summary, *others])
     if options.timing:
         line["decision_us"] = results.decision_us
-    print(json.dumps(line))
+    print_report(line, options.out)
 
 
 if __name__ == "__main__":
