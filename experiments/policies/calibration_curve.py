@@ -9,12 +9,13 @@ draft is judged, and it is fresh at the first prompt. Ends in one JSON line.
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from experiments.common.environment import describe
+from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
 from experiments.policies import evaluate_policies as evaluation
 from spec_stack.controller.acceptance import History, OnlineAcceptance
@@ -57,6 +58,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("records", nargs="+", type=Path, help="record files, or the SpecKV authors' folder")
     parser.add_argument("--bins", type=int, default=10)
+    add_out_argument(parser)
     options = parser.parse_args()
     data = evaluation.load(options.records)
     result: dict[str, Any] = {}
@@ -86,7 +88,7 @@ def main() -> None:
                 curve.append([mean, share, len(inside)])
                 print(f"  {mean:8.3f}  {share:9.3f}  {len(inside):5d}")
         result[precision] = {"error": middle, "interval": [float(low), float(high)], "curve": curve}
-    print(json.dumps({"experiment": "calibration_curve", "result": result}))
+    print_report({"experiment": "calibration_curve", **describe(), "result": result}, options.out)
 
 
 if __name__ == "__main__":
