@@ -6,8 +6,7 @@ import logging
 from dataclasses import replace
 from typing import Any
 
-from spec_stack.config import PrefillConfig
-from spec_stack.prefill.calibration import Calibration, find_calibration
+from spec_stack.prefill.calibration import find_calibration
 from spec_stack.sglang.server_args import ServerConfig
 from spec_stack.sglang.support import NAME
 
@@ -30,22 +29,16 @@ def with_calibration(config: ServerConfig, draft: str, target_config: Any, draft
     Raises
     ------
     ValueError
-        For one that is named and does not hold for these models, or not on a server. One that lies beside the draft is
+        For one that is named and does not hold for these models. One that lies beside the draft is
         left aside then, and the log says why.
     """
     found = find_calibration(draft, False if config.calibration == NONE else config.calibration)
     if found is None:
         return config
-    problem = found.check(target_config, draft_config) or _problem_on_a_server(found)
+    problem = found.check(target_config, draft_config)
     if problem and config.calibration is not None:
         raise ValueError(f"{config.calibration}: {problem}; calibrate this pair, or leave --spec-stack-calibration out")
     if problem:
         logger.warning("%s: the calibration beside the draft is left aside: %s", NAME, problem)
         return config
     return replace(config, prefill=found.complete(config.prefill))
-
-
-def _problem_on_a_server(found: Calibration) -> str:
-    if found.settings.get("scoring_layers", PrefillConfig.scoring_layers) is not None:
-        return "its draft scores by its first layers alone, and SGLang runs all layers of a model"
-    return ""

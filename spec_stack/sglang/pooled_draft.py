@@ -60,7 +60,9 @@ class PooledDraft:
         """Of the buffers, on this rank; 0 before they are allocated."""
         return self._attention.num_bytes
 
-    def forward(self, token_ids: Sequence[int], slots: Ints, window: Window | None = None) -> torch.Tensor:
+    def forward(
+        self, token_ids: Sequence[int], slots: Ints, window: Window | None = None, num_layers: int | None = None
+    ) -> torch.Tensor | None:
         """Put the last tokens of a text through the draft; its most likely next token ().
 
         Parameters
@@ -71,6 +73,9 @@ class PooledDraft:
             (num_tokens,): of all tokens of the text so far. Those of the last n are written, all of them are read.
         window
             What each of the n sees of what is before it; None is everything.
+        num_layers
+            Only the first so many layers, of the last one only queries, keys and values; there is no next token then.
+            None is all.
 
         Notes
         -----
@@ -101,11 +106,12 @@ class PooledDraft:
             spec_algorithm=SpeculativeAlgorithm.NONE,
             capture_hidden_mode=CaptureHiddenMode.NULL,
         )
-        with (
-            self._attention.reading(slots, num_new, window),
-            forward_context(ForwardContext(attn_backend=self._attention)),
-        ):
-            logits = runner.model.forward(batch.input_ids, positions, batch).next_token_logits
+        context = forward_context(ForwardContext(attn_backend=self._attention))
+        with self._attention.reading(slots, num_new, window, num_layers), context:
+            try:
+                logits = runner.model.forward(batch.input_ids, positions, batch).next_token_logits
+            except _LayersDoneError:
+                return None
         return logits[-1].argmax()  # type: ignore[no-any-return]
 
     @contextmanager
@@ -123,6 +129,10 @@ class PooledDraft:
         return self._attention.keys(layer)
 
 
+class _LayersDoneError(Exception):
+    """Ends a forward of SGLang's model, which runs all layers, after those that are wanted; on all ranks alike."""
+
+
 class _PoolAttention(AttentionBackend):  # type: ignore[misc]
     """Causal attention of one text over its slots, and the buffers of them: (num_layers, num_tokens, heads, dim)."""
 
@@ -135,6 +145,7 @@ class _PoolAttention(AttentionBackend):  # type: ignore[misc]
         self.captured: dict[int, LayerQueries] | None = None
         self.num_captured = 1
         self._window: Window | None = None
+        self._num_layers: int | None = None
         self._read: slice | torch.Tensor = slice(0, 0)
         self._written: slice | torch.Tensor = slice(0, 0)
         # Some models ask the pool whether they may write keys by themselves. They may not.
@@ -162,11 +173,11 @@ class _PoolAttention(AttentionBackend):  # type: ignore[misc]
         return torch.from_numpy(slots).to(self.device)
 
     @contextmanager
-    def reading(self, slots: Ints, num_new: int, window: Window | None) -> Iterator[None]:
+    def reading(self, slots: Ints, num_new: int, window: Window | None, num_layers: int | None) -> Iterator[None]:
         """For the block, forwards are of the last num_new tokens of the text in these slots."""
         self.allocate()
         self._read, self._written = self._where(slots), self._where(slots[len(slots) - num_new :])
-        self._window = window
+        self._window, self._num_layers = window, num_layers
         try:
             yield
         finally:
@@ -190,6 +201,8 @@ class _PoolAttention(AttentionBackend):  # type: ignore[misc]
         if self.captured is not None:
             found = self.captured.setdefault(layer.layer_id, LayerQueries(float(layer.scaling), key_scale=1.0))
             found.queries.append(queries[:, -self.num_captured :].clone())
+        if at + 1 == self._num_layers:
+            raise _LayersDoneError
         keys, values = (kept[at][self._read].transpose(0, 1) for kept in (self._keys, self._values))
         output = attend(queries.to(keys.dtype), keys, values, float(layer.scaling), window=self._window)
         return output.transpose(0, 1).reshape(q.shape[0], -1).to(q.dtype)

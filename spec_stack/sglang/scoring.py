@@ -161,8 +161,12 @@ class DraftScorer:
         """
         num_tokens = len(prompt.token_ids)
         chunk = self.chunk(prompt.config)
-        num_asking = min(MOST_ASKING, chunk, num_tokens - question.num_cached) if question.recalls else 1
-        look_ahead = self._look_ahead(prompt) if question.selects else 0
+        # First layers alone do not know what comes after the prompt: its last tokens ask in the look-ahead's place.
+        num_layers = prompt.config.scoring_layers
+        num_selecting = 1 if num_layers is None else min(prompt.config.look_ahead + 1, chunk, num_tokens)
+        num_recalling = min(MOST_ASKING, chunk, num_tokens - question.num_cached) if question.recalls else 0
+        num_asking = max(num_recalling, num_selecting if question.selects else 1)
+        look_ahead = self._look_ahead(prompt) if question.selects and num_layers is None else 0
         # Those that ask are asked again whatever the pool has: their queries are what scores.
         window = _window(prompt.config)
         lease = self._draft.index.lease(prompt.tenant, prompt.token_ids, num_tokens - num_asking)
@@ -171,16 +175,20 @@ class DraftScorer:
             lease.extend(num_tokens - num_shared + look_ahead)
             slots = lease.slots
             for stop in self._stops(num_shared, num_tokens, num_asking, prompt.config):
-                self._draft.forward(prompt.token_ids[num_agreed:stop], slots[:stop], window)
+                self._draft.forward(prompt.token_ids[num_agreed:stop], slots[:stop], window, num_layers)
                 yield
                 num_agreed = stop
             layers: dict[int, LayerQueries] = {}
             with self._draft.captured_queries(layers, num_asking):
-                following = self._draft.forward(prompt.token_ids[num_agreed:], slots[:num_tokens])
+                following = self._draft.forward(
+                    prompt.token_ids[num_agreed:], slots[:num_tokens], num_layers=num_layers
+                )
             for drafted in range(look_ahead):
                 if drafted % _LOOK_AHEAD_PER_PART == 0:
                     # So many forwards of one token, run without graphs, may take as long as a chunk.
                     yield
+                if following is None:
+                    raise RuntimeError("the draft's first layers have no next token, and a look-ahead was asked for")
                 token_id = int(following)
                 with self._draft.captured_queries(layers):
                     following = self._draft.forward([token_id], slots[: num_tokens + drafted + 1])
@@ -191,10 +199,12 @@ class DraftScorer:
                 num_agreed = num_tokens
             best = wanted = None
             if question.selects:
-                after = {index: found.between(num_asking - 1) for index, found in layers.items()}
+                after = {index: found.between(num_asking - num_selecting) for index, found in layers.items()}
                 best = self._best_of_own_heads(slots[:num_tokens], after, prompt.config)
             if question.recalls:
-                asking = {index: found.between(0, num_asking) for index, found in layers.items()}
+                asking = {
+                    index: found.between(num_asking - num_recalling, num_asking) for index, found in layers.items()
+                }
                 # Whole chunks are asked for, whose means pooling would hardly change.
                 unpooled = replace(prompt.config, pool_kernel=1)
                 wanted = self._best_of_own_heads(slots[: question.num_cached], asking, unpooled)

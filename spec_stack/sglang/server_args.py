@@ -70,8 +70,6 @@ class ServerConfig:
                     "max_gamma_by_batch_size must map numbers of requests, 1 or more, to gammas, "
                     f"got {dict(self.max_gamma_by_batch_size)}"
                 )
-        if self.prefill.scoring_layers is not None:
-            raise ValueError("prefill.scoring_layers is for Python: SGLang runs all layers of a model; leave it out")
         if not isinstance(self.calibration, str | None) or self.calibration == "":
             raise ValueError(f"calibration must be a file, a folder or 'none', got {self.calibration!r}")
         if type(self.prefill_decode_interval) is not int or self.prefill_decode_interval < 0:

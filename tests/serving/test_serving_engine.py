@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from spec_stack import PrefillConfig
 from spec_stack.prefill.calibration import find_calibration
 
 from .conftest import ASSETS, MIN_PROMPT_TOKENS, Reference, Server
@@ -202,4 +204,23 @@ def test_a_server_takes_the_calibration_that_lies_beside_its_draft(launch: Any, 
     short = server.generate(prompt[-2000:], 4)["meta_info"]["spec_stack"]
     assert not short["specprefill"]
     assert str(prefill.min_prompt_tokens) in short["specprefill_reason"]
+    server.stop()
+
+
+def test_a_draft_that_scores_by_its_first_layers_keeps_what_the_reference_keeps(
+    launch: Any, reference: Reference
+) -> None:
+    config = PrefillConfig(scoring_layers=1, draft_window=96, draft_sinks=32, min_prompt_tokens=400)
+    chosen = {name: getattr(config, name) for name in ("scoring_layers", "draft_window", "draft_sinks")}
+    server = launch(
+        *("--max-total-tokens", "8000", "--chunked-prefill-size", "256", "--spec-stack-min-prompt-tokens", "400"),
+        environment={"SPEC_STACK_SGLANG": json.dumps({"prefill": chosen, "calibration": "none"})},
+    )
+    for num_tokens in (500, 1300):
+        prompt = reference.prompt(num_tokens, seed=71)
+        reply = server.generate(prompt, 16, explain=True)
+        spans = reply["meta_info"]["spec_stack"]["kept_spans"]
+        kept = [prompt[position] for start, stop in spans for position in range(start, stop)]
+        assert kept == kept_ids(reference, prompt, config) != kept_ids(reference, prompt)
+        assert reply["output_ids"] == reference.tokens_over(prompt, spans, 16)
     server.stop()

@@ -214,7 +214,7 @@ def test_output_logprobs_and_nothing_special_need_no_whole_prompt(start: int) ->
         ({"gammas": 4}, "gammas"),
         ({"prefill": {"keep": 1}}, "prefill.keep"),
         ({"prefill": {"draft_window": 0}}, "draft_window"),
-        ({"prefill": {"scoring_layers": 1}}, "scoring_layers"),
+        ({"prefill": {"scoring_layers": 0}}, "scoring_layers"),
         ({"prefill": {"scoring_heads": [[1]]}}, "scoring_heads"),
         ({"calibration": 3}, "calibration"),
         ({"keep_rate": [[0, 0.5]]}, "keep_rate"),
