@@ -253,6 +253,8 @@ def plot(table: Mapping[str, Any], keep_rates: Sequence[float], to: Path) -> Non
         left.barh(at, means, height, xerr=errors, color=shades[index], label=f"keep {rate}", error_kw={"lw": 0.8})
     left.set_yticks(places, names)
     left.set_xlim(0, 1)
+    # So that a row of the right panel stands beside its rule.
+    left.set_ylim(-0.5, len(names) - 0.5)
     left.set_xlabel("share of the evidence's spans kept whole, 95 % intervals")
     left.legend(loc="lower right")
     grid = np.array([[table[f"{name} @ {middle}"]["by_kind"][kind] for kind in kinds] for name in names])
