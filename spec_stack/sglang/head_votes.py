@@ -14,21 +14,14 @@ from spec_stack.prefill.importance import token_importance
 
 @dataclass
 class LayerQueries:
-    """key_scale: what a checkpoint has its keys divided by where the pool holds them in FP8."""
+    """Of one layer: queries (num_heads, n, head_dim), in parts along n, and the scaling of its scores."""
 
     scaling: float
-    key_scale: float
     queries: list[torch.Tensor] = field(default_factory=list)
 
     def between(self, start: int, stop: int | None = None) -> LayerQueries:
         """The queries from number `start` up to `stop`."""
-        return LayerQueries(self.scaling, self.key_scale, [torch.cat(self.queries, dim=1)[:, start:stop]])
-
-
-def key_scale(layer: Any) -> float:
-    """Of a RadixAttention; 1 where it has none."""
-    scale = getattr(layer, "k_scale_float", None)
-    return 1.0 if scale is None else float(scale)
+        return LayerQueries(self.scaling, [torch.cat(self.queries, dim=1)[:, start:stop]])
 
 
 def best_of_own_heads(
@@ -39,7 +32,7 @@ def best_of_own_heads(
     Parameters
     ----------
     pool
-        SGLang's KV pool of the draft, its keys in whatever precision.
+        The draft's own, with `get_key_buffer`.
     slots
         (num_tokens,), of the prompt.
     layers
@@ -86,8 +79,6 @@ def _own_heads(
     for index, found in sorted(layers.items()):
         queries, buffer = torch.cat(found.queries, dim=1), pool.get_key_buffer(index)
         groups = queries.shape[0] // buffer.shape[1]
-        # The pool divides only what it turns to FP8.
-        scaling = found.scaling * (found.key_scale if buffer.dtype.itemsize == 1 else 1.0)
         for head in sorted({voter // groups for voter in voters[index]}):
             own = [voter for voter in voters[index] if voter // groups == head]
-            yield queries[own], buffer[slots, head][None], scaling
+            yield queries[own], buffer[slots, head][None], found.scaling

@@ -199,7 +199,7 @@ class _PoolAttention(AttentionBackend):  # type: ignore[misc]
         self._values[at][self._written] = v.view(-1, *self._values.shape[2:]).to(self._values.dtype)
         queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim).transpose(0, 1)
         if self.captured is not None:
-            found = self.captured.setdefault(layer.layer_id, LayerQueries(float(layer.scaling), key_scale=1.0))
+            found = self.captured.setdefault(layer.layer_id, LayerQueries(float(layer.scaling)))
             found.queries.append(queries[:, -self.num_captured :].clone())
         if at + 1 == self._num_layers:
             raise _LayersDoneError

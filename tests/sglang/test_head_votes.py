@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +9,7 @@ import torch
 
 from spec_stack.config import PrefillConfig
 from spec_stack.prefill.importance import attention_to_prompt, pool
-from spec_stack.sglang.head_votes import LayerQueries, best_of_own_heads, key_scale
+from spec_stack.sglang.head_votes import LayerQueries, best_of_own_heads
 
 
 class Pool:
@@ -24,9 +22,9 @@ class Pool:
         return self._keys[layer]
 
 
-def _captured(keys: list[torch.Tensor], num_heads: int, scale: float = 1.0) -> dict[int, Any]:
+def _captured(keys: list[torch.Tensor], num_heads: int) -> dict[int, Any]:
     queries = [torch.randn(num_heads, 3, key.shape[-1]) for key in keys]
-    return {index: LayerQueries(0.3, scale, [query[:, :1], query[:, 1:]]) for index, query in enumerate(queries)}
+    return {index: LayerQueries(0.3, [query[:, :1], query[:, 1:]]) for index, query in enumerate(queries)}
 
 
 @pytest.mark.parametrize("heads", [None, ((1, 1), (1, 4)), ((0, 5), (1, 0), (1, 1))])
@@ -59,27 +57,13 @@ def test_ranks_that_share_the_heads_find_together_what_one_finds_alone() -> None
     parts = []
     for rank in range(2):
         own = {
-            index: LayerQueries(0.3, 1.0, [query[2 * rank : 2 * rank + 2] for query in found.queries])
+            index: LayerQueries(0.3, [query[2 * rank : 2 * rank + 2] for query in found.queries])
             for index, found in whole.items()
         }
         part = Pool([key[:, rank : rank + 1] for key in keys])
         parts.append(best_of_own_heads(part, slots, own, config, rank))
     assert not parts[0].any()
     torch.testing.assert_close(torch.maximum(*parts), alone)
-
-
-def test_keys_that_the_pool_holds_in_fp8_are_scored_at_the_temperature_they_were_written_for() -> None:
-    torch.manual_seed(2)
-    scale, true = 4.0, [torch.randn(30, 1, 8).to(torch.float8_e4m3fn).float() * 4.0]
-    slots, config = torch.arange(30), PrefillConfig(pool_kernel=1)
-    layers = _captured(true, 2, scale)
-    held = Pool([(key / scale).to(torch.float8_e4m3fn) for key in true])
-    wanted = best_of_own_heads(Pool(true), slots, layers, config)
-    torch.testing.assert_close(best_of_own_heads(held, slots, layers, config), wanted)
-    assert key_scale(SimpleNamespace(k_scale_float=scale)) == scale
-    assert key_scale(SimpleNamespace(k_scale_float=None)) == 1.0
-    forgotten = {index: replace(found, key_scale=1.0) for index, found in layers.items()}
-    assert not torch.allclose(best_of_own_heads(held, slots, forgotten, config), wanted, atol=1e-3)
 
 
 def test_a_head_of_a_layer_that_the_draft_lacks_is_named() -> None:
