@@ -10,8 +10,8 @@ from pathlib import Path
 from spec_stack.controller.base import BatchMember, DraftSignals, StepContext, StepRecord
 from spec_stack.controller.batch_cost import MAX_PENDING
 from spec_stack.controller.batch_rule import BatchRule, PerRequest
-from spec_stack.controller.predictor import load_step_predictor, step_features
-from spec_stack.controller.speckv import OnlineRidge, RatePredictor
+from spec_stack.controller.predictor import step_features
+from spec_stack.controller.speckv import OnlineRidge, RatePredictor, rates_of
 
 _TYPICAL_RATE = 0.5
 _MIN_EXPECTED = 0.5
@@ -55,12 +55,7 @@ class BatchSpecKV(BatchRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.predictor is None:
-            self._rates = self._online = OnlineRidge()
-        elif isinstance(self.predictor, str | Path):
-            self._rates = load_step_predictor(self.predictor)
-        else:
-            self._rates = self.predictor
+        self._rates, self._online = rates_of(self.predictor)
 
     def expected_accepted(self, context: StepContext, members: Sequence[BatchMember]) -> Sequence[float]:
         known = [(self._requests.of(member.request_id), member.max_gamma) for member in members]

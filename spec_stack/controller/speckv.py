@@ -49,6 +49,20 @@ class OnlineRidge:
         return min(max(float(self._weights @ np.array([*features, 1.0])), 0.0), 1.0)
 
 
+def rates_of(predictor: str | Path | RatePredictor | None) -> tuple[RatePredictor, OnlineRidge | None]:
+    """What predicts, of a file, an object or nothing, and the ridge that learns online where nothing was given.
+
+    Raises
+    ------
+    ValueError
+        For a bad predictor file.
+    """
+    if predictor is None:
+        online = OnlineRidge()
+        return online, online
+    return (load_step_predictor(predictor) if isinstance(predictor, str | Path) else predictor), None
+
+
 @dataclass
 class SpecKV(Policy):
     """The candidate with most expected tokens, acceptance_rate * gamma + 1, per second that it is measured to take.
@@ -97,12 +111,7 @@ class SpecKV(Policy):
             raise ValueError(f"objective must be one of {list(get_args(Objective))}, got {self.objective!r}")
         if self.explore < 0:
             raise ValueError(f"explore must be 0 or more, got {self.explore}")
-        if self.predictor is None:
-            self._rates = self._online = OnlineRidge()
-        elif isinstance(self.predictor, str | Path):
-            self._rates = load_step_predictor(self.predictor)
-        else:
-            self._rates = self.predictor
+        self._rates, self._online = rates_of(self.predictor)
 
     def choose(self, context: StepContext) -> int:
         if self._signals is None or context.last is None:
