@@ -39,6 +39,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from experiments.common.environment import describe
+from experiments.common.report import print_report
 from experiments.common.script import run_script
 from experiments.serving.client import Answer, Client, Prompts
 from experiments.serving.server import CPU_ARGUMENTS, CPU_ENVIRONMENT, HOST, SglangServer, free_port
@@ -322,10 +323,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         found = run(options, Path(folder), resolve_pair(options.target, options.draft))
     report = {"experiment": "follow_ups", **describe(), "chunk": options.chunk, "device": options.device, **found}
-    line = json.dumps(report)
-    if options.out:
-        options.out.write_text(line + "\n", encoding="utf-8")
-    print(line)
+    print_report(report, options.out)
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from experiments.common.environment import describe
+from experiments.common.report import print_report
 from experiments.common.script import run_script
 from experiments.serving.client import Answer, Client, Prompts
 from experiments.serving.server import (
@@ -320,10 +321,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "repeats": options.repeats,
         "parts": found,
     }
-    line = json.dumps(report)
-    if options.out:
-        options.out.write_text(line + "\n", encoding="utf-8")
-    print(line)
+    print_report(report, options.out)
 
 
 if __name__ == "__main__":
