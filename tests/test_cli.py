@@ -285,11 +285,12 @@ def test_a_conversation_hides_facts_of_other_people_on_lines_of_their_own(embedd
             assert question.answer in question.line
 
 
+@pytest.mark.parametrize("nowhere", ["missing/calibration.png", "/proc/calibration.png"])
 @pytest.mark.parametrize("option", ["--out", "--plot"])
 def test_a_calibration_that_could_not_be_written_is_not_begun(
-    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    option: str, nowhere: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    nowhere = str(tmp_path / "missing" / "calibration.png")
+    nowhere = str(tmp_path / nowhere)
     more = ["--out", str(tmp_path)] if option == "--plot" else []
     assert main(["calibrate", *more, option, nowhere]) == 2
     message = capsys.readouterr().err

@@ -201,6 +201,12 @@ def test_a_server_takes_the_calibration_that_lies_beside_its_draft(launch: Any, 
     kept = [prompt[position] for start, stop in spans for position in range(start, stop)]
     assert kept == kept_ids(reference, prompt, prefill) != kept_ids(reference, prompt)
     assert reply["output_ids"] == reference.tokens_over(prompt, spans, 16)
+    # The last token saw everything to ask, so its KV is not left to whoever goes on from here.
+    assert server.state()["draft_pool"]["num_held"] == len(prompt) - 1
+    longer = [*prompt, *reference.text_ids(40, seed=72)]
+    spans = server.generate(longer, 4, explain=True, follow_up="afresh")["meta_info"]["spec_stack"]["kept_spans"]
+    kept = [longer[position] for start, stop in spans for position in range(start, stop)]
+    assert kept == kept_ids(reference, longer, prefill)
     short = server.generate(prompt[-2000:], 4)["meta_info"]["spec_stack"]
     assert not short["specprefill"]
     assert str(prefill.min_prompt_tokens) in short["specprefill_reason"]
