@@ -62,7 +62,7 @@ def diagnose(
         sources = loading.resolve_pair(target, draft)
         report["pair"] = "embedded" if target is None else "given"
         report["predictors"] = {
-            policy: _describe_predictor(file) for policy, file in loading.shipped_predictors(target).items()
+            policy: _describe_predictor(file) for policy, file in loading.predictors_beside(sources[1]).items()
         }
         configs = {}
         for role, source in zip(("target", "draft"), sources, strict=True):

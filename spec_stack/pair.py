@@ -46,7 +46,7 @@ class ModelPair:
     grammars : Grammars
         Compiles the formats that answers are asked in.
     predictors : mapping of str to Path
-        Files of trained predictors that come with the pair, by the name of the policy that uses them.
+        Files of trained predictors, by the name of the policy that uses them: those beside the draft, unless named.
     """
 
     target: PreTrainedModel

@@ -2,9 +2,10 @@
 
 A step predictor (ridge, MLP-16, MLP-32) gives a step's acceptance rate from the signals of the step before, as the
 paper has it. Each is scored on prompts left out, then fitted to all of them and written as JSON with a card. --ship
-copies one, an MLP unless told otherwise, to where the embedded pair looks. For a pair of your own, name the file in
-`SpecStackGenerator(..., predictors={"speckv": FILE})` or `make_policy("speckv", predictor=FILE)`. `spec-stack doctor`
-says what the pair comes with.
+copies one, an MLP unless told otherwise, into the draft's folder, where `from_pretrained`, the command line, the SGLang
+plugin and `spec-stack doctor` find it. Models loaded otherwise, and drafts from a hub, are given the file:
+`SpecStackGenerator(..., predictors={"speckv": FILE})`, `make_policy("speckv", predictor=FILE)` or, of a server,
+`--spec-stack-predictor FILE`.
 
     python -m experiments.policies.train_controller mine.jsonl --out predictors
 """
@@ -24,7 +25,7 @@ import sklearn
 from experiments.common.script import run_script
 from experiments.policies import published
 from spec_stack.controller.base import StepRecord
-from spec_stack.controller.predictor import KIND, STEP_FEATURES, Card, load_step_predictor, save_predictor
+from spec_stack.controller.predictor import FILE_NAME, KIND, STEP_FEATURES, Card, load_step_predictor, save_predictor
 from spec_stack.offline.records import read_records
 from spec_stack.offline.training import as_network, make_estimator, step_examples
 
@@ -51,7 +52,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for the exported predictors")
     parser.add_argument("--folds", type=int, default=5)
     parser.add_argument("--policies", default="", help="train on runs of policies whose names begin so (default: all)")
-    parser.add_argument("--ship", type=Path, help="folder that gets one of them as step.json")
+    parser.add_argument("--ship", type=Path, help=f"the draft's folder, which gets one of them as {FILE_NAME}")
     parser.add_argument("--model", choices=MODELS, default="mlp-32", help="which one (%(default)s)")
     options = parser.parse_args()
     records, data_hash = read(options.records)
@@ -86,8 +87,8 @@ def main() -> None:
     step_winner = min(step_errors, key=step_errors.__getitem__)
     if options.ship is not None:
         options.ship.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(options.out / f"step-{options.model}.json", options.ship / "step.json")
-        print(f"{options.ship / 'step.json'} is {options.model}")
+        shutil.copyfile(options.out / f"step-{options.model}.json", options.ship / FILE_NAME)
+        print(f"{options.ship / FILE_NAME} is {options.model}")
     line = {
         "step_winner": step_winner,
         "step_correlation": step_scores,

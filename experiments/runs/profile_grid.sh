@@ -2,14 +2,14 @@
 # Profile the embedded pair at every precision, one thread, nothing else running: about 10 minutes, two thirds of it
 # recording (24 prompts, 4 precisions, 6 gammas and 2 random runs, 80 tokens each). Interrupted while recording, it goes on
 # where it stopped. Leaves profile.parquet (records), profile.json (settings and differing runs), a .json per step (its
-# last line) and the predictor that the embedded pair's `speckv` uses (spec_stack/assets/controllers/step.json).
-#     profile_grid.sh [RESULTS_FOLDER [CONTROLLERS_FOLDER]]
+# last line) and the predictor that the embedded pair's `speckv` uses (spec_stack/assets/draft/spec_stack_predictor.json).
+#     profile_grid.sh [RESULTS_FOLDER [DRAFT_FOLDER]]
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 export OMP_NUM_THREADS=1
 python=.venv/bin/python
 out=${1:-experiments/results}
-ship=${2:-spec_stack/assets/controllers}
+ship=${2:-spec_stack/assets/draft}
 mkdir -p "$out"
 
 # Run a script, show what it prints, keep its last line.

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float64]
 
 KIND = "step"
+FILE_NAME = "spec_stack_predictor.json"
+"""What `speckv` looks for beside a draft, as a calibration is."""
 STEP_FEATURES = ("mean_entropy", "mean_confidence", "max_entropy", "min_confidence", "precision_code", "gamma")
 PRECISION_CODES = {"fp32": 0.0, "fp16": 0.0, "bf16": 0.0, "int8": 1.0, "nf4": 2.0}
 """The paper's ordinal code; precisions it did not measure share the unquantised one's."""
@@ -138,19 +140,38 @@ def save_predictor(path: str | Path, network: Network, card: Card) -> None:
 
 
 def load_step_predictor(path: str | Path) -> StepPredictor:
-    """A step predictor from its file, which is read once while it does not change.
+    """A step predictor from its file, or from a folder that holds one under its usual name.
+
+    It is read once while the file does not change.
 
     Raises
     ------
     ValueError
         For a file that is damaged, foreign, or not there, and for one trained on other features.
     """
-    path = Path(path)
+    path = Path(path).expanduser()
+    path = path / FILE_NAME if path.is_dir() else path
     try:
         stat = path.stat()
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error})") from error
     return _load_step_predictor(path, stat.st_mtime_ns, stat.st_size)
+
+
+def find_predictor(draft: str | Path, named: str | Path | None = None) -> Path | None:
+    """The file of the predictor that is named, or lies beside a draft; None where there is neither.
+
+    Parameters
+    ----------
+    draft : str or Path
+        The draft's folder; a hub id has nothing beside it.
+    named : str or Path, optional
+        As `load_step_predictor` takes it; nobody has looked whether it is there.
+    """
+    if named is not None:
+        return Path(named)
+    beside = Path(draft) / FILE_NAME
+    return beside if beside.is_file() else None
 
 
 @lru_cache(maxsize=8)

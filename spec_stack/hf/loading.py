@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError
 
 from spec_stack.config import PRECISIONS, HubConfig, LoadConfig
+from spec_stack.controller.predictor import find_predictor
 from spec_stack.hf.adapters import base_of, check_folder, is_adapter, merge
 from spec_stack.hf.architectures import check_architecture, text_config
 from spec_stack.hf.precision import DTYPES, QUANTIZED, Precision, precision_of, resolve_precisions
@@ -21,10 +22,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
-CONTROLLERS = ASSETS / "controllers"
-# Policies that use a trained predictor where one is shipped for the pair. `throughput` is not among them: none has
+# Policies that use a trained predictor where one lies beside the draft. `throughput` is not among them: none has
 # beaten what it learns online (experiments/LOG.md).
-_PREDICTORS = {"speckv": "step.json"}
+_PREDICTED = ("speckv",)
 # A folder with a tokenizer has one of these.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -49,7 +49,7 @@ class FoundPair:
     device : torch.device
         Where both go.
     predictors : mapping of str to Path
-        Files of trained predictors that come with the pair, by the policy that uses them.
+        Files of trained predictors that lie beside the draft, by the policy that uses them.
     hub : HubConfig
         Versions and rights.
     device_map : str or mapping, optional
@@ -119,10 +119,10 @@ def _resolve_source(role: str, source: str | Path) -> str:
     raise ValueError(f"{role} {str(source)!r} is neither a folder nor a hub id of the form owner/name")
 
 
-def shipped_predictors(target: str | Path | None) -> dict[str, Path]:
-    """Files of the predictors that come with a pair, by policy: with the embedded one only."""
-    files = {policy: CONTROLLERS / name for policy, name in _PREDICTORS.items()}
-    return {policy: file for policy, file in files.items() if target is None and file.is_file()}
+def predictors_beside(draft: str | Path) -> dict[str, Path]:
+    """The trained predictors in a draft's folder, by the policy that uses them; a hub id has nothing beside it."""
+    file = find_predictor(draft)
+    return {} if file is None else dict.fromkeys(_PREDICTED, file)
 
 
 def load_config(source: str, hub: Mapping[str, Any] | None = None) -> Any:
@@ -253,7 +253,7 @@ def open_pair(
         precisions=precisions,
         packs=(packs[0], packs[1]),
         device=on,
-        predictors=shipped_predictors(target),
+        predictors=predictors_beside(sources[1]),
         hub=hub,
         device_map=device_map,
     )

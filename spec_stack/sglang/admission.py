@@ -24,7 +24,7 @@ import torch
 from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.decide import decide_scoring
 from spec_stack.sglang.active_gamma import num_overrides_kept
-from spec_stack.sglang.calibration import with_calibration
+from spec_stack.sglang.calibration import with_calibration, with_predictor
 from spec_stack.sglang.draft_pool import PoolFullError
 from spec_stack.sglang.follow_up import Beginning, Placement, Turns, new_spans, place
 from spec_stack.sglang.launch_notes import (
@@ -107,7 +107,7 @@ class RequestPruner:
         self._scheduler: Any = scheduler
         draft = scheduler.draft_worker.draft_worker.draft_runner.model_config
         self.config = with_calibration(
-            ServerConfig.from_environment(),
+            with_predictor(ServerConfig.from_environment(), scheduler.server_args.speculative_draft_model_path),
             scheduler.server_args.speculative_draft_model_path,
             scheduler.model_config.hf_text_config,
             draft.hf_text_config,

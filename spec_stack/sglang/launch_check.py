@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from spec_stack.sglang.calibration import with_calibration
+from spec_stack.sglang.calibration import with_calibration, with_predictor
 from spec_stack.sglang.launch_notes import DRAFT_AT_SLOTS, drafting_note, graphs_note, pruning_note
 from spec_stack.sglang.server_args import ServerConfig
 from spec_stack.sglang.support import NAME, backend_maps_positions, pruning_refusal
@@ -76,7 +76,8 @@ def _check(arguments: list[str], report: dict[str, Any]) -> None:
         tokenizer = get_tokenizer(path, trust_remote_code=resolved.trust_remote_code)
     report["vocabularies"] = _vocabularies(models, tokenizer, resolved)
     texts = (model.hf_text_config for model in models)
-    config = with_calibration(config, resolved.speculative_draft_model_path, *texts)
+    draft = resolved.speculative_draft_model_path
+    config = with_calibration(with_predictor(config, draft), draft, *texts)
     refusal = pruning_refusal(resolved, *models)
     turns = ChatTurns.learn(tokenizer, resolved.chat_template)
     report["prompts"] = pruning_note(config, refusal, turns.unrecognised)

@@ -64,7 +64,8 @@ def graphs_note(config: ServerConfig, sizes: Sequence[int] | None) -> str:
 
 
 def drafting_note(config: ServerConfig) -> str:
-    return f"policy {config.policy}, gammas {list(config.gammas)}"
+    predictor = "" if config.policy != "speckv" else f" by {config.predictor or 'a ridge that learns online'}"
+    return f"policy {config.policy}{predictor}, gammas {list(config.gammas)}"
 
 
 DRAFT_AT_SLOTS = "on this attention backend the draft stays at its cache slots, so fewer of its tokens are accepted"

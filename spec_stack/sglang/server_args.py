@@ -17,6 +17,7 @@ from spec_stack.controller.registry import BATCH_POLICY_NAMES, make_batch_policy
 ENVIRONMENT = "SPEC_STACK_SGLANG"
 # Gamma is set for a whole batch before it drafts, so what a policy here has of the draft is of an earlier step.
 BATCH_POLICIES = BATCH_POLICY_NAMES
+NONE = "none"
 # Without the draft's signals these know nothing; `throughput` goes by acceptance alone then.
 SIGNAL_POLICIES = ("speckv", "confidence")
 FOLLOW_UPS = ("recall", "freeze", "afresh")
@@ -41,6 +42,8 @@ class ServerConfig:
         of a prompt are prefilled in a row, which is its soonest and the running requests' longest wait.
     calibration: a file of `spec-stack calibrate`, or the folder it lies in, whose settings take the place of prefill's
         defaults; None is the one beside the draft, if any, and "none" is none.
+    predictor: a file that `train_controller` made, for the policy `speckv`; None is the one beside the draft, if any,
+        and "none" is none: a ridge is learned online.
     follow_up: one of FOLLOW_UPS. recall: what comes back of dropped text under "recall", with a session's options.
     draft_pool_tokens: tokens that the draft's own KV pool holds, of all conversations together. A prompt longer than
         that is prefilled densely. SGLang sizes its own pools by the memory that is left.
@@ -53,6 +56,7 @@ class ServerConfig:
     max_gamma_by_batch_size: Mapping[int, int] = field(default_factory=lambda: {9: 4, 33: 2})
     prefill_decode_interval: int = 1
     calibration: str | None = None
+    predictor: str | None = None
     follow_up: str = FOLLOW_UPS[0]
     recall: SessionConfig = field(default_factory=SessionConfig)
     draft_pool_tokens: int = 65_536
@@ -70,8 +74,10 @@ class ServerConfig:
                     "max_gamma_by_batch_size must map numbers of requests, 1 or more, to gammas, "
                     f"got {dict(self.max_gamma_by_batch_size)}"
                 )
-        if not isinstance(self.calibration, str | None) or self.calibration == "":
-            raise ValueError(f"calibration must be a file, a folder or 'none', got {self.calibration!r}")
+        for name in ("calibration", "predictor"):
+            value = getattr(self, name)
+            if not isinstance(value, str | None) or value == "":
+                raise ValueError(f"{name} must be a file, a folder or {NONE!r}, got {value!r}")
         if type(self.prefill_decode_interval) is not int or self.prefill_decode_interval < 0:
             raise ValueError(
                 f"prefill_decode_interval must be a number of steps, 0 or more, got {self.prefill_decode_interval!r}"
@@ -104,7 +110,7 @@ class ServerConfig:
         drafting = tuple(gamma for gamma in self.gammas if gamma)
         by_name: dict[str, dict[str, Any]] = {
             "throughput": {"gammas": self.gammas},
-            "speckv": {"gammas": self.gammas},
+            "speckv": {"gammas": self.gammas, "predictor": None if self.predictor in (None, NONE) else self.predictor},
             "confidence": {"gammas": drafting},
             "ema": {"max_gamma": drafting[-1]},
             "heuristic": {"max_gamma": drafting[-1], "start": min(DecodeConfig.gamma, drafting[-1])},
@@ -209,6 +215,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         **common,
     )
     group.add_argument(
+        "--spec-stack-predictor",
+        metavar="FILE",
+        help="made by train_controller, for the policy speckv, or none (default: the one in the draft's folder)",
+        **common,
+    )
+    group.add_argument(
         "--spec-stack-follow-up",
         metavar="RULE",
         help=f"what becomes of the text of earlier turns: {', '.join(FOLLOW_UPS)} (default {defaults.follow_up})",
@@ -225,8 +237,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--spec-stack-config",
         metavar="FILE",
         help="JSON with any of: keep_rate, min_prompt_tokens, prefill, policy, policy_options, gammas, "
-        "max_gamma_by_batch_size, prefill_decode_interval, calibration, follow_up, recall, "
-        "draft_pool_tokens; flags go over it",
+        "max_gamma_by_batch_size, prefill_decode_interval, calibration, predictor, follow_up, "
+        "recall, draft_pool_tokens; flags go over it",
         **common,
     )
 

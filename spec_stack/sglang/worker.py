@@ -14,6 +14,7 @@ from sglang.srt.speculative.standalone_worker_v2 import StandaloneDraftWorker, S
 from spec_stack.sglang import hooks
 from spec_stack.sglang.active_gamma import forget_earlier_gammas_of_this_process
 from spec_stack.sglang.batch_policy import BatchPolicy
+from spec_stack.sglang.calibration import with_predictor
 from spec_stack.sglang.launch_notes import prunes
 from spec_stack.sglang.padded_vocabulary import fit_draft, have_one_vocabulary
 from spec_stack.sglang.pooled_draft import PooledDraft
@@ -79,7 +80,9 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
         # SGLang's worker makes its draft worker by name, and its backends only later.
         self._draft_worker.__class__ = SpecStackDraftWorker
         runner, draft = self._target_worker.model_runner, self._draft_worker.draft_runner
-        self._config = config = ServerConfig.from_environment()
+        self._config = config = with_predictor(
+            ServerConfig.from_environment(), self.server_args.speculative_draft_model_path
+        )
         self.pruning_refusal = pruning_refusal(self.server_args, runner.model_config, draft.model_config)
         self.pooled_draft = PooledDraft(draft, config.draft_pool_tokens)
         if prunes(config, self.pruning_refusal):

@@ -15,7 +15,7 @@ from spec_stack.controller.cost import CostOptions, StepCostModel
 from spec_stack.controller.pool import PolicyPool
 from spec_stack.controller.throughput import Throughput
 
-SHIPPED = Path(spec_stack.__file__).parent / "assets" / "controllers" / "step.json"
+SHIPPED = Path(spec_stack.__file__).parent / "assets" / "draft" / "spec_stack_predictor.json"
 VERIFY_S, PER_TOKEN_S = 3e-3, 0.7e-3
 
 

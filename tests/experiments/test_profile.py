@@ -172,8 +172,8 @@ def test_the_tables_the_speeds_and_the_predictor_come_from_the_file(
 
     options = ["--policies", "random", "--folds", "2", "--out", tmp_path / "all", "--ship", tmp_path / "ship"]
     run(train_controller, profile, *options, monkeypatch=monkeypatch)
-    assert load_step_predictor(tmp_path / "ship" / "step.json").card.num_prompts == 4
-    assert make_policy("speckv", predictor=tmp_path / "ship" / "step.json").name == "speckv"
+    assert load_step_predictor(tmp_path / "ship").card.num_prompts == 4
+    assert make_policy("speckv", predictor=tmp_path / "ship").name == "speckv"
 
 
 def test_the_projects_own_prompts_cover_the_four_categories() -> None:

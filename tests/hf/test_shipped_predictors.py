@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
-from spec_stack import SpecStackGenerator
-from spec_stack.controller.predictor import KIND, STEP_FEATURES, Card, load_step_predictor, save_predictor
+from spec_stack import SpecStackGenerator, doctor
+from spec_stack.controller.predictor import FILE_NAME, KIND, STEP_FEATURES, Card, load_step_predictor, save_predictor
 from spec_stack.controller.registry import POLICY_NAMES, make_policy
 from spec_stack.hf import loading
 from spec_stack.offline.training import as_network, make_estimator, step_examples
@@ -18,29 +19,30 @@ PROMPT = "def read_lines(path):\n    "
 
 @pytest.fixture
 def trained(embedded: SpecStackGenerator, tmp_path: Path) -> Path:
-    """A ridge trained on a few steps of the pair itself, where the package keeps its own."""
+    """A copy of the pair's draft, beside it a ridge trained on a few steps of the pair itself."""
     records = []
     for gamma in (2, 8):
         result = embedded.generate(PROMPT, gamma=gamma, return_records=True, **OPTIONS)
         records += result.records or []
     inputs, rates, groups = step_examples(records)
     card = Card(KIND, "ridge", STEP_FEATURES, "0" * 64, len(rates), len(set(groups)))
-    save_predictor(tmp_path / "step.json", as_network(make_estimator("ridge").fit(inputs, rates)), card)
-    return tmp_path / "step.json"
+    folder = tmp_path / "draft"
+    shutil.copytree(loading.ASSETS / "draft", folder)
+    save_predictor(folder / FILE_NAME, as_network(make_estimator("ridge").fit(inputs, rates)), card)
+    return folder / FILE_NAME
 
 
-def test_the_embedded_pair_finds_its_predictor(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "CONTROLLERS", trained.parent)
-    generator = SpecStackGenerator.from_pretrained(device="cpu", precision="fp32")
+def test_a_pair_finds_the_predictor_beside_its_draft(trained: Path) -> None:
+    target = loading.ASSETS / "target"
+    generator = SpecStackGenerator.from_pretrained(target, trained.parent, device="cpu", precision="fp32")
     assert generator.pair.predictors == {"speckv": trained}
     assert generator.generate(PROMPT, policy="speckv", **OPTIONS).metrics.policy == "speckv"
+    report = doctor.diagnose(target, trained.parent)
+    assert report["predictors"]["speckv"].startswith("ridge of ")
 
 
-def test_a_pair_of_ones_own_learns_online_unless_told(
-    trained: Path, embedded: SpecStackGenerator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loading, "CONTROLLERS", trained.parent)
-    assert loading.shipped_predictors("org/big") == {}
+def test_loaded_models_learn_online_unless_told(trained: Path, embedded: SpecStackGenerator) -> None:
+    assert loading.predictors_beside("org/big") == {}
     models = embedded.target, embedded.draft, embedded.tokenizer
     own = SpecStackGenerator(*models, predictors={"speckv": trained})
     plain = SpecStackGenerator(*models)
@@ -62,7 +64,7 @@ def test_a_bad_predictor_is_refused_when_its_policy_is_asked_for(embedded: SpecS
 
 
 def test_what_the_package_ships_can_be_used() -> None:
-    shipped = loading.shipped_predictors(None)
-    assert set(shipped) <= set(POLICY_NAMES) - {"throughput"}
+    shipped = loading.predictors_beside(loading.ASSETS / "draft")
+    assert set(shipped) == {"speckv"} <= set(POLICY_NAMES)
     for file in shipped.values():
         assert load_step_predictor(file).card.model.startswith("mlp")

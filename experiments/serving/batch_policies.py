@@ -1,0 +1,234 @@
+"""How fast does a server decode under each of its policies for gamma, live, at 1, 4 and 8 requests at once?
+
+Arms are what requests ask for, of one server: plain decoding (gamma 0), every fixed gamma it is launched with, and
+every policy. All requests of a batch ask for the same. Batches of prompts go to all arms in turn, in an order that rotates
+from batch to batch; a policy keeps what it learned over the whole run, as on a server. An untimed round before puts the
+prompts into the server's cache, so that the time of a batch, from sending it to its last token, is decoding.
+
+Also, untimed: how each policy's gamma goes with what was known when it was chosen. Replies report every step's
+confidences, and how many steps earlier the newest known one was (the lag); "low" and "high" are the mean gammas after
+proposals that the draft was least and most sure of, by thirds.
+
+Prints, by requests at once and arm: tokens per second, tokens per step, the gain over the best fixed gamma in hindsight
+with a bootstrap interval over batches, and replies that are not plain decoding's. On a CPU it needs the stand-ins of
+tests/serving/support, so compare arms, not times. Ends in one JSON line.
+
+    batch_policies.py code=HumanEval.jsonl.gz math=gsm8k.jsonl chat=mt_bench.jsonl \\
+        summary=spec_bench.jsonl:summarization
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import tempfile
+from collections import defaultdict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import mean
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+from transformers import AutoTokenizer
+
+from experiments.common.environment import describe
+from experiments.common.prompt_files import choose_prompts
+from experiments.common.report import add_out_argument, print_report
+from experiments.common.script import run_script
+from experiments.policies.bench_policies import gain
+from experiments.serving.client import Answer, Client
+from experiments.serving.server import CPU_ARGUMENTS, CPU_ENVIRONMENT, SglangServer, free_port
+from spec_stack.hf.loading import resolve_pair
+from spec_stack.sglang.server_args import SIGNAL_POLICIES, ServerConfig
+
+PLAIN = "plain"
+POLICIES = ("throughput", *SIGNAL_POLICIES, "ema", "heuristic")
+
+
+@dataclass
+class Arm:
+    """What the requests ask for, and how its batches went. steps: of each reply, its gammas and accepted tokens."""
+
+    custom: dict[str, Any]
+    seconds: list[float] = field(default_factory=list)
+    num_tokens: int = 0
+    replies: list[list[int]] = field(default_factory=list)
+    gammas: list[int] = field(default_factory=list)
+    num_accepted: int = 0
+
+    def ask(self, client: Client, prompts: Sequence[list[int]], num_new: int, *, keep: bool = True) -> list[Answer]:
+        """Send all prompts at once and wait for the last token of the last reply; keep=False leaves it uncounted."""
+        begun = perf_counter()
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            answers = list(pool.map(lambda ids: client.ask(ids, num_new, **self.custom), prompts))
+        if keep:
+            self.seconds.append(perf_counter() - begun)
+            for answer in answers:
+                report = answer.meta_info["spec_stack"]
+                self.num_tokens += len(answer.output_ids)
+                self.replies.append(answer.output_ids)
+                self.gammas += report["gamma_trace"]
+                self.num_accepted += report["num_accepted"]
+        return answers
+
+    def summary(self) -> dict[str, Any]:
+        steps = max(len(self.gammas), 1)
+        return {
+            "tokens_per_s": self.num_tokens / sum(self.seconds),
+            "tokens_per_step": 1 + self.num_accepted / steps,
+            "mean_gamma": sum(self.gammas) / steps,
+            "seconds": self.seconds,
+        }
+
+
+def arms_of(config: ServerConfig, policies: Sequence[str]) -> dict[str, Arm]:
+    fixed = {f"fixed-{gamma}": Arm({"gamma": gamma}) for gamma in config.gammas if gamma}
+    return {PLAIN: Arm({"gamma": 0}), **fixed, **{name: Arm({"policy": name}) for name in policies}}
+
+
+def compare(
+    client: Client, config: ServerConfig, batches: Sequence[Sequence[list[int]]], options: argparse.Namespace
+) -> dict[str, Any]:
+    """By arm, of batches of one size."""
+    arms = arms_of(config, options.policies)
+    for batch in batches:
+        arms[PLAIN].ask(client, batch, 2, keep=False)
+    for arm in arms.values():  # what a policy tries at a batch size it has not met is not its speed
+        arm.ask(client, batches[-1], options.tokens, keep=False)
+    names = list(arms)
+    for at, batch in enumerate(tqdm(list(batches) * options.repeats, desc=f"{len(batches[0])} at once", leave=False)):
+        turn = at % len(names)
+        for name in [*names[turn:], *names[:turn]]:
+            arms[name].ask(client, batch, options.tokens)
+    best = min((name for name in names if name.startswith("fixed-")), key=lambda name: sum(arms[name].seconds))
+    found: dict[str, Any] = {"best_fixed": best, "arms": {}}
+    for name, arm in arms.items():
+        found["arms"][name] = arm.summary() | {
+            "over_best_fixed": gain(np.array(arm.seconds), np.array(arms[best].seconds)),
+            "over_plain": gain(np.array(arm.seconds), np.array(arms[PLAIN].seconds)),
+            "other_replies": sum(a != b for a, b in zip(arm.replies, arms[PLAIN].replies, strict=True)),
+            "num_replies": len(arm.replies),
+        }
+    return found
+
+
+def follows_signals(
+    gammas: Sequence[int], lags: Sequence[int], confidences: Sequence[Sequence[float]]
+) -> list[tuple[float, int]]:
+    """Of one reply, (mean confidence of the newest proposal known, gamma chosen) of every step that knew of one."""
+    pairs = []
+    for step, (gamma, lag) in enumerate(zip(gammas, lags, strict=True)):
+        if step >= lag and confidences[step - lag]:
+            pairs.append((mean(confidences[step - lag]), gamma))
+    return pairs
+
+
+def signal_traces(client: Client, batches: Sequence[Sequence[list[int]]], policy: str, num_new: int) -> dict[str, Any]:
+    """The mean gamma after proposals the draft was least, and most, sure of; and one reply's traces."""
+    arm, pairs, example = Arm({"policy": policy, "signals": True}), [], {}
+    lags: dict[int, int] = defaultdict(int)
+    for batch in batches:
+        for answer in arm.ask(client, batch, num_new, keep=False):
+            report = answer.meta_info["spec_stack"]
+            traces = [report[name] for name in ("gamma_trace", "lag_trace", "confidence_trace")]
+            pairs += follows_signals(*traces)
+            for lag in traces[1]:
+                lags[lag] += 1
+            example = example or dict(zip(("gamma", "lag", "confidence"), traces, strict=True))
+    third = len(pairs) // 3
+    if not third:
+        return {"num_steps": len(pairs), "lags": dict(lags)}
+    parts = [np.mean(part, axis=0) for part in (sorted(pairs)[:third], sorted(pairs)[-third:])]
+    named = [{"confidence": float(confidence), "gamma": float(gamma)} for confidence, gamma in parts]
+    return {
+        "num_steps": len(pairs),
+        "lags": dict(lags),
+        **dict(zip(("low", "high"), named, strict=True)),
+        "example": {name: trace[:12] for name, trace in example.items()},
+    }
+
+
+def print_rows(size: int, found: dict[str, Any]) -> None:
+    print(f"\n{size} at once; best fixed gamma in hindsight: {found['best_fixed']}")
+    print("                 tokens/s  a step  mean gamma   over best fixed            over plain   other replies")
+    for name, row in found["arms"].items():
+        (middle, low, high), over_plain = row["over_best_fixed"], row["over_plain"][0]
+        print(
+            f"  {name:14s}{row['tokens_per_s']:9.1f}{row['tokens_per_step']:8.2f}{row['mean_gamma']:12.2f}"
+            f"   {middle:+7.1%} [{low:+6.1%}, {high:+6.1%}]   {over_plain:+8.1%}   "
+            f"{row['other_replies']} of {row['num_replies']}"
+        )
+    for name, traces in found["signals"].items():
+        if "low" in traces:
+            low, high = traces["low"], traces["high"]
+            print(
+                f"  {name}: mean gamma {low['gamma']:.2f} after a mean confidence of {low['confidence']:.2f}, "
+                f"{high['gamma']:.2f} after {high['confidence']:.2f}; lags {traces['lags']}"
+            )
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("prompts", nargs="*", help="TASK=FILE or TASK=FILE:CATEGORY (default: the project's own)")
+    parser.add_argument("--per-task", type=int, default=6, help="prompts per task (%(default)s)")
+    parser.add_argument("--max-prompt-tokens", type=int, default=512, help="longer ones lose their middle")
+    parser.add_argument("--tokens", type=int, default=96, help="tokens per reply (%(default)s)")
+    parser.add_argument("--at-once", type=int, nargs="+", default=[1, 4, 8], help="requests at once (default 1 4 8)")
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--target", help="model folder or name (default: the embedded pair's)")
+    parser.add_argument("--draft", help="model folder or name (default: the embedded pair's)")
+    parser.add_argument("--device", default="cpu", help="(default %(default)s)")
+    parser.add_argument("--start-limit", type=float, default=300, metavar="S", help="(default %(default)s)")
+    parser.add_argument("--server-args", default="", metavar="'--FLAG VALUE …'", help="more launch arguments")
+    add_out_argument(parser)
+    options = parser.parse_args(argv)
+    if min(options.at_once) < 1 or options.tokens < 8 or options.repeats < 1:
+        parser.error("--at-once and --repeats must be 1 or more, --tokens 8 or more")
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = parse_args(argv)
+    target, draft = resolve_pair(options.target, options.draft)
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    chosen = choose_prompts(options.prompts, options.per_task)
+    encoded = [prompt.encode(tokenizer, options.max_prompt_tokens) for prompt in chosen]
+    # Neighbours in a batch are of different tasks.
+    encoded = [encoded[at] for start in range(options.per_task) for at in range(start, len(encoded), options.per_task)]
+    if len(encoded) < max(options.at_once):
+        raise ValueError(f"{len(encoded)} prompts are not enough for {max(options.at_once)} at once; raise --per-task")
+    arguments = ["--model-path", target, "--device", options.device, "--sleep-on-idle"]
+    arguments += CPU_ARGUMENTS if options.device == "cpu" else []
+    arguments += ["--speculative-algorithm", "SPEC_STACK", "--speculative-draft-model-path", draft]
+    arguments += shlex.split(options.server_args)
+    environment = CPU_ENVIRONMENT if options.device == "cpu" else {}
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "server.log"
+        with SglangServer(arguments, environment, free_port(), log, options.start_limit) as server:
+            client, config = Client(server.port), ServerConfig()
+            for size in options.at_once:
+                batches = [encoded[at : at + size] for at in range(0, len(encoded) - size + 1, size)]
+                found[str(size)] = compare(client, config, batches, options)
+                found[str(size)]["signals"] = {
+                    name: signal_traces(client, batches, name, options.tokens)
+                    for name in options.policies
+                    if name == "throughput" or name in SIGNAL_POLICIES
+                }
+                print_rows(size, found[str(size)])
+    report = {
+        "experiment": "batch_policies",
+        **describe(),
+        "device": options.device,
+        "server_args": options.server_args,
+    }
+    print_report({**report, "at_once": found}, options.out)
+
+
+if __name__ == "__main__":
+    run_script(main)
