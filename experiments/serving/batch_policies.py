@@ -2,8 +2,8 @@
 
 Arms are what requests ask for, of one server: plain decoding (gamma 0), every fixed gamma it is launched with, and
 every policy. All requests of a batch ask for the same. Batches of prompts go to all arms in turn, in an order that
-rotates from batch to batch; a policy keeps what it learned over the whole run, as on a server. An untimed round puts the
-prompts into the server's cache, so that the time of a batch, from sending it to its last token, is decoding.
+rotates from batch to batch; a policy keeps what it learned over the whole run, as on a server. An untimed round puts
+the prompts into the server's cache, so that the time of a batch, from sending it to its last token, is decoding.
 
 Also, untimed: how each policy's gamma goes with what was known when it was chosen. Replies report every step's
 confidences, and how many steps earlier the newest known one was (the lag); "low" and "high" are the mean gammas after
