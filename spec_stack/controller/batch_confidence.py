@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from spec_stack.config import MAX_GAMMA
 from spec_stack.controller.base import BatchMember, Policy, StepContext, StepRecord, check_gamma
-from spec_stack.controller.batch_rule import PerRequest
+from spec_stack.controller.batch_rule import LastMembers, PerRequest
 
 
 @dataclass
@@ -46,8 +46,7 @@ class BatchConfidence(Policy):
     weight: float = 0.3
     start: int = 4
     _requests: PerRequest[_Reach] = field(init=False, repr=False, default_factory=lambda: PerRequest(_Reach))
-    _last: list[BatchMember] = field(init=False, repr=False, default_factory=list)
-    _step: int = field(init=False, repr=False, default=-1)
+    _last: LastMembers = field(init=False, repr=False, default_factory=LastMembers)
 
     name = "confidence"
 
@@ -63,7 +62,7 @@ class BatchConfidence(Policy):
         check_gamma("start", self.start)
 
     def choose(self, context: StepContext) -> int:
-        members: Sequence[BatchMember] = context.members or self._last
+        members: Sequence[BatchMember] = context.members or self._last.members
         reaches = [self._wanted(member) for member in members] or [float(self.start)]
         wanted = sum(reaches) / len(reaches)
         return min(self.gammas, key=lambda gamma: (abs(gamma - wanted), gamma))
@@ -76,9 +75,7 @@ class BatchConfidence(Policy):
     def observe(self, record: StepRecord) -> None:
         if record.is_prefill:
             return
-        if record.step != self._step:
-            self._step, self._last = record.step, []
-        self._last.append(BatchMember(record.request_id))
+        self._last.note(record)
         reach = self._requests.of(record.request_id)
         reach.is_doubtful = record.upcoming is not None and record.upcoming.confidence[0] < self.threshold
         if not record.signals:

@@ -39,6 +39,19 @@ class PerRequest(Generic[Known]):
         return self._known[request_id]
 
 
+class LastMembers:
+    """Who was in the newest step, for a context that names nobody."""
+
+    def __init__(self) -> None:
+        self._step = -1
+        self.members: list[BatchMember] = []
+
+    def note(self, record: StepRecord) -> None:
+        if record.step != self._step:
+            self._step, self.members = record.step, []
+        self.members.append(BatchMember(record.request_id))
+
+
 @dataclass
 class BatchRule(Policy):
     """argmax over gamma of (1 + expected accepted tokens of a request) / seconds, over the requests of the step.
@@ -68,8 +81,7 @@ class BatchRule(Policy):
     probe_every: int = 32
     _seconds: StepSeconds = field(init=False, repr=False)
     _num_chosen: int = field(init=False, repr=False, default=0)
-    _step: int = field(init=False, repr=False, default=-1)
-    _last_members: list[BatchMember] = field(init=False, repr=False, default_factory=list)
+    _last: LastMembers = field(init=False, repr=False, default_factory=LastMembers)
 
     def __post_init__(self) -> None:
         check_gammas("gammas", self.gammas)
@@ -96,7 +108,7 @@ class BatchRule(Policy):
     def choose(self, context: StepContext) -> int:
         """Try what was never tried at this batch size, else take the best, now and then a neighbour of it."""
         costs = self._seconds.begin(context.step, context.precision, context.batch_size)
-        expected = self.expected_accepted(context, context.members or self._last_members)
+        expected = self.expected_accepted(context, context.members or self._last.members)
         usable = [gamma for gamma in sorted(self.gammas) if gamma <= context.max_gamma]
         if not usable:
             return 0
@@ -114,9 +126,7 @@ class BatchRule(Policy):
     def observe(self, record: StepRecord) -> None:
         if record.is_prefill:
             return
-        if record.step != self._step:
-            self._step, self._last_members = record.step, []
-        self._last_members.append(BatchMember(record.request_id))
+        self._last.note(record)
         if math.isfinite(record.seconds):
             self._seconds.observe(record.step, record.precision, record.gamma, record.seconds)
         self.learn(record)

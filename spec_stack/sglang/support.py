@@ -51,7 +51,7 @@ def pruning_refusal(args: Any, target: Any, draft: Any) -> str | None:
     if (getattr(args, "dcp_size", None) or getattr(args, "decode_context_parallel_size", None) or 1) > 1:
         return "decode context parallelism splits the KV cache by position"
     if str(getattr(args, "kv_cache_dtype", None) or "auto").startswith("fp4"):
-        return "an FP4 KV cache is turned back as a whole, for every layer, where the draft's keys are read"
+        return "pruning has not been tried with an FP4 KV cache"
     for flag in ("enable_hierarchical_cache", "enable_lmcache", "enable_flexkv", "kv_events_config"):
         if getattr(args, flag, None):
             return f"--{flag.replace('_', '-')} hashes radix keys in 32 bits, which have no room for a position"
