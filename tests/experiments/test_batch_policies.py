@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from experiments.policies.policy_cost import measure
 from experiments.serving.batch_policies import PLAIN, arms_of, follows_signals, parse_args
 from spec_stack.sglang.server_args import ServerConfig
 
@@ -27,3 +28,9 @@ def test_too_little_to_compare_is_refused(capsys: pytest.CaptureFixture[str]) ->
     with pytest.raises(SystemExit):
         parse_args(["--at-once", "0"])
     assert "--at-once" in capsys.readouterr().err
+
+
+def test_a_policys_cost_grows_with_what_it_looks_at() -> None:
+    found = measure(["fixed", "speckv"], [1, 8], num_steps=20, repeats=3)
+    assert found["speckv"][8]["median"] > found["fixed"][8]["median"]
+    assert found["speckv"][8]["median"] > found["speckv"][1]["least"]

@@ -37,7 +37,7 @@ def test_a_pair_finds_the_predictor_beside_its_draft(trained: Path) -> None:
     generator = SpecStackGenerator.from_pretrained(target, trained.parent, device="cpu", precision="fp32")
     assert generator.pair.predictors == {"speckv": trained}
     assert generator.generate(PROMPT, policy="speckv", **OPTIONS).metrics.policy == "speckv"
-    report = doctor.diagnose(target, trained.parent)
+    report = doctor.diagnose(target, trained.parent, "fp32", "cpu")
     assert report["predictors"]["speckv"].startswith("ridge of ")
 
 
