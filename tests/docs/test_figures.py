@@ -30,6 +30,14 @@ def decoding() -> list[str]:
     return [*(f"{every['tokens_per_s'][name]:.0f}" for name in names), f"+{gain:.1f} %", f"[{low:.1f}, {high:.1f}]"]
 
 
+def on_other_prompts() -> list[str]:
+    gain, low, high = (
+        100 * value
+        for value in result("bench_policies_other")["result"]["all"]["decode_gain_over_best_fixed"]["throughput"]
+    )
+    return [f"+{gain:.1f} %", f"[{low:.1f}, {high:.1f}]"]
+
+
 def replayed() -> list[str]:
     worlds = result("evaluate_policies_published")["worlds"]
     gains = [[100 * value for value in worlds[name]["throughput"]["train"]] for name in ("fp16", "int8", "nf4")]
@@ -37,7 +45,7 @@ def replayed() -> list[str]:
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/results.md"])
-@pytest.mark.parametrize("figures", [latency, decoding, replayed])
+@pytest.mark.parametrize("figures", [latency, decoding, on_other_prompts, replayed])
 def test_a_page_shows_the_committed_figures(page: str, figures: Any) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     assert [figure for figure in figures() if figure not in text] == []
