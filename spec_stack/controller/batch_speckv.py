@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +23,14 @@ class _Request:
 
     signals: DraftSignals | None = None
     recent: float = 1.0
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """signals: the newest that were known of a request. rates: predicted from them, by gamma."""
+
+    signals: DraftSignals
+    rates: Mapping[int, float]
 
 
 @dataclass
@@ -48,8 +56,8 @@ class BatchSpecKV(BatchRule):
     _online: OnlineRidge | None = field(init=False, repr=False, default=None)
     _requests: PerRequest[_Request] = field(init=False, repr=False, default_factory=lambda: PerRequest(_Request))
     _typical: float = field(init=False, repr=False, default=_TYPICAL_RATE)
-    # By step, the signals that each request's rate was predicted from.
-    _asked: OrderedDict[int, dict[str, DraftSignals]] = field(init=False, repr=False, default_factory=OrderedDict)
+    # By step, what was known of each request when its gamma was chosen.
+    _asked: OrderedDict[int, dict[str, _Asked]] = field(init=False, repr=False, default_factory=OrderedDict)
 
     name = "speckv"
 
@@ -58,26 +66,36 @@ class BatchSpecKV(BatchRule):
         self._rates, self._online = rates_of(self.predictor)
 
     def expected_accepted(self, context: StepContext, members: Sequence[BatchMember]) -> Sequence[float]:
-        known = [(self._requests.of(member.request_id), member.max_gamma) for member in members]
+        known = [self._requests.of(member.request_id) for member in members]
+        rates = self._predicted([each.signals for each in known], context.precision)
         self._asked.pop(context.step, None)
         self._asked[context.step] = {
-            member.request_id: each.signals
-            for member, (each, _) in zip(members, known, strict=True)
+            member.request_id: _Asked(each.signals, dict(zip(self.gammas, own, strict=True)))
+            for member, each, own in zip(members, known, rates, strict=True)
             if each.signals is not None
         }
         if len(self._asked) > MAX_PENDING:
             self._asked.popitem(last=False)
         expected = [0.0] * (max(self.gammas) + 1)
-        for gamma in self.gammas:
-            for each, cap in known:
-                rate = self._rate(each.signals, context.precision, gamma)
-                expected[gamma] += each.recent * rate * min(gamma, cap) / len(known)
+        for member, each, own in zip(members, known, rates, strict=True):
+            for gamma, rate in zip(self.gammas, own, strict=True):
+                expected[gamma] += each.recent * rate * min(gamma, member.max_gamma) / len(known)
         return expected
 
-    def _rate(self, signals: DraftSignals | None, precision: str, gamma: int) -> float:
-        if signals is None or (self._online is not None and not self._online.num_seen):
-            return self._typical
-        return self._rates.acceptance_rate(step_features(signals, precision, gamma))
+    def _predicted(self, signals: Sequence[DraftSignals | None], precision: str) -> list[Sequence[float]]:
+        """For each request's signals the acceptance rates at `gammas`, all in one call of the predictor."""
+        typical = [self._typical] * len(self.gammas)
+        if self._online is not None and not self._online.num_seen:
+            return [typical for _ in signals]
+        rows = []
+        for each in signals:
+            if each is not None:
+                *features, _ = step_features(each, precision, 0)
+                rows += [(*features, float(gamma)) for gamma in self.gammas]
+        found = self._rates.acceptance_rates(rows) if rows else ()
+        size = len(self.gammas)
+        by_request = iter([found[at : at + size] for at in range(0, len(rows), size)])
+        return [typical if each is None else next(by_request) for each in signals]
 
     def learn(self, record: StepRecord) -> None:
         if not record.gamma:
@@ -86,11 +104,13 @@ class BatchSpecKV(BatchRule):
         rate = record.num_accepted / record.gamma
         asked = self._asked.get(record.step, {}).get(record.request_id)
         if asked is not None:
-            expected = self._rate(asked, record.precision, record.gamma) * record.gamma
+            # A request's own cap may be no candidate; the nearest one stands for it.
+            at = min(asked.rates, key=lambda gamma: abs(gamma - record.gamma))
+            expected = asked.rates[at] * record.gamma
             share = record.num_accepted / max(expected, _MIN_EXPECTED)
             known.recent = min(max(known.recent + self.weight * (share - known.recent), 0.0), 1.0)
             if self._online is not None:
-                self._online.learn(step_features(asked, record.precision, record.gamma), rate)
+                self._online.learn(step_features(asked.signals, record.precision, record.gamma), rate)
         self._typical += 0.1 * self.weight * (rate - self._typical)
         if record.signals:
             known.signals = record.signals

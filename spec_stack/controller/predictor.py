@@ -98,35 +98,30 @@ class Network:
             raise ValueError(f"the last layer gives {weights[-1].shape[1]} values, not 1")
         self.weights = list(weights)
         self.biases = list(biases)
-        # One dot product is quicker in plain Python than as an array.
-        self._linear = (weights[0][:, 0].tolist(), float(biases[0][0])) if len(weights) == 1 else None
 
     @property
     def num_inputs(self) -> int:
         return int(self.weights[0].shape[0])
 
-    def output(self, features: Sequence[float]) -> float:
-        """The raw output for one example."""
-        if self._linear is not None:
-            total = self._linear[1]
-            for weight, value in zip(self._linear[0], features, strict=True):
-                total += weight * value
-            return total
-        values = np.array(features)
+    def outputs(self, features: Sequence[Sequence[float]]) -> Floats:
+        """The raw outputs (n,) for n examples (n, inputs); one call for many is what keeps a decision cheap."""
+        values = np.array(features, dtype=np.float64)
         for matrix, bias in zip(self.weights[:-1], self.biases[:-1], strict=True):
             values = np.maximum(values @ matrix + bias, 0.0)
-        return float((values @ self.weights[-1])[0] + self.biases[-1][0])
+        return np.asarray((values @ self.weights[-1])[:, 0] + self.biases[-1][0], dtype=np.float64)
 
 
 class StepPredictor:
-    """The paper's predictor: an acceptance rate in [0, 1] from STEP_FEATURES."""
+    """The paper's predictor: acceptance rates in [0, 1] from STEP_FEATURES."""
 
     def __init__(self, network: Network, card: Card) -> None:
         self.network = network
         self.card = card
 
-    def acceptance_rate(self, features: Sequence[float]) -> float:
-        return min(max(self.network.output(features), 0.0), 1.0)
+    def acceptance_rates(self, features: Sequence[Sequence[float]]) -> list[float]:
+        """In [0, 1], of (n, 6) features as `step_features` makes them."""
+        rates: list[float] = self.network.outputs(features).clip(0.0, 1.0).tolist()
+        return rates
 
 
 def save_predictor(path: str | Path, network: Network, card: Card) -> None:

@@ -21,10 +21,10 @@ Objective = Literal["per_second", "per_step"]
 
 
 class RatePredictor(Protocol):
-    """Predicts a step's acceptance rate from STEP_FEATURES."""
+    """Predicts acceptance rates of steps from STEP_FEATURES."""
 
-    def acceptance_rate(self, features: Sequence[float]) -> float:
-        """In [0, 1], from (6,) features as `step_features` makes them."""
+    def acceptance_rates(self, features: Sequence[Sequence[float]]) -> Sequence[float]:
+        """In [0, 1], of (n, 6) features as `step_features` makes them."""
         ...
 
 
@@ -45,8 +45,10 @@ class OnlineRidge:
         self._weights = np.asarray(np.linalg.solve(self._gram, self._moment), dtype=np.float64)
         self.num_seen += 1
 
-    def acceptance_rate(self, features: Sequence[float]) -> float:
-        return min(max(float(self._weights @ np.array([*features, 1.0])), 0.0), 1.0)
+    def acceptance_rates(self, features: Sequence[Sequence[float]]) -> list[float]:
+        """As of RatePredictor."""
+        rates: list[float] = (np.array(features) @ self._weights[:-1] + self._weights[-1]).clip(0.0, 1.0).tolist()
+        return rates
 
 
 def rates_of(predictor: str | Path | RatePredictor | None) -> tuple[RatePredictor, OnlineRidge | None]:
@@ -118,7 +120,7 @@ class SpecKV(Policy):
             return self.start
         if self._online is not None and self._online.num_seen < self.explore:
             return self.gammas[self._online.num_seen % len(self.gammas)]
-        expected = [self._expected_tokens(self._signals, context.precision, gamma) for gamma in self.gammas]
+        expected = self._expected_tokens(self._signals, context.precision, self.gammas)
         cost = self._costs.get(context.precision)
         if self.objective == "per_step" or cost is None or not cost.ready:
             return self.gammas[expected.index(max(expected))]
@@ -135,9 +137,10 @@ class SpecKV(Policy):
         elsewhere."""
         return (tokens - 1) * self._recent + 1
 
-    def _expected_tokens(self, signals: DraftSignals, precision: str, gamma: int) -> float:
-        """Equation 1: the tokens that a step at this gamma is expected to bring."""
-        return self._rates.acceptance_rate(step_features(signals, precision, gamma)) * gamma + 1
+    def _expected_tokens(self, signals: DraftSignals, precision: str, gammas: Sequence[int]) -> list[float]:
+        """Equation 1: the tokens that a step at each of these gammas is expected to bring."""
+        rates = self._rates.acceptance_rates([step_features(signals, precision, gamma) for gamma in gammas])
+        return [rate * gamma + 1 for rate, gamma in zip(rates, gammas, strict=True)]
 
     def observe(self, record: StepRecord) -> None:
         """Remember the step's signals for the next one, and learn how they foretold this one."""
@@ -149,8 +152,8 @@ class SpecKV(Policy):
         if not record.signals:
             return
         if self._signals is not None and not record.is_prefill:
-            expected = self._rates.acceptance_rate(step_features(self._signals, record.precision, record.num_drafted))
-            share = record.num_drafted_accepted / max(expected * record.num_drafted, 0.5)
+            expected = self._expected_tokens(self._signals, record.precision, [record.num_drafted])[0] - 1
+            share = record.num_drafted_accepted / max(expected, 0.5)
             self._recent = min(max(self._recent + 0.1 * (share - self._recent), 0.0), 1.0)
         if self._online is not None and self._signals is not None and not record.is_prefill:
             rate = record.num_drafted_accepted / record.num_drafted

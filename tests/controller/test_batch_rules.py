@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -98,8 +99,8 @@ def test_weights_learned_from_lots_are_those_of_logistic_regression() -> None:
 class ByEntropy:
     """Acceptance rate 1 for signals without entropy, 0 for others; a plain stand-in for a trained predictor."""
 
-    def acceptance_rate(self, features: tuple[float, ...]) -> float:
-        return float(features[STEP_FEATURES.index("mean_entropy")] < 1)
+    def acceptance_rates(self, features: Sequence[Sequence[float]]) -> list[float]:
+        return [float(row[STEP_FEATURES.index("mean_entropy")] < 1) for row in features]
 
 
 def test_speckv_predicts_each_request_from_its_own_last_signals() -> None:

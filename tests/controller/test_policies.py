@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -262,8 +262,8 @@ def test_confidence_stops_after_the_first_doubtful_token_only() -> None:
 class Hopeful:
     """Expects everything to be accepted."""
 
-    def acceptance_rate(self, features: tuple[float, ...]) -> float:
-        return 1.0
+    def acceptance_rates(self, features: Sequence[Sequence[float]]) -> list[float]:
+        return [1.0] * len(features)
 
 
 def test_speckv_counts_seconds_and_stops_where_plain_decoding_is_quicker() -> None:
@@ -282,8 +282,8 @@ def test_speckv_counts_seconds_and_stops_where_plain_decoding_is_quicker() -> No
 
 def test_speckv_takes_the_candidate_with_most_tokens_per_step() -> None:
     class Falling:
-        def acceptance_rate(self, features: tuple[float, ...]) -> float:
-            return {2: 0.9, 4: 0.8, 6: 0.3, 8: 0.1}[int(features[-1])]
+        def acceptance_rates(self, features: Sequence[Sequence[float]]) -> list[float]:
+            return [{2: 0.9, 4: 0.8, 6: 0.3, 8: 0.1}[int(row[-1])] for row in features]
 
     policy = SpecKV(predictor=Falling())
     assert policy.choose(context()) == 4

@@ -47,7 +47,7 @@ def test_a_network_computes_its_layers(hidden: int) -> None:
     weights, biases = [rng.normal(size=shape) for shape in shapes], [rng.normal(size=shape[1]) for shape in shapes]
     values = rng.normal(size=5).tolist()
     expected = network_output([matrix.tolist() for matrix in weights], [bias.tolist() for bias in biases], values)
-    assert Network(weights, biases).output(values) == pytest.approx(expected)
+    assert Network(weights, biases).outputs([values, values]).tolist() == pytest.approx([expected, expected])
 
 
 @pytest.mark.parametrize("name", ["ridge", "mlp-16"])
@@ -56,7 +56,7 @@ def test_an_exported_step_model_predicts_what_scikit_learn_does(name: str) -> No
     inputs, rates, _ = step_examples(runs())
     model = make_estimator(name).set_params(**({"max_iter": 20} if name != "ridge" else {})).fit(inputs, rates)
     exported = as_network(model)
-    assert [exported.output(row) for row in inputs[:20].tolist()] == pytest.approx(model.predict(inputs[:20]).tolist())
+    assert exported.outputs(inputs[:20].tolist()).tolist() == pytest.approx(model.predict(inputs[:20]).tolist())
 
 
 def test_forests_and_unknown_names_are_not_exported() -> None:
@@ -70,10 +70,10 @@ def test_a_saved_predictor_is_loaded_equal_with_its_card(tmp_path: Path) -> None
     path, saved = tmp_path / "step.json", network()
     save_predictor(path, saved, card(scores={"auc": 0.9}, versions={"numpy": "2"}))
     loaded = load_step_predictor(path)
-    row = [0.5] * len(STEP_FEATURES)
-    assert loaded.network.output(row) == saved.output(row)
+    row = [[0.5] * len(STEP_FEATURES)]
+    assert loaded.network.outputs(row).tolist() == saved.outputs(row).tolist()
     assert loaded.card == card(scores={"auc": 0.9}, versions={"numpy": "2"})
-    assert 0 <= loaded.acceptance_rate(row) <= 1
+    assert 0 <= loaded.acceptance_rates(row)[0] <= 1
 
 
 def damage(content: dict[str, Any], how: str) -> Any:
@@ -140,9 +140,9 @@ def test_a_policy_runs_on_an_exported_predictor(tmp_path: Path) -> None:
     predictor = load_step_predictor(tmp_path / "step.json")
     policy, last = make_policy("speckv", predictor=str(tmp_path / "step.json")), step(4, 2)
     policy.observe(last)
-    expected = {
-        gamma: predictor.acceptance_rate(step_features(last.signals, "fp16", gamma)) * gamma for gamma in (2, 4, 6, 8)
-    }
+    gammas = (2, 4, 6, 8)
+    rates = predictor.acceptance_rates([step_features(last.signals, "fp16", gamma) for gamma in gammas])
+    expected = {gamma: rate * gamma for gamma, rate in zip(gammas, rates, strict=True)}
     assert policy.choose(context(last=last)) == max(expected, key=expected.__getitem__)
 
 
