@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from tokenizers import Tokenizer
 
+from experiments.pair import grammar
 from experiments.pair.model import ASSISTANT, BOS, END, USER
 from experiments.pair.tasks import Sequence
 from experiments.pair.values import entity, number, value
@@ -218,7 +219,9 @@ class QuestionMaker:
         """A form of a fact, and whether it is a record (a line of its own)."""
         words = self.words
         if rng.random() < 0.45:
-            return (self.wild_record(rng) if self.wild and rng.random() < 0.4 else rng.choice(words.records)), True
+            return (self.wild_record(rng) if self.wild and rng.random() < 0.5 else rng.choice(words.records)), True
+        if self.wild and rng.random() < 0.7:
+            return grammar.statement(rng), False
         form = rng.choice(words.statements)
         if rng.random() < 0.25:
             form = rng.choice(words.lead_ins) + form
@@ -232,7 +235,7 @@ class QuestionMaker:
         if rng.random() < 0.3:
             kind = rng.choice(list(words.word_attributes))
             return rng.choice(words.word_attributes[kind]), kind
-        if self.wild and rng.random() < 0.45:
+        if self.wild and rng.random() < 0.6:
             named = " ".join(rng.choice(self.wild) for _ in range(rng.choice((1, 1, 2))))
             return named, "wild" if rng.random() < 0.4 else rng.choice(words.value_kinds)
         noun = rng.choice(words.nouns)
@@ -241,7 +244,7 @@ class QuestionMaker:
         return noun, rng.choice(words.value_kinds)
 
     def entity(self, rng: random.Random) -> str:
-        if self.wild and rng.random() < 0.3:
+        if self.wild and rng.random() < 0.45:
             named = " ".join(rng.choice(self.wild) for _ in range(rng.choice((1, 2))))
             return rng.choice((named, named.title(), named.title(), named.replace(" ", "_"), named.upper()))
         return entity(rng, self.words, "person" if rng.random() < 0.5 else rng.choice(list(self.words.things)))
@@ -249,7 +252,13 @@ class QuestionMaker:
     def value(self, rng: random.Random, kind: str) -> str:
         if kind == "wild" or (self.wild and kind in self.words.pools and rng.random() < 0.5):
             return " ".join(rng.choice(self.wild) for _ in range(rng.choice((1, 1, 1, 2))))
+        if self.wild and kind in self.words.value_kinds and rng.random() < 0.4:
+            return grammar.value(rng, self.wild)
         return value(rng, self.words, kind)
+
+    def wild_question(self, rng: random.Random, usual: str) -> str:
+        """A form of a question for a value: the usual one, or in training mostly one that nobody wrote down."""
+        return grammar.question(rng) if self.wild and rng.random() < 0.65 else usual
 
     def ask(self, rng: random.Random, core: str) -> str:
         """A question with its politeness, its case and its instructions."""
@@ -316,9 +325,9 @@ class QuestionMaker:
                     continue
                 core, start, v = self.fill(rng.choice(words.subject_questions), e, a, v), text.index(e), e
             elif draw < 0.37:
-                core = self.fill(rng.choice(words.keywords), e, a)
+                core = self.fill(self.wild_question(rng, rng.choice(words.keywords)), e, a)
             else:
-                core = self.fill(rng.choice(words.questions), e, a)
+                core = self.fill(self.wild_question(rng, rng.choice(words.questions)), e, a)
             question = self.ask(rng, core)
             if rng.random() < 0.06:
                 question += rng.choice(words.sentence_instructions)
@@ -331,7 +340,8 @@ class QuestionMaker:
         """Facts said with verbs, asked by what they mean; several of one relation, or of several."""
         words = self.words
         num = max(2, min(20, length // rng.choice((40, 48, 64, 100, 300))))
-        chosen = rng.sample(words.relations, min(len(words.relations), rng.choice((1, 2, 4, 8))))
+        known = grammar.relations() if self.wild and rng.random() < 0.6 else words.relations
+        chosen = rng.sample(known, min(len(known), rng.choice((1, 2, 4, 8))))
         task, used = Task("relations", [], []), set[str]()
         for _ in range(num):
             relation: Relation = rng.choice(chosen)
@@ -375,7 +385,7 @@ class QuestionMaker:
             index = len(task.statements)
             task.statements.append(Statement(text, True))
             for a in rng.sample(columns, rng.choice((1, 1, 2))):
-                core = self.fill(rng.choice((*words.questions, *words.keywords)), e, a)
+                core = self.fill(self.wild_question(rng, rng.choice((*words.questions, *words.keywords))), e, a)
                 evidence = (index,) if style not in head else (0, index)
                 source = (index, starts[a], starts[a] + len(cells[a]))
                 task.questions.append(Question(self.ask(rng, core), cells[a], evidence, source))

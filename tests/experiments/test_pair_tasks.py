@@ -18,10 +18,11 @@ import spec_stack
 from experiments.pair import answers as pair_answers
 from experiments.pair import data as pair_data
 from experiments.pair import evaluate as pair_evaluate
+from experiments.pair import grammar, wording
 from experiments.pair import model as pair_model
 from experiments.pair import probe as pair_probe
 from experiments.pair import questions as pair_questions
-from experiments.pair import wording
+from experiments.pair.values import MADE
 from spec_stack import PrefillConfig
 
 TOKENIZER = Path(spec_stack.__file__).parent / "assets" / "target" / "tokenizer.json"
@@ -168,6 +169,28 @@ def test_the_mixture_uses_every_kind_and_hundreds_of_forms(makers):
     forms = {makers["train"].form(rng)[0] for _ in range(2000)}
     assert len(forms) > 500
     assert all(form.count(slot) >= 1 for form in forms for slot in ("{v}",))
+
+
+def test_forms_made_by_the_grammar_are_thousands_and_none_of_the_other_half():
+    rng = random.Random(1)
+    statements = {grammar.statement(rng) for _ in range(5000)}
+    questions = {grammar.question(rng) for _ in range(5000)}
+    assert min(len(statements), len(questions)) > 1500
+    assert all(form.count("{v}") == 1 and "{e}" in form and "{a}" in form for form in statements)
+    assert all("{e}" in form and "{a}" in form and "{v}" not in form for form in questions)
+    assert not {form.casefold() for form in statements} & {form.casefold() for form in wording.TEST.statements}
+    asked = {form.casefold() for form in (*wording.TEST.questions, *wording.TEST.keywords)}
+    assert not {form.casefold() for form in questions} & asked
+    facts = {form.casefold() for relation in grammar.relations() for form in relation.facts}
+    assert not facts & {form.casefold() for relation in wording.TEST.relations for form in relation.facts}
+
+
+def test_made_up_values_are_of_no_kind_of_the_other_half():
+    rng = random.Random(2)
+    made = [grammar.value(rng, ["river", "stone"]) for _ in range(3000)]
+    others = {kind: [MADE[kind](rng, wording.TEST) for _ in range(200)] for kind in wording.TEST.value_kinds}
+    assert not set(made) & {text for texts in others.values() for text in texts}
+    assert not [text for text in made if re.fullmatch(r"v[0-9.]+|[0-9]+:[0-9]+|[0-9]+,[0-9]+", text)]
 
 
 def test_a_half_that_does_not_exist_is_refused(tokenizer):
