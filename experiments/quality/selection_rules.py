@@ -250,6 +250,7 @@ def rules(calibrated: PrefillConfig | None = None) -> Mapping[str, Rule]:
         "neighbours": Rule(by_paper, neighbours, True, own),
         "calibrated heads": Rule(by_paper, heads, True, own),
         "anchors": Rule(by_paper, replace(paper, scorer="anchors"), False, own),
+        "anchors, neighbours": Rule(by_paper, replace(neighbours, scorer="anchors"), False, own),
         "fused": Rule(by_paper, replace(heads, scorer="fused"), True, own),
         "query window": Rule(by_query_window, paper, True, "SpecPC"),
         "pre-RoPE": Rule(by_unrotated, paper, True, "PFlash"),
