@@ -19,6 +19,9 @@ ALIASES = {
     "prompt_ids": "input_ids",
     "prompt_token_ids": "input_ids",
     "token_ids": "input_ids",
+    "model": "target",
+    "model_name_or_path": "target",
+    "pretrained_model_name_or_path": "target",
     "text": "prompt",
     "inputs": "prompt",
     "conversation": "messages",
@@ -36,32 +39,120 @@ ALIASES = {
     "output_logits": "logprobs",
     "return_dict_in_generate": "logprobs",
     "min_new_tokens": "min_tokens",
+    "min_length": "min_tokens",
     "eos_token_id": "stop_token_ids",
     "sequence_bias": "logit_bias",
     "logits_processors": "logits_processor",
     "generation_config": "sampling",
     "guided_json": "response_format",
+    "guided_regex": "response_format",
+    "guided_grammar": "response_format",
     "structured_outputs": "response_format",
     "prefix_allowed_tokens_fn": "logits_processor",
 }
 # What has no counterpart of one name: how it is done instead.
 _IN_GENERATE = "model.generate(..., custom_generate=spec_stack(draft)) takes it (spec_stack.custom_generate)"
+_PLAIN = "call model.generate without custom_generate for it"
+_BEAMS = f"beam search is not done; {_PLAIN}"
+_OWN_CACHES = "the generator makes and keeps its own caches; leave it out"
+_PROPOSING = "policy= and gamma= say how tokens are proposed"
+_TOKENS_ONLY = "a prompt is token ids only; leave it out"
+_AS_IT_STANDS = "a prompt is taken as it stands; put the token into input_ids"
+_LOADED = "load both models with it by transformers, and hand them to SpecStackGenerator(target, draft, tokenizer)"
 WAYS = {
     "stopping_criteria": _IN_GENERATE,
     "generation_config": _IN_GENERATE,
     "assistant_model": "the draft is given where the generator is made",
-    "tokenizer": "the generator has one; give it where the generator is made",
+    "tokenizer": "the generator has one; another goes to SpecStackGenerator(target, draft, tokenizer)",
+    "assistant_tokenizer": "the tokenizers are compared when the pair loads; draft_tokenizer= names another",
     "past_key_values": "generator.session() keeps caches from call to call",
     "use_cache": "generator.session() keeps caches from call to call",
+    "cache_implementation": _OWN_CACHES,
+    "cache_config": _OWN_CACHES,
+    "max_cache_len": _OWN_CACHES,
+    "compile_config": _OWN_CACHES,
+    "disable_compile": _OWN_CACHES,
+    "prefill_chunk_size": "it is prefill_chunk of the PrefillConfig that the generator is made with",
+    "continuous_batching_config": "one request at a time; batches are the SGLang plugin's",
     "position_ids": "the tokens of a prompt are at 0, 1, 2, …; keep_rate= prunes one at its own positions",
-    "num_beams": "beam search is not done; call model.generate without custom_generate for it",
+    "inputs_embeds": _TOKENS_ONLY,
+    "token_type_ids": _TOKENS_ONLY,
+    "pixel_values": _TOKENS_ONLY,
+    "bos_token_id": _AS_IT_STANDS,
+    "decoder_start_token_id": _AS_IT_STANDS,
+    "pad_token_id": "nothing is padded; leave it out",
+    "synced_gpus": "one process generates; leave it out",
+    "num_beams": _BEAMS,
+    "num_beam_groups": _BEAMS,
+    "diversity_penalty": _BEAMS,
+    "length_penalty": _BEAMS,
+    "early_stopping": _BEAMS,
+    "constraints": _BEAMS,
+    "force_words_ids": _BEAMS,
+    "low_memory": _BEAMS,
+    "penalty_alpha": _PLAIN,
+    "dola_layers": _PLAIN,
+    "guidance_scale": _PLAIN,
+    "negative_prompt_ids": _PLAIN,
+    "negative_prompt_attention_mask": _PLAIN,
+    "token_healing": _PLAIN,
+    "output_attentions": _PLAIN,
+    "output_hidden_states": _PLAIN,
     "max_time": "close the stream when it has taken long enough",
+    "use_model_defaults": 'sampling="model" applies what the checkpoint sets',
     "custom_generate": "it is for model.generate (spec_stack.custom_generate)",
-    "prompt_lookup_num_tokens": "policy= and gamma= say how tokens are proposed",
-    "typical_p": "give it as a logits processor, TypicalLogitsWarper(...)",
-    "output_attentions": "call model.generate without custom_generate for it",
-    "output_hidden_states": "call model.generate without custom_generate for it",
+    "prompt_lookup_num_tokens": 'proposer="lookup" proposes from the text',
+    "max_matching_ngram_size": 'proposer="lookup" proposes from the text',
+    "num_assistant_tokens_schedule": 'policy="heuristic" is the schedule "heuristic", gamma= the constant one',
+    "assistant_confidence_threshold": 'policy="confidence" has it at 0.4, Confidence(threshold=...) at others',
+    "assistant_early_exit": _PROPOSING,
+    "assistant_lookbehind": _PROPOSING,
+    "target_lookbehind": _PROPOSING,
+    "assistant_ensemble_weight": _PROPOSING,
+    "is_assistant": _PROPOSING,
+    "speculation_type": _PROPOSING,
+    "use_mtp": _PROPOSING,
+    "presence_penalty": "repetition_penalty= is near it, and a logits processor can do it",
+    "frequency_penalty": "repetition_penalty= is near it, and a logits processor can do it",
+    "load_in_4bit": 'precision="nf4"',
+    "load_in_8bit": 'precision="int8"',
+    "quantization_config": f'precision="int8" or "nf4"; for others, {_LOADED}',
+    "attn_implementation": _LOADED,
+    "gguf_file": _LOADED,
+    "subfolder": _LOADED,
+    "max_memory": _LOADED,
+    "offload_folder": _LOADED,
+    "cache_dir": "set HF_HOME",
+    "local_files_only": "set HF_HUB_OFFLINE=1",
 }
+# Of transformers' options that are processors there: the classes.
+PROCESSORS = {
+    "typical_p": "TypicalLogitsWarper",
+    "top_h": "TopHLogitsWarper",
+    "epsilon_cutoff": "EpsilonLogitsWarper",
+    "eta_cutoff": "EtaLogitsWarper",
+    "no_repeat_ngram_size": "NoRepeatNGramLogitsProcessor",
+    "encoder_no_repeat_ngram_size": "EncoderNoRepeatNGramLogitsProcessor",
+    "encoder_repetition_penalty": "EncoderRepetitionPenaltyLogitsProcessor",
+    "exponential_decay_length_penalty": "ExponentialDecayLengthPenalty",
+    "suppress_tokens": "SuppressTokensLogitsProcessor",
+    "begin_suppress_tokens": "SuppressTokensAtBeginLogitsProcessor",
+    "forced_bos_token_id": "ForcedBOSTokenLogitsProcessor",
+    "forced_eos_token_id": "ForcedEOSTokenLogitsProcessor",
+    "remove_invalid_values": "InfNanRemoveLogitsProcessor",
+    "renormalize_logits": "LogitNormalization",
+    "watermarking_config": "WatermarkLogitsProcessor",
+}
+WAYS |= {name: f"give it as a logits processor, {processor}(...)" for name, processor in PROCESSORS.items()}
+# What only `generate` has, of a stream.
+_WHOLE_ANSWERS = {
+    "streamer": "generate() takes it; here every step brings its tokens and text",
+    "n": "generate() takes it; open one stream for each answer",
+    "records": "generate() writes them; here every step brings its record",
+    "return_records": "generate() keeps them; here every step brings its record",
+}
+# How like an option a name has to be to be taken for a slip of the pen.
+_LIKENESS = 0.75
 
 
 def refuses_unknown_options(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
@@ -80,7 +171,9 @@ def refuses_unknown_options(function: Callable[Parameters, Result]) -> Callable[
 
 def _hint(name: str, known: list[str]) -> str:
     alias = ALIASES.get(name)
+    if name in _WHOLE_ANSWERS and "prompt" in known:
+        return f": {_WHOLE_ANSWERS[name]}"
     if name in WAYS and alias not in known:
         return f": {WAYS[name]}"
-    nearest = [alias] if alias in known else get_close_matches(name, known, 1, cutoff=0.5)
+    nearest = [alias] if alias in known else get_close_matches(name, known, 1, cutoff=_LIKENESS)
     return f"; did you mean {nearest[0]}=?" if nearest else f"; it has {', '.join(known)}"

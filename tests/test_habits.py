@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import GenerationConfig, StoppingCriteriaList
+from transformers import GenerationConfig, GenerationMixin, StoppingCriteriaList
+from transformers.generation import logits_process
 
 from spec_stack import SpecStackGenerator
-from spec_stack.options import ALIASES, WAYS
+from spec_stack.options import ALIASES, PROCESSORS, WAYS
 from tests.support.pages import ROOT
 
 PAGE = ROOT / "docs" / "coming-from-transformers.md"
@@ -51,9 +52,44 @@ def test_an_option_of_another_name_is_refused_with_the_way(embedded: SpecStackGe
     assert "; it has " not in told
 
 
+def test_every_option_of_transformers_has_an_answer_that_was_thought_of() -> None:
+    # Not one by the likeness of two names, which would send `force_words_ids` to `bad_words_ids`.
+    theirs = {name for name in vars(GenerationConfig()) if not name.startswith("_")} - {"transformers_version"}
+    theirs |= set(inspect.signature(GenerationMixin.generate).parameters) - {"self", "kwargs"}
+    known = set(inspect.signature(SpecStackGenerator.generate).parameters)
+    assert len(theirs) > 60
+    assert not theirs - known - set(ALIASES) - set(WAYS)
+
+
+def test_a_processor_that_a_hint_names_is_transformers_own() -> None:
+    assert all(hasattr(logits_process, name) for name in PROCESSORS.values())
+
+
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        ("load_in_4bit", 'precision="nf4"'),
+        ("attn_implementation", r"SpecStackGenerator\(target, draft, tokenizer\)"),
+        ("cache_dir", "set HF_HOME"),
+        ("pretrained_model_name_or_path", "did you mean target="),
+    ],
+)
+def test_loading_says_how_what_it_does_not_do_is_done(option: str, told: str) -> None:
+    asked: dict[str, Any] = {option: "x"}
+    with pytest.raises(TypeError, match=rf"from_pretrained\(\) has no option '{option}'.*{told}"):
+        SpecStackGenerator.from_pretrained(**asked)
+
+
+@pytest.mark.parametrize("option", ["streamer", "n", "records", "return_records"])
+def test_a_stream_says_where_the_options_of_a_whole_answer_are(embedded: SpecStackGenerator, option: str) -> None:
+    asked: dict[str, Any] = {option: 2}
+    with pytest.raises(TypeError, match=rf"stream\(\) has no option '{option}': generate\(\)"):
+        embedded.stream(PROMPT, **asked)
+
+
 def test_the_page_names_every_option_that_has_no_counterpart() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    missing = [name for name in WAYS if name not in ("use_cache", "tokenizer") and name not in text]
+    missing = [name for name in WAYS if name not in ("use_cache", "tokenizer") and f"`{name}" not in text]
     assert not missing
 
 
