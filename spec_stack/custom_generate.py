@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -129,7 +130,7 @@ class CustomGenerate:
     reproducible.
 
     Transformers (up to 5.23 at least) hands the `streamer=` of a call to no custom callable: it is put the prompt, and
-    then nothing. `spec_streamer=` reaches it.
+    then nothing, so that it is refused. `spec_streamer=` reaches it.
     """
 
     def __init__(
@@ -166,9 +167,11 @@ class CustomGenerate:
         ------
         ValueError
             For what cannot be done: beams, a cache that is handed in, inputs that are no tokens, scores or hidden
-            states asked back, several rows with a streamer.
+            states asked back, several rows with a streamer, a streamer under a name that does not reach this.
         """
         _check(generation_config, model_kwargs)
+        if streamer is None:
+            _check_kept_back(sys._getframe(1).f_locals.get("streamer"))
         if (spec_streamer or streamer) is not None and len(input_ids) > 1:
             raise ValueError("a streamer takes one row; leave it out, or give one prompt")
         generator = self.generator(model)
@@ -272,6 +275,14 @@ def _check(config: GenerationConfig, model_kwargs: Mapping[str, Any]) -> None:
     unknown = [name for name, value in model_kwargs.items() if value is not None and name not in _MODEL_KWARGS]
     if unknown:
         raise ValueError(f"custom_generate=spec_stack(...) takes token ids only, not {', '.join(unknown)}")
+
+
+def _check_kept_back(streamer: Any) -> None:
+    """Raise ValueError for a streamer that the calling `generate` has and does not hand on: its reader would wait for
+    ever. Where a later transformers has it elsewhere, nothing is found here, and nothing is lost."""
+    if hasattr(streamer, "put") and hasattr(streamer, "end"):
+        streamer.end()
+        raise ValueError("transformers hands streamer= to no custom_generate; give it as spec_streamer=")
 
 
 def _prompt_of(row: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None) -> list[int]:

@@ -201,6 +201,18 @@ def test_a_generation_configs_processors_apply_as_in_plain_generate(
     assert torch.equal(ours, expected)
 
 
+def test_a_streamer_that_transformers_keeps_to_itself_is_refused_and_its_reader_set_free(
+    embedded: SpecStackGenerator,
+) -> None:
+    streamer = TextIteratorStreamer(embedded.tokenizer, skip_prompt=True, timeout=5)
+    inputs = embedded.tokenizer(PROMPT, return_tensors="pt")
+    with pytest.raises(ValueError, match="give it as spec_streamer="):
+        embedded.target.generate(
+            **inputs, max_new_tokens=4, custom_generate=spec_stack(embedded.draft), streamer=streamer
+        )
+    assert "".join(streamer) == ""
+
+
 def test_a_streamer_under_its_own_name_is_put_prompt_and_text(
     embedded: SpecStackGenerator, capsys: pytest.CaptureFixture[str]
 ) -> None:
