@@ -12,6 +12,10 @@ if TYPE_CHECKING:
 
 _ADAPTER = "adapter_config.json"
 _MODEL = "config.json"
+_UNPACK = (
+    "let transformers unpack one, AutoModelForCausalLM.from_pretrained(folder, gguf_file=...), and hand the model to "
+    "SpecStackGenerator(target, draft, tokenizer)"
+)
 
 
 def is_adapter(source: str | Path) -> bool:
@@ -36,7 +40,20 @@ def base_of(source: str) -> str:
         raise ValueError(f"cannot read the base model of the adapter {source}: {error!r}") from error
     if not isinstance(base, str) or not base:
         raise ValueError(f"the adapter {source} names no base_model_name_or_path; merge it by hand")
+    if Path(base).is_absolute() and not Path(base).is_dir():
+        raise ValueError(
+            f"the base {base} that the adapter {source} names is not here; correct base_model_name_or_path in its "
+            f"{_ADAPTER}, or merge it by hand: model.merge_and_unload().save_pretrained(...)"
+        )
     return base
+
+
+def check_file(role: str, path: Path) -> None:
+    """Raise ValueError, with the way to go, for a file where a folder belongs."""
+    if path.suffix.lower() == ".gguf":
+        raise ValueError(f"{role} {path} is a GGUF file; {_UNPACK}")
+    if path.is_file():
+        raise ValueError(f"{role} {path} is a file; name the folder that it is in")
 
 
 def check_folder(role: str, folder: Path) -> None:
@@ -51,10 +68,7 @@ def check_folder(role: str, folder: Path) -> None:
             )
         return
     if any(folder.glob("*.gguf")):
-        raise ValueError(
-            f"{role} folder {folder} holds GGUF files; let transformers unpack one, AutoModelForCausalLM."
-            "from_pretrained(folder, gguf_file=...), and hand the model to SpecStackGenerator(target, draft, tokenizer)"
-        )
+        raise ValueError(f"{role} folder {folder} holds GGUF files; {_UNPACK}")
     raise ValueError(f"{role} folder {folder} holds no config.json; is it a transformers model?")
 
 

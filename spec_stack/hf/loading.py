@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 
 from spec_stack.config import PRECISIONS, HubConfig, LoadConfig
 from spec_stack.controller.predictor import find_predictor
-from spec_stack.hf.adapters import base_of, check_folder, is_adapter, merge
+from spec_stack.hf.adapters import base_of, check_file, check_folder, is_adapter, merge
 from spec_stack.hf.architectures import check_architecture, text_config
 from spec_stack.hf.precision import DTYPES, QUANTIZED, Precision, precision_of, resolve_precisions
 from spec_stack.hf.prepack import can_prepack, prepack
@@ -114,6 +114,7 @@ def _resolve_source(role: str, source: str | Path) -> str:
     if path.is_dir():
         check_folder(role, path)
         return str(path)
+    check_file(role, path)
     if isinstance(source, str) and _HUB_ID.fullmatch(source) and not source.startswith("."):
         return source
     raise ValueError(f"{role} {str(source)!r} is neither a folder nor a hub id of the form owner/name")

@@ -308,3 +308,19 @@ def test_a_folder_of_gguf_files_is_refused_with_the_way_to_go(folders: tuple[Pat
     (tmp_path / "gguf" / "model.gguf").write_bytes(b"GGUF")
     with pytest.raises(ValueError, match="gguf_file="):
         ModelPair.load(tmp_path / "gguf", folders[1])
+
+
+def test_a_file_in_place_of_a_folder_is_refused_with_the_way_to_go(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    for name, way in (("model.gguf", "gguf_file="), ("owner/model.gguf", "gguf_file="), ("model.bin", "the folder")):
+        (tmp_path / "model.bin").touch()
+        with pytest.raises(ValueError, match=way):
+            ModelPair.load(tmp_path / name, folders[1])
+
+
+def test_an_adapter_whose_base_is_not_here_names_it_and_the_way_to_go(
+    folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    text = json.dumps({"peft_type": "LORA", "base_model_name_or_path": str(tmp_path / "gone")})
+    (tmp_path / "adapter_config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"gone that the adapter .* names is not here"):
+        ModelPair.load(tmp_path, folders[1])
