@@ -217,7 +217,8 @@ class Metrics:
     bytes are those of the weights in memory. `proposer` is who might propose ("model", "lookup", "both"); of the
     proposed and the accepted tokens those that were looked up are counted by themselves too. `specprefill_reason` and
     `decode_reason` say each time why the prompt was or was not pruned, and whether the draft can propose to this
-    target.
+    target. `seed` is what a sampled request drew with: given to the same call with the same `gamma`, it gives the same
+    tokens; under a policy that watches the clock the drafted lengths were those of that run only.
     """
 
     num_prompt_tokens: int
