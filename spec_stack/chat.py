@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -57,6 +57,8 @@ class Chat:
         Gives the next line, as `input` does, whose errors end the chat.
     out : file
         Where answers go.
+    settle : callable, optional
+        Called when a turn has ended, or was ended.
     """
 
     def __init__(
@@ -67,7 +69,9 @@ class Chat:
         documents: Sequence[str] = (),
         read: Callable[[str], str] = input,
         out: TextIO | None = None,
+        settle: Callable[[], object] | None = None,
     ) -> None:
+        self._settle = settle or (lambda: None)
         self._open_session, self._options, self._read, self._out = open_session, options, read, out or sys.stdout
         self._head = [] if system is None else [{"role": "system", "content": system}]
         self._begin(documents)
@@ -113,7 +117,8 @@ class Chat:
         asked = [*self.messages, {"role": "user", "content": "\n\n".join([*self._documents, line])}]
         text, metrics = "", None
         try:
-            with closing(self.session.stream(messages=asked, **self._options)) as outputs:
+            with closing(self.session.stream(messages=asked, **self._options)) as outputs, ExitStack() as ended:
+                ended.callback(self._settle)
                 for output in outputs:
                     text += output.text
                     self._out.write(output.text)

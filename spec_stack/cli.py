@@ -9,6 +9,7 @@ import os
 import stat
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -358,12 +359,15 @@ def _generate(arguments: argparse.Namespace) -> int:
     generator = _load(arguments, SpecStackConfig(prefill=prefill_of(arguments)))
     request = request_of(arguments, prompt, getattr(generator.tokenizer, "chat_template", None) is not None)
     outputs: list[StepOutput] = []
+    line = _progress_line()
     try:
-        for output in generator.stream(**request, on_progress=_progress_line()):
+        for output in generator.stream(**request, on_progress=line):
             outputs.append(output)
             if not arguments.json:
                 print(output.text, end="", flush=True)
     finally:
+        if line is not None:
+            line.clear()
         # Also of what was interrupted.
         if arguments.records is not None and outputs:
             add_records([output.record for output in outputs], arguments.records)
@@ -403,17 +407,44 @@ class ProgressLine:
 
     def __init__(self, out: TextIO, wait_s: float = 1.0) -> None:
         self._out, self._wait_s = out, wait_s
-        self._began: float | None = None
+        self._lock = threading.Lock()
+        self._timer: threading.Timer | None = None
+        self._began = 0.0
+        self._text = ""
+        self._is_shown = False
 
     def __call__(self, num_done: int, num_total: int, phase: str) -> None:
-        now = perf_counter()
-        self._began = now if self._began is None else self._began
+        share = num_done / max(1, num_total)
+        with self._lock:
+            self._text = f"\r{phase:8} [{'#' * round(20 * share):20}] {num_done}/{num_total}"
+            if self._timer is None:
+                self._began = perf_counter()
+                # A prefill of one chunk tells of nothing between its beginning and its end.
+                self._timer = threading.Timer(self._wait_s, self._break_silence)
+                self._timer.daemon = True
+                self._timer.start()
+            if perf_counter() - self._began >= self._wait_s:
+                self._show()
         if phase == "prefill" and num_done >= num_total:
-            self._began = None
-            self._write(f"\r{'':50}\r")
-        elif now - self._began >= self._wait_s:
-            share = num_done / max(1, num_total)
-            self._write(f"\r{phase:8} [{'#' * round(20 * share):20}] {num_done}/{num_total}")
+            self.clear()
+
+    def clear(self) -> None:
+        """Take the line away: the prefill has ended, or was ended."""
+        with self._lock:
+            if self._timer is not None:
+                self._timer.cancel()
+            if self._is_shown:
+                self._write(f"\r{'':50}\r")
+            self._timer, self._is_shown = None, False
+
+    def _break_silence(self) -> None:
+        with self._lock:
+            if self._timer is threading.current_thread():
+                self._show()
+
+    def _show(self) -> None:
+        self._is_shown = True
+        self._write(self._text)
 
     def _write(self, text: str) -> None:
         self._out.write(text)
@@ -429,8 +460,9 @@ def _chat(arguments: argparse.Namespace) -> int:
         anchor_threshold=arguments.anchor_threshold,
     )
     generator = _load(arguments, SpecStackConfig(prefill=prefill_of(arguments), session=session))
-    options = answer_options(arguments) | {"on_progress": _progress_line()}
-    Chat(generator.session, options, arguments.system, documents).run()
+    line = _progress_line()
+    options = answer_options(arguments) | {"on_progress": line}
+    Chat(generator.session, options, arguments.system, documents, settle=None if line is None else line.clear).run()
     return 0
 
 

@@ -4,6 +4,7 @@ import io
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -172,6 +173,38 @@ def test_the_progress_line_waits_and_leaves_nothing_behind() -> None:
     assert "[##########          ] 50/100" in shown.getvalue()
     last = shown.getvalue().rsplit("\r", 2)[1:]
     assert "".join(last).strip() == ""
+
+
+def test_the_progress_line_breaks_the_silence_of_a_prefill_of_one_chunk() -> None:
+    # Nothing is told between the beginning and the end of it.
+    written = threading.Event()
+
+    class Heard(io.StringIO):
+        def write(self, text: str) -> int:
+            num_written = super().write(text)
+            written.set()
+            return num_written
+
+    out = Heard()
+    line = ProgressLine(out, 0.01)
+    line(0, 8000, "prefill")
+    assert written.wait(30)
+    assert "0/8000" in out.getvalue()
+    line(8000, 8000, "prefill")
+    assert out.getvalue().endswith("\r" + " " * 50 + "\r")
+
+
+def test_the_progress_line_of_an_interrupted_prefill_is_taken_away_and_the_next_waits_again() -> None:
+    out = io.StringIO()
+    line = ProgressLine(out, 60.0)
+    line(0, 8000, "scoring")
+    timer = line._timer
+    assert timer is not None
+    line.clear()
+    timer.join(30)
+    line(0, 8000, "scoring")
+    assert out.getvalue() == ""
+    line.clear()
 
 
 def test_help_and_version_tell_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
