@@ -32,6 +32,10 @@ _HAVE = _split(
     entered, typed, ordered, requested, changed to, switched to, moved to, always takes, was given, has taken,
     decided on"""
 )
+_WENT_ON = _split(
+    """went on, came first, was fine, looked good, stayed there, is new, stood out, can wait, did well, made sense,
+    was on the list, came last, is well known"""
+)
 _LEAD = (
     *("", "", "", "", "After the meeting, ", "By then ", "In the end ", "Since Monday ", "On page three: ", "Later "),
     *("Before that, ", "Yesterday ", "For years ", "Next to that, ", "Of course ", "Today ", "There, ", "And so "),
@@ -58,9 +62,9 @@ _KEYS = (
     *("lookup {e} {a}", "{a} | {e}", "{e}.{a}", "{a}({e})", "{e} and {a}", "{a} in {e}", "? {e} {a}", "{e}, {a}?"),
     *("{e} [{a}]", "{a}={e}", "show {a} {e}", "{e} what {a}", "{a} with {e}", "{e} its {a}"),
 )
-_MARKS = _split("-, /, _, #, +, ., *, =, &, %")
+_MARKS = (*"-/_#+.*=&%:,;.:", "..", " / ", ": ")
 # As the values of the test half look: these are left to it.
-_OTHERS = re.compile(r"v\d+(\.\d+)*|\d+:\d+|[0-9a-f]{6}|0\d+ \d+|\d+,\d+")
+_OTHERS = re.compile(r"v[\d.]+|\d+:\d+|[0-9a-f]{6}|0\d+ \d+|\d+,\d+")
 # Verbs by their base, past and participle.
 _VERBS = _split(
     """build built built, paint painted painted, carry carried carried, open opened opened, close closed closed,
@@ -95,6 +99,11 @@ def statement(rng: random.Random) -> str:
                 f"as {its}{{a}} {{e}} {have} {{v}}",
                 f"{{e}} {have} {its}{{a}}, {{v}}",
                 f"{{e}} {have} {{v}} for {its}{{a}}",
+                f"{{e}} {have} {its}{{a}} of {{v}}",
+                f"with {its}{{a}} of {{v}}, {{e}} {rng.choice(_WENT_ON)}",
+                f"{{e}}: {its}{{a}} {rng.choice(_BE)} {{v}}",
+                f"{rng.choice(_OF)}: {{v}}",
+                f"{rng.choice(_OF)}, {{v}}, {rng.choice(_WENT_ON)}",
             )
         )
     lead = rng.choice(_LEAD)
@@ -116,7 +125,7 @@ def value(rng: random.Random, words: list[str]) -> str:
     while True:
         mark = rng.choice(("", "", " ", *_MARKS))
         parts = []
-        for _ in range(rng.randint(1, 3)):
+        for _ in range(rng.randint(1, 4)):
             draw = rng.random()
             if draw < 0.4:
                 parts.append(number(rng, 1, 4))

@@ -444,7 +444,7 @@ class QuestionMaker:
             tail = self.fill(second, e, a, v)
             index, start = len(task.statements), len(head) + self.place_of(second, tail, v)
             task.statements.append(Statement(head + tail, rng.random() < 0.3))
-            core = self.fill(rng.choice((*words.questions, *words.keywords)), e, a)
+            core = self.fill(self.wild_question(rng, rng.choice((*words.questions, *words.keywords))), e, a)
             task.questions.append(Question(self.ask(rng, core), v, (index,), (index, start, start + len(v))))
         return task
 
