@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from spec_stack import PrefillConfig, SpecStackGenerator, __version__
-from spec_stack.cli import ProgressLine, build_parser, main, prefill_of, request_of
+from spec_stack.arguments import build_parser, prefill_of, request_of
+from spec_stack.cli import ProgressLine, main
 from spec_stack.config import LoadConfig
 from spec_stack.demo import MODULES, format_demo, hide_fact, hide_more, run_demo
 from spec_stack.offline.records import read_records

@@ -1,0 +1,344 @@
+"""What the command line may say, and what is meant by it: the parser, and the requests and settings of its arguments.
+
+Reads no model. The commands are in `cli`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import stat
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+from spec_stack import __version__
+from spec_stack.chat import read_document
+from spec_stack.config import (
+    MAX_GAMMA,
+    PRECISIONS,
+    DecodeConfig,
+    LoadConfig,
+    PrefillConfig,
+    ProposerName,
+    SamplingParams,
+    SessionConfig,
+    meaning,
+)
+from spec_stack.controller.registry import POLICY_NAMES
+from spec_stack.prefill.calibration import MARGIN
+from spec_stack.serve.config import ServeConfig
+
+DEMO_TOKENS = 8200
+# Options of `serve`, and what they are read as.
+SERVED: dict[str, Callable[[str], Any]] = {
+    "host": str,
+    "port": int,
+    "model_name": str,
+    "temperature": float,
+    "default_max_tokens": int,
+    "max_body_bytes": int,
+    "max_prompt_tokens": int,
+    "max_queued": int,
+    "max_queued_per_client": int,
+    "max_choices": int,
+    "max_sessions": int,
+    "shutdown_s": float,
+}
+_EXAMPLES = """examples:
+  spec-stack generate "Name three rivers."
+  cat report.txt | spec-stack generate "Summarize this." --stats
+  spec-stack generate --raw "def main():" --max-tokens 40
+  spec-stack generate --file novel.txt "Who is the thief?" --keep-rate 0.1 --json
+  spec-stack generate "A name and an age." --json-schema person.json
+  spec-stack chat --file report.txt
+  spec-stack generate "Hello" --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B
+"""
+SPECPREFILL = {"auto": None, "on": True, "off": False}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line. Names, defaults and meanings come from the configuration dataclasses."""
+    parser = argparse.ArgumentParser(
+        prog="spec-stack",
+        description="One draft model for both phases: sparse prefill and speculative decoding.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"spec-stack {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    generate = commands.add_parser(
+        "generate",
+        help="answer or continue a prompt, streamed",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_pair_arguments(generate)
+    _add_generate_arguments(generate)
+
+    chat = commands.add_parser("chat", help="a conversation, in which only what is new is prefilled")
+    _add_pair_arguments(chat)
+    chat.add_argument(
+        "--file", type=Path, action="append", default=[], help="a document to talk about; may be repeated"
+    )
+    chat.add_argument("--system", help="a system message")
+    _add_answer_arguments(chat)
+    for name, kind in (
+        ("restore_threshold", float),
+        ("max_restored_chunks", int),
+        ("restore_margin", int),
+        ("anchor_threshold", float),
+    ):
+        _add_option(chat, SessionConfig, name, type=kind)
+
+    demo = commands.add_parser("demo", help="dense + plain against sparse + speculative on a long real document")
+    _add_pair_arguments(demo)
+    demo.add_argument("--tokens", type=int, default=DEMO_TOKENS, help="length of the document in tokens (%(default)s)")
+    demo.add_argument("--seed", type=int, default=0, help="which document and fact (%(default)s)")
+    demo.add_argument("--repeats", type=int, default=3, help="timed runs per mode (%(default)s)")
+    demo.add_argument("--json", action="store_true", help="print the report as JSON")
+
+    calibrate = commands.add_parser(
+        "calibrate", help="find the cheapest sparse prefill that keeps what questions are about"
+    )
+    _add_pair_arguments(calibrate)
+    calibrate.add_argument("--documents", type=Path, help="folder of your texts, to hide needles in (.txt, .md, .py)")
+    calibrate.add_argument("--lengths", type=int, nargs="+", help="of the prompts, in tokens")
+    calibrate.add_argument("--prompts", type=int, default=32, help="per length; more are surer (%(default)s)")
+    calibrate.add_argument("--margin", type=float, default=MARGIN, help="recall given up for time (%(default)s)")
+    calibrate.add_argument("--out", type=Path, help="file or folder for the result (default: the draft's folder)")
+    calibrate.add_argument("--plot", type=Path, help="picture of recall against time to first token")
+
+    explain = commands.add_parser(
+        "explain", help="a page of what was kept of a prompt, who wrote each token, and where the time went"
+    )
+    _add_pair_arguments(explain)
+    explain.add_argument(
+        "prompt", nargs="?", help="the prompt, behind what --file and standard input hold; - is standard input alone"
+    )
+    explain.add_argument("--file", type=Path, help="take the prompt, or what comes before it, from a file")
+    explain.add_argument("--chat", action="store_true", help="send the prompt as a user message")
+    explain.add_argument("--system", help="a system message; implies --chat")
+    explain.add_argument(
+        "--turn", action="append", default=[], help="a user message after the prompt's answer, in a session; repeatable"
+    )
+    explain.add_argument("--demo", action="store_true", help="the demo's document and question, in place of a prompt")
+    explain.add_argument("--compare", action="store_true", help="run it with dense prefill too, and show both")
+    explain.add_argument(
+        "--records", type=Path, action="append", help="show the runs of a file of records, and run nothing; repeatable"
+    )
+    explain.add_argument("--request", help="with --records: the request to show (default: all)")
+    explain.add_argument("--out", type=Path, default=Path("explain.html"), help="the page (%(default)s)")
+    _add_answer_arguments(explain)
+
+    serve = commands.add_parser("serve", help="an OpenAI-compatible endpoint, for this machine unless told otherwise")
+    _add_pair_arguments(serve)
+    for name, read in SERVED.items():
+        _add_option(serve, ServeConfig, name, type=read)
+    serve.add_argument(
+        "--api-key",
+        action="append",
+        default=[],
+        help="wanted of every request; may be repeated (or SPEC_STACK_API_KEY)",
+    )
+
+    doctor = commands.add_parser("doctor", help="what is installed, and does this pair fit together")
+    _add_pair_arguments(doctor)
+    doctor.add_argument("--json", action="store_true", help="print the report as JSON")
+    doctor.add_argument(
+        "--sglang",
+        action="store_true",
+        help="check a launch of SGLang, without launching it",
+    )
+    doctor.add_argument("server_args", nargs="*", metavar="-- SERVER_ARGS", help="with --sglang: its arguments")
+    return parser
+
+
+def _add_option(parser: argparse.ArgumentParser, config: type, name: str, **settings: Any) -> None:
+    """A flag for a field of a configuration: its name, default and meaning are the field's."""
+    settings.setdefault("default", getattr(config, name))
+    default = getattr(config, name)
+    shown = f" ({default})" if isinstance(default, int | float | str) and default is not False else ""
+    help_text = (meaning(config, name) + shown).replace("%", "%%")
+    parser.add_argument(f"--{name.replace('_', '-')}", help=help_text, **settings)
+
+
+def _add_pair_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--target", help="target model, a folder or hub id (default: the embedded pair)")
+    parser.add_argument("--draft", help="draft model, a folder or hub id")
+    for name in ("precision", "draft_precision"):
+        _add_option(parser, LoadConfig, name, metavar="|".join(("auto", *PRECISIONS)))
+    parser.add_argument("--device", help="cpu, cuda, cuda:1, … (default: CUDA where there is one)")
+    parser.add_argument(
+        "--calibration", help="file of `spec-stack calibrate`, or none (default: the one in the draft's folder, if any)"
+    )
+
+
+def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "prompt", nargs="?", help="the prompt, behind what --file and standard input hold; - is standard input alone"
+    )
+    parser.add_argument(
+        "--file", type=Path, help="take the prompt, or what comes before it, from a file; - is standard input"
+    )
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument(
+        "--chat", action="store_true", help="send the prompt as a user message: the default for a chat model"
+    )
+    how.add_argument("--raw", action="store_true", help="go on with the prompt as it stands, also with a chat model")
+    parser.add_argument("--system", help="a system message; implies --chat")
+    parser.add_argument("--json-schema", type=Path, help="file with a JSON schema that the answer has to fit")
+    parser.add_argument("--regex", help="regular expression that the answer has to fit")
+    _add_answer_arguments(parser)
+    parser.add_argument("--records", type=Path, help="add a record per step to this .jsonl file")
+    parser.add_argument("--json", action="store_true", help="no stream: print text and metrics as one JSON object")
+    parser.add_argument("--stats", action="store_true", help="say on standard error what the answer cost")
+
+
+def _add_answer_arguments(parser: argparse.ArgumentParser) -> None:
+    for name, kind in (
+        ("max_tokens", int),
+        ("temperature", float),
+        ("top_k", int),
+        ("top_p", float),
+        ("min_p", float),
+        ("repetition_penalty", float),
+        ("min_tokens", int),
+        ("seed", int),
+    ):
+        _add_option(parser, SamplingParams, name, type=kind)
+    parser.add_argument(
+        "--sampling", choices=["model"], help="take what the checkpoint's generation config sets for what is not given"
+    )
+    _add_option(parser, SamplingParams, "stop", action="append", default=[])
+    _add_option(parser, SamplingParams, "ignore_eos", action="store_true")
+    parser.add_argument(
+        "--specprefill",
+        choices=[*SPECPREFILL],
+        default="auto",
+        help="prune the prompt: on whatever its length, off never, auto from --min-prompt-tokens on (%(default)s)",
+    )
+    for name, kind in (("keep_rate", float), ("min_prompt_tokens", int), ("look_ahead", int)):
+        _add_option(parser, PrefillConfig, name, type=kind)
+    _add_option(parser, DecodeConfig, "policy", default=None, metavar="|".join(POLICY_NAMES))
+    _add_option(parser, DecodeConfig, "proposer", default=None, choices=get_args(ProposerName))
+    parser.add_argument(
+        "--gamma",
+        type=int,
+        help=f"the policy fixed with this many tokens per step, 0 to {MAX_GAMMA}; 0 is plain decoding",
+    )
+
+
+def read_prompt(arguments: argparse.Namespace) -> str:
+    """The prompt: a file or standard input, then the argument, as far as there are such."""
+    parts = []
+    if arguments.file is not None and str(arguments.file) != "-":
+        parts.append(read_document(arguments.file))
+    elif str(arguments.file) == "-" or arguments.prompt in (None, "-") or _is_piped():
+        if sys.stdin is None or sys.stdin.isatty():
+            raise ValueError("no prompt: give one as an argument, with --file, or on standard input")
+        parts.append(sys.stdin.read())
+    if arguments.prompt not in (None, "-"):
+        parts.append(str(arguments.prompt))
+    return "\n\n".join(part for part in parts if part)
+
+
+def _is_piped() -> bool:
+    """Whether somebody has sent something to standard input; an open but silent one is not waited for."""
+    if sys.stdin is None:
+        return False
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+    except (OSError, ValueError):
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
+
+
+def request_of(arguments: argparse.Namespace, prompt: str, is_chat_model: bool) -> dict[str, Any]:
+    """The options of `SpecStackGenerator.stream` that the command line asks for.
+
+    is_chat_model: whether the target's tokenizer has a chat template, which is used then unless --raw says no.
+    """
+    request = answer_options(arguments)
+    if arguments.raw and arguments.system is not None:
+        raise ValueError("--system goes into a chat template, which --raw leaves out")
+    if arguments.chat or arguments.system is not None or (is_chat_model and not arguments.raw):
+        system = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
+        request["messages"] = [*system, {"role": "user", "content": prompt}]
+    else:
+        request["prompt"] = prompt
+    response_format = _response_format(arguments)
+    if response_format is not None:
+        request["response_format"] = response_format
+    return request
+
+
+def _response_format(arguments: argparse.Namespace) -> dict[str, Any] | None:
+    if arguments.json_schema is not None and arguments.regex is not None:
+        raise ValueError("give --json-schema or --regex, not both")
+    if arguments.regex is not None:
+        return {"type": "regex", "pattern": arguments.regex}
+    if arguments.json_schema is None:
+        return None
+    try:
+        schema = json.loads(read_document(arguments.json_schema))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{arguments.json_schema} is not JSON: {error}") from error
+    return {"type": "json_schema", "json_schema": {"schema": schema}}
+
+
+def answer_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The options of `stream` beside the prompt."""
+    return {
+        "max_tokens": arguments.max_tokens,
+        "temperature": arguments.temperature,
+        "top_k": arguments.top_k,
+        "top_p": arguments.top_p,
+        "min_p": arguments.min_p,
+        "repetition_penalty": arguments.repetition_penalty,
+        "min_tokens": arguments.min_tokens,
+        "sampling": arguments.sampling,
+        "seed": arguments.seed,
+        "stop": arguments.stop,
+        "ignore_eos": arguments.ignore_eos,
+        "specprefill": SPECPREFILL[arguments.specprefill],
+        "policy": arguments.policy,
+        "gamma": arguments.gamma,
+        "proposer": arguments.proposer,
+    }
+
+
+def prefill_of(arguments: argparse.Namespace) -> PrefillConfig:
+    """How the command line wants prompts pruned."""
+    return replace(
+        PrefillConfig(),
+        keep_rate=arguments.keep_rate,
+        min_prompt_tokens=arguments.min_prompt_tokens,
+        look_ahead=arguments.look_ahead,
+    )
+
+
+def check_writable(path: Path) -> None:
+    """Raise ValueError where no file can be written in the folder, or beside the file, that a path names."""
+    folder = path if path.is_dir() else path.parent
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror}") from error
+
+
+def read_documents(folder: Path | None) -> list[str]:
+    if folder is None:
+        return []
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no folder")
+    files = sorted(file for file in folder.rglob("*") if file.suffix in (".txt", ".md", ".py") and file.is_file())
+    if not files:
+        raise ValueError(f"{folder} holds no .txt, .md or .py file")
+    return [file.read_text(encoding="utf-8", errors="replace") for file in files]
