@@ -7,10 +7,11 @@
     k: ["kept", "rgb(var(--heat))"], d: ["dropped", "var(--dropped)"], p: ["protected", "var(--protected)"],
     r: ["restored", "var(--restored)"], c: ["cached from earlier turns", "var(--cached)"],
   };
+  // Name, colour, and the line under it, for those who do not tell the colours apart.
   const WRITERS = {
-    draft: ["accepted from the draft", "var(--draft)"], "look-up": ["accepted from the look-up", "var(--lookup)"],
-    lookup: ["accepted from the look-up", "var(--lookup)"], bonus: ["bonus token", "var(--bonus)"],
-    correction: ["correction", "var(--correction)"], plain: ["the target alone", "var(--plain)"],
+    draft: ["accepted from the draft", "var(--draft)", "solid"], "look-up": ["accepted from the look-up", "var(--lookup)", "dotted"],
+    lookup: ["accepted from the look-up", "var(--lookup)", "dotted"], bonus: ["bonus token", "var(--bonus)", "double"],
+    correction: ["correction", "var(--correction)", "dashed"], plain: ["the target alone", "var(--plain)", "none"],
   };
   // A longer stretch of text that the target did not prefill now is folded.
   const FOLD = 96;
@@ -38,7 +39,7 @@
     if (value >= 1) return `${value.toFixed(2)} s`;
     return value >= 1e-3 ? `${(1e3 * value).toFixed(1)} ms` : `${(1e6 * value).toFixed(0)} µs`;
   }
-  const writer = (name) => WRITERS[name] || [`accepted from ${name}`, "var(--other)"];
+  const writer = (name) => WRITERS[name] || [`accepted from ${name}`, "var(--other)", "dotted"];
 
   // Numbers: on hover, and where there is no hover on a tap.
   function explain(element, text) {
@@ -103,10 +104,10 @@
       ["the target prefills and verifies", first.verify_s, "var(--verify)"],
       ["the rest", rest, "var(--controller)"],
     ]]];
-    if (dense !== null) rows.push(["dense, measured", dense, [["dense prefill, measured in the run beside", dense, "var(--dropped)"]]]);
+    if (dense !== null) rows.push(["dense, measured", dense, [["dense prefill, measured in the run beside", dense, "var(--verify)"]]]);
     else if (turn.dense_estimate_s && turn.metrics.specprefill) {
       const text = "dense prefill, estimated: this run's seconds of the target's prefill, times the multiply-adds of a dense one over its own";
-      rows.push(["dense, estimated", turn.dense_estimate_s, [[text, turn.dense_estimate_s, "var(--dropped)"]]]);
+      rows.push(["dense, estimated", turn.dense_estimate_s, [[text, turn.dense_estimate_s, "var(--verify)"]]]);
     }
     const longest = Math.max(...rows.map((row) => row[1]));
     const bars = add(parent, "div", { class: "bars", "data-chart": "ttft" });
@@ -119,18 +120,21 @@
       }
       add(bars, "span", {}, seconds(whole));
     }
-    if (rows.length > 1 && rows[1][1] > total) {
-      add(parent, "p", { class: "note" }, `${(rows[1][1] / total).toFixed(1)}× sooner than ${rows[1][0]}.`);
+    if (rows.length > 1) {
+      const times = rows[1][1] / total;
+      add(parent, "p", { class: "note" }, `${times >= 1 ? `${times.toFixed(1)}× sooner` : `${(1 / times).toFixed(1)}× later`} than ${rows[1][0]}.`);
+    } else if (turn.prompt && turn.metrics.num_cached_tokens) {
+      add(parent, "p", { class: "note" }, `No estimate of dense prefill: this turn's ${count(turn.metrics.num_new_tokens)} new tokens were prefilled whole.`);
     }
     legend(parent, rows[0][2].filter((part) => part[1] > 0.005 * longest).map((part) => [part[0], part[2]]));
   }
 
   // Heat by the root of the importance, over that of the highest hundredth: a few tokens have nearly all of it.
   function heats(importance) {
-    if (!importance) return null;
+    if (!importance) return [null, null];
     const sorted = [...importance].sort((a, b) => a - b);
     const top = sorted[Math.floor(0.99 * (sorted.length - 1))] || 1;
-    return importance.map((value) => Math.min(1, Math.sqrt(Math.max(0, value) / top)));
+    return [importance.map((value) => Math.min(1, Math.sqrt(Math.max(0, value) / top))), top];
   }
 
   function promptText(parent, prompt) {
@@ -138,8 +142,21 @@
     const present = [...new Set(prompt.states)].filter((state) => STATES[state]);
     const numbers = {};
     for (const state of prompt.states) numbers[state] = (numbers[state] || 0) + 1;
-    legend(parent, present.map((state) => [`${STATES[state][0]} (${count(numbers[state])})`, STATES[state][1]]));
-    const heat = heats(prompt.importance);
+    // In a prompt of which nothing was dropped, nothing stands out.
+    const mixed = numbers.d ? " mixed" : "";
+    const states = add(parent, "div", { class: `legend${mixed}` });
+    for (const state of present) {
+      const entry = add(states, "span");
+      add(entry, "i", { style: `background:${STATES[state][1]}` });
+      add(entry, "span", { class: `state ${state}` }, STATES[state][0]);
+      entry.append(` (${count(numbers[state])})`);
+    }
+    const [heat, top] = heats(prompt.importance);
+    if (heat) {
+      const entry = add(add(parent, "div", { class: "legend" }), "span", {}, "importance to the draft: 0");
+      add(entry, "i", { class: "scale" });
+      entry.append(`${top.toPrecision(2)} and more${numbers.d ? "; paler where dropped" : ""}`);
+    }
     const size = prompt.chunk_size, total = prompt.tokens.length, start = prompt.votes_from;
     const chunkOf = (index) => (index < start ? -1 - Math.floor(index / size) : Math.floor((index - start) / size));
     const numbersOf = (index) => {
@@ -165,17 +182,23 @@
       const bar = draw(map, "rect", {
         x: from, width: to - from, y: 26 - height, height, fill: STATES[state][1], opacity: state === "d" ? 0.55 : 1,
       });
-      const first = from, last = to - 1;
-      explain(bar, () => `tokens ${count(first)} to ${count(last)}\n${numbersOf(first).split("\n").slice(-1)[0]}\n${STATES[state][0]}`);
+      const [first, last, chunk] = [from, to - 1, chunkOf(from)];
+      explain(bar, () => {
+        const lines = [`tokens ${count(first)} to ${count(last)}: ${STATES[state][0]}`];
+        if (prompt.importance) lines.push(`highest importance ${Math.max(...prompt.importance.slice(first, last + 1)).toPrecision(3)}`);
+        if (prompt.votes && chunk >= 0) lines.push(`chunk ${chunk}: score ${prompt.votes[chunk].toPrecision(3)}`);
+        return lines.join("\n");
+      });
       from = to;
     }
-    const text = add(parent, "div", { class: "text prompt" });
+    if (heat) add(parent, "p", { class: "note" }, "The whole prompt from left to right, a bar per chunk: the taller, the more important its best token.");
+    const text = add(parent, "div", { class: `text prompt${mixed}` });
     const fill = (box, from, to) => {
       for (let index = from; index < to; index += 1) {
         const token = add(box, "span", { class: prompt.states[index] }, prompt.tokens[index]);
         if (heat && prompt.states[index] !== "c") {
-          const strength = heat[index] * (prompt.states[index] === "d" ? 0.35 : 0.6);
-          if (strength > 0.02) token.style.background = `rgba(var(--heat), ${strength.toFixed(2)})`;
+          const most = prompt.states[index] === "d" ? "var(--hot-dropped)" : "var(--hot)";
+          if (heat[index] > 0.03) token.style.background = `rgba(var(--heat), calc(${most} * ${heat[index].toFixed(2)}))`;
         }
         explain(token, () => numbersOf(index));
       }
@@ -193,7 +216,7 @@
       } else fill(text, from, to);
       from = to;
     }
-    const why = heat ? "The stronger a colour, the more the draft wants the token. " : "";
+    const why = heat ? "The stronger a token's colour, the more the draft attends to it; the scale is the importance's root. " : "";
     add(parent, "p", { class: "note" }, `${why}Hover or tap for numbers; folded stretches open.`);
   }
 
@@ -201,12 +224,23 @@
     add(parent, "h3", {}, "Answer, by who wrote each token");
     const numbers = {};
     for (const token of turn.answer) numbers[token.writer] = (numbers[token.writer] || 0) + 1;
-    legend(parent, Object.keys(numbers).map((name) => [`${writer(name)[0]} (${count(numbers[name])})`, writer(name)[1]]));
+    const names = add(parent, "div", { class: "legend" });
+    for (const name of Object.keys(numbers)) {
+      const [label, colour, line] = writer(name);
+      const entry = add(names, "span");
+      add(entry, "b", { style: `--writer:${colour}`, "data-line": line }, label);
+      entry.append(` (${count(numbers[name])})`);
+    }
+    const meanings = [];
+    if (numbers.bonus) meanings.push("A bonus token is the target's own, after a proposal that it accepted whole.");
+    if (numbers.correction) meanings.push("A correction is the target's own, in the place of the first token that it rejected.");
+    if (meanings.length) add(parent, "p", { class: "note" }, meanings.join(" "));
     const text = add(parent, "div", { class: "text answer" });
     for (const token of turn.answer) {
       const step = turn.steps[token.step];
-      const part = add(text, "b", { style: `--writer:${writer(token.writer)[1]}`, "data-writer": token.writer }, token.text || "▪");
-      explain(part, `${writer(token.writer)[0]}\nstep ${token.step}: ${step.num_accepted} of ${step.gamma} accepted`);
+      const [label, colour, line] = writer(token.writer);
+      const part = add(text, "b", { style: `--writer:${colour}`, "data-line": line, "data-writer": token.writer }, token.text || "▪");
+      explain(part, `${label}\nstep ${token.step}: ${step.num_accepted} of ${step.gamma} accepted`);
     }
   }
 
@@ -215,7 +249,7 @@
     add(parent, "h3", {}, title);
     if (note) add(parent, "p", { class: "note" }, note);
     const column = Math.max(7, Math.min(26, Math.floor(640 / Math.max(1, steps.length))));
-    const left = 54, height = 96, width = left + column * steps.length + 6;
+    const left = 54, height = 96, width = Math.max(180, left + column * steps.length + 6);
     const scroll = add(parent, "div", { class: "scroll" });
     const svg = draw(scroll, "svg", { width, height: height + 18, role: "img", "aria-label": title, "data-chart": name });
     for (const part of [0, 0.5, 1]) {
@@ -223,6 +257,7 @@
       draw(svg, "line", { class: "grid", x1: left, x2: width, y1: y, y2: y });
       draw(svg, "text", { x: left - 4, y: y + 3.5, "text-anchor": "end" }, format(part * highest));
     }
+    draw(svg, "text", { x: left - 4, y: height + 12, "text-anchor": "end" }, "step");
     const y = (value) => 6 + (height - 12) * (1 - Math.min(1, value / highest));
     steps.forEach(([index, step], place) => {
       const x = left + column * place;
@@ -252,7 +287,7 @@
     }
     // Even, so that the middle of the axis is a whole number.
     const most = 2 * Math.ceil(Math.max(1, ...turn.steps.map((step) => step.gamma)) / 2);
-    chart(parent, turn, "Gamma by step", "Outlined: proposed. Filled: accepted.", all, most, (value) => String(value), (svg, x, width, step, y) => {
+    chart(parent, turn, "Gamma by step, tokens", "Outlined: proposed. Filled: accepted.", all, most, (value) => String(value), (svg, x, width, step, y) => {
       const colour = writer(step.proposer)[1];
       if (!step.gamma) draw(svg, "rect", { x, width, y: y(0) - 2, height: 2, fill: "var(--plain)" });
       draw(svg, "rect", { x: x + 0.5, width: width - 1, y: y(step.gamma), height: y(0) - y(step.gamma), fill: "none", stroke: colour });
@@ -268,7 +303,7 @@
     };
     const note = "One dot per drafted token, filled where it was accepted; the line is a step's mean.";
     if (turn.steps.some((step) => step.confidence.length)) {
-      chart(parent, turn, "Confidence by step", note, all, 1, (value) => value.toFixed(1), dots("confidence", "var(--draft)", "var(--correction)"),
+      chart(parent, turn, "Confidence by step, probability", note, all, 1, (value) => value.toFixed(1), dots("confidence", "var(--draft)", "var(--correction)"),
         (step) => `confidence ${listed(step.confidence, 2)}`, "confidence");
       const highest = Math.max(1, ...turn.steps.flatMap((step) => step.entropy));
       chart(parent, turn, "Entropy by step, bits", note, all, highest, (value) => value.toFixed(1), dots("entropy", "var(--draft)", "var(--correction)"),
