@@ -82,28 +82,87 @@ def test_a_person_turns_to_the_second_turn_and_sees_what_is_cached(address: str,
         assert f"{shown[0].turns[1].metrics['num_new_tokens']:,}" in page.text(".run .tiles")
 
 
+def test_a_legend_says_what_each_colour_and_line_means(address: str, shown: list[RunView]) -> None:
+    turn = shown[0].turns[0]
+    assert turn.prompt is not None
+    assert turn.prompt.importance is not None
+    with Page(address) as page:
+        text = page.text(".run:first-child")
+        assert "importance to the draft: 0" in text
+        assert "a bar per chunk" in text
+        writers = {token.writer for token in turn.answer}
+        lines = page.evaluate(
+            """Object.fromEntries([...document.querySelectorAll(".run:first-child .answer b")].map((token) => {
+                const style = getComputedStyle(token);
+                return [token.dataset.writer, [style.borderBottomStyle, style.borderBottomColor].join(" ")];
+            }))"""
+        )
+        assert set(lines) == writers
+        # A line of its own for each, and the same one in the legend.
+        assert len(set(lines.values())) == len(writers)
+        assert len({line.split(" ")[0] for line in lines.values()}) == len(writers)
+        named = page.evaluate(
+            """[...document.querySelectorAll(".run:first-child .legend b")].map((name) => {
+                const style = getComputedStyle(name);
+                return [style.borderBottomStyle, style.borderBottomColor].join(" ");
+            })"""
+        )
+        assert sorted(named) == sorted(lines.values())
+        # Dropped text differs from kept text by more than its colour.
+        weight = "getComputedStyle(document.querySelector('.run:first-child .text.prompt .{}')).fontWeight"
+        assert page.evaluate(weight.format("k")) != page.evaluate(weight.format("d"))
+
+
+def test_every_chart_names_its_axis_and_its_unit(address: str) -> None:
+    with Page(address) as page:
+        axes = page.evaluate(
+            """[...document.querySelectorAll(".run:first-child svg[data-chart]")].map((svg) =>
+                [svg.getAttribute("aria-label"), [...svg.querySelectorAll("text")].map((text) => text.textContent)])"""
+        )
+        for title, labels in axes:
+            assert "step" in labels
+            has_unit = any(unit in title for unit in ("tokens", "probability", "bits"))
+            assert has_unit or any(label.endswith((" s", " ms", " µs")) for label in labels)
+        # No label is cut off by its picture.
+        cut = page.evaluate(
+            """[...document.querySelectorAll("svg[data-chart] text")].filter((text) => {
+                const [label, frame] = [text.getBoundingClientRect(), text.ownerSVGElement.getBoundingClientRect()];
+                return label.left < frame.left || label.right > frame.right || label.bottom > frame.bottom + 1;
+            }).map((text) => text.textContent)"""
+        )
+        assert cut == []
+
+
 @pytest.mark.parametrize("dark", [False, True])
-def test_the_page_fits_a_phone_and_can_be_read_in_light_and_dark(address: str, dark: bool) -> None:
-    with Page(address, width=390, height=844, dark=dark) as page:
-        assert page.evaluate("document.documentElement.scrollWidth") <= 390
-        # WCAG contrast of the body text and of dropped tokens against the card they stand on.
+@pytest.mark.parametrize("width", [390, 420])
+def test_the_page_fits_a_phone_and_can_be_read_in_light_and_dark(address: str, width: int, dark: bool) -> None:
+    with Page(address, width=width, height=844, dark=dark) as page:
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        # Nothing is wider than the card it stands in, but for charts, which scroll.
+        wide = """[...document.querySelectorAll(".run *")].filter((element) => !element.closest(".scroll, details")
+            && element.getBoundingClientRect().right > element.closest(".run").getBoundingClientRect().right)
+            .map((element) => element.className.toString())"""
+        assert page.evaluate(wide) == []
+        # WCAG contrast of texts and tokens against what they stand on, their heat included.
         ratios = page.evaluate(
             """(() => {
-                const parse = (colour) => colour.match(/[0-9.]+/g).slice(0, 3).map(Number);
-                const light = (colour) => {
-                    const parts = parse(colour).map((value) => value / 255)
+                const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+                const paint = (...colours) => {
+                    for (const colour of colours) { canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1); }
+                    const parts = [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3).map((value) => value / 255)
                         .map((value) => (value <= 0.04045 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4));
                     return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2];
                 };
-                const card = light(getComputedStyle(document.querySelector(".run")).backgroundColor);
-                const read = [...document.querySelectorAll(".question, .note, .answer b, .text .d")];
-                return read.slice(0, 60).map((element) => {
-                    const ink = light(getComputedStyle(element).color);
-                    return (Math.max(ink, card) + 0.05) / (Math.min(ink, card) + 0.05);
+                const card = getComputedStyle(document.querySelector(".run")).backgroundColor;
+                const read = ".question, .note, .legend > span, .answer b, .text .d, .text .k, .text summary";
+                return [...document.querySelectorAll(read)].slice(0, 3000).map((element) => {
+                    const style = getComputedStyle(element);
+                    const [ink, ground] = [paint(style.color), paint(card, style.backgroundColor)];
+                    return (Math.max(ink, ground) + 0.05) / (Math.min(ink, ground) + 0.05);
                 });
             })()"""
         )
-        assert len(ratios) > 5
-        assert min(ratios) >= 3.0
+        assert len(ratios) > 60
+        assert min(ratios) >= 4.5
         background = page.evaluate("getComputedStyle(document.body).backgroundColor")
         assert (background == "rgb(18, 23, 22)") is dark
