@@ -196,7 +196,7 @@
     const fill = (box, from, to) => {
       for (let index = from; index < to; index += 1) {
         const token = add(box, "span", { class: prompt.states[index] }, prompt.tokens[index]);
-        if (heat && prompt.states[index] !== "c") {
+        if (heat) {
           const most = prompt.states[index] === "d" ? "var(--hot-dropped)" : "var(--hot)";
           if (heat[index] > 0.03) token.style.background = `rgba(var(--heat), calc(${most} * ${heat[index].toFixed(2)}))`;
         }
@@ -248,7 +248,7 @@
   function chart(parent, turn, title, note, steps, highest, format, marks, numbers, name) {
     add(parent, "h3", {}, title);
     if (note) add(parent, "p", { class: "note" }, note);
-    const column = Math.max(7, Math.min(26, Math.floor(640 / Math.max(1, steps.length))));
+    const column = Math.max(7, Math.min(40, Math.floor(640 / Math.max(1, steps.length))));
     const left = 54, height = 96, width = Math.max(180, left + column * steps.length + 6);
     const scroll = add(parent, "div", { class: "scroll" });
     const svg = draw(scroll, "svg", { width, height: height + 18, role: "img", "aria-label": title, "data-chart": name });
@@ -262,7 +262,7 @@
     steps.forEach(([index, step], place) => {
       const x = left + column * place;
       marks(svg, x + 1, column - 2, step, y);
-      const every = Math.ceil(34 / column);
+      const every = Math.ceil(24 / column);
       if (place % every === 0) draw(svg, "text", { x: x + column / 2, y: height + 12, "text-anchor": "middle" }, String(index));
       explain(draw(svg, "rect", { class: "hit", x, y: 0, width: column, height }), () => `step ${index}\n${numbers(step)}`);
     });
