@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 import sklearn
 
+from experiments.common.environment import describe
 from experiments.common.script import run_script
 from experiments.policies import published
 from spec_stack.controller.base import StepRecord
@@ -90,10 +91,11 @@ def main() -> None:
         shutil.copyfile(options.out / f"step-{options.model}.json", options.ship / FILE_NAME)
         print(f"{options.ship / FILE_NAME} is {options.model}")
     line = {
+        "experiment": "train_controller",
+        **describe(),
         "step_winner": step_winner,
         "step_correlation": step_scores,
         "data_sha256": data_hash,
-        "out": str(options.out),
     }
     print(json.dumps(line))
 
