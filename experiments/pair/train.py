@@ -34,6 +34,7 @@ from experiments.pair.batches import Batch, Part, Source, parse_mix
 from experiments.pair.data import Corpus, prepare
 from experiments.pair.data import __doc__ as about_data
 from experiments.pair.model import (
+    ASSISTANT,
     PairModel,
     Shape,
     export_folder,
@@ -77,6 +78,7 @@ class LossWeights:
     distil: share of the teacher's KL. evidence: weight of the last layer's attention (mean of its heads) to the
     evidence, which is what scores a prompt. copied: of its best head's attention to the copied token. middle: a layer
     whose best head is to find the evidence (weight: found), so that the layers after it have something to copy from.
+    first: how many times an answer's first token counts: it has to be found, those after it only to be gone on with.
     """
 
     distil: float = 0.7
@@ -84,6 +86,7 @@ class LossWeights:
     copied: float = 0.0
     middle: int | None = None
     found: float = 0.0
+    first: float = 1.0
 
 
 def masses(attention: torch.Tensor, links: Sequence[tuple[int, int, int]]) -> torch.Tensor:
@@ -108,23 +111,27 @@ def part_loss(
     hidden, attention, between = model.hidden_at(
         batch.ids, batch.positions, wanted, batch.window, middle=parts.middle if parts.found else None
     )
-    weights = batch.weights[0, wanted]
+    is_first = batch.ids[0, wanted] == ASSISTANT
+    weights = batch.weights[0, wanted] * torch.where(is_first, parts.first, 1.0)
     losses = F.cross_entropy(model.logits(hidden)[0], batch.labels[0, wanted], reduction="none")
     loss = (losses * weights).sum() / weights.sum()
     logged = {"loss": float(loss.detach())}
+    if bool(is_first.any()):
+        logged["first"] = float(losses.detach()[is_first].mean())
     row = {int(query): at for at, query in enumerate(wanted.tolist())}
     links = [(row[query], start, end) for query, start, end in batch.links if query in row]
     terms = []
     if links and parts.evidence:
-        terms.append(("mass", parts.evidence, masses(attention.mean(0, keepdim=True), links)[0]))
+        terms.append(("mass", parts.evidence, links, masses(attention.mean(0, keepdim=True), links)[0]))
     if links and between is not None:
-        terms.append(("found", parts.found, masses(between, links).amax(0)))
+        terms.append(("found", parts.found, links, masses(between, links).amax(0)))
     copies = [(row[query], at, at + 1) for query, at in batch.copies if query in row]
     if copies and parts.copied:  # one head is enough, so the others are left to what they do
-        terms.append(("copied", parts.copied, masses(attention, copies).amax(0)))
-    for name, weight, mass in terms:
+        terms.append(("copied", parts.copied, copies, masses(attention, copies).amax(0)))
+    for name, weight, queries, mass in terms:
         logged[name] = float(mass.detach().mean())
-        loss = loss - weight * (mass + 1e-5).log().mean()
+        counts = torch.where(is_first[[each[0] for each in queries]], parts.first, 1.0)
+        loss = loss - weight * (counts * (mass + 1e-5).log()).sum() / counts.sum()
     return loss, logged
 
 
@@ -193,7 +200,12 @@ class Run:
         ]
         self.others = others
         self.loss_weights = LossWeights(
-            args.distil, args.attention_weight, args.copy_weight, args.middle_layer, args.middle_weight
+            args.distil,
+            args.attention_weight,
+            args.copy_weight,
+            args.middle_layer,
+            args.middle_weight,
+            args.first_weight,
         )
         self.average = {name: value.detach().clone() for name, value in named.items()} if args.average else {}
         self.step, self.tokens, self.elapsed = 0, 0, 0.0
@@ -390,6 +402,7 @@ def parser() -> argparse.ArgumentParser:
     )
     fit.add_argument("--middle-layer", type=int, help="a layer (from 0) whose attention is to find the evidence")
     fit.add_argument("--middle-weight", type=float, default=0.0, help="weight of that")
+    fit.add_argument("--first-weight", type=float, default=1.0, help="how many times an answer's first token counts")
     fit.add_argument("--windowed", type=float, default=0.0, help="share of wide sequences that are read with a window")
     fit.add_argument("--average", type=float, default=0.0, help="keep (and export) a moving average with this decay")
     fit.add_argument("--widen-mlp", type=int, default=0, help="give the MLPs of --init so many units")

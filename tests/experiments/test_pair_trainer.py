@@ -481,3 +481,18 @@ def test_a_card_keeps_its_text_around_the_measured_tables(tmp_path):
     text = card.read_text()
     assert "first" not in text
     assert text.index("before") < text.index("second") < text.index("after")
+
+
+def test_an_answers_first_token_counts_as_often_as_asked() -> None:
+    torch.manual_seed(0)
+    model = pair_model.PairModel(train_pair.SHAPES["target-tiny"])
+    ids = torch.tensor([[5, 6, 7, pair_model.ASSISTANT, 8, 9, 10]])
+    labels, weights = torch.roll(ids, -1, 1), torch.tensor([[0.0, 0, 0, 1, 1, 0, 0]])
+    batch = pair_batches.Batch(ids, labels, weights, torch.arange(7)[None], links=[(3, 0, 1), (4, 0, 1)])
+    plain, _ = train_pair.part_loss(model, batch, None, train_pair.LossWeights())
+    first, logged = train_pair.part_loss(model, batch, None, train_pair.LossWeights(first=4.0))
+    hidden, *_ = model.hidden_at(ids, batch.positions, torch.tensor([3, 4]))
+    each = torch.nn.functional.cross_entropy(model.logits(hidden)[0], labels[0, 3:5], reduction="none")
+    assert float(plain) == pytest.approx(float(each.mean()), rel=1e-5)
+    assert float(first) == pytest.approx(float((4 * each[0] + each[1]) / 5), rel=1e-5)
+    assert logged["first"] == pytest.approx(float(each[0]), rel=1e-5)
