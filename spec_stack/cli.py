@@ -193,7 +193,8 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 
 def _calibrate(arguments: argparse.Namespace) -> int:
-    from spec_stack.calibration import LENGTHS, calibrate, check_plots, format_calibration, plot_calibration
+    from spec_stack.calibration import LENGTHS, calibrate
+    from spec_stack.calibration_report import check_plots, format_calibration, plot_calibration
     from spec_stack.pair import ModelPair
 
     out = arguments.out or arguments.draft

@@ -20,9 +20,8 @@ from spec_stack.calibration import (
     calibrate,
     encode_haystack,
     fit_quadratic,
-    format_calibration,
-    plot_calibration,
 )
+from spec_stack.calibration_report import format_calibration, plot_calibration
 from spec_stack.hf.loading import ASSETS
 from spec_stack.pair import ModelPair
 from spec_stack.prefill.calibration import CHOSEN, FILE_NAME, Calibration

@@ -14,6 +14,8 @@ FILE_NAME = "spec_stack_calibration.json"
 VERSION = 1
 MARGIN = 0.1
 """Recall that is given up for time against the best setting."""
+HEAD_RATE = 0.2
+"""The share kept at which heads are judged by themselves."""
 # What a calibration decides; everything else stays as it was configured.
 CHOSEN = (
     "keep_rate",
