@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Teach the pair in PAIR to answer questions in many wordings (experiments/pair/wording.py and grammar.py), on one CPU
 # thread: the target first, then the draft, distilled from it. Both go on from PAIR and keep their shapes, but for wider
-# MLPs in the draft. AT_ONCE=1 trains both at once, a thread each: the draft learns text from PAIR's target until the new
-# one is done, and from that one after.
+# MLPs in the draft. AT_ONCE=1 trains both at once, a thread each: the draft learns text from TEACHER until the new target is
+# done, and from that one after. TEACHER is PAIR's target, unless PAIR itself is on its way: then the one it came from.
 #   CORPUS=CORPUS PAIR=spec_stack/assets RUN=RUN bash experiments/runs/train_pair_tasks.sh
 # MINUTES=480 is the whole of it in processor minutes, so that a run that is stopped, or shares its core, loses nothing. An
 # interrupted run (SIGTERM ends it with a checkpoint) goes on when it is started again.
@@ -10,6 +10,7 @@
 set -euo pipefail
 CORPUS=$(realpath "${CORPUS:?a folder of *.jsonl(.xz) files}")
 PAIR=$(realpath "${PAIR:?the pair to continue}")
+TEACHER=$(realpath "${TEACHER:-$PAIR/target}")
 RUN=$(realpath -m "${RUN:?the folder for data, checkpoints and the pair}")
 cd "$(dirname "$0")/../.."
 export OMP_NUM_THREADS=1
@@ -39,13 +40,13 @@ stop_with_me() {
 stop_with_me
 
 # Many short documents first, since what a question costs is its document; then longer ones, then the longest with more text,
-# while the rate goes to zero. Held-out text is kept by the old target's own choices (--teacher); it gets worse by a tenth
+# while the rate goes to zero. Held-out text is kept by the old target's own choices (--teacher); it gets worse by a fifth
 # in the first phase all the same, so the last one is mostly text.
 SHORT=wide:0.3:224/256/320/384:1
 MIDDLE=wide:0.3:512/768/1024/2048:1
 LONG=wide:0.3:4096/8192:1
 train_target() {
-    train target 0.6 --teacher "$PAIR/target" --distil 0.5 --lr 0.006 --other-lr 2e-4 --warmup 30 --copy-weight 0.2 \
+    train target 0.6 --teacher "$TEACHER" --distil 0.5 --lr 0.006 --other-lr 2e-4 --warmup 30 --copy-weight 0.2 \
         --middle-layer 3 --middle-weight 0.2 --first-weight 4 --decay-from 0.4 \
         --mix "0.5=$SHORT,$SHORT,$SHORT,$SHORT,$SHORT,$SHORT,$SHORT,$MIDDLE,lm:1.5:512:1" \
         --mix "0.75=$SHORT,$SHORT,$SHORT,$MIDDLE,$MIDDLE,wide-sparse:0.3:4096:1,lm:2:1024:2" \
@@ -66,7 +67,7 @@ train_draft() {
 if [ -n "$AT_ONCE" ]; then
     (
         stop_with_me
-        train_draft "$PAIR/target"
+        train_draft "$TEACHER"
     ) &
     early=$!
     train_target
