@@ -40,15 +40,15 @@ stop_with_me() {
 stop_with_me
 
 # Many short documents first, since what a question costs is its document; then longer ones, then the longest with more text,
-# while the rate goes to zero. Held-out text is kept by the old target's own choices (--teacher); it gets worse by a fifth
-# in the first phase all the same, so the last one is mostly text.
+# while the rate goes to zero. Held-out text is kept by the old target's own choices (--teacher); it gets worse
+# in the first phase all the same (by a fifth at twice this rate), so the last one is mostly text.
 SHORT=wide:0.3:224/256/320/384:1
 MIDDLE=wide:0.3:512/768/1024/2048:1
 LONG=wide:0.3:4096/8192:1
 train_target() {
-    train target 0.6 --teacher "$TEACHER" --distil 0.5 --lr 0.006 --other-lr 2e-4 --warmup 30 --copy-weight 0.2 \
-        --middle-layer 3 --middle-weight 0.2 --first-weight 4 --decay-from 0.4 \
-        --mix "0.5=$SHORT,$SHORT,$SHORT,$SHORT,$SHORT,$SHORT,$SHORT,$MIDDLE,lm:1.5:512:1" \
+    train target 0.6 --teacher "$TEACHER" --distil 0.5 --lr 0.003 --other-lr 2e-4 --warmup 30 --copy-weight 0.2 \
+        --middle-layer 3 --middle-weight 0.3 --first-weight 4 --decay-from 0.4 \
+        --mix "0.5=$SHORT,$SHORT,$SHORT,$SHORT,$SHORT,$SHORT,$SHORT,$MIDDLE,lm:2:512:2" \
         --mix "0.75=$SHORT,$SHORT,$SHORT,$MIDDLE,$MIDDLE,wide-sparse:0.3:4096:1,lm:2:1024:2" \
         --mix "$SHORT,$MIDDLE,$LONG,wide-sparse:0.3:8192:1,lm:3:1024:3"
 }
