@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -117,13 +117,15 @@ class Chat:
         asked = [*self.messages, {"role": "user", "content": "\n\n".join([*self._documents, line])}]
         text, metrics = "", None
         try:
-            with closing(self.session.stream(messages=asked, **self._options)) as outputs, ExitStack() as ended:
-                ended.callback(self._settle)
-                for output in outputs:
-                    text += output.text
-                    self._out.write(output.text)
-                    self._out.flush()
-                    metrics = output.metrics
+            with closing(self.session.stream(messages=asked, **self._options)) as outputs:
+                try:
+                    for output in outputs:
+                        text += output.text
+                        self._out.write(output.text)
+                        self._out.flush()
+                        metrics = output.metrics
+                finally:
+                    self._settle()
         except KeyboardInterrupt:
             self._say("\n(stopped)", dim=True)
         except ValueError as error:

@@ -9,30 +9,31 @@ from __future__ import annotations
 
 import random
 import re
+from functools import cache
 
 from experiments.pair.values import LETTERS, number
-from experiments.pair.wording import Relation, _split
+from experiments.pair.wording import Relation, listed
 
-_OF = _split(
+_OF = listed(
     """the {a} of {e}, {e}'s {a}, the {a} for {e}, the {a} that {e} has, the {a} belonging to {e}, the {a} used by {e},
     the {a} with {e}, the {a} given to {e}, the {a} held by {e}, the {a} on file for {e}, the {a} kept for {e},
     the {a} under the name of {e}, the {a} in the case of {e}, the {a} next to {e}, the {a} that belongs to {e}"""
 )
-_BE = _split(
+_BE = listed(
     """is, was, equals, reads, became, remains, stays, will be, has been, is still, was changed to, is given as,
     is listed as, was noted as, stands at, came to, must be, should be, has become, is known to be, is now, would be,
     had to be, is simply, is called, says, may be"""
 )
-_IS_FIRST = _split(
+_IS_FIRST = listed(
     """is, was, became, remains, serves as, stands for, was chosen as, was named as, is known as, is still, will be,
     is written as, has become, is given as, must be"""
 )
-_HAVE = _split(
+_HAVE = listed(
     """has, had, got, received, took, picked, selected, wants, needs, gives, holds, carries, lists, bears, kept,
     entered, typed, ordered, requested, changed to, switched to, moved to, always takes, was given, has taken,
     decided on"""
 )
-_WENT_ON = _split(
+_WENT_ON = listed(
     """went on, came first, was fine, looked good, stayed there, is new, stood out, can wait, did well, made sense,
     was on the list, came last, is well known"""
 )
@@ -44,7 +45,7 @@ _TAIL = (
     *("", "", "", "", " since then", " from now on", ", said the clerk", ", it seems", " as usual", " so far"),
     *(", by all accounts", " without exception", " in every list", " after all", ", you see"),
 )
-_SHOW = _split(
+_SHOW = listed(
     """What is, What was, Which is, Tell me, Say, Give me, Give, Find, Show me, I want, I need to know, Look for,
     Search for, Read out, Write, Print, Return, Fetch, Get, Report, Recall, Do you remember, Where do I see, What about,
     Can you see, Can you find, Do you have, Bring me, Look up, Repeat, Please give, Please say, We need, Who knows,
@@ -66,7 +67,7 @@ _MARKS = (*"-/_#+.*=&%:,;.:", "..", " / ", ": ")
 # As the values of the test half look: these are left to it.
 _OTHERS = re.compile(r"v[\d.]+|\d+:\d+|[0-9a-f]{6}|0\d+ \d+|\d+,\d+")
 # Verbs by their base, past and participle.
-_VERBS = _split(
+_VERBS = listed(
     """build built built, paint painted painted, carry carried carried, open opened opened, close closed closed,
     visit visited visited, watch watched watched, follow followed followed, sell sold sold, buy bought bought,
     bring brought brought, find found found, lose lost lost, want wanted wanted, choose chose chosen, draw drew drawn,
@@ -139,6 +140,7 @@ def value(rng: random.Random, words: list[str]) -> str:
             return made
 
 
+@cache
 def relations() -> tuple[Relation, ...]:
     """Facts said with verbs of every day: who did it, and to what or whom."""
     made = []

@@ -14,7 +14,8 @@ def _lines(text: str) -> tuple[str, ...]:
     return tuple(line.strip() for line in text.strip().split("\n"))
 
 
-def _split(text: str) -> tuple[str, ...]:
+def listed(text: str) -> tuple[str, ...]:
+    """The parts of a text between its commas."""
     return tuple(part.strip() for part in text.replace("\n", " ").split(",") if part.strip())
 
 
@@ -73,7 +74,7 @@ class Wording:
 
 
 TRAIN = Wording(
-    first_names=_split(
+    first_names=listed(
         """Alice, Bruno, Carla, Daniel, Elena, Felix, Greta, Hassan, Irene, Jonas, Kavita, Liam, Maria, Nadia,
         Oscar, Paula,
         Quentin, Rosa, Samuel, Tara, Umar, Vera, Walter, Xenia, Yusuf, Zoe, Miriam, Peter, Anna, Boris, Clara,
@@ -86,88 +87,88 @@ TRAIN = Wording(
         Neil, Olive,
         Paul, Rita, Stephen, Ada, Bob, Carol, Dan, Eve, Grace, Hugo, Kim, Mike, Nora, Sam, Ted, Tina, Will, Zack"""
     ),
-    surnames=_split(
+    surnames=listed(
         """Smith, Keller, Moreau, Johansson, Okafor, Rossi, Novak, Tanaka, Silva, Brown, Fischer, Lindberg, Hughes,
         Kowalski,
         Dubois, Petrov, Murphy, Haddad, Iyer, Nakamura, Weber, Costa, Walsh, Olsen, Vargas, Young, Carter, Baker,
         Turner, Cooper,
         Reed, Ward, Foster, Gray, Stone, Wood, Marsh, Fields, Hill, Rivers"""
     ),
-    syllables=_split(
+    syllables=listed(
         """ba, be, bo, da, de, do, fa, fi, ga, go, ka, ke, ki, la, le, li, lo, ma, me, mi, mo, na, ne, ni, no, pa,
         pe, ra, re,
         ri, ro, sa, se, so, ta, te, ti, to, va, ve, vi, za, zo"""
     ),
     things={
         "company": (
-            _split(
+            listed(
                 """North, Silver, Blue, Iron, Summit, River, Green, Atlas, Bright, Stone, Delta, Royal, Union,
                 Pacific, Eagle,
                 Cedar, Golden, Harbor, Metro, Prime, Oak, Star, Red, Crown, Liberty"""
             ),
-            _split(
+            listed(
                 """Systems, Foods, Motors, Bank, Textiles, Energy, Labs, Partners, Press, Tools, Airlines, Steel,
                 Media"""
             ),
             " ",
         ),
         "server": (
-            _split("db, web, cache, mail, auth, proxy, backup, build, queue, search"),
-            _split("east-1, east-2, west-1, west-3, north-4, eu-2, eu-5, us-7, us-9, test-6"),
+            listed("db, web, cache, mail, auth, proxy, backup, build, queue, search"),
+            listed("east-1, east-2, west-1, west-3, north-4, eu-2, eu-5, us-7, us-9, test-6"),
             "-",
         ),
         "project": (
-            _split("Project, Operation, Mission, Plan"),
-            _split(
+            listed("Project, Operation, Mission, Plan"),
+            listed(
                 """Falcon, Horizon, Sunrise, Granite, Comet, Maple, Orion, Thunder, Willow, Phoenix, Tiger, Breeze,
                 Nova"""
             ),
             " ",
         ),
         "town": (
-            _split(
+            listed(
                 """Ash, Bram, Cold, Dun, East, Fair, Glen, Hart, King, Lang, Mill, Nor, Old, Pem, Rock, South, Thorn,
                 West"""
             ),
-            _split("ford, ton, bury, ham, field, wick, bridge, stead, well, wood"),
+            listed("ford, ton, bury, ham, field, wick, bridge, stead, well, wood"),
             "",
         ),
         "room": (
-            _split("""the red, the blue, the upper, the lower, the old, the small, the large, the north,
+            listed("""the red, the blue, the upper, the lower, the old, the small, the large, the north,
             the south"""),
-            _split("room, hall, office, store, cellar, library, workshop, kitchen, gallery"),
+            listed("room, hall, office, store, cellar, library, workshop, kitchen, gallery"),
             " ",
         ),
         "machine": (
-            _split("pump, drill, printer, engine, scanner, lift, oven, press, lamp, valve"),
-            _split("A1, A2, B3, B7, C4, C9, D2, D5, E6, E8, F1, F3"),
+            listed("pump, drill, printer, engine, scanner, lift, oven, press, lamp, valve"),
+            listed("A1, A2, B3, B7, C4, C9, D2, D5, E6, E8, F1, F3"),
             " ",
         ),
         "book": (
-            _split("The Silent, The Last, The Broken, The Hidden, A Distant, The Long, The Green, A Quiet"),
-            _split("River, Garden, Letter, Winter, Mountain, Road, House, Summer, Island, Door"),
+            listed("The Silent, The Last, The Broken, The Hidden, A Distant, The Long, The Green, A Quiet"),
+            listed("River, Garden, Letter, Winter, Mountain, Road, House, Summer, Island, Door"),
             " ",
         ),
         "module": (
-            _split("user, order, image, event, token, text, file, graph, price, mail"),
-            _split("parser, loader, store, index, filter, client, writer, reader, router, cache"),
+            listed("user, order, image, event, token, text, file, graph, price, mail"),
+            listed("parser, loader, store, index, filter, client, writer, reader, router, cache"),
             "_",
         ),
     },
     pools={
-        "colour": _split("red, blue, green, yellow, white, black, brown, pink, orange, purple, silver, gold"),
-        "city": _split(
+        "colour": listed("red, blue, green, yellow, white, black, brown, pink, orange, purple, silver, gold"),
+        "city": listed(
             """London, Paris, Tokyo, Berlin, Madrid, Cairo, Lima, Oslo, Dublin, Vienna, Prague, Rome, Athens,
             Boston, Chicago,
             Denver, Moscow, Delhi, Seoul, Sydney, Lisbon, Warsaw, Geneva, Milan, Bergen, Quito, Havana, Tunis,
             Dakar, Accra"""
         ),
-        "job": _split(
+        "job": listed(
             """doctor, teacher, engineer, lawyer, painter, farmer, baker, pilot, nurse, writer, driver, judge,
             clerk, singer,
             carpenter, sailor, editor, gardener, tailor, chemist"""
         ),
-        "object": _split(
+        "object": listed(
             """apple, table, river, stone, house, garden, window, paper, letter, music, summer, winter, captain,
             school, bridge,
             forest, market, mirror, button, candle, basket, hammer, ladder, pocket, ribbon, saddle, tunnel, valley,
@@ -176,19 +177,19 @@ TRAIN = Wording(
             onion,
             pepper, rabbit"""
         ),
-        "animal": _split("dog, cat, horse, rabbit, parrot, goat, sheep, turtle, mouse, duck, fox, bear"),
-        "food": _split("bread, cheese, soup, rice, fish, cake, eggs, apples, pasta, butter, honey, chicken"),
-        "month": _split("January, February, March, May, June, August, September, November"),
+        "animal": listed("dog, cat, horse, rabbit, parrot, goat, sheep, turtle, mouse, duck, fox, bear"),
+        "food": listed("bread, cheese, soup, rice, fish, cake, eggs, apples, pasta, butter, honey, chicken"),
+        "month": listed("January, February, March, May, June, August, September, November"),
     },
     value_kinds=("number", "long number", "identifier", "date", "name", "two words", "price", "decimal"),
-    qualifiers=_split(
+    qualifiers=listed(
         """red, blue, green, silver, golden, secret, hidden, special, magic, ancient, broken, bright, dark, quiet,
         simple, final,
         first, second, north, south, early, late, public, private, local, common, rare, plain, modern, new, old,
         main, spare,
         primary, daily, yearly, official, internal, temporary, current, previous, total, maximum, average"""
     ),
-    nouns=_split(
+    nouns=listed(
         """code, number, password, key, token, label, pin, badge, account, order, serial number, score, price,
         weight, height,
         address, port, size, limit, budget, rate, id, balance, salary, extension, locker, seat, reference, version,
@@ -198,13 +199,13 @@ TRAIN = Wording(
         delay, length, count, grade, speed"""
     ),
     word_attributes={
-        "colour": _split("colour, favourite colour, paint, coat colour, flag colour, cover colour"),
-        "city": _split("city, home town, birthplace, destination, head office, branch, location, base"),
-        "job": _split("job, profession, trade, occupation, first job, dream job"),
-        "object": _split("symbol, gift, prize, favourite word, theme, sign, keyword, secret word, emblem, topic"),
-        "animal": _split("pet, favourite animal, mascot, guard animal"),
-        "food": _split("lunch, favourite dish, breakfast, main product, speciality"),
-        "month": _split("month of birth, opening month, best month, review month"),
+        "colour": listed("colour, favourite colour, paint, coat colour, flag colour, cover colour"),
+        "city": listed("city, home town, birthplace, destination, head office, branch, location, base"),
+        "job": listed("job, profession, trade, occupation, first job, dream job"),
+        "object": listed("symbol, gift, prize, favourite word, theme, sign, keyword, secret word, emblem, topic"),
+        "animal": listed("pet, favourite animal, mascot, guard animal"),
+        "food": listed("lunch, favourite dish, breakfast, main product, speciality"),
+        "month": listed("month of birth, opening month, best month, review month"),
     },
     statements=_lines(
         """
@@ -638,97 +639,97 @@ TRAIN = Wording(
 )
 
 TEST = Wording(
-    first_names=_split(
+    first_names=listed(
         """Amelia, Bernard, Chloe, Dmitri, Esther, Fatima, Gustav, Helena, Ibrahim, Jasmine, Klaus, Lorenzo,
         Margaret, Nikolai,
         Ophelia, Pedro, Ramona, Sven, Theodore, Valerie, Winston, Yolanda, Zachary, Astrid, Benedict, Camille,
         Desmond, Eleanor"""
     ),
-    surnames=_split(
+    surnames=listed(
         """Andersson, Blackwood, Castillo, Donovan, Eriksen, Fitzgerald, Gonzalez, Harrington, Ivanov, Jefferson,
         Kaufman, Laurent,
         Mendoza, Nguyen, Pemberton, Quigley, Ramirez, Schneider, Thornton, Whitaker"""
     ),
-    syllables=_split("bri, cla, dru, fle, gri, plo, sta, tru, wen, yor, hux, jal, quo, shi, tho"),
+    syllables=listed("bri, cla, dru, fle, gri, plo, sta, tru, wen, yor, hux, jal, quo, shi, tho"),
     things={
         "company": (
-            _split("Crystal, Falconer, Zenith, Meridian, Amber, Copper, Vector, Polar, Vista, Onyx"),
-            _split("Logistics, Pharma, Insurance, Robotics, Brewery, Cement, Studios, Telecom"),
+            listed("Crystal, Falconer, Zenith, Meridian, Amber, Copper, Vector, Polar, Vista, Onyx"),
+            listed("Logistics, Pharma, Insurance, Robotics, Brewery, Cement, Studios, Telecom"),
             " ",
         ),
         "server": (
-            _split("node, worker, gateway, storage, relay, metrics"),
-            _split("apac-3, apac-8, south-12, prod-14, stage-21, lab-15"),
+            listed("node, worker, gateway, storage, relay, metrics"),
+            listed("apac-3, apac-8, south-12, prod-14, stage-21, lab-15"),
             "-",
         ),
         "project": (
-            _split("Initiative, Programme, Campaign"),
-            _split("Jupiter, Lighthouse, Badger, Monsoon, Quartz, Saffron, Tundra"),
+            listed("Initiative, Programme, Campaign"),
+            listed("Jupiter, Lighthouse, Badger, Monsoon, Quartz, Saffron, Tundra"),
             " ",
         ),
         "town": (
-            _split("Brack, Cran, Esk, Holm, Ips, Wrex, Yar, Lud"),
-            _split("combe, dale, mouth, minster, thorpe, burgh"),
+            listed("Brack, Cran, Esk, Holm, Ips, Wrex, Yar, Lud"),
+            listed("combe, dale, mouth, minster, thorpe, burgh"),
             "",
         ),
         "vessel": (
-            _split("the ferry, the yacht, the tanker, the schooner"),
-            _split("Aurora, Endeavour, Mermaid, Neptune, Swallow, Victory"),
+            listed("the ferry, the yacht, the tanker, the schooner"),
+            listed("Aurora, Endeavour, Mermaid, Neptune, Swallow, Victory"),
             " ",
         ),
         "course": (
-            _split("Introductory, Advanced, Applied, Practical"),
-            _split("Botany, Geometry, Acoustics, Rhetoric, Statistics, Optics"),
+            listed("Introductory, Advanced, Applied, Practical"),
+            listed("Botany, Geometry, Acoustics, Rhetoric, Statistics, Optics"),
             " ",
         ),
         "film": (
-            _split("Beyond the, Under the, Return to the, Night at the"),
-            _split("Harbour, Castle, Volcano, Station, Desert, Meadow"),
+            listed("Beyond the, Under the, Return to the, Night at the"),
+            listed("Harbour, Castle, Volcano, Station, Desert, Meadow"),
             " ",
         ),
         "component": (
-            _split("payment, session, audio, layout, billing"),
-            _split("scheduler, validator, renderer, handler, monitor"),
+            listed("payment, session, audio, layout, billing"),
+            listed("scheduler, validator, renderer, handler, monitor"),
             "_",
         ),
     },
     pools={
-        "colour": _split("crimson, turquoise, violet, beige, maroon, olive, ivory, scarlet"),
-        "city": _split(
+        "colour": listed("crimson, turquoise, violet, beige, maroon, olive, ivory, scarlet"),
+        "city": listed(
             """Helsinki, Nairobi, Toronto, Bogota, Manila, Zurich, Budapest, Casablanca, Melbourne, Antwerp, Krakow,
             Hamburg"""
         ),
-        "job": _split(
+        "job": listed(
             """plumber, architect, dentist, librarian, astronomer, butcher, translator, surgeon, mechanic, conductor"""
         ),
-        "object": _split(
+        "object": listed(
             """umbrella, telescope, blanket, compass, violin, suitcase, lantern, trumpet, pillow, bicycle,
             hourglass, magnet,
             scissors, envelope, statue, fountain"""
         ),
-        "animal": _split("hamster, canary, donkey, lizard, ferret, peacock, spaniel, tortoise"),
-        "food": _split("dumplings, lentils, pancakes, salmon, noodles, mushrooms, yogurt, walnuts"),
-        "month": _split("April, July, October, December"),
+        "animal": listed("hamster, canary, donkey, lizard, ferret, peacock, spaniel, tortoise"),
+        "food": listed("dumplings, lentils, pancakes, salmon, noodles, mushrooms, yogurt, walnuts"),
+        "month": listed("April, July, October, December"),
     },
     value_kinds=("version", "time", "hex", "phone", "measure", "coordinate"),
-    qualifiers=_split(
+    qualifiers=listed(
         """regional, monthly, emergency, nominal, printed, revised, annual, verified, estimated, personal, remote,
         initial, northern"""
     ),
-    nouns=_split(
+    nouns=listed(
         """passcode, voucher, ticket, permit, licence, postcode, membership, dosage, tariff, coupon, altitude,
         voltage, checksum,
         quota, frequency, capacity, mileage, allowance, threshold, pager, dial code, case reference, humidity,
         firmware, shelf"""
     ),
     word_attributes={
-        "colour": _split("uniform, banner, ink, livery"),
-        "city": _split("terminus, venue, residence, training ground"),
-        "job": _split("vocation, former career, calling"),
-        "object": _split("talisman, souvenir, logo, heirloom, riddle answer"),
-        "animal": _split("companion, heraldic beast, logo animal"),
-        "food": _split("supper, snack, export, dessert"),
-        "month": _split("renewal month, harvest, audit month"),
+        "colour": listed("uniform, banner, ink, livery"),
+        "city": listed("terminus, venue, residence, training ground"),
+        "job": listed("vocation, former career, calling"),
+        "object": listed("talisman, souvenir, logo, heirloom, riddle answer"),
+        "animal": listed("companion, heraldic beast, logo animal"),
+        "food": listed("supper, snack, export, dessert"),
+        "month": listed("renewal month, harvest, audit month"),
     },
     statements=_lines(
         """
@@ -912,6 +913,6 @@ TEST = Wording(
 
 WORDINGS = {"train": TRAIN, "test": TEST}
 PLACES = {
-    "train": _split("kitchen, garden, hall, bathroom, office, bedroom, cellar, attic, garage, school"),
-    "test": _split("pantry, balcony, stable, library, chapel, courtyard, laundry, studio"),
+    "train": listed("kitchen, garden, hall, bathroom, office, bedroom, cellar, attic, garage, school"),
+    "test": listed("pantry, balcony, stable, library, chapel, courtyard, laundry, studio"),
 }

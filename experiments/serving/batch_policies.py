@@ -1,7 +1,7 @@
 """How fast does a server decode under each of its policies for gamma, live, at 1, 4 and 8 requests at once?
 
-Arms are what requests ask for, of one server: plain decoding (gamma 0), every fixed gamma it is launched with, and
-every policy. All requests of a batch ask for the same. Batches of prompts go to all arms in turn, in an order that
+Arms are what requests ask for, of one server: plain decoding (gamma 0), every fixed gamma of the defaults, and every
+policy. All requests of a batch ask for the same. Batches of prompts go to all arms in turn, in an order that
 rotates from batch to batch; a policy keeps what it learned over the whole run, as on a server. An untimed round puts
 the prompts into the server's cache, so that the time of a batch, from sending it to its last token, is decoding.
 
@@ -51,7 +51,7 @@ POLICIES = ("throughput", *SIGNAL_POLICIES, "ema", "heuristic")
 
 @dataclass
 class Arm:
-    """What the requests ask for, and how its batches went. steps: of each reply, its gammas and accepted tokens."""
+    """What the requests ask for, and how its batches went: the seconds of each, of all the tokens and the gammas."""
 
     custom: dict[str, Any]
     seconds: list[float] = field(default_factory=list)

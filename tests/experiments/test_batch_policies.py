@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import pytest
 
-from experiments.policies.policy_cost import measure
+from experiments.policies.policy_cost import measure, seconds_a_step
 from experiments.serving.batch_policies import PLAIN, arms_of, follows_signals, parse_args
+from spec_stack.controller.base import Policy, StepContext, StepRecord
 from spec_stack.sglang.server_args import ServerConfig
 
 
@@ -30,7 +33,34 @@ def test_too_little_to_compare_is_refused(capsys: pytest.CaptureFixture[str]) ->
     assert "--at-once" in capsys.readouterr().err
 
 
-def test_a_policys_cost_grows_with_what_it_looks_at() -> None:
-    found = measure(["fixed", "speckv"], [1, 8], num_steps=20, repeats=3)
-    assert found["speckv"][8]["median"] > found["fixed"][8]["median"]
-    assert found["speckv"][8]["median"] > found["speckv"][1]["least"]
+@dataclass
+class Counting(Policy):
+    """Drafts two tokens, and keeps what it is asked and told."""
+
+    contexts: list[StepContext] = field(default_factory=list)
+    records: list[StepRecord] = field(default_factory=list)
+
+    name = "counting"
+
+    def choose(self, context: StepContext) -> int:
+        self.contexts.append(context)
+        return 2
+
+    def observe(self, record: StepRecord) -> None:
+        self.records.append(record)
+
+
+def test_what_is_timed_is_a_step_of_a_whole_batch_with_every_requests_record() -> None:
+    policy = Counting()
+    seconds_a_step(policy, num_requests=3, num_steps=5, seed=0)
+    assert [len(context.members) for context in policy.contexts] == [3] * 10
+    assert [context.last for context in policy.contexts[:2]] == [None, policy.records[2]]
+    assert len(policy.records) == 30
+    assert {record.request_id for record in policy.records} == {"0", "1", "2"}
+    assert all(record.gamma == len(record.signals) == 2 >= record.num_accepted for record in policy.records)
+
+
+def test_every_policy_is_timed_at_every_size() -> None:
+    found = measure(["fixed", "speckv"], [1, 8], num_steps=2, repeats=3)
+    assert {name: set(row) for name, row in found.items()} == {"fixed": {1, 8}, "speckv": {1, 8}}
+    assert all(0 <= cell["least"] <= cell["median"] <= cell["most"] for row in found.values() for cell in row.values())
