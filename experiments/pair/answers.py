@@ -30,7 +30,7 @@ HAYSTACK_DOMAINS = {
     "test": {"summaries": ("summaries_",), "questions": ("qa_",), "mathematics": ("math_",)},
 }
 EXHAUSTIVE = ("chains", "counting", "common", "several values")
-SPARE_TOKENS = 20  # an answer may be a sentence around the value
+SPARE_TOKENS = 20  # an answer may be a longer sentence around the value
 
 
 def haystacks(documents: Sequence[tuple[str, Sequence[int] | np.ndarray]], half: str) -> dict[str, np.ndarray]:
@@ -91,7 +91,7 @@ def one_prompt(
 ) -> dict[str, bool]:
     """What came of one prompt, by column. The selection is the generator's own, calibrated where the pair is."""
     start, end = made.answers[0]
-    prompt_ids, answer = made.sequence.ids[:start], generator.tokenizer.decode(made.sequence.ids[start:end])
+    prompt_ids, answer = made.sequence.ids[:start], made.questions[0].answer
     everything, prefill_chunk = range(start), generator.config.prefill.prefill_chunk
     num_tokens = end - start + SPARE_TOKENS
 

@@ -1,8 +1,10 @@
 """Questions about long documents in many wordings: made on the fly, seeded, from one half of `wording`.
 
 A task is a document of real text with statements in it, and questions whose answers are copied from those statements,
-token for token (so a word that follows a space keeps it). Each answer says where its evidence stands (`links`), and
-each copied token where it was copied from (`copies`).
+token for token (so a word that follows a space keeps it). An answer quotes its statement from what was asked about to
+what was asked for ("Anna's locker is 4711"): a model that has said the first can find the second by going on as the
+document does. Each answer says where its evidence stands (`links`), and each copied token where it was copied from
+(`copies`).
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ class Statement:
 class Question:
     """A question and its answer.
 
-    answer: a text, or None to copy source. source: (statement, start, end) in characters of the statement.
+    answer: what was asked for. source: what is said, (statement, start, end) in characters of the statement; without
+    one the answer itself is said.
     evidence: indexes of the statements that hold the answer.
     """
 
@@ -280,6 +283,13 @@ class QuestionMaker:
         tail = form[form.index("{v}") :]
         return filled.rindex(v) if "{e}" not in tail and "{a}" not in tail else filled.index(v)
 
+    @staticmethod
+    def quote_from(form: str, start: int) -> int:
+        """Where an answer begins to quote a filled form: at its entity or attribute, or at a value standing first."""
+        before = form[: form.index("{v}")]
+        slot = re.search(r"\{[eaEA]\}", before)
+        return len(before[: slot.start()].format()) if slot else start
+
     def distinct(self, rng: random.Random, num: int, draw: Callable[[random.Random], str]) -> list[str]:
         """num different draws, none of which contains another."""
         chosen: list[str] = []
@@ -318,12 +328,15 @@ class QuestionMaker:
                 form, record = self.form(rng)
             text = self.fill(form, e, a, v)
             index, start = len(task.statements), self.place_of(form, text, v)
+            begin = self.quote_from(form, start)
             task.statements.append(Statement(text, record))
+            end, answer = start + len(v), v
             draw = rng.random()
             if draw < 0.12:
                 if "{e}" not in form:
                     continue
-                core, start, v = self.fill(rng.choice(words.subject_questions), e, a, v), text.index(e), e
+                core, answer = self.fill(rng.choice(words.subject_questions), e, a, v), e
+                begin, end = min(start, text.index(e)), max(end, text.index(e) + len(e))
             elif draw < 0.37:
                 core = self.fill(self.wild_question(rng, rng.choice(words.keywords)), e, a)
             else:
@@ -331,9 +344,8 @@ class QuestionMaker:
             question = self.ask(rng, core)
             if rng.random() < 0.06:
                 question += rng.choice(words.sentence_instructions)
-                task.questions.append(Question(question, text, (index,), (index, 0, len(text))))
-            else:
-                task.questions.append(Question(question, v, (index,), (index, start, start + len(v))))
+                begin, end = 0, len(text)
+            task.questions.append(Question(question, answer, (index,), (index, begin, end)))
         return task
 
     def relations(self, rng: random.Random, length: int) -> Task:
@@ -354,10 +366,13 @@ class QuestionMaker:
             index = len(task.statements)
             task.statements.append(Statement(text, rng.random() < 0.2))
             if relation.inverse and rng.random() < 0.25:
-                core, answer, start = self.fill(rng.choice(relation.inverse), v=v), e, text.index(e)
+                core, answer, known = self.fill(rng.choice(relation.inverse), v=v), e, v
             else:
-                core, answer, start = self.fill(rng.choice(relation.questions), e), v, text.index(v)
-            task.questions.append(Question(self.ask(rng, core), answer, (index,), (index, start, start + len(answer))))
+                core, answer, known = self.fill(rng.choice(relation.questions), e), v, e
+            # From what is asked about to the answer; an answer that stands before it is given alone.
+            start = text.index(answer)
+            source = (index, min(start, text.index(known)), start + len(answer))
+            task.questions.append(Question(self.ask(rng, core), answer, (index,), source))
         return task
 
     def table(self, rng: random.Random, length: int) -> Task:
@@ -387,7 +402,7 @@ class QuestionMaker:
             for a in rng.sample(columns, rng.choice((1, 1, 2))):
                 core = self.fill(self.wild_question(rng, rng.choice((*words.questions, *words.keywords))), e, a)
                 evidence = (index,) if style not in head else (0, index)
-                source = (index, starts[a], starts[a] + len(cells[a]))
+                source = (index, text.index(e), starts[a] + len(cells[a]))
                 task.questions.append(Question(self.ask(rng, core), cells[a], evidence, source))
         return task
 
@@ -445,7 +460,8 @@ class QuestionMaker:
             index, start = len(task.statements), len(head) + self.place_of(second, tail, v)
             task.statements.append(Statement(head + tail, rng.random() < 0.3))
             core = self.fill(self.wild_question(rng, rng.choice((*words.questions, *words.keywords))), e, a)
-            task.questions.append(Question(self.ask(rng, core), v, (index,), (index, start, start + len(v))))
+            source = (index, self.quote_from(first + " " + second, start), start + len(v))
+            task.questions.append(Question(self.ask(rng, core), v, (index,), source))
         return task
 
     def stories(self, rng: random.Random, length: int) -> Task:
@@ -468,9 +484,10 @@ class QuestionMaker:
                 last[p] = index, place
         for forms, found, key in ((words.where, last, "p"), (words.carries, holds, "o")):
             for asked, (index, answer) in found.items():
-                start = task.statements[index].text.index(answer)
+                text = task.statements[index].text
+                start = text.index(answer)
                 core = rng.choice(forms).format(**{key: asked})
-                source = (index, start, start + len(answer))
+                source = (index, min(start, text.index(asked)), start + len(answer))
                 task.questions.append(Question(self.ask(rng, core), answer, (index,), source))
         return task
 
@@ -521,7 +538,7 @@ class QuestionMaker:
             head = " ".join(parts[:cut])
             answer = " ".join(parts[cut : cut + 3])
             core = rng.choice(self.words.clozes).format(s=" ".join(parts[begin:cut]))
-            source = (index, len(head) + 1, len(head) + 1 + len(answer))
+            source = (index, len(" ".join(parts[:begin])) + (begin > 0), len(head) + 1 + len(answer))
             task.questions.append(Question(core, answer, (index,), source))
         return task
 
@@ -540,7 +557,7 @@ class QuestionMaker:
             index, start = len(task.statements), len(function) + 5
             task.statements.append(Statement(text, True))
             core = rng.choice(words.definitions).format(f=function)
-            source = (index, start, start + len(parameters))
+            source = (index, len("def "), start + len(parameters))
             task.questions.append(Question(self.ask(rng, core), parameters, (index,), source))
         return task
 

@@ -20,11 +20,14 @@ class Ema(Policy):
         The average before any step.
     max_gamma : int
         The largest gamma.
+    gammas : tuple of int
+        Where only some can be chosen: the smallest that is not under the rule's. Empty: any can.
     """
 
     weight: float = 0.2
     start: float = 3.0
     max_gamma: int = MAX_GAMMA
+    gammas: tuple[int, ...] = ()
     _average: float = field(init=False, repr=False)
 
     name = "ema"
@@ -35,10 +38,15 @@ class Ema(Policy):
             raise ValueError(f"weight must be in (0, 1], got {self.weight}")
         if not 0 <= self.start <= MAX_GAMMA:
             raise ValueError(f"start must be 0 to {MAX_GAMMA}, got {self.start}")
+        for gamma in self.gammas:
+            check_gamma("gammas", gamma, least=1)
         self._average = self.start
 
     def choose(self, context: StepContext) -> int:
-        return min(max(round(self._average) + 1, 1), self.max_gamma)
+        wanted = min(round(self._average) + 1, self.max_gamma)
+        # Up, not down: an average can never exceed the gamma in use, so that from 2 it would never reach 4.
+        reachable = [gamma for gamma in self.gammas if gamma <= self.max_gamma]
+        return min((gamma for gamma in reachable if gamma >= wanted), default=max(reachable, default=wanted))
 
     def observe(self, record: StepRecord) -> None:
         if record.is_prefill or record.num_drafted == 0:

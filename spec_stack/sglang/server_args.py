@@ -112,7 +112,7 @@ class ServerConfig:
             "throughput": {"gammas": self.gammas},
             "speckv": {"gammas": self.gammas, "predictor": None if self.predictor in (None, NONE) else self.predictor},
             "confidence": {"gammas": drafting},
-            "ema": {"max_gamma": drafting[-1]},
+            "ema": {"gammas": drafting, "max_gamma": drafting[-1]},
             "heuristic": {"max_gamma": drafting[-1], "start": min(DecodeConfig.gamma, drafting[-1])},
             "fixed": {"gamma": max(gamma for gamma in drafting if gamma <= max(DecodeConfig.gamma, drafting[0]))},
         }

@@ -202,6 +202,7 @@ def test_an_object_that_is_no_policy_is_refused_with_what_to_write() -> None:
         ("heuristic", {"start": 9, "max_gamma": 8}, "start must be"),
         ("confidence", {"threshold": 1.5}, "threshold"),
         ("ema", {"weight": 0.0}, "weight"),
+        ("ema", {"gammas": (0, 1)}, "gammas"),
         ("speckv", {"gammas": ()}, "gammas"),
         ("speckv", {"predictor": "no/such/file.json"}, "file.json: cannot be read"),
         ("throughput", {"cold_threshold": 1.0}, "cold_threshold"),
@@ -251,6 +252,24 @@ def test_ema_follows_the_accepted_tokens_plus_one() -> None:
     assert policy.choose(context()) == 7
     policy.observe(step(0, 0))
     assert policy.choose(context()) == 7
+
+
+@pytest.mark.parametrize("start", [0.0, 3.0])
+def test_ema_climbs_to_the_largest_of_a_few_candidates_while_all_is_accepted(start: float) -> None:
+    policy = make_policy("ema", gammas=(1, 2, 4, 8), start=start)
+    for _ in range(60):
+        gamma = policy.choose(context())
+        assert gamma in (1, 2, 4, 8)
+        policy.observe(step(gamma, gamma))
+    assert policy.choose(context()) == 8
+    for _ in range(60):
+        policy.observe(step(8, 0))
+    assert policy.choose(context()) == 1
+
+
+def test_ema_takes_its_largest_candidate_where_none_is_as_large_as_its_average() -> None:
+    policy = make_policy("ema", gammas=(1, 2, 16), max_gamma=8, start=7.0)
+    assert policy.choose(context()) == 2
 
 
 def test_confidence_stops_after_the_first_doubtful_token_only() -> None:

@@ -97,9 +97,10 @@ def test_every_answer_can_be_found_in_its_evidence_by_rule(makers, tokenizer, ha
         ids = made.sequence.ids
         assert made.questions
         for question, spans, (start, end) in zip(made.questions, made.spans, made.answers, strict=True):
-            answer = tokenizer.decode(ids[start:end]).strip()
+            answer, said = question.answer.strip(), tokenizer.decode(ids[start:end]).strip()
             evidence = [tokenizer.decode(ids[first:last]) for first, last in spans]
-            assert answer == question.answer.strip()
+            assert answer == said if question.source is None else answer in said
+            assert question.source is None or said in evidence[-1]
             assert ids[start - 1] == pair_model.ASSISTANT
             assert ids[end] == pair_model.END
             assert all(last <= made.sequence.tail for _, last in spans)
@@ -124,6 +125,23 @@ def solved(kind: str, answer: str, evidence: list[str]) -> bool:
     if kind == "counting":
         return int(answer) == len(evidence)
     return Counter(re.findall("[a-z]+", re.split("[:=]", evidence[0])[-1])).most_common(1)[0][0] == answer
+
+
+@pytest.mark.parametrize("half", list(wording.WORDINGS))
+@pytest.mark.parametrize("kind", ["facts", "relations", "split", "stories"])
+def test_an_answer_quotes_from_what_was_asked_about_or_begins_with_what_was_asked_for(makers, tokenizer, half, kind):
+    asked_about = 0
+    for seed in range(25):
+        made = makers[half].made(random.Random(seed), 900, kind)
+        for question, (start, end) in zip(made.questions, made.answers, strict=True):
+            said = tokenizer.decode(made.sequence.ids[start:end]).strip()
+            if question.text.endswith(wording.WORDINGS[half].sentence_instructions):
+                continue
+            first = re.split(r"[^A-Za-z0-9]+", said.strip("\"'`*<([{"))[0].lower()
+            known = first in question.text.lower()
+            asked_about += known
+            assert known or said.startswith(question.answer)
+    assert asked_about > 40
 
 
 @pytest.mark.parametrize("half", list(wording.WORDINGS))
@@ -282,8 +300,8 @@ def test_the_embedded_pair_is_measured_on_every_column(tokenizer):
     assert row["num"] == 1
     assert {"dense", "draft alone", "sparse 0.2", "kept 0.5", "random 0.5", "recent 0.5"} <= set(row)
     maker = pair_questions.QuestionMaker(tokenizer, pair_answers.haystacks(documents, "test"), "test")
-    fact = "The red code for Alice is 48213."  # what the first edition was trained on
-    asked = pair_questions.Question("What is the red code for Alice?", "48213", (0,), (0, 26, 31))
+    fact = "The red code for Alice is 48213."  # what both editions know
+    asked = pair_questions.Question("What is the red code for Alice?", "48213", (0,), (0, 4, 31))
     task = pair_questions.Task("facts", [pair_questions.Statement(fact, True)], [asked])
     made = maker.assemble(random.Random(1), task, 1200)
     found = pair_answers.one_prompt(generator, made, (0.5,), random.Random(0))

@@ -17,6 +17,7 @@ from experiments.pair import data as pair_data
 from experiments.pair import evaluate as eval_pair
 from experiments.pair import metrics as pair_metrics
 from experiments.pair import model as pair_model
+from experiments.pair import optimiser as pair_optimiser
 from experiments.pair import tasks as pair_tasks
 from experiments.pair import train as train_pair
 
@@ -54,6 +55,29 @@ def test_model_equals_transformers_at_gapped_positions(tmp_path, tokenizer):
     hidden, attention, _ = ours.hidden_at(ids, positions, some)
     torch.testing.assert_close(ours.logits(hidden), expected[:, some], atol=2e-4, rtol=1e-3)
     torch.testing.assert_close(attention.sum(-1), torch.ones(4, 3))
+
+
+@pytest.mark.parametrize("shape", [(24, 60), (60, 24), (32, 32)])
+def test_muon_in_fp32_takes_the_steps_of_torchs_but_for_rounding(shape):
+    torch.manual_seed(0)
+    first = torch.randn(shape)
+    ours, theirs = (torch.nn.Parameter(first.clone()) for _ in range(2))
+    options = {"lr": 0.05, "weight_decay": 0.1, "momentum": 0.95}
+    pairs = [
+        (ours, pair_optimiser.FullPrecisionMuon([ours], **options)),
+        (theirs, torch.optim.Muon([theirs], **options)),
+    ]
+    for _ in range(4):
+        gradient = torch.randn(shape)
+        for parameter, optimiser in pairs:
+            parameter.grad = gradient.clone()
+            optimiser.step()
+    moved = (theirs - first).norm()
+    assert (ours - theirs).norm() < 0.02 * moved
+    assert pairs[0][1].state_dict()["state"].keys() == pairs[1][1].state_dict()["state"].keys()
+    singular = torch.linalg.svdvals(pair_optimiser.orthogonalised(first))
+    assert float(singular.min()) > 0.5
+    assert float(singular.max()) < 1.5
 
 
 @pytest.mark.parametrize(("length", "window", "sinks"), [(150, 32, 16), (70, 128, 64), (129, 64, 64), (20, 8, 4)])
