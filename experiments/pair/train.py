@@ -151,7 +151,7 @@ def validate(model: PairModel, corpus: Corpus, device: torch.device, windows: in
 
 
 def halves_are_faster(device: torch.device, size: int = 512, num: int = 3) -> bool:
-    """Whether matrices multiply faster in bf16 than in fp32; without instructions for it, they take ten times longer."""
+    """Whether matrices multiply faster in bf16 than in fp32: without instructions for it they take ten times longer."""
     if device.type != "cpu":
         return True
 
