@@ -283,12 +283,12 @@ class QuestionMaker:
         tail = form[form.index("{v}") :]
         return filled.rindex(v) if "{e}" not in tail and "{a}" not in tail else filled.index(v)
 
-    @staticmethod
-    def quote_from(form: str, start: int) -> int:
-        """Where an answer begins to quote a filled form: at its entity or attribute, or at a value standing first."""
+    def quote_from(self, form: str, start: int, e: str, a: str) -> int:
+        """Where an answer begins to quote a filled form: at its entity, else its attribute, else at the value."""
         before = form[: form.index("{v}")]
-        slot = re.search(r"\{[eaEA]\}", before)
-        return len(before[: slot.start()].format()) if slot else start
+        slot = re.search(r"\{[eE]\}", before) or re.search(r"\{[aA]\}", before)
+        # What stands before the slot may hold a filled one, so count back from the value.
+        return start - len(self.fill(before[slot.start() :], e, a)) if slot else start
 
     def distinct(self, rng: random.Random, num: int, draw: Callable[[random.Random], str]) -> list[str]:
         """num different draws, none of which contains another."""
@@ -328,7 +328,7 @@ class QuestionMaker:
                 form, record = self.form(rng)
             text = self.fill(form, e, a, v)
             index, start = len(task.statements), self.place_of(form, text, v)
-            begin = self.quote_from(form, start)
+            begin = self.quote_from(form, start, e, a)
             task.statements.append(Statement(text, record))
             end, answer = start + len(v), v
             draw = rng.random()
@@ -460,7 +460,7 @@ class QuestionMaker:
             index, start = len(task.statements), len(head) + self.place_of(second, tail, v)
             task.statements.append(Statement(head + tail, rng.random() < 0.3))
             core = self.fill(self.wild_question(rng, rng.choice((*words.questions, *words.keywords))), e, a)
-            source = (index, self.quote_from(first + " " + second, start), start + len(v))
+            source = (index, self.quote_from(first + " " + second, start, e, a), start + len(v))
             task.questions.append(Question(self.ask(rng, core), v, (index,), source))
         return task
 
