@@ -22,7 +22,7 @@ from experiments.pair import grammar
 from experiments.pair.model import ASSISTANT, BOS, END, USER
 from experiments.pair.tasks import Sequence
 from experiments.pair.values import entity, number, value
-from experiments.pair.wording import PLACES, WORDINGS, Relation, Wording
+from experiments.pair.wording import PLACES, WORDINGS, Relation, Wording, listed
 
 # How often each kind of task is drawn.
 KINDS = {
@@ -41,6 +41,13 @@ KINDS = {
     "common": 0.2,
 }
 
+
+# What chatter is half made of.
+_SMALL_WORDS = listed(
+    """the, a, I, you, we, it, this, that, and, or, to, of, in, on, with, for, is, was, are, be, can, could, will, would,
+    have, had, please, thank, not, only, more, very, so, if, when, what, how, who, one, two, some, any, all, my, your,
+    about, from, at, by"""
+)
 
 Coded = tuple[list[int], list[tuple[int, int]], int]
 
@@ -266,12 +273,24 @@ class QuestionMaker:
     def ask(self, rng: random.Random, core: str) -> str:
         """A question with its politeness, its case and its instructions."""
         words = self.words
-        text = rng.choice(words.openers) + core
+        opener, instruction = rng.choice(words.openers), rng.choice(words.instructions)
+        if self.wild and rng.random() < 0.4:  # any words at all, so that what matters is what the document has too
+            opener = self.chatter(rng) + rng.choice((" ", " ", "\n", "\n\n"))
+        if self.wild and rng.random() < 0.4:
+            instruction = rng.choice((" ", " ", "\n")) + self.chatter(rng)
+        text = opener + core
         if rng.random() < 0.12:
             text = text.lower()
         if rng.random() < 0.1:
             text = text.rstrip("?.")
-        return text + rng.choice(words.instructions)
+        return text + instruction
+
+    def chatter(self, rng: random.Random) -> str:
+        """A few words of no meaning, as a sentence or the beginning of one."""
+        text = " ".join(
+            rng.choice(_SMALL_WORDS) if rng.random() < 0.5 else rng.choice(self.wild) for _ in range(rng.randint(1, 7))
+        )
+        return text[0].upper() + text[1:] + rng.choice((".", ".", ",", ":", "!", "?", ""))
 
     @staticmethod
     def fill(form: str, e: str = "", a: str = "", v: str = "") -> str:
@@ -289,6 +308,12 @@ class QuestionMaker:
         slot = re.search(r"\{[eE]\}", before) or re.search(r"\{[aA]\}", before)
         # What stands before the slot may hold a filled one, so count back from the value.
         return start - len(self.fill(before[slot.start() :], e, a)) if slot else start
+
+    @staticmethod
+    def around(text: str, one: str, other: str) -> tuple[int, int]:
+        """The span of a text that holds two of its parts."""
+        places = [(text.index(part), text.index(part) + len(part)) for part in (one, other)]
+        return min(start for start, _ in places), max(end for _, end in places)
 
     def distinct(self, rng: random.Random, num: int, draw: Callable[[random.Random], str]) -> list[str]:
         """num different draws, none of which contains another."""
@@ -331,12 +356,14 @@ class QuestionMaker:
             begin = self.quote_from(form, start, e, a)
             task.statements.append(Statement(text, record))
             end, answer = start + len(v), v
+            if begin == start and "{e}" in form:
+                end = max(end, text.rindex(e) + len(e))
             draw = rng.random()
             if draw < 0.12:
                 if "{e}" not in form:
                     continue
                 core, answer = self.fill(rng.choice(words.subject_questions), e, a, v), e
-                begin, end = min(start, text.index(e)), max(end, text.index(e) + len(e))
+                begin, end = self.around(text, v, e)
             elif draw < 0.37:
                 core = self.fill(self.wild_question(rng, rng.choice(words.keywords)), e, a)
             else:
@@ -369,9 +396,7 @@ class QuestionMaker:
                 core, answer, known = self.fill(rng.choice(relation.inverse), v=v), e, v
             else:
                 core, answer, known = self.fill(rng.choice(relation.questions), e), v, e
-            # From what is asked about to the answer; an answer that stands before it is given alone.
-            start = text.index(answer)
-            source = (index, min(start, text.index(known)), start + len(answer))
+            source = (index, *self.around(text, answer, known))
             task.questions.append(Question(self.ask(rng, core), answer, (index,), source))
         return task
 
@@ -484,10 +509,8 @@ class QuestionMaker:
                 last[p] = index, place
         for forms, found, key in ((words.where, last, "p"), (words.carries, holds, "o")):
             for asked, (index, answer) in found.items():
-                text = task.statements[index].text
-                start = text.index(answer)
                 core = rng.choice(forms).format(**{key: asked})
-                source = (index, min(start, text.index(asked)), start + len(answer))
+                source = (index, *self.around(task.statements[index].text, answer, asked))
                 task.questions.append(Question(self.ask(rng, core), answer, (index,), source))
         return task
 

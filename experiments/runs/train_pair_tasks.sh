@@ -26,7 +26,7 @@ minutes() { awk -v all="$MINUTES" -v part="$1" -v until="$2" 'BEGIN { print all 
 
 # train NAME SHARE ARGUMENTS…: in the background, so that a signal is not kept waiting. RUN/NAME.pid trains.
 train() {
-    "${TRAIN[@]}" train --data "$RUN/data" --threads 1 --out "$RUN/$1" --init "$PAIR/$1" --save-s 180 --average 0.995 \
+    "${TRAIN[@]}" train --data "$RUN/data" --threads 1 --out "$RUN/$1" --init "$PAIR/$1" --save-s 180 --average 0.98 \
         --minutes "$(minutes "$2" 1)" --stop-minutes "$(minutes "$2" "$UNTIL")" "${@:3}" &
     echo $! >"$RUN/$1.pid"
     wait $!
