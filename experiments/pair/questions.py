@@ -44,9 +44,9 @@ KINDS = {
 
 # What chatter is half made of.
 _SMALL_WORDS = listed(
-    """the, a, I, you, we, it, this, that, and, or, to, of, in, on, with, for, is, was, are, be, can, could, will, would,
-    have, had, please, thank, not, only, more, very, so, if, when, what, how, who, one, two, some, any, all, my, your,
-    about, from, at, by"""
+    """the, a, I, you, we, it, this, that, and, or, to, of, in, on, with, for, is, was, are, be, can, could, will,
+    would, have, had, please, thank, not, only, more, very, so, if, when, what, how, who, one, two, some, any, all, my,
+    your, about, from, at, by"""
 )
 
 Coded = tuple[list[int], list[tuple[int, int]], int]
