@@ -47,7 +47,7 @@ MIDDLE=wide:0.3:512/768/1024/2048:1
 LONG=wide:0.3:4096/8192:1
 train_target() {
     train target 0.6 --teacher "$TEACHER" --distil 0.5 --lr 0.003 --other-lr 2e-4 --warmup 30 --copy-weight 0.2 \
-        --middle-layer 3 --middle-weight 0.3 --first-weight 2 --decay-from 0.4 \
+        --middle-layer 3 --middle-weight 0.3 --first-weight 4 --decay-from 0.4 \
         --mix "0.5=$SHORT,$SHORT,$SHORT,$SHORT,$SHORT,$SHORT,$SHORT,$MIDDLE,lm:2:512:2" \
         --mix "0.75=$SHORT,$SHORT,$SHORT,$MIDDLE,$MIDDLE,wide-sparse:0.3:4096:1,lm:2:1024:2" \
         --mix "$SHORT,$MIDDLE,$LONG,wide-sparse:0.3:8192:1,lm:3:1024:3"
@@ -58,7 +58,7 @@ train_target() {
 # train_draft TEACHER
 train_draft() {
     train draft 0.4 --teacher "$1" --distil 0.7 --lr 0.003 --other-lr 3e-4 --warmup 30 --widen-mlp 384 \
-        --attention-weight 0.3 --copy-weight 0.1 --first-weight 2 --windowed 0.5 --decay-from 0.4 \
+        --attention-weight 0.3 --copy-weight 0.1 --first-weight 4 --windowed 0.5 --decay-from 0.4 \
         --mix "0.4=$SHORT,$SHORT,$SHORT,$SHORT,$MIDDLE,$MIDDLE,$MIDDLE,$MIDDLE,lm:1.5:512:3" \
         --mix "0.7=$SHORT,$SHORT,$MIDDLE,$MIDDLE,$MIDDLE,$LONG,lm:2:1024:3" \
         --mix "$SHORT,$MIDDLE,$LONG,lm:3:1024:4"
