@@ -18,7 +18,7 @@ from experiments.pair.questions import QuestionMaker
 from experiments.pair.tasks import Sequence, TaskMaker, drop_chunks
 
 KINDS = ("lm", "task", "sparse", "repeat", "wide", "wide-sparse")
-TRAIN_HAYSTACKS = ("code", "prose", "docs", "stories")  # speeches and the rest are for evaluation
+TRAIN_HAYSTACKS = ("code", "prose", "docs", "stories", "instruct", "speeches")  # the rest are for evaluation
 # Every answer of these has its evidence in the links, so that pruning cannot take it away.
 PRUNABLE = ("facts", "facts", "facts", "relations", "relations", "table", "split", "copy", "cloze", "definitions")
 KEEP_RATES = (0.1, 0.4)
