@@ -20,7 +20,7 @@ SHARED = {family: make_model(family) for family in FAMILIES}
 for _model in SHARED.values():
     install(_model)
 KEPT = sorted({*range(0, 30, 3), *range(40, 47), 59})
-TOLERANCE = {"atol": 5e-5, "rtol": 1e-4}
+TOLERANCE = {"atol": 3e-5, "rtol": 1e-4}  # 2.1e-5 without AVX-512, where sums are taken in another order
 
 
 @pytest.mark.parametrize("family", FAMILIES)

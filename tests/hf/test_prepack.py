@@ -14,6 +14,8 @@ def test_the_operators_work_wherever_torch_has_them() -> None:
     """Else the checks below would be skipped by the very fault they are for."""
     if hasattr(torch.ops.mkldnn, "_linear_pointwise") and torch.backends.mkldnn.is_available():
         assert can_prepack(torch.device("cpu"), torch.float32)
+        if torch.backends.cpu.get_cpu_capability().startswith("AVX512"):  # oneDNN's bf16 layout needs it
+            assert can_prepack(torch.device("cpu"), torch.bfloat16)
 
 
 needs_operators = pytest.mark.skipif(
