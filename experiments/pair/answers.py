@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from experiments.pair.documents import Made
 from experiments.pair.model import END, EOS
-from experiments.pair.questions import Made, QuestionMaker
+from experiments.pair.questions import QuestionMaker
 from spec_stack import PrefillConfig, SpecStackGenerator
 from spec_stack.decode.propose import propose
 from spec_stack.decode.sampler import Sampler

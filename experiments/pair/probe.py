@@ -21,8 +21,9 @@ from tokenizers import Tokenizer
 from experiments.common.script import run_script
 from experiments.pair.answers import haystacks
 from experiments.pair.data import VALID
+from experiments.pair.documents import Made
 from experiments.pair.model import PairModel, Shape, load_folder
-from experiments.pair.questions import Made, QuestionMaker
+from experiments.pair.questions import QuestionMaker
 from experiments.pair.train import finished, load_checkpoint
 
 
