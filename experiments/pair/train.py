@@ -383,6 +383,21 @@ def export(run: Path, tokenizer: Path, to: Path) -> None:
     print(json.dumps({"exported": str(to), "step": state["step"], "tokens": state["tokens"]}))
 
 
+def average(folders: Sequence[Path], tokenizer: Path, to: Path) -> None:
+    """Write the mean of the weights of models of one run as a Transformers folder: what each of them learned is kept
+    better than by any of them (model soups, https://arxiv.org/abs/2203.05482).
+
+    Raises ValueError where their shapes differ.
+    """
+    models = [load_folder(folder) for folder in folders]
+    if any(model.shape != models[0].shape for model in models):
+        raise ValueError(f"models of one shape have a mean; {', '.join(map(str, folders))} differ")
+    states = [model.state_dict() for model in models]
+    mean = {name: torch.stack([state[name] for state in states]).mean(0) for name in states[0]}
+    export_folder(models[0].shape, mean, tokenizer, to)
+    print(json.dumps({"exported": str(to), "mean of": len(models)}))
+
+
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = top.add_subparsers(dest="command", required=True)
@@ -441,6 +456,10 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--run", type=Path, required=True)
     out.add_argument("--tokenizer", type=Path, required=True)
     out.add_argument("--to", type=Path, required=True)
+    mean = commands.add_parser("average", help="the mean of models of one run, as a Transformers folder")
+    mean.add_argument("--of", type=Path, nargs="+", required=True, help="Transformers folders of one shape")
+    mean.add_argument("--tokenizer", type=Path, required=True)
+    mean.add_argument("--to", type=Path, required=True)
     flat = commands.add_parser(
         "pack", help="latest checkpoints to a few flat files, for machines that return few files"
     )
@@ -460,6 +479,8 @@ def main() -> None:
         print(json.dumps(prepare(args.corpus, args.data, args.tokenizer_from, args.vocab, *text)))
     elif args.command == "export":
         export(args.run, args.tokenizer, args.to)
+    elif args.command == "average":
+        average(args.of, args.tokenizer, args.to)
     elif args.command == "pack":
         if len({run.name for run in args.run}) < len(args.run):
             raise ValueError("two --run folders have the same name, by which they are packed; rename one")

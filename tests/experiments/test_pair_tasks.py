@@ -17,8 +17,9 @@ from tokenizers import Tokenizer
 import spec_stack
 from experiments.pair import answers as pair_answers
 from experiments.pair import data as pair_data
+from experiments.pair import documents as pair_documents
 from experiments.pair import evaluate as pair_evaluate
-from experiments.pair import grammar, wording
+from experiments.pair import grammar, phrasing, wording
 from experiments.pair import model as pair_model
 from experiments.pair import probe as pair_probe
 from experiments.pair import questions as pair_questions
@@ -75,7 +76,7 @@ def test_the_halves_share_no_entity_no_attribute_and_no_place():
 
 
 def test_free_words_of_training_are_none_of_the_other_half(makers):
-    held_out = {word.lower() for word in pair_questions.all_words(wording.TEST)}
+    held_out = {word.lower() for word in phrasing.all_words(wording.TEST)}
     assert "passcode" in held_out
     assert len(makers["train"].wild) > 8
     assert not set(makers["train"].wild) & held_out
@@ -301,9 +302,9 @@ def test_the_embedded_pair_is_measured_on_every_column(tokenizer):
     assert {"dense", "draft alone", "sparse 0.2", "kept 0.5", "random 0.5", "recent 0.5"} <= set(row)
     maker = pair_questions.QuestionMaker(tokenizer, pair_answers.haystacks(documents, "test"), "test")
     fact = "The red code for Alice is 48213."  # what both editions know
-    asked = pair_questions.Question("What is the red code for Alice?", "48213", (0,), (0, 4, 31))
-    task = pair_questions.Task("facts", [pair_questions.Statement(fact, True)], [asked])
-    made = maker.assemble(random.Random(1), task, 1200)
+    asked = pair_documents.Question("What is the red code for Alice?", "48213", (0,), (0, 4, 31))
+    task = pair_documents.Task("facts", [pair_documents.Statement(fact, True)], [asked])
+    made = maker.documents.assemble(random.Random(1), task, 1200)
     found = pair_answers.one_prompt(generator, made, (0.5,), random.Random(0))
     assert found["dense"]
     assert found["draft alone"]

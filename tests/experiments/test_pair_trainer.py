@@ -20,6 +20,7 @@ from experiments.pair import model as pair_model
 from experiments.pair import optimiser as pair_optimiser
 from experiments.pair import tasks as pair_tasks
 from experiments.pair import train as train_pair
+from spec_stack.hf.loading import ASSETS
 
 SHAPE = pair_model.Shape(hidden=32, layers=2, heads=4, kv_heads=2, intermediate=48, vocab=320)
 
@@ -355,6 +356,23 @@ def test_the_moving_average_follows_the_weights_and_is_what_is_exported(data, tm
     train_pair.export(tmp_path / "run", data / "tokenizer", tmp_path / "out")
     out = pair_model.load_folder(tmp_path / "out").state_dict()
     assert all(torch.equal(value, state["average"][name].bfloat16().float()) for name, value in out.items())
+
+
+def test_the_average_of_two_models_has_the_mean_of_their_weights(data, tmp_path):
+    for seed in (1, 2):
+        run = run_of(data, tmp_path / f"run{seed}", "--steps", "1", "--seed", str(seed), mix=["lm:1:64:2"])
+        run.fit()
+        train_pair.export(tmp_path / f"run{seed}", data / "tokenizer", tmp_path / f"out{seed}")
+    one, two = (tmp_path / "out1", tmp_path / "out2")
+    train_pair.average([one, two], data / "tokenizer", tmp_path / "mean")
+    states = [pair_model.load_folder(folder).state_dict() for folder in (one, two, tmp_path / "mean")]
+    assert any(
+        not torch.equal(first, second) for first, second in zip(states[0].values(), states[1].values(), strict=True)
+    )
+    for name, mean in states[2].items():
+        assert torch.equal(mean, ((states[0][name] + states[1][name]) / 2).bfloat16().float())
+    with pytest.raises(ValueError, match="one shape"):
+        train_pair.average([one, ASSETS / "draft"], data / "tokenizer", tmp_path / "no")
 
 
 def test_a_run_that_is_told_to_stop_ends_after_the_step_in_hand(data, tmp_path):
