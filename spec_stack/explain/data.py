@@ -147,13 +147,16 @@ class Explanation:
 def writers_of(record: StepRecord) -> list[str]:
     """Who wrote each of a step's tokens, in order, (record.num_tokens,).
 
-    An accepted token is its proposer's: the draft's unless the record names another one. The token behind them is the
+    An accepted token is its proposer's: the draft's unless the record names another one; of a proposal that the draft
+    and a look-up made together, the looked-up tokens are the last ones. The token behind them is the
     target's: the bonus after a proposal that was accepted whole, else the correction of the first rejected token, and
     "plain" where nothing was proposed.
     """
     proposer = proposer_of(record)
     last = "plain" if not record.gamma else "bonus" if record.num_accepted == record.gamma else "correction"
-    return [*[proposer] * record.num_accepted, last][: record.num_tokens]
+    drafted, other = (record.num_drafted_accepted, "lookup") if proposer == "model+lookup" else (0, proposer)
+    accepted = [*["draft"] * drafted, *[other] * (record.num_accepted - drafted)]
+    return [*accepted, last][: record.num_tokens]
 
 
 def proposer_of(record: StepRecord) -> str:

@@ -38,6 +38,13 @@ def test_the_token_behind_the_accepted_ones_is_bonus_correction_or_the_targets_a
     assert writers_of(record(1, 4, 3, num_tokens=2)) == ["draft", "draft"]
 
 
+def test_of_a_proposal_of_both_the_looked_up_tokens_are_the_last() -> None:
+    both = replace(record(1, 5, 4), proposer="model+lookup", num_looked_up=3)
+    assert writers_of(both) == ["draft", "draft", "lookup", "lookup", "correction"]
+    assert writers_of(replace(both, num_accepted=1, num_tokens=2)) == ["draft", "correction"]
+    assert writers_of(replace(both, num_accepted=5, num_tokens=6))[1:] == ["draft", *["lookup"] * 3, "bonus"]
+
+
 def test_a_record_that_names_its_proposer_is_believed() -> None:
     @dataclass(frozen=True)
     class Named(StepRecord):
