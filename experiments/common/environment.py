@@ -26,18 +26,23 @@ def _cpu_name() -> str:
     return f"{len(names)} x {names[0]}" if names else platform.machine()
 
 
-def _commit() -> str:
+def _git(*arguments: str) -> str:
     try:
         git = subprocess.run(
-            ["git", "describe", "--always", "--dirty"],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            check=False,
+            ["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
         )
     except OSError:
-        return "unknown"
-    return git.stdout.strip() or "unknown"
+        return ""
+    return git.stdout.strip()
+
+
+def _commit() -> str:
+    """The commit in hand, "-dirty" where a tracked file differs from it. Results and pages do not count: a script that
+    has just written them must not speak against the next one."""
+    changed = _git(
+        "status", "--porcelain", "-uno", "--", ":/", ":(top,exclude)experiments/results", ":(top,exclude)docs"
+    )
+    return (_git("describe", "--always") or "unknown") + ("-dirty" if changed else "")
 
 
 # The pair that this process has loaded, for its result line; a script loads one.

@@ -19,5 +19,5 @@ for rate in dense 0.1 0.2 0.3; do
         --model_args "$how,tokenizer=$tokenizer,metrics=$out/requests_$rate.jsonl" \
         --include_path experiments/quality/lm_eval_tasks --tasks local_niah local_vt local_cwe local_fwe \
         --metadata "{\"max_seq_lengths\": [$lengths], \"num_samples\": $samples, \"haystack\": \"$haystack\"}" \
-        --output_path "$out/$rate"
+        --output_path "$out/$rate" --apply_chat_template
 done

@@ -1,9 +1,10 @@
 """Tokens per second of decoding, by length of the context: plain, speculation, sparse prefill, and both.
 
 Speculation over a long context pays for a draft that attends to all of it; with sparse prefill both models decode over
-the kept slots. The four ways run on the same documents (standard-library modules, continued), interleaved, the one that
-goes first changing from prompt to prompt. A speed is tokens over seconds of the steps behind the first; a step in which
-the draft catches up with a densely prefilled prompt is left out of it and told beside it (draft_reads_s).
+the kept slots. The draft proposes alone: look-ups, which read no draft, would hide what its context costs. The four
+ways run on the same documents (standard-library modules, continued), interleaved, the one that goes first changing from
+prompt to prompt. A speed is tokens over seconds of the steps behind the first; a step in which the draft catches up
+with a densely prefilled prompt is left out of it and told beside it (draft_reads_s).
 
 --random SHAPE measures seconds of steps instead, with random weights at a real pair's sizes and caches filled with
 random keys, up to 128K tokens: no prompt is prefilled and nothing can be said of acceptance, so tokens/s are computed
@@ -16,6 +17,7 @@ Prints tables, ends in one JSON line; --out has it as a file, --plot a picture.
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -169,6 +171,11 @@ def measure_random(
     }
 
 
+def pair_speeds(table: dict[str, dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
+    """Tokens/s by length and way, of what `measure` returns."""
+    return {length: {name: row[name]["tokens_per_s"] for name in WAYS} for length, row in table.items()}
+
+
 def format_speeds(speeds: dict[str, dict[str, float]], more: Callable[[str], str] = lambda length: "") -> str:
     """Tokens/s by length and way, with what each is over plain."""
     lines = [f"{'tokens':>8s}" + "".join(f"{name:>20s}" for name in WAYS)]
@@ -220,7 +227,15 @@ def main() -> None:
     parser.add_argument("--no-pair", action="store_true", help="the random weights only")
     add_out_argument(parser)
     parser.add_argument("--plot", type=Path)
+    parser.add_argument(
+        "--redraw", type=Path, metavar="FILE", help="measure nothing: draw the pair's curves of an earlier result"
+    )
     arguments = parser.parse_args()
+    if arguments.redraw is not None:
+        if arguments.plot is None:
+            raise ValueError("--redraw draws to --plot; say where that is to be")
+        plot({"": pair_speeds(json.loads(arguments.redraw.read_text(encoding="utf-8"))["pair_table"])}, arguments.plot)
+        return
     if not 0 <= arguments.acceptance < 1:
         raise ValueError("--acceptance must be from 0 to under 1")
     torch.set_num_threads(arguments.threads)
@@ -230,10 +245,12 @@ def main() -> None:
         generator = load_generator(arguments)
         limit = min(generator.pair.max_positions) - arguments.max_tokens
         lengths = [min(length, limit) for length in arguments.lengths]
-        policy = {"keep_rate": arguments.keep_rate} | ({} if arguments.gamma is None else {"gamma": arguments.gamma})
+        policy = {"keep_rate": arguments.keep_rate, "proposer": "model"} | (
+            {} if arguments.gamma is None else {"gamma": arguments.gamma}
+        )
         table = measure(generator, lengths, arguments.prompts, arguments.max_tokens, policy)
         result["pair_table"] = table
-        speeds = {length: {name: row[name]["tokens_per_s"] for name in WAYS} for length, row in table.items()}
+        speeds = pair_speeds(table)
         print(f"tokens/s, the pair, keep rate {arguments.keep_rate}")
         print(
             format_speeds(
