@@ -24,7 +24,7 @@ def main() -> None:
             result = session.generate(messages=messages, max_tokens=32)
             messages.append({"role": "assistant", "content": result.text})
             metrics = result.metrics
-            print(f"{question} {result.text}")
+            print(f"{question} {result.text.strip()}")
             print(
                 f"  {metrics.num_new_tokens} new, {metrics.num_cached_tokens} cached, {metrics.num_restored_tokens} "
                 f"restored; first token after {metrics.ttft_s:.2f} s"

@@ -126,7 +126,7 @@ def test_stop_strings_work_as_a_criterion(embedded: SpecStackGenerator) -> None:
     model, tokenizer = embedded.target, embedded.tokenizer
     inputs = tokenizer(PROMPT, return_tensors="pt")
     options = {**inputs, "max_new_tokens": 48, "do_sample": False}
-    options["stopping_criteria"] = StoppingCriteriaList([StopStringCriteria(tokenizer, ["the"])])
+    options["stopping_criteria"] = StoppingCriteriaList([StopStringCriteria(tokenizer, ["return"])])
     expected = model.generate(**options)
     assert expected.shape[1] < inputs.input_ids.shape[1] + 48
     assert torch.equal(model.generate(**options, custom_generate=spec_stack(embedded.draft)), expected)

@@ -31,7 +31,7 @@ SCHEMA = {
 FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
 MESSAGES = [{"role": "user", "content": "Give a name and an age as JSON."}]
 REGEX = {"type": "regex", "pattern": "(yes|no)( (yes|no)){2,3}"}
-GRAMMAR = {"type": "grammar", "grammar": 'root ::= "(" root ")" | "x"'}
+GRAMMAR = {"type": "grammar", "grammar": 'root ::= "(" inner ")"\ninner ::= root | "x, y, z"'}
 
 
 def fits(text: str) -> bool:

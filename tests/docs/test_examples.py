@@ -11,7 +11,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 # A word of what each prints; what a model says is not promised.
 PRINTS = {
     "agent.py": "77120",
-    "chat_loop.py": "Bruno lives in Vienna.",
+    "chat_loop.py": "Bruno lives in Vienna",
     "compare_with_plain.py": "the same tokens: True",
     "custom_generate.py": "the sequences of plain generate: True",
     "lora.py": "the adapter changes the text: True",

@@ -55,7 +55,9 @@ def test_only_plain_layers_of_some_size_are_replaced() -> None:
 
 @needs_operators
 def test_the_embedded_pair_gives_the_same_tokens_prepacked(embedded: SpecStackGenerator) -> None:
-    plain = SpecStackGenerator.from_pretrained(device="cpu", precision="fp32", prepack_linears=False)
+    plain = SpecStackGenerator.from_pretrained(
+        device="cpu", precision="fp32", prepack_linears=False, config=embedded.config, calibration=False
+    )
     assert not any(isinstance(module, PrepackedLinear) for module in plain.target.modules())
     assert any(isinstance(module, PrepackedLinear) for module in embedded.target.modules())
     prompt = random_prompt(300, vocab=4096)

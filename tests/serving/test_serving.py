@@ -37,7 +37,7 @@ def test_a_pruned_prompt_gives_the_references_tokens(
 def test_a_prompt_over_the_threshold_is_pruned_and_finds_its_fact(server: Server, reference: Reference) -> None:
     from spec_stack.demo import hide_fact
 
-    fact = hide_fact(reference.tokenizer, 3100, 4)
+    fact = hide_fact(reference.tokenizer, 3100, 5)
     body = {"model": "default", "messages": fact.messages, "max_tokens": 32, "temperature": 0, "return_meta_info": True}
     for specprefill in (None, False):
         extra = {} if specprefill is None else {"custom_params": {"specprefill": specprefill}}
