@@ -26,7 +26,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from experiments.common.environment import describe
+from experiments.common.environment import describe, pair_fingerprint
 from experiments.common.pair_arguments import add_model_arguments, load_generators
 from experiments.common.prompt_files import Prompt, choose_prompts
 from experiments.common.script import run_script
@@ -210,7 +210,7 @@ def main() -> None:
         name: getattr(arguments, name)
         for name in ("precisions", "draft_precision", "gammas", "random", "tokens", "max_prompt_tokens", "threads")
     }
-    settings |= {"target": arguments.target or "embedded", "draft": arguments.draft or "embedded"}
+    settings["pair"] = pair_fingerprint(arguments.target, arguments.draft)
     texts = json.dumps([asdict(prompt) for prompt in prompts])
     settings["prompts_sha256"] = hashlib.sha256(texts.encode()).hexdigest()
     profile = Profile(arguments.out, settings)

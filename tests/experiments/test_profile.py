@@ -81,6 +81,10 @@ def test_an_interrupted_profile_goes_on_where_it_stopped(tmp_path: Path, monkeyp
 
     with pytest.raises(ValueError, match="begun with other settings of tokens"):
         run(profile_steps, *TINY, "--tokens", "9", "--out", path, monkeypatch=monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(profile_steps, "pair_fingerprint", lambda target, draft: "another/edition")
+        with pytest.raises(ValueError, match="begun with other settings of pair"):
+            run(profile_steps, *TINY, "--out", path, monkeypatch=patch)
     path.with_suffix(".json").unlink()
     with pytest.raises(ValueError, match="give another --out"):
         run(profile_steps, *TINY, "--out", path, monkeypatch=monkeypatch)
