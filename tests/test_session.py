@@ -453,21 +453,30 @@ def test_a_chat_goes_on_from_the_answer_it_gave(embedded: SpecStackGenerator) ->
 
 
 def test_a_dropped_fact_comes_back_when_it_is_asked_for(embedded: SpecStackGenerator) -> None:
+    """Judged by what the target holds: whether a small model then answers well is its own affair."""
     filler = "The river runs past the old mill and the children play there in the long summer. " * 12
-    document = f"{filler}\nThe red code for Alice is 61375.\n{filler}\nThe blue code for Bruno is 20984.\n{filler}"
+    fact = "The blue code for Bruno is 20984."
+    document = f"{filler}\nThe red code for Alice is 61375.\n{filler}\n{fact}\n{filler}"
     session = embedded.session(SessionConfig(restore_threshold=1.0))
     messages = [{"role": "user", "content": f"{document}\n\nWhat is the red code for Alice?"}]
+    text = embedded.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    offsets = embedded.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    begin = text.index(fact)
+    of_the_fact = {index for index, (left, right) in enumerate(offsets) if left < begin + len(fact) and right > begin}
+
     first = session.generate(messages=messages, max_tokens=24, specprefill=True, keep_rate=0.05)
+    assert len(of_the_fact & set(session.dropped_positions)) > 0.9 * len(of_the_fact)
     messages += [
         {"role": "assistant", "content": first.text},
         {"role": "user", "content": "What is the blue code for Bruno?"},
     ]
     branch = session.fork()
     branch.config = SessionConfig(restore=False)
-    assert "20984" not in branch.generate(messages=messages, max_tokens=24).text
+    branch.generate(messages=messages, max_tokens=24)
+    assert len(of_the_fact & set(branch.dropped_positions)) > 0.9 * len(of_the_fact)
     second = session.generate(messages=messages, max_tokens=24)
     assert 0 < second.metrics.num_restored_tokens < 300
-    assert "20984" in second.text
+    assert not of_the_fact & set(session.dropped_positions)
 
 
 @pytest.mark.parametrize("name", ["Gemma3", "GPT-OSS", "Qwen3.5", "Falcon-H1"])
