@@ -5,12 +5,18 @@ prompt. So the area under the ROC curve is taken within each kind that has harme
 by the number of pairs; the one over all prompts stands beside it for comparison. All signals together, as a logistic
 regression, are judged on kinds that it was not trained on. A prompt counts as harmed where the mean KL of the answer
 to dense prefill's is over a threshold, and, separately, where dense is right and sparse is not. 95 % intervals are
-bootstrapped over prompts within kinds. Prints a table; --out has JSON.
+bootstrapped over prompts within kinds. Prints a table; --out has JSON, with a row per prompt.
+
+Whether a large or a small value speaks of harm is chosen, signal by signal, by the prompts at hand, which favours the
+signal. --learn-from FILE takes it from an earlier report instead (of --half tuning, say), and the line to draw as well:
+then it also says what a floor by each signal would gain, the suspected quarter or half of the prompts being prefilled
+densely, over as many prompts of the same kinds taken by chance.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -36,7 +42,10 @@ from spec_stack.prefill.selection import select_chunks
 
 # An area under the curve from which a signal would be worth an option.
 WORTH_IT = 0.7
+# Shares of the prompts that a floor prefills densely.
+FLOORS = (0.25, 0.5)
 _NUM_DRAWS = 500
+_ALL = "all, other kinds' fit"
 
 
 def signals_of(pair: ModelPair, task: Task, config: PrefillConfig) -> tuple[dict[str, float], set[int]]:
@@ -162,19 +171,26 @@ def leave_one_out(rows: Sequence[Mapping[str, float]], harmed: Sequence[bool], k
     return [float(value) for value in scores]
 
 
-def analyse(rows: Sequence[Mapping[str, float]], harmed: Sequence[bool], kinds: Sequence[str]) -> dict[str, Any]:
-    """Areas under the curve of every signal and of all together, within kinds and over all prompts."""
-    columns = {name: [row[name] for row in rows] for name in rows[0]} | {
-        "all, other kinds' fit": leave_one_out(rows, harmed, kinds)
-    }
+def analyse(
+    rows: Sequence[Mapping[str, float]],
+    harmed: Sequence[bool],
+    kinds: Sequence[str],
+    turned: Mapping[str, bool] | None = None,
+) -> dict[str, Any]:
+    """Areas under the curve of every signal and of all together, within kinds and over all prompts.
+
+    `turned` says for which signals a small value speaks of harm; without it these prompts do, in the signal's favour.
+    """
+    columns = {name: [row[name] for row in rows] for name in rows[0]} | {_ALL: leave_one_out(rows, harmed, kinds)}
     report: dict[str, Any] = {"harmed": sum(harmed), "prompts": len(harmed), "signals": {}}
     for name, values in columns.items():
         area, by_kind = within_kinds(values, harmed, kinds)
-        # The sign of a single signal is chosen by its own data, which favours it.
-        if area < 0.5 and not name.startswith("all"):
+        turn = name != _ALL and (turned[name] if turned is not None else area < 0.5)
+        if turn:
             values, area = [-value for value in values], 1 - area
             by_kind = {kind: 1 - value for kind, value in by_kind.items()}
         report["signals"][name] = {
+            "turned": turn,
             "within": area,
             "interval": interval_within(values, harmed, kinds),
             "pooled": auc(values, harmed),
@@ -185,6 +201,70 @@ def analyse(rows: Sequence[Mapping[str, float]], harmed: Sequence[bool], kinds: 
         name for name, found in report["signals"].items() if found["within"] >= WORTH_IT and found["interval"][0] > 0.5
     ]
     return report
+
+
+def floor_gain(
+    suspicion: Sequence[float], line: float, kl: Sequence[float], kinds: Sequence[str]
+) -> dict[str, float | tuple[float, float]]:
+    """What it gains to prefill densely where the suspicion is at or over a line.
+
+    The share of the prompts that are dense then, of all KL divergence that this removes, the same where as many prompts
+    of each kind are taken by chance, and the difference with its 95 % bootstrap interval over prompts within kinds.
+    """
+    dense = np.array(suspicion) >= line
+    cost = np.array(kl)
+
+    def removed(index: np.ndarray, names: np.ndarray) -> tuple[float, float]:
+        own, chosen = cost[index], dense[index]
+        by_chance = sum(own[names == kind].sum() * chosen[names == kind].mean() for kind in set(names.tolist()))
+        return float(own[chosen].sum() / own.sum()), float(by_chance / own.sum())
+
+    labels = np.array(kinds)
+    rng = np.random.default_rng(0)
+    groups = [np.flatnonzero(labels == kind) for kind in dict.fromkeys(kinds)]
+    differences = []
+    for _ in range(_NUM_DRAWS):
+        drawn = np.concatenate([rng.choice(group, len(group)) for group in groups])
+        by_signal, by_chance = removed(drawn, labels[drawn])
+        differences.append(by_signal - by_chance)
+    by_signal, by_chance = removed(np.arange(len(cost)), labels)
+    low, high = np.quantile(differences, (0.025, 0.975))
+    return {
+        "dense": float(dense.mean()),
+        "kl_removed": by_signal,
+        "by_chance": by_chance,
+        "gain": by_signal - by_chance,
+        "interval": (float(low), float(high)),
+    }
+
+
+def floors(
+    rows: Sequence[Mapping[str, Any]], learned: Sequence[Mapping[str, Any]], turned: Mapping[str, bool]
+) -> dict[str, Any]:
+    """`floor_gain` of every signal at the lines over which FLOORS of the learned rows lie."""
+    found: dict[str, Any] = {}
+    for name, turn in turned.items():
+        if name == _ALL:
+            continue
+        sign = -1.0 if turn else 1.0
+        known = np.array([sign * row["signals"][name] for row in learned])
+        own = [sign * row["signals"][name] for row in rows]
+        kl, kinds = [row["kl"] for row in rows], [row["kind"] for row in rows]
+        found[name] = {str(share): floor_gain(own, float(np.quantile(known, 1 - share)), kl, kinds) for share in FLOORS}
+    return found
+
+
+def format_floors(found: Mapping[str, Any]) -> str:
+    """For a terminal."""
+    lines = ["KL removed by prefilling the suspected densely, less what chance removes within kinds"]
+    for name, by_share in found.items():
+        cells = (
+            f"{each['dense']:>6.2f} dense {each['kl_removed']:.2f} - {each['by_chance']:.2f} = {each['gain']:+.2f} "
+            f"({each['interval'][0]:+.2f} to {each['interval'][1]:+.2f})"
+            for each in by_share.values()
+        )
+        lines.append(f"{name:28s}" + "".join(cells))
+    return "\n".join(lines)
 
 
 def format_report(name: str, report: Mapping[str, Any]) -> str:
@@ -211,6 +291,7 @@ def main() -> None:
     )
     parser.add_argument("--half", choices=["test", "tuning"], default="test")
     parser.add_argument("--texts", type=Path, help="a folder of texts to hide in (default: standard library modules)")
+    parser.add_argument("--learn-from", type=Path, help="a report of other prompts: directions and lines come from it")
     parser.add_argument("--seed", type=int, default=21)
     add_out_argument(parser)
     arguments = parser.parse_args()
@@ -221,7 +302,10 @@ def main() -> None:
     if config.scorer == "anchors":
         config = replace(config, scorer="attention")
     texts = read_texts(arguments.texts)
-    rows, kinds, by_kl, by_answer, right = [], [], [], [], []
+    learned = json.loads(arguments.learn_from.read_text(encoding="utf-8")) if arguments.learn_from else None
+    if learned is not None and ("rows" not in learned or f"KL over {arguments.kl}" not in learned["reports"]):
+        raise ValueError(f"{arguments.learn_from} has no rows for --kl {arguments.kl}; make it with this script")
+    rows: list[dict[str, Any]] = []
     for num_tokens in arguments.tokens:
         for task in tqdm(
             make_tasks(pair, texts, num_tokens, arguments.prompts, arguments.half, arguments.seed), leave=False
@@ -229,26 +313,41 @@ def main() -> None:
             signals, kept = signals_of(pair, task, config)
             judge = Judge(pair, task, config.prefill_chunk)
             answer = judge.judge(kept)
-            rows.append(signals)
-            kinds.append(task.kind)
-            by_kl.append(answer.kl > arguments.kl)
-            by_answer.append(answer.score < 1)
-            if judge.dense_score == 1:
-                right.append(len(rows) - 1)
-    reports = {f"KL over {arguments.kl}": analyse(rows, by_kl, kinds)}
+            rows.append(
+                {
+                    "kind": task.kind,
+                    "tokens": len(task.prompt.token_ids),
+                    "kl": answer.kl,
+                    "score": answer.score,
+                    "dense_score": judge.dense_score,
+                    "signals": signals,
+                }
+            )
     # Only a prompt that dense prefill answers can lose its answer.
-    if any(by_answer[index] for index in right):
-        reports["answer lost"] = analyse(
-            [rows[i] for i in right], [by_answer[i] for i in right], [kinds[i] for i in right]
-        )
+    right = [row for row in rows if row["dense_score"] == 1]
+    cases = {f"KL over {arguments.kl}": (rows, [row["kl"] > arguments.kl for row in rows])}
+    if any(row["score"] < 1 for row in right):
+        cases["answer lost"] = (right, [row["score"] < 1 for row in right])
+    reports: dict[str, Any] = {}
+    for name, (those, harmed) in cases.items():
+        before = learned["reports"].get(name) if learned is not None else None
+        turned = before and {signal: found["turned"] for signal, found in before["signals"].items()}
+        reports[name] = analyse([row["signals"] for row in those], harmed, [row["kind"] for row in those], turned)
     for name, report in reports.items():
         print(format_report(name, report))
+    gains = None
+    if learned is not None:
+        by_kl = learned["reports"][f"KL over {arguments.kl}"]["signals"]
+        gains = floors(rows, learned["rows"], {signal: found["turned"] for signal, found in by_kl.items()})
+        print(format_floors(gains))
     line = {
         "experiment": "harm_signals",
         **describe(),
         "keep_rate": arguments.keep_rate,
         "half": arguments.half,
         "reports": reports,
+        "floors": gains,
+        "rows": rows,
     }
     print_report(line, arguments.out)
 
