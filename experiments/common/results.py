@@ -23,6 +23,21 @@ from experiments.common.script import run_script
 ROOT = Path(__file__).parents[2]
 RESULTS, RUNS, PAGE = ROOT / "experiments" / "results", ROOT / "experiments" / "runs", ROOT / "docs" / "results.md"
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
+# In these the embedded pair's weights have no part: random models, models of their own, published records, encoding.
+_OF_NO_PAIR = frozenset(
+    {
+        "as_published",
+        "bench_encoding",
+        "bench_session_random",
+        "bench_store",
+        "evaluate_policies_published",
+        "long_prompts",
+        "policy_cost",
+        "state_drift",
+        "state_drift_random",
+        "support_table",
+    }
+)
 _WEIGHTS = ("spec_stack/assets/draft/model.safetensors", "spec_stack/assets/target/model.safetensors")
 
 
@@ -43,7 +58,9 @@ class Result:
         """Of a file of experiments/results."""
         content: Any = json.loads(path.read_text(encoding="utf-8"))
         described = content if isinstance(content, dict) else {}
-        environment = described.get("environment", {})
+        # A file of several pairs says it pair by pair, the newest first.
+        parts = [each for each in described.values() if isinstance(each, dict)]
+        environment = next((part["measured"] for part in parts if "measured" in part), described.get("environment", {}))
 
         def told(name: str) -> str:
             return str(described.get(name) or (environment.get(name) if isinstance(environment, dict) else "") or "")
@@ -60,14 +77,15 @@ class Result:
 
     def why_stale(self, pair: str) -> str:
         """What speaks against it, today's pair given; empty where nothing does."""
-        if self.pair and self.pair != pair:
+        uses_pair = self.name not in _OF_NO_PAIR
+        if uses_pair and self.pair and self.pair != pair:
             return "made with another pair"
         commit = self.commit.removesuffix("-dirty")
         if not commit:
             return "does not say which commit it was made at"
         if _git("cat-file", "-e", f"{commit}^{{commit}}"):
             return "made at a commit that is not in this history"
-        if not self.pair and _changed_since(commit, _WEIGHTS):
+        if uses_pair and not self.pair and _changed_since(commit, _WEIGHTS):
             return "the embedded pair has changed since"
         if self.script and _changed_since(commit, [self.script]):
             return "its script has changed since"

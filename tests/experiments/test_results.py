@@ -41,6 +41,18 @@ def test_a_result_is_stale_for_a_reason(change: dict[str, str], reason: str) -> 
     assert reason in replace(RESULT, **change).why_stale(pair_fingerprint())
 
 
+def test_random_models_and_published_records_know_no_edition_of_the_pair() -> None:
+    ran = {"pair": "other/other", "script": "", "commit": "HEAD"}
+    assert replace(RESULT, **ran).why_stale(pair_fingerprint()) == "made with another pair"
+    assert replace(RESULT, name="bench_session_random", **ran).why_stale(pair_fingerprint()) == ""
+
+
+def test_a_file_of_several_pairs_says_where_its_newest_is_from(tmp_path: Path) -> None:
+    path = tmp_path / "eval_pair.json"
+    path.write_text('{"new": {"measured": {"date": "2026-02-02"}}, "old": {"measured": {"date": "2026-01-01"}}}')
+    assert Result.read(path).date == "2026-02-02"
+
+
 def test_every_committed_result_is_listed_once_and_where_it_belongs() -> None:
     results = read_all()
     assert "bench_latency" in {each.name for each in results}
