@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+# Tokens that the draft has to catch up on in a usual step: the last one drafted, and the target's own.
+USUAL_UNREAD = 2
+
 
 @dataclass
 class Probing:
     """Counts idle steps. A probe that does not pay doubles the wait for the next one.
+
+    A draft that has idled must first read what was written meanwhile. The time of that step says nothing of drafting:
+    taken for its cost, it would keep a cheap draft off for good. So such a probe takes two steps, and only the second
+    measures; in between, `is_waking` is true.
 
     Parameters
     ----------
@@ -20,6 +27,7 @@ class Probing:
     first: int = 16
     last: int = 256
     share: float = 0.02
+    is_waking: bool = field(init=False, repr=False, default=False)
     _wait: int = field(init=False, repr=False)
     _num_idle: int = field(init=False, repr=False, default=0)
 
@@ -28,15 +36,23 @@ class Probing:
             raise ValueError(f"probes need a first wait of 2 or more and a last one not under it, got {self}")
         self._wait = self.first
 
-    def is_due(self, cost_s: float, step_s: float) -> bool:
-        """Count an idle step of step_s seconds; whether the next one may probe at a cost of cost_s beside it."""
+    def is_due(self, cost_s: float, step_s: float, num_unread: int = 0) -> bool:
+        """Count an idle step of step_s seconds; whether the next one may probe at a cost of cost_s beside it.
+
+        num_unread are the tokens that the draft would have to read first.
+        """
+        measures = self.is_waking and num_unread <= USUAL_UNREAD
+        self.is_waking = False
+        if measures:
+            return True
         self._num_idle += 1
         if self._num_idle < self._wait or cost_s > self.share * self._num_idle * step_s:
             return False
         self._num_idle = 0
         self._wait = min(2 * self._wait, self.last)
+        self.is_waking = num_unread > USUAL_UNREAD
         return True
 
     def reset(self) -> None:
         """Drafting pays: the next idle stretch begins with short waits."""
-        self._num_idle, self._wait = 0, self.first
+        self._num_idle, self._wait, self.is_waking = 0, self.first, False

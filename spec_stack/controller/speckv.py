@@ -130,7 +130,7 @@ class SpecKV(Policy):
         if max(rates) * cost.base_s > 1:
             self._probing.reset()
             return self.gammas[rates.index(max(rates))]
-        return min(self.gammas) if self._probing.is_due(0.0, cost.base_s) else 0
+        return min(self.gammas) if self._probing.is_due(0.0, cost.base_s, context.num_unread) else 0
 
     def _calibrated(self, tokens: float) -> float:
         """Expected tokens, brought down by what has lately come of such expectations: the predictor was trained
@@ -144,7 +144,8 @@ class SpecKV(Policy):
 
     def observe(self, record: StepRecord) -> None:
         """Remember the step's signals for the next one, and learn how they foretold this one."""
-        if not record.is_prefill and not record.draft_read_prompt and math.isfinite(record.seconds):
+        is_a_step = not record.is_prefill and not record.draft_read_prompt and not self._probing.is_waking
+        if is_a_step and math.isfinite(record.seconds):
             cost = self._costs.setdefault(record.precision, StepCostModel())
             cost.observe(
                 record.num_drafted, record.draft_s, record.verify_s, record.num_recomputed, record.num_looked_up

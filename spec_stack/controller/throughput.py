@@ -134,7 +134,7 @@ class Throughput(Policy):
     probe_every : int
         With drafting off, the idle steps before one drafts a token all the same, so that better times are noticed;
         twice as many after every probe that did not pay, up to sixteen times. A probe whose catching up would cost over
-        2 % of the time since the last one waits.
+        2 % of the time since the last one waits; one that has to catch up is two steps, of which the second measures.
     cost : CostOptions
         How quickly measured times are followed.
     acceptance : AcceptanceModel
@@ -187,7 +187,7 @@ class Throughput(Policy):
         self._is_idle = not is_worth
         if state is None or not state.cost.ready_to_verify:
             return 0
-        return int(self._probing.is_due(read_s, state.cost.base_s))
+        return int(self._probing.is_due(read_s, state.cost.base_s, context.num_unread))
 
     def _read_s(self, context: StepContext, state: _PrecisionState | None) -> float:
         """Seconds that catching up is expected to take the draft."""
@@ -230,7 +230,7 @@ class Throughput(Policy):
             return
         state = self._states.setdefault(record.precision, _PrecisionState(StepCostModel(self.cost)))
         state.observe_read(record)
-        if record.draft_read_prompt or record.num_unread > _LONG_READ:
+        if record.draft_read_prompt or record.num_unread > _LONG_READ or self._probing.is_waking:
             return
         state.observe(record)
         if record.num_drafted:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +12,25 @@ import pytest
 
 import spec_stack
 from spec_stack.controller.acceptance import History
-from spec_stack.controller.base import DraftSignals, StepContext, StepRecord
+from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord
 from spec_stack.controller.cost import CostOptions, StepCostModel
 from spec_stack.controller.pool import PolicyPool
+from spec_stack.controller.speckv import SpecKV
 from spec_stack.controller.throughput import Throughput
 
 SHIPPED = Path(spec_stack.__file__).parent / "assets" / "draft" / "spec_stack_predictor.json"
 VERIFY_S, PER_TOKEN_S = 3e-3, 0.7e-3
+# Of a request; the draft has read the prompt of each.
+NUM_STEPS = 128
 
 
 class Machine:
     """A pair whose tokens are accepted with a chance the draft knows, on a machine whose speed can change."""
 
-    def __init__(self, policy: Throughput, seed: int = 0) -> None:
+    def __init__(self, policy: Policy, seed: int = 0, read_s: float = 0.0) -> None:
+        """read_s: seconds per token that the draft has to catch up on, beside the usual one."""
         self.policy = policy
+        self._read_s, self._num_unread = read_s, 1
         self.gammas: list[int] = []
         self.num_tokens, self.seconds = 0, 0.0
         self._rng = random.Random(seed)
@@ -31,7 +38,9 @@ class Machine:
 
     def step(self, per_token_s: float = PER_TOKEN_S, stall_s: float = 0.0, controller_s: float = 1e-5) -> None:
         number = len(self.gammas)
-        context = StepContext(number, 99, self._last, "fp32")
+        if number % NUM_STEPS == 0:
+            self._num_unread = 1
+        context = StepContext(number, 99, self._last, "fp32", num_unread=self._num_unread)
         signals, num_accepted, right = DraftSignals(), 0, True
         most = self.policy.choose(context)
         while len(signals) < most:
@@ -42,12 +51,13 @@ class Machine:
             if not self.policy.keep_drafting(context, signals):
                 break
         gamma = len(signals)
-        draft_s = gamma * per_token_s + stall_s
+        draft_s = gamma * per_token_s + stall_s + (self._read_s * (self._num_unread - 1) if gamma else 0.0)
         self._last = StepRecord(
             "r", number, "throughput", "fp32", "", False, 1.0, gamma, num_accepted, num_accepted + 1, signals,
-            draft_s, VERIFY_S, controller_s,
+            draft_s, VERIFY_S, controller_s, num_unread=self._num_unread if gamma else 0,
         )  # fmt: skip
         self.policy.observe(self._last)
+        self._num_unread = (1 + (num_accepted == gamma)) if gamma else self._num_unread + 1
         self.gammas.append(gamma)
         self.num_tokens += num_accepted + 1
         self.seconds += draft_s + VERIFY_S - stall_s
@@ -67,10 +77,24 @@ def test_drafting_comes_back_after_a_stretch_in_which_it_did_not_pay() -> None:
     for _ in range(300):
         machine.step(per_token_s=10e-3)
     assert sum(machine.gammas[-100:]) / 100 < 0.5
-    idle = machine.gammas[-64:]
+    idle = machine.gammas[-100:]
     assert 1 <= sum(gamma > 0 for gamma in idle) <= 8
     machine.speed(500)
     assert sum(machine.gammas[-100:]) / 100 > usual / 2
+
+
+@pytest.mark.parametrize("policy", [Throughput, partial(SpecKV, predictor=SHIPPED)])
+@pytest.mark.parametrize("read_s", [0.0, 0.3e-3, 0.7e-3])
+def test_a_draft_that_was_slow_at_first_is_found_out_though_it_has_to_catch_up(
+    policy: Callable[[], Policy], read_s: float
+) -> None:
+    """As where first kernels are compiled. The time of catching up must not be taken for the cost of drafting."""
+    machine = Machine(policy(), read_s=read_s)
+    for _ in range(40):
+        machine.step(per_token_s=10e-3)
+    assert machine.gammas[-5:] == [0] * 5
+    machine.speed(150)
+    assert sum(gamma > 0 for gamma in machine.gammas[-50:]) > 40
 
 
 @pytest.mark.parametrize("at", [1, 4, 50])
