@@ -91,35 +91,17 @@ class Question:
     answer: str
 
 
-_CITIES = ("Lisbon", "Oslo", "Cairo", "Madrid", "Vienna", "Prague", "Dublin", "Tokyo")
-_WORDS = ("river", "window", "candle", "guitar", "bridge", "market", "paper", "music")
-
-
 def hide_more(fact: HiddenFact, seed: int) -> tuple[str, list[Question]]:
-    """The document with more facts in it, of other people and in other words, for the turns after the first.
+    """The document with facts about four other people in it, for the turns after the first.
 
-    The embedded pair knows how to look up facts in these wordings, and hardly any other.
+    They are worded as the first one is: no other wording does the embedded pair answer as well over a long document.
     """
     rng = random.Random(f"more {seed}")
-    names = rng.sample([name for name in _NAMES if f" {name}" not in fact.question], 5)
-    city, word, points, code = (
-        rng.choice(_CITIES),
-        rng.choice(_WORDS),
-        rng.randint(10000, 99999),
-        rng.randint(10000, 99999),
-    )
-    adjective, key = rng.choice(_ADJECTIVES), rng.randint(10000, 99999)
-    questions = [
-        Question(f"{names[0]} lives in {city}.", f"Where does {names[0]} live?", city),
-        Question(f"The favourite word of {names[1]} is {word}.", f"What is the favourite word of {names[1]}?", word),
-        Question(f"{names[2]} has {points} points.", f"How many points does {names[2]} have?", str(points)),
-        Question(
-            f"The {adjective} code for {names[3]} is {code}.",
-            f"What is the {adjective} code for {names[3]}?",
-            str(code),
-        ),
-        Question(f"{names[4].upper()}_KEY = {key}", f"What is the value of {names[4].upper()}_KEY?", str(key)),
-    ]
+    questions = []
+    for name in rng.sample([name for name in _NAMES if f" {name}" not in fact.question], 4):
+        adjective, code = rng.choice(_ADJECTIVES), str(rng.randint(10000, 99999))
+        line = f"The {adjective} code for {name} is {code}."
+        questions.append(Question(line, f"What is the {adjective} code for {name}?", code))
     lines = fact.document.split("\n")
     for question, at in zip(
         questions, sorted(rng.sample(range(len(lines)), len(questions)), reverse=True), strict=True
