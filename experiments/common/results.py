@@ -29,7 +29,6 @@ _OF_NO_PAIR = frozenset(
         "as_published",
         "bench_encoding",
         "bench_session_random",
-        "bench_store",
         "evaluate_policies_published",
         "long_prompts",
         "policy_cost",

@@ -28,8 +28,7 @@ class CostOptions:
     warm_up : int
         Steps seen before an estimate is given; their median starts it, so one slow first step does no harm.
     tolerance : float
-        A sample over this factor above the line counts as if it were on that bound. A draft that takes less than the
-        line over this factor is measured anew: none is too fast by chance.
+        A sample over this factor above the line counts as if it were on that bound; none is too fast.
     shrinkage : float
         Weight of the prior slope, in squared tokens times steps.
     """
@@ -111,14 +110,6 @@ class DiscountedLine:
         self._sums = Sums()
         self.base = 0.0
         self.slope = 0.0
-
-    def is_refuted_by(self, x: float, y: float) -> bool:
-        """Whether a sample is so far under the line that the past must have been a slower machine's."""
-        return y * self._tolerance < self.base + self.slope * x
-
-    def forget(self) -> None:
-        """Begin anew with the next sample."""
-        self._sums, self.base, self.slope = Sums(), 0.0, 0.0
 
     def age(self) -> None:
         """A step without a sample: what is known grows older all the same."""
@@ -216,10 +207,6 @@ class StepCostModel:
 
     def _add(self, step: StepTimes) -> None:
         if step.gamma:
-            # Nothing is drafted too fast by chance. Were such samples averaged, a draft that is seldom tried, as it was
-            # slow once, would stay off for long.
-            if self._draft.is_refuted_by(step.gamma, step.draft_s):
-                self._draft.forget()
             # The draft's time is close to proportional, so the sample itself tells where an unidentified slope lies.
             self._draft.add(step.gamma, step.draft_s)
         else:

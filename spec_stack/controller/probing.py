@@ -13,8 +13,9 @@ class Probing:
     """Counts idle steps. A probe that does not pay doubles the wait for the next one.
 
     A draft that has idled must first read what was written meanwhile. The time of that step says nothing of drafting:
-    taken for its cost, it would keep a cheap draft off for good. So such a probe takes two steps, and only the second
-    measures; in between, `is_waking` is true.
+    taken for its cost, it would keep a cheap draft off for good. So such a probe is two steps: `is_waking` is true
+    in the first, whose times are to be left out, and `is_measuring` in the second. Where something else comes between
+    (a look-up, another request) the draft is woken again after the same wait.
 
     Parameters
     ----------
@@ -28,6 +29,8 @@ class Probing:
     last: int = 256
     share: float = 0.02
     is_waking: bool = field(init=False, repr=False, default=False)
+    is_measuring: bool = field(init=False, repr=False, default=False)
+    _is_awake: bool = field(init=False, repr=False, default=False)
     _wait: int = field(init=False, repr=False)
     _num_idle: int = field(init=False, repr=False, default=0)
 
@@ -36,23 +39,33 @@ class Probing:
             raise ValueError(f"probes need a first wait of 2 or more and a last one not under it, got {self}")
         self._wait = self.first
 
+    def begin(self) -> None:
+        """A step begins. Call it first in every step, whether a probe is asked for or not."""
+        self._is_awake = self.is_waking
+        self.is_waking = self.is_measuring = False
+
     def is_due(self, cost_s: float, step_s: float, num_unread: int = 0) -> bool:
         """Count an idle step of step_s seconds; whether the next one may probe at a cost of cost_s beside it.
 
         num_unread are the tokens that the draft would have to read first.
         """
-        measures = self.is_waking and num_unread <= USUAL_UNREAD
-        self.is_waking = False
-        if measures:
-            return True
         self._num_idle += 1
+        if self._is_awake and num_unread <= USUAL_UNREAD:
+            self._measure()
+            return True
         if self._num_idle < self._wait or cost_s > self.share * self._num_idle * step_s:
             return False
-        self._num_idle = 0
-        self._wait = min(2 * self._wait, self.last)
-        self.is_waking = num_unread > USUAL_UNREAD
+        if num_unread <= USUAL_UNREAD:
+            self._measure()
+        else:
+            self.is_waking = True
+            self._num_idle = 0
         return True
+
+    def _measure(self) -> None:
+        self.is_measuring = True
+        self._num_idle, self._wait = 0, min(2 * self._wait, self.last)
 
     def reset(self) -> None:
         """Drafting pays: the next idle stretch begins with short waits."""
-        self._num_idle, self._wait, self.is_waking = 0, self.first, False
+        self._num_idle, self._wait = 0, self.first

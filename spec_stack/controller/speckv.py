@@ -116,6 +116,7 @@ class SpecKV(Policy):
         self._rates, self._online = rates_of(self.predictor)
 
     def choose(self, context: StepContext) -> int:
+        self._probing.begin()
         if self._signals is None or context.last is None:
             return self.start
         if self._online is not None and self._online.num_seen < self.explore:

@@ -175,13 +175,16 @@ class Throughput(Policy):
         return state.rate.tokens_per_s * state.cost.per_token_s
 
     def choose(self, context: StepContext) -> int:
+        self._probing.begin()
         self._threshold = self.threshold(context.precision)
         state = self._states.get(context.precision)
         first = self.acceptance.begin(self._history)
         read_s = self._read_s(context, state)
         is_worth = (first > self._threshold and not self._is_idle) or state is None or state.gain > 0
         if is_worth and (state is None or state.can_pay) and self._read_pays(context, state, read_s):
-            self._probing.reset()
+            if state is None or state.speedup is not None:
+                # Not before it has shown that it pays: else a draft that just does not would be tried all the time.
+                self._probing.reset()
             self._is_idle = False
             return min(self.max_gamma, self._cap)
         self._is_idle = not is_worth
