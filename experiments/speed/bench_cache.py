@@ -16,12 +16,12 @@ import torch
 from tqdm import tqdm
 from transformers import DynamicCache
 
-from experiments.common.environment import describe
+from experiments.common.environment import describe, note_pair
 from experiments.common.script import run_script
 from spec_stack import PrefillConfig
 from spec_stack.hf.attention import install
 from spec_stack.hf.cache import new_cache
-from spec_stack.hf.loading import load_pair
+from spec_stack.pair import ModelPair
 
 
 def main() -> None:
@@ -33,10 +33,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    note_pair(arguments.target, arguments.draft)
     rows: list[dict[str, Any]] = []
     print("median ms       cached   1 token: growing    room   saved   5 tokens: growing    room   saved")
     for precision in arguments.precisions:
-        pair = load_pair(arguments.target, arguments.draft, precision, "cpu")
+        pair = ModelPair.load(
+            arguments.target, arguments.draft, precision=precision, draft_precision=precision, device="cpu"
+        )
         for role, model in (("target", pair.target), ("draft", pair.draft)):
             install(model)
             for num_cached in arguments.cached:

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from experiments.common.environment import describe
+from experiments.common.environment import describe, note_pair
 from experiments.common.script import run_script
 from spec_stack import PrefillConfig
 from spec_stack.hf.attention import install
-from spec_stack.hf.loading import load_pair
 from spec_stack.hf.model import CachedModel
+from spec_stack.pair import ModelPair
 
 NUM_TOKENS = (1, 2, 3, 5, 9, 17)
 
@@ -36,11 +36,20 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    note_pair(arguments.target, arguments.draft)
     rows: list[dict[str, Any]] = []
     print("median ms            cached  prefill " + "".join(f"{n:>7d}" for n in NUM_TOKENS) + "   5 over 1")
     for precision in arguments.precisions:
         pairs = {
-            packs: load_pair(arguments.target, arguments.draft, precision, "cpu", packs) for packs in (False, True)
+            packs: ModelPair.load(
+                arguments.target,
+                arguments.draft,
+                precision=precision,
+                draft_precision=precision,
+                device="cpu",
+                prepack_linears=packs,
+            )
+            for packs in (False, True)
         }
         for role in ("target", "draft"):
             models = {packs: getattr(pair, role) for packs, pair in pairs.items()}
