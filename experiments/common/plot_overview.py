@@ -116,7 +116,7 @@ def draw(to: Path) -> None:
         axis.tick_params(axis="x", length=0)
         axis.set_title(f"{chart.title}\n\n", loc="left", fontweight="bold", fontsize=13)
         axis.text(0, 1.03, f"{chart.unit}\n{chart.note}", transform=axis.transAxes, fontsize=9.5, color=_SMALL)
-    caption = "The embedded pair (6.1 M and 0.9 M parameters) on CPU cores; decoding and serving: its first edition"
+    caption = "The embedded pair (6.1 M and 0.9 M parameters) on CPU cores; serving: its first edition"
     figure.supxlabel(caption, fontsize=9.5, color=_SMALL, x=0.005, ha="left")
     to.parent.mkdir(parents=True, exist_ok=True)
     figure.get_layout_engine().set(wspace=0.1)
