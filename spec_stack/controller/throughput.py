@@ -20,6 +20,10 @@ _LONG_READ = 32
 _DEAREST_TOKEN = 0.9
 _LEAST_SPEEDUP = 0.98
 _MIN_DRAFTING_WEIGHT = 10.0
+# Where drafting seems to bring less than this, one step in so many is plain: while all steps draft equally far, nothing
+# tells what a plain one would take.
+_CLEAR_SPEEDUP = 1.2
+_CHECK_EVERY = 16
 _IDLE_KEEP = 0.99
 # What a draft nobody has tried is taken to save of a plain step's time, and its reading to take of the target's.
 _TYPICAL_SAVING = 1 / 3
@@ -63,6 +67,11 @@ class _PrecisionState:
         if self.cost.ready and self.cost.per_token_s > _DEAREST_TOKEN * self.cost.base_s:
             return False
         return self.speedup is None or self.speedup > _LEAST_SPEEDUP
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether drafting may not be worth its time, for all that is known."""
+        return self.speedup is not None and self.speedup < _CLEAR_SPEEDUP
 
     def observe(self, record: StepRecord) -> None:
         """Take in the times of a decode step."""
@@ -155,6 +164,7 @@ class Throughput(Policy):
     _prefill_s: float = field(init=False, repr=False, default=0.0)
     # What is known fades while nothing is drafted; that alone is no reason to draft again, a probe that was right is.
     _is_idle: bool = field(init=False, repr=False, default=False)
+    _num_since_plain: int = field(init=False, repr=False, default=0)
 
     name = "throughput"
 
@@ -186,7 +196,12 @@ class Throughput(Policy):
                 # Not before it has shown that it pays: else a draft that just does not would be tried all the time.
                 self._probing.reset()
             self._is_idle = False
+            self._num_since_plain += 1
+            if state is not None and state.is_doubtful and self._num_since_plain > _CHECK_EVERY:
+                self._num_since_plain = 0
+                return 0
             return min(self.max_gamma, self._cap)
+        self._num_since_plain = 0
         self._is_idle = not is_worth
         if state is None or not state.cost.ready_to_verify:
             return 0

@@ -290,6 +290,27 @@ def test_a_draft_as_dear_as_the_target_is_not_used_however_right_it_is() -> None
     assert max(chosen) <= 1
 
 
+def test_where_drafting_hardly_pays_a_plain_step_now_and_then_tells_what_it_takes() -> None:
+    """While all steps draft equally far, the cost of a plain one is not seen, and drafting could seem to pay."""
+    policy, last, chosen = Throughput(max_gamma=8), record(), []
+    for number in range(400):
+        context, signals = StepContext(number, 99, last, "fp32", num_unread=2), DraftSignals()
+        most = policy.choose(context)
+        while len(signals) < most:
+            signals.append(0.1, 0.99)
+            if not policy.keep_drafting(context, signals):
+                break
+        gamma = len(signals)
+        # All of it is right, and brings nothing: 9 tokens for 9 plain steps' time.
+        last = record(
+            step=number, gamma=gamma, num_accepted=gamma, num_tokens=gamma + 1, signals=signals,
+            draft_s=0.8 * gamma * VERIFY_S, verify_s=(1 + 0.2 * gamma) * VERIFY_S,
+        )  # fmt: skip
+        policy.observe(last)
+        chosen.append(gamma)
+    assert chosen[-100:].count(0) > 80
+
+
 def test_tries_become_rarer_up_to_every_256th_step_and_none_has_a_long_prompt_read() -> None:
     policy = Throughput()
     last = record(num_accepted=0, num_tokens=1)
