@@ -129,7 +129,7 @@ def test_an_engine_without_a_server_takes_its_settings_from_the_environment(
     body = {key: value for key, value in generate_body(prompt, 24).items() if key != "stream"}
     (tmp_path / "asked.json").write_text(json.dumps({"engine": engine, **body}))
     (tmp_path / "engine.py").write_text(_ENGINE)
-    settings = json.dumps({"config": str(tmp_path / "settings.json"), "keep_rate": 0.3})
+    settings = json.dumps({"config": str(tmp_path / "settings.json"), "keep_rate": 0.3, "calibration": "none"})
     done = _python(["engine.py", "asked.json"], tmp_path, SPEC_STACK_SGLANG=settings)
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("reply: ")] or [done.stderr[-3000:]]
     reply = json.loads(line.removeprefix("reply: "))
