@@ -40,13 +40,8 @@ def charts() -> list[Chart]:
     """The three figures that matter most, as `experiments/results` has them."""
     prefill = next(length for length in _read("prefill_grid")["lengths"] if 8000 <= length["prompt_tokens"] < 9000)
     speed = _read("bench_policies")["result"]["all"]["tokens_per_s"]
-    serving = _read("bench_serving")["results"]
-    # The two modes that stayed under the lowest rate of that run had one of their own.
-    slow = _read("bench_serving_slow_rates")["results"]
-    rates = {
-        mode: [rate for rate in (*serving[mode]["highest_rates"], *slow.get(mode, {}).get("highest_rates", ())) if rate]
-        for mode in serving
-    }
+    serving = _read("bench_serving")["results"]["single"]
+    rates = {mode: entry["highest_rates"] for mode, entry in serving.items()}
     sparse = {name: entry["ttft_s"] for name, entry in prefill["settings"].items()}
     ttft = {
         "dense": prefill["dense_s"],
@@ -116,7 +111,7 @@ def draw(to: Path) -> None:
         axis.tick_params(axis="x", length=0)
         axis.set_title(f"{chart.title}\n\n", loc="left", fontweight="bold", fontsize=13)
         axis.text(0, 1.03, f"{chart.unit}\n{chart.note}", transform=axis.transAxes, fontsize=9.5, color=_SMALL)
-    caption = "The embedded pair (6.1 M and 0.9 M parameters) on CPU cores; serving: its first edition"
+    caption = "The embedded pair (6.1 M and 0.9 M parameters) on CPU cores"
     figure.supxlabel(caption, fontsize=9.5, color=_SMALL, x=0.005, ha="left")
     to.parent.mkdir(parents=True, exist_ok=True)
     figure.get_layout_engine().set(wspace=0.1)
