@@ -14,7 +14,7 @@ class Probing:
 
     A draft that has idled must first read what was written meanwhile. The time of that step says nothing of drafting:
     taken for its cost, it would keep a cheap draft off for good. So such a probe is two steps: `is_waking` is true
-    in the first, whose times are to be left out, and `is_measuring` in the second. Where something else comes between
+    in the first, whose times are to be left out, and the second measures. Where something else comes between
     (a look-up, another request) the draft is woken again after the same wait.
 
     Parameters
@@ -29,7 +29,6 @@ class Probing:
     last: int = 256
     share: float = 0.02
     is_waking: bool = field(init=False, repr=False, default=False)
-    is_measuring: bool = field(init=False, repr=False, default=False)
     _is_awake: bool = field(init=False, repr=False, default=False)
     _wait: int = field(init=False, repr=False)
     _num_idle: int = field(init=False, repr=False, default=0)
@@ -42,7 +41,7 @@ class Probing:
     def begin(self) -> None:
         """A step begins. Call it first in every step, whether a probe is asked for or not."""
         self._is_awake = self.is_waking
-        self.is_waking = self.is_measuring = False
+        self.is_waking = False
 
     def is_due(self, cost_s: float, step_s: float, num_unread: int = 0) -> bool:
         """Count an idle step of step_s seconds; whether the next one may probe at a cost of cost_s beside it.
@@ -50,21 +49,15 @@ class Probing:
         num_unread are the tokens that the draft would have to read first.
         """
         self._num_idle += 1
-        if self._is_awake and num_unread <= USUAL_UNREAD:
-            self._measure()
-            return True
-        if self._num_idle < self._wait or cost_s > self.share * self._num_idle * step_s:
+        measures = num_unread <= USUAL_UNREAD
+        waited = self._num_idle >= self._wait and cost_s <= self.share * self._num_idle * step_s
+        if not waited and not (measures and self._is_awake):
             return False
-        if num_unread <= USUAL_UNREAD:
-            self._measure()
-        else:
-            self.is_waking = True
-            self._num_idle = 0
+        self._num_idle = 0
+        self.is_waking = not measures
+        if measures:
+            self._wait = min(2 * self._wait, self.last)
         return True
-
-    def _measure(self) -> None:
-        self.is_measuring = True
-        self._num_idle, self._wait = 0, min(2 * self._wait, self.last)
 
     def reset(self) -> None:
         """Drafting pays: the next idle stretch begins with short waits."""
