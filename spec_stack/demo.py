@@ -94,7 +94,7 @@ class Question:
 def hide_more(fact: HiddenFact, seed: int) -> tuple[str, list[Question]]:
     """The document with facts about four other people in it, for the turns after the first.
 
-    They are worded as the first one is: no other wording does the embedded pair answer as well over a long document.
+    They are worded as the first one is; in mixed wordings the embedded pair answers fewer over a long document.
     """
     rng = random.Random(f"more {seed}")
     questions = []

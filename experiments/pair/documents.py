@@ -75,14 +75,10 @@ class DocumentMaker:
 
     Parameters
     ----------
-    tokenizer
-        The pair's.
-    haystacks
-        Token ids of real text by kind, to hide the statements in.
+    tokenizer, haystacks, max_questions
+        As of `questions.QuestionMaker`.
     words
         The half of the wording that frames the questions.
-    max_questions
-        The most questions of one sequence.
     """
 
     def __init__(

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Does anything tell the prompts that pruning hurts, within a kind of task, and what would a floor by it gain? Directions
 # and lines are learned on the wordings for tuning and judged on the others; about 20 minutes on one thread.
+# Options go to both runs, so neither --out, --half nor --seed belongs here.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 export OMP_NUM_THREADS=1
