@@ -29,12 +29,12 @@ from typing import Any
 from experiments.common.environment import describe
 from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
+from experiments.policies.rivals.batch_rivals import AcceptanceAlone, SGLangAdaptive, SurvivalTrim
 from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord
 from spec_stack.controller.fixed import Fixed
 from spec_stack.controller.registry import make_batch_policy
 from spec_stack.controller.throughput import Throughput
 from spec_stack.offline.batch_replay import BatchCosts, replay_batch
-from spec_stack.offline.batch_rivals import AcceptanceAlone, SGLangAdaptive, SurvivalTrim
 from spec_stack.offline.records import read_records
 from spec_stack.offline.replay import Costs, ReplayText, fit_costs, merge_runs, replay
 

@@ -29,13 +29,13 @@ from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
 from experiments.policies import published, reproduce
 from experiments.policies.published_columns import StepTable
+from experiments.policies.rivals.bandit import Bandit
 from spec_stack.config import MAX_GAMMA
 from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord
 from spec_stack.controller.confidence import Confidence
 from spec_stack.controller.predictor import Card, StepPredictor
 from spec_stack.controller.registry import POLICY_NAMES, make_policy
 from spec_stack.controller.speckv import SpecKV
-from spec_stack.offline.bandit import Bandit
 from spec_stack.offline.oracles import BestFixed, TaskOracle, best_fixed, oracle
 from spec_stack.offline.records import read_records
 from spec_stack.offline.replay import Costs, Merged, ReplayText, Score, fit_costs, merge_runs, replay

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from experiments.policies.rivals.bandit import Bandit
 from spec_stack.config import MAX_GAMMA
 from spec_stack.controller.base import DraftSignals, Policy, StepContext
 from spec_stack.controller.batch_throughput import BatchThroughput
@@ -26,7 +27,6 @@ from spec_stack.controller.registry import (
 )
 from spec_stack.controller.speckv import SpecKV
 from spec_stack.controller.throughput import Throughput
-from spec_stack.offline.bandit import Bandit
 from spec_stack.offline.oracles import BestFixed, TaskOracle, oracle
 from spec_stack.offline.replay import StepCosts, merge_runs, replay
 from tests.support.controller_data import Greedy, context, step
@@ -36,8 +36,8 @@ def test_importing_the_controller_loads_no_torch_and_no_scikit_learn() -> None:
     code = (
         "import sys, spec_stack.controller, spec_stack.controller.registry, spec_stack.controller.throughput, "
         "spec_stack.controller.predictor, spec_stack.offline.replay, spec_stack.offline.training, "
-        "spec_stack.offline.bandit, spec_stack.controller.speckv, spec_stack.offline.records, "
-        "spec_stack.offline.oracles, spec_stack.controller.batch_throughput; "
+        "spec_stack.controller.speckv, spec_stack.offline.records, spec_stack.offline.oracles, "
+        "spec_stack.controller.batch_throughput; "
         "print([name for name in ('torch', 'transformers', 'sklearn', 'pyarrow') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -371,21 +371,6 @@ def test_throughput_follows_costs_that_change() -> None:
             policy.observe(step(gamma, gamma // 2, draft_s=draft_s * gamma))
     tokens, seconds = 5 + 6, 0.02 * 15 + 0.03 * 5
     assert policy.threshold("fp16") == pytest.approx(tokens / seconds * 0.02, rel=0.15)
-
-
-def test_bandit_finds_the_better_arm_and_changes_its_mind() -> None:
-    policy = Bandit(gammas=(1, 8), thresholds=(0.0,), discount=0.98)
-
-    def share_of_eight(accepted: int) -> float:
-        chosen = []
-        for _ in range(300):
-            gamma = policy.choose(context())
-            chosen.append(gamma == 8)
-            policy.observe(step(gamma, min(accepted, gamma)))
-        return sum(chosen[100:]) / 200
-
-    assert share_of_eight(8) > 0.8
-    assert share_of_eight(0) < 0.2
 
 
 def test_no_policy_does_better_than_the_oracle() -> None:
