@@ -19,7 +19,6 @@ check: lint
 	$(PYTEST) -m "not slow and not serving and not gpu"
 
 test: lint docs
-	PYTHON=$(CURDIR)/$(BIN)/python bash experiments/runs/train_pair_smoke.sh
 	$(PYTEST) -m "not serving"
 	$(MAKE) serving-test
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -66,10 +67,11 @@ class Result:
 
         return cls(
             name=path.stem,
-            command=_command_of(path.stem),
+            command=told("run") or _command_of(path.stem, told("experiment"), told("command")),
             script=_script_of(told("experiment") or path.stem),
             date=told("date"),
-            commit=told("commit"),
+            # A commit that a rebase took out of the history stands beside the one that recorded the result.
+            commit=told("recorded_at") or told("commit"),
             machine=told("machine"),
             pair=told("pair"),
         )
@@ -115,16 +117,25 @@ def with_table(page: str, results: list[Result]) -> str:
     return f"{before}{BEGIN}\n{table(results)}\n{END}{rest.split(END)[1]}"
 
 
-def _command_of(name: str) -> str:
-    """The run script of that name, or the one that mentions its file."""
+def _command_of(name: str, experiment: str, command: str) -> str:
+    """Return the run script of that name or the one that leaves its file, else the command that the result names."""
     own = RUNS / f"{name}.sh"
     if own.is_file():
         return f"experiments/runs/{own.name}"
-    mentions = [path.name for path in sorted(RUNS.glob("*.sh")) if f"keep {name} " in path.read_text(encoding="utf-8")]
-    if mentions:
-        return f"experiments/runs/{mentions[0]}"
-    script = _script_of(name)
-    return f"python -m {script.removesuffix('.py').replace('/', '.')}" if script else ""
+    leaves = re.compile(rf'keep {name} |--out "?\$\w+/{name}\.(json|parquet)\b')
+    for path in sorted(RUNS.glob("*.sh")):
+        if leaves.search(path.read_text(encoding="utf-8")):
+            return f"experiments/runs/{path.name}"
+    script = _script_of(experiment or name)
+    arguments = command.partition(" ")[2]
+    if not script:
+        return ""
+    return f"python -m {script.removesuffix('.py').replace('/', '.')} {_without_out(arguments)}".strip()
+
+
+def _without_out(arguments: str) -> str:
+    """Leave out where the report went, which says nothing of how it was made."""
+    return re.sub(r" ?--out \S+", "", arguments)
 
 
 def _script_of(experiment: str) -> str:

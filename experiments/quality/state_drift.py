@@ -1,9 +1,9 @@
 """How far does a sparse prefill push recurrent state away from where the whole prompt would have left it?
 
-Recurrent layers (linear attention, Mamba) read only the kept tokens, as if they were neighbours. For a hybrid model and
+Recurrent layers (linear attention, Mamba) prefill only the kept tokens, as if they were neighbours. For a hybrid model and
 real text this measures, per recurrent layer, the relative L2 distance |S_sparse - S_dense| / |S_dense| of the states
 after the same last tokens, against keep_rate; selections are the draft's, and as controls random ones and the most
-recent tokens, of the same size. The same distance again after further tokens that both read shows whether it fades,
+recent tokens, of the same size. The same distance again after further tokens that both prefill shows whether it fades,
 and two unrelated prompts that end alike show how large it can get. Beside it: how often the next token agrees, and
 KL(dense || sparse), over those further tokens.
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import lzma
 import math
 import random
 from collections import defaultdict
@@ -31,7 +32,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Q
 
 from experiments.common.environment import describe
 from experiments.common.script import run_script
-from experiments.pair.data import documents
 from spec_stack import PrefillConfig
 from spec_stack.decode.propose import propose
 from spec_stack.decode.sampler import Sampler
@@ -43,7 +43,12 @@ from spec_stack.prefill.selection import select
 from spec_stack.types import Selection
 
 KEEP_RATES = (0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 1.0)
-GROUPS = ("prose", "code", "docs")
+# Of each kind of text: how its files' names begin, the most characters of all and of one document.
+GROUPS = {
+    "prose": ("prose_novels", 15_000_000, 110_000),
+    "code": ("code_", 18_000_000, 24_000),
+    "docs": ("docs_", 12_000_000, 20_000),
+}
 
 
 def make_hybrid(vocab_size: int) -> PreTrainedModel:
@@ -79,9 +84,39 @@ def make_hybrid(vocab_size: int) -> PreTrainedModel:
     return model
 
 
+def read_documents(corpus: Path, group: str, share: float) -> list[str]:
+    """Return texts of one kind in a fixed random order, long ones cut at a random place, up to a share of its characters.
+
+    Each line of a file is a record with "text"; lines end at "\\n" alone.
+    """
+    prefix, most_chars, most_in_document = GROUPS[group]
+    rng = random.Random(f"pair-{group}")
+    files = sorted(path for path in corpus.glob("*.jsonl*") if path.name.startswith(prefix))
+    texts = [text for path in files for text in _records(path)]
+    rng.shuffle(texts)
+    kept: list[str] = []
+    num_chars = 0
+    for text in texts:
+        if len(text) > most_in_document:
+            start = rng.randrange(len(text) - most_in_document)
+            start = 0 if group == "code" else text.find("\n", start) + 1
+            text = text[start : start + most_in_document]
+        num_chars += len(text)
+        kept.append(text)
+        if num_chars >= most_chars * share:
+            break
+    return kept
+
+
+def _records(path: Path) -> list[str]:
+    opener = lzma.open if path.suffix == ".xz" else open
+    with opener(path, "rt", encoding="utf-8", newline="\n") as lines:
+        return [json.loads(line)["text"] for line in lines if line.strip()]
+
+
 def read_tokens(corpus: Path, tokenizer: Any, share: float) -> tuple[list[list[int]], list[list[int]]]:
     """Token ids of the documents: every eighth for measuring, the rest for training."""
-    texts = [text for group in GROUPS for text in documents(corpus, group, (), share) if isinstance(text, str)]
+    texts = [text for group in GROUPS for text in read_documents(corpus, group, share)]
     random.Random(0).shuffle(texts)
     ids = [tokenizer.encode(text, add_special_tokens=False) for text in tqdm(texts, desc="tokens", leave=False)]
     return [each for index, each in enumerate(ids) if index % 8], ids[::8]
@@ -89,7 +124,7 @@ def read_tokens(corpus: Path, tokenizer: Any, share: float) -> tuple[list[list[i
 
 def train(model: PreTrainedModel, train_ids: list[list[int]], steps: int, length: int, batch: int, to: Path) -> None:
     """AdamW with warm-up and cosine decay over packed text. Leaves the model in the folder, and in training.json the
-    tokens it read and the mean loss of the last tenth, in nats."""
+    number of its tokens and the mean loss of the last tenth, in nats."""
     stream = torch.tensor([token for document in train_ids for token in document])
     rng = np.random.default_rng(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.05)
@@ -232,7 +267,7 @@ def plot(result: dict[str, Any], to: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("corpus", type=Path, help="folder of .jsonl or .jsonl.xz text, as train_pair.py takes it")
+    parser.add_argument("corpus", type=Path, help='folder of text as .jsonl or .jsonl.xz, each line with "text"')
     parser.add_argument("--model", default="random", help='folder of the hybrid, or "random" (%(default)s)')
     parser.add_argument("--train", type=int, metavar="STEPS", help="train the hybrid first, into --model")
     parser.add_argument("--length", type=int, default=1024, help="tokens per training row (%(default)s)")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from experiments.common.environment import describe, fingerprint, note_pair, pair_fingerprint
-from experiments.common.results import BEGIN, END, Result, read_all, table, with_table
+from experiments.common.results import BEGIN, END, Result, _git, read_all, table, with_table
 
 RESULT = Result("retrieval", "c", "experiments/quality/retrieval.py", "2026-01-01", "HEAD", "m", "")
 
@@ -64,6 +64,17 @@ def test_every_committed_result_is_listed_once_and_where_it_belongs() -> None:
     assert all(table(results).count(f"| {each.name} |") == 1 for each in results)
     with pytest.raises(ValueError, match="must hold"):
         with_table("no marks", results)
+
+
+def test_every_committed_result_has_its_command_and_its_commit() -> None:
+    unsaid = [each.name for each in read_all() if not (each.command and each.commit and each.date)]
+    assert unsaid == []
+
+
+@pytest.mark.skipif(_git("rev-parse", "HEAD~50") != 0, reason="a shallow clone has no history to look in")
+def test_every_commit_that_a_result_names_is_in_the_history() -> None:
+    commits = {each.name: each.commit.removesuffix("-dirty") for each in read_all()}
+    assert [name for name, commit in commits.items() if _git("cat-file", "-e", f"{commit}^{{commit}}")] == []
 
 
 def test_a_result_does_not_name_folders_of_the_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
