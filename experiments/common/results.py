@@ -93,6 +93,16 @@ class Result:
         return ""
 
 
+def note_where_recorded(path: Path) -> None:
+    """Add to a result whose commit a rebase took out of the history the one that recorded the file. Writes it."""
+    commit = Result.read(path).commit.removesuffix("-dirty")
+    recorded_at = _git_output("log", "-1", "--format=%h", "--", path.as_posix())
+    if not commit or not recorded_at or _git("cat-file", "-e", f"{commit}^{{commit}}") == 0:
+        return
+    text = path.read_text(encoding="utf-8")
+    path.write_text(re.sub(r'("commit": "[^"]*")', rf'\1, "recorded_at": "{recorded_at}"', text, count=1), encoding="utf-8")
+
+
 def read_all() -> list[Result]:
     """All committed results, by name."""
     return [Result.read(path) for path in sorted(RESULTS.glob("*.json"))]
@@ -153,6 +163,10 @@ def _git(*arguments: str) -> int:
     return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, check=False).returncode
 
 
+def _git_output(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="renew the table of docs/results.md")
@@ -160,6 +174,9 @@ def main() -> None:
     arguments = parser.parse_args()
     results, pair = read_all(), pair_fingerprint()
     if arguments.write:
+        for path in sorted(RESULTS.glob("*.json")):
+            note_where_recorded(path)
+        results = read_all()
         PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), results), encoding="utf-8")
     stale = {each.name: reason for each in results if (reason := each.why_stale(pair))}
     if arguments.stale:

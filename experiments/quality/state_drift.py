@@ -1,11 +1,11 @@
 """How far does a sparse prefill push recurrent state away from where the whole prompt would have left it?
 
-Recurrent layers (linear attention, Mamba) prefill only the kept tokens, as if they were neighbours. For a hybrid model and
-real text this measures, per recurrent layer, the relative L2 distance |S_sparse - S_dense| / |S_dense| of the states
-after the same last tokens, against keep_rate; selections are the draft's, and as controls random ones and the most
-recent tokens, of the same size. The same distance again after further tokens that both prefill shows whether it fades,
-and two unrelated prompts that end alike show how large it can get. Beside it: how often the next token agrees, and
-KL(dense || sparse), over those further tokens.
+Recurrent layers (linear attention, Mamba) prefill only the kept tokens, as if they were neighbours. For a hybrid
+model and real text this measures, per recurrent layer, the relative L2 distance |S_sparse - S_dense| / |S_dense| of
+the states after the same last tokens, against keep_rate; selections are the draft's, and as controls random ones and
+the most recent tokens, of the same size. The same distance again after further tokens that both prefill shows whether
+it fades, and two unrelated prompts that end alike show how large it can get. Beside it: how often the next token
+agrees, and KL(dense || sparse), over those further tokens.
 
 No pretrained hybrid comes with the package, so a small Qwen3.5 is trained first (`--train`), or `--model random` takes
 untrained weights. Prints a table, ends in one JSON line; --plot draws it.
@@ -85,9 +85,9 @@ def make_hybrid(vocab_size: int) -> PreTrainedModel:
 
 
 def read_documents(corpus: Path, group: str, share: float) -> list[str]:
-    """Return texts of one kind in a fixed random order, long ones cut at a random place, up to a share of its characters.
+    """Return texts of one kind in a fixed random order, up to a share of its characters.
 
-    Each line of a file is a record with "text"; lines end at "\\n" alone.
+    Long ones are cut at a random place. Each line of a file is a record with "text"; lines end at "\\n" alone.
     """
     prefix, most_chars, most_in_document = GROUPS[group]
     rng = random.Random(f"pair-{group}")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = sorted(path.relative_to(ROOT) for path in (ROOT / "experiments").glob("*/**/*.py") if path.stem != "__init__")
+SCRIPTS = sorted(path.relative_to(ROOT) for path in (ROOT / "experiments").glob("*/*.py") if path.stem != "__init__")
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=str)
