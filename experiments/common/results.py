@@ -33,8 +33,6 @@ _OF_NO_PAIR = frozenset(
         "evaluate_policies_published",
         "long_prompts",
         "policy_cost",
-        "state_drift",
-        "state_drift_random",
         "support_table",
     }
 )
@@ -100,7 +98,8 @@ def note_where_recorded(path: Path) -> None:
     if not commit or not recorded_at or _git("cat-file", "-e", f"{commit}^{{commit}}") == 0:
         return
     text = path.read_text(encoding="utf-8")
-    path.write_text(re.sub(r'("commit": "[^"]*")', rf'\1, "recorded_at": "{recorded_at}"', text, count=1), encoding="utf-8")
+    named = re.sub(r'("commit": "[^"]*")', rf'\1, "recorded_at": "{recorded_at}"', text, count=1)
+    path.write_text(named, encoding="utf-8")
 
 
 def read_all() -> list[Result]:

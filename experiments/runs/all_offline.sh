@@ -5,7 +5,7 @@
 #     all_offline.sh --stale         run nothing, say what is stale and why
 # DATA=FOLDER adds what needs the published prompt files (bench_policies); PYTHON names another interpreter, for the parts
 # that take it. Each part leaves its last line, JSON, in experiments/results/NAME.json. What needs SGLang (bench_serving)
-# or trains (state_drift, the pair) has scripts of its own.
+# has scripts of its own.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 export OMP_NUM_THREADS=1
@@ -34,7 +34,6 @@ part cross_tokenizer experiments/runs/cross_tokenizer.sh
 part selection_suite experiments/runs/selection_suite.sh
 part session_suite experiments/runs/session_suite.sh
 part head_to_head experiments/runs/head_to_head.sh
-part harm_signals experiments/runs/harm_signals.sh
 part bench_latency experiments/runs/bench_latency.sh
 part prefill_grid experiments/runs/prefill_grid.sh
 part draft_context experiments/runs/draft_context.sh
