@@ -271,13 +271,13 @@ class LoadConfig:
 
     precision: str = option(
         "auto",
-        "of the target; 'auto' is how a checkpoint is stored that is quantized already, else fp32 on a CPU and bf16 "
-        "elsewhere",
+        "of the target; 'auto' is how a checkpoint is stored that is quantized already, else bf16, and on a CPU fp32 "
+        "unless it has bf16 instructions and the checkpoint is stored in bf16 and holds 50 million weights or more",
     )
     draft_precision: str = option(
         "auto",
-        "of the draft; 'auto' is how it is stored likewise, else the target's, or where that is a quantized one, fp32 "
-        "on a CPU and bf16 elsewhere",
+        "of the draft; 'auto' is how it is stored likewise, else the target's, or where that is a quantized one, as "
+        "for a target",
     )
 
     def __post_init__(self) -> None:

@@ -36,6 +36,10 @@ _QUANTIZED_ON = ("cpu", "cuda")
 _PACKAGES = ("bitsandbytes", "accelerate")
 # What bitsandbytes' nf4 kernel for CPUs with AVX512-BF16 works in: rows of output, and a block of quantized weights.
 _CPU_TILE = (32, 64)
+_BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "avx10_2", "bf16", "arm_bf16", "sve_bf16")
+# Weights from which a CPU runs a model in the bf16 it is stored in. A smaller one gains nothing by it: of the embedded
+# pair, 6 M and 1 M, a step of the target takes as long and one of the draft longer, and fp32 rounds less.
+_LEAST_BF16_WEIGHTS = 50_000_000
 # nf4: half a byte per weight, a byte per 64 of them, a float per 256 of those.
 _NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 
@@ -89,10 +93,10 @@ def resolve_precisions(
     Raises ValueError for another precision than a quantized checkpoint has, and for int8 and nf4 where they cannot
     work.
     """
-    default = _default_on(device)
-    target = _resolve("target", load.precision, default, target_config, device)
-    draft_default = target.name if target.name in DTYPES else default
-    draft = _resolve("draft", load.draft_precision, draft_default, draft_config, device)
+    target = _resolve("target", load.precision, None, target_config, device)
+    draft = _resolve(
+        "draft", load.draft_precision, target.name if target.name in DTYPES else None, draft_config, device
+    )
     if device.type == "cpu" and "fp16" in (target.name, draft.name):
         warnings.warn("fp16 prefill is very slow on a CPU; use bf16 or fp32 there", stacklevel=4)
     return target, draft
@@ -100,14 +104,27 @@ def resolve_precisions(
 
 def unquantized_dtype(name: str, device: torch.device) -> torch.dtype:
     """The dtype of what a precision leaves unquantized: its own, or for int8 and nf4 the device's default."""
-    return DTYPES.get(name, DTYPES[_default_on(device)])
+    return DTYPES.get(name, torch.float32 if device.type == "cpu" else torch.bfloat16)
 
 
-def _default_on(device: torch.device) -> str:
-    return "fp32" if device.type == "cpu" else "bf16"
+def has_bf16_instructions() -> bool:
+    """Whether this machine's processor multiplies in bf16 (AVX512-BF16, AMX, Arm's BF16), as torch tells it."""
+    told = torch.cpu.get_capabilities()
+    return any(bool(told.get(name)) for name in _BF16_INSTRUCTIONS)
 
 
-def _resolve(role: str, asked: str, default: str, config: Any, device: torch.device) -> Precision:
+def default_precision(config: Any, device: torch.device) -> str:
+    """The precision of an unquantized checkpoint that nobody named one for; see LoadConfig."""
+    if device.type != "cpu":
+        return "bf16"
+    stored = getattr(text_config(config), "dtype", None) or getattr(config, "dtype", None)
+    if stored != torch.bfloat16 or not has_bf16_instructions():
+        return "fp32"
+    return "bf16" if _count_weights(config)[2] >= _LEAST_BF16_WEIGHTS else "fp32"
+
+
+def _resolve(role: str, asked: str, default: str | None, config: Any, device: torch.device) -> Precision:
+    """A model's precision; default: what "auto" is, None for what the model and the device make of it."""
     stored = stored_precision(config)
     if stored is not None:
         if asked not in ("auto", stored):
@@ -120,7 +137,7 @@ def _resolve(role: str, asked: str, default: str, config: Any, device: torch.dev
         dtype = getattr(config, "dtype", None)
         floats = dtype if isinstance(dtype, torch.dtype) else unquantized_dtype(stored, device)
         return Precision(stored, floats, is_stored=True)
-    name = default if asked == "auto" else asked
+    name = (default or default_precision(config, device)) if asked == "auto" else asked
     if name in QUANTIZED:
         _check_bitsandbytes(role, name, config, device)
         check_quantizable(role, name, config)

@@ -4,10 +4,20 @@ A verification computes 2 to 17 tokens at once, and there `F.linear` in fp32 tak
 one token, which eats what speculation gains; laid out for oneDNN the same product hardly costs more than one token's,
 and prefill is faster too (measured: `experiments/speed/bench_prepack.py`). The operators are private to torch, so they
 are tried before anything is replaced.
+
+In bf16 oneDNN is slower with one to three rows than with four of them: a trial on the layers themselves says where rows
+of zeros are added. They change the rounding of a product, as any other block of tokens does, and nothing else.
 """
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from time import thread_time
 from typing import Any
 
 import torch
@@ -18,26 +28,47 @@ _PRECISIONS = (torch.float32, torch.bfloat16)
 # The batch that oneDNN lays the weights out for: a typical verification.
 _TYPICAL_TOKENS = 8
 # With fewer weights than the first, oneDNN's call costs more than it saves. With fewer than the second it does so for
-# one token only, and keeping the weights twice costs little.
+# one token only, and keeping the weights twice costs little; not in bf16, where the plain product is the slow one.
 _SMALLEST_LAYER = 1 << 16
 _SMALL_LAYER = 1 << 20
+# Rows that fewer are filled up to, and what that must save to be done: less is within the noise of a trial.
+_FILLED_ROWS = 4
+_LEAST_SAVING = 0.05
+_TRIAL_ROUNDS = 9
+# The trial goes through this many layers of a shape in turn, so that their weights come from memory, as in a model.
+_TRIAL_LAYERS = 6
 
 
 class PrepackedLinear(nn.Module):
-    """A drop-in nn.Linear for inference on a CPU. Its weights can be saved, as the plain layer's, but not trained."""
+    """A drop-in nn.Linear for inference on a CPU. Its weights can be saved, as the plain layer's, but not trained.
+
+    Attributes
+    ----------
+    dtype : torch.dtype
+        Of the weights.
+    plain : torch.Tensor or None
+        The weights as they were, where they are kept for products of one row.
+    least_rows : int
+        Inputs of fewer rows are filled up to so many, with zeros.
+    num_bytes : int
+        What the weights take, copies included.
+    """
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
         weight = linear.weight.detach()
+        self.dtype = weight.dtype
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _TYPICAL_TOKENS)
-        self._plain = weight if weight.numel() < _SMALL_LAYER else None
+        is_kept = weight.dtype == torch.float32 and weight.numel() < _SMALL_LAYER
+        self.plain = weight if is_kept else None
+        self.least_rows = 1
         # The bias stays a parameter, counted with the others.
-        self.num_bytes = weight.nbytes * (1 if self._plain is None else 2)
+        self.num_bytes = weight.nbytes * (1 if self.plain is None else 2)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        weight = self._packed.to_dense() if self._plain is None else self._plain
+        weight = self._packed.to_dense() if self.plain is None else self.plain
         destination[f"{prefix}weight"] = weight.detach()
 
     def __reduce__(self) -> str | tuple[Any, ...]:
@@ -47,8 +78,15 @@ class PrepackedLinear(nn.Module):
         )
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        if self._plain is not None and inputs.numel() == self.in_features:
-            return F.linear(inputs, self._plain, self.bias)
+        num_rows = inputs.numel() // self.in_features
+        if self.plain is not None and num_rows == 1:
+            return F.linear(inputs, self.plain, self.bias)
+        if num_rows >= self.least_rows:
+            return self._product(inputs)
+        filled = F.pad(inputs.reshape(num_rows, -1), (0, 0, 0, self.least_rows - num_rows))
+        return self._product(filled)[:num_rows].view(*inputs.shape[:-1], -1)
+
+    def _product(self, inputs: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = torch.ops.mkldnn._linear_pointwise(inputs, self._packed, self.bias, "none", [], "")
         return output
 
@@ -71,14 +109,88 @@ def can_prepack(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def prepack(model: nn.Module) -> int:
-    """Replace every plain nn.Linear of the model that gains by it, in place; returns how many. Subclasses (quantized
-    layers) stay."""
-    linears = [
-        (parent, name, child)
+    """Replace every plain nn.Linear of the model that gains by it, in place.
+
+    Each layer's plain weights are given back before the next one is laid out, so memory never holds the model twice.
+
+    Returns
+    -------
+    int
+        How many were replaced. Subclasses (quantized layers) stay.
+    """
+    places = [
+        (parent, name)
         for parent in model.modules()
         for name, child in parent.named_children()
         if type(child) is nn.Linear and child.weight.numel() >= _SMALLEST_LAYER
     ]
-    for parent, name, linear in linears:
-        setattr(parent, name, PrepackedLinear(linear))
-    return len(linears)
+    uses = Counter(weight.data_ptr() for _, weight in model.named_parameters(remove_duplicate=False))
+    mapped = _mapped_files()
+    layers = []
+    for parent, name in places:
+        weight = getattr(parent, name).weight
+        layer = PrepackedLinear(getattr(parent, name))
+        setattr(parent, name, layer)
+        layers.append(layer)
+        if layer.plain is None and uses[weight.data_ptr()] == 1:
+            _forget_pages(weight, mapped)
+    _fill_rows(layers)
+    return len(layers)
+
+
+def _mapped_files() -> list[range]:
+    """Addresses at which weight files are mapped into this process; none where the system does not tell."""
+    try:
+        lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    spans = [line.split(" ", 1)[0].split("-") for line in lines if line.endswith(".safetensors")]
+    return [range(int(start, 16), int(stop, 16)) for start, stop in spans]
+
+
+def _forget_pages(weight: torch.Tensor, mapped: Sequence[range]) -> None:
+    """Give back the memory of a weight that nobody needs any more, where it is mapped from a file.
+
+    Such a mapping lives until its last tensor goes, and with it every page that was touched. Those of the file alone
+    are given back, never memory of another kind, which would be lost.
+    """
+    start, stop = weight.data_ptr(), weight.data_ptr() + weight.nbytes
+    if not any(start in span and stop - 1 in span for span in mapped):
+        return
+    page = mmap.PAGESIZE
+    first, last = -(-start // page) * page, stop // page * page
+    if first < last:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
+
+
+# A shape gets one answer in a process, so that two loads of a model round alike.
+_least_rows: dict[tuple[int, int], int] = {}
+
+
+def _fill_rows(layers: Sequence[PrepackedLinear]) -> None:
+    """Settle the least rows of bf16 layers, shape by shape."""
+    by_shape: dict[tuple[int, int], list[PrepackedLinear]] = {}
+    for layer in layers:
+        if layer.dtype == torch.bfloat16:
+            by_shape.setdefault((layer.out_features, layer.in_features), []).append(layer)
+    for shape, alike in by_shape.items():
+        if shape not in _least_rows:
+            _least_rows[shape] = _FILLED_ROWS if _saving(alike[:_TRIAL_LAYERS]) >= _LEAST_SAVING else 1
+        for layer in alike:
+            layer.least_rows = _least_rows[shape]
+
+
+def _saving(layers: Sequence[PrepackedLinear]) -> float:
+    """Share of one row's time that is saved by computing _FILLED_ROWS in its place; negative where it takes longer."""
+    inputs = torch.zeros(1, layers[0].in_features, dtype=torch.bfloat16)
+    taken: dict[int, list[float]] = {1: [], _FILLED_ROWS: []}
+    with torch.inference_mode():
+        for _ in range(_TRIAL_ROUNDS):
+            for num_rows, seconds in taken.items():
+                began = thread_time()
+                for layer in layers:
+                    layer.least_rows = num_rows
+                    layer(inputs)
+                seconds.append(thread_time() - began)
+    single, filled = (median(seconds[1:]) for seconds in taken.values())
+    return 1 - filled / single if single else 0.0

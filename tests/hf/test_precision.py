@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import platform
 import shutil
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ from spec_stack.hf.precision import (
     TIE_TOLERANCE,
     Precision,
     estimate_bytes,
+    has_bf16_instructions,
     precision_of,
     resolve_precisions,
     unquantized_dtype,
@@ -120,6 +122,48 @@ def test_the_defaults_follow_the_device_and_the_target(
     config = load_config(str(ASSETS / "target"))
     resolved = resolve_precisions(config, config, asked, torch.device(device))
     assert tuple(precision.name for precision in resolved) == expected
+
+
+LARGE = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4, "num_attention_heads": 8}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "stored", "instructions", "expected"),
+    [
+        (LARGE, torch.bfloat16, "avx512_bf16", "bf16"),
+        (LARGE, torch.bfloat16, "amx_bf16", "bf16"),
+        (LARGE, torch.bfloat16, "avx512_f", "fp32"),
+        (LARGE, torch.float32, "avx512_bf16", "fp32"),
+        (LARGE, torch.float16, "avx512_bf16", "fp32"),
+        (LARGE, None, "avx512_bf16", "fp32"),
+        ({"hidden_size": 64, "intermediate_size": 64}, torch.bfloat16, "avx512_bf16", "fp32"),
+    ],
+)
+def test_a_large_checkpoint_stays_in_bf16_where_the_processor_multiplies_in_it(
+    sizes: dict[str, int],
+    stored: torch.dtype | None,
+    instructions: str,
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {instructions: True, "avx2": True})
+    config = LlamaConfig(dtype=stored, **sizes)
+    small = load_config(str(ASSETS / "draft"))
+    resolved = resolve_precisions(config, small, LoadConfig(), CPU)
+    assert [each.name for each in resolved] == [expected, expected]
+    asked = resolve_precisions(config, config, LoadConfig("fp32", "auto"), CPU)
+    assert [each.name for each in asked] == ["fp32", "fp32"]
+    quantized = resolve_precisions(config, config, LoadConfig("int8"), CPU)
+    assert (quantized[0].name, quantized[0].dtype) == ("int8", torch.float32)
+    assert quantized[1].name == expected
+
+
+def test_bf16_instructions_are_those_that_the_system_lists() -> None:
+    listed = Path("/proc/cpuinfo")
+    if not listed.exists() or platform.machine() != "x86_64":
+        pytest.skip("the system does not list them")
+    flags = set(listed.read_text(encoding="utf-8").split())
+    assert has_bf16_instructions() == bool(flags & {"avx512_bf16", "amx_bf16", "avx10_2"})
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "int8", "nf4"])

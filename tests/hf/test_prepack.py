@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from spec_stack import SpecStackGenerator
 from spec_stack.hf.prepack import PrepackedLinear, can_prepack, prepack
@@ -40,6 +43,73 @@ def test_a_prepacked_layer_gives_the_plain_layers_product(
         inputs = torch.randn(*leading, shape[0]).to(dtype)
         with torch.inference_mode():
             torch.testing.assert_close(packed(inputs), linear(inputs), rtol=tolerance, atol=tolerance)
+
+
+@needs_operators
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_are_added_leave_the_others_as_in_a_block_of_that_many(dtype: torch.dtype) -> None:
+    if not can_prepack(torch.device("cpu"), dtype):
+        pytest.skip(f"this processor has no instructions for {dtype} here")
+    torch.manual_seed(0)
+    packed = PrepackedLinear(nn.Linear(1024, 1200).to(dtype))
+    inputs = torch.randn(4, 1024).to(dtype)
+    with torch.inference_mode():
+        whole = packed(inputs)
+        packed.least_rows = 4
+        for num_rows in (1, 2, 3, 4):
+            part = packed(inputs[:num_rows])
+            assert part.shape == (num_rows, 1200)
+            torch.testing.assert_close(part, whole[:num_rows], rtol=0, atol=0)
+        assert packed(inputs[None, None, :2]).shape == (1, 1, 2, 1200)
+
+
+@needs_operators
+def test_rows_are_added_in_bf16_alone_and_alike_for_layers_of_one_shape() -> None:
+    if not can_prepack(torch.device("cpu"), torch.bfloat16):
+        pytest.skip("this processor has no instructions for bf16 here")
+    models = [nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(3))).bfloat16() for _ in range(2)]
+    for model in models:
+        prepack(model)
+    assert len({layer.least_rows for model in models for layer in model}) == 1
+    exact = nn.Sequential(nn.Linear(1024, 1024))
+    prepack(exact)
+    assert exact[0].least_rows == 1
+
+
+def _mapped_bytes(folder: Path) -> int:
+    """Resident bytes of the files of a folder that are mapped into this process."""
+    total, counts = 0, False
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
+        if "-" in line.split(" ")[0]:
+            counts = str(folder) in line
+        elif counts and line.startswith("Rss:"):
+            total += 1024 * int(line.split()[1])
+    return total
+
+
+@needs_operators
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="the system does not tell what is resident")
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_memory_holds_the_weights_once(tmp_path: Path, is_tied: bool) -> None:
+    config = LlamaConfig(
+        hidden_size=512, intermediate_size=2048, num_hidden_layers=4, vocab_size=2048, tie_word_embeddings=is_tied
+    )
+    made = AutoModelForCausalLM.from_config(config)
+    made.save_pretrained(tmp_path)
+    ids = torch.arange(50)[None]
+    with torch.inference_mode():
+        expected = made.eval()(ids).logits
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    prepack(model)
+    # The embedding, the norms, and the file's header; parts of pages at the ends of every weight.
+    left = model.get_input_embeddings().weight.nbytes + 64 * 8192
+    assert _mapped_bytes(tmp_path) <= left + sum(
+        layer.plain.nbytes for layer in model.modules() if getattr(layer, "plain", None) is not None
+    )
+    with torch.inference_mode():
+        torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-4)
+    if is_tied:
+        torch.testing.assert_close(model.get_input_embeddings().weight, made.get_input_embeddings().weight)
 
 
 @needs_operators
