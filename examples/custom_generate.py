@@ -5,7 +5,7 @@ python examples/custom_generate.py
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
-from spec_stack.custom_generate import spec_stack
+from spec_stack.api.custom_generate import spec_stack
 from spec_stack.hf.loading import ASSETS
 
 

@@ -5,7 +5,13 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+# They tell `config` the names that it takes, and load nothing else.
+import spec_stack.controller.registry
+import spec_stack.decode.registry  # noqa: F401
+
 if TYPE_CHECKING:
+    from spec_stack.api.generator import SpecStackGenerator
+    from spec_stack.api.session import Session
     from spec_stack.config import (
         DecodeConfig,
         PrefillConfig,
@@ -15,8 +21,6 @@ if TYPE_CHECKING:
         StoreConfig,
     )
     from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord
-    from spec_stack.generator import SpecStackGenerator
-    from spec_stack.session import Session
     from spec_stack.types import GenerationResult, Metrics, Selection, StepOutput, TokenLogprobs
 
 __version__ = "0.1.0"
@@ -26,7 +30,7 @@ _HOMES = {
     "DecodeConfig": "config",
     "PrefillConfig": "config",
     "SpecStackConfig": "config",
-    "SpecStackGenerator": "generator",
+    "SpecStackGenerator": "api.generator",
     "DraftSignals": "controller.base",
     "Policy": "controller.base",
     "StepContext": "controller.base",
@@ -34,7 +38,7 @@ _HOMES = {
     "GenerationResult": "types",
     "Metrics": "types",
     "SamplingParams": "config",
-    "Session": "session",
+    "Session": "api.session",
     "SessionConfig": "config",
     "Selection": "types",
     "StepOutput": "types",

@@ -2,6 +2,6 @@
 
 import sys
 
-from spec_stack.cli import main
+from spec_stack.cli.main import main
 
 sys.exit(main())

@@ -6,9 +6,10 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, replace
-from importlib import import_module
 from numbers import Integral, Real
 from typing import Any, Literal, TypeVar, get_args
+
+from spec_stack.registry import check_name
 
 Value = TypeVar("Value")
 Config = TypeVar("Config", bound=type)
@@ -17,7 +18,9 @@ DraftContext = Literal["full", "kept"]
 OnScoringError = Literal["dense", "raise"]
 Scorer = Literal["attention", "anchors", "fused"]
 KeepCurve = tuple[tuple[int, float], ...]
-ProposerName = Literal["auto", "model", "lookup", "both"]
+# Names that can be configured: the keys of the rooms' registries, which write them here. No entry is loaded for it.
+KNOWN_POLICIES: list[str] = []
+KNOWN_PROPOSERS: list[str] = []
 MAX_GAMMA = 16
 MAX_LOOKED_UP = 64
 """Most tokens of one look-up: they cost a verification, but no draft."""
@@ -324,7 +327,7 @@ class DecodeConfig:
 
     policy: str = option("throughput", "name of the policy that chooses gamma, the number of tokens drafted in a step")
     gamma: int = option(4, "tokens drafted per step under the policy 'fixed'; 0 is plain decoding")
-    proposer: ProposerName = option(
+    proposer: str = option(
         "auto",
         "who proposes: the draft 'model'; the 'lookup' of the last tokens in the whole prompt, dropped parts included, "
         "and in the answer so far; 'both', whichever pays more tokens per second. 'auto' is 'both' under the policies "
@@ -334,9 +337,8 @@ class DecodeConfig:
     def __post_init__(self) -> None:
         _plain_numbers(self)
         _require_int("gamma", self.gamma, 0, MAX_GAMMA)
-        _require_one_of("proposer", self.proposer, get_args(ProposerName))
-        # By its name: the registry, which anybody may add to, imports this module.
-        import_module("spec_stack.controller.registry").check_policy(self.policy)
+        check_name("proposer", self.proposer, ["auto", *KNOWN_PROPOSERS])
+        check_name("policy", self.policy, KNOWN_POLICIES)
 
 
 @documented

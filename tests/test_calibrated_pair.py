@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
-from spec_stack.cli import main
-from spec_stack.demo import hide_fact
-from spec_stack.doctor import diagnose
+from spec_stack.cli.demo import hide_fact
+from spec_stack.cli.doctor import diagnose
+from spec_stack.cli.main import main
 from spec_stack.hf.loading import ASSETS, load_config
 from spec_stack.prefill.calibration import FILE_NAME, Calibration, Point, fingerprint
 from spec_stack.prefill.cost import Shape, break_even, expected_gain

@@ -15,17 +15,17 @@ from experiments.quality.held_out_needles import HELD_OUT
 from experiments.quality.retokenize import drop_merges
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
 from spec_stack import calibration as calibrating
-from spec_stack.calibration import (
+from spec_stack.calibrate.needles import IN_OTHER_WORDS, WORDINGS, hide, make_haystacks
+from spec_stack.calibrate.report import format_calibration, plot_calibration
+from spec_stack.calibrate.search import (
     Prompt,
     calibrate,
     encode_haystack,
     fit_quadratic,
 )
-from spec_stack.calibration_report import format_calibration, plot_calibration
+from spec_stack.engine.pair import ModelPair
 from spec_stack.hf.loading import ASSETS
-from spec_stack.pair import ModelPair
 from spec_stack.prefill.calibration import CHOSEN, FILE_NAME, Calibration
-from spec_stack.prefill.needles import IN_OTHER_WORDS, WORDINGS, hide, make_haystacks
 from spec_stack.prefill.selection import select_chunks
 from tests.support.models import make_model
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from spec_stack import SpecStackGenerator
-from spec_stack.chat import Chat
-from spec_stack.cli import main
+from spec_stack.cli.chat import Chat
+from spec_stack.cli.main import main
 
 
 def talk(embedded: SpecStackGenerator, lines: list[Any], **options: Any) -> tuple[Chat, str]:

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from spec_stack import PrefillConfig, SpecStackGenerator, __version__
-from spec_stack.arguments import build_parser, prefill_of, request_of
-from spec_stack.cli import ProgressLine, main
+from spec_stack.calibrate.documents import MODULES
+from spec_stack.cli.arguments import build_parser, prefill_of, request_of
+from spec_stack.cli.demo import format_demo, hide_fact, hide_more, run_demo
+from spec_stack.cli.main import ProgressLine, main
 from spec_stack.config import LoadConfig
-from spec_stack.demo import MODULES, format_demo, hide_fact, hide_more, run_demo
 from spec_stack.offline.records import read_records
 
 
@@ -67,7 +68,7 @@ def test_both_precisions_arrive(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "spec_stack.cli", "generate", "def main():", "--raw", "--max-tokens", "400"]
+    command = [sys.executable, "-m", "spec_stack.cli.main", "generate", "def main():", "--raw", "--max-tokens", "400"]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert child.stdout is not None
     assert child.stderr is not None
@@ -155,10 +156,10 @@ def test_a_schema_file_shapes_the_answer(capsys: pytest.CaptureFixture[str], tmp
 
 
 def test_a_missing_library_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "spec_stack.generator", None)
+    monkeypatch.setitem(sys.modules, "spec_stack.api.generator", None)
     assert main(["generate", "x"]) == 2
     captured = capsys.readouterr()
-    assert "spec_stack.generator" in captured.err
+    assert "spec_stack.api.generator" in captured.err
     assert captured.err.count("\n") == 1
 
 

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
-from spec_stack.custom_generate import forget, spec_stack
+from spec_stack.api.custom_generate import forget, spec_stack
 from spec_stack.hf.loading import ASSETS
 from tests.support.models import VOCAB, make_model, random_prompt
 

@@ -12,7 +12,7 @@ from transformers import GenerationConfig, GenerationMixin, StoppingCriteriaList
 from transformers.generation import logits_process
 
 from spec_stack import SpecStackGenerator
-from spec_stack.options import ALIASES, PROCESSORS, WAYS
+from spec_stack.api.unknown_options import ALIASES, PROCESSORS, WAYS
 from tests.support.pages import ROOT
 
 PAGE = ROOT / "docs" / "coming-from-transformers.md"

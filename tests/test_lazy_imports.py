@@ -51,11 +51,11 @@ def test_importing_a_name_loads_nothing_that_only_a_loaded_model_needs(name: str
 def test_importing_the_package_or_asking_for_help_loads_no_torch() -> None:
     assert "torch" not in loaded_by("import spec_stack")
     assert "torch" not in loaded_by(
-        "from spec_stack.cli import main; from spec_stack.arguments import build_parser; build_parser()"
+        "from spec_stack.cli.main import main; from spec_stack.cli.arguments import build_parser; build_parser()"
     )
 
 
 def test_loading_a_model_does_need_what_was_left_out() -> None:
     # Else the list above would be of modules that nothing imports.
-    modules = loaded_by("from spec_stack.pair import ModelPair; ModelPair.load(device='cpu')")
+    modules = loaded_by("from spec_stack.engine.pair import ModelPair; ModelPair.load(device='cpu')")
     assert {"transformers.modeling_utils", "transformers.masking_utils", "torch.distributed.tensor"} <= modules

@@ -109,14 +109,14 @@ def test_the_store_holds_no_more_than_it_may_and_forgets_on_request() -> None:
     generator, _ = make_generators(max_tokens=500)
     for seed in range(12):
         generator.generate(input_ids=random_prompt(150, seed=seed), max_tokens=2)
-        assert 0 < generator._store.num_tokens <= 500
+        assert 0 < generator.engine.store.num_tokens <= 500
     # Asked again and again, a prompt is there once; one that is too long is not kept at all.
-    num_tokens = generator._store.num_tokens
+    num_tokens = generator.engine.store.num_tokens
     generator.generate(input_ids=random_prompt(150, seed=11), max_tokens=2)
     generator.generate(input_ids=random_prompt(900, seed=1), max_tokens=2, specprefill=False)
-    assert generator._store.num_tokens == num_tokens
+    assert generator.engine.store.num_tokens == num_tokens
     generator.clear_store()
-    assert generator._store.num_tokens == 0
+    assert generator.engine.store.num_tokens == 0
     assert generator.generate(input_ids=random_prompt(150, seed=11), max_tokens=2).metrics.num_cached_tokens == 0
 
 
@@ -167,7 +167,7 @@ def test_threads_share_a_store() -> None:
     for thread in threads:
         thread.join()
     assert found == expected
-    assert generator._store.num_tokens <= 900
+    assert generator.engine.store.num_tokens <= 900
 
 
 @pytest.mark.parametrize("name", ["Gemma3", "GPT-OSS", "Qwen3.5", "Falcon-H1"])

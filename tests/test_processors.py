@@ -20,9 +20,9 @@ from transformers.generation.logits_process import (
 )
 
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
+from spec_stack.cli.demo import hide_fact
 from spec_stack.decode.sampler import Sampler
 from spec_stack.decode.verify import verify
-from spec_stack.demo import hide_fact
 from spec_stack.hf.processors import CannotCopyError, ProcessedRows, copy_processor
 from spec_stack.hf.sampling import make_warp
 from spec_stack.types import Proposal

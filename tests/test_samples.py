@@ -160,7 +160,7 @@ def test_the_checkpoints_own_settings_are_taken_when_asked_for_and_said_to_be_ig
     given = generator.generate(input_ids=prompt, sampling="model", max_tokens=5, gamma=3)
     assert given.token_ids == expected[:5]
     target.generation_config.update(do_sample=True, temperature=0.6, top_p=0.9)
-    sampled = generator.plan  # the plan tells what is drawn from
+    sampled = generator.engine.plan  # the plan tells what is drawn from
     request = sampled(*_call(prompt, "model"))
     params = request.params
     assert (params.temperature, params.top_k, params.top_p, params.repetition_penalty) == (0.6, 50, 0.9, 1.5)
@@ -171,8 +171,8 @@ def test_the_checkpoints_own_settings_are_taken_when_asked_for_and_said_to_be_ig
 
 def _call(prompt: list[int], sampling: str) -> tuple[Any, Any, Any]:
     from spec_stack import SamplingParams
+    from spec_stack.engine.request import CallOptions
     from spec_stack.hf.prompt import PromptSource
-    from spec_stack.request import CallOptions
 
     source = PromptSource(None, None, prompt, (), None, None, {}, False)
     return source, SamplingParams(), CallOptions(sampling=sampling)

@@ -11,8 +11,8 @@ import torch
 from transformers import PreTrainedModel
 
 from spec_stack import PrefillConfig, SessionConfig, SpecStackConfig, SpecStackGenerator
+from spec_stack.api.session import Session
 from spec_stack.prefill.recall import clip_spans, dropped_positions, recall
-from spec_stack.session import Session
 from tests.support import reference, reference_session, tiny_architectures
 from tests.support.models import VOCAB, make_model, make_tokenizer, random_prompt
 from tests.support.reference_session import Trace

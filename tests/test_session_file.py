@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from spec_stack import PrefillConfig, SessionConfig, SpecStackConfig, SpecStackGenerator
-from spec_stack.session import Session
+from spec_stack.api.session import Session
 from tests.support import tiny_architectures
 from tests.support.models import VOCAB, make_model, make_tokenizer, random_prompt
 from tests.support.reference_session import Trace

@@ -98,8 +98,8 @@ def test_max_tokens_by_default_is_what_there_are_positions_for(embedded: SpecSta
 
 
 def _plan(prompt: list[int], **params: Any) -> tuple[Any, Any, Any]:
+    from spec_stack.engine.request import CallOptions
     from spec_stack.hf.prompt import PromptSource
-    from spec_stack.request import CallOptions
 
     return PromptSource(None, None, prompt, (), None, None, {}, False), SamplingParams(**params), CallOptions()
 

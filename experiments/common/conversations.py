@@ -12,8 +12,8 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from spec_stack.demo import MODULES, module_source
-from spec_stack.prefill.needles import WORDINGS
+from spec_stack.calibrate.documents import MODULES, module_source
+from spec_stack.calibrate.needles import WORDINGS
 
 FAMILIES = ("codes", "mixed", "paraphrase")
 _ADJECTIVES = ("red", "blue", "golden", "hidden", "silver", "quiet", "royal", "bright", "plain", "rare", "cold", "main")

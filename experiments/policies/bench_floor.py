@@ -30,8 +30,8 @@ from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
 from experiments.policies.bench_policies import gain
 from spec_stack import SpecStackGenerator
+from spec_stack.calibrate.documents import module_source
 from spec_stack.controller.registry import make_policy
-from spec_stack.demo import module_source
 
 LONG = 1800
 

@@ -19,10 +19,10 @@ from experiments.common.environment import describe
 from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
 from experiments.quality.retokenize import drop_merges
-from spec_stack.calibration import calibrate
-from spec_stack.calibration_report import format_calibration
+from spec_stack.calibrate.report import format_calibration
+from spec_stack.calibrate.search import calibrate
+from spec_stack.engine.pair import ModelPair
 from spec_stack.hf.loading import ASSETS
-from spec_stack.pair import ModelPair
 
 
 def with_random_weights(pair: ModelPair) -> ModelPair:

@@ -26,7 +26,7 @@ from experiments.common.script import run_script
 from experiments.quality.retokenize import drop_merges
 from experiments.quality.retrieval import ask
 from spec_stack import SpecStackGenerator
-from spec_stack.demo import hide_fact
+from spec_stack.cli.demo import hide_fact
 from spec_stack.hf.loading import ASSETS
 
 PROMPTS = Path(__file__).parents[1] / "prompts" / "decode.jsonl"

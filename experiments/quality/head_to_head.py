@@ -1,12 +1,11 @@
 """Rules of selection side by side: one draft, one keep rate, one set of tasks.
 
-The rules are those of `selection_rules`; the tasks the kinds of `spec_stack.prefill.needles` and, after RULER, variable
-chains, common words and frequent words, each in wordings to tune on and others to test on. Per rule and keep rate: the
-share of the evidence's spans of which every token is kept; what the target answers, beside dense prefill; the mean KL
-divergence of its next-token distributions from those of dense prefill, along dense prefill's own answer; and what the
-rule costs in processor seconds, without the draft's pass, which all that need one share. Intervals are 95 % bootstrap
-intervals over prompts. Prints a table; --out has JSON, --plot a picture.
-"""
+The rules are those of `selection_rules`; the tasks the kinds of `spec_stack.calibrate.needles` and, after RULER,
+variable chains, common words and frequent words, each in wordings to tune on and others to test on. Per rule and keep
+rate: the share of the evidence's spans of which every token is kept; what the target answers, beside dense prefill;
+the mean KL divergence of its next-token distributions from those of dense prefill, along dense prefill's own answer;
+and what the rule costs in processor seconds, without the draft's pass, which all that need one share. Intervals are
+95 % bootstrap intervals over prompts. Prints a table; --out has JSON, --plot a picture."""
 
 from __future__ import annotations
 
@@ -31,11 +30,11 @@ from experiments.quality.ruler_like import KINDS, Half, make
 from experiments.quality.selection_rules import Rule, Seen, look_at, rules
 from experiments.quality.selection_suite import interval, read_texts, recall
 from spec_stack import PrefillConfig
-from spec_stack.calibration import Prompt, encode_haystack
+from spec_stack.calibrate.needles import WORDINGS, Haystack, make_haystacks
+from spec_stack.calibrate.search import Prompt, encode_haystack
+from spec_stack.engine.pair import ModelPair
 from spec_stack.hf.loading import ASSETS
-from spec_stack.pair import ModelPair
 from spec_stack.prefill.calibration import find_calibration
-from spec_stack.prefill.needles import WORDINGS, Haystack, make_haystacks
 from spec_stack.prefill.selection import select_chunks
 
 # Tokens of the dense answer that sparse distributions are compared along, and most tokens of an answer.

@@ -1,4 +1,4 @@
-"""The kinds of `spec_stack.prefill.needles` in words that calibration and tuning never saw."""
+"""The kinds of `spec_stack.calibrate.needles` in words that calibration and tuning never saw."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import random
 from itertools import pairwise
 
-from spec_stack.prefill.needles import Needle, Wording
+from spec_stack.calibrate.needles import Needle, Wording
 
 _SHIPS = ("Meridian", "Corsair", "Albatross", "Halcyon", "Peregrine", "Borealis", "Vesper", "Calypso")
 _STAFF = ("Nadia", "Gustav", "Imani", "Lorenzo", "Freya", "Kwame", "Mireille", "Anton", "Sunita", "Bjarne", "Odette")

@@ -27,7 +27,7 @@ from experiments.quality.selection_suite import MODULES, read_texts
 from spec_stack import PrefillConfig
 from spec_stack.decode.propose import propose
 from spec_stack.decode.sampler import Sampler
-from spec_stack.pair import ModelPair
+from spec_stack.engine.pair import ModelPair
 from spec_stack.prefill.scoring import score_prompt
 
 

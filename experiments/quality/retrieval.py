@@ -19,7 +19,7 @@ from experiments.common.environment import describe
 from experiments.common.pair_arguments import add_pair_arguments, load_generator
 from experiments.common.script import run_script
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
-from spec_stack.demo import HiddenFact, hide_fact
+from spec_stack.cli.demo import HiddenFact, hide_fact
 from spec_stack.hf.prompt import encode_messages
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from spec_stack.prefill.needles import Haystack, Span
+from spec_stack.calibrate.needles import Haystack, Span
 
 Half = Literal["tuning", "test"]
 KINDS = ("vt", "cwe", "fwe")

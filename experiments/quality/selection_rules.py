@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from spec_stack import PrefillConfig
 from spec_stack.decode.propose import propose
 from spec_stack.decode.sampler import Sampler
-from spec_stack.pair import ModelPair
+from spec_stack.engine.pair import ModelPair
 from spec_stack.prefill.chunks import SCORERS, Evidence, with_neighbours
 from spec_stack.prefill.importance import ScoredLayer, choose_heads, token_importance
 

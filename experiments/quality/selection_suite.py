@@ -27,14 +27,14 @@ from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
 from experiments.quality.held_out_needles import HELD_OUT
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
-from spec_stack.calibration import Prompt, encode_haystack
+from spec_stack.calibrate.documents import module_source
+from spec_stack.calibrate.needles import WORDINGS, Haystack, make_haystacks
+from spec_stack.calibrate.search import Prompt, encode_haystack
 from spec_stack.decode.propose import propose
 from spec_stack.decode.sampler import Sampler
-from spec_stack.demo import module_source
-from spec_stack.pair import ModelPair
+from spec_stack.engine.pair import ModelPair
 from spec_stack.prefill.calibration import Calibration
 from spec_stack.prefill.chunks import DRAFT_FREE
-from spec_stack.prefill.needles import WORDINGS, Haystack, make_haystacks
 from spec_stack.prefill.scoring import score, score_prompt
 from spec_stack.prefill.selection import select, select_chunks
 

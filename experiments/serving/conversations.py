@@ -18,7 +18,7 @@ from typing import Any
 
 from experiments.serving.client import Answer, Client, Prompts
 from experiments.serving.load import OUTPUT_TOKENS, Reply
-from spec_stack.demo import hide_fact
+from spec_stack.cli.demo import hide_fact
 
 NOT_ANSWERED = Reply(math.inf, math.inf, 0, False)
 

@@ -43,7 +43,7 @@ from experiments.common.report import print_report
 from experiments.common.script import run_script
 from experiments.serving.client import Answer, Client, Prompts
 from experiments.serving.server import CPU_ARGUMENTS, CPU_ENVIRONMENT, HOST, SglangServer, free_port
-from spec_stack.demo import hide_fact
+from spec_stack.cli.demo import hide_fact
 from spec_stack.hf.loading import resolve_pair
 
 DENSE, EARLIER, FREEZE, AFRESH, RECALL = "dense", "earlier", "freeze", "afresh", "recall"

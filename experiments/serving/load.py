@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from spec_stack.demo import hide_fact
+from spec_stack.cli.demo import hide_fact
 
 SHORT_TOKENS = 200
 OUTPUT_TOKENS = (32, 64)

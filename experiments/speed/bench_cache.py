@@ -19,9 +19,9 @@ from transformers import DynamicCache
 from experiments.common.environment import describe, note_pair
 from experiments.common.script import run_script
 from spec_stack import PrefillConfig
+from spec_stack.engine.pair import ModelPair
 from spec_stack.hf.attention import install
 from spec_stack.hf.cache import new_cache
-from spec_stack.pair import ModelPair
 
 
 def main() -> None:

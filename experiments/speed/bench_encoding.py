@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from experiments.common.environment import describe
 from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
-from spec_stack.demo import module_source
+from spec_stack.calibrate.documents import module_source
 from spec_stack.hf.loading import ASSETS
 from spec_stack.hf.prompt import PromptSource, encode_prompt
 

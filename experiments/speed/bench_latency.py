@@ -31,7 +31,7 @@ from experiments.common.pair_arguments import add_pair_arguments, load_generator
 from experiments.common.prompt_files import read_prompts
 from experiments.common.script import run_script
 from spec_stack import PrefillConfig, Selection, SpecStackGenerator
-from spec_stack.demo import hide_fact
+from spec_stack.cli.demo import hide_fact
 from spec_stack.hf.model import CachedModel
 from spec_stack.hf.prompt import encode_messages
 

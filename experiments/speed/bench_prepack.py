@@ -19,9 +19,9 @@ from tqdm import tqdm
 from experiments.common.environment import describe, note_pair
 from experiments.common.script import run_script
 from spec_stack import PrefillConfig
+from spec_stack.engine.pair import ModelPair
 from spec_stack.hf.attention import install
 from spec_stack.hf.model import CachedModel
-from spec_stack.pair import ModelPair
 
 NUM_TOKENS = (1, 2, 3, 5, 9, 17)
 

@@ -36,7 +36,7 @@ from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
 from experiments.gpu.shapes import SHAPES
 from spec_stack import PrefillConfig, SpecStackGenerator
-from spec_stack.demo import MODULES, module_source
+from spec_stack.calibrate.documents import MODULES, module_source
 from spec_stack.hf.cache import crop, new_cache
 
 WAYS: dict[str, dict[str, Any]] = {

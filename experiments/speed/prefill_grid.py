@@ -25,11 +25,11 @@ from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
 from experiments.speed.bench_latency import interleave
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
+from spec_stack.cli.demo import hide_fact
 from spec_stack.decode.propose import propose
 from spec_stack.decode.sampler import Sampler
-from spec_stack.demo import hide_fact
+from spec_stack.engine.pair import ModelPair
 from spec_stack.hf.prompt import encode_messages
-from spec_stack.pair import ModelPair
 from spec_stack.prefill.calibration import Calibration
 from spec_stack.prefill.scoring import score_prompt
 

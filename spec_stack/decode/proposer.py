@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from numbers import Integral
 from typing import Protocol
 
@@ -89,23 +88,3 @@ class Proposer(Protocol):
     def observe(self, record: StepRecord) -> None:
         """Told how the step went. Learns, or does nothing."""
         ...
-
-
-PROPOSERS: dict[str, str | Callable[[Means], Proposer]] = {
-    "model": "spec_stack.decode.propose:ModelProposer",
-    "lookup": "spec_stack.decode.lookup:LookupProposer",
-    "both": "spec_stack.decode.both:LookupThenModel",
-}
-"""name -> "module:Class" or what makes one. An entry more is a proposer more."""
-
-
-def make_proposer(name: str, means: Means) -> Proposer:
-    """A request's proposer by name. Raises ValueError for an unknown one."""
-    entry = PROPOSERS.get(name)
-    if entry is None:
-        raise ValueError(f"unknown proposer {name!r}; known: {', '.join(PROPOSERS)}")
-    if isinstance(entry, str):
-        module, _, attribute = entry.partition(":")
-        entry = getattr(import_module(module), attribute)
-    made: Proposer = entry(means)
-    return made

@@ -10,23 +10,24 @@ from typing import Any
 
 import torch
 
-from spec_stack.caches import Caches
-from spec_stack.config import PrefillConfig
+from spec_stack.api.generator import SpecStackGenerator
+from spec_stack.config import PrefillConfig, SpecStackConfig
 from spec_stack.controller.base import StepRecord
 from spec_stack.decode.propose import propose
 from spec_stack.decode.sampler import Sampler
+from spec_stack.engine.caches import Caches
+from spec_stack.engine.engine import Engine
+from spec_stack.engine.pair import DraftModel, ModelPair
+from spec_stack.engine.request import Request
 from spec_stack.explain.data import STATE_LETTERS, PromptView, RunView, TurnView, step_of, written
-from spec_stack.generator import SpecStackGenerator
 from spec_stack.hf.architectures import text_config
 from spec_stack.hf.model import CachedModel
 from spec_stack.hf.text import open_text_stream
-from spec_stack.pair import DraftModel, ModelPair
 from spec_stack.prefill.alignment import map_importance
 from spec_stack.prefill.chunks import DRAFT_FREE, SCORERS, Evidence
 from spec_stack.prefill.cost import Shape, prefill_flops
 from spec_stack.prefill.importance import token_importance
 from spec_stack.prefill.scoring import LookAhead, capture_first_layers, captured_layers, score
-from spec_stack.request import Request
 from spec_stack.types import Metrics, Proposal, Selection, StepOutput
 
 
@@ -43,7 +44,7 @@ class Seen:
 
 
 class WatchedCaches:
-    """The caches of a request (`caches.Caches`); keeps the selection that goes through."""
+    """The caches of a request (`engine.caches.Caches`); keeps the selection that goes through."""
 
     def __init__(self, caches: Caches, seen: Seen) -> None:
         self._caches, self._seen = caches, seen
@@ -76,18 +77,12 @@ class WatchedCaches:
         self._caches.reopen_draft()
 
 
-class WatchedGenerator(SpecStackGenerator):
-    """A generator that remembers what it did for each request, in `seen`; its sessions are watched with it."""
+class WatchedEngine(Engine):
+    """An engine that remembers what it did for each request, in `seen`."""
 
-    seen: list[Seen]
-
-    @classmethod
-    def over(cls, generator: SpecStackGenerator) -> WatchedGenerator:
-        """With the models and the configuration of a generator; its policies have learned nothing yet."""
-        watched = cls.__new__(cls)
-        watched._set_up(generator.pair, generator.config, None)
-        watched.seen = []
-        return watched
+    def __init__(self, pair: ModelPair, config: SpecStackConfig) -> None:
+        super().__init__(pair, config)
+        self.seen: list[Seen] = []
 
     def answer(self, request: Request, caches: Caches) -> Generator[StepOutput, None, None]:
         seen = Seen(request, list(caches.target.positions))
@@ -101,11 +96,24 @@ class WatchedGenerator(SpecStackGenerator):
                 yield output
 
 
+class WatchedGenerator(SpecStackGenerator):
+    """A generator whose requests, and whose sessions', are watched."""
+
+    engine: WatchedEngine
+
+    @classmethod
+    def watching(cls, generator: SpecStackGenerator) -> WatchedGenerator:
+        """Watch over the models and the configuration of a generator, with policies that have learned nothing yet."""
+        watched = cls.__new__(cls)
+        watched._set_up(WatchedEngine(generator.pair, generator.config))
+        return watched
+
+
 def watch_prompt(generator: WatchedGenerator, name: str, question: str, **options: Any) -> RunView:
     """Answer one prompt; options are those of `generate`."""
-    generator.seen = []
+    generator.engine.seen = []
     generator.generate(**options)
-    return RunView(name, [view_of(generator.pair, generator.seen[-1], question)])
+    return RunView(name, [view_of(generator.pair, generator.engine.seen[-1], question)])
 
 
 def watch_turns(
@@ -130,7 +138,7 @@ def watch_turns(
     options
         Of `generate`, for every turn.
     """
-    generator.seen = []
+    generator.engine.seen = []
     said = list(messages)
     turns = []
     with generator.session() as session:
@@ -138,7 +146,7 @@ def watch_turns(
             said.append({"role": "user", "content": question})
             result = session.generate(messages=said, **options)
             said.append({"role": "assistant", "content": result.text})
-            turns.append(view_of(generator.pair, generator.seen[-1], question))
+            turns.append(view_of(generator.pair, generator.engine.seen[-1], question))
     return RunView(name, turns)
 
 

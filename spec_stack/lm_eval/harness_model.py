@@ -13,13 +13,13 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from spec_stack.caches import RequestCaches
+from spec_stack.api.generator import SpecStackGenerator
 from spec_stack.config import DEFAULT_MAX_TOKENS, LoadConfig, PrefillConfig, SamplingParams, SpecStackConfig
 from spec_stack.decode.propose import propose
 from spec_stack.decode.sampler import Sampler
-from spec_stack.generator import SpecStackGenerator
+from spec_stack.engine.caches import RequestCaches
+from spec_stack.engine.request import CallOptions
 from spec_stack.hf.prompt import PromptSource
-from spec_stack.request import CallOptions
 
 SPECPREFILL = {"auto": None, "on": True, "off": False}
 # What lm-eval's tasks call the most tokens to generate.
@@ -252,7 +252,7 @@ class ReadContext:
         self._asked = context_ids, specprefill
         pair = generator.pair
         options = CallOptions(keep_rate=keep_rate, specprefill=specprefill, gamma=0)
-        request = generator.plan(PromptSource(input_ids=context_ids), SamplingParams(max_tokens=1), options)
+        request = generator.engine.plan(PromptSource(input_ids=context_ids), SamplingParams(max_tokens=1), options)
         caches = RequestCaches(pair, request)
         look_ahead = partial(propose, caches.draft, sampler=Sampler(), end_ids=pair.end_ids)
         selection = caches.score(look_ahead)[0] if caches.needs_scoring else caches.take_all()

@@ -36,7 +36,7 @@ from spec_stack.serve.worker import Worker
 from spec_stack.types import Metrics
 
 if TYPE_CHECKING:
-    from spec_stack.generator import SpecStackGenerator
+    from spec_stack.api.generator import SpecStackGenerator
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from spec_stack.answering import Answering
+from spec_stack.api.answering import Answering
 from spec_stack.serve.config import ServeConfig
 
 # Of OpenAI's options these are the generator's under the same name; those it does not have are refused where they are

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from spec_stack.generator import SpecStackGenerator
-    from spec_stack.session import Session
+    from spec_stack.api.generator import SpecStackGenerator
+    from spec_stack.api.session import Session
 
 
 class SessionStore:

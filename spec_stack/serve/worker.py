@@ -14,8 +14,8 @@ from spec_stack.serve.meters import Meters
 from spec_stack.serve.sessions import SessionStore
 
 if TYPE_CHECKING:
-    from spec_stack.generator import SpecStackGenerator
-    from spec_stack.session import Session
+    from spec_stack.api.generator import SpecStackGenerator
+    from spec_stack.api.session import Session
 
 logger = logging.getLogger(__name__)
 

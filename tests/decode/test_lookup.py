@@ -17,7 +17,8 @@ from spec_stack.controller.fixed import Fixed
 from spec_stack.controller.lookup import LookupGate
 from spec_stack.decode.lookup import LookupIndex, Match
 from spec_stack.decode.loop import RequestLabels, decode
-from spec_stack.decode.proposer import Means, make_proposer
+from spec_stack.decode.proposer import Means
+from spec_stack.decode.registry import make_proposer
 from spec_stack.decode.sampler import Sampler
 from spec_stack.decode.stopping import Stopper
 from spec_stack.hf.attention import install
@@ -124,7 +125,7 @@ def test_auto_is_both_under_the_policy_that_goes_by_the_clock_and_the_model_unde
     assert proposer() == "both"
     assert proposer(gamma=2) == proposer(policy="confidence") == proposer(temperature=1.0, seed=3) == "model"
     assert proposer(gamma=0, proposer="lookup") == "lookup"
-    with pytest.raises(ValueError, match=r"proposer must be one of .*'lookup'.*, got 'magic'"):
+    with pytest.raises(ValueError, match=r"unknown proposer 'magic'.*lookup"):
         proposer(proposer="magic")
     with pytest.raises(ValueError, match="proposer"):
         DecodeConfig(proposer="magic")  # type: ignore[arg-type]

@@ -11,7 +11,8 @@ from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRe
 from spec_stack.controller.lookup import LookupGate
 from spec_stack.decode.loop import RequestLabels, decode
 from spec_stack.decode.propose import ModelProposer
-from spec_stack.decode.proposer import PROPOSERS, Guide, Means, make_proposer
+from spec_stack.decode.proposer import Guide, Means
+from spec_stack.decode.registry import PROPOSERS, make_proposer
 from spec_stack.decode.sampler import Sampler
 from spec_stack.decode.stopping import Stopper
 from spec_stack.hf.attention import install

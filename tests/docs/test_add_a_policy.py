@@ -40,14 +40,12 @@ def test_a_policy_put_into_the_package_has_a_name_and_passes_the_tests_of_all(tm
     assert entry.title == "spec_stack/controller/registry.py: in POLICIES"
     (tmp_path / "spec_stack" / "controller" / "patience.py").write_text(policy.code, encoding="utf-8")
     registry = tmp_path / "spec_stack" / "controller" / "registry.py"
-    before, opening, after = registry.read_text(encoding="utf-8").partition(
-        "POLICIES: dict[str, str | type[Policy]] = {\n"
-    )
+    before, opening, after = registry.read_text(encoding="utf-8").partition("    KNOWN_POLICIES,\n    {\n")
     assert opening
     registry.write_text(f"{before}{opening}{entry.code}{after}", encoding="utf-8")
     made = "from spec_stack.controller.registry import make_policy; print(make_policy('patience', threshold=0.3))"
     assert _python(tmp_path, tmp_path, "-c", made) == "Patience(threshold=0.3, weight=0.3)\n"
-    assert "patience" in _python(tmp_path, tmp_path, "-m", "spec_stack.cli", "generate", "--help")
+    assert "patience" in _python(tmp_path, tmp_path, "-m", "spec_stack", "generate", "--help")
     chosen = ("tests/controller/test_policies.py", "tests/test_import_rules.py", "-k", "patience or controller")
     assert " passed" in _python(tmp_path, tmp_path, "-m", "pytest", "-p", "no:cacheprovider", "-v", *chosen)
 

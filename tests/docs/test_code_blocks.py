@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from spec_stack import SpecStackGenerator
-from spec_stack.arguments import build_parser
+from spec_stack.cli.arguments import build_parser
 from spec_stack.controller.registry import POLICIES
 from spec_stack.hf.architectures import SUPPORTED
 from spec_stack.sglang.server_args import ServerConfig

@@ -11,7 +11,7 @@ from experiments.quality.head_to_head import Judge, Task, keep, make_tasks, meas
 from experiments.quality.ruler_like import KINDS, make
 from experiments.quality.selection_rules import Seen, by_bm25, by_cascade, by_query_window, look_at, rules
 from spec_stack import PrefillConfig, SpecStackGenerator
-from spec_stack.demo import module_source
+from spec_stack.calibrate.documents import module_source
 from spec_stack.prefill.importance import ScoredLayer
 
 CONFIG = PrefillConfig()

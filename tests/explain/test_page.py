@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
-from spec_stack.cli import main
+from spec_stack.cli.main import main
 from spec_stack.explain.command import explain_live, explain_records
 from spec_stack.explain.data import Explanation, PromptView, RunView, Step, TurnView, WrittenToken
 from spec_stack.explain.observe import WatchedGenerator, watch_turns
@@ -56,7 +56,7 @@ def data_of(page: str) -> dict[str, Any]:
 def watched() -> WatchedGenerator:
     config = SpecStackConfig(PrefillConfig(min_prompt_tokens=64, on_scoring_error="raise"))
     generator = SpecStackGenerator.from_pretrained(device="cpu", precision="fp32", config=config)
-    return WatchedGenerator.over(generator)
+    return WatchedGenerator.watching(generator)
 
 
 PROMPT = "\n".join(f"def f{index}(x):\n    return x + {index}" for index in range(40)) + "\ndef f"

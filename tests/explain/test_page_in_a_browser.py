@@ -22,7 +22,7 @@ QUESTIONS = [f"{DOCUMENT}\n\nWhat is f3 <b>of 1</b>?", "And f7?"]
 def shown() -> list[RunView]:
     config = SpecStackConfig(PrefillConfig(min_prompt_tokens=64))
     generator = SpecStackGenerator.from_pretrained(device="cpu", precision="fp32", config=config)
-    watched = WatchedGenerator.over(generator)
+    watched = WatchedGenerator.watching(generator)
     ways = {"sparse": None, "dense": False}
     return [watch_turns(watched, name, [], QUESTIONS, max_tokens=16, specprefill=way) for name, way in ways.items()]
 

@@ -19,11 +19,11 @@ from transformers import (
 )
 
 from spec_stack import PrefillConfig, SpecStackGenerator
+from spec_stack.cli.doctor import diagnose
 from spec_stack.config import HubConfig
-from spec_stack.doctor import diagnose
+from spec_stack.engine.pair import ModelPair
 from spec_stack.hf.architectures import check_architecture
 from spec_stack.hf.loading import ASSETS, check_pair, resolve_pair
-from spec_stack.pair import ModelPair
 from tests.support.folders import TOKENIZER_FILES, copy_draft
 from tests.support.models import FAMILIES, make_model
 

@@ -13,8 +13,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from spec_stack import SpecStackGenerator
+from spec_stack.cli.doctor import diagnose
 from spec_stack.config import PRECISIONS, LoadConfig
-from spec_stack.doctor import diagnose
+from spec_stack.engine.pair import ModelPair
 from spec_stack.hf.loading import ASSETS, load_config
 from spec_stack.hf.precision import (
     DTYPES,
@@ -28,7 +29,6 @@ from spec_stack.hf.precision import (
     weight_bytes,
 )
 from spec_stack.offline.records import read_records, write_records
-from spec_stack.pair import ModelPair
 from tests.support import reference, tiny_architectures
 from tests.support.controller_data import step
 from tests.support.folders import copy_draft

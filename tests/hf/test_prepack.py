@@ -8,8 +8,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from spec_stack import SpecStackGenerator
+from spec_stack.engine.pair import ModelPair
 from spec_stack.hf.prepack import PrepackedLinear, can_prepack, prepack
-from spec_stack.pair import ModelPair
 from tests.support.models import random_prompt
 
 

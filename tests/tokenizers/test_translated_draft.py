@@ -11,7 +11,7 @@ import torch
 
 from experiments.quality.retokenize import drop_merges
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
-from spec_stack.demo import hide_fact
+from spec_stack.cli.demo import hide_fact
 from spec_stack.hf.attention import install
 from spec_stack.hf.loading import ASSETS
 from spec_stack.hf.model import CachedModel

@@ -12,7 +12,7 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from experiments.quality.retokenize import drop_merges
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
-from spec_stack.doctor import diagnose
+from spec_stack.cli.doctor import diagnose
 from spec_stack.hf.attention import install
 from spec_stack.hf.loading import ASSETS
 from spec_stack.hf.model import CachedModel

@@ -90,7 +90,7 @@ def needle(**options: Any) -> dict[str, datasets.Dataset]:
 def read_sentences(folder: str | None) -> list[str]:
     """The sentences and lines of a folder's texts, in order. Raises ValueError where it holds none."""
     if folder is None:
-        from spec_stack.demo import MODULES, module_source
+        from spec_stack.calibrate.documents import MODULES, module_source
 
         texts: Iterable[str] = [module_source(module) for module in MODULES]
     else:

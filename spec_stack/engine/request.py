@@ -5,14 +5,13 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, get_args
+from typing import Any
 
 from spec_stack.clock import Clock
 from spec_stack.config import (
     DEFAULT_MAX_TOKENS,
     MAX_LOOK_AHEAD,
     PrefillConfig,
-    ProposerName,
     SamplingParams,
     SpecStackConfig,
     check_logprobs,
@@ -22,16 +21,17 @@ from spec_stack.controller.base import Policy
 from spec_stack.controller.pool import PolicyChoice, PolicyPool
 from spec_stack.controller.registry import CLOCK_POLICY_NAMES
 from spec_stack.decode.loop import RequestLabels
-from spec_stack.decode.proposer import PROPOSERS
+from spec_stack.decode.registry import PROPOSERS
+from spec_stack.engine.pair import ModelPair
+from spec_stack.engine.progress import OnProgress, Progress
 from spec_stack.hf.model_sampling import complete_sampling
 from spec_stack.hf.processors import Processor, check_processors, uncopied_note
 from spec_stack.hf.prompt import EncodedPrompt, PromptSource, Span, encode_prompt, num_shared, special_tokens
 from spec_stack.hf.sampling import make_processors
 from spec_stack.hf.structured import Grammar
-from spec_stack.pair import ModelPair
 from spec_stack.prefill.decide import decide_scoring, sees_whole
 from spec_stack.prefill.recall import clip_spans
-from spec_stack.progress import OnProgress, Progress
+from spec_stack.registry import check_name
 from spec_stack.types import DraftTokenization
 
 
@@ -118,7 +118,7 @@ class Request:
     policy : PolicyChoice
         Which policy chooses gamma.
     proposer : str
-        Who proposes, one of `decode.proposer.PROPOSERS`.
+        Who proposes, one of `decode.registry.PROPOSERS`.
     labels : RequestLabels
         What its records carry.
     tokenization : DraftTokenization or None
@@ -277,9 +277,7 @@ def choose_proposer(asked: str, policy: str, can_propose: bool) -> str:
     A look-up is taken or left by measured time, so it joins by itself where the policy goes by the clock too. Raises
     ValueError for an unknown name.
     """
-    known = (*get_args(ProposerName), *PROPOSERS)
-    if asked not in known:
-        raise ValueError(f"proposer must be one of {list(dict.fromkeys(known))}, got {asked!r}")
+    check_name("proposer", asked, ["auto", *PROPOSERS])
     if asked == "auto":
         asked = "both" if policy in CLOCK_POLICY_NAMES else "model"
     return "lookup" if asked == "both" and not can_propose else asked

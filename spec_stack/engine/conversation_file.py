@@ -14,10 +14,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from spec_stack.config import PrefillConfig, SessionConfig
+from spec_stack.engine.pair import ModelPair
 from spec_stack.hf.architectures import text_config
 from spec_stack.hf.model import CachedModel
 from spec_stack.hf.prompt import Cut, EncodedPrompt
-from spec_stack.pair import ModelPair
 from spec_stack.prefill.calibration import fingerprint
 
 VERSION = 1

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from spec_stack.engine.pair import DraftModel, ModelPair
+from spec_stack.engine.prefix_store import PrefixStore, StoredPrompt, reading_of
+from spec_stack.engine.request import Request
 from spec_stack.hf.model import CachedModel
-from spec_stack.pair import DraftModel, ModelPair
 from spec_stack.prefill.chunks import DRAFT_FREE
 from spec_stack.prefill.scoring import LookAhead, score_prompt
-from spec_stack.prefix_store import PrefixStore, StoredPrompt, reading_of
-from spec_stack.request import Request
 from spec_stack.types import Proposal, Selection
 
 

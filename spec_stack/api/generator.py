@@ -2,61 +2,32 @@
 
 from __future__ import annotations
 
-import logging
-import secrets
-import warnings
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from itertools import chain
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from spec_stack.answering import Answering
-from spec_stack.caches import Caches, RequestCaches, StoredCaches
-from spec_stack.config import HubConfig, LoadConfig, SamplingParams, SessionConfig, SpecStackConfig
+from spec_stack.api.answering import Answering, Call
+from spec_stack.api.session import Session
+from spec_stack.api.unknown_options import refuses_unknown_options
+from spec_stack.config import HubConfig, LoadConfig, SessionConfig, SpecStackConfig
 from spec_stack.controller.base import Policy
-from spec_stack.controller.lookup import LookupGate
-from spec_stack.controller.pool import PolicyPool, Shelf
 from spec_stack.controller.registry import policy_class
-from spec_stack.decode.loop import decode
-from spec_stack.decode.propose import propose
-from spec_stack.decode.proposer import Means, make_proposer
-from spec_stack.decode.sampler import Sampler, Shaper
-from spec_stack.decode.stopping import Stopper
+from spec_stack.engine.engine import Engine
+from spec_stack.engine.pair import ModelPair
+from spec_stack.engine.request import Request
+from spec_stack.engine.warning import warn_caller
 from spec_stack.hf.architectures import text_config
-from spec_stack.hf.fused_verify import accept_fused, fused_problem
 from spec_stack.hf.loading import ASSETS, DeviceMap
-from spec_stack.hf.model_sampling import ignored_sampling
 from spec_stack.hf.precision import precision_named
-from spec_stack.hf.processors import ProcessedRows
-from spec_stack.hf.prompt import EncodedPrompt, Message, PromptSource
-from spec_stack.hf.sampling import make_warp
-from spec_stack.hf.text import open_text_stream
-from spec_stack.options import refuses_unknown_options
-from spec_stack.pair import ModelPair
+from spec_stack.hf.prompt import Message
 from spec_stack.prefill.calibration import find_calibration
-from spec_stack.prefix_store import PrefixStore
-from spec_stack.request import CallOptions, Request
-from spec_stack.session import Session
-from spec_stack.types import GenerationResult, Metrics, Proposal, Selection, StepOutput
+from spec_stack.types import GenerationResult, StepOutput
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class DraftedPrompt:
-    """What the draft made of a prompt: the selection, the first proposal, and why so."""
-
-    selection: Selection
-    proposal: Proposal
-    num_scored_tokens: int
-    reason: str
 
 
 class SpecStackGenerator(Answering):
@@ -111,20 +82,20 @@ class SpecStackGenerator(Answering):
         draft_tokenizer: Any = None,
     ) -> None:
         pair = ModelPair.assemble(target, draft, tokenizer, draft_tokenizer, precision, draft_precision, predictors)
-        self._set_up(pair, config, policy)
+        self._set_up(Engine(pair, _checked(config), policy))
 
-    def _set_up(self, pair: ModelPair, config: SpecStackConfig | None, policy: str | Policy | None) -> None:
-        self.pair = pair
-        self.target, self.draft, self.tokenizer = pair.target, pair.draft, pair.tokenizer
-        self.vocabulary = pair.vocabulary
-        self.precision, self.draft_precision = pair.precision, pair.draft_precision
-        self._config = _checked(config)
-        options: dict[str, dict[str, Any]] = {"fixed": {"gamma": self.config.decode.gamma}}
-        options |= {name: {"predictor": file} for name, file in pair.predictors.items()}
-        self._pool = PolicyPool(policy if policy is not None else self.config.decode.policy, options)
-        self._gates = Shelf(LookupGate)
-        self._store = PrefixStore(self.config.store.max_tokens)
-        self._warned_of: set[str] = set()
+    def _set_up(self, engine: Engine) -> None:
+        self.engine, self.pair = engine, engine.pair
+        self.target, self.draft, self.tokenizer = engine.pair.target, engine.pair.draft, engine.pair.tokenizer
+        self.vocabulary = engine.pair.vocabulary
+        self.precision, self.draft_precision = engine.pair.precision, engine.pair.draft_precision
+
+    @classmethod
+    def over(cls, engine: Engine) -> SpecStackGenerator:
+        """Return a generator whose requests an engine runs."""
+        generator = cls.__new__(cls)
+        generator._set_up(engine)
+        return generator
 
     @classmethod
     @refuses_unknown_options
@@ -198,7 +169,6 @@ class SpecStackGenerator(Answering):
             if precision != LoadConfig.precision:
                 raise ValueError("give precision or dtype, not both; they mean the same")
             precision = precision_named(dtype)
-        generator = cls.__new__(cls)
         pair = ModelPair.load(
             target,
             draft,
@@ -209,13 +179,12 @@ class SpecStackGenerator(Answering):
             hub=HubConfig(revision, draft_revision, token, trust_remote_code),
             device_map=device_map,
         )
-        generator._set_up(pair, _calibrated(pair, config, draft, calibration), policy)
-        return generator
+        return cls.over(Engine(pair, _calibrated(pair, config, draft, calibration), policy))
 
     @property
     def config(self) -> SpecStackConfig:
         """What holds where a call says nothing else. It is settled when the generator is made."""
-        return self._config
+        return self.engine.config
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         raise TypeError(
@@ -231,7 +200,7 @@ class SpecStackGenerator(Answering):
         config : SessionConfig, optional
             What it keeps and restores; None is the generator's.
         """
-        return Session(self, config)
+        return Session(self.engine, config)
 
     def load_session(self, path: str | Path, config: SessionConfig | None = None) -> Session:
         """A session from a file of `Session.save`, which goes on as the saved one would have.
@@ -249,7 +218,7 @@ class SpecStackGenerator(Answering):
             For a file that is no session, and where it was made with another pair, precision, tokenizer or
             `PrefillConfig` than this generator's; the message names what differs.
         """
-        return Session.load(self, path, config)
+        return Session.load(self.engine, path, config)
 
     def generate_all(
         self,
@@ -297,173 +266,19 @@ class SpecStackGenerator(Answering):
         with self.session() as session:
             return [session.generate(**one, **options) for one in several]
 
-    def plan(
-        self,
-        source: PromptSource,
-        params: SamplingParams,
-        options: CallOptions,
-        held_ids: Sequence[int] = (),
-        known: EncodedPrompt | None = None,
-    ) -> Request:
-        """Check a call and settle what is done for it (see `Request.plan`)."""
-        request = Request.plan(self.pair, self.config, self._pool, source, params, options, held_ids, known)
-        ignored = ignored_sampling(self.target.generation_config, params) if options.sampling is None else ""
-        if ignored:
-            self._warn_once(
-                "sampling", f'the checkpoint\'s generation config sets {ignored}; sampling="model" applies it'
-            )
-        if options.keep_rate not in (None, 1) and options.specprefill is None and not (request.scores or held_ids):
-            self._warn_once(
-                "keep_rate",
-                f"keep_rate={options.keep_rate} is not applied ({request.reason}); specprefill=True prunes a prompt "
-                "whatever its length",
-            )
-        return request
+    def _plan(self, call: Call) -> Request:
+        return self.engine.plan(call.source, call.params, call.options)
 
-    def _plan(self, source: PromptSource, params: SamplingParams, options: CallOptions) -> Request:
-        return self.plan(source, params, options)
-
-    def _sampling(self) -> Session:
-        return self.session(SessionConfig(restore=False))
+    def _sample(self, calls: Sequence[Call]) -> list[GenerationResult]:
+        with self.session(SessionConfig(restore=False)) as session:
+            return session._sample(calls)
 
     def _run(self, request: Request) -> Generator[StepOutput, None, None]:
-        if self._store.max_tokens:
-            return self._answer_stored(request)
-        return self.answer(request, RequestCaches(self.pair, request))
-
-    def _answer_stored(self, request: Request) -> Generator[StepOutput, None, None]:
-        """The same over caches that begin with what the store has, and go there in the end."""
-        request.clock.resume()
-        caches = StoredCaches(self.pair, request, self._store)
-        try:
-            yield from self.answer(request, caches)
-        except GeneratorExit:
-            caches.remember()
-            raise
-        caches.remember()
+        return self.engine.run(request)
 
     def clear_store(self) -> None:
         """Forget the prompts that `StoreConfig.max_tokens` has kept, and free their memory."""
-        self._store.clear()
-
-    def answer(self, request: Request, caches: Caches) -> Generator[StepOutput, None, None]:
-        """The steps of a planned request over these caches, which they advance; between them its clock stands still."""
-        clock = request.clock
-        clock.resume()
-        with self._pool.lend(request.policy) as policy, self._gates.lend() as gate:
-            sampler, seed = self._make_sampler(request)
-            stop_tokens, progress = request.stop_tokens, request.progress
-            end_ids = stop_tokens.all_ids
-            forward_s = -(caches.target.forward_s + caches.draft.forward_s)
-            drafted = self._draft_prompt(request, caches, sampler.shaper)
-            metrics = self._begin_metrics(request, drafted, caches.num_cached, policy.name, seed)
-            steps = decode(
-                target=caches.target,
-                draft=caches.draft,
-                prompt_ids=request.prompt_ids,
-                selection=drafted.selection,
-                proposal=drafted.proposal,
-                policy=policy,
-                proposer=make_proposer(request.proposer, Means(caches.draft, sampler, end_ids, gate)),
-                sampler=sampler,
-                stopper=Stopper(
-                    request.params.num_tokens,
-                    stop_tokens.end_ids,
-                    request.stop_strings,
-                    open_text_stream(self.tokenizer, request.prompt_ids),
-                    stop_tokens.stop_ids,
-                ),
-                end_ids=end_ids,
-                labels=request.labels,
-                clock=clock,
-                num_logprobs=request.num_logprobs,
-            )
-            with progress.watch(caches.target, "prefill", len(drafted.selection.positions)):
-                first = next(steps)
-            for output in chain([first], steps):
-                metrics.add(output.record, clock.elapsed_s)
-                if output.record.is_prefill:
-                    metrics.scoring_s = output.record.draft_s
-                if output.finish_reason is not None:
-                    metrics.forward_s = forward_s + caches.target.forward_s + caches.draft.forward_s
-                    output = replace(output, metrics=metrics)
-                with clock.paused():
-                    yield output
-
-    def _draft_prompt(self, request: Request, caches: Caches, shaper: Shaper | None) -> DraftedPrompt:
-        """Have the draft score the prompt where that is needed; else, or where it fails, take it all."""
-        reason = request.reason
-        if caches.needs_scoring:
-            sampler = Sampler(shaper=shaper)
-            look_ahead = partial(propose, caches.draft, sampler=sampler, end_ids=request.stop_tokens.all_ids)
-            num_tokens = request.num_draft_tokens - caches.draft.num_cached
-            try:
-                with (
-                    request.clock.measure("scoring"),
-                    request.progress.watch(caches.draft, "scoring", max(0, num_tokens)),
-                ):
-                    selection, proposal = caches.score(look_ahead)
-            except Exception as error:
-                if request.prefill.on_scoring_error == "raise":
-                    raise
-                # Nothing has been handed out yet, so dense prefill is still open, whatever went wrong.
-                logger.exception(
-                    "scoring a prompt of %d tokens failed; it is prefilled densely", len(request.prompt_ids)
-                )
-                reason = f"scoring failed, prefilled densely: {type(error).__name__}: {error}"
-                self._warn_once("scoring", f"{reason} (metrics.specprefill_reason tells each time)")
-                caches.reopen_draft()
-            else:
-                if request.scores and _num_kept(request, selection) == request.num_new_tokens:
-                    reason += f", but chunks and protected spans cover the whole {request.text}"
-                return DraftedPrompt(selection, proposal, len(request.prompt_ids), reason)
-        return DraftedPrompt(caches.take_all(), Proposal(), 0, reason)
-
-    def _begin_metrics(
-        self, request: Request, drafted: DraftedPrompt, num_cached: int, policy: str, seed: int | None
-    ) -> Metrics:
-        selection = drafted.selection
-        return Metrics(
-            num_prompt_tokens=len(request.prompt_ids),
-            num_kept_tokens=selection.num_held + len(selection.positions),
-            num_scored_tokens=drafted.num_scored_tokens,
-            specprefill=_num_kept(request, selection) < request.num_new_tokens,
-            specprefill_reason=drafted.reason,
-            policy=policy,
-            precision=self.precision,
-            draft_precision=self.draft_precision,
-            target_weight_bytes=self.pair.target_weight_bytes,
-            draft_weight_bytes=self.pair.draft_weight_bytes,
-            seed=seed,
-            proposer=request.proposer,
-            num_new_tokens=len(request.prompt_ids) - num_cached,
-            num_cached_tokens=num_cached,
-            num_restored_tokens=selection.num_restored,
-            decode_reason="; ".join(filter(None, (self.vocabulary.decode_reason, request.decode_note))),
-        )
-
-    def _make_sampler(self, request: Request) -> tuple[Sampler, int | None]:
-        """How the request draws, and the seed it draws with; None where it is greedy."""
-        params = request.params
-        shaper = ProcessedRows(request.processors, request.grammar) if request.is_shaped else None
-        warp = make_warp(params.temperature, params.top_k, params.top_p, params.min_p)
-        if warp is None:
-            return Sampler(shaper=shaper), None
-        seed = params.seed if params.seed is not None else secrets.randbits(63)
-        accept = accept_fused if fused_problem(self.target.device) is None else None
-        return Sampler(warp, torch.Generator(self.target.device).manual_seed(seed), accept, shaper), seed
-
-    def _warn_once(self, topic: str, message: str) -> None:
-        """Warn of each topic once."""
-        if topic not in self._warned_of:
-            self._warned_of.add(topic)
-            warnings.warn(f"{message} (this is said once)", stacklevel=3)
-
-
-def _num_kept(request: Request, selection: Selection) -> int:
-    """Tokens kept of the prompt, or in a session of its new text: what a store held of them, and what is prefilled."""
-    held = 0 if request.num_cached else selection.num_held
-    return held + len(selection.positions) - selection.num_restored
+        self.engine.store.clear()
 
 
 def _calibrated(
@@ -481,7 +296,7 @@ def _calibrated(
     if not problem:
         return replace(config, prefill=calibration.complete(config.prefill))
     if named is None or named is True:
-        warnings.warn(f"the calibration beside the draft is left aside: {problem}", stacklevel=3)
+        warn_caller(f"the calibration beside the draft is left aside: {problem}")
         return config
     raise ValueError(f"{named}: {problem}; calibrate this pair")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, TextIO
 
-from spec_stack.arguments import (
+from spec_stack.cli.arguments import (
     DEMO_TOKENS,
     SERVED,
     answer_options,
@@ -24,18 +24,18 @@ from spec_stack.arguments import (
     read_prompt,
     request_of,
 )
-from spec_stack.chat import Chat, read_document, status_line
+from spec_stack.cli.chat import Chat, read_document, status_line
 from spec_stack.config import SessionConfig, SpecStackConfig
 from spec_stack.offline.records import add_records, check_record_path
 from spec_stack.serve.config import ServeConfig
 
 if TYPE_CHECKING:
-    from spec_stack.generator import SpecStackGenerator
+    from spec_stack.api.generator import SpecStackGenerator
     from spec_stack.types import StepOutput
 
 
 def _load(arguments: argparse.Namespace, config: SpecStackConfig | None = None) -> SpecStackGenerator:
-    from spec_stack.generator import SpecStackGenerator
+    from spec_stack.api.generator import SpecStackGenerator
 
     return SpecStackGenerator.from_pretrained(
         arguments.target,
@@ -176,7 +176,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    from spec_stack.demo import format_demo, run_demo
+    from spec_stack.cli.demo import format_demo, run_demo
 
     if arguments.repeats < 1 or arguments.tokens < 1:
         raise ValueError("--repeats and --tokens must be 1 or more")
@@ -193,9 +193,9 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 
 def _calibrate(arguments: argparse.Namespace) -> int:
-    from spec_stack.calibration import LENGTHS, calibrate
-    from spec_stack.calibration_report import check_plots, format_calibration, plot_calibration
-    from spec_stack.pair import ModelPair
+    from spec_stack.calibrate.report import check_plots, format_calibration, plot_calibration
+    from spec_stack.calibrate.search import LENGTHS, calibrate
+    from spec_stack.engine.pair import ModelPair
 
     out = arguments.out or arguments.draft
     if out is None or not (Path(out).is_dir() or Path(out).parent.is_dir()):
@@ -246,9 +246,9 @@ def _explain(arguments: argparse.Namespace) -> int:
         text = None if arguments.demo else read_prompt(arguments)
         if text is not None and not text.strip():
             raise ValueError("the prompt is empty")
-        generator = WatchedGenerator.over(_load(arguments, SpecStackConfig(prefill=prefill_of(arguments))))
+        generator = WatchedGenerator.watching(_load(arguments, SpecStackConfig(prefill=prefill_of(arguments))))
         if text is None:
-            from spec_stack.demo import hide_fact
+            from spec_stack.cli.demo import hide_fact
 
             text = str(hide_fact(generator.tokenizer, DEMO_TOKENS, 0).messages[0]["content"])
         is_chat = arguments.demo or arguments.chat or arguments.turn or arguments.system is not None
@@ -272,7 +272,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
         return _doctor_sglang(arguments)
     if arguments.server_args:
         raise ValueError(f"unknown arguments {' '.join(arguments.server_args)}; a server's follow after --sglang --")
-    from spec_stack.doctor import diagnose
+    from spec_stack.cli.doctor import diagnose
 
     report = diagnose(
         arguments.target, arguments.draft, arguments.precision, arguments.device, arguments.draft_precision

@@ -20,18 +20,18 @@ from typing import Any
 
 import torch
 
+from spec_stack.calibrate.documents import default_documents
+from spec_stack.calibrate.needles import IN_OTHER_WORDS, WORDINGS, Haystack, Span, make_haystacks
 from spec_stack.config import PrefillConfig
 from spec_stack.decode.propose import propose
 from spec_stack.decode.sampler import Sampler
-from spec_stack.demo import MODULES, module_source
+from spec_stack.engine.pair import ModelPair
 from spec_stack.hf.architectures import text_config
 from spec_stack.hf.model import CachedModel
-from spec_stack.pair import ModelPair
 from spec_stack.prefill.alignment import map_importance
 from spec_stack.prefill.calibration import CHOSEN, HEAD_RATE, MARGIN, Calibration, Point, describe_setting, fingerprint
 from spec_stack.prefill.chunks import SCORERS, Evidence, chunk_means, fuse, with_neighbours
 from spec_stack.prefill.importance import attention_to_prompt, pool
-from spec_stack.prefill.needles import IN_OTHER_WORDS, WORDINGS, Haystack, Span, make_haystacks
 from spec_stack.prefill.scoring import capture_first_layers, capture_look_ahead, captured_layers
 from spec_stack.types import DraftTokenization
 
@@ -195,16 +195,6 @@ class _Plan:
     def step(self, what: str) -> None:
         self._progress(min(self._done, self._total), self._total, what)
         self._done += 1
-
-
-def default_documents() -> list[str]:
-    """Texts of the standard library in two equal halves: source code, and the manuals' English."""
-    sources = [module_source(module) for module in MODULES]
-    from pydoc_data.topics import topics
-
-    manual = "\n\n".join(topics.values())
-    size = len(manual) // len(sources)
-    return sources + [manual[at * size : (at + 1) * size] for at in range(len(sources))]
 
 
 def _fitting(pair: ModelPair, lengths: Sequence[int]) -> list[int]:

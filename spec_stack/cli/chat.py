@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
-    from spec_stack.session import Session
+    from spec_stack.api.session import Session
     from spec_stack.types import Metrics
 
 HELP = "/file PATH adds a document to the next message, /reset begins anew, /help, /quit; Ctrl-C stops an answer"

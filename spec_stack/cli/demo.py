@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
+from spec_stack.api.generator import SpecStackGenerator
+from spec_stack.api.session import Session
+from spec_stack.calibrate.documents import MODULES, module_source
 from spec_stack.config import SessionConfig
-from spec_stack.generator import SpecStackGenerator
-from spec_stack.session import Session
 from spec_stack.types import GenerationResult
 
-MODULES = (
-    "argparse",
-    "tarfile",
-    "typing",
-    "inspect",
-    "zipfile",
-    "subprocess",
-    "doctest",
-    "turtle",
-    "pickletools",
-    "ast",
-)
 _ADJECTIVES = ("secret", "red", "golden", "hidden", "silver", "ancient", "green", "blue")
 _NAMES = ("Alice", "Bruno", "Carla", "Daniel", "Elena", "Felix", "Greta", "Hassan", "Irene", "Jonas", "Maria", "Oscar")
 
@@ -47,14 +34,6 @@ class HiddenFact:
 
     def is_answered_by(self, text: str) -> bool:
         return self.answer in text
-
-
-def module_source(module: str) -> str:
-    """The source of a standard-library module, found without importing it. Raises ValueError where there is none."""
-    spec = importlib.util.find_spec(module)
-    if spec is None or spec.origin is None or not Path(spec.origin).is_file():
-        raise ValueError(f"this Python has no source for the module {module!r}")
-    return Path(spec.origin).read_text(encoding="utf-8")
 
 
 def hide_fact(tokenizer: Any, num_tokens: int, seed: int) -> HiddenFact:

@@ -4,42 +4,38 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from spec_stack.config import SamplingParams, SessionConfig, check_samples
+from spec_stack.api.streaming import Streamer, awaitable, feed
+from spec_stack.api.unknown_options import refuses_unknown_options
+from spec_stack.config import SamplingParams, check_samples
 from spec_stack.controller.base import Policy
+from spec_stack.engine.progress import OnProgress, Stream
+from spec_stack.engine.request import CallOptions, Request
 from spec_stack.hf.processors import CannotCopyError, Processor, check_processors, copy_processor
 from spec_stack.hf.prompt import Message, PromptSource, Span, unpadded
 from spec_stack.offline.records import add_records, check_record_path
-from spec_stack.options import refuses_unknown_options
-from spec_stack.progress import OnProgress, Stream
-from spec_stack.request import CallOptions, Request
-from spec_stack.streaming import Streamer, awaitable, feed
 from spec_stack.types import GenerationResult, StepOutput
-
-if TYPE_CHECKING:
-    from spec_stack.session import Session
 
 
 class Answering(ABC):
     """Has `generate` and `stream`; how a call is planned and run is its own."""
 
     @abstractmethod
-    def _plan(self, source: PromptSource, params: SamplingParams, options: CallOptions) -> Request:
+    def _plan(self, call: Call) -> Request:
         """Check a call, and settle what is done for it."""
 
     @abstractmethod
-    def _sampling(self) -> AbstractContextManager[Session]:
-        """A session in which n samples of a prompt can share its prefill."""
+    def _run(self, request: Request) -> Generator[StepOutput, None, None]:
+        """Make the request's steps."""
 
     @abstractmethod
-    def _run(self, request: Request) -> Generator[StepOutput, None, None]:
-        """The request's steps."""
+    def _sample(self, calls: Sequence[Call]) -> list[GenerationResult]:
+        """Answer calls with the same prompt: the first prefills it, the others go on from copies of its caches."""
 
     @refuses_unknown_options
     def generate(
@@ -208,7 +204,7 @@ class Answering(ABC):
                 raise ValueError(f"records must be the path of a .jsonl file, got {records!r}")
             check_record_path(records, request_id)
         call = Call.of(given)
-        request = self._plan(call.source, call.params, call.options)
+        request = self._plan(call)
         check_samples(n, request.params.temperature)
         if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
             raise ValueError(f"streamer must have put() and end(), as those of transformers do, got {streamer!r}")
@@ -220,15 +216,6 @@ class Answering(ABC):
         if not return_records:
             results = [replace(result, records=None) for result in results]
         return replace(results[0], others=results[1:])
-
-    def _sample(self, calls: Sequence[Call]) -> list[GenerationResult]:
-        """Answer calls with the same prompt: the first prefills it, the others go on from copies of its caches."""
-        with self._sampling() as session:
-            results = [session._collect(session._plan(calls[0].source, calls[0].params, calls[0].options))]
-            for call in calls[1:]:
-                with session.fork(SessionConfig(restore=False)) as other:
-                    results.append(other._collect(other._plan(call.source, call.params, call.options)))
-        return results
 
     def _collect(self, request: Request, streamer: Streamer | None = None) -> GenerationResult:
         """A request's whole stream, with its records."""
@@ -379,7 +366,7 @@ class Answering(ABC):
         8
         """
         call = Call.of(locals())
-        request = self._plan(call.source, call.params, call.options)
+        request = self._plan(call)
         return Stream(self._run(request), request.progress)
 
     astream = awaitable(stream)

@@ -24,12 +24,12 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
+from spec_stack.api.generator import SpecStackGenerator
+from spec_stack.api.streaming import Streamer
 from spec_stack.config import SpecStackConfig
 from spec_stack.controller.base import Policy
-from spec_stack.generator import SpecStackGenerator
 from spec_stack.hf.loading import has_tokenizer, load_draft, load_tokenizer
 from spec_stack.hf.prompt import unpadded
-from spec_stack.streaming import Streamer
 from spec_stack.types import Metrics
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def spec_stack(
     Examples
     --------
     >>> from spec_stack import SpecStackGenerator
-    >>> from spec_stack.custom_generate import spec_stack
+    >>> from spec_stack.api.custom_generate import spec_stack
     >>> pair = SpecStackGenerator.from_pretrained().pair
     >>> model, draft, tokenizer = pair.target, pair.draft, pair.tokenizer
     >>> inputs = tokenizer("def main():", return_tensors="pt")

@@ -14,22 +14,22 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from spec_stack import __version__
-from spec_stack.chat import read_document
+from spec_stack.cli.chat import read_document
 from spec_stack.config import (
     MAX_GAMMA,
     PRECISIONS,
     DecodeConfig,
     LoadConfig,
     PrefillConfig,
-    ProposerName,
     SamplingParams,
     SessionConfig,
     meaning,
 )
 from spec_stack.controller.registry import POLICY_NAMES
+from spec_stack.decode.registry import PROPOSERS
 from spec_stack.prefill.calibration import MARGIN
 from spec_stack.serve.config import ServeConfig
 
@@ -226,7 +226,7 @@ def _add_answer_arguments(parser: argparse.ArgumentParser) -> None:
     for name, kind in (("keep_rate", float), ("min_prompt_tokens", int), ("look_ahead", int)):
         _add_option(parser, PrefillConfig, name, type=kind)
     _add_option(parser, DecodeConfig, "policy", default=None, metavar="|".join(POLICY_NAMES))
-    _add_option(parser, DecodeConfig, "proposer", default=None, choices=get_args(ProposerName))
+    _add_option(parser, DecodeConfig, "proposer", default=None, choices=["auto", *PROPOSERS])
     parser.add_argument(
         "--gamma",
         type=int,

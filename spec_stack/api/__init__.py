@@ -1,0 +1,1 @@
+"""What a user calls: the generator, sessions, and transformers' own generate."""

@@ -1,0 +1,224 @@
+"""A conversation whose caches live on from call to call, and in which dropped text can come back."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Generator, Sequence
+from contextlib import closing
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from spec_stack.api.answering import Answering, Call
+from spec_stack.config import SessionConfig
+from spec_stack.engine.conversation import Conversation
+from spec_stack.engine.conversation_file import SavedSession
+from spec_stack.engine.engine import Engine
+from spec_stack.engine.request import Request
+from spec_stack.hf.prompt import PromptSource, encode_prompt, num_shared
+from spec_stack.prefill.recall import dropped_positions
+from spec_stack.types import GenerationResult, StepOutput
+
+
+class Session(Answering):
+    """`generate` and `stream` of a generator, with caches that are kept between the calls.
+
+    Every call is given the whole prompt, as without a session. What it shares with the prompt and the answer of the
+    call before, from the beginning on, has been dealt with, and only the rest goes through the models. Where it
+    differs (an edited message, an answer to be made anew), both caches go back to the last token in common.
+
+    The target's cache holds what was kept; the draft's holds everything, and so can tell which dropped chunks a later
+    turn wants: these are prefilled at their original positions, ahead of the turn's new text, and stay.
+
+    Parameters
+    ----------
+    engine : Engine
+        Runs the requests: a generator's (`SpecStackGenerator.session` opens sessions).
+    config : SessionConfig, optional
+        What is kept and restored; None is the generator's.
+
+    Notes
+    -----
+    A token sees every token written before it, also those restored before it at larger positions. So what a turn
+    restored stays after an edit of that turn (it has seen nothing of it), and goes with an edit of an earlier one. A
+    session may therefore hold other dropped text than a new one would; at keep_rate 1.0 both are the same.
+
+    A session answers one call at a time. Sessions of one generator do not disturb each other.
+
+    Examples
+    --------
+    >>> from spec_stack import SpecStackGenerator
+    >>> messages = [{"role": "user", "content": "Give three tips."}]
+    >>> with SpecStackGenerator.from_pretrained().session() as session:
+    ...     first = session.generate(messages=messages, max_tokens=16)
+    ...     messages += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "Why?"}]
+    ...     second = session.generate(messages=messages, max_tokens=16)
+    >>> second.metrics.num_cached_tokens > first.metrics.num_prompt_tokens
+    True
+    """
+
+    def __init__(self, engine: Engine, config: SessionConfig | None = None) -> None:
+        if config is not None and not isinstance(config, SessionConfig):
+            raise ValueError(f"config must be a SessionConfig, got {type(config).__name__}")
+        if engine.config.prefill.scoring_layers is not None:
+            raise ValueError(
+                "a session's draft holds the whole conversation in all of its layers; open the generator with "
+                "scoring_layers=None, and with calibration=False where a calibration sets it"
+            )
+        self.config = config or engine.config.session
+        self._engine = engine
+        self._held: Conversation | None = Conversation(engine.pair, engine.config.prefill.prefill_chunk)
+        self._answering = threading.Lock()
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens that the target's cache holds."""
+        return self._conversation.target.num_cached
+
+    @property
+    def num_dropped_tokens(self) -> int:
+        """Tokens of the conversation that the target's cache lacks."""
+        return len(self._conversation.token_ids) - self.num_cached_tokens
+
+    @property
+    def dropped_positions(self) -> list[int]:
+        """The positions of these, in order: what later turns may bring back."""
+        held = self._conversation
+        return dropped_positions(held.target.positions, len(held.token_ids))
+
+    def num_continued(self, **prompt: Any) -> int:
+        """Tokens of the conversation where all of them are the beginning of a prompt; 0 where they are not.
+
+        Parameters
+        ----------
+        **prompt
+            As it is given to `generate`: prompt, messages, tools and the like.
+        """
+        held, pair = self._conversation, self._engine.pair
+        encoded = encode_prompt(pair.tokenizer, pair.vocab_size, PromptSource(**prompt), held.encoded)
+        num_held = len(held.token_ids)
+        return num_held if num_shared(held.token_ids, encoded.token_ids[:-1]) == num_held else 0
+
+    def fork(self, config: SessionConfig | None = None) -> Session:
+        """A session that goes on from here by itself; what both share is copied only when one of them goes on.
+
+        Parameters
+        ----------
+        config : SessionConfig, optional
+            What it keeps and restores; None is this one's.
+        """
+        other = Session(self._engine, config or self.config)
+        with self._answers():
+            other._held = self._conversation.fork()
+        return other
+
+    def save(self, path: str | Path) -> None:
+        """Write the session to a file, from which `SpecStackGenerator.load_session` goes on.
+
+        Parameters
+        ----------
+        path : str or Path
+            One safetensors file: tokens, positions and both caches; what was configured stands in its header as JSON.
+            It holds the conversation's text. The memory of both caches is its size.
+
+        Raises
+        ------
+        ValueError
+            Where the session is closed.
+        RuntimeError
+            While it answers a call.
+        """
+        with self._answers():
+            self._conversation.saved(self.config).save(path, self._engine.pair, self._engine.config.prefill)
+
+    @classmethod
+    def load(cls, engine: Engine, path: str | Path, config: SessionConfig | None = None) -> Session:
+        """A session from a file; see `SpecStackGenerator.load_session`."""
+        saved = SavedSession.load(path, engine.pair, engine.config.prefill)
+        session = cls(engine, config or saved.config)
+        session._conversation.take_in(saved, path)
+        return session
+
+    def close(self) -> None:
+        """Free the caches. The session cannot be used after it."""
+        self._held = None
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        raise TypeError("a session can be neither copied nor pickled, for it holds caches; fork() makes another one")
+
+    def _sample(self, calls: Sequence[Call]) -> list[GenerationResult]:
+        results = [self._collect(self._plan(calls[0]))]
+        for call in calls[1:]:
+            with self.fork(SessionConfig(restore=False)) as other:
+                results.append(other._collect(other._plan(call)))
+        return results
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def _conversation(self) -> Conversation:
+        if self._held is None:
+            raise ValueError("this session is closed; open another one")
+        return self._held
+
+    def _plan(self, call: Call) -> Request:
+        held = self._conversation
+        request = self._engine.plan(call.source, call.params, call.options, held.token_ids, held.encoded)
+        if request.num_cached and self._room(request) < 0:
+            request = self._engine.plan(call.source, call.params, call.options, (), held.encoded)
+        return request
+
+    def _room(self, request: Request) -> float:
+        """Tokens that may be restored before the target's cache is over its bound."""
+        if self.config.max_cached_tokens is None:
+            return math.inf
+        rate = request.prefill.rate_for(request.num_new_tokens) if request.scores else 1.0
+        num_held = sum(position < request.num_cached for position in self._conversation.target.positions)
+        return self.config.max_cached_tokens - num_held - math.ceil(rate * request.num_new_tokens)
+
+    def _answers(self) -> OneAtATime:
+        return OneAtATime(self._answering)
+
+    def _run(self, request: Request) -> Generator[StepOutput, None, None]:
+        with self._answers():
+            held = self._conversation
+            turn = held.begin(request, self.config, self._room(request))
+            answer_ids: list[int] = []
+            text = ""
+            try:
+                with closing(self._engine.answer(request, turn)) as outputs:
+                    for output in outputs:
+                        answer_ids += output.token_ids
+                        text += output.text
+                        yield output
+            except GeneratorExit:
+                # The caller had enough; what he was given is part of the conversation. Its text may lag behind.
+                held.commit(request, turn, answer_ids, None)
+                raise
+            except BaseException:
+                held.recover(request, turn)
+                raise
+            held.commit(request, turn, answer_ids, None if output.finish_reason == "stop" else text)
+
+
+class OneAtATime:
+    """Holds a session's lock, which is refused where another call has it."""
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self._lock = lock
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeError(
+                "this session is answering another call; end or close that stream, or fork the session before it"
+            )
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()

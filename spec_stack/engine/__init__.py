@@ -1,0 +1,1 @@
+"""A planned request over its caches: score, select, decode, count."""
