@@ -6,6 +6,8 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, replace
+from functools import wraps
+from itertools import takewhile
 from numbers import Integral, Real
 from typing import Any, Literal, TypeVar, get_args
 
@@ -139,6 +141,28 @@ def documented(config: Config) -> Config:
     return config
 
 
+def remembers_given(config: Config) -> Config:
+    """Have the objects of a configuration say in `given` which fields they were made with.
+
+    So a value that equals the default can be told from none, and holds beside a calibration. `dataclasses.replace`
+    hands on what was given before, and adds what it changes.
+    """
+    positional = [entry.name for entry in fields(config) if entry.name != "given"]
+    make = config.__init__  # type: ignore[misc]
+
+    @wraps(make)
+    def remember(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        # `replace` gives its changes first, then all other fields in their order, of which `given` is the first.
+        named = takewhile(lambda name: name != "given", kwargs)
+        given = dict.fromkeys([*self.given, *positional[: len(args)], *named])
+        object.__setattr__(self, "given", tuple(given))
+
+    config.__init__ = remember  # type: ignore[misc]
+    return config
+
+
+@remembers_given
 @documented
 @dataclass(frozen=True)
 class PrefillConfig:
@@ -148,6 +172,8 @@ class PrefillConfig:
     for keep_rate, `keep_kwargs.percentage`. `raw`, `full` and `full_look_ahead` are the paper's three variants.
     """
 
+    # Which of the fields below were given, in whatever way. Not a setting; it has to stand first (`remembers_given`).
+    given: tuple[str, ...] = field(default=(), kw_only=True, repr=False, compare=False)
     keep_rate: float | KeepCurve = option(
         0.2,
         "share of the prompt that the target prefills, over 0 to 1; 1.0 is dense prefill. Or a curve: (num_tokens, "
@@ -263,8 +289,22 @@ class PrefillConfig:
 
     @classmethod
     def full_look_ahead(cls, keep_rate: float | KeepCurve | None = None) -> PrefillConfig:
-        """The paper's "Full LAH" variant, with eight look-ahead tokens: the default."""
-        return cls() if keep_rate is None else cls(keep_rate=keep_rate)
+        """The paper's "Full LAH" variant, with eight look-ahead tokens; no calibration changes it."""
+        return cls(
+            keep_rate=cls.keep_rate if keep_rate is None else keep_rate,
+            look_ahead=8,
+            pool_kernel=13,
+            chunk_size=32,
+            keep_first=1,
+            keep_last=2,
+            draft_window=None,
+            draft_sinks=cls.draft_sinks,
+            scoring_layers=None,
+            scoring_heads=None,
+            neighbour_share=0.0,
+            scorer="attention",
+            anchor_weight=cls.anchor_weight,
+        )
 
 
 @documented

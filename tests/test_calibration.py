@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from experiments.quality.held_out_needles import HELD_OUT
 from experiments.quality.retokenize import drop_merges
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
-from spec_stack import calibration as calibrating
+from spec_stack.calibrate import search as calibrating
 from spec_stack.calibrate.needles import IN_OTHER_WORDS, WORDINGS, hide, make_haystacks
 from spec_stack.calibrate.report import format_calibration, plot_calibration
 from spec_stack.calibrate.search import (

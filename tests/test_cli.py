@@ -20,9 +20,8 @@ from spec_stack.offline.records import read_records
 
 def test_the_defaults_are_those_of_the_configuration() -> None:
     arguments = build_parser().parse_args(["generate", "x"])
-    assert arguments.keep_rate == PrefillConfig.keep_rate
-    assert arguments.min_prompt_tokens == PrefillConfig.min_prompt_tokens
-    assert arguments.look_ahead == PrefillConfig.look_ahead
+    assert prefill_of(arguments) == PrefillConfig()
+    assert prefill_of(arguments).given == ()
     assert (arguments.precision, arguments.draft_precision) == (LoadConfig.precision, LoadConfig.draft_precision)
 
 

@@ -12,7 +12,6 @@ import stat
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +58,38 @@ _EXAMPLES = """examples:
   spec-stack generate "Hello" --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B
 """
 SPECPREFILL = {"auto": None, "on": True, "off": False}
+
+
+def _or_none(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Let a flag take "none" too."""
+
+    def read_or_none(text: str) -> Any:
+        return None if text == NONE else read(text)
+
+    read_or_none.__name__ = read.__name__
+    return read_or_none
+
+
+def heads(text: str) -> tuple[tuple[int, int], ...]:
+    """Read "13.0,13.13": layer.head pairs."""
+    pairs = [pair.split(".") for pair in text.split(",")]
+    return tuple((int(layer), int(head)) for layer, head in pairs)
+
+
+NONE = "none"
+# The flags of `PrefillConfig`: every field that a calibration decides, so that each can be set beside one.
+PRUNING: dict[str, Callable[[str], Any]] = {
+    "keep_rate": float,
+    "min_prompt_tokens": int,
+    "look_ahead": int,
+    "draft_window": _or_none(int),
+    "draft_sinks": int,
+    "scoring_layers": _or_none(int),
+    "scoring_heads": _or_none(heads),
+    "neighbour_share": float,
+    "scorer": str,
+    "anchor_weight": float,
+}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -223,8 +254,8 @@ def _add_answer_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="prune the prompt: on whatever its length, off never, auto from --min-prompt-tokens on (%(default)s)",
     )
-    for name, kind in (("keep_rate", float), ("min_prompt_tokens", int), ("look_ahead", int)):
-        _add_option(parser, PrefillConfig, name, type=kind)
+    for name, read in PRUNING.items():
+        _add_option(parser, PrefillConfig, name, type=read, default=argparse.SUPPRESS)
     _add_option(parser, DecodeConfig, "policy", default=None, metavar="|".join(POLICY_NAMES))
     _add_option(parser, DecodeConfig, "proposer", default=None, choices=["auto", *PROPOSERS])
     parser.add_argument(
@@ -314,13 +345,8 @@ def answer_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def prefill_of(arguments: argparse.Namespace) -> PrefillConfig:
-    """How the command line wants prompts pruned."""
-    return replace(
-        PrefillConfig(),
-        keep_rate=arguments.keep_rate,
-        min_prompt_tokens=arguments.min_prompt_tokens,
-        look_ahead=arguments.look_ahead,
-    )
+    """Return how the command line wants prompts pruned: what it names holds beside a calibration, default or not."""
+    return PrefillConfig(**{name: getattr(arguments, name) for name in PRUNING if hasattr(arguments, name)})
 
 
 def check_writable(path: Path) -> None:

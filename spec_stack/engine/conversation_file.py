@@ -123,7 +123,7 @@ def _made_with(pair: ModelPair, prefill: PrefillConfig) -> dict[str, Any]:
         "precision": pair.precision,
         "draft_precision": pair.draft_precision,
         "tokenizer": _tokenizer_hash(pair.tokenizer),
-        "prefill": asdict(prefill),
+        "prefill": {name: value for name, value in asdict(prefill).items() if name != "given"},
     }
     loaded: dict[str, Any] = json.loads(json.dumps(values))
     return loaded

@@ -96,12 +96,8 @@ class Calibration:
         return replace(config or PrefillConfig(), **self.settings)
 
     def complete(self, config: PrefillConfig) -> PrefillConfig:
-        """The configuration with what was chosen where it has the default; what a user set himself stays."""
-        default = PrefillConfig()
-        chosen = {
-            name: value for name, value in self.settings.items() if getattr(config, name) == getattr(default, name)
-        }
-        return replace(config, **chosen)
+        """Return the configuration with what was chosen for every field that it was not given."""
+        return replace(config, **{name: value for name, value in self.settings.items() if name not in config.given})
 
     def check(self, target: Any, draft: Any) -> str:
         """Why it does not hold for models of these transformers configurations; empty where it does."""

@@ -134,7 +134,7 @@ class ServerConfig:
         prefill = dict(_mapping("prefill", values.pop("prefill", {})))
         prefill.update({name: values.pop(name) for name in ("keep_rate", "min_prompt_tokens") if name in values})
         _refuse_unknown("", values, [entry.name for entry in fields(cls)])
-        _refuse_unknown("prefill.", prefill, [entry.name for entry in fields(PrefillConfig)])
+        _refuse_unknown("prefill.", prefill, [entry.name for entry in fields(PrefillConfig) if entry.name != "given"])
         for name in ("keep_rate", "scoring_heads"):
             if isinstance(prefill.get(name), list):
                 # A curve, or (layer, head) pairs: JSON has lists for tuples.

@@ -1,0 +1,97 @@
+"""What a user sets holds beside a calibration, also where it equals the default."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
+from spec_stack.cli.arguments import build_parser, prefill_of
+from spec_stack.hf.architectures import text_config
+from spec_stack.prefill.calibration import CHOSEN, Calibration, fingerprint
+
+# None of them is a default.
+CALIBRATED: dict[str, Any] = {
+    "keep_rate": ((1000, 0.3), (8000, 0.05)),
+    "look_ahead": 3,
+    "min_prompt_tokens": 777,
+    "draft_window": 99,
+    "draft_sinks": 7,
+    "scoring_layers": 1,
+    "scoring_heads": ((0, 0),),
+    "neighbour_share": 0.5,
+    "scorer": "fused",
+    "anchor_weight": 1.5,
+}
+CALIBRATION = Calibration(CALIBRATED, {}, {}, margin=0.1)
+DEFAULT = PrefillConfig()
+
+
+def test_the_example_sets_every_calibrated_field_to_no_default() -> None:
+    assert set(CALIBRATED) == set(CHOSEN)
+    assert all(CALIBRATED[name] != getattr(DEFAULT, name) for name in CHOSEN)
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_a_field_of_the_configuration_holds(name: str) -> None:
+    completed = CALIBRATION.complete(PrefillConfig(**{name: getattr(DEFAULT, name)}))
+    assert getattr(completed, name) == getattr(DEFAULT, name)
+    others = [other for other in CHOSEN if other != name]
+    assert all(getattr(completed, other) == CALIBRATED[other] for other in others)
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_a_field_that_replace_sets_holds_and_no_other(name: str) -> None:
+    changed = replace(replace(DEFAULT, prefill_chunk=512), **{name: getattr(DEFAULT, name)})
+    assert set(changed.given) == {name, "prefill_chunk"}
+    assert getattr(CALIBRATION.complete(changed), name) == getattr(DEFAULT, name)
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_a_flag_holds(name: str) -> None:
+    value = getattr(DEFAULT, name)
+    arguments = build_parser().parse_args(["generate", "x", f"--{name.replace('_', '-')}", str(value).lower()])
+    assert getattr(CALIBRATION.complete(prefill_of(arguments)), name) == value
+    plain = build_parser().parse_args(["generate", "x"])
+    assert getattr(CALIBRATION.complete(prefill_of(plain)), name) == CALIBRATED[name]
+
+
+def test_heads_are_written_as_layer_and_head() -> None:
+    arguments = build_parser().parse_args(["generate", "x", "--scoring-heads", "13.0,13.13"])
+    assert prefill_of(arguments).scoring_heads == ((13, 0), (13, 13))
+
+
+@pytest.mark.parametrize("variant", [PrefillConfig.raw, PrefillConfig.full, PrefillConfig.full_look_ahead])
+def test_the_papers_variants_can_be_asked_for(variant: Any) -> None:
+    config = variant()
+    assert all(
+        getattr(CALIBRATION.complete(config), name) == getattr(config, name)
+        for name in CHOSEN
+        if name != "min_prompt_tokens"
+    )
+
+
+def test_what_was_given_is_no_part_of_what_a_configuration_is() -> None:
+    assert PrefillConfig(keep_rate=DEFAULT.keep_rate) == DEFAULT
+    assert "given" not in repr(PrefillConfig(keep_rate=0.2))
+    assert fields(PrefillConfig)[0].name == "given"  # `remembers_given` counts on it
+
+
+def test_a_keep_rate_of_the_configuration_and_of_a_call_hold_beside_a_calibration(tmp_path: Path) -> None:
+    models = SpecStackGenerator.from_pretrained(calibration=False).pair
+    shapes = {role: fingerprint(text_config(getattr(models, role).config)) for role in ("target", "draft")}
+    file = Calibration({"keep_rate": 0.05}, **shapes, margin=0.1).save(tmp_path)
+    prompt = list(range(100, 1100))
+    kept = {}
+    for rate in (None, DEFAULT.keep_rate):
+        prefill = PrefillConfig() if rate is None else PrefillConfig(keep_rate=rate)
+        generator = SpecStackGenerator.from_pretrained(config=SpecStackConfig(prefill=prefill), calibration=file)
+        result = generator.generate(input_ids=prompt, max_tokens=1, specprefill=True)
+        kept[rate] = result.metrics.num_kept_tokens
+        called = generator.generate(input_ids=prompt, max_tokens=1, specprefill=True, keep_rate=DEFAULT.keep_rate)
+        assert called.metrics.num_kept_tokens == pytest.approx(200, abs=32)
+    assert kept[None] < 150
+    assert kept[DEFAULT.keep_rate] == pytest.approx(200, abs=32)
