@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from spec_stack.api.streaming import Streamer, awaitable, feed
-from spec_stack.api.unknown_options import refuses_unknown_options
+from spec_stack.api.unknown_options import parameters_of, refuses_unknown_options
 from spec_stack.config import SamplingParams, check_samples
 from spec_stack.controller.base import Policy
 from spec_stack.engine.progress import OnProgress, Stream
@@ -196,14 +196,54 @@ class Answering(ABC):
         >>> len(result.token_ids), result.metrics.num_prompt_tokens
         (8, 4)
         """
-        given = locals()
         if not isinstance(return_records, bool):
             raise ValueError(f"return_records must be True or False, got {return_records!r}")
         if records is not None:
             if not isinstance(records, str | Path):
                 raise ValueError(f"records must be the path of a .jsonl file, got {records!r}")
             check_record_path(records, request_id)
-        call = Call.of(given)
+        call = Call.of(
+            PromptSource(
+                prompt=prompt,
+                messages=messages,
+                input_ids=unpadded(input_ids, attention_mask),
+                protected=protected,
+                tools=tools,
+                documents=documents,
+                chat_template_kwargs=chat_template_kwargs or {},
+                continue_final_message=continue_final_message,
+            ),
+            params,
+            SamplingParams(
+                max_tokens=max_tokens,
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                seed=seed,
+                stop=SamplingParams.stop if stop is None else stop,
+                ignore_eos=ignore_eos,
+                min_p=min_p,
+                repetition_penalty=repetition_penalty,
+                bad_words_ids=bad_words_ids,
+                logit_bias=logit_bias,
+                min_tokens=min_tokens,
+                stop_token_ids=stop_token_ids,
+            ),
+            CallOptions(
+                keep_rate=keep_rate,
+                specprefill=specprefill,
+                policy=policy,
+                gamma=gamma,
+                proposer=proposer,
+                request_id=request_id,
+                task=task,
+                logits_processor=logits_processor,
+                response_format=response_format,
+                logprobs=logprobs,
+                sampling=sampling,
+                on_progress=on_progress,
+            ),
+        )
         request = self._plan(call)
         check_samples(n, request.params.temperature)
         if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
@@ -236,6 +276,7 @@ class Answering(ABC):
             logprobs=logprobs,
         )
 
+    @parameters_of(generate)
     @refuses_unknown_options
     def stream(
         self,
@@ -278,71 +319,8 @@ class Answering(ABC):
     ) -> Generator[StepOutput, None, None]:
         """Answer or continue a prompt, step by step.
 
-        The arguments are checked before this returns; the work begins with the first `next`.
-
-        Parameters
-        ----------
-        prompt, messages, input_ids, attention_mask
-            The prompt: exactly one of a text, a chat, and token ids (N,) or (1, N), these with their mask.
-        protected, tools, documents, chat_template_kwargs, continue_final_message
-            What is never pruned, and how a chat is rendered (see `generate`).
-        params : SamplingParams, optional
-            The options from max_tokens to stop_token_ids as one object, in their place.
-        max_tokens : int, optional
-            Most tokens to generate; None is 256, or what the models have positions left for.
-        temperature : float
-            0 is greedy.
-        top_k : int
-            Draw among this many most likely tokens; 0 is off.
-        top_p : float
-            Draw among the most likely tokens that have this share of the probability; 1.0 is off.
-        seed : int, optional
-            Makes a sampled call reproducible (see `generate`).
-        stop : str or sequence of str, optional
-            Strings that end the text; they are not part of it. One that is a special token ends it as that token.
-        ignore_eos : bool
-            Go on past the end-of-sequence token (for benchmarks).
-        min_p : float
-            Draw among the tokens with this share of the likeliest one's probability or more; 0 is off.
-        repetition_penalty : float
-            How much less likely a token is that the prompt or the text has already, over 0; 1.0 is off.
-        bad_words_ids : sequence of sequence of int
-            Sequences of token ids that are never completed.
-        logit_bias : mapping of int to float, optional
-            What is added to the logits of single token ids.
-        min_tokens : int
-            Tokens before which no token may end the text.
-        stop_token_ids : sequence of int
-            Token ids that end the text beside the model's own, also under ignore_eos; they are not part of it.
-        sampling : "model", optional
-            Take what the checkpoint's own generation config sets for options that are at their defaults.
-        logits_processor : callable or sequence of callable, optional
-            transformers' processors, or any callable over (input_ids (1, n), scores (1, vocab)) that returns scores.
-            They see the whole prompt, also where it was pruned, and go over the draft's rows as well (see
-            docs/generation-options.md for those that keep a state).
-        response_format : mapping or class, optional
-            What the answer has to be: `{"type": "json_schema", "json_schema": {"schema": ...}}`, a class with
-            `model_json_schema` (pydantic's), `{"type": "json_object"}`, `{"type": "regex", "pattern": ...}` or
-            `{"type": "grammar", "grammar": ...}` (EBNF, rule root). Needs the extra `structured`.
-        logprobs : int, optional
-            Give every token's log-probability, and that many of the likeliest tokens beside it.
-        keep_rate : float, optional
-            Share of the prompt, in a session of its new text, that the target prefills, over 0 to 1; None is the
-            configuration's.
-        specprefill : bool, optional
-            Prune the prompt, in a session its new text: True whatever its length, False never, None from
-            `PrefillConfig.min_prompt_tokens` tokens on.
-        policy : str or Policy, optional
-            What chooses gamma, the number of tokens drafted in a step; None is the generator's.
-        gamma : int, optional
-            Short for the policy "fixed" with this many tokens, 0 to 16; 0 is plain decoding.
-        proposer : str, optional
-            Who proposes: "model", "lookup", "both" or "auto" (see `DecodeConfig`); None is the generator's.
-        request_id, task : str, optional
-            Labels of the records.
-        on_progress : callable, optional
-            Called with (num_done, num_total, phase) after every chunk of a prefill, in tokens; the phase is "scoring"
-            (the draft's) or "prefill" (the target's). What it raises ends the call.
+        The arguments are checked before this returns; the work begins with the first `next`. They are those of
+        `generate`, but for n, return_records, records and streamer.
 
         Returns
         -------
@@ -365,7 +343,48 @@ class Answering(ABC):
         >>> sum(len(output.token_ids) for output in generator.stream("def main():", max_tokens=8))
         8
         """
-        call = Call.of(locals())
+        call = Call.of(
+            PromptSource(
+                prompt=prompt,
+                messages=messages,
+                input_ids=unpadded(input_ids, attention_mask),
+                protected=protected,
+                tools=tools,
+                documents=documents,
+                chat_template_kwargs=chat_template_kwargs or {},
+                continue_final_message=continue_final_message,
+            ),
+            params,
+            SamplingParams(
+                max_tokens=max_tokens,
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                seed=seed,
+                stop=SamplingParams.stop if stop is None else stop,
+                ignore_eos=ignore_eos,
+                min_p=min_p,
+                repetition_penalty=repetition_penalty,
+                bad_words_ids=bad_words_ids,
+                logit_bias=logit_bias,
+                min_tokens=min_tokens,
+                stop_token_ids=stop_token_ids,
+            ),
+            CallOptions(
+                keep_rate=keep_rate,
+                specprefill=specprefill,
+                policy=policy,
+                gamma=gamma,
+                proposer=proposer,
+                request_id=request_id,
+                task=task,
+                logits_processor=logits_processor,
+                response_format=response_format,
+                logprobs=logprobs,
+                sampling=sampling,
+                on_progress=on_progress,
+            ),
+        )
         request = self._plan(call)
         return Stream(self._run(request), request.progress)
 
@@ -382,19 +401,20 @@ class Call:
     options: CallOptions
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Call:
-        """From the arguments of `generate` or `stream` by name: each goes to the part that has a field of its name."""
+    def of(
+        cls, source: PromptSource, params: SamplingParams | None, single: SamplingParams, options: CallOptions
+    ) -> Call:
+        """Put a call together. Its sampling options come as one object, params, or one by one, single.
 
-        def of(part: type[Any]) -> dict[str, Any]:
-            return {entry.name: given[entry.name] for entry in fields(part) if entry.name in given}
-
-        prompt = of(PromptSource) | {"input_ids": unpadded(given["input_ids"], given["attention_mask"])}
-        if given["chat_template_kwargs"] is None:
-            del prompt["chat_template_kwargs"]
-        sampling = of(SamplingParams)
-        if given["stop"] is None:
-            del sampling["stop"]
-        return cls(PromptSource(**prompt), _merged(given["params"], **sampling), CallOptions(**of(CallOptions)))
+        Raises ValueError where they come both ways.
+        """
+        if params is None:
+            return cls(source, single, options)
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"params must be a SamplingParams, got {type(params).__name__}")
+        if single != SamplingParams():
+            raise ValueError("give params or single sampling options (max_tokens, temperature, …), not both")
+        return cls(source, params, options)
 
     def samples(self, n: int) -> list[Call]:
         """The call n times: with seeds in a row, names of their own, and processors that know nothing of each other.
@@ -421,15 +441,3 @@ class Call:
                 f"n samples need a copy each of every logits processor, and one cannot be copied ({error}): give it a "
                 "method copy(), or a true attribute `stateless` where it keeps nothing"
             ) from error
-
-
-def _merged(params: SamplingParams | None, **single: Any) -> SamplingParams:
-    """The call's sampling options, given as one object or one by one."""
-    given = SamplingParams(**single)
-    if params is None:
-        return given
-    if not isinstance(params, SamplingParams):
-        raise ValueError(f"params must be a SamplingParams, got {type(params).__name__}")
-    if given != SamplingParams():
-        raise ValueError("give params or single sampling options (max_tokens, temperature, …), not both")
-    return params

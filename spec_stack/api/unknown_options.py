@@ -169,6 +169,36 @@ def refuses_unknown_options(function: Callable[Parameters, Result]) -> Callable[
     return checked
 
 
+def parameters_of(
+    model: Callable[..., object],
+) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
+    """Give a function, in its documentation, the "Parameters" of another one, as far as it takes them."""
+    entries = _entries(inspect.getdoc(model) or "")
+
+    def complete(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+        taken = inspect.signature(function).parameters
+        shared = [text for names, text in entries if set(names) <= set(taken)]
+        before, opening, after = (inspect.getdoc(function) or "").partition("Returns\n-------\n")
+        function.__doc__ = "\n".join([f"{before}Parameters", "----------", *shared, "", opening + after])
+        return function
+
+    return complete
+
+
+def _entries(text: str) -> list[tuple[list[str], str]]:
+    """The parameters of a NumPy docstring: the names that an entry is about, and the entry."""
+    _, _, section = text.partition("Parameters\n----------\n")
+    section, _, _ = section.partition("\n\nReturns\n")
+    entries: list[tuple[list[str], str]] = []
+    for line in section.split("\n"):
+        if line.startswith(" "):
+            names, entry = entries.pop()
+            entries.append((names, f"{entry}\n{line}"))
+        else:
+            entries.append((line.partition(" :")[0].split(", "), line))
+    return entries
+
+
 def _hint(name: str, known: list[str]) -> str:
     alias = ALIASES.get(name)
     if name in _WHOLE_ANSWERS and "prompt" in known:

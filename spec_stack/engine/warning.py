@@ -15,3 +15,16 @@ def warn_caller(message: str) -> None:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level - 1)
+
+
+class OnceEach:
+    """Warns of every topic once."""
+
+    def __init__(self) -> None:
+        self._topics: set[str] = set()
+
+    def warn(self, topic: str, message: str) -> None:
+        """Warn the caller, unless he was warned of this topic before."""
+        if topic not in self._topics:
+            self._topics.add(topic)
+            warn_caller(f"{message} (this is said once)")

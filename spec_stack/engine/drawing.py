@@ -1,0 +1,63 @@
+"""How a request draws its tokens, and where it stops."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from spec_stack.decode.sampler import Sampler
+from spec_stack.decode.stopping import Stopper
+from spec_stack.engine.request import Request
+from spec_stack.hf.fused_verify import accept_fused, fused_problem
+from spec_stack.hf.processors import ProcessedRows
+from spec_stack.hf.sampling import make_warp
+from spec_stack.hf.text import open_text_stream
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """What draws a request's tokens.
+
+    Parameters
+    ----------
+    sampler : Sampler
+        Draws the steps' tokens, of both models.
+    look_ahead : Sampler
+        Draws the look-ahead's, which is greedy whatever the request asks for.
+    seed : int or None
+        What the sampler draws with; None where it is greedy.
+    """
+
+    sampler: Sampler
+    look_ahead: Sampler
+    seed: int | None = None
+
+
+def drawing_of(request: Request, target: PreTrainedModel) -> Drawing:
+    """Make what draws a request's tokens, on the target's device."""
+    params = request.params
+    shaper = ProcessedRows(request.processors, request.grammar) if request.is_shaped else None
+    warp = make_warp(params.temperature, params.top_k, params.top_p, params.min_p)
+    greedy = Sampler(shaper=shaper)
+    if warp is None:
+        return Drawing(greedy, greedy)
+    seed = params.seed if params.seed is not None else secrets.randbits(63)
+    accept = accept_fused if fused_problem(target.device) is None else None
+    return Drawing(Sampler(warp, torch.Generator(target.device).manual_seed(seed), accept, shaper), greedy, seed)
+
+
+def stopper_of(request: Request, tokenizer: Any) -> Stopper:
+    """Make what cuts a request's text where it ends."""
+    return Stopper(
+        request.params.num_tokens,
+        request.stop_tokens.end_ids,
+        request.stop_strings,
+        open_text_stream(tokenizer, request.prompt_ids),
+        request.stop_tokens.stop_ids,
+    )
