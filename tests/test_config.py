@@ -72,3 +72,11 @@ def test_a_selection_is_sorted_unique_and_inside_the_prompt(positions: list[int]
 def test_the_help_of_max_tokens_names_the_default() -> None:
     """The site reads it as a literal, so it cannot be put in."""
     assert f"None is {DEFAULT_MAX_TOKENS}," in meaning(SamplingParams, "max_tokens")
+
+
+def test_an_unknown_policy_is_refused_where_it_is_configured() -> None:
+    for junk in ("nope", 3, None):
+        wrong: Any = junk
+        with pytest.raises(ValueError, match="unknown policy"):
+            DecodeConfig(policy=wrong)
+    assert DecodeConfig(policy="fixed").policy == "fixed"

@@ -1,7 +1,7 @@
 """Which architectures the package knows, what it can do with each, and why not with others. The one table of them.
 
 Exact means: importance equals that of eager attention; the kept tokens are computed as in one forward without a cache
-at their original positions; speculative greedy tokens are the target's own. `tests/test_architectures.py` holds
+at their original positions; speculative greedy tokens are the target's own. `tests/hf/test_architectures.py` holds
 every entry to it.
 """
 

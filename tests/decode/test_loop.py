@@ -4,6 +4,7 @@ import random
 import warnings
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -299,3 +300,17 @@ def test_a_policy_is_told_what_the_draft_has_not_read(target: PreTrainedModel, d
         if record.gamma:
             # The last drafted token is not fed, and what was rejected is taken back.
             seen = committed + min(record.num_accepted, record.gamma - 1)
+
+
+@pytest.mark.parametrize("nonsense", ["x", None, 2.5, float("nan")])
+def test_a_policy_that_chooses_nonsense_is_named(
+    nonsense: object, target: PreTrainedModel, draft: PreTrainedModel
+) -> None:
+    class Dreamer(Policy):
+        name = "dreamer"
+
+        def choose(self, context: StepContext) -> Any:
+            return nonsense
+
+    with pytest.raises(TypeError, match=r"policy 'dreamer' \(Dreamer\) must give a whole number"):
+        SpecStackGenerator(target, draft).generate(input_ids=[3, 4], max_tokens=5, policy=Dreamer())

@@ -141,3 +141,15 @@ def test_prepacking_where_it_cannot_work_is_refused() -> None:
     assert not can_prepack(torch.device("cuda"), torch.float32)
     with pytest.warns(match="fp16 prefill"), pytest.raises(ValueError, match="prepack_linears"):
         ModelPair.load(precision="fp16", device="cpu", prepack_linears=True)
+
+
+def test_a_prepacked_target_saves_its_true_weights(embedded: SpecStackGenerator, tmp_path: Path) -> None:
+    if not any(isinstance(module, PrepackedLinear) for module in embedded.target.modules()):
+        pytest.skip("nothing is prepacked here")
+    embedded.target.save_pretrained(tmp_path)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    plain = SpecStackGenerator.from_pretrained(device="cpu", precision="fp32", prepack_linears=False).target
+    expected = plain.state_dict()
+    assert set(saved.state_dict()) == set(expected)
+    for name, weight in saved.state_dict().items():
+        assert torch.equal(weight, expected[name]), name

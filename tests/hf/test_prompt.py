@@ -270,3 +270,9 @@ def test_the_length_that_two_sequences_share() -> None:
         while expected < min(len(one), len(other)) and one[expected] == other[expected]:
             expected += 1
         assert num_shared(one, other) == num_shared(tuple(one), tuple(other)) == expected
+
+
+def test_messages_that_can_be_read_only_once_are_refused(embedded: SpecStackGenerator) -> None:
+    messages: Any = iter([{"role": "user", "content": "hi"}])
+    with pytest.raises(ValueError, match="must be a list"):
+        embedded.stream(messages=messages)

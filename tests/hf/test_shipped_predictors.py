@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from spec_stack import SpecStackGenerator, doctor
+from spec_stack import SpecStackGenerator
+from spec_stack.cli import doctor
 from spec_stack.controller.predictor import FILE_NAME, KIND, STEP_FEATURES, Card, load_step_predictor, save_predictor
 from spec_stack.controller.registry import POLICY_NAMES, make_policy
 from spec_stack.hf import loading

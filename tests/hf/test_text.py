@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from spec_stack import SpecStackGenerator
 from spec_stack.decode.stopping import Stopper, TextStream
@@ -89,3 +89,22 @@ def test_a_continuation_keeps_the_space_that_such_a_decoder_drops_at_a_beginning
 
 def test_without_a_tokenizer_there_is_no_text() -> None:
     assert open_text_stream(None, [1]) is None
+
+
+def sentencepiece_like() -> PreTrainedTokenizerFast:
+    """A tokenizer whose decoder drops the first space of what it is given, as Llama 2's and Mistral's do."""
+    words = ["▁The", "▁quick", "▁brown", "▁fox", "<unk>"]
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+
+
+def test_a_continuation_keeps_its_first_space(target: PreTrainedModel, draft: PreTrainedModel) -> None:
+    tokenizer = sentencepiece_like()
+    generator = SpecStackGenerator(target, draft, tokenizer)
+    result = generator.generate("The quick", max_tokens=2, logit_bias={2: 1000.0, 3: 900.0}, bad_words_ids=[[2, 2]])
+    assert result.token_ids == [2, 3]
+    assert result.text == " brown fox"
+    windowed = WindowedText(tokenizer.decode, [0, 1])
+    assert windowed.push([2]) + windowed.push([3]) + windowed.flush() == " brown fox"

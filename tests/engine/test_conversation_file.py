@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from spec_stack import PrefillConfig, SessionConfig, SpecStackConfig, SpecStackGenerator
 from spec_stack.api.session import Session
+from tests.api.test_session import EAGER, SPARSE, make_generator, slots
 from tests.support import tiny_architectures
 from tests.support.models import VOCAB, make_model, make_tokenizer, random_prompt
 from tests.support.reference_session import Trace
-from tests.test_session import EAGER, SPARSE, make_generator, slots
 
 
 def saved(tmp_path: Path, generator: SpecStackGenerator, num_turns: int = 2) -> tuple[Session, list[int], Path]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 from transformers import PreTrainedModel
 
-from spec_stack import SamplingParams, SpecStackGenerator
+from spec_stack import SamplingParams, SessionConfig, SpecStackGenerator
 from spec_stack.config import DecodeConfig, LoadConfig, PrefillConfig, meaning
 from tests.support.models import random_prompt
 
@@ -86,3 +88,23 @@ def test_params_beside_single_options_are_refused(embedded: SpecStackGenerator) 
 
 def test_one_stop_string_is_as_good_as_a_list_of_it() -> None:
     assert SamplingParams(stop="ab").stop_strings == SamplingParams(stop=["ab"]).stop_strings == ("ab",)
+
+
+def test_numbers_of_numpy_are_as_good_as_pythons(embedded: SpecStackGenerator) -> None:
+    result = embedded.generate(
+        input_ids=np.array([5, 6, 7]),
+        max_tokens=np.int64(4),
+        gamma=np.int32(2),
+        top_k=np.int16(3),
+        temperature=np.float32(0.5),
+        seed=np.uint8(7),
+        keep_rate=np.float32(1.0),
+        stop_token_ids=[np.int64(9)],
+        logit_bias={np.int64(4): np.float32(0.5)},
+        logprobs=np.int64(1),
+    )
+    assert len(result.token_ids) <= 4
+    json.dumps(result.metrics.as_dict())
+    assert type(PrefillConfig(keep_rate=np.float64(0.5)).keep_rate) is float
+    assert type(DecodeConfig(gamma=np.int64(3)).gamma) is int
+    assert type(SessionConfig(max_restored_chunks=np.int64(3)).max_restored_chunks) is int

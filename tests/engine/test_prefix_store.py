@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator, StoreConfig
+from tests.api.test_session import SPARSE
 from tests.support import tiny_architectures
 from tests.support.models import make_model, make_tokenizer, random_prompt
-from tests.test_session import SPARSE
 
 SYSTEM = random_prompt(60, seed=99)
 

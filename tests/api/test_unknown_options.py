@@ -1,13 +1,11 @@
-"""What people do who come from `model.generate`: it works, or the error names the way."""
+"""Options that people bring from `model.generate` and other servers: the error names the way."""
 
 from __future__ import annotations
 
 import inspect
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from transformers import GenerationConfig, GenerationMixin, StoppingCriteriaList
 from transformers.generation import logits_process
 
@@ -99,18 +97,3 @@ def test_no_hint_names_an_option_that_is_none_or_stands_for_one_that_is_there() 
     assert not set(WAYS) & known
     assert not set(ALIASES) & known
     assert set(ALIASES.values()) <= known
-
-
-def test_prompts_come_in_every_shape_of_one_row(embedded: SpecStackGenerator) -> None:
-    ids = embedded.tokenizer(PROMPT).input_ids
-    expected = embedded.generate(PROMPT, max_tokens=4).token_ids
-    shapes = [ids, tuple(ids), np.array(ids), torch.tensor(ids), torch.tensor([ids])]
-    assert all(embedded.generate(input_ids=shape, max_tokens=4).token_ids == expected for shape in shapes)
-    inputs = embedded.tokenizer(PROMPT, return_tensors="pt")
-    assert embedded.generate(**inputs, max_tokens=4).token_ids == expected
-
-
-@pytest.mark.parametrize("several", [{"prompt": [PROMPT, PROMPT]}, {"input_ids": torch.ones(2, 4, dtype=torch.long)}])
-def test_several_prompts_are_referred_to_generate_all(embedded: SpecStackGenerator, several: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="generate_all"):
-        embedded.generate(**several)

@@ -1,0 +1,28 @@
+"""Prompts as people have them: one row in any shape; several are another method's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from spec_stack import SpecStackGenerator
+
+PROMPT = "def read_lines(path):\n"
+
+
+def test_prompts_come_in_every_shape_of_one_row(embedded: SpecStackGenerator) -> None:
+    ids = embedded.tokenizer(PROMPT).input_ids
+    expected = embedded.generate(PROMPT, max_tokens=4).token_ids
+    shapes = [ids, tuple(ids), np.array(ids), torch.tensor(ids), torch.tensor([ids])]
+    assert all(embedded.generate(input_ids=shape, max_tokens=4).token_ids == expected for shape in shapes)
+    inputs = embedded.tokenizer(PROMPT, return_tensors="pt")
+    assert embedded.generate(**inputs, max_tokens=4).token_ids == expected
+
+
+@pytest.mark.parametrize("several", [{"prompt": [PROMPT, PROMPT]}, {"input_ids": torch.ones(2, 4, dtype=torch.long)}])
+def test_several_prompts_are_referred_to_generate_all(embedded: SpecStackGenerator, several: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="generate_all"):
+        embedded.generate(**several)
