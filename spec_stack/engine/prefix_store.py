@@ -35,6 +35,12 @@ class StoredPrompt:
     def num_tokens(self) -> int:
         return self.target.num_cached + (self.index.num_cached if self.index else 0)
 
+    def compact(self) -> None:
+        """Hold no more memory than the tokens take that are counted."""
+        for model in (self.target, self.index):
+            if model is not None:
+                model.compact()
+
     @property
     def slots(self) -> Slots:
         return list(zip(self.target.positions, self.target.token_ids, strict=True))
@@ -88,6 +94,8 @@ class PrefixStore:
             self._stored.append(prompt)
             while sum(each.num_tokens for each in self._stored) > self.max_tokens:
                 del self._stored[0]
+            # Under the lock: nobody has forked it yet.
+            prompt.compact()
 
     def take_index(self, draft_ids: Sequence[int], reading: tuple[object, ...]) -> CachedModel | None:
         """The draft with the longest beginning of these tokens that is stored, less their last one."""

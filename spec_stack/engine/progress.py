@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from time import perf_counter
 from types import TracebackType
 from typing import Any, Literal, Protocol
 
@@ -14,8 +15,12 @@ OnProgress = Callable[[int, int, PrefillPhase], object]
 """Told (num_done, num_total, phase) in tokens: "scoring" is the draft's pass, "prefill" the target's."""
 
 
+# Reports within one piece of a forward are so far apart; a close is heard at every layer.
+_REPORT_EVERY_S = 0.5
+
+
 class Cancelled(BaseException):
-    """Ends a prefill between two of its chunks: the stream was closed, or `on_progress` raised (error).
+    """Ends a prefill between two of its layers: the stream was closed, or `on_progress` raised (error).
 
     No Exception, as GeneratorExit is none: scoring that fails is made up for by dense prefill, and this is no failure.
     """
@@ -28,7 +33,7 @@ class Cancelled(BaseException):
 class Watched(Protocol):
     """A model that tells of every piece of a forward."""
 
-    on_piece: Callable[[int], None] | None
+    on_piece: Callable[[int, float], None] | None
 
 
 class Progress:
@@ -44,6 +49,7 @@ class Progress:
         self._tell = tell
         self._phase: PrefillPhase | None = None
         self._num_done = self._num_total = 0
+        self._told_at = 0.0
         self.is_cancelled = False
 
     @contextmanager
@@ -59,24 +65,35 @@ class Progress:
     def begin(self, phase: PrefillPhase, num_total: int) -> None:
         """A phase of so many tokens begins."""
         self._phase, self._num_done, self._num_total = phase, 0, num_total
-        self._report(phase)
+        self._report(phase, 0)
 
-    def advance(self, num_tokens: int) -> None:
-        """A chunk of so many tokens is done; tokens beyond those announced (a look-ahead) do not count."""
-        if self._phase is not None and self._num_done < self._num_total:
+    def advance(self, num_tokens: int, share: float = 1.0) -> None:
+        """Take note that so large a share of a piece's layers is done.
+
+        Tokens beyond those announced (a look-ahead) do not count. Within a piece the caller is told now and then, of
+        the tokens that its layers amount to.
+        """
+        if self._phase is None or self._num_done >= self._num_total:
+            return
+        if share < 1:
+            num_done = min(self._num_done + int(num_tokens * share), self._num_total - 1)
+            if self.is_cancelled or (num_done > self._num_done and perf_counter() - self._told_at >= _REPORT_EVERY_S):
+                self._report(self._phase, num_done)
+        else:
             self._num_done = min(self._num_done + num_tokens, self._num_total)
-            self._report(self._phase)
+            self._report(self._phase, self._num_done)
 
     def cancel(self) -> None:
-        """End the prefill at its next chunk, and the stream at its next step. From any thread."""
+        """End the prefill at its next layer, and the stream at its next step. From any thread."""
         self.is_cancelled = True
 
-    def _report(self, phase: PrefillPhase) -> None:
+    def _report(self, phase: PrefillPhase, num_done: int) -> None:
         if self._tell is not None:
             try:
-                self._tell(self._num_done, self._num_total, phase)
+                self._tell(num_done, self._num_total, phase)
             except Exception as error:
                 raise Cancelled(error) from error
+        self._told_at = perf_counter()
         if self.is_cancelled:
             raise Cancelled
 
@@ -84,8 +101,8 @@ class Progress:
 class Stream(Generator[StepOutput, None, None]):
     """The steps of a request.
 
-    `close` may be called at any time, also from another thread or from `on_progress`: a prefill then ends after the
-    chunk at which it is.
+    `close` may be called at any time, also from another thread or from `on_progress`: a prefill then ends
+    before the layer to come.
     """
 
     def __init__(self, steps: Generator[StepOutput, None, None], progress: Progress) -> None:
@@ -113,6 +130,6 @@ class Stream(Generator[StepOutput, None, None]):
     def close(self) -> None:
         """End the request."""
         self._progress.cancel()
-        # One that is at work sees it at its next chunk or step.
+        # One that is at work sees it at its next layer or step.
         if not getattr(self._steps, "gi_running", False):
             self._steps.close()

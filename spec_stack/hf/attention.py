@@ -171,6 +171,8 @@ def attend(
     window, sinks = kwargs.get("sliding_window"), kwargs.get("s_aux")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     slots: SlotPositions | None = getattr(_thread, "slots", None)
+    if slots is not None and slots.on_layer is not None:
+        slots.on_layer(module.layer_idx)  # type: ignore[arg-type]
     _capture(module, query, key, scale, window, sinks)
     if slots is not None and slots.last_layer == module.layer_idx:
         raise KeysCached

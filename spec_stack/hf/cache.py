@@ -19,6 +19,8 @@ from transformers.cache_utils import DynamicLayer
 
 # Slots set aside whenever there is no room left; so one forward in so many copies the cache.
 _ROOM = 256
+# Memory over what the slots take from which `compact` copies them: less than a twentieth stays.
+_MOST_SLACK = 1.05
 # What a layer calls its states, and the options of `lazy_initialization` that make room for them.
 _STATES = ("conv_states", "recurrent_states")
 
@@ -160,8 +162,27 @@ def keep_slots(cache: DynamicCache, slots: Sequence[int], device: torch.device) 
 def crop(cache: DynamicCache, num_slots: int) -> None:
     """Keep the first num_slots slots of every attention layer; recurrent states stay as they are."""
     for layer in _attention_layers(cache):
-        layer.keys = layer.keys[:, :, :num_slots]
-        layer.values = layer.values[:, :, :num_slots]
+        # A forward that ended early may have left either without its first slots.
+        layer.keys, layer.values = (
+            tensor[:, :, :num_slots] if tensor.numel() else tensor for tensor in (layer.keys, layer.values)
+        )
+
+
+def compact(cache: DynamicCache) -> None:
+    """Move keys and values that lie in larger buffers into memory of their own size.
+
+    Cropping shortens a view, and the buffer behind it stays as long as the view: right for a cache that goes on,
+    which writes there again, and not for one that is put away.
+    """
+    for layer in _attention_layers(cache):
+        layer.keys, layer.values = _fitted(layer.keys), _fitted(layer.values)
+        if isinstance(layer, PreallocatedLayer):
+            layer.unshare()
+
+
+def _fitted(tensor: torch.Tensor) -> torch.Tensor:
+    needed = tensor.numel() * tensor.element_size()
+    return tensor.clone() if tensor.untyped_storage().nbytes() > _MOST_SLACK * needed else tensor
 
 
 def _attention_layers(cache: DynamicCache) -> Iterator[Any]:

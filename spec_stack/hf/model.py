@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import pairwise
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 # snapshot can follow them.
 _MAX_RIDING = 16
 _MAX_SNAPSHOTS = 17
+# Most tokens in a piece on a CPU, where a longer one is no faster and its caller waits for seconds.
+_CPU_PIECE = 2048
 # Tokens without logits from which the last layer leaves them out.
 _MIN_NARROWED = 64
 
@@ -63,7 +65,7 @@ class CachedModel:
     model
         The model; shared, never changed.
     prefill_chunk
-        Most tokens in one piece of a long forward.
+        Most tokens in one piece of a long forward; on a CPU pieces are of 2,048 at most.
     num_ids
         Width of the logits handed out, for a draft whose own are wider (the rest is cut off) or narrower (the rest is
         -inf) than the target's; None leaves them. An id that the model has no row for is taken as its last row.
@@ -77,7 +79,9 @@ class CachedModel:
     forward_s
         Seconds spent inside the model so far (on CUDA: until the launch returned).
     on_piece
-        Called with the number of tokens after every piece of a forward; what it raises ends the forward there.
+        Called with a piece's tokens and the share of its layers that is done: at every attention layer of a piece,
+        and with 1.0 after it. What it raises ends the forward there; the cache then holds the whole pieces before (of
+        a model with a state, nobody knows what).
 
     Notes
     -----
@@ -90,7 +94,8 @@ class CachedModel:
         self.model = model
         self.prefill_chunk = prefill_chunk
         self.forward_s = 0.0
-        self.on_piece: Callable[[int], None] | None = None
+        self.on_piece: Callable[[int, float], None] | None = None
+        self._most_in_piece = min(prefill_chunk, _CPU_PIECE) if model.device.type == "cpu" else prefill_chunk
         self._num_rows: int = text_config(model.config).vocab_size
         self._num_ids = num_ids or self._num_rows
         self._cache = model_cache.new_cache(model.config)
@@ -159,6 +164,11 @@ class CachedModel:
         other._to_recompute, other._restored_end = list(self._to_recompute), self._restored_end
         return other
 
+    def compact(self) -> None:
+        """Give up the memory that is set aside for tokens to come: for a cache that is put away."""
+        with torch.inference_mode():
+            model_cache.compact(self._cache)
+
     def contents(self) -> dict[str, torch.Tensor]:
         """What is cached, as tensors that `filled` takes: ids and positions by slot, what there is to recompute, keys,
         values and states. Not copied."""
@@ -222,7 +232,7 @@ class CachedModel:
         # Only tokens whose logits were asked for are ever rolled back: a state is copied right before them, unless
         # so few come before them that recomputing those is cheaper than a forward of their own.
         own_piece = self._is_stateful and num_logits > 1 and len(token_ids) - num_logits > _MAX_RIDING
-        ends = piece_ends(len(token_ids), num_logits, self.prefill_chunk, own_piece)
+        ends = piece_ends(len(token_ids), num_logits, self._most_in_piece, own_piece)
         *earlier, (start, end) = pairwise([0, *ends])
         with torch.inference_mode():
             for first, last in earlier:
@@ -263,7 +273,7 @@ class CachedModel:
         last_layer = self._last_layer
         if num_layers is not None:
             last_layer = model_cache.last_scoring_layer(self._cache, num_layers)
-        ends = piece_ends(len(token_ids), 0, self.prefill_chunk, own_piece=False)
+        ends = piece_ends(len(token_ids), 0, self._most_in_piece, own_piece=False)
         with torch.inference_mode():
             for first, last in pairwise([0, *ends]):
                 self._cache_keys(token_ids[first:last], positions[first:last], last_layer, window, num_sinks)
@@ -306,30 +316,46 @@ class CachedModel:
         num_sinks: int = 0,
     ) -> None:
         """One forward of the model up to that attention layer's keys and values; to its end where there is none."""
-        self._token_ids += token_ids
-        self._positions += positions
-        slots = self._slots(self._positions, window, num_sinks, last_layer)
-        with suppress(KeysCached):
-            self._call(token_ids, positions, slots, num_logits=1)
+        with self._piece(token_ids, positions):
+            slots = self._slots(self._positions, window, num_sinks, last_layer)
+            with suppress(KeysCached):
+                self._call(token_ids, positions, slots, num_logits=1)
         if self.on_piece is not None:
-            self.on_piece(len(token_ids))
+            self.on_piece(len(token_ids), 1.0)
 
     def _run(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> torch.Tensor:
         """One forward of the model; logits (num_logits, rows)."""
+        with self._piece(token_ids, positions):
+            slots = self._slots(self._positions)
+            if self._last_layer is not None and len(token_ids) - num_logits >= _MIN_NARROWED:
+                slots.narrow_layer, slots.num_wanted = self._last_layer, num_logits
+            logits = self._call(token_ids, positions, slots, num_logits)
+        if self.on_piece is not None:
+            self.on_piece(len(token_ids), 1.0)
+        return logits
+
+    @contextmanager
+    def _piece(self, token_ids: Sequence[int], positions: Sequence[int]) -> Iterator[None]:
+        """Count the tokens of a forward as cached; where it ends early, drop what some of its layers have cached."""
+        num_whole = len(self._positions)
         self._token_ids += token_ids
         self._positions += positions
-        slots = self._slots(self._positions)
-        if self._last_layer is not None and len(token_ids) - num_logits >= _MIN_NARROWED:
-            slots.narrow_layer, slots.num_wanted = self._last_layer, num_logits
-        logits = self._call(token_ids, positions, slots, num_logits)
-        if self.on_piece is not None:
-            self.on_piece(len(token_ids))
-        return logits
+        try:
+            yield
+        except BaseException:
+            if not self._is_stateful:
+                model_cache.crop(self._cache, num_whole)
+                del self._positions[num_whole:], self._token_ids[num_whole:]
+            raise
 
     def _call(
         self, token_ids: Sequence[int], positions: Sequence[int], slots: SlotPositions, num_logits: int
     ) -> torch.Tensor:
         device = self.model.device
+        on_piece = self.on_piece
+        if on_piece is not None:
+            num_layers = len(self._cache.layers) if slots.last_layer is None else slots.last_layer + 1
+            slots.on_layer = lambda index: on_piece(len(token_ids), index / num_layers)
         with attend_by_position(slots):
             output = self.model(
                 input_ids=torch.tensor([token_ids], device=device),

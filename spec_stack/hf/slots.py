@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,6 +53,8 @@ class SlotPositions:
     ----------
     narrow_layer, num_wanted
         From this layer on, past its keys and values, only the newest num_wanted tokens go on; None for all.
+    on_layer
+        Called with the layer's index whenever attention begins; what it raises ends the forward there.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class SlotPositions:
         self.last_layer = last_layer
         self.narrow_layer: int | None = None
         self.num_wanted = 0
+        self.on_layer: Callable[[int], None] | None = None
         self._window = window
         self._num_sinks = bisect_left(positions, num_sinks)
         self._masks: dict[tuple[int, int, Seen], torch.Tensor] = {}

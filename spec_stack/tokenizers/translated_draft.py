@@ -68,12 +68,12 @@ class TranslatedDraft:
         return self._draft.forward_s
 
     @property
-    def on_piece(self) -> Callable[[int], None] | None:
+    def on_piece(self) -> Callable[[int, float], None] | None:
         """The draft's, told of its own tokens."""
         return self._draft.on_piece
 
     @on_piece.setter
-    def on_piece(self, tell: Callable[[int], None] | None) -> None:
+    def on_piece(self, tell: Callable[[int, float], None] | None) -> None:
         self._draft.on_piece = tell
 
     def forward(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> torch.Tensor:

@@ -120,6 +120,32 @@ def test_the_store_holds_no_more_than_it_may_and_forgets_on_request() -> None:
     assert generator.generate(input_ids=random_prompt(150, seed=11), max_tokens=2).metrics.num_cached_tokens == 0
 
 
+def held_bytes(generator: SpecStackGenerator) -> int:
+    """Memory behind the tensors of everything stored, however little of it they show."""
+    behind = {}
+    for stored in generator.engine.store._stored:
+        for model in (stored.target, stored.index):
+            for name, tensor in (model.contents() if model is not None else {}).items():
+                if name.startswith("cache."):
+                    behind[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
+    return sum(behind.values())
+
+
+@pytest.mark.parametrize("prefill", [SPARSE, PrefillConfig(keep_rate=1.0)], ids=["sparse", "dense"])
+def test_fifty_calls_with_long_answers_hold_no_more_memory_than_is_counted(prefill: PrefillConfig) -> None:
+    generator, _ = make_generators(prefill, max_tokens=2000)
+    # Keys and values of 3 layers, 2 heads of 16 numbers each, 4 bytes.
+    bytes_per_token = 2 * 3 * 2 * 16 * 4
+    for seed in range(50):
+        prompt = random_prompt((13, 13, 300)[seed % 3], seed=seed)
+        stream = generator.stream(input_ids=prompt, max_tokens=100, gamma=0)
+        for _, _output in zip(range(20), stream, strict=False):
+            pass
+        stream.close()
+        store = generator.engine.store
+        assert 0 < held_bytes(generator) <= 1.1 * bytes_per_token * store.num_tokens
+
+
 def test_the_latest_used_prompt_stays() -> None:
     generator, _ = make_generators(PrefillConfig(keep_rate=1.0), max_tokens=500)
     one, two, three = (random_prompt(100, seed=seed) for seed in range(3))

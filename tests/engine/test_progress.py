@@ -116,3 +116,51 @@ def test_a_draft_with_another_tokenizer_tells_in_its_own_tokens() -> None:
     generator.generate("abcab" * 40, max_tokens=3, specprefill=True, on_progress=lambda *each: told.append(each))
     num_draft_tokens = len(other("abcab" * 40).input_ids)
     assert (num_draft_tokens, num_draft_tokens, "scoring") in told
+
+
+def test_a_long_prefill_is_told_of_every_2048_tokens_on_a_cpu(target: PreTrainedModel, draft: PreTrainedModel) -> None:
+    told: list[int] = []
+    for model in (target, draft):
+        model.config.max_position_embeddings = 8192
+    SpecStackGenerator(target, draft).generate(
+        input_ids=random_prompt(5000),
+        max_tokens=1,
+        specprefill=False,
+        on_progress=lambda num_done, num_total, phase: told.append(num_done),
+    )
+    assert {0, 2048, 4096, 5000} <= set(told)
+    assert told == sorted(told)
+
+
+def test_a_close_is_heard_before_the_next_layer(target: PreTrainedModel, draft: PreTrainedModel) -> None:
+    generator, prompt, layers = SpecStackGenerator(target, draft), random_prompt(50), list[int]()
+    session = generator.session()
+    stream = session.stream(input_ids=prompt)
+
+    def close(index: int) -> None:
+        layers.append(index)
+        stream.close()
+
+    handles = [
+        layer.mlp.register_forward_pre_hook(lambda module, args, index=index: close(index))
+        for index, layer in enumerate(target.model.layers)
+    ]
+    assert list(stream) == []
+    assert layers == [0]
+    for handle in handles:
+        handle.remove()
+    expected = reference.greedy(make_model(seed=1), prompt, 5)
+    assert session.generate(input_ids=prompt, max_tokens=5).token_ids == expected
+
+
+def test_layers_of_one_long_forward_are_told_as_tokens(
+    target: PreTrainedModel, draft: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spec_stack.engine.progress._REPORT_EVERY_S", 0.0)
+    told: list[int] = []
+    SpecStackGenerator(target, draft).generate(
+        input_ids=random_prompt(60),
+        max_tokens=1,
+        on_progress=lambda num_done, num_total, phase: told.append(num_done),
+    )
+    assert told == [0, 20, 40, 60]
