@@ -20,6 +20,7 @@ from spec_stack.engine.pair import ModelPair
 from spec_stack.engine.request import Request
 from spec_stack.engine.warning import warn_caller
 from spec_stack.hf.architectures import text_config
+from spec_stack.hf.gguf import name_file
 from spec_stack.hf.loading import ASSETS, DeviceMap
 from spec_stack.hf.precision import precision_named
 from spec_stack.hf.prompt import Message
@@ -117,6 +118,8 @@ class SpecStackGenerator(Answering):
         draft_revision: str | None = HubConfig.draft_revision,
         token: str | bool | None = None,
         trust_remote_code: bool = HubConfig.trust_remote_code,
+        gguf_file: str | None = None,
+        draft_gguf_file: str | None = None,
     ) -> SpecStackGenerator:
         """Load a pair.
 
@@ -124,7 +127,8 @@ class SpecStackGenerator(Answering):
         ----------
         target, draft : str or Path, optional
             Local folders or hub ids; with neither named, the pair embedded in the package. An adapter's folder (LoRA)
-            is its base model with the adapter merged into it, for which peft is needed.
+            is its base model with the adapter merged into it, for which peft is needed. A GGUF file is named by its
+            path, or owner/name/file.gguf on the hub, for which the extra `gguf` is needed.
         precision, draft_precision : {"auto", "fp32", "fp16", "bf16", "int8", "nf4"}
             Of the weights (see `LoadConfig`); the last two need the extra `quantized`.
         device : str, optional
@@ -150,6 +154,8 @@ class SpecStackGenerator(Answering):
             For checkpoints that need one.
         trust_remote_code : bool
             Run code that comes with a checkpoint.
+        gguf_file, draft_gguf_file : str, optional
+            The GGUF file that is meant in the folder or hub id of each.
 
         Returns
         -------
@@ -169,6 +175,7 @@ class SpecStackGenerator(Answering):
             if precision != LoadConfig.precision:
                 raise ValueError("give precision or dtype, not both; they mean the same")
             precision = precision_named(dtype)
+        target, draft = name_file(target, gguf_file), name_file(draft, draft_gguf_file)
         pair = ModelPair.load(
             target,
             draft,

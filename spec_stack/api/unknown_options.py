@@ -118,7 +118,6 @@ WAYS = {
     "load_in_8bit": 'precision="int8"',
     "quantization_config": f'precision="int8" or "nf4"; for others, {_LOADED}',
     "attn_implementation": _LOADED,
-    "gguf_file": _LOADED,
     "subfolder": _LOADED,
     "max_memory": _LOADED,
     "offload_folder": _LOADED,

@@ -200,8 +200,8 @@ def _add_option(parser: argparse.ArgumentParser, config: type, name: str, **sett
 
 
 def _add_pair_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--target", help="target model, a folder or hub id (default: the embedded pair)")
-    parser.add_argument("--draft", help="draft model, a folder or hub id")
+    parser.add_argument("--target", help="target model: a folder, hub id or GGUF file (default: the embedded pair)")
+    parser.add_argument("--draft", help="draft model, likewise")
     for name in ("precision", "draft_precision"):
         _add_option(parser, LoadConfig, name, metavar="|".join(("auto", *PRECISIONS)))
     parser.add_argument("--device", help="cpu, cuda, cuda:1, … (default: CUDA where there is one)")

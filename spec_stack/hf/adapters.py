@@ -1,4 +1,4 @@
-"""Folders that hold no model of their own: a LoRA adapter, which is merged into its base, and GGUF files."""
+"""Folders that hold no model of their own: a LoRA adapter is merged into its base, and others are refused."""
 
 from __future__ import annotations
 
@@ -12,10 +12,6 @@ if TYPE_CHECKING:
 
 _ADAPTER = "adapter_config.json"
 _MODEL = "config.json"
-_UNPACK = (
-    "let transformers unpack one, AutoModelForCausalLM.from_pretrained(folder, gguf_file=...), and hand the model to "
-    "SpecStackGenerator(target, draft, tokenizer)"
-)
 
 
 def is_adapter(source: str | Path) -> bool:
@@ -50,8 +46,6 @@ def base_of(source: str) -> str:
 
 def check_file(role: str, path: Path) -> None:
     """Raise ValueError, with the way to go, for a file where a folder belongs."""
-    if path.suffix.lower() == ".gguf":
-        raise ValueError(f"{role} {path} is a GGUF file; {_UNPACK}")
     if path.is_file():
         raise ValueError(f"{role} {path} is a file; name the folder that it is in")
 
@@ -67,8 +61,9 @@ def check_folder(role: str, folder: Path) -> None:
                 "merge it yourself: model.merge_and_unload().save_pretrained(...)"
             )
         return
-    if any(folder.glob("*.gguf")):
-        raise ValueError(f"{role} folder {folder} holds GGUF files; {_UNPACK}")
+    files = sorted(folder.glob("*.gguf"))
+    if files:
+        raise ValueError(f"{role} folder {folder} holds GGUF files; name the one that is meant, {files[0]}")
     raise ValueError(f"{role} folder {folder} holds no config.json; is it a transformers model?")
 
 

@@ -15,6 +15,7 @@ from spec_stack.config import PRECISIONS, HubConfig, LoadConfig
 from spec_stack.controller.predictor import find_predictor
 from spec_stack.hf.adapters import base_of, check_file, check_folder, is_adapter, merge
 from spec_stack.hf.architectures import check_architecture, text_config
+from spec_stack.hf.gguf import as_plain, check_gguf, is_gguf, load_gguf_config, locate, unpacking
 from spec_stack.hf.precision import DTYPES, QUANTIZED, Precision, precision_of, resolve_precisions
 from spec_stack.hf.prepack import can_prepack, prepack
 
@@ -39,7 +40,7 @@ class FoundPair:
     Parameters
     ----------
     sources : (str, str)
-        Folders or hub ids of target and draft.
+        Folders, GGUF files or hub ids of target and draft.
     configs, tokenizers : (object, object)
         Target's and draft's.
     precisions : (Precision, Precision)
@@ -70,11 +71,12 @@ class FoundPair:
         """Read the weights. Raises ValueError where they cannot be read or do not fit on the device."""
         of_target, of_draft = self.precisions
         device_map = self.device_map
-        target = _load_model(self.sources[0], of_target, self.device, self.hub.options("target"), device_map)
+        first, second = self.configs
+        target = _load_model(self.sources[0], of_target, self.device, self.hub.options("target"), device_map, first)
         # The parts of a mapping have the target's names.
         shared = device_map if isinstance(device_map, str) else None
         on = self.device if device_map is None else target.device
-        draft = _load_model(self.sources[1], of_draft, on, self.hub.options("draft"), shared)
+        draft = _load_model(self.sources[1], of_draft, on, self.hub.options("draft"), shared, second)
         for model, is_packed in zip((target, draft), self.packs, strict=True):
             if is_packed:
                 prepack(model)
@@ -97,9 +99,9 @@ def resolve_device(device: str | None) -> torch.device:
 
 
 def resolve_pair(target: str | Path | None, draft: str | Path | None) -> tuple[str, str]:
-    """Folders or hub ids of both models; the embedded pair where neither is named.
+    """Folders, GGUF files or hub ids of both models; the embedded pair where neither is named.
 
-    Raises ValueError for a folder that is not there, or when only one of the two is named.
+    Raises ValueError for a folder or file that is not there, or when only one of the two is named.
     """
     if target is None and draft is None:
         return str(ASSETS / "target"), str(ASSETS / "draft")
@@ -110,6 +112,8 @@ def resolve_pair(target: str | Path | None, draft: str | Path | None) -> tuple[s
 
 
 def _resolve_source(role: str, source: str | Path) -> str:
+    if is_gguf(source):
+        return check_gguf(role, str(source))
     path = Path(source).expanduser()
     if path.is_dir():
         check_folder(role, path)
@@ -131,7 +135,10 @@ def load_config(source: str, hub: Mapping[str, Any] | None = None) -> Any:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(base_of(source), **(hub or {}))
+        folder, options = locate(base_of(source), hub)
+        if is_gguf(source):
+            return load_gguf_config(folder, options)
+        return AutoConfig.from_pretrained(folder, **options)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"cannot read the model configuration of {source!r}: {error}") from error
 
@@ -141,7 +148,11 @@ def load_tokenizer(source: str, hub: Mapping[str, Any] | None = None) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(source if has_tokenizer(source) else base_of(source), **(hub or {}))
+        folder, options = locate(source if has_tokenizer(source) else base_of(source), hub)
+        if has_tokenizer(folder):
+            # One that lies beside a GGUF file is read in no time; the file's own takes seconds.
+            options.pop("gguf_file", None)
+        return AutoTokenizer.from_pretrained(folder, **options)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"cannot load the tokenizer of {source!r}: {error}") from error
 
@@ -174,7 +185,7 @@ def load_draft(source: str | Path, target: PreTrainedModel) -> PreTrainedModel:
     asked = precision_of(target)
     load = LoadConfig(asked if asked in PRECISIONS else "auto", asked if asked in DTYPES else "auto")
     _, precision = resolve_precisions(target.config, config, load, target.device)
-    return _load_model(path, precision, target.device)
+    return _load_model(path, precision, target.device, config=config)
 
 
 def check_pair(target: Any, draft: Any) -> None:
@@ -209,7 +220,7 @@ def open_pair(
     Parameters
     ----------
     target, draft : str or Path or None
-        Folders or hub ids; the embedded pair where neither is named.
+        Folders, GGUF files or hub ids; the embedded pair where neither is named.
     load : LoadConfig
         The precisions asked for.
     device : str, optional
@@ -240,6 +251,11 @@ def open_pair(
             raise ValueError(
                 f"the {role}'s adapter cannot be merged in {each.name}; merge it in bf16, save the model, and load that"
             )
+        if is_gguf(source) and each.name in QUANTIZED:
+            raise ValueError(
+                f"the {role} is a GGUF file, whose weights are unpacked when it loads; {each.name} is for checkpoints "
+                "of plain weights, so leave its precision out, or have bf16 or fp32"
+            )
     # A layer that accelerate may move about must stay as it is.
     wanted = prepack_linears is not False and device_map is None
     packs = tuple(wanted and can_prepack(on, each.dtype) for each in precisions)
@@ -266,6 +282,7 @@ def _load_model(
     device: torch.device,
     hub: Mapping[str, Any] | None = None,
     device_map: DeviceMap | None = None,
+    config: Any = None,
 ) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
@@ -276,16 +293,22 @@ def _load_model(
     if quiet:
         transformers_logging.disable_progress_bar()
     try:
-        options = precision.load_options(device) | dict(hub or {})
+        folder, located = locate(base_of(source), hub)
+        options = precision.load_options(device) | located
+        if is_gguf(source):
+            # Its configuration takes seconds to read, and is known.
+            options |= unpacking() | {"config": config}
         if device_map is not None:
             options["device_map"] = device_map
         # Without attn_implementation: SDPA, or eager attention for those that have none (GPT-OSS).
-        model = AutoModelForCausalLM.from_pretrained(base_of(source), **options)
-    except (OSError, ImportError, SafetensorError) as error:
+        model = AutoModelForCausalLM.from_pretrained(folder, **options)
+    except (OSError, ImportError, SafetensorError, NotImplementedError) as error:
         raise ValueError(f"cannot load the weights of {source!r}: {error}") from error
     finally:
         if shown:
             transformers_logging.enable_progress_bar()
+    if is_gguf(source):
+        model = as_plain(model)
     if is_adapter(source):
         model = merge(model, source)
     model.eval()

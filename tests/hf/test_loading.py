@@ -306,12 +306,16 @@ def can_quantize() -> bool:
 def test_a_folder_of_gguf_files_is_refused_with_the_way_to_go(folders: tuple[Path, Path], tmp_path: Path) -> None:
     (tmp_path / "gguf").mkdir()
     (tmp_path / "gguf" / "model.gguf").write_bytes(b"GGUF")
-    with pytest.raises(ValueError, match="gguf_file="):
+    with pytest.raises(ValueError, match=r"name the one that is meant, .*model.gguf"):
         ModelPair.load(tmp_path / "gguf", folders[1])
 
 
 def test_a_file_in_place_of_a_folder_is_refused_with_the_way_to_go(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    for name, way in (("model.gguf", "gguf_file="), ("owner/model.gguf", "gguf_file="), ("model.bin", "the folder")):
+    for name, way in (
+        ("model.gguf", "neither a file"),
+        ("owner/model.gguf", "neither a file"),
+        ("model.bin", "the folder"),
+    ):
         (tmp_path / "model.bin").touch()
         with pytest.raises(ValueError, match=way):
             ModelPair.load(tmp_path / name, folders[1])
