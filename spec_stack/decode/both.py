@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from spec_stack.config import MAX_LOOKED_UP
 from spec_stack.controller.base import DraftSignals, StepRecord
-from spec_stack.decode.lookup import LookupIndex, Match
+from spec_stack.controller.lookup import Offer
 from spec_stack.decode.propose import ModelProposer
 from spec_stack.decode.proposer import Guide, Means
 from spec_stack.types import Proposal
@@ -27,19 +27,14 @@ class LookupThenModel:
     def __init__(self, means: Means) -> None:
         self._end_ids, self._gate = means.end_ids, means.gate
         self._model = ModelProposer(means)
-        self._index = LookupIndex()
+        self._index = means.index
 
     def propose(self, committed_ids: Sequence[int], guide: Guide) -> Proposal:
         self._index.extend(committed_ids[len(self._index) :])
         room = guide.context.max_gamma
-        match = self._index.match()
-        if match is not None and room > 0:
-            offer = self._gate.offer(match.length, min(room, MAX_LOOKED_UP))
-            if self._gate.prefers(offer):
-                token_ids = self._index.continuation(match, offer.num_tokens, self._end_ids)
-                return Proposal(token_ids, num_looked_up=len(token_ids), match_length=match.length)
-        else:
-            self._gate.offer(0, 0)
+        offer = self._gate.offer(self._index.continuations((), self._end_ids), min(room, MAX_LOOKED_UP))
+        if self._gate.prefers(offer):
+            return Proposal(offer.token_ids, num_looked_up=len(offer.found), match_length=offer.match_length)
 
         def keep_drafting(signals: DraftSignals, token_ids: Sequence[int]) -> bool:
             return guide.keep_drafting(signals) and not self._takes_over(token_ids, signals, room)
@@ -52,24 +47,18 @@ class LookupThenModel:
 
     def _takes_over(self, drafted_ids: Sequence[int], signals: DraftSignals, room: int) -> bool:
         """Whether the rest of a step is worth more to the look-up than another forward of the draft."""
-        match = self._index.match(drafted_ids)
-        if match is None:
-            return False
-        return self._gate.takes_over(match.length, min(room - len(drafted_ids), MAX_LOOKED_UP), _chance(signals))
+        continuations = self._index.continuations(drafted_ids, self._end_ids)
+        most = min(room - len(drafted_ids), MAX_LOOKED_UP)
+        return self._gate.takes_over(continuations, most, _chance(signals))
 
     def _with_tail(self, drafted: Proposal, room: int) -> Proposal:
         """The drafted tokens and what the look-up would add to them."""
         if not drafted.token_ids or drafted.token_ids[-1] in self._end_ids:
             return drafted
-        match = self._index.match(drafted.token_ids)
-        if match is None:
-            return drafted
+        continuations = self._index.continuations(drafted.token_ids, self._end_ids)
         most = min(room - len(drafted.token_ids), MAX_LOOKED_UP)
-        num_tokens = self._gate.num_worthwhile(match.length, most, _chance(drafted.signals))
-        tail = self._index.continuation(match, num_tokens, self._end_ids, drafted.token_ids)
-        if not tail:
-            return drafted
-        return _joined(drafted, tail, match)
+        offer = self._gate.tail(continuations, most, _chance(drafted.signals))
+        return _joined(drafted, offer) if offer.found else drafted
 
 
 def _chance(signals: DraftSignals) -> float:
@@ -80,10 +69,10 @@ def _chance(signals: DraftSignals) -> float:
     return chance
 
 
-def _joined(drafted: Proposal, tail: Sequence[int], match: Match) -> Proposal:
+def _joined(drafted: Proposal, offer: Offer) -> Proposal:
     """Both as one proposal; looked-up tokens are certain, so their rows are one-hot."""
-    probs = drafted.draft_probs
+    tail, probs = offer.token_ids, drafted.draft_probs
     if probs is not None:
         rows = F.one_hot(torch.tensor(tail, device=probs.device), probs.shape[1]).to(probs.dtype)
         probs = torch.cat([probs, rows])
-    return Proposal([*drafted.token_ids, *tail], probs, drafted.signals, len(tail), match.length)
+    return Proposal([*drafted.token_ids, *tail], probs, drafted.signals, len(tail), offer.match_length)

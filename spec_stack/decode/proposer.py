@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Protocol
 
@@ -11,6 +11,7 @@ from spec_stack.clock import Clock
 from spec_stack.config import MAX_GAMMA
 from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord
 from spec_stack.controller.lookup import LookupGate
+from spec_stack.decode.lookup_index import LookupIndex
 from spec_stack.decode.sampler import Sampler
 from spec_stack.types import Proposal, SteppableModel
 
@@ -29,12 +30,15 @@ class Means:
         Tokens after which nothing more is proposed.
     gate : LookupGate
         Says when a look-up pays.
+    index : LookupIndex
+        Where look-ups look; takes in the text as it is written.
     """
 
     draft: SteppableModel
     sampler: Sampler
     end_ids: Collection[int]
     gate: LookupGate
+    index: LookupIndex = field(default_factory=LookupIndex)
 
 
 @dataclass(frozen=True)

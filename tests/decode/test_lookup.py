@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
+from itertools import islice
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from spec_stack import DecodeConfig, SpecStackConfig, SpecStackGenerator
 from spec_stack.config import MAX_LOOKED_UP
 from spec_stack.controller.base import DraftSignals
 from spec_stack.controller.fixed import Fixed
-from spec_stack.controller.lookup import LookupGate
-from spec_stack.decode.lookup import LookupIndex, Match
+from spec_stack.controller.lookup import Found, LookupGate
+from spec_stack.decode.lookup_index import LookupIndex
 from spec_stack.decode.loop import RequestLabels, decode
 from spec_stack.decode.proposer import Means
 from spec_stack.decode.registry import make_proposer
@@ -28,45 +26,7 @@ from tests.support import reference
 from tests.support.controller_data import step
 from tests.support.enumeration import StoppedClock, chain_model, exact_law
 from tests.support.models import make_model, make_tokenizer, random_prompt
-from tests.support.reference_lookup import chain_law, longest_match, unrolled
-
-tokens = st.lists(st.integers(0, 2), max_size=17)
-
-
-@given(text=tokens, tail=st.lists(st.integers(0, 2), max_size=4), parts=st.integers(1, 5))
-def test_a_match_is_the_longest_and_the_last_however_the_text_came(
-    text: list[int], tail: list[int], parts: int
-) -> None:
-    index = LookupIndex()
-    for start in range(0, len(text), parts):
-        index.extend(text[start : start + parts])
-    expected = longest_match([*text, *tail], len(text), 32) if text or tail else None
-    found = index.match(tail)
-    assert (None if found is None else (found.length, found.start)) == expected
-    assert len(index) == len(text)
-
-
-@given(text=st.lists(st.integers(0, 3), min_size=2, max_size=12), data=st.data())
-def test_a_continuation_goes_on_past_the_end_of_the_text_with_itself(text: list[int], data: st.DataObject) -> None:
-    start = data.draw(st.integers(1, len(text) - 1))
-    split = data.draw(st.integers(start, len(text)))
-    index = LookupIndex()
-    index.extend(text[:split])
-    assert index.continuation(Match(1, start), 20, (), text[split:]) == unrolled(text, start, 20)
-    ended = index.continuation(Match(1, start), 20, {3}, text[split:])
-    whole = unrolled(text, start, 20)
-    assert ended == (whole[: whole.index(3) + 1] if 3 in whole else whole)
-
-
-def test_a_step_in_a_long_text_takes_microseconds() -> None:
-    index = LookupIndex()
-    index.extend(random_prompt(100_000, vocab=50))
-    started = time.process_time()
-    for token in random_prompt(1000, seed=1, vocab=50):
-        index.extend([token])
-        index.match()
-    assert (time.process_time() - started) / 1000 < 500e-6
-
+from tests.support.reference_lookup import chain_law
 
 def repeating_prompt(seed: int = 0) -> list[int]:
     part = random_prompt(20, seed)
@@ -140,9 +100,7 @@ def test_what_was_dropped_from_the_prompt_can_be_looked_up_all_the_same(embedded
     kept = embedded.generate(input_ids=prompt, max_tokens=4, specprefill=True, keep_rate=0.2, proposer="lookup")
     index = LookupIndex()
     index.extend(prompt)
-    match = index.match()
-    assert match is not None
-    assert index.continuation(match, 3) == passage[6:9]
+    assert [found.token_id for found in islice(index.continuations()[0], 3)] == passage[6:9]
     assert kept.metrics.specprefill
     plain = embedded.generate(input_ids=prompt, max_tokens=4, specprefill=True, keep_rate=0.2, gamma=0)
     assert kept.token_ids == plain.token_ids
@@ -242,17 +200,42 @@ def test_a_token_that_was_looked_up_is_accepted_with_the_targets_probability(emb
     assert any(record.num_looked_up for record in result.records or [])
 
 
+def found(num_tokens: int, length: int = 3, num_seen: int = 1, num_others: int = 0) -> list[Found]:
+    return [Found(7, length + place, num_seen, num_others) for place in range(num_tokens)]
+
+
 def test_the_gate_learns_which_look_ups_are_right() -> None:
     gate = LookupGate()
-    before = gate.chance(3, True)
+    before = gate.chance(found(1)[0], 0)
     looked = replace(step(8, 0, draft_s=0.0), signals=DraftSignals(), num_looked_up=8, proposer="lookup")
     for _ in range(20):
-        gate.offer(3, 8)
+        gate.offer([found(8)], 8)
         gate.observe(looked)
-    assert gate.chance(3, True) < before / 2
-    assert gate.offer(3, 64).num_tokens <= 8
+    assert gate.chance(found(1)[0], 0) < before / 2
+    assert len(gate.offer([found(64)], 64).found) <= 8
     for _ in range(40):
-        gate.offer(3, 8)
+        gate.offer([found(8)], 8)
         gate.observe(replace(looked, num_accepted=8, num_tokens=9))
-    assert gate.chance(3, True) > 0.5
-    assert gate.offer(3, 64).num_tokens >= 8
+    assert gate.chance(found(1)[0], 0) > 0.5
+    assert len(gate.offer([found(64)], 64).found) >= 8
+
+
+def test_longer_more_frequent_and_less_disputed_tokens_are_held_likelier() -> None:
+    gate = LookupGate()
+    for worse, better in (
+        (Found(7, 2, 1, 0), Found(7, 16, 1, 0)),
+        (Found(7, 2, 1, 0), Found(7, 2, 8, 0)),
+        (Found(7, 2, 2, 4), Found(7, 2, 2, 0)),
+    ):
+        assert gate.chance(worse, 0) < gate.chance(better, 0)
+
+
+def test_the_better_of_two_continuations_is_offered() -> None:
+    offer = LookupGate().offer([found(8, length=1, num_others=5), found(8, length=20, num_seen=4)], 8)
+    assert offer.match_length == 20
+    assert offer.found[0].num_seen == 4
+
+
+def test_a_gate_takes_no_more_of_a_continuation_than_it_may_use() -> None:
+    endless = iter(lambda: Found(7, 64, 16, 0), None)
+    assert len(LookupGate().offer([endless], 5).found) == 5

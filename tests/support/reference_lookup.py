@@ -5,28 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def longest_match(text: Sequence[int], num_known: int, longest: int) -> tuple[int, int] | None:
-    """(length, start): the place in the first num_known tokens whose text before it equals the end of the whole one.
-
-    By comparing every place. Of several the one with most tokens in common (counted up to `longest`), of these the last
-    one.
-    """
-    best: tuple[int, int] | None = None
-    for start in range(1, num_known):
-        length = 0
-        while length < min(start, longest) and text[start - 1 - length] == text[len(text) - 1 - length]:
-            length += 1
-        if length and (best is None or length >= best[0]):
-            best = length, start
-    return best
-
-
-def unrolled(text: Sequence[int], start: int, num_tokens: int) -> list[int]:
-    """The continuation from a place on, a text that ends being gone on with by its own continuation."""
-    whole = list(text)
-    for step in range(num_tokens):
-        whole.append(whole[start + step])
-    return whole[len(text) :]
+def longest_followed(texts: Sequence[Sequence[int]], whole: Sequence[int]) -> tuple[int, int, int, int] | None:
+    """(length, token, times it followed, times another did) for the longest end of `whole` after which anything stands
+    in one of the texts, by comparing every place; of the most frequent tokens the one that followed last."""
+    for length in range(len(whole), 0, -1):
+        end = list(whole[len(whole) - length :])
+        after = [
+            text[place]
+            for text in texts
+            for place in range(length, len(text))
+            if list(text[place - length : place]) == end
+        ]
+        if after:
+            best = max(range(len(after)), key=lambda at: (after.count(after[at]), at))
+            times = after.count(after[best])
+            return length, after[best], times, len(after) - times
+    return None
 
 
 def chain_law(table: Sequence[Sequence[float]], last: int, num_tokens: int) -> dict[tuple[int, ...], float]:

@@ -1,0 +1,179 @@
+"""Where look-ups look: the text that is being written, what was written before it, and what other requests left."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import islice
+from threading import RLock
+
+from spec_stack.config import MAX_LOOKED_IN
+from spec_stack.controller.lookup import Found
+from spec_stack.decode.suffixes import START, Place, Step, SuffixAutomaton
+
+# Tokens of its prompt that an answer is remembered with, so that its beginning can be found too; and those that a text
+# which goes on differently is begun with.
+_CONTEXT = 32
+# Tokens of a text's end that are looked for.
+_LONGEST = 64
+
+
+class TextMemory:
+    """The latest texts, in bounded memory: when the newer of two automata is full, the older one goes.
+
+    Safe to use from several threads: one at a time takes in or looks up, which takes microseconds.
+
+    Parameters
+    ----------
+    max_tokens : int
+        Most tokens in both, 2 or more. It keeps the last half of them at the least.
+
+    Raises
+    ------
+    ValueError
+        For fewer.
+    """
+
+    def __init__(self, max_tokens: int = MAX_LOOKED_IN) -> None:
+        if max_tokens < 2:
+            raise ValueError(f"a memory of texts needs room for 2 tokens or more, got {max_tokens}")
+        self.lock = RLock()
+        self.newest = SuffixAutomaton()
+        self.older: SuffixAutomaton | None = None
+        self._most = max_tokens // 2
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that can be found."""
+        return self.newest.num_tokens + (self.older.num_tokens if self.older is not None else 0)
+
+    @property
+    def automata(self) -> list[SuffixAutomaton]:
+        """The newest one first."""
+        return [self.newest] if self.older is None else [self.newest, self.older]
+
+    def extend(self, token_ids: Iterable[int]) -> None:
+        """Take in the next tokens of the text."""
+        coming = iter(token_ids)
+        with self.lock:
+            while part := list(islice(coming, self._most - self.newest.num_tokens)):
+                self.newest.extend(part)
+                if self.newest.num_tokens == self._most:
+                    self.older, self.newest = self.newest, SuffixAutomaton()
+
+    def begin_text(self) -> None:
+        """What is taken in next goes on from nothing."""
+        with self.lock:
+            self.newest.begin_text()
+
+    def remember(self, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> None:
+        """Take in an answer, with the end of the prompt that it was given to."""
+        with self.lock:
+            self.begin_text()
+            self.extend(prompt_ids[-_CONTEXT:])
+            self.extend(answer_ids)
+
+
+class Reader:
+    """Where a text that is being written stands in a memory's automata. Mutated by `advance`."""
+
+    def __init__(self, memory: TextMemory) -> None:
+        self._memory = memory
+        self._places: list[tuple[SuffixAutomaton, Place]] = []
+
+    def advance(self, token_ids: Sequence[int]) -> None:
+        """Go on by tokens that are certain."""
+        if len(token_ids) > _LONGEST:
+            self._places, token_ids = [], token_ids[-_LONGEST:]
+        with self._memory.lock:
+            self._places = self._after(token_ids)
+
+    def continuation(self, tail_ids: Sequence[int]) -> Iterator[Step]:
+        """What most often followed the longest end of the text and its uncertain tail that anything followed, token by
+        token; where a place has nothing after it, a shorter end goes on."""
+        with self._memory.lock:
+            found = [(automaton, automaton.next(place)) for automaton, place in self._after(tail_ids)]
+        automaton, step = max(found, key=lambda each: each[1].length if each[1] is not None else 0)
+        while step is not None:
+            yield step
+            with self._memory.lock:
+                step = automaton.next(step.place)
+
+    def _after(self, token_ids: Sequence[int]) -> list[tuple[SuffixAutomaton, Place]]:
+        known = {id(automaton): place for automaton, place in self._places}
+        found = []
+        for automaton in self._memory.automata:
+            place = known.get(id(automaton), START)
+            for token_id in token_ids:
+                place = automaton.follow(place, token_id)
+            found.append((automaton, place))
+        return found
+
+
+class LookupIndex:
+    """What may follow a text that is being written, by where its end stood before. Not thread-safe.
+
+    Parameters
+    ----------
+    shared : TextMemory, optional
+        Texts of other requests to look in as well; it is only read.
+    max_tokens : int
+        Most tokens that are remembered of the text itself.
+    """
+
+    def __init__(self, shared: TextMemory | None = None, max_tokens: int = MAX_LOOKED_IN) -> None:
+        self._own = TextMemory(max_tokens)
+        self._readers = [(Reader(self._own), False)]
+        if shared is not None:
+            self._readers.append((Reader(shared), True))
+        self._text: list[int] = []
+
+    def __len__(self) -> int:
+        """Tokens of the text so far."""
+        return len(self._text)
+
+    def begin(self, token_ids: Sequence[int]) -> None:
+        """Go on with a text that may differ from the one so far: what both begin with is not taken in again, and
+        what is no longer part of it can still be found."""
+        shared = 0
+        for mine, theirs in zip(self._text, token_ids, strict=False):
+            if mine != theirs:
+                break
+            shared += 1
+        if shared < len(self._text):
+            self._own.begin_text()
+            shared = max(0, shared - _CONTEXT)
+            del self._text[shared:]
+        self.extend(token_ids[shared:])
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Take in the next tokens of the text."""
+        self._text += token_ids
+        self._own.extend(token_ids)
+        for reader, _ in self._readers:
+            reader.advance(token_ids)
+
+    def continuations(
+        self, tail_ids: Sequence[int] = (), end_ids: Collection[int] = ()
+    ) -> list[Iterator[Found]]:
+        """What may follow: from the text itself, and from the shared ones.
+
+        Parameters
+        ----------
+        tail_ids
+            Tokens after the text that are not certain yet. They are looked for, not in.
+        end_ids
+            Tokens after which nothing more is given.
+
+        Returns
+        -------
+        list of iterator over Found
+            Each without an end where the text repeats itself; made token by token, so take no more than is of use.
+        """
+        return [_found(reader.continuation(tail_ids), end_ids, is_shared) for reader, is_shared in self._readers]
+
+
+def _found(steps: Iterable[Step], end_ids: Collection[int], is_shared: bool) -> Iterator[Found]:
+    for step in steps:
+        yield Found(step.token_id, step.length, step.num_seen, step.num_others, is_shared)
+        if step.token_id in end_ids:
+            return
