@@ -152,9 +152,7 @@ class LookupIndex:
         for reader, _ in self._readers:
             reader.advance(token_ids)
 
-    def continuations(
-        self, tail_ids: Sequence[int] = (), end_ids: Collection[int] = ()
-    ) -> list[Iterator[Found]]:
+    def continuations(self, tail_ids: Sequence[int] = (), end_ids: Collection[int] = ()) -> list[Iterator[Found]]:
         """What may follow: from the text itself, and from the shared ones.
 
         Parameters

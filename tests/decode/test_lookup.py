@@ -28,6 +28,7 @@ from tests.support.enumeration import StoppedClock, chain_model, exact_law
 from tests.support.models import make_model, make_tokenizer, random_prompt
 from tests.support.reference_lookup import chain_law
 
+
 def repeating_prompt(seed: int = 0) -> list[int]:
     part = random_prompt(20, seed)
     return [*part, *random_prompt(10, seed + 1), *part, *part[:10]]
