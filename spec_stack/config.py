@@ -26,8 +26,6 @@ KNOWN_PROPOSERS: list[str] = []
 MAX_GAMMA = 16
 MAX_LOOKED_UP = 64
 """Most tokens of one look-up: they cost a verification, but no draft."""
-MAX_LOOKED_IN = 262_144
-"""Most tokens that the look-ups of one text remember, some 200 bytes each."""
 MAX_LOOK_AHEAD = 64
 PRECISIONS = ("fp32", "fp16", "bf16", "int8", "nf4")
 OTHER_PRECISION = "other"

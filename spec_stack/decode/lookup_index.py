@@ -6,10 +6,11 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import islice
 from threading import RLock
 
-from spec_stack.config import MAX_LOOKED_IN
 from spec_stack.controller.lookup import Found
 from spec_stack.decode.suffixes import START, Place, Step, SuffixAutomaton
 
+MAX_LOOKED_IN = 262_144
+"""Most tokens that the look-ups of one text remember, some 200 bytes each."""
 # Tokens of its prompt that an answer is remembered with, so that its beginning can be found too; and those that a text
 # which goes on differently is begun with.
 _CONTEXT = 32
