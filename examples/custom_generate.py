@@ -5,7 +5,7 @@ python examples/custom_generate.py
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
-from spec_stack.api.custom_generate import spec_stack
+from spec_stack import with_draft
 from spec_stack.hf.loading import ASSETS
 
 
@@ -20,7 +20,7 @@ def main() -> None:
         max_new_tokens=64,
         do_sample=False,
         return_dict_in_generate=True,
-        custom_generate=spec_stack(draft=ASSETS / "draft"),
+        custom_generate=with_draft(draft=ASSETS / "draft"),
         # Transformers hands the streamer= of a call to no custom_generate.
         spec_streamer=TextStreamer(tokenizer),
     )

@@ -10,6 +10,7 @@ import spec_stack.controller.registry
 import spec_stack.decode.registry  # noqa: F401
 
 if TYPE_CHECKING:
+    from spec_stack.api.custom_generate import with_draft
     from spec_stack.api.generator import SpecStackGenerator
     from spec_stack.api.session import Session
     from spec_stack.config import (
@@ -44,6 +45,7 @@ _HOMES = {
     "StepOutput": "types",
     "StoreConfig": "config",
     "TokenLogprobs": "types",
+    "with_draft": "api.custom_generate",
 }
 __all__ = [
     "DecodeConfig",
@@ -63,6 +65,7 @@ __all__ = [
     "StepRecord",
     "StoreConfig",
     "TokenLogprobs",
+    "with_draft",
 ]
 
 

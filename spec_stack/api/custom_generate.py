@@ -54,7 +54,7 @@ class SpecStackOutput(GenerateDecoderOnlyOutput):  # type: ignore[misc]
     metrics: list[Metrics | None] | None = None
 
 
-def spec_stack(
+def with_draft(
     draft: str | Path | PreTrainedModel,
     *,
     keep_rate: float | None = None,
@@ -88,11 +88,11 @@ def spec_stack(
     Examples
     --------
     >>> from spec_stack import SpecStackGenerator
-    >>> from spec_stack.api.custom_generate import spec_stack
+    >>> from spec_stack import with_draft
     >>> pair = SpecStackGenerator.from_pretrained().pair
     >>> model, draft, tokenizer = pair.target, pair.draft, pair.tokenizer
     >>> inputs = tokenizer("def main():", return_tensors="pt")
-    >>> model.generate(**inputs, max_new_tokens=8, custom_generate=spec_stack(draft)).shape
+    >>> model.generate(**inputs, max_new_tokens=8, custom_generate=with_draft(draft)).shape
     torch.Size([1, 12])
     """
     options = {"keep_rate": keep_rate, "specprefill": specprefill, "policy": policy, "gamma": gamma}
@@ -261,7 +261,7 @@ def _check(config: GenerationConfig, model_kwargs: Mapping[str, Any]) -> None:
     """Raise ValueError for what a call of `model.generate` asks for and cannot have."""
     mode = config.get_generation_mode()
     if mode not in _MODES:
-        raise ValueError(f"custom_generate=spec_stack(...) is greedy or samples, and cannot do {mode.value!r}")
+        raise ValueError(f"custom_generate=with_draft(...) is greedy or samples, and cannot do {mode.value!r}")
     if config.return_dict_in_generate:
         asked = [name for name in _NOT_RETURNED if getattr(config, name, None)]
         if asked:
@@ -274,7 +274,7 @@ def _check(config: GenerationConfig, model_kwargs: Mapping[str, Any]) -> None:
         raise ValueError("leave past_key_values out; SpecStackGenerator.session() keeps caches from call to call")
     unknown = [name for name, value in model_kwargs.items() if value is not None and name not in _MODEL_KWARGS]
     if unknown:
-        raise ValueError(f"custom_generate=spec_stack(...) takes token ids only, not {', '.join(unknown)}")
+        raise ValueError(f"custom_generate=with_draft(...) takes token ids only, not {', '.join(unknown)}")
 
 
 def _check_kept_back(streamer: Any) -> None:

@@ -51,7 +51,7 @@ ALIASES = {
     "prefix_allowed_tokens_fn": "logits_processor",
 }
 # What has no counterpart of one name: how it is done instead.
-_IN_GENERATE = "model.generate(..., custom_generate=spec_stack(draft)) takes it (spec_stack.api.custom_generate)"
+_IN_GENERATE = "model.generate(..., custom_generate=with_draft(draft)) takes it (`from spec_stack import with_draft`)"
 _PLAIN = "call model.generate without custom_generate for it"
 _BEAMS = f"beam search is not done; {_PLAIN}"
 _OWN_CACHES = "the generator makes and keeps its own caches; leave it out"
@@ -100,7 +100,7 @@ WAYS = {
     "output_hidden_states": _PLAIN,
     "max_time": "close the stream when it has taken long enough",
     "use_model_defaults": 'sampling="model" applies what the checkpoint sets',
-    "custom_generate": "it is for model.generate (spec_stack.api.custom_generate)",
+    "custom_generate": "it is for model.generate (`from spec_stack import with_draft`)",
     "prompt_lookup_num_tokens": 'proposer="lookup" proposes from the text',
     "max_matching_ngram_size": 'proposer="lookup" proposes from the text',
     "num_assistant_tokens_schedule": 'policy="heuristic" is the schedule "heuristic", gamma= the constant one',

@@ -1,4 +1,4 @@
-"""`model.generate(custom_generate=spec_stack(...))` against `model.generate` without it."""
+"""`model.generate(custom_generate=with_draft(...))` against `model.generate` without it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from transformers import (
     pipeline,
 )
 
-from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
-from spec_stack.api.custom_generate import forget, spec_stack
+from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator, with_draft
+from spec_stack.api.custom_generate import forget
 from spec_stack.hf.loading import ASSETS
 from tests.support.models import VOCAB, make_model, random_prompt
 
@@ -45,7 +45,7 @@ def test_greedy_sequences_are_those_of_plain_generate(
         inputs = ids_of(seed=seed)
         expected = plain.generate(**inputs, max_new_tokens=40, do_sample=False)
         ours = target.generate(
-            **inputs, max_new_tokens=40, do_sample=False, custom_generate=spec_stack(draft, gamma=gamma)
+            **inputs, max_new_tokens=40, do_sample=False, custom_generate=with_draft(draft, gamma=gamma)
         )
         assert torch.equal(ours, expected)
         assert ours.dtype == expected.dtype
@@ -59,12 +59,12 @@ def test_a_batch_with_left_padding_gives_the_rows_of_plain_generate(
     mask = torch.tensor([[0] * (20 - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     options = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 24, "do_sample": False}
     expected = plain.generate(**options)
-    assert torch.equal(target.generate(**options, custom_generate=spec_stack(draft)), expected)
+    assert torch.equal(target.generate(**options, custom_generate=with_draft(draft)), expected)
     # An end token that some rows meet and others do not: the shorter ones are filled up.
     end = int(expected[1, 20 + 5])
     ended = plain.generate(**options, eos_token_id=end, pad_token_id=0)
     assert torch.equal(
-        target.generate(**options, eos_token_id=end, pad_token_id=0, custom_generate=spec_stack(draft)), ended
+        target.generate(**options, eos_token_id=end, pad_token_id=0, custom_generate=with_draft(draft)), ended
     )
     lengths = {(row == end).nonzero()[0].item() if bool((row[20:] == end).any()) else -1 for row in ended}
     assert len(lengths) > 1
@@ -83,7 +83,7 @@ def test_the_models_own_end_token_ends_a_row_and_its_metrics_come_back(
         max_new_tokens=30,
         do_sample=False,
         return_dict_in_generate=True,
-        custom_generate=spec_stack(draft, gamma=4),
+        custom_generate=with_draft(draft, gamma=4),
     )
     assert torch.equal(ours.sequences, expected)
     assert expected.shape[1] < 50
@@ -115,7 +115,7 @@ def test_criteria_are_asked_after_every_token_and_end_a_row_inside_an_accepted_r
         **options,
         stopping_criteria=StoppingCriteriaList([asked[1]]),
         return_dict_in_generate=True,
-        custom_generate=spec_stack(make_model(seed=1), gamma=8),
+        custom_generate=with_draft(make_model(seed=1), gamma=8),
     )
     assert torch.equal(ours.sequences, expected)
     assert asked[1].lengths == asked[0].lengths == list(range(21, expected.shape[1] + 1))
@@ -129,7 +129,7 @@ def test_stop_strings_work_as_a_criterion(embedded: SpecStackGenerator) -> None:
     options["stopping_criteria"] = StoppingCriteriaList([StopStringCriteria(tokenizer, ["return"])])
     expected = model.generate(**options)
     assert expected.shape[1] < inputs.input_ids.shape[1] + 48
-    assert torch.equal(model.generate(**options, custom_generate=spec_stack(embedded.draft)), expected)
+    assert torch.equal(model.generate(**options, custom_generate=with_draft(embedded.draft)), expected)
 
 
 def test_sampling_is_reproducible_by_torchs_seed_and_stays_within_top_k(
@@ -137,7 +137,7 @@ def test_sampling_is_reproducible_by_torchs_seed_and_stays_within_top_k(
 ) -> None:
     inputs = ids_of()
     options = {**inputs, "max_new_tokens": 20, "do_sample": True, "temperature": 0.8, "top_k": 3, "top_p": 0.95}
-    custom = spec_stack(draft, gamma=3)
+    custom = with_draft(draft, gamma=3)
     drawn = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
@@ -164,7 +164,7 @@ def test_sampled_first_tokens_have_the_models_distribution(target: PreTrainedMod
         temperature=1.5,
         top_k=4,
         num_return_sequences=num,
-        custom_generate=spec_stack(draft),
+        custom_generate=with_draft(draft),
     )
     counts = torch.bincount(rows[:, -1], minlength=VOCAB).float()
     logits = target(inputs["input_ids"]).logits[0, -1] / 1.5
@@ -196,7 +196,7 @@ def test_a_generation_configs_processors_apply_as_in_plain_generate(
     inputs = {"input_ids": ids, "attention_mask": mask, "pad_token_id": 0}
     expected = plain.generate(**inputs, max_new_tokens=30, do_sample=False, **options)
     ours = target.generate(
-        **inputs, max_new_tokens=30, do_sample=False, custom_generate=spec_stack(draft, gamma=3), **options
+        **inputs, max_new_tokens=30, do_sample=False, custom_generate=with_draft(draft, gamma=3), **options
     )
     assert torch.equal(ours, expected)
 
@@ -208,7 +208,7 @@ def test_a_streamer_that_transformers_keeps_to_itself_is_refused_and_its_reader_
     inputs = embedded.tokenizer(PROMPT, return_tensors="pt")
     with pytest.raises(ValueError, match="give it as spec_streamer="):
         embedded.target.generate(
-            **inputs, max_new_tokens=4, custom_generate=spec_stack(embedded.draft), streamer=streamer
+            **inputs, max_new_tokens=4, custom_generate=with_draft(embedded.draft), streamer=streamer
         )
     assert "".join(streamer) == ""
 
@@ -216,7 +216,7 @@ def test_a_streamer_that_transformers_keeps_to_itself_is_refused_and_its_reader_
 def test_a_streamer_under_its_own_name_is_put_prompt_and_text(
     embedded: SpecStackGenerator, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model, tokenizer, custom = embedded.target, embedded.tokenizer, spec_stack(embedded.draft)
+    model, tokenizer, custom = embedded.target, embedded.tokenizer, with_draft(embedded.draft)
     inputs = tokenizer(PROMPT, return_tensors="pt")
     options = {**inputs, "max_new_tokens": 24, "do_sample": False}
     expected = tokenizer.decode(model.generate(**options)[0], skip_special_tokens=True)
@@ -234,7 +234,7 @@ def test_a_pipeline_gives_the_same_text(embedded: SpecStackGenerator) -> None:
     pipe = pipeline("text-generation", model=embedded.target, tokenizer=embedded.tokenizer)
     options = {"max_new_tokens": 20, "do_sample": False}
     plain_texts = pipe([PROMPT, "import os\n"], **options)
-    ours = pipe([PROMPT, "import os\n"], **options, custom_generate=spec_stack(embedded.draft))
+    ours = pipe([PROMPT, "import os\n"], **options, custom_generate=with_draft(embedded.draft))
     assert ours == plain_texts
     assert ours[0][0]["generated_text"].startswith(PROMPT)
 
@@ -247,7 +247,7 @@ def test_a_long_prompt_is_pruned_and_the_metrics_say_so(embedded: SpecStackGener
         max_new_tokens=8,
         do_sample=False,
         return_dict_in_generate=True,
-        custom_generate=spec_stack(embedded.draft, keep_rate=0.3, config=config),
+        custom_generate=with_draft(embedded.draft, keep_rate=0.3, config=config),
     )
     (metrics,) = outputs.metrics
     assert metrics.specprefill
@@ -261,7 +261,7 @@ def test_a_long_prompt_is_pruned_and_the_metrics_say_so(embedded: SpecStackGener
 def test_a_draft_by_name_is_loaded_once_and_forgotten_on_demand(embedded: SpecStackGenerator) -> None:
     forget()
     inputs = embedded.tokenizer(PROMPT, return_tensors="pt")
-    first, second = (spec_stack(ASSETS / "draft") for _ in range(2))
+    first, second = (with_draft(ASSETS / "draft") for _ in range(2))
     generator = first.generator(embedded.target)
     assert second.generator(embedded.target) is generator
     assert generator.draft.dtype == embedded.target.dtype
@@ -287,7 +287,7 @@ def test_a_draft_by_name_is_loaded_once_and_forgotten_on_demand(embedded: SpecSt
 def test_what_cannot_be_done_is_refused_by_name(
     target: PreTrainedModel, draft: PreTrainedModel, options: dict[str, Any], message: str
 ) -> None:
-    call = {**ids_of(), "max_new_tokens": 4, "do_sample": False, "custom_generate": spec_stack(draft)} | options
+    call = {**ids_of(), "max_new_tokens": 4, "do_sample": False, "custom_generate": with_draft(draft)} | options
     with pytest.raises(ValueError, match=message):
         target.generate(**call)
 
@@ -295,7 +295,7 @@ def test_what_cannot_be_done_is_refused_by_name(
 def test_right_padding_and_a_streamer_for_a_batch_are_refused(
     target: PreTrainedModel, draft: PreTrainedModel, embedded: SpecStackGenerator
 ) -> None:
-    custom, ids = spec_stack(draft), torch.tensor([random_prompt(6), random_prompt(6, 1)])
+    custom, ids = with_draft(draft), torch.tensor([random_prompt(6), random_prompt(6, 1)])
     mask = torch.tensor([[1] * 6, [1] * 4 + [0] * 2])
     with pytest.raises(ValueError, match="padded on the right"):
         target.generate(input_ids=ids, attention_mask=mask, max_new_tokens=2, custom_generate=custom)
@@ -308,4 +308,4 @@ def test_right_padding_and_a_streamer_for_a_batch_are_refused(
             spec_streamer=TextStreamer(embedded.tokenizer),
         )
     with pytest.raises(ValueError, match="neither a folder nor a hub id"):
-        target.generate(**ids_of(), max_new_tokens=2, custom_generate=spec_stack("./nowhere"))
+        target.generate(**ids_of(), max_new_tokens=2, custom_generate=with_draft("./nowhere"))
