@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from spec_stack import DecodeConfig, PrefillConfig, SamplingParams, Selection
-from spec_stack.config import DEFAULT_MAX_TOKENS, meaning
+from spec_stack.config import DEFAULT_MAX_TOKENS
+from spec_stack.settings.options import meaning
 
 
 @pytest.mark.parametrize(

@@ -16,22 +16,24 @@ PACKAGE = ROOT / "spec_stack"
 ROOMS = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file()}
 # What each room may import of the package beside itself.
 ALLOWED = {
-    "controller": {"config", "registry"},
-    "prefill": {"config", "registry", "types", "controller.base"},
-    "decode": {"config", "registry", "types", "clock", "controller.base", "controller.lookup"},
+    "settings": set(),
+    "controller": {"config", "settings"},
+    "prefill": {"config", "settings", "types", "controller.base"},
+    "decode": {"config", "settings", "types", "clock", "controller.base", "controller.lookup"},
     "offline": {"config", "controller"},
     "hf": {"config", "types", "controller", "decode"},
     "tokenizers": {"types", "prefill", "hf"},
-    "engine": {"config", "registry", "types", "clock", "controller", "decode", "prefill", "hf", "tokenizers"},
+    "engine": {"config", "settings", "types", "clock", "controller", "decode", "prefill", "hf", "tokenizers"},
     "api": {"config", "types", "controller", "offline.records", "prefill", "hf", "engine"},
     "calibrate": {"config", "types", "decode", "prefill", "hf", "engine"},
-    "serve": {"config", "types", "hf.prompt", "api"},
+    "serve": {"config", "settings", "types", "hf.prompt", "api"},
     "sglang": {"config", "types", "controller", "prefill", "tokenizers.chat_turns"},
     # They run whole requests, so they see what a user sees, and the parts they show or score with.
     "explain": {"config", "types", "controller.base", "offline.records", "prefill", "decode", "hf", "engine", "api"},
     "lm_eval": {"config", "decode", "hf.prompt", "api.generator", "engine"},
     "cli": {
         "config",
+        "settings",
         "types",
         "controller",
         "decode",
@@ -44,8 +46,7 @@ ALLOWED = {
     }
     | {"calibrate", "serve", "explain", "sglang"},
     # Loose files.
-    "config": {"registry"},
-    "registry": set(),
+    "config": {"settings"},
     "clock": set(),
     "types": {"config", "controller.base"},
     # The first two are loaded at once (they hold names alone), the others where they are asked for.

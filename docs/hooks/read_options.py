@@ -1,7 +1,8 @@
 """Reads `spec_stack.config` as a user means it, where mkdocstrings reads it as it is written.
 
 A configuration's field is `name: type = option(default, meaning)`: here it becomes a default and a line of a
-"Parameters" section, as `config.documented` makes it at run time. A default such as `SamplingParams.max_tokens` becomes
+"Parameters" section, as `settings.options.documented` makes it at run time. A default such as
+`SamplingParams.max_tokens` becomes
 256.
 """
 

@@ -25,12 +25,12 @@ from spec_stack.config import (
     PrefillConfig,
     SamplingParams,
     SessionConfig,
-    meaning,
 )
 from spec_stack.controller.registry import POLICY_NAMES
 from spec_stack.decode.registry import PROPOSERS
 from spec_stack.prefill.calibration import MARGIN
 from spec_stack.serve.config import ServeConfig
+from spec_stack.settings.options import meaning
 
 DEMO_TOKENS = 8200
 # Options of `serve`, and what they are read as.

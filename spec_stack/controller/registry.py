@@ -7,7 +7,7 @@ from typing import Any
 
 from spec_stack.config import KNOWN_POLICIES
 from spec_stack.controller.base import Policy
-from spec_stack.registry import Registry, nearest
+from spec_stack.settings.registry import Registry, nearest
 
 POLICIES: Registry[type[Policy]] = Registry(
     "policy",

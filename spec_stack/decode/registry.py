@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from spec_stack.config import KNOWN_PROPOSERS
-from spec_stack.registry import Registry
+from spec_stack.settings.registry import Registry
 
 if TYPE_CHECKING:
     from spec_stack.decode.proposer import Means, Proposer

@@ -31,7 +31,7 @@ from spec_stack.hf.sampling import make_processors
 from spec_stack.hf.structured import Grammar
 from spec_stack.prefill.decide import decide_scoring, sees_whole
 from spec_stack.prefill.recall import clip_spans
-from spec_stack.registry import check_name
+from spec_stack.settings.registry import check_name
 from spec_stack.types import DraftTokenization
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from spec_stack.config import documented, option
+from spec_stack.settings.options import documented, option
 
 
 @documented

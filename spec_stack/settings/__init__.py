@@ -1,0 +1,1 @@
+"""What configurations are made of: fields with a meaning, and open lists of names."""

@@ -1,0 +1,54 @@
+"""Fields of a configuration: their meaning beside their default, and which of them were given."""
+
+from __future__ import annotations
+
+from dataclasses import Field, field, fields
+from functools import wraps
+from itertools import takewhile
+from typing import Any, TypeVar
+
+Value = TypeVar("Value")
+Config = TypeVar("Config", bound=type)
+
+
+def option(default: Value, help: str) -> Value:
+    """A dataclass field with its meaning beside its default; `meaning` gives it back."""
+    return field(default=default, metadata={"help": help})
+
+
+def meaning(config: type, name: str) -> str:
+    """What a field of a configuration means. Raises KeyError for a name that it does not have."""
+    known: dict[str, Field[Any]] = {entry.name: entry for entry in fields(config)}
+    return str(known[name].metadata["help"])
+
+
+def documented(config: Config) -> Config:
+    """Add a "Parameters" section, made from the fields, to the docstring of a configuration."""
+    rows = [
+        f"{entry.name} : {entry.type}, default {entry.default!r}\n        {entry.metadata['help']}"
+        for entry in fields(config)
+        if "help" in entry.metadata
+    ]
+    config.__doc__ = "\n    ".join([(config.__doc__ or "").rstrip() + "\n", "Parameters", "----------", *rows, ""])
+    return config
+
+
+def remembers_given(config: Config) -> Config:
+    """Have the objects of a configuration say in `given` which fields they were made with.
+
+    So a value that equals the default can be told from none, and holds beside a calibration. `dataclasses.replace`
+    hands on what was given before, and adds what it changes.
+    """
+    positional = [entry.name for entry in fields(config) if entry.name != "given"]
+    make = config.__init__  # type: ignore[misc]
+
+    @wraps(make)
+    def remember(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        # `replace` gives its changes first, then all other fields in their order, of which `given` is the first.
+        named = takewhile(lambda name: name != "given", kwargs)
+        given = dict.fromkeys([*self.given, *positional[: len(args)], *named])
+        object.__setattr__(self, "given", tuple(given))
+
+    config.__init__ = remember  # type: ignore[misc]
+    return config
