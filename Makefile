@@ -3,7 +3,10 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-SERVING := .venv-serving
+# The SGLang that serving-test runs, of those that spec_stack/sglang/support.py allows; each has an environment.
+NEWEST_SGLANG := $(shell sed -n 's/^sglang==//p' tests/serving/requirements.txt)
+SGLANG ?= $(NEWEST_SGLANG)
+SERVING := .venv-serving$(if $(filter-out $(NEWEST_SGLANG),$(SGLANG)),-$(SGLANG))
 DOCS := .venv-docs
 # Test processes side by side, each with one torch thread.
 WORKERS ?= 2
@@ -23,6 +26,7 @@ test: lint docs
 	$(MAKE) serving-test
 
 # SGLang pins its own transformers, so it has an environment of its own; the core's tests must pass under that one too.
+# `make serving-test SGLANG=0.5.20` for an older one; the newest is what `make test` runs, all of them run every night.
 serving-test: $(SERVING)/.ready
 	OMP_NUM_THREADS=1 $(SERVING)/bin/python -m pytest tests/hf/test_model.py tests/decode/test_loop.py tests/serving
 
@@ -47,7 +51,8 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 
 $(SERVING)/.ready: pyproject.toml tests/serving/requirements.txt $(wildcard tests/serving/support/*)
 	$(PYTHON) -m venv $(SERVING)
-	$(SERVING)/bin/python $(PIP_INSTALL) --no-deps -r tests/serving/requirements.txt
+	sed 's/^sglang==.*/sglang==$(SGLANG)/' tests/serving/requirements.txt > $(SERVING)/requirements.txt
+	$(SERVING)/bin/python $(PIP_INSTALL) --no-deps -r $(SERVING)/requirements.txt
 	$(SERVING)/bin/python $(PIP_INSTALL) --no-deps --editable . ./tests/serving/support
 	touch $@
 
@@ -59,4 +64,4 @@ $(DOCS)/.ready: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(SERVING) $(DOCS) site
+	rm -rf $(VENV) .venv-serving .venv-serving-* $(DOCS) site

@@ -1,9 +1,12 @@
 """How fast does a server decode under each of its policies for gamma, live, at 1, 4 and 8 requests at once?
 
 Arms are what requests ask for, of one server: plain decoding (gamma 0), every fixed gamma of the defaults, and every
-policy. All requests of a batch ask for the same. Batches of prompts go to all arms in turn, in an order that
-rotates from batch to batch; a policy keeps what it learned over the whole run, as on a server. An untimed round puts
-the prompts into the server's cache, so that the time of a batch, from sending it to its last token, is decoding.
+policy. Two loads: closed batches, whose requests are sent together and all waited for, and a steady one, where as many
+clients ask for the next prompt each as soon as they have their reply. All requests of a batch ask for the same.
+Batches go to all arms in turn, in an order that rotates (under steady load, all prompts once are a batch); a
+policy keeps what it learned over the whole run, as on a server. An untimed round puts the prompts into the server's
+cache, so that the time of a batch, from sending it to its last token, is decoding. On a CPU the time is the CPU seconds
+of the server's scheduler, which other work on the machine does not change.
 
 Also, untimed: how each policy's gamma goes with what was known when it was chosen. Replies report every step's
 confidences, and how many steps earlier the newest known one was (the lag); "low" and "high" are the mean gammas after
@@ -23,7 +26,7 @@ import argparse
 import shlex
 import tempfile
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +35,7 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
+import psutil
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
@@ -41,11 +45,13 @@ from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
 from experiments.policies.bench_policies import gain
 from experiments.serving.client import Answer, Client
-from experiments.serving.server import CPU_ARGUMENTS, CPU_ENVIRONMENT, SglangServer, free_port
+from experiments.serving.server import CPU_ARGUMENTS, CPU_ENVIRONMENT, ServerError, SglangServer, free_port
 from spec_stack.hf.loading import resolve_pair
 from spec_stack.sglang.server_args import SIGNAL_POLICIES, ServerConfig
 
 PLAIN = "plain"
+LOADS = ("closed", "steady")
+Clock = Callable[[], float]
 POLICIES = ("throughput", *SIGNAL_POLICIES, "ema", "heuristic")
 
 
@@ -60,13 +66,24 @@ class Arm:
     gammas: list[int] = field(default_factory=list)
     num_accepted: int = 0
 
-    def ask(self, client: Client, prompts: Sequence[list[int]], num_new: int, *, keep: bool = True) -> list[Answer]:
-        """Send all prompts at once and wait for the last token of the last reply; keep=False leaves it uncounted."""
-        begun = perf_counter()
-        with ThreadPoolExecutor(len(prompts)) as pool:
+    def ask(
+        self,
+        client: Client,
+        prompts: Sequence[list[int]],
+        num_new: int,
+        *,
+        clock: Clock | None = None,
+        at_once: int | None = None,
+    ) -> list[Answer]:
+        """Send all prompts, at most `at_once` of them at a time, and wait for the last token of the last reply.
+
+        clock: what its seconds are read from; None leaves the batch uncounted.
+        """
+        begun = clock() if clock is not None else 0.0
+        with ThreadPoolExecutor(at_once or len(prompts)) as pool:
             answers = list(pool.map(lambda ids: client.ask(ids, num_new, **self.custom), prompts))
-        if keep:
-            self.seconds.append(perf_counter() - begun)
+        if clock is not None:
+            self.seconds.append(clock() - begun)
             for answer in answers:
                 report = answer.meta_info["spec_stack"]
                 self.num_tokens += len(answer.output_ids)
@@ -85,32 +102,47 @@ class Arm:
         }
 
 
-def arms_of(config: ServerConfig, policies: Sequence[str]) -> dict[str, Arm]:
-    fixed = {f"fixed-{gamma}": Arm({"gamma": gamma}) for gamma in config.gammas if gamma}
+def scheduler_clock(server: SglangServer) -> Clock:
+    """The CPU seconds of a server's scheduler, which runs both models."""
+    found = [it for it in psutil.Process(server.pid).children(recursive=True) if "scheduler" in " ".join(it.cmdline())]
+    if len(found) != 1:
+        raise ServerError(f"{len(found)} processes of the server are called a scheduler, and not 1")
+
+    def seconds() -> float:
+        times = found[0].cpu_times()
+        return float(times.user + times.system)
+
+    return seconds
+
+
+def arms_of(fixed_gammas: Sequence[int], policies: Sequence[str]) -> dict[str, Arm]:
+    fixed = {f"fixed-{gamma}": Arm({"gamma": gamma}) for gamma in fixed_gammas}
     return {PLAIN: Arm({"gamma": 0}), **fixed, **{name: Arm({"policy": name}) for name in policies}}
 
 
 def compare(
-    client: Client, config: ServerConfig, batches: Sequence[Sequence[list[int]]], options: argparse.Namespace
+    client: Client, batches: Sequence[Sequence[list[int]]], size: int, clock: Clock, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """By arm, of batches of one size."""
-    arms = arms_of(config, options.policies)
+    """By arm, of batches of which `size` prompts run at once."""
+    arms = arms_of(options.fixed, options.policies)
     for batch in batches:
-        arms[PLAIN].ask(client, batch, 2, keep=False)
-    for arm in arms.values():  # what a policy tries at a batch size it has not met is not its speed
-        arm.ask(client, batches[-1], options.tokens, keep=False)
+        arms[PLAIN].ask(client, batch, 2, at_once=size)
+    for arm in arms.values():  # what a policy tries at first is not its speed
+        arm.ask(client, batches[-1][: 2 * size], options.tokens, at_once=size)
+    if options.no_plain:
+        del arms[PLAIN]
     names = list(arms)
-    for at, batch in enumerate(tqdm(list(batches) * options.repeats, desc=f"{len(batches[0])} at once", leave=False)):
+    for at, batch in enumerate(tqdm(list(batches) * options.repeats, desc=f"{size} at once", leave=False)):
         turn = at % len(names)
         for name in [*names[turn:], *names[:turn]]:
-            arms[name].ask(client, batch, options.tokens)
+            arms[name].ask(client, batch, options.tokens, clock=clock, at_once=size)
     best = min((name for name in names if name.startswith("fixed-")), key=lambda name: sum(arms[name].seconds))
     found: dict[str, Any] = {"best_fixed": best, "arms": {}}
     for name, arm in arms.items():
         found["arms"][name] = arm.summary() | {
             "over_best_fixed": gain(np.array(arm.seconds), np.array(arms[best].seconds)),
-            "over_plain": gain(np.array(arm.seconds), np.array(arms[PLAIN].seconds)),
-            "other_replies": sum(a != b for a, b in zip(arm.replies, arms[PLAIN].replies, strict=True)),
+            "over_plain": gain(np.array(arm.seconds), np.array(arms[PLAIN].seconds)) if PLAIN in arms else None,
+            "other_replies": sum(a != b for a, b in zip(arm.replies, arms[names[0]].replies, strict=True)),
             "num_replies": len(arm.replies),
         }
     return found
@@ -132,7 +164,7 @@ def signal_traces(client: Client, batches: Sequence[Sequence[list[int]]], policy
     arm, pairs, example = Arm({"policy": policy, "signals": True}), [], {}
     lags: dict[int, int] = defaultdict(int)
     for batch in batches:
-        for answer in arm.ask(client, batch, num_new, keep=False):
+        for answer in arm.ask(client, batch, num_new):
             report = answer.meta_info["spec_stack"]
             traces = [report[name] for name in ("gamma_trace", "lag_trace", "confidence_trace")]
             pairs += follows_signals(*traces)
@@ -152,17 +184,17 @@ def signal_traces(client: Client, batches: Sequence[Sequence[list[int]]], policy
     }
 
 
-def print_rows(size: int, found: dict[str, Any]) -> None:
-    print(f"\n{size} at once; best fixed gamma in hindsight: {found['best_fixed']}")
+def print_rows(size: int, load: str, found: dict[str, Any]) -> None:
+    print(f"\n{load}, {size} at once; best fixed gamma in hindsight: {found['best_fixed']}")
     print("                 tokens/s  a step  mean gamma   over best fixed            over plain   other replies")
     for name, row in found["arms"].items():
-        (middle, low, high), over_plain = row["over_best_fixed"], row["over_plain"][0]
+        (middle, low, high), over_plain = row["over_best_fixed"], (row["over_plain"] or [float("nan")])[0]
         print(
             f"  {name:14s}{row['tokens_per_s']:9.1f}{row['tokens_per_step']:8.2f}{row['mean_gamma']:12.2f}"
             f"   {middle:+7.1%} [{low:+6.1%}, {high:+6.1%}]   {over_plain:+8.1%}   "
             f"{row['other_replies']} of {row['num_replies']}"
         )
-    for name, traces in found["signals"].items():
+    for name, traces in found.get("signals", {}).items():
         if "low" in traces:
             low, high = traces["low"], traces["high"]
             print(
@@ -178,7 +210,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-prompt-tokens", type=int, default=512, help="longer ones lose their middle")
     parser.add_argument("--tokens", type=int, default=96, help="tokens per reply (%(default)s)")
     parser.add_argument("--at-once", type=int, nargs="+", default=[1, 4, 8], help="requests at once (default 1 4 8)")
+    parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS))
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
+    parser.add_argument("--fixed", nargs="+", type=int, default=[gamma for gamma in ServerConfig().gammas if gamma])
+    parser.add_argument("--no-plain", action="store_true", help="leave plain decoding out, which is the slowest")
+    parser.add_argument("--no-signals", action="store_true", help="leave out how gamma goes with the signals")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--target", help="model folder or name (default: the embedded pair's)")
     parser.add_argument("--draft", help="model folder or name (default: the embedded pair's)")
@@ -211,16 +247,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "server.log"
         with SglangServer(arguments, environment, free_port(), log, options.start_limit) as server:
-            client, config = Client(server.port), ServerConfig()
-            for size in options.at_once:
-                batches = [encoded[at : at + size] for at in range(0, len(encoded) - size + 1, size)]
-                found[str(size)] = compare(client, config, batches, options)
-                found[str(size)]["signals"] = {
-                    name: signal_traces(client, batches, name, options.tokens)
-                    for name in options.policies
-                    if name == "throughput" or name in SIGNAL_POLICIES
-                }
-                print_rows(size, found[str(size)])
+            client = Client(server.port)
+            clock = scheduler_clock(server) if options.device == "cpu" else perf_counter
+            for load, size in [(load, size) for load in options.loads for size in options.at_once]:
+                step = size if load == "closed" else len(encoded)
+                batches = [encoded[at : at + step] for at in range(0, len(encoded) - step + 1, step)]
+                rows = found[f"{load} {size}"] = compare(client, batches, size, clock, options)
+                if load == "closed" and not options.no_signals:
+                    rows["signals"] = {
+                        name: signal_traces(client, batches, name, options.tokens)
+                        for name in options.policies
+                        if name == "throughput" or name in SIGNAL_POLICIES
+                    }
+                print_rows(size, load, rows)
     report = {
         "experiment": "batch_policies",
         **describe(),

@@ -83,6 +83,13 @@ class SglangServer:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
+    @property
+    def pid(self) -> int:
+        """Of the launched process, whose children are SGLang's others. Raises ServerError before it runs."""
+        if self._process is None:
+            raise ServerError("the server does not run")
+        return self._process.pid
+
     def post(self, path: str, body: Mapping[str, Any], limit_s: float) -> Any:
         """The reply to a JSON request; None for an empty one. Raises ServerError where none comes."""
         request = urllib.request.Request(

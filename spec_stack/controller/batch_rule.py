@@ -1,4 +1,4 @@
-"""One gamma for a whole batch, settled before it drafts: the one with most expected tokens per measured second.
+"""One gamma for a whole batch, settled before it drafts: the one under which its requests end soonest.
 
 A server's step has fixed shapes: all requests of a batch draft equally far, and how far is settled before the first
 token. So no token's own signals can end a proposal; what is known is how each request's earlier steps went.
@@ -13,10 +13,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from spec_stack.config import DecodeConfig
 from spec_stack.controller.base import BatchMember, Policy, StepContext, StepRecord, check_gammas
-from spec_stack.controller.batch_cost import StepSeconds, stale_neighbour
+from spec_stack.controller.batch_cost import StepSeconds
 
+Floats = NDArray[np.float64]
 # Requests that are remembered; the longest silent one is forgotten first.
 _MAX_REQUESTS = 4096
 Known = TypeVar("Known")
@@ -54,9 +58,9 @@ class LastMembers:
 
 @dataclass
 class BatchRule(Policy):
-    """argmax over gamma of (1 + expected accepted tokens of a request) / seconds, over the requests of the step.
+    """argmin over gamma of the sum over requests of a step's seconds over the tokens expected of it.
 
-    A subclass says what is expected. Costs are measured, per batch size; a gamma that was never tried there is.
+    A subclass says what is expected. Costs are measured, by batch size; see `StepSeconds`.
 
     Parameters
     ----------
@@ -65,12 +69,15 @@ class BatchRule(Policy):
     weight : float
         Of the last step in a request's acceptance and in a gamma's seconds, in (0, 1].
     trials : int
-        Steps each gamma is tried for at a new batch size.
+        Steps each gamma is tried for before anything is known of it.
     probe_every : int
         One step in this many measures a neighbour of the best gamma again, since times change with load and length.
 
     Notes
     -----
+    Every answer is finite, so a request's seconds a token are what counts, and their sum is the harmonic mean of the
+    requests' speeds: speeding up an easy one buys little while a hard one stays and sets the pace.
+
     Records of one step carry the same step number and each its request's share of the seconds; a record whose seconds
     are not finite teaches about acceptance alone.
     """
@@ -92,13 +99,16 @@ class BatchRule(Policy):
         if self.probe_every < 2:
             raise ValueError(f"probe_every must be 2 or more, got {self.probe_every}; or use the policy fixed")
         self._seconds = StepSeconds(self.gammas, self.weight, self.trials)
+        self._candidates = sorted(self.gammas)
+        self._columns = np.array(self._candidates)
 
     @abstractmethod
-    def expected_accepted(self, context: StepContext, members: Sequence[BatchMember]) -> Sequence[float]:
-        """Accepted tokens that are expected of an average request of the step, for every gamma from 0 on.
+    def expected_accepted(self, context: StepContext, members: Sequence[BatchMember]) -> Floats:
+        """Accepted tokens that are expected of every request of the step, for every gamma from 0 on
+        (num_members, max(gammas) + 1).
 
         Called once per step, whatever is chosen then. members: the step's, or the last step's where the context names
-        none; there may be none at all.
+        none; there may be none at all, and one row for anybody stands for them.
         """
 
     @abstractmethod
@@ -106,27 +116,28 @@ class BatchRule(Policy):
         """Take in how a request's step went, in tokens."""
 
     def choose(self, context: StepContext) -> int:
-        """Try what was never tried at this batch size, else take the best, now and then a neighbour of it."""
-        costs = self._seconds.begin(context.step, context.precision, context.batch_size)
+        """Try what was never tried, else take the best, now and then a neighbour of it."""
+        size = context.batch_size
+        self._seconds.begin(context.step, size)
         expected = self.expected_accepted(context, context.members or self._last.members)
-        usable = [gamma for gamma in sorted(self.gammas) if gamma <= context.max_gamma]
+        usable = [gamma for gamma in self._candidates if gamma <= context.max_gamma]
         if not usable:
             return 0
-        untried = self._seconds.to_try(usable, costs)
+        untried = self._seconds.to_try(usable)
         if untried is not None:
             return untried
-        known = [gamma for gamma in usable if costs[gamma].num_seen]
-        if not known:
+        if not self._seconds.is_known:
             # No step had known seconds, as under a load of short replies: the usual gamma then.
             return max((gamma for gamma in usable if gamma <= DecodeConfig.gamma), default=usable[0])
-        best = max(known, key=lambda gamma: (1 + expected[gamma]) / max(costs[gamma].seconds, 1e-9))
+        steps = (1 / (1 + expected[:, self._columns[: len(usable)]])).sum(axis=0)
+        best = usable[int((self._seconds.seconds(size)[: len(usable)] * steps).argmin())]
         self._num_chosen += 1
-        return stale_neighbour(best, usable, costs) if self._num_chosen % self.probe_every == 0 else best
+        return self._seconds.stale_neighbour(best, usable, size) if self._num_chosen % self.probe_every == 0 else best
 
     def observe(self, record: StepRecord) -> None:
         if record.is_prefill:
             return
         self._last.note(record)
         if math.isfinite(record.seconds):
-            self._seconds.observe(record.step, record.precision, record.gamma, record.seconds)
+            self._seconds.observe(record.step, record.gamma, record.seconds)
         self.learn(record)

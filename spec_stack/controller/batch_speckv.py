@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
 from spec_stack.controller.base import BatchMember, DraftSignals, StepContext, StepRecord
 from spec_stack.controller.batch_cost import MAX_PENDING
-from spec_stack.controller.batch_rule import BatchRule, PerRequest
+from spec_stack.controller.batch_rule import BatchRule, Floats, PerRequest
 from spec_stack.controller.predictor import step_features
 from spec_stack.controller.speckv import OnlineRidge, RatePredictor, rates_of
 
@@ -65,7 +67,7 @@ class BatchSpecKV(BatchRule):
         super().__post_init__()
         self._rates, self._online = rates_of(self.predictor)
 
-    def expected_accepted(self, context: StepContext, members: Sequence[BatchMember]) -> Sequence[float]:
+    def expected_accepted(self, context: StepContext, members: Sequence[BatchMember]) -> Floats:
         known = [self._requests.of(member.request_id) for member in members]
         rates = self._predicted([each.signals for each in known], context.precision)
         self._asked.pop(context.step, None)
@@ -76,10 +78,10 @@ class BatchSpecKV(BatchRule):
         }
         if len(self._asked) > MAX_PENDING:
             self._asked.popitem(last=False)
-        expected = [0.0] * (max(self.gammas) + 1)
-        for member, each, own in zip(members, known, rates, strict=True):
+        expected = np.zeros((max(len(known), 1), max(self.gammas) + 1))
+        for row, (member, each, own) in enumerate(zip(members, known, rates, strict=True)):
             for gamma, rate in zip(self.gammas, own, strict=True):
-                expected[gamma] += each.recent * rate * min(gamma, member.max_gamma) / len(known)
+                expected[row, gamma] = each.recent * rate * min(gamma, member.max_gamma)
         return expected
 
     def _predicted(self, signals: Sequence[DraftSignals | None], precision: str) -> list[Sequence[float]]:

@@ -8,32 +8,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
 from spec_stack.controller.acceptance import logit
 from spec_stack.controller.base import BatchMember, StepContext, StepRecord
 from spec_stack.controller.batch_cost import MAX_PENDING
-from spec_stack.controller.batch_rule import BatchRule, PerRequest
+from spec_stack.controller.batch_rule import BatchRule, Floats, PerRequest
 
-Floats = NDArray[np.float64]
 _TYPICAL_ACCEPTANCE = 0.7
 # Odds of an acceptance seen as 0 or 1 would be infinite.
 _MIN_ACCEPTANCE = 0.02
-
-
-@dataclass
-class _Request:
-    """What is known of a request before its next step.
-
-    acceptance: moving average. upcoming: of the first token of the step after its newest record, log odds of the
-    draft's confidence. confidence: of the newest record's tokens, mean log odds. Both None where unknown. surprise: 0.5
-    where all of the newest proposal was accepted, -0.5 where none was.
-    """
-
-    acceptance: float | None = None
-    upcoming: float | None = None
-    confidence: float | None = None
-    surprise: float = 0.0
+# A lot of lessons costs hardly more than one.
+_LESSONS_AT_ONCE = 16
 
 
 # acceptance by place and request, upcoming confidence (of the first token, of later ones), last confidence (likewise),
@@ -67,7 +52,7 @@ class BatchLogistic:
 
     def probability(self, features: Floats) -> Floats:
         """Of features (…, n): (…)."""
-        return np.asarray(1 / (1 + np.exp(-np.clip(features @ self.weights, -30, 30))), dtype=np.float64)
+        return _sigmoid(features @ self.weights)
 
     def learn(self, features: Floats, outcomes: Floats) -> None:
         """features (examples, n), outcomes (examples,) of 0 and 1."""
@@ -79,9 +64,35 @@ class BatchLogistic:
         self.weights = self.weights + np.linalg.solve(self._precision, features.T @ (outcomes - expected))
 
 
+@dataclass(slots=True)
+class _Request:
+    """What is known of a request before its next step, as features.
+
+    own: log odds of its acceptance, a moving average; None before any. upcoming: of the first token of the step after
+    its newest record, log odds of the draft's confidence, halved, less 1. confidence: likewise of the newest record's
+    mean confidence. 0 where unknown. surprise: 0.5 where all of the newest proposal was accepted, -0.5 where none was.
+    """
+
+    acceptance: float | None = None
+    own: float | None = None
+    upcoming: float = 0.0
+    confidence: float = 0.0
+    surprise: float = 0.0
+
+
+@dataclass(slots=True)
+class _Asked:
+    """What was known when a step was chosen: places (gamma,), log odds over the typical; rows (members, 4), own,
+    upcoming, confidence, surprise; whose each row is."""
+
+    places: Floats
+    rows: Floats
+    at: dict[str, int]
+
+
 @dataclass
 class BatchThroughput(BatchRule):
-    """The gamma with most expected tokens per second; a request's tokens are expected by an online model.
+    """The gamma under which the step's requests end soonest; their tokens are expected by an online model.
 
     The chance that a drafted token is accepted, given those before it, is learned by place over all requests; a
     request's own acceptance raises or lowers it, and so does the draft's confidence: in the request's last proposal
@@ -94,9 +105,9 @@ class BatchThroughput(BatchRule):
     _requests: PerRequest[_Request] = field(init=False, repr=False, default_factory=lambda: PerRequest(_Request))
     _typical: float = field(init=False, repr=False, default=_TYPICAL_ACCEPTANCE)
     _model: BatchLogistic = field(init=False, repr=False, default_factory=lambda: BatchLogistic(_START))
-    # By step, what was known of each request when it was chosen: (places, features).
-    _asked: OrderedDict[int, dict[str, Floats]] = field(init=False, repr=False, default_factory=OrderedDict)
-    _lessons: list[tuple[Floats, Floats]] = field(init=False, repr=False, default_factory=list)
+    _asked: OrderedDict[int, _Asked] = field(init=False, repr=False, default_factory=OrderedDict)
+    # What was known of a request (step's places, row) and how many of its proposal were accepted, of how many judged.
+    _lessons: list[tuple[Floats, Floats, int, int]] = field(init=False, repr=False, default_factory=list)
 
     name = "throughput"
 
@@ -104,59 +115,82 @@ class BatchThroughput(BatchRule):
         super().__post_init__()
         self._by_place = [_TYPICAL_ACCEPTANCE] * max(self.gammas)
 
-    def expected_accepted(self, context: StepContext, members: Sequence[BatchMember]) -> Sequence[float]:
-        if self._lessons:
-            self._model.learn(*(np.concatenate(parts) for parts in zip(*self._lessons, strict=True)))
-            self._lessons.clear()
+    def expected_accepted(self, context: StepContext, members: Sequence[BatchMember]) -> Floats:
+        if len(self._lessons) >= _LESSONS_AT_ONCE:
+            self._learn_lessons()
         if not members:
             members = (BatchMember("", max(self.gammas)),)
-        features = self._features(members)
+        asked = self._what_is_known(members)
         self._asked.pop(context.step, None)
-        self._asked[context.step] = {member.request_id: row for member, row in zip(members, features, strict=True)}
+        self._asked[context.step] = asked
         if len(self._asked) > MAX_PENDING:
             self._asked.popitem(last=False)
-        reached = np.cumprod(self._model.probability(features), axis=1)
-        for row, member in zip(reached, members, strict=True):
-            row[member.max_gamma :] = 0.0
-        return [0.0, *np.cumsum(reached.mean(axis=0)).tolist()]
+        reached = _sigmoid(self._log_odds(asked.places, asked.rows)).cumprod(axis=1)
+        for row, member in enumerate(members):
+            if member.max_gamma < reached.shape[1]:
+                reached[row, member.max_gamma :] = 0.0
+        expected = np.zeros((len(members), reached.shape[1] + 1))
+        reached.cumsum(axis=1, out=expected[:, 1:])
+        return expected
 
-    def _features(self, members: Sequence[BatchMember]) -> Floats:
-        """(requests, places, features), by the names beside `_START`."""
-        known = [self._requests.of(member.request_id) for member in members]
+    def _what_is_known(self, members: Sequence[BatchMember]) -> _Asked:
         typical = _odds(self._typical)
+        rows = []
+        for member in members:
+            known = self._requests.of(member.request_id)
+            rows.append((typical if known.own is None else known.own, known.upcoming, known.confidence, known.surprise))
         places = np.array([_odds(chance) - typical for chance in self._by_place])
-        own = np.array([typical if each.acceptance is None else _odds(each.acceptance) for each in known])
-        upcoming = np.array([0.0 if each.upcoming is None else each.upcoming / 2 - 1 for each in known])
-        confidence = np.array([0.0 if each.confidence is None else each.confidence / 2 - 1 for each in known])
-        features = np.zeros((len(known), len(places), len(_START)))
-        features[:, :, 0] = own[:, None] + places
-        features[:, :1, 1] = upcoming[:, None]
-        features[:, 1:, 2] = upcoming[:, None]
-        features[:, :1, 3] = confidence[:, None]
-        features[:, 1:, 4] = confidence[:, None]
-        features[:, :, 5] = np.array([each.surprise for each in known])[:, None]
-        features[:, :, 6] = 1.0
-        return features
+        return _Asked(places, np.array(rows), {member.request_id: at for at, member in enumerate(members)})
+
+    def _log_odds(self, places: Floats, rows: Floats) -> Floats:
+        """(members, places): the model over the features beside `_START`, without writing them out."""
+        weights = self._model.weights
+        same: Floats = rows @ np.array([weights[0], 0.0, 0.0, weights[5]]) + weights[6]
+        found: Floats = same[:, None] + weights[0] * places
+        found[:, 0] += rows[:, 1] * weights[1] + rows[:, 2] * weights[3]
+        found[:, 1:] += (rows[:, 1] * weights[2] + rows[:, 2] * weights[4])[:, None]
+        return found
+
+    def _learn_lessons(self) -> None:
+        features, outcomes = [], []
+        for places, row, num_accepted, judged in self._lessons:
+            lesson = np.empty((judged, len(_START)))
+            lesson[:, 0] = row[0] + places[:judged]
+            lesson[:, 1:5] = 0.0
+            lesson[0, 1], lesson[1:, 2] = row[1], row[1]
+            lesson[0, 3], lesson[1:, 4] = row[2], row[2]
+            lesson[:, 5], lesson[:, 6] = row[3], 1.0
+            features.append(lesson)
+            outcomes.append(np.arange(judged) < num_accepted)
+        self._lessons.clear()
+        self._model.learn(np.concatenate(features), np.concatenate(outcomes).astype(np.float64))
 
     def learn(self, record: StepRecord) -> None:
         known = self._requests.of(record.request_id)
-        known.upcoming = None if record.upcoming is None else logit(record.upcoming.confidence[0])
+        known.upcoming = 0.0 if record.upcoming is None else logit(record.upcoming.confidence[0]) / 2 - 1
         if not record.gamma:
             return
         if record.signals:
-            known.confidence = sum(map(logit, record.signals.confidence)) / len(record.signals)
-        judged = min(record.num_accepted + 1, record.gamma, len(self._by_place))
-        outcomes = [float(place < record.num_accepted) for place in range(judged)]
-        for place, accepted in enumerate(outcomes):
-            self._by_place[place] += 0.5 * self.weight * (accepted - self._by_place[place])
-        features = self._asked.get(record.step, {}).get(record.request_id)
-        if features is not None:
-            self._lessons.append((features[:judged], np.array(outcomes)))
-        rate = record.num_accepted / (record.num_accepted + (record.num_accepted < record.gamma))
+            known.confidence = logit(record.signals.mean_confidence) / 2 - 1
+        num_accepted = record.num_accepted
+        judged = min(num_accepted + 1, record.gamma, len(self._by_place))
+        pace = 0.5 * self.weight
+        for place in range(judged):
+            self._by_place[place] += pace * ((place < num_accepted) - self._by_place[place])
+        asked = self._asked.get(record.step)
+        at = None if asked is None else asked.at.get(record.request_id)
+        if asked is not None and at is not None:
+            self._lessons.append((asked.places, asked.rows[at], num_accepted, judged))
+        rate = num_accepted / (num_accepted + (num_accepted < record.gamma))
         before = self._typical if known.acceptance is None else known.acceptance
         known.acceptance = before + self.weight * (rate - before)
-        known.surprise = 0.5 * ((record.num_accepted == record.gamma) - (record.num_accepted == 0))
+        known.own = _odds(known.acceptance)
+        known.surprise = 0.5 * ((num_accepted == record.gamma) - (num_accepted == 0))
         self._typical += 0.1 * self.weight * (rate - self._typical)
+
+
+def _sigmoid(log_odds: Floats) -> Floats:
+    return np.asarray(1 / (1 + np.exp(-np.clip(log_odds, -30, 30))), dtype=np.float64)
 
 
 def _odds(acceptance: float) -> float:

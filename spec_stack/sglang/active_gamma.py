@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-from sglang.srt.runtime_context import get_context, get_spec
+from sglang.srt.runtime_context import get_context
 
 _SOURCE = "adaptive_spec.restore"
 
@@ -28,20 +26,3 @@ def forget_earlier_gammas_of_this_process() -> None:
 def num_overrides_kept() -> int:
     """Entries in this process's log, which must not grow with the steps taken."""
     return len(get_context()._overrides_log)
-
-
-@contextmanager
-def a_gamma_over_zero() -> Iterator[int]:
-    """The gamma that SGLang divides by, which is made 1 for the block where it is 0 now."""
-    width = get_spec().speculative_num_draft_tokens
-    if width > 1:
-        yield width - 1
-        return
-    context = get_context()
-    num_entries = len(context._overrides_log)
-    context.override(_SOURCE, speculative_num_draft_tokens=2)
-    try:
-        yield 1
-    finally:
-        context.override(_SOURCE, speculative_num_draft_tokens=width)
-        del context._overrides_log[num_entries:]

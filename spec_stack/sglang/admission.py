@@ -19,14 +19,14 @@ from itertools import pairwise
 from time import perf_counter
 from typing import Any
 
-import torch
-
 from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.decide import decide_scoring
+from spec_stack.sglang import self_test
 from spec_stack.sglang.active_gamma import num_overrides_kept
 from spec_stack.sglang.calibration import with_calibration, with_predictor
 from spec_stack.sglang.draft_pool import PoolFullError
-from spec_stack.sglang.follow_up import Beginning, Placement, Turns, new_spans, place
+from spec_stack.sglang.follow_up import Beginning, Placement, Turns, new_spans, place, protected_lead
+from spec_stack.sglang.guards import harmless, note_failure, num_failures
 from spec_stack.sglang.launch_notes import (
     DRAFT_AT_SLOTS,
     drafting_note,
@@ -35,8 +35,8 @@ from spec_stack.sglang.launch_notes import (
     prunes,
     pruning_note,
 )
-from spec_stack.sglang.positions import PositionMap, batch_map, batch_offsets
-from spec_stack.sglang.protocols import Runner, RunningRequest, Scheduler
+from spec_stack.sglang.positions import PositionMap
+from spec_stack.sglang.protocols import RunningRequest, Scheduler
 from spec_stack.sglang.radix_keys import PlacedKey
 from spec_stack.sglang.ranks import all_say_yes
 from spec_stack.sglang.request_state import (
@@ -123,7 +123,12 @@ class RequestPruner:
         self._turns = Turns(_TURNS_PER_POOL * self.config.draft_pool_tokens)
         self.num_by_outcome = dict.fromkeys(OUTCOMES, 0)
         self._waiting: list[Waiting] = []
+        self._at_work: Waiting | None = None
         self._set_aside: list[RunningRequest] | None = None
+        scheduler.draft_worker.caches_emptied = self.forget
+        if self.prunes:
+            seconds = self_test.run(scheduler, self._scorer, self.config.prefill)
+            logger.info("%s: a synthetic prompt went through every part in %.2f s", NAME, seconds)
         self._announce()
 
     @staticmethod
@@ -159,6 +164,23 @@ class RequestPruner:
         """Decide for a request that is about to be queued for the first time. Mutates it."""
         if getattr(request, STATE, None) is not None:
             return
+        try:
+            self._decide(request)
+        except Exception as error:
+            if self._failures_end_it:
+                raise
+            note_failure("deciding for a prompt", "it is prefilled densely")
+            with harmless("reporting on a prompt", "its reply has no report"):
+                self._give_up(request, error)
+
+    def _give_up(self, request: RunningRequest, error: Exception) -> None:
+        """Prefill the prompt densely, of which nothing has been changed yet."""
+        self._waiting = [waiting for waiting in self._waiting if waiting.request is not request]
+        if getattr(request, STATE, None) is None:
+            reason = f"off: deciding failed: {type(error).__name__}: {error}"
+            self._settle_densely(request, RequestOptions(), reason, "failed")
+
+    def _decide(self, request: RunningRequest) -> None:
         options = self._options(request)
         prefill = options.prefill(self.config)
         scores, reason = decide_scoring(options.specprefill, prefill, len(request.origin_input_ids), ())
@@ -192,22 +214,52 @@ class RequestPruner:
 
     def after_queueing(self, request: RunningRequest) -> None:
         """Keep a request out of the prefill batch that is being made, if it came while one is, and must be scored."""
-        queue = self._scheduler.waiting_queue
-        is_unscored = any(waiting.request is request for waiting in self._waiting)
-        if self._set_aside is not None and is_unscored and queue and queue[-1] is request:
-            self._set_aside.append(queue.pop())
+        with harmless("setting a request aside", "its prompt is prefilled densely"):
+            queue = self._scheduler.waiting_queue
+            is_unscored = any(waiting.request is request for waiting in self._waiting)
+            if self._set_aside is not None and is_unscored and queue and queue[-1] is request:
+                self._set_aside.append(queue.pop())
 
     # The scheduler's loop
 
     def work(self) -> None:
         """Do one part of the oldest scoring, if this round is for it. Called once per round, before SGLang makes its
         next batch."""
+        self._at_work = None
+        try:
+            self._work()
+        except Exception as error:
+            if self._failures_end_it:
+                raise
+            note_failure("scoring", "the prompt is prefilled densely")
+            self._release(error)
+
+    def _release(self, error: Exception) -> None:
+        """Let the request that was worked on go on without a score; all that wait, where it could be any."""
+        failed = [self._at_work] if self._at_work in self._waiting else list(self._waiting)
+        for waiting in failed:
+            if waiting is None:
+                continue
+            with harmless("giving a scoring up", "what it held of the draft's pool may stay held"):
+                self._restart(waiting)
+            if getattr(waiting.request, STATE, None) is None:
+                with harmless("reporting on a prompt", "its reply has no report"):
+                    self._give_up(waiting.request, error)
+            self._waiting = [other for other in self._waiting if other is not waiting]
+
+    @property
+    def _failures_end_it(self) -> bool:
+        """As tests want it."""
+        return self.config.prefill.on_scoring_error == "raise"
+
+    def _work(self) -> None:
         self._turns.take_in_replies()
         if not self._waiting:
             return
         self._drop_those_gone()
         self._score_the_quick()
         while self._waiting and self._waiting[0].work is None:
+            self._at_work = self._waiting[0]
             # What came before may have brought this one's prefix into the cache, or its very selection.
             if not self._is_settled_by_what_is_known(self._waiting[0]):
                 break
@@ -222,6 +274,9 @@ class RequestPruner:
             return
         left = min(_MOST_QUICK_TOKENS, self._scorer.chunk(self.config.prefill))
         for waiting in [it for it in self._waiting if it.work is None and it.asks_little]:
+            if left <= 0:
+                break
+            self._at_work = waiting
             if self._is_settled_by_what_is_known(waiting):
                 self._waiting.remove(waiting)
                 continue
@@ -238,20 +293,25 @@ class RequestPruner:
 
         Afterwards they stand among the others where they stood.
         """
-        scheduler, unscored = self._scheduler, {id(waiting.request) for waiting in self._waiting}
-        before = list(scheduler.waiting_queue)
-        self._set_aside = [request for request in before if id(request) in unscored]
-        if self._set_aside:
-            scheduler.waiting_queue = [request for request in before if id(request) not in unscored]
+        before = list(self._scheduler.waiting_queue)
+        with harmless("setting requests aside", "their prompts are prefilled densely"):
+            self._set_unscored_aside(before)
         try:
             yield
         finally:
-            if self._set_aside:
-                together = [*scheduler.waiting_queue, *self._set_aside]
-                stayed, known = {id(request) for request in together}, {id(request) for request in before}
-                old = [request for request in before if id(request) in stayed]
-                scheduler.waiting_queue = old + [request for request in together if id(request) not in known]
-            self._set_aside = None
+            aside, self._set_aside = self._set_aside, None
+            if aside:
+                together = [*self._scheduler.waiting_queue, *aside]
+                with harmless("ordering the queue", "those that were set aside come last"):
+                    together = _in_order(before, together)
+                self._scheduler.waiting_queue = together
+
+    def _set_unscored_aside(self, queue: Sequence[RunningRequest]) -> None:
+        unscored = {id(waiting.request) for waiting in self._waiting}
+        aside = [request for request in queue if id(request) in unscored]
+        if aside:
+            self._scheduler.waiting_queue = [request for request in queue if id(request) not in unscored]
+        self._set_aside = aside
 
     def state(self) -> dict[str, Any]:
         """Settings and counters, as /server_info shows them."""
@@ -269,10 +329,11 @@ class RequestPruner:
             "num_proposed": policy.num_proposed,
             "num_accepted": policy.num_accepted,
             "num_overrides_kept": num_overrides_kept(),
+            "num_failures": num_failures(),
         }
 
     def forget(self) -> None:
-        """Drop what is remembered, and the draft's KV: the caches are about to be emptied."""
+        """Drop what is remembered, and the draft's KV: SGLang has emptied its caches."""
         for waiting in self._waiting:
             self._restart(waiting)
         self._remembered.clear()
@@ -295,6 +356,7 @@ class RequestPruner:
 
     def _do_a_part(self, waiting: Waiting) -> None:
         """Take the scoring one part further; settle the request where it ends, well or not."""
+        self._at_work = waiting
         # Decode steps around this are not as slow as it makes them look.
         self._scheduler.draft_worker.batch_policy.something_else_runs()
         started = perf_counter()
@@ -343,6 +405,10 @@ class RequestPruner:
         if waiting.options.specprefill is not None:
             return False
         num_tokens, num_cached = len(prompt.token_ids), self._scorer.num_cached(prompt)
+        if num_cached < waiting.beginning.num_tokens:
+            return False
+        # What another's question had kept says nothing about this prompt.
+        num_cached = self._turns.num_unchosen(prompt.tenant, prompt.token_ids, num_cached)
         if num_cached < waiting.beginning.num_tokens:
             return False
         waiting.beginning = Beginning.dense(num_cached)
@@ -418,16 +484,8 @@ class RequestPruner:
     ) -> None:
         """Give the request a part of its prompt, at the original positions. Mutates it."""
         request, prompt = waiting.request, waiting.prompt
-        num_tokens, positions = given.num_prompt_tokens, None
-        if not given.is_whole:
-            positions = PositionMap(given.positions, num_tokens)
-            request.origin_input_ids = request.origin_input_ids_unpadded = array("q", given.token_ids)
-            request.full_untruncated_fill_ids = array("q")
-            request.extra_key = PlacedKey.of(positions, request.extra_key)
-            if request.logprob_start_len > 0:
-                # SGLang's way to say: none of the prompt's tokens.
-                request.logprob_start_len = len(given.token_ids)
-            self._turns.add(prompt.tenant, prompt.token_ids, given.positions, request)
+        num_tokens = given.num_prompt_tokens
+        positions = None if given.is_whole else PositionMap(given.positions, num_tokens)
         num_scored = 0
         if score is not None:
             num_scored = given.num_cached * waiting.recalls + (num_tokens - given.num_cached) * waiting.prunes
@@ -447,9 +505,24 @@ class RequestPruner:
             scoring_s=waiting.scoring_s,
             longest_part_s=waiting.longest_part_s,
             policy=self._policy(waiting.options),
-            kept_spans=_spans_of(given.positions) if waiting.options.explain else None,
+            kept_spans=_spans_of(_shown(given, prompt)) if waiting.options.explain else None,
         )
+        if positions is not None:
+            self._prune(request, prompt, given, positions)
         self._attach(request, RequestState(waiting.options, report, positions))
+
+    def _prune(self, request: RunningRequest, prompt: Prompt, given: Placement, positions: PositionMap) -> None:
+        """Give SGLang's request the kept tokens and their key. What may fail comes first, so that it is pruned whole or
+        not at all."""
+        key, token_ids = PlacedKey.of(positions, request.extra_key), array("q", given.token_ids)
+        lead = given.num_cached if given.inherits_all else protected_lead(prompt.protected)
+        self._turns.add(prompt.tenant, prompt.token_ids, given.positions, request, lead)
+        request.origin_input_ids = request.origin_input_ids_unpadded = token_ids
+        request.full_untruncated_fill_ids = array("q")
+        request.extra_key = key
+        if request.logprob_start_len > 0:
+            # SGLang's way to say: none of the prompt's tokens.
+            request.logprob_start_len = len(token_ids)
 
     def _settle_unscored(self, waiting: Waiting, why: str, outcome: str) -> None:
         """What an earlier turn was given stays as it was, and all of the new text is kept."""
@@ -517,33 +590,28 @@ class RequestPruner:
         return self._scheduler.model_config.hf_eos_token_id or ()
 
 
+def _in_order(before: Sequence[RunningRequest], together: Sequence[RunningRequest]) -> list[RunningRequest]:
+    """A queue's requests, those of before where they stood, the others after them."""
+    stayed, known = {id(request) for request in together}, {id(request) for request in before}
+    old = [request for request in before if id(request) in stayed]
+    return old + [request for request in together if id(request) not in known]
+
+
+def _shown(given: Placement, prompt: Prompt) -> Sequence[int]:
+    """The kept positions that a reply may show. Which parts of earlier turns were kept is for those who share a salt:
+    anybody may send a prompt that begins as another's conversation did."""
+    if given.inherits_all or any(prompt.tenant):
+        return given.positions
+    return [position for position in given.positions if position >= given.num_cached]
+
+
 def _spans_of(positions: Sequence[int]) -> tuple[Span, ...]:
     """Positions, in the order in which they are written, as half-open spans."""
+    if not positions:
+        return ()
     edges = [at for at in range(1, len(positions)) if positions[at] != positions[at - 1] + 1]
     return tuple((positions[a], positions[b - 1] + 1) for a, b in pairwise([0, *edges, len(positions)]))
 
 
 def _with_note(reason: str, protected: Protected) -> str:
     return f"{reason}; {protected.unrecognised}" if protected.unrecognised and reason.startswith("on") else reason
-
-
-def positions_of(forward_batch: Any, requests: Sequence[RunningRequest], runner: Runner) -> torch.Tensor | None:
-    """Original positions for a batch that SGLang has just given its slots as positions; None to leave it alone.
-
-    Covers prefill, chunks of it, prefill after a retraction, mixed batches, decoding, drafting and verification: all of
-    them are slots here. The host alone is asked, so nothing waits for the device.
-    """
-    maps = [getattr(getattr(request, STATE, None), "positions", None) for request in requests or ()]
-    if not any(maps) or forward_batch.positions is None or forward_batch.forward_mode.is_idle():
-        return None
-    is_draft = bool(runner.is_draft_worker)
-    if is_draft and not draft_positions_are_mapped(runner):
-        return None
-    slots, mode, lengths = forward_batch.positions, forward_batch.forward_mode, forward_batch.extend_seq_lens_cpu
-    if mode.is_decode() or mode.is_target_verify():
-        return batch_offsets(tuple(maps), slots.device)(slots)
-    if lengths is None:
-        if slots.numel() % len(maps):
-            raise RuntimeError(f"{slots.numel()} positions cannot be shared evenly by {len(maps)} requests")
-        lengths = [slots.numel() // len(maps)] * len(maps)
-    return batch_map(tuple(maps), is_draft, slots.device)(slots, [int(length) for length in lengths])

@@ -7,12 +7,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Any
 
 import torch
 
 from spec_stack.config import MAX_GAMMA
 from spec_stack.controller.base import BatchMember, DraftSignals, Policy, StepContext, StepRecord
+from spec_stack.sglang.guards import harmless
 from spec_stack.sglang.launch_notes import graph_sizes
+from spec_stack.sglang.penalties import count_anew, is_penalised
 from spec_stack.sglang.protocols import RunningRequest
 from spec_stack.sglang.request_state import note_step, options_of
 from spec_stack.sglang.server_args import ServerConfig
@@ -78,6 +81,8 @@ class BatchPolicy:
         self._agree = agree
         self._clock = clock
         self._policies: dict[str, Policy] = {}
+        # Stands for a policy that failed.
+        self._cautious = config.make_policy("fixed")
         self._requests: Sequence[RunningRequest] = ()
         self._pending: deque[Pending] = deque()
         self._number = 0
@@ -86,16 +91,6 @@ class BatchPolicy:
         self._only_steps_ran = False
         self.graph_sizes: list[int] | None = None
         self.num_proposed = self.num_accepted = self.num_steps = 0
-        self._reported = (0, 0)
-
-    @property
-    def acceptance_since_reported(self) -> float:
-        """Accepted over proposed tokens, of all requests since `acceptance_was_reported`; 0 where none was proposed."""
-        num_proposed, num_accepted = self.num_proposed - self._reported[0], self.num_accepted - self._reported[1]
-        return num_accepted / num_proposed if num_proposed else 0.0
-
-    def acceptance_was_reported(self) -> None:
-        self._reported = self.num_proposed, self.num_accepted
 
     # SGLang's AdaptiveSpecPolicy
 
@@ -114,7 +109,6 @@ class BatchPolicy:
 
     def get_steps_for_batch(self, batch_size: int) -> int:
         """The gamma of the step that begins now."""
-        policy, asked = self._rule()
         gammas = self._config.gammas_at(self._padded(batch_size))
         caps = [_cap(request) for request in self._requests]
         context = StepContext(
@@ -128,8 +122,11 @@ class BatchPolicy:
                 BatchMember(str(request.rid), cap) for request, cap in zip(self._requests, caps, strict=True)
             ),
         )
-        gamma = _largest_up_to(asked if asked is not None else policy.choose(context), gammas)
-        gamma = self._agree(gamma)
+        policy, wanted = self._cautious, 0
+        with harmless("choosing gamma", "the step drafts as little as it may"):
+            policy, asked = self._rule(caps)
+            wanted = policy.choose(context) if asked is None else asked
+        gamma = self._agree(_largest_up_to(wanted, gammas))
         self._pending.append(
             Pending(self._number, gamma, policy, list(self._requests), self._only_steps_ran, caps, context.lag)
         )
@@ -148,19 +145,23 @@ class BatchPolicy:
         seconds = step.ended(now, self._previous_end)
         self._previous_end = now
         self.num_steps += 1
-        signals = as_signals(step.signals) if step.signals is not None else [_NO_SIGNALS] * batch_size
+        signals = [_NO_SIGNALS] * batch_size
+        with harmless("reading the draft's signals", "none are known of the step"):
+            if step.signals is not None:
+                signals = as_signals(step.signals)
         for request, num_correct, cap, known in zip(
             step.requests, num_correct_drafts_per_req, step.caps, signals, strict=True
         ):
             if request.is_retracted or request.finished():
                 # It ended, or was taken back, while this step ran: its tokens are thrown away.
                 continue
-            record = self._record(step, request, num_correct, cap, known, seconds)
-            note_step(request, record)
-            self.num_proposed += record.gamma
-            self.num_accepted += record.num_accepted
-            self._last = record
-            step.policy.observe(record)
+            with harmless("learning from a step", "nothing is learned from it"):
+                record = self._record(step, request, num_correct, cap, known, seconds)
+                note_step(request, record)
+                self.num_proposed += record.gamma
+                self.num_accepted += record.num_accepted
+                self._last = record
+                step.policy.observe(record)
 
     def _record(
         self,
@@ -205,6 +206,13 @@ class BatchPolicy:
         """The most tokens that may be accepted of each request's proposal, in the step that was chosen last."""
         return self._pending[-1].caps
 
+    def count_penalties(self, sampling_info: Any, newest: torch.Tensor) -> None:
+        """Make SGLang's penalties exact for the step that was chosen last; newest: (num_requests,), the tokens it goes
+        on from."""
+        step = self._pending[-1]
+        if any(is_penalised(request) for request in step.requests):
+            count_anew(sampling_info, step.requests, newest, lags=step.lag > 1)
+
     def carry(self, signals: torch.Tensor) -> None:
         """Given the draft's signals in the step that was chosen last, which are read when its result is."""
         self._pending[-1].signals = signals
@@ -215,7 +223,9 @@ class BatchPolicy:
         for step in self._pending:
             step.follows_a_step = False
 
-    def _rule(self) -> tuple[Policy, int | None]:
+    def _rule(self, caps: Sequence[int]) -> tuple[Policy, int | None]:
+        if caps and not max(caps):
+            return self._policy("fixed"), 0
         options = [options_of(request) for request in self._requests]
         asked = [option.gamma for option in options if option.gamma is not None]
         if asked and len(asked) == len(options):
@@ -233,10 +243,12 @@ class BatchPolicy:
         return min((size for size in self.graph_sizes or () if size >= batch_size), default=batch_size)
 
 
-_NO_SIGNALS: tuple[DraftSignals, None] = (DraftSignals(), None)
+_NO_SIGNALS: tuple[DraftSignals, DraftSignals | None] = (DraftSignals(), None)
 
 
 def _cap(request: RunningRequest) -> int:
+    if is_penalised(request):
+        return 0
     asked = options_of(request).gamma
     return MAX_GAMMA if asked is None else asked
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
@@ -70,6 +70,11 @@ class Placement:
     @property
     def keep_rate(self) -> float:
         return len(self.positions) / self.num_prompt_tokens
+
+    @property
+    def inherits_all(self) -> bool:
+        """Whether the target is given all that an earlier turn dealt with, if anything."""
+        return sum(position < self.num_cached for position in self.positions) == self.num_cached
 
     @property
     def is_whole(self) -> bool:
@@ -145,12 +150,30 @@ def new_spans(protected: Sequence[Span], beginning: Beginning) -> list[Span]:
     return clip_spans(protected, beginning.num_tokens)
 
 
-class _Turn:
-    """One prompt as it was placed, and its reply once that has ended."""
+def protected_lead(protected: Sequence[Span]) -> int:
+    """How many tokens from the first one on every selection keeps."""
+    end = 0
+    for start, stop in sorted(protected):
+        if start > end:
+            break
+        end = max(end, stop)
+    return end
 
-    def __init__(self, prompt_ids: Ints, positions: tuple[int, ...], request: RunningRequest) -> None:
-        self.token_ids, self.positions = prompt_ids, positions
+
+class _Turn:
+    """One prompt as it was placed, and its reply once that has ended.
+
+    num_unchosen: tokens from the first one on that are kept whatever is asked. num_chosen: those that are kept at all,
+    without a gap.
+    """
+
+    def __init__(
+        self, prompt_ids: Ints, positions: tuple[int, ...], request: RunningRequest, num_unchosen: int
+    ) -> None:
+        self.token_ids, self.positions, self.num_prompt_tokens = prompt_ids, positions, len(prompt_ids)
         self.request: RunningRequest | None = request
+        self.num_chosen = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], enumerate(positions)))
+        self.num_unchosen = min(num_unchosen, self.num_chosen)
 
     def take_in_reply(self) -> None:
         """A reply's last token may have been through no model, so it counts as new text."""
@@ -182,10 +205,18 @@ class Turns:
         return len(self._turns)
 
     def add(
-        self, namespace: Hashable, prompt_ids: Sequence[int], positions: tuple[int, ...], request: RunningRequest
+        self,
+        namespace: Hashable,
+        prompt_ids: Sequence[int],
+        positions: tuple[int, ...],
+        request: RunningRequest,
+        num_unchosen: int = 0,
     ) -> None:
-        """Remember a turn. Its reply is taken in when the request has ended."""
-        turn = _Turn(np.asarray(prompt_ids, dtype=np.int64), positions, request)
+        """Remember a turn. Its reply is taken in when the request has ended.
+
+        num_unchosen: tokens from the first one on that any question would have kept.
+        """
+        turn = _Turn(np.asarray(prompt_ids, dtype=np.int64), positions, request, num_unchosen)
         self._turns[self._next] = namespace, turn
         self._answering.append(turn)
         self._next += 1
@@ -206,22 +237,42 @@ class Turns:
         self._answering.clear()
 
     def find(self, namespace: Hashable, prompt_ids: Sequence[int]) -> Beginning:
-        """The longest beginning in common with a turn; of equal ones the newest. All but the last token counts, since
-        that one has to be asked again.
+        """The longest beginning in common with a turn whose whole prompt is in it; of equal ones the newest. All but
+        the last token counts, since that one has to be asked again.
+
+        What was kept of a turn was chosen by all of its prompt, the question too. So only who goes on from that
+        question takes it over: a neighbour who shares the document alone gets a selection of its own.
 
         A slot that was written after the first token that differs has seen it, so it does not belong to the beginning,
         wherever it stands.
         """
-        ids = np.asarray(prompt_ids[:-1], dtype=np.int64)
         best: tuple[int, int, _Turn] | None = None
-        for number, (owner, turn) in self._turns.items():
-            if owner != namespace:
-                continue
-            length = num_common(turn.token_ids, ids)
-            if length and (best is None or length >= best[0]):
+        for number, turn, length in self._in_common(namespace, prompt_ids):
+            if length >= turn.num_prompt_tokens and (best is None or length >= best[0]):
                 best = length, number, turn
         if best is None:
             return Beginning()
         length, number, turn = best
         self._turns.move_to_end(number)
         return Beginning(length, tuple(takewhile(lambda position: position < length, turn.positions)))
+
+    def num_unchosen(self, namespace: Hashable, prompt_ids: Sequence[int], num_cached: int) -> int:
+        """Of the tokens at a prompt's beginning that are cached without a gap, those that no turn's choice put there.
+
+        num_cached: how many are cached. A turn that kept as many from the first one on may have brought them, and then
+        counts with those alone that any question would have kept.
+        """
+        least = num_cached
+        for _, turn, length in self._in_common(namespace, prompt_ids):
+            if length < turn.num_prompt_tokens and min(length, turn.num_chosen) >= num_cached:
+                least = min(least, turn.num_unchosen)
+        return least
+
+    def _in_common(self, namespace: Hashable, prompt_ids: Sequence[int]) -> Iterator[tuple[int, _Turn, int]]:
+        """A tenant's turns by their number, each with the length of what it and a prompt have in common."""
+        ids = np.asarray(prompt_ids[:-1], dtype=np.int64)
+        for number, (owner, turn) in self._turns.items():
+            if owner == namespace:
+                length = num_common(turn.token_ids, ids)
+                if length:
+                    yield number, turn, length

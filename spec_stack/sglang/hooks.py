@@ -5,20 +5,22 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from spec_stack.sglang.active_gamma import a_gamma_over_zero
-from spec_stack.sglang.admission import RequestPruner, positions_of
+from spec_stack.sglang import seams
+from spec_stack.sglang.admission import RequestPruner
+from spec_stack.sglang.batch_positions import positions_of, positions_one_by_one
+from spec_stack.sglang.guards import harmless, note_failure
 from spec_stack.sglang.protocols import RunningRequest, Scheduler
 from spec_stack.sglang.radix_keys import place_tokens
 from spec_stack.sglang.reports import (
-    REPORTED,
+    ReplyBooks,
     ReplyInfo,
-    ReplyMetrics,
     correct_acceptance,
+    reported_completion,
     vllm_metrics,
     with_report,
 )
@@ -49,8 +51,26 @@ def _add_flags(add: Callable[..., Any], parser: argparse.ArgumentParser) -> Any:
 def _check_options(verify: Callable[..., None], params: Any, *args: Any, **kwargs: Any) -> None:
     """SGLang makes a 400 of the ValueError."""
     verify(params, *args, **kwargs)
-    if params.custom_params and _is_on():
-        RequestOptions.parse(params.custom_params, _config())
+    refused: ValueError | None = None
+    with harmless("reading a request's options", "the scheduler reads them again"):
+        if params.custom_params and _is_on():
+            try:
+                RequestOptions.parse(params.custom_params, _config())
+            except ValueError as error:
+                refused = error
+    if refused is not None:
+        raise refused
+
+
+# The process that writes replies
+
+
+def _books(manager: Any) -> ReplyBooks:
+    books: ReplyBooks | None = getattr(manager, STATE, None)
+    if books is None:
+        books = ReplyBooks(manager.served_model_name if manager.enable_metrics else None)
+        setattr(manager, STATE, books)
+    return books
 
 
 def _report(
@@ -68,70 +88,53 @@ def _report(
     update(manager, meta_info, state, others, index, *args, **kwargs)
     if META_INFO not in customized_info:
         return
-    info: ReplyInfo = getattr(state, STATE, None) or ReplyInfo()
-    setattr(state, STATE, info)
-    info.add(customized_info[META_INFO][index])
-    is_finished = bool(meta_info.get("finish_reason"))
-    said = info.meta_info(is_finished)
-    if said is None:
-        return
-    meta_info[META_INFO] = said
-    meta_info["prompt_tokens"] = said["num_prompt_tokens"]
-    if is_finished:
-        meta_info["metrics"] = vllm_metrics(said)
-        setattr(state.obj, REPORTED, said)
+    with harmless("writing a report", "the reply has none"):
+        info: ReplyInfo = getattr(state, STATE, None) or ReplyInfo()
+        setattr(state, STATE, info)
+        info.add(customized_info[META_INFO][index])
+        is_finished = bool(meta_info.get("finish_reason"))
+        said = info.meta_info(is_finished)
+        if said is None:
+            return
+        meta_info[META_INFO] = said
+        meta_info["prompt_tokens"] = said["num_prompt_tokens"]
+        if is_finished:
+            meta_info["metrics"] = vllm_metrics(said)
+            _books(manager).close(meta_info, said, is_counted=bool(state.obj.log_metrics))
 
 
 def _correct_acceptance(
-    calculate: Callable[..., None], manager: Any, meta_info: dict[str, Any], *args: Any, **kwargs: Any
+    calculate: Callable[..., None], manager: Any, meta_info: dict[str, Any], outputs: Any, index: int
 ) -> None:
-    calculate(manager, meta_info, *args, **kwargs)
+    """Once per reply, at its end. SGLang counts its prompt's tokens after this."""
+    calculate(manager, meta_info, outputs, index)
     if META_INFO in meta_info:
-        correct_acceptance(meta_info, meta_info[META_INFO])
+        with harmless("correcting SGLang's numbers", "they are SGLang's own"):
+            correct_acceptance(meta_info, meta_info[META_INFO])
+            outputs.prompt_tokens[index] = meta_info[META_INFO]["num_prompt_tokens"]
 
 
-def _count_reply(collect: Callable[..., None], manager: Any, state: Any, outputs: Any, index: int) -> None:
-    """SGLang's prompt tokens by their true number, and this project's own metrics."""
-    info: ReplyInfo | None = getattr(state, STATE, None)
-    if info is not None and info.num_prompt_tokens is not None:
-        outputs.prompt_tokens[index] = info.num_prompt_tokens
-    collect(manager, state, outputs, index)
-    report = getattr(state.obj, REPORTED, None)
-    if state.finished and report is not None:
-        metrics: ReplyMetrics = getattr(manager, STATE, None) or ReplyMetrics(manager.served_model_name)
-        setattr(manager, STATE, metrics)
-        metrics.observe(report, outputs.cached_tokens[index])
+async def _report_in_response(handle: Callable[..., Any], serving: Any, *args: Any, **kwargs: Any) -> Any:
+    """Where an OpenAI client has no meta info: in a stream's usage chunk, and beside the text of a completion."""
+    response = await handle(serving, *args, **kwargs)
+    with harmless("writing a report", "the reply has none"):
+        books = getattr(serving.tokenizer_manager, STATE, None)
+        if hasattr(response, "body_iterator") and _is_on():
+            response.body_iterator = with_report(response.body_iterator, partial(_books, serving.tokenizer_manager))
+        elif books is not None and getattr(response, "object", "") == "text_completion":
+            return reported_completion(response, books)
+    return response
 
 
-def _report_in_stream(
-    generate: Callable[..., Any], serving: Any, adapted_request: Any, *args: Any, **kwargs: Any
-) -> Any:
-    stream = generate(serving, adapted_request, *args, **kwargs)
-    return with_report(stream, adapted_request) if _is_on() else stream
-
-
-def _report_true_rate(report: Callable[..., None], reporter: Any, *args: Any, **kwargs: Any) -> None:
-    """SGLang's log line and gauge divide by the gamma of this moment; give them counts whose quotient is right."""
-    pruner = RequestPruner.of(reporter.scheduler)
-    if pruner is None:
-        return report(reporter, *args, **kwargs)
-    counted, num_steps = reporter.spec_num_correct_drafts, reporter.spec_num_forward_ct
-    policy = reporter.scheduler.draft_worker.batch_policy
-    with a_gamma_over_zero() as gamma:
-        reporter.spec_num_correct_drafts = policy.acceptance_since_reported * num_steps * gamma
-        report(reporter, *args, **kwargs)
-    if reporter.spec_num_forward_ct == num_steps:
-        reporter.spec_num_correct_drafts = counted
-    else:
-        policy.acceptance_was_reported()
-    return None
+# The scheduler's process
 
 
 def _show_state(get: Callable[..., Any], scheduler: Scheduler, *args: Any, **kwargs: Any) -> Any:
     output = get(scheduler, *args, **kwargs)
-    pruner = RequestPruner.of(scheduler)
-    if pruner is not None:
-        output.internal_state[META_INFO] = pruner.state()
+    with harmless("showing the state", "/server_info has none"):
+        pruner = RequestPruner.of(scheduler)
+        if pruner is not None:
+            output.internal_state[META_INFO] = pruner.state()
     return output
 
 
@@ -156,25 +159,17 @@ def _score_between_batches(next_batch: Callable[..., Any], scheduler: Scheduler,
         return next_batch(scheduler, *args, **kwargs)
 
 
-def _forget_first(flush: Callable[..., bool], scheduler: Scheduler, *args: Any, **kwargs: Any) -> bool:
-    pruner = RequestPruner.of(scheduler)
-    if pruner is not None:
-        pruner.forget()
-    return flush(scheduler, *args, **kwargs)
-
-
 def _map_positions(init_new: Callable[..., Any], cls: type, batch: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
     forward_batch = init_new(cls, batch, runner, *args, **kwargs)
-    mapped = positions_of(forward_batch, batch.reqs, runner)
+    try:
+        mapped = positions_of(forward_batch, batch.reqs, runner)
+    except Exception:
+        # At other positions every token would be wrong, so there is a second way, slow and plain.
+        note_failure("mapping positions", "they are mapped one by one")
+        mapped = positions_one_by_one(forward_batch, batch.reqs, runner)
     if mapped is not None:
         forward_batch.positions = mapped
     return forward_batch
-
-
-def _need_hidden_states(needed: Callable[[], bool]) -> bool:
-    """SGLang knows STANDALONE by its name here. A captured graph hands the draft's hidden states out all the same, a
-    prefill does not, and what relays them between steps wants them always or never."""
-    return not _is_on() and needed()
 
 
 # Each is called as hook(SGLang's own function, *its arguments). Without one of these, replies would be wrong.
@@ -183,23 +178,14 @@ HOOKS: dict[str, Callable[..., Any]] = {
     f"{_SRT}.sampling.sampling_params.SamplingParams.verify": _check_options,
     f"{_SRT}.managers.scheduler.Scheduler._add_request_to_queue": _decide_at_the_queue,
     f"{_SRT}.managers.scheduler.Scheduler.get_next_batch_to_run": _score_between_batches,
-    f"{_SRT}.managers.scheduler.Scheduler.flush_cache": _forget_first,
     f"{_SRT}.mem_cache.radix_cache.RadixKey.__init__": place_tokens,
     f"{_SRT}.model_executor.forward_batch_info.ForwardBatch.init_new": _map_positions,
-    f"{_SRT}.speculative.spec_utils.spec_need_hidden_states": _need_hidden_states,
 }
 # Without one of these, a number is missing or SGLang's own.
 HOOKS_FOR_NUMBERS: dict[str, Callable[..., Any]] = {
     f"{_SRT}.managers.tokenizer_manager.TokenizerManager.update_request_meta_info": _report,
     f"{_SRT}.managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics": _correct_acceptance,
-    f"{_SRT}.managers.tokenizer_manager.TokenizerManager.collect_metrics": _count_reply,
-    f"{_SRT}.entrypoints.openai.serving_chat.OpenAIServingChat._generate_chat_stream": _report_in_stream,
-    f"{_SRT}.entrypoints.openai.serving_completions.OpenAIServingCompletion._generate_completion_stream": (
-        _report_in_stream
-    ),
-    f"{_SRT}.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter.report_decode_stats": (
-        _report_true_rate
-    ),
+    f"{_SRT}.entrypoints.openai.serving_base.OpenAIServingBase.handle_request": _report_in_response,
     f"{_SRT}.managers.scheduler.Scheduler.get_internal_state": _show_state,
 }
 
@@ -211,8 +197,11 @@ def register() -> None:
 
 
 def check() -> None:
-    """Raise RuntimeError, naming them, where hooks are not in place in this process. Numbers alone are worth a
-    warning."""
+    """Raise RuntimeError, naming them, where hooks are not in place in this process, or SGLang lacks what is used of it
+    beside them. Numbers alone are worth a warning."""
+    lacking = seams.missing()
+    if lacking:
+        raise RuntimeError(f"{NAME} cannot serve: this SGLang has no {', '.join(lacking)}; install a tested version")
     missing = [target for target in HOOKS if target not in HookRegistry._patched]
     if missing:
         raise RuntimeError(

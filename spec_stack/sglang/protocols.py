@@ -15,7 +15,11 @@ class SamplingSettings(Protocol):
 
     custom_params: Any
     max_new_tokens: int | None
+    min_new_tokens: int
     ignore_eos: bool
+    frequency_penalty: float
+    presence_penalty: float
+    repetition_penalty: float
 
 
 class RunningRequest(Protocol):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
-REPORTED = "spec_stack_report"
-"""The attribute of SGLang's request object that holds its final report, for the stream that serves it."""
+from spec_stack.sglang.guards import harmless
+
+# Responses are built right after their reply has ended.
+_MOST_REPORTS = 4096
 _GAMMA_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
 _SECONDS_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
 
@@ -58,6 +61,8 @@ def correct_acceptance(meta_info: dict[str, Any], report: Mapping[str, Any]) -> 
     meta_info["spec_num_proposed_drafts"] = num_proposed
     meta_info["spec_num_correct_drafts"] = num_accepted
     meta_info["spec_accept_rate"] = num_accepted / num_proposed if num_proposed else 0.0
+    # SGLang's divides the tokens handed out, of which a stop or a limit may have cut some off.
+    meta_info["spec_accept_length"] = vllm_metrics(report)["speculative_decoding"]["mean_acceptance_length"]
 
 
 def vllm_metrics(report: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,23 +94,59 @@ def vllm_metrics(report: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-async def with_report(stream: AsyncIterator[str], request: object) -> AsyncIterator[str]:
-    """An OpenAI stream's events, the usage chunk with the report of `request` (SGLang's own object for it).
+class ReplyBooks:
+    """What is known of replies that have ended: the sums of all, and the newest ones' reports, by request id.
 
-    That chunk comes last, and only where the client asked for it (stream_options.include_usage).
+    model_name: the label of the metrics; None keeps no sums.
+    """
+
+    def __init__(self, model_name: str | None) -> None:
+        self._metrics = None if model_name is None else ReplyMetrics(model_name)
+        self._reports: OrderedDict[str, Mapping[str, Any]] = OrderedDict()
+
+    def close(self, meta_info: Mapping[str, Any], report: Mapping[str, Any], *, is_counted: bool) -> None:
+        """Take in a reply's final report. is_counted: whether it belongs to the sums."""
+        self._reports[str(meta_info["id"])] = report
+        if len(self._reports) > _MOST_REPORTS:
+            self._reports.popitem(last=False)
+        if self._metrics is not None and is_counted:
+            self._metrics.observe(report, int(meta_info.get("cached_tokens", 0)))
+
+    def report_of(self, request_id: object) -> Mapping[str, Any] | None:
+        return self._reports.get(str(request_id))
+
+
+async def with_report(stream: AsyncIterator[Any], books: Callable[[], ReplyBooks]) -> AsyncIterator[Any]:
+    """An OpenAI stream's events, the usage chunk with the report of the reply whose id it bears.
+
+    That chunk comes last, and only where the client asked for it (stream_options.include_usage). Of several replies
+    in one stream it bears the id of one.
     """
     async for event in stream:
-        report = getattr(request, REPORTED, None)
-        yield event if report is None else _reported(event, report)
+        # Every other chunk has a choice in it, and most of a stream's cost is in its chunks.
+        if not isinstance(event, str) or '"choices":[]' not in event or '"usage":{' not in event:
+            yield event
+            continue
+        reported = event
+        with harmless("writing a report", "the reply has none"):
+            name, _, data = event.strip().partition(" ")
+            chunk = json.loads(data) if name == "data:" else {}
+            report = books().report_of(chunk.get("id"))
+            if report is not None:
+                reported = f"data: {json.dumps(chunk | _shown(report))}\n\n"
+        yield reported
 
 
-def _reported(event: str, report: Mapping[str, Any]) -> str:
-    name, _, data = event.strip().partition(" ")
-    # Every other chunk has a choice in it, and most of a stream's cost is in its chunks.
-    if name != "data:" or '"choices":[]' not in data or '"usage":{' not in data:
-        return event
-    chunk = {**json.loads(data), "spec_stack": dict(report), "metrics": vllm_metrics(report)}
-    return f"data: {json.dumps(chunk)}\n\n"
+def reported_completion(response: Any, books: ReplyBooks) -> Any:
+    """A completion as plain values, the report beside its text; as it was, where there is none."""
+    report = books.report_of(response.id)
+    if report is None:
+        return response
+    return response.model_dump(mode="json") | _shown(report)
+
+
+def _shown(report: Mapping[str, Any]) -> dict[str, Any]:
+    return {"spec_stack": dict(report), "metrics": vllm_metrics(report)}
 
 
 class ReplyMetrics:

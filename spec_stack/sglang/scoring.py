@@ -26,6 +26,7 @@ from spec_stack.sglang.head_votes import LayerQueries, best_of_own_heads
 from spec_stack.sglang.pooled_draft import PooledDraft
 from spec_stack.sglang.protocols import Scheduler
 from spec_stack.sglang.ranks import largest_of_all, own_rank
+from spec_stack.sglang.support import num_matched
 from spec_stack.sglang.tiled_attention import Window
 
 # Forwards of the look-ahead in one part of a scoring.
@@ -101,7 +102,7 @@ class DraftScorer:
             limit=max(len(prompt.token_ids) - 1, 0),
             cache_salt=prompt.cache_salt,
         )
-        return len(self._scheduler.tree_cache.match_prefix(MatchPrefixParams(key=key)).device_indices)
+        return num_matched(self._scheduler.tree_cache.match_prefix(MatchPrefixParams(key=key)))
 
     def pool_state(self) -> dict[str, int]:
         index = self._draft.index

@@ -37,6 +37,14 @@ def check_version() -> None:
         raise RuntimeError(f"{NAME} was made for SGLang {supported}, and this is {installed}; install one of those")
 
 
+def num_matched(found: Any) -> int:
+    """Tokens on the device that SGLang's cache has found; it says so by their number since 0.5.22, by their slots
+    before."""
+    if hasattr(found, "device_prefix_len"):
+        return int(found.device_prefix_len)
+    return len(found.device_indices)
+
+
 def pruning_refusal(args: Any, target: Any, draft: Any) -> str | None:
     """Why no prompt of a server may be pruned, or None. Unpruned prompts are drafted for all the same.
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.speculative import eagle_worker_v2
 from sglang.srt.speculative.adaptive_runtime_state import AdaptiveController
@@ -15,6 +17,7 @@ from spec_stack.sglang import hooks
 from spec_stack.sglang.active_gamma import forget_earlier_gammas_of_this_process
 from spec_stack.sglang.batch_policy import BatchPolicy
 from spec_stack.sglang.calibration import with_predictor
+from spec_stack.sglang.guards import harmless
 from spec_stack.sglang.launch_notes import prunes
 from spec_stack.sglang.padded_vocabulary import fit_draft, have_one_vocabulary
 from spec_stack.sglang.pooled_draft import PooledDraft
@@ -61,9 +64,14 @@ class SpecStackDraftWorker(StandaloneDraftWorker):  # type: ignore[misc]
         with self._catching_up(batch, has_graph=False):
             return super()._draft_extend_for_prefill(batch, *args, **kwargs)
 
-    def _draft_extend_for_decode(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    def _draft_extend_for_decode(self, batch: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
         with self._catching_up(batch, has_graph=self.cuda_graph_runner_for_draft_extend is not None):
-            return super()._draft_extend_for_decode(batch, *args, **kwargs)
+            result = super()._draft_extend_for_decode(batch, output, *args, **kwargs)
+        # A captured graph hands the draft's hidden states out and a prefill does not, and what relays them between
+        # steps wants them always or never. A standalone draft has no use for them.
+        if output.next_draft_input is not None:
+            output.next_draft_input.hidden_states = None
+        return result
 
     def _catching_up(self, batch: Any, has_graph: bool) -> AbstractContextManager[None]:
         if self.signals is None or batch.forward_mode.is_idle():
@@ -88,6 +96,7 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
         if prunes(config, self.pruning_refusal):
             # Weights are loaded, and SGLang has not sized its pools yet: it divides what memory is left.
             self.pooled_draft.allocate()
+        self.caches_emptied: Callable[[], None] = lambda: None
         self.batch_policy = BatchPolicy(
             config,
             precision=str(runner.dtype).removeprefix("torch."),
@@ -107,6 +116,12 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
         logger.info("the draft's %d embedding rows are fitted to the target's %d", draft_vocab_size, target_vocab_size)
         fit_draft(runner.model, draft_vocab_size, target_vocab_size)
 
+    def clear_cache_pool(self) -> None:
+        """SGLang has emptied its caches."""
+        super().clear_cache_pool()
+        with harmless("forgetting what was cached", "it is forgotten as new texts come"):
+            self.caches_emptied()
+
     def apply_runtime_state(self, state: Any) -> None:
         super().apply_runtime_state(state)
         forget_earlier_gammas_of_this_process()
@@ -125,12 +140,20 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
         signals, rows = self._draft_worker.signals, batch.req_pool_indices
         if signals is None or batch.forward_mode.is_idle():
             return super().forward_batch_generation(batch, *args, **kwargs)
-        first = signals.take_first(rows)
+        first: torch.Tensor | None = None
+        with harmless("taking the draft's signals", "none are known of the step"):
+            first = signals.take_first(rows)
         result = super().forward_batch_generation(batch, *args, **kwargs)
-        self.batch_policy.carry(signals.of_step(first, self.speculative_num_steps, rows))
+        with harmless("carrying the draft's signals", "none are known of the step"):
+            if first is not None:
+                self.batch_policy.carry(signals.of_step(first, self.speculative_num_steps, rows))
         return result
 
     def verify(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         if not batch.forward_mode.is_idle():
-            end_chains(batch.spec_info.retrieve_next_token, self.batch_policy.caps)
+            with harmless("ending proposals at their caps", "they are verified whole"):
+                end_chains(batch.spec_info.retrieve_next_token, self.batch_policy.caps)
+            newest = batch.spec_info.draft_token[:: batch.spec_info.draft_token_num]
+            with harmless("counting penalties", "they are SGLang's own"):
+                self.batch_policy.count_penalties(batch.sampling_info, newest)
         return super().verify(batch, *args, **kwargs)

@@ -9,11 +9,10 @@ import pytest
 from experiments.policies.policy_cost import measure, seconds_a_step
 from experiments.serving.batch_policies import PLAIN, arms_of, follows_signals, parse_args
 from spec_stack.controller.base import Policy, StepContext, StepRecord
-from spec_stack.sglang.server_args import ServerConfig
 
 
 def test_an_arm_stands_for_plain_decoding_every_gamma_and_every_policy() -> None:
-    arms = arms_of(ServerConfig(gammas=(0, 2, 4)), ["speckv"])
+    arms = arms_of((2, 4), ["speckv"])
     asked = {name: arm.custom for name, arm in arms.items()}
     expected = {PLAIN: {"gamma": 0}, "fixed-2": {"gamma": 2}, "fixed-4": {"gamma": 4}, "speckv": {"policy": "speckv"}}
     assert asked == expected

@@ -138,6 +138,15 @@ class Server:
         except urllib.error.HTTPError as error:
             return error.code, json.loads(error.read() or b"null")
 
+    def flush(self) -> None:
+        """Empty the caches. SGLang refuses, in plain words, until it has seen that it idles."""
+        for _ in range(100):
+            with contextlib.suppress(json.JSONDecodeError):
+                if self.post("/flush_cache", {})[0] == 200:
+                    return
+            time.sleep(0.2)
+        raise AssertionError("the caches were never emptied")
+
     def generate(self, input_ids: Sequence[int], max_new_tokens: int = 24, **custom: Any) -> dict[str, Any]:
         """A greedy /generate with custom_params; its reply."""
         status, reply = self.post("/generate", generate_body(input_ids, max_new_tokens, **custom))
@@ -193,6 +202,8 @@ def generate_body(input_ids: Sequence[int], max_new_tokens: int, **custom: Any) 
     custom = {"protect": [], **({"follow_up": "afresh"} if custom.get("specprefill") else {}), **custom}
     return {
         "input_ids": list(input_ids),
+        # Which parts of earlier turns were kept is shown to those who share a salt.
+        "extra_key": "tests",
         "sampling_params": {
             "temperature": 0,
             "max_new_tokens": max_new_tokens,

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spec_stack.config import PrefillConfig, SessionConfig
-from spec_stack.sglang.follow_up import Beginning, Turns, place
+from spec_stack.sglang.follow_up import Beginning, Turns, place, protected_lead
 from tests.support.reference_session import dropped_chunks_to_restore
 
 CONFIG = PrefillConfig(chunk_size=4, keep_rate=0.3, keep_last=1)
@@ -30,12 +30,13 @@ class Request:
 
 @given(st.randoms(use_true_random=False))
 def test_the_beginning_is_what_was_written_before_the_first_token_that_differs(rng: random.Random) -> None:
-    """Random conversations with branches and edits over a small vocabulary; some slots come back out of order."""
+    """Random conversations with branches and edits over a small vocabulary; some slots come back out of order. A turn
+    counts where its whole prompt, the question too, is in the new one."""
     turns = Turns(10_000)
-    remembered: list[tuple[str, list[int], list[int]]] = []
+    remembered: list[tuple[str, list[int], list[int], int]] = []
     for _ in range(12):
         tenant = rng.choice("ab")
-        _, text, _ = rng.choice(remembered) if remembered else ("", [], [])
+        _, text, _, _ = rng.choice(remembered) if remembered else ("", [], [], 0)
         prompt = [*text[: rng.randrange(len(text) + 1)], *(rng.randrange(2) for _ in range(rng.randrange(1, 9)))]
         found = turns.find(tenant, prompt)
         common = [
@@ -46,8 +47,8 @@ def test_the_beginning_is_what_was_written_before_the_first_token_that_differs(r
                 ),
                 positions,
             )
-            for owner, old, positions in remembered
-            if owner == tenant
+            for owner, old, positions, num_asked in remembered
+            if owner == tenant and old[:num_asked] == prompt[:-1][:num_asked]
         ]
         longest = max((length for length, _ in common), default=0)
         assert found.num_tokens == longest
@@ -66,7 +67,8 @@ def test_the_beginning_is_what_was_written_before_the_first_token_that_differs(r
         reply = request.output_ids[: request.finished_len][:-1]
         request.has_finished = True
         turns.take_in_replies()
-        remembered.append((tenant, [*prompt, *reply], [*positions, *range(len(prompt), len(prompt) + len(reply))]))
+        after = range(len(prompt), len(prompt) + len(reply))
+        remembered.append((tenant, [*prompt, *reply], [*positions, *after], len(prompt)))
 
 
 def test_a_reply_is_taken_in_when_it_has_ended_without_its_last_token() -> None:
@@ -86,6 +88,25 @@ def test_the_turn_that_was_not_gone_on_from_for_longest_is_forgotten_first() -> 
     assert turns.find("", range(0, 20)).num_tokens == 10
     turns.add("", range(300, 310), (0, 9), Request())  # type: ignore[arg-type]
     assert [turns.find("", range(start, start + 20)).num_tokens for start in (0, 100, 200, 300)] == [10, 0, 10, 10]
+
+
+def test_a_neighbour_who_asks_something_else_takes_nothing_over() -> None:
+    turns = Turns(1000)
+    document = list(range(100, 180))
+    turns.add("", [*document, 1, 2, 3], (*range(40), 60, 61, 82), Request(), num_unchosen=8)  # type: ignore[arg-type]
+    assert turns.find("", [*document, 7, 8, 9]) == Beginning()
+    assert turns.find("", [*document, 1, 2, 3, 50, 7]).num_tokens == 83
+    # Of what the neighbour finds in the cache, the other's choice does not count; a dense request's does.
+    assert turns.num_unchosen("", [*document, 7, 8, 9], 40) == 8
+    assert turns.num_unchosen("", [*document, 7, 8, 9], 5) == 5
+    assert turns.num_unchosen("", [*document, 7, 8, 9], 80) == 80
+    assert turns.num_unchosen("other", [*document, 7, 8, 9], 40) == 40
+
+
+@given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)).map(sorted), max_size=5))
+def test_the_protected_lead_is_the_first_run_of_protected_tokens(spans: list[list[int]]) -> None:
+    inside = [any(start <= at < stop for start, stop in spans) for at in range(13)]
+    assert protected_lead([(start, stop) for start, stop in spans]) == inside.index(False)
 
 
 @given(st.randoms(use_true_random=False), st.booleans())

@@ -22,7 +22,7 @@ from spec_stack.controller.registry import make_batch_policy
 from spec_stack.sglang import plugin, support
 from spec_stack.sglang.batch_policy import BatchPolicy
 from spec_stack.sglang.positions import BatchMap, BatchOffsets, PositionMap, protect_kv_lengths
-from spec_stack.sglang.reports import ReplyInfo, correct_acceptance, vllm_metrics, with_report
+from spec_stack.sglang.reports import ReplyBooks, ReplyInfo, correct_acceptance, vllm_metrics, with_report
 from spec_stack.sglang.request_state import (
     STATE,
     PrefillReport,
@@ -34,6 +34,7 @@ from spec_stack.sglang.request_state import (
 )
 from spec_stack.sglang.server_args import BATCH_POLICIES, ENVIRONMENT, ServerConfig, add_flags
 from tests.support import controller_data
+from tests.support.sampling_settings import asked
 
 CPU = torch.device("cpu")
 
@@ -308,7 +309,14 @@ def _state(options: RequestOptions | None = None) -> RequestState:
 
 
 def _request(rid: str, options: RequestOptions | None = None) -> Any:
-    request = SimpleNamespace(rid=rid, output_ids=[1], customized_info=None, is_retracted=False, finished=lambda: False)
+    request = SimpleNamespace(
+        rid=rid,
+        output_ids=[1],
+        customized_info=None,
+        is_retracted=False,
+        finished=lambda: False,
+        sampling_params=asked(),
+    )
     attach(request, _state(options))
     return request
 
@@ -352,7 +360,7 @@ def test_a_moving_gammas_acceptance_is_of_what_was_proposed() -> None:
 
 def test_an_openai_stream_carries_the_report_in_its_usage_chunk_alone() -> None:
     report = {"num_proposed": 4, "num_accepted": 2, "gamma_trace": [4], "accepted_trace": [2], "outcome": "pruned"}
-    request = SimpleNamespace()
+    books = ReplyBooks(None)
     events = [
         'data: {"choices":[{"delta":{"content":"\\"choices\\":[] \\"usage\\":{"}}]}\n\n',
         'data: {"id":"a","choices":[],"usage":{"prompt_tokens":9}}\n\n',
@@ -362,11 +370,11 @@ def test_an_openai_stream_carries_the_report_in_its_usage_chunk_alone() -> None:
     async def stream() -> Any:
         for number, event in enumerate(events):
             if number == 1:
-                request.spec_stack_report = report
+                books.close({"id": "a"}, report, is_counted=True)
             yield event
 
     async def collect() -> list[str]:
-        return [event async for event in with_report(stream(), request)]
+        return [event async for event in with_report(stream(), lambda: books)]
 
     first, last, done = asyncio.run(collect())
     assert (first, done) == (events[0], events[2])

@@ -11,7 +11,7 @@ import numpy as np
 from spec_stack.config import MAX_GAMMA
 from spec_stack.controller.acceptance import logit, sigmoid
 from spec_stack.controller.base import BatchMember, DraftSignals, Policy, StepContext, StepRecord, check_gamma
-from spec_stack.controller.batch_rule import BatchRule, PerRequest
+from spec_stack.controller.batch_rule import BatchRule, Floats, PerRequest
 from spec_stack.controller.batch_throughput import BatchLogistic
 from spec_stack.offline.batch_replay import BatchCosts, Trim
 
@@ -38,16 +38,16 @@ class AcceptanceAlone(BatchRule):
         super().__post_init__()
         self._by_place = [_TYPICAL_ACCEPTANCE] * max(self.gammas)
 
-    def expected_accepted(self, context: StepContext, members: Sequence[BatchMember]) -> Sequence[float]:
+    def expected_accepted(self, context: StepContext, members: Sequence[BatchMember]) -> Floats:
         rates = [self._requests.of(member.request_id).rate for member in members] or [self._typical]
         places = [logit(chance, _MIN_ACCEPTANCE) - logit(self._typical, _MIN_ACCEPTANCE) for chance in self._by_place]
-        expected = [0.0] * (len(places) + 1)
-        for rate in rates:
+        expected = np.zeros((len(rates), len(places) + 1))
+        for row, rate in enumerate(rates):
             own, reached, total = logit(self._typical if rate is None else rate, _MIN_ACCEPTANCE), 1.0, 0.0
             for place, odds in enumerate(places):
                 reached *= sigmoid(odds + own)
                 total += reached
-                expected[place + 1] += total / len(rates)
+                expected[row, place + 1] = total
         return expected
 
     def learn(self, record: StepRecord) -> None:

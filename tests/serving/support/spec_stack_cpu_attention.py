@@ -8,8 +8,36 @@ what it is good for.
 from __future__ import annotations
 
 import os
+from importlib import import_module
+from pathlib import Path
 
 import torch
+
+# What each hook, and what the worker calls beside them, does first; by module and qualified name.
+FAULTS = {
+    "options": ("request_state", "RequestOptions.parse"),
+    "deciding": ("admission", "RequestPruner._decide"),
+    "setting aside": ("admission", "RequestPruner._set_unscored_aside"),
+    "ordering": ("admission", "_in_order"),
+    "round": ("admission", "RequestPruner._work"),
+    "scoring": ("scoring", "DraftScorer.score"),
+    "placing": ("admission", "RequestPruner._settle_anew"),
+    "forgetting": ("admission", "RequestPruner.forget"),
+    "state": ("admission", "RequestPruner.state"),
+    "key": ("radix_keys", "PlacedKey.place"),
+    "positions": ("hooks", "positions_of"),
+    "report": ("reports", "ReplyInfo.add"),
+    "books": ("reports", "ReplyBooks.close"),
+    "acceptance": ("hooks", "correct_acceptance"),
+    "stream": ("reports", "_shown"),
+    "completion": ("hooks", "reported_completion"),
+    "choosing": ("batch_policy", "BatchPolicy._policy"),
+    "learning": ("batch_policy", "BatchPolicy._record"),
+    "signals": ("batch_policy", "as_signals"),
+    "taking signals": ("signals", "DraftSignalBuffers.take_first"),
+    "caps": ("worker", "end_chains"),
+    "penalties": ("batch_policy", "BatchPolicy.count_penalties"),
+}
 
 
 def register():
@@ -22,8 +50,32 @@ def register():
         PlacedKey.place = lambda self, token_ids: array("q", token_ids)
     if rank := os.environ.get("SPEC_STACK_TEST_FAIL_ON_RANK"):
         _fail_on(int(rank))
+    if os.environ.get("SPEC_STACK_TEST_FAULTS"):
+        _prepare_faults(Path(os.environ["SPEC_STACK_TEST_FAULTS"]))
     if os.environ.get("SPEC_STACK_TEST_BREAK_HOOK"):
         _break("ForwardBatch.init_new")
+
+
+def _prepare_faults(chosen):
+    """While the file `chosen` holds a name of FAULTS, that function raises."""
+
+    def faulty(name, function):
+        def fail_or_call(*args, **kwargs):
+            if chosen.is_file() and chosen.read_text() == name:
+                raise RuntimeError(f"put out of action by a test: {name}")
+            return function(*args, **kwargs)
+
+        return fail_or_call
+
+    for name, (module, path) in FAULTS.items():
+        owner = import_module(f"spec_stack.sglang.{module}")
+        *parents, attribute = path.split(".")
+        for parent in parents:
+            owner = getattr(owner, parent)
+        found = vars(owner)[attribute]
+        is_bound = isinstance(found, classmethod)
+        wrapped = faulty(name, found.__func__ if is_bound else found)
+        setattr(owner, attribute, classmethod(wrapped) if is_bound else wrapped)
 
 
 def _fail_on(rank):

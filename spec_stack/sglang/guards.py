@@ -1,0 +1,43 @@
+"""What a failure of this plugin may cost: a dense prompt, a proposal or a number. Never the server. No SGLang here."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from spec_stack.sglang.support import NAME
+
+logger = logging.getLogger(__name__)
+# Of every failure: what comes back at each step would fill the disk.
+_MOST_TRACEBACKS = 20
+_counted: Counter[str] = Counter()
+_logged: Counter[tuple[str, str]] = Counter()
+
+
+def num_failures() -> dict[str, int]:
+    """Of this process since its start, by what failed."""
+    return dict(_counted)
+
+
+def note_failure(what: str, instead: str) -> None:
+    """Log the exception that is being handled, with its traceback, and what is done instead."""
+    _counted[what] += 1
+    kind = what, repr(sys.exception())[:200]
+    _logged[kind] += 1
+    if _logged[kind] <= _MOST_TRACEBACKS:
+        logger.exception("%s: %s failed; %s", NAME, what, instead)
+
+
+@contextmanager
+def harmless(what: str, instead: str) -> Iterator[None]:
+    """Let no exception out of the block; log it instead.
+
+    what: what the block does, in few words, which failures are counted under. instead: what comes of it.
+    """
+    try:
+        yield
+    except Exception:
+        note_failure(what, instead)

@@ -1,0 +1,53 @@
+"""The fields and methods of SGLang's that are read, set or overridden here, beside the functions that `hooks` wraps.
+
+Checked at launch, since a version that lacks one would fail at the first request that needs it. What a live scheduler
+and a request must have is in `protocols`, which `self_test` holds against real ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+
+_SRT = "sglang.srt"
+SEAMS: Mapping[str, tuple[str, ...]] = {
+    f"{_SRT}.model_executor.forward_batch_info.ForwardBatch": (
+        *("forward_mode", "batch_size", "input_ids", "req_pool_indices", "seq_lens", "out_cache_loc", "seq_lens_sum"),
+        *("seq_lens_cpu", "positions", "extend_num_tokens", "extend_seq_lens", "extend_prefix_lens"),
+        *("extend_start_loc", "extend_seq_lens_cpu", "extend_prefix_lens_cpu", "spec_algorithm"),
+        "capture_hidden_mode",
+    ),
+    f"{_SRT}.mem_cache.base_prefix_cache.MatchPrefixParams": ("key",),
+    f"{_SRT}.sampling.sampling_params.SamplingParams": (
+        *("custom_params", "max_new_tokens", "min_new_tokens", "ignore_eos"),
+        *("frequency_penalty", "presence_penalty", "repetition_penalty"),
+    ),
+    f"{_SRT}.sampling.sampling_batch_info.SamplingBatchInfo": ("acc_additive_penalties", "acc_scaling_penalties"),
+    f"{_SRT}.speculative.eagle_info.EagleVerifyInput": ("retrieve_next_token", "draft_token", "draft_token_num"),
+    f"{_SRT}.speculative.eagle_info.EagleDraftInput": ("hidden_states",),
+    f"{_SRT}.managers.io_struct.BatchStrOutput": ("customized_info", "prompt_tokens", "cached_tokens"),
+    f"{_SRT}.speculative.standalone_worker_v2.StandaloneWorkerV2": (
+        *("_validate_vocab_compatibility", "apply_runtime_state", "init_cuda_graphs", "forward_batch_generation"),
+        *("verify", "clear_cache_pool", "on_verify_complete_cpu", "activate_step_by_batch"),
+    ),
+    f"{_SRT}.speculative.standalone_worker_v2.StandaloneDraftWorker": (
+        *("init_attention_backend", "draft_forward", "_capture_cuda_graphs"),
+        *("_draft_extend_for_prefill", "_draft_extend_for_decode"),
+    ),
+}
+"""Class -> names, each a field, an annotation or a method of the class."""
+
+
+def missing() -> list[str]:
+    """The seams that the installed SGLang lacks, as dotted names."""
+    found = []
+    for path, names in SEAMS.items():
+        module, _, name = path.rpartition(".")
+        owner = getattr(import_module(module), name, None)
+        found += [f"{path}.{each}" for each in names if owner is None or not _has(owner, each)]
+    return found
+
+
+def _has(owner: type, name: str) -> bool:
+    fields = {*getattr(owner, "__dataclass_fields__", ()), *getattr(owner, "__struct_fields__", ())}
+    return name in fields or hasattr(owner, name)

@@ -1,0 +1,86 @@
+"""One synthetic prompt through everything that a pruned request meets, before the first real one comes.
+
+SGLang's releases rename fields. What is not called at launch would fail at the first long prompt, hours later.
+"""
+
+from __future__ import annotations
+
+from array import array
+from time import perf_counter
+from typing import Any
+
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from spec_stack.config import PrefillConfig
+from spec_stack.sglang.follow_up import Beginning, place
+from spec_stack.sglang.positions import PositionMap
+from spec_stack.sglang.protocols import RunningRequest, Scheduler
+from spec_stack.sglang.radix_keys import PlacedKey
+from spec_stack.sglang.request_state import dense_reason
+from spec_stack.sglang.scoring import DraftScorer, Prompt, Question, needs_the_draft
+from spec_stack.sglang.support import NAME
+
+_NUM_CHUNKS = 6
+_TENANT = "spec_stack's own test"
+
+
+def run(scheduler: Scheduler, scorer: DraftScorer, config: PrefillConfig) -> float:
+    """Score, place and key a prompt of a few chunks with this server's own models and caches; its seconds.
+
+    Raises RuntimeError, saying what is wrong with the installed SGLang. What the draft read is forgotten again.
+    """
+    begun = perf_counter()
+    try:
+        _run(scheduler, scorer, config)
+    except Exception as error:
+        raise RuntimeError(
+            f"{NAME} cannot serve: a synthetic prompt failed at launch ({type(error).__name__}: {error}). "
+            "The installed SGLang is not one that the plugin was tested with, or is changed by another plugin"
+        ) from error
+    finally:
+        scorer.forget()
+    return perf_counter() - begun
+
+
+def _run(scheduler: Any, scorer: DraftScorer, config: PrefillConfig) -> None:
+    token_ids = _synthetic_ids(scheduler, config)
+    request = Req("self-test", "", array("q", token_ids), SamplingParams(max_new_tokens=1))
+    _check_fields(scheduler, Scheduler)
+    _check_fields(request, RunningRequest)
+    dense_reason(request)
+    prompt = Prompt(tuple(token_ids), _TENANT, None, config, "recall", end_ids=frozenset())
+    scorer.num_cached(prompt)
+    importance = _importance(scorer, prompt)
+    given = place(token_ids, Beginning(), importance, None, True, None, config, ())
+    key = PlacedKey.of(PositionMap(given.positions, len(token_ids)), None)
+    placed = RadixKey(array("q", given.token_ids), key)
+    if list(placed.token_ids) != list(key.place_one_by_one(given.token_ids)):
+        raise RuntimeError("RadixKey does not hold the tokens with their positions")
+
+
+def _synthetic_ids(scheduler: Any, config: PrefillConfig) -> list[int]:
+    num_ids = min(int(scheduler.model_config.vocab_size), 1000)
+    room = min(int(scheduler.model_config.context_len) // 2, _NUM_CHUNKS * config.chunk_size)
+    return [at * 7 % num_ids for at in range(room)]
+
+
+def _importance(scorer: DraftScorer, prompt: Prompt) -> Any:
+    """By all parts of a scoring, as the scheduler's rounds run them; None where no draft is asked."""
+    if not needs_the_draft(prompt.config):
+        return None
+    half = len(prompt.token_ids) // 2
+    work = scorer.score(prompt, Question(num_cached=half, selects=True, recalls=True))
+    while True:
+        with scorer.working():
+            try:
+                next(work)
+            except StopIteration as end:
+                return end.value.importance
+
+
+def _check_fields(owner: object, protocol: type) -> None:
+    lacking = [name for name in protocol.__annotations__ if not hasattr(owner, name)]
+    if lacking:
+        raise AttributeError(f"SGLang's {type(owner).__name__} has no {', '.join(lacking)}")

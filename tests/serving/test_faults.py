@@ -1,0 +1,68 @@
+"""An exception in any hook costs at most the request that it was for, and is in the log with its traceback."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .conftest import Reference, Server
+
+FAULTS = (
+    *("options", "deciding", "setting aside", "ordering", "round", "scoring", "placing", "forgetting", "state"),
+    *("key", "positions", "report", "books", "acceptance", "stream", "completion"),
+    *("choosing", "learning", "signals", "taking signals", "caps", "penalties"),
+)
+
+
+@pytest.fixture(scope="module")
+def chosen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file that says what fails now."""
+    return tmp_path_factory.mktemp("faults") / "chosen"
+
+
+@pytest.fixture(scope="module")
+def faulty(launch: Any, chosen: Path) -> Iterator[Server]:
+    environment = {"SPEC_STACK_TEST_FAULTS": str(chosen), "SPEC_STACK_SGLANG": '{"calibration": "none"}'}
+    flags = ("--spec-stack-min-prompt-tokens", "400", "--enable-metrics", "--chunked-prefill-size", "256")
+    server = launch("--max-total-tokens", "8000", *flags, environment=environment)
+    yield server
+    server.stop()
+
+
+def _ask(server: Server, reference: Reference, seed: int) -> list[dict[str, Any]]:
+    """Long prompts and a short one at once, one with a penalty; then OpenAI's clients. The tokens are right ones."""
+    prompts = [reference.prompt(num_tokens, seed=seed + at) for at, num_tokens in enumerate((600, 450, 80, 90))]
+    asked: list[dict[str, Any]] = [{"specprefill": True}, {}, {}, {"gamma": 2}]
+    replies = server.generate_all([(ids, {"max_new_tokens": 8, **it}) for ids, it in zip(prompts, asked, strict=True)])
+    for prompt, reply in zip(prompts, replies, strict=True):
+        right = [reference.tokens(prompt, max_new_tokens=8, specprefill=pruned) for pruned in (False, True)]
+        assert reply["output_ids"] in right
+    text = reference.tokenizer.decode(prompts[2])
+    body = {"model": "default", "prompt": text, "max_tokens": 4, "temperature": 0, "frequency_penalty": 0.5}
+    assert server.post("/v1/completions", body)[0] == 200
+    events = list(server.stream("/v1/completions", {**body, "stream_options": {"include_usage": True}}))
+    assert events[-1]["usage"]["completion_tokens"] == 4
+    server.flush()
+    assert server.get("/server_info")["internal_states"]
+    return replies
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_failure_costs_a_dense_prompt_or_a_number_and_never_the_server(
+    faulty: Server, reference: Reference, chosen: Path, fault: str
+) -> None:
+    seed = 500 + 10 * FAULTS.index(fault)
+    chosen.write_text(fault)
+    try:
+        _ask(faulty, reference, seed)
+    finally:
+        chosen.write_text("")
+    assert faulty.is_alive, faulty.tail()
+    log = faulty.log.read_text(errors="replace")
+    assert f"RuntimeError: put out of action by a test: {fault}" in log
+    reply = faulty.generate(reference.prompt(500, seed=seed + 7), 4)
+    assert reply["meta_info"]["spec_stack"]["outcome"] == "pruned"
+    assert faulty.state()["num_failures"]

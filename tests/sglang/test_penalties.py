@@ -1,0 +1,62 @@
+"""Penalties under speculation: by counting in lists, token by token."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spec_stack.sglang.penalties import count_anew, is_penalised
+from tests.support.sampling_settings import asked
+
+VOCABULARY = 7
+_PENALTIES = st.sampled_from([0.0, 0.5, -0.25])
+_ASKED = st.builds(
+    asked, frequency_penalty=_PENALTIES, presence_penalty=_PENALTIES, repetition_penalty=st.sampled_from([1.0, 1.5])
+)
+
+
+@given(st.lists(st.tuples(st.lists(st.integers(0, 6), min_size=1, max_size=9), _ASKED), min_size=1), st.booleans())
+def test_every_token_that_was_said_counts_once(requests: list[tuple[list[int], Any]], lags: bool) -> None:
+    """Also where the host does not know the last one yet; rows without penalties are left alone."""
+    told = [said[:-1] if lags else said for said, _ in requests]
+    rows = [SimpleNamespace(output_ids=ids, sampling_params=it) for ids, (_, it) in zip(told, requests, strict=True)]
+    info = SimpleNamespace(
+        acc_additive_penalties=torch.full((len(rows), VOCABULARY), 9.0),
+        acc_scaling_penalties=torch.full((len(rows), VOCABULARY), 9.0),
+    )
+    # SGLang forbids an end of the reply here.
+    info.acc_additive_penalties[:, 3] = -torch.inf
+    count_anew(info, rows, torch.tensor([said[-1] for said, _ in requests]), lags=lags)
+    for row, (said, it) in enumerate(requests):
+        if not is_penalised(rows[row]):
+            assert info.acc_additive_penalties[row, 0] == 9
+            continue
+        for token in range(VOCABULARY):
+            times = said.count(token)
+            additive = -it.frequency_penalty * times - it.presence_penalty * (times > 0)
+            expected = additive if token != 3 else -torch.inf
+            assert info.acc_additive_penalties[row, token] == pytest.approx(expected)
+            assert info.acc_scaling_penalties[row, token] == (it.repetition_penalty if times else 1.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_said", "expected"),
+    [
+        ({}, 3, False),
+        ({"frequency_penalty": 0.1}, 0, True),
+        ({"presence_penalty": -0.1}, 0, True),
+        ({"repetition_penalty": 1.1}, 0, True),
+        ({"min_new_tokens": 4}, 3, True),
+        ({"min_new_tokens": 4}, 4, False),
+    ],
+)
+def test_a_request_is_penalised_where_what_it_said_matters(
+    settings: dict[str, Any], num_said: int, expected: bool
+) -> None:
+    request: Any = SimpleNamespace(output_ids=[0] * num_said, sampling_params=asked(**settings))
+    assert is_penalised(request) is expected
