@@ -209,6 +209,38 @@ class TokenLogprobs:
     warped_top: list[tuple[int, float]] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool that an answer holds.
+
+    Parameters
+    ----------
+    id : str
+        Its own, nine letters and digits; the tool's message names it.
+    name : str
+        The tool's.
+    arguments : str
+        A JSON object.
+    """
+
+    id: str
+    name: str
+    arguments: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """The call as OpenAI's messages have it, ready for the next prompt's `tool_calls`."""
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+
+@dataclass(frozen=True)
+class AnswerPart:
+    """A piece of an answer to a chat: text for the user, a thought, or a call of a tool (which has no text)."""
+
+    kind: Literal["content", "reasoning", "call"]
+    text: str = ""
+    call: ToolCall | None = None
+
+
 @dataclass
 class Metrics:
     """What a request cost and did.

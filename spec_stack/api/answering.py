@@ -388,6 +388,11 @@ class Answering(ABC):
         request = self._plan(call)
         return Stream(self._run(request), request.progress)
 
+    def stream_call(self, call: Call) -> Generator[StepOutput, None, None]:
+        """`stream` of a call that was put together before. Raises ValueError as that does."""
+        request = self._plan(call.source, call.params, call.options)
+        return Stream(self._run(request), request.progress)
+
     astream = awaitable(stream)
     """`stream` for code that awaits: `async for output in generator.astream(...)`. The steps are made in a thread."""
 

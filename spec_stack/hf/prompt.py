@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from jinja2 import TemplateError
 
 Message = Mapping[str, Any]
 Span = tuple[int, int]
@@ -23,7 +22,8 @@ _KEPT_ROLES = ("system", "developer")
 class PromptSource:
     """A prompt as a call gives it: a text, a chat or token ids, exactly one of them, and how a chat is rendered.
 
-    The meaning of each is told at `Answering.generate`.
+    The meaning of each is told at `Answering.generate`. `encoded` stands for all of them where they were encoded
+    before.
     """
 
     prompt: str | None = None
@@ -34,6 +34,7 @@ class PromptSource:
     documents: Sequence[Mapping[str, Any]] | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     continue_final_message: bool = False
+    encoded: EncodedPrompt | None = None
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,8 @@ def encode_prompt(
         For none or several prompts, an empty one, one of the wrong type, ids outside the vocabulary, messages of
         another form, a tokenizer without a template, a template that refuses the messages.
     """
+    if source.encoded is not None:
+        return source.encoded if known is None else splice(source.encoded, known)
     given = (source.prompt, source.messages, source.input_ids)
     if sum(each is not None for each in given) != 1:
         raise ValueError("give exactly one of prompt, messages or input_ids")
@@ -347,6 +350,41 @@ def _last_shared_cut(known: EncodedPrompt, text: str) -> Cut:
     return known.cuts[index - 1] if index else Cut(0, 0, 0)
 
 
+def splice(encoded: EncodedPrompt, known: EncodedPrompt) -> EncodedPrompt:
+    """Return a chat as it is encoded when an earlier one is known, without tokenizing anything.
+
+    A special token splits a text, so behind one that both have at the same place the tokens of the one go on from
+    those of the other.
+
+    Parameters
+    ----------
+    encoded : EncodedPrompt
+        The chat, encoded by itself.
+    known : EncodedPrompt
+        An earlier one, whose tokens are kept for what both share.
+    """
+    length = num_shared(known.text, encoded.text)
+    starts = {cut.start: cut for cut in encoded.cuts if cut.stop > cut.start}
+    shared = [cut for cut in known.cuts if cut.stop <= length and cut.start in starts]
+    if not shared:
+        return encoded
+    head, tail = shared[-1].token, starts[shared[-1].start].token
+    move = head - tail
+    protected = [(start, min(stop, head)) for start, stop in known.protected if start < head]
+    for start, stop in encoded.protected:
+        if stop <= tail:
+            continue
+        start, stop = max(start, tail) + move, stop + move
+        if protected and protected[-1][1] == start:
+            protected[-1] = protected[-1][0], stop
+        else:
+            protected.append((start, stop))
+    cuts = [cut for cut in known.cuts if cut.token < head]
+    cuts += [replace(cut, token=cut.token + move) for cut in encoded.cuts if cut.token >= tail]
+    token_ids = [*known.token_ids[:head], *encoded.token_ids[tail:]]
+    return replace(encoded, token_ids=token_ids, protected=protected, cuts=cuts)
+
+
 def num_shared(one: Any, other: Any) -> int:
     """Length of the longest common beginning of two texts, or of two lists."""
     low, high = 0, min(len(one), len(other))
@@ -416,7 +454,8 @@ def _render(tokenizer: Any, messages: Sequence[Message], source: PromptSource) -
                 **source.chat_template_kwargs,
             )
         )
-    except TemplateError as error:
+    except Exception as error:
+        # A template is a program of a stranger's: for what messages lack it may raise anything.
         raise ValueError(f"the chat template refuses these messages: {error}") from error
 
 

@@ -5,13 +5,85 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from spec_stack.hf.answer_format import ToolFormat
+
+# Of compiled formats: who asks for many should not fill the memory with them.
+_MAX_CACHED_BYTES = 64 << 20
+_THOUGHT = 'root ::= [^<]* "</think>\\n\\n"'
 FORMATS = ("text", "json_object", "json_schema", "regex", "grammar")
+
+
+@dataclass(frozen=True)
+class SerializedFormat:
+    """A format that was compiled before, for the same tokenizer and end tokens."""
+
+    text: str
+    name: ClassVar[str] = "response_format"
+
+    def compile(self, compiler: Compiler) -> Any:
+        """Return it as xgrammar has it."""
+        import xgrammar
+
+        return xgrammar.CompiledGrammar.deserialize_json(self.text, compiler.tokenizer)
+
+
+@dataclass(frozen=True)
+class ForcedCall:
+    """An answer that is one call of one of these tools.
+
+    Parameters
+    ----------
+    tools : ToolFormat
+        How the template writes it.
+    schemas : mapping of str to str
+        The tools by name, and the JSON schema of their arguments, as JSON.
+    in_thought : bool
+        Whether the answer begins inside a thought, behind which the call comes.
+    """
+
+    tools: ToolFormat
+    schemas: Mapping[str, str]
+    in_thought: bool = False
+    name: ClassVar[str] = "a forced tool_choice"
+
+    def compile(self, compiler: Compiler) -> Any:
+        """Return the grammar of such an answer. Raises ValueError where the schemas make none."""
+        from xgrammar import Grammar as Rules
+
+        calls = []
+        try:
+            for name, schema in self.schemas.items():
+                # One way to write white space, as templates render earlier calls: a cache then holds what was written.
+                arguments = Rules.from_json_schema(schema, any_whitespace=False)
+                begin = self.tools.begin + json.dumps(name)[1:-1] + self.tools.middle
+                calls.append(Rules.concat(_verbatim(begin), arguments, _verbatim(self.tools.end)))
+            rules = calls[0] if len(calls) == 1 else Rules.union(*calls)
+            if self.in_thought:
+                rules = Rules.concat(Rules.from_ebnf(_THOUGHT), rules)
+            return compiler.compiler.compile_grammar(rules)
+        except Exception as error:
+            # The library has no common error of its own.
+            raise ValueError(f"tool_choice: the tools' parameters cannot be compiled: {error}") from error
+
+
+class Compiler(NamedTuple):
+    """xgrammar's compiler, and the tokenizer as that has it, for one set of end tokens."""
+
+    compiler: Any
+    tokenizer: Any
+
+
+def _verbatim(text: str) -> Any:
+    from xgrammar import Grammar as Rules
+
+    return Rules.from_ebnf(f"root ::= {json.dumps(text)}")
 
 
 def structured_problem() -> str | None:
@@ -35,7 +107,7 @@ class Grammars:
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._lock = threading.Lock()
-        self._compilers: dict[frozenset[int], Any] = {}
+        self._compilers: dict[frozenset[int], Compiler] = {}
 
     def compile(self, response_format: object, end_ids: Collection[int], num_prompt_tokens: int) -> Grammar | None:
         """The grammar of a request; None for {"type": "text"}.
@@ -55,21 +127,40 @@ class Grammars:
             For a format that is none, one that cannot be compiled, no tokenizer, no end token, and where xgrammar is
             not installed.
         """
-        kind, content = read_format(response_format)
+        compiled = self._compiled(response_format, frozenset(end_ids))
+        if compiled is None:
+            return None
+        return Grammar(compiled, self._unspoken - frozenset(end_ids), self._vocab_size, num_prompt_tokens)
+
+    def serialized(self, response_format: object, end_ids: Collection[int]) -> SerializedFormat | None:
+        """Compile a format in one process for another, which takes the result in its place; None where `compile` gives
+        none. Raises ValueError as that does."""
+        compiled = self._compiled(response_format, frozenset(end_ids))
+        return None if compiled is None else SerializedFormat(compiled.serialize_json())
+
+    def warm_up(self, end_ids: Collection[int]) -> None:
+        """Do what the first format would wait for. Raises ValueError for a tokenizer that is foreign to xgrammar."""
+        with self._lock:
+            self._compiler(frozenset(end_ids))
+
+    def _compiled(self, response_format: object, end_ids: frozenset[int]) -> Any:
+        wanted = response_format if isinstance(response_format, SerializedFormat | ForcedCall) else None
+        kind, content = ("", "") if wanted else read_format(response_format)
         if kind == "text":
             return None
+        what = wanted.name if wanted else "response_format"
         problem = structured_problem()
         if problem is None and self._tokenizer is None:
-            problem = "response_format needs a tokenizer; this generator was made without one"
+            problem = f"{what} needs a tokenizer; this generator was made without one"
         if problem is None and not end_ids:
-            problem = "response_format needs an end-of-sequence token; this request has none (see ignore_eos)"
+            problem = f"{what} needs an end-of-sequence token; this request has none (see ignore_eos)"
         if problem is not None:
             raise ValueError(problem)
         with self._lock:
-            compiled = _compile(self._compiler(frozenset(end_ids)), kind, content)
-        return Grammar(compiled, self._unspoken - frozenset(end_ids), self._vocab_size, num_prompt_tokens)
+            compiler = self._compiler(end_ids)
+            return wanted.compile(compiler) if wanted else _compile(compiler.compiler, kind, content)
 
-    def _compiler(self, end_ids: frozenset[int]) -> Any:
+    def _compiler(self, end_ids: frozenset[int]) -> Compiler:
         import xgrammar
 
         if end_ids not in self._compilers:
@@ -80,7 +171,8 @@ class Grammars:
             except Exception as error:
                 # Whatever of a tokenizer is foreign to the library: the caller can do nothing but leave it.
                 raise ValueError(f"response_format cannot be had with this tokenizer: {error}") from error
-            self._compilers[end_ids] = xgrammar.GrammarCompiler(info, max_threads=1)
+            compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=_MAX_CACHED_BYTES)
+            self._compilers[end_ids] = Compiler(compiler, info)
         return self._compilers[end_ids]
 
     @cached_property

@@ -6,74 +6,99 @@ import asyncio
 import hashlib
 import json
 import logging
+import os
+import re
 import secrets
+import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from functools import partial
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.concurrency import run_in_threadpool
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from fastapi.sse import format_sse_event
-from openai.types import Completion, CompletionUsage
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from openai.types.completion_usage import PromptTokensDetails
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException as StarletteHTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.requests import ClientDisconnect
 
-from spec_stack.hf.prompt import PromptSource, encode_prompt
-from spec_stack.serve.bodies import Body, ChatBody, CompletionBody
+from spec_stack.hf.answer_format import AnswerFormat
+from spec_stack.hf.answer_parser import AnswerParser
+from spec_stack.serve.bodies import BODIES
 from spec_stack.serve.config import ServeConfig
-from spec_stack.serve.line import Delivery, Failure, Job, LineFull, Piece
+from spec_stack.serve.errors import error_body, error_response
+from spec_stack.serve.forms import FORMS, Form, Parts
+from spec_stack.serve.limits import RefuseLongBodies
+from spec_stack.serve.line import Delivery, Failure, Job, LineFull, Piece, call_of
+from spec_stack.serve.preparation import Nursery, Preparer
+from spec_stack.serve.preparing import Prepared, Refused, Settings
 from spec_stack.serve.worker import Worker
-from spec_stack.types import Metrics
 
 if TYPE_CHECKING:
     from spec_stack.api.generator import SpecStackGenerator
 
 logger = logging.getLogger(__name__)
 
-_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 499: "cancelled"}
-_FINISHED = {"eos": "stop", "stop": "stop", "length": "length"}
+# Fields that a request brought and that mean nothing here are named in this header.
+IGNORED_HEADER = "x-spec-stack-ignored"
+_MAX_NAMED, _MAX_NAME = 20, 40
+# Seconds after shutdown_s in which the server ends by itself, before it is ended.
+_GRACE_S = 1.5
 
 
-def build_app(generator: SpecStackGenerator, config: ServeConfig | None = None) -> FastAPI:
-    """The application, whose worker runs from its startup to its shutdown (`app.state.worker`)."""
-    config = config or ServeConfig()
+def build_app(
+    generator: SpecStackGenerator, config: ServeConfig | None = None, nursery: Nursery | None = None
+) -> FastAPI:
+    """Build the application, whose worker runs from its startup to its shutdown (`app.state.worker`).
+
+    Parameters
+    ----------
+    generator : SpecStackGenerator
+        Answers.
+    config : ServeConfig, optional
+        The defaults where it is left out.
+    nursery : Nursery, optional
+        Shared with others, who end it; else the application has its own.
+    """
+    config = (config or ServeConfig()).bounded_by(min(generator.pair.max_positions))
     worker = Worker(generator, config)
+    own_nursery = None if nursery else open_nursery(generator)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        if own_nursery is not None:
+            own_nursery.start()
         worker.start()
         yield
+        if own_nursery is not None:
+            own_nursery.stop()
         await run_in_threadpool(worker.stop)
 
-    app = FastAPI(title="spec_stack", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(title="spec_stack", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     # FastAPI's own max_body_size answers in plain text, where clients look for OpenAI's form.
     app.add_middleware(RefuseLongBodies, max_bytes=config.max_body_bytes)
     app.state.worker = worker
-    endpoint = Endpoint(generator, config, worker)
+    endpoint = Endpoint(generator, config, worker, own_nursery or nursery)
 
-    @app.post("/v1/chat/completions")
-    async def chat(request: Request, body: ChatBody) -> Response:
-        return await endpoint.answer(request, body, ChatForm)
-
-    @app.post("/v1/completions")
-    async def complete(request: Request, body: CompletionBody) -> Response:
-        return await endpoint.answer(request, body, CompletionForm)
+    for path in BODIES:
+        app.add_api_route(path, partial(endpoint.answer, path), methods=["POST"], name=path)
 
     @app.get("/v1/models")
     async def models(request: Request) -> dict[str, Any]:
         endpoint.client(request)
-        model = {"id": config.model_name, "object": "model", "created": endpoint.started, "owned_by": "spec_stack"}
-        return {"object": "list", "data": [model]}
+        return {"object": "list", "data": [endpoint.model()]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(request: Request, name: str) -> dict[str, Any]:
+        endpoint.client(request)
+        if name != config.model_name:
+            raise HTTPException(404, f"there is no model {name!r} here, only {config.model_name!r}")
+        return endpoint.model()
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -85,65 +110,89 @@ def build_app(generator: SpecStackGenerator, config: ServeConfig | None = None) 
 
     @app.exception_handler(StarletteHTTPException)
     async def refused(request: Request, error: StarletteHTTPException) -> Response:
-        return _error(error.status_code, str(error.detail), headers=error.headers)
+        return error_response(error.status_code, str(error.detail), headers=error.headers)
 
-    @app.exception_handler(RequestValidationError)
-    async def unfit(request: Request, error: RequestValidationError) -> Response:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"][1:])
-        return _error(400, f"{where}: {first['msg']}" if where else first["msg"], param=where or None)
+    @app.exception_handler(Refused)
+    async def unfit(request: Request, error: Refused) -> Response:
+        worker.meters.requests.labels("refused").inc()
+        return error_response(error.status, error.message, error.param)
 
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Response:
-        return _error(500, "the server could not answer this request; its log says why")
+        return error_response(500, "the server could not answer this request; its log says why")
 
     return app
 
 
-class RefuseLongBodies:
-    """Refuses requests by the length that they declare, without reading them, or once they have grown too long."""
-
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
-        self._app, self._max_bytes = app, max_bytes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        length = Headers(scope=scope).get("content-length", "") if scope["type"] == "http" else ""
-        if length.isdigit() and int(length) > self._max_bytes:
-            refusal = _error(413, f"the body has {length} bytes; this server takes {self._max_bytes}")
-            await refusal(scope, receive, send)
-            return
-        num_bytes = 0
-
-        async def count() -> Message:
-            nonlocal num_bytes
-            message = await receive()
-            num_bytes += len(message.get("body", b""))
-            if num_bytes > self._max_bytes:
-                raise HTTPException(413, f"the body is longer than this server takes, {self._max_bytes} bytes")
-            return message
-
-        await self._app(scope, count, send)
+def open_nursery(generator: SpecStackGenerator) -> Nursery:
+    """Return the process, not begun yet, that prepares requests to a generator."""
+    pair = generator.pair
+    return Nursery(Settings(pair.tokenizer, pair.vocab_size, pair.end_ids))
 
 
 def serve(generator: SpecStackGenerator, config: ServeConfig | None = None) -> None:
-    """Serve until the process is told to end (Ctrl-C, SIGTERM); what runs then has `shutdown_s` left."""
+    """Serve until the process is told to end (Ctrl-C, SIGTERM).
+
+    What runs then has `shutdown_s` left. The process ends within two seconds after that, whatever still runs in it.
+    """
     config = config or ServeConfig()
     if config.host not in ("127.0.0.1", "localhost", "::1") and not config.api_keys:
         logger.warning("listening on %s without an API key: whoever reaches this machine may ask", config.host)
-    uvicorn.run(
+    settings = uvicorn.Config(
         build_app(generator, config),
         host=config.host,
         port=config.port,
-        timeout_graceful_shutdown=round(config.shutdown_s),
+        timeout_graceful_shutdown=max(1, round(config.shutdown_s)),
     )
+    PunctualServer(settings, config.shutdown_s + _GRACE_S).run()
+
+
+class PunctualServer(uvicorn.Server):
+    """One that ends in time: a thread deep in a library hears of no signal.
+
+    Parameters
+    ----------
+    config : uvicorn.Config
+        Its settings.
+    end_s : float
+        Seconds between a signal and the end of the process.
+    """
+
+    def __init__(self, config: uvicorn.Config, end_s: float) -> None:
+        super().__init__(config)
+        self._end_s = end_s
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if not self.should_exit:
+            timer = threading.Timer(self._end_s, self._end, [128 + sig])
+            timer.daemon = True
+            timer.start()
+        super().handle_exit(sig, frame)
+
+    def _end(self, status: int) -> None:
+        logger.warning("ended with a request still running, %.1f s after the signal", self._end_s)
+        logging.shutdown()
+        os._exit(status)
 
 
 class Endpoint:
-    """Checks requests, puts them in the line, and gives back what comes of them."""
+    """Has requests prepared, puts them in the line, and gives back what comes of them."""
 
-    def __init__(self, generator: SpecStackGenerator, config: ServeConfig, worker: Worker) -> None:
+    def __init__(self, generator: SpecStackGenerator, config: ServeConfig, worker: Worker, nursery: Nursery) -> None:
         self._generator, self._config, self._worker = generator, config, worker
+        self._preparer = Preparer(nursery, config)
+        self._format = AnswerFormat.learn(generator.tokenizer)
         self.started = int(time.time())
+
+    def model(self) -> dict[str, Any]:
+        """Return what there is to know of the model."""
+        return {
+            "id": self._config.model_name,
+            "object": "model",
+            "created": self.started,
+            "owned_by": "spec_stack",
+            "max_model_len": min(self._generator.pair.max_positions),
+        }
 
     def client(self, request: Request) -> str:
         """Whose request this is: by its key, or where none is wanted and none brought, by its address.
@@ -164,16 +213,15 @@ class Endpoint:
             return "key " + hashlib.sha256(brought.encode()).hexdigest()
         return "address " + (request.client.host if request.client else "")
 
-    async def answer(self, request: Request, body: Body, form: type[Form]) -> Response:
+    async def answer(self, path: str, request: Request) -> Response:
         """Answer a request, whole or in pieces."""
         client = self.client(request)
-        if body.model not in (None, self._config.model_name):
-            raise HTTPException(404, f"there is no model {body.model!r} here, only {self._config.model_name!r}")
         try:
-            prompt, options = await run_in_threadpool(self._check, body)
-        except (ValueError, TypeError) as error:
-            self._worker.meters.requests.labels("refused").inc()
-            raise HTTPException(400, str(error)) from error
+            body = await request.body()
+        except ClientDisconnect:
+            return error_response(499, "the request was cancelled")
+        prepared = await self._preparer.prepare(client, path, body)
+        options = await run_in_threadpool(self._check, prepared)
         loop, arrived = asyncio.get_running_loop(), asyncio.Queue[Delivery]()
 
         def deliver(delivery: Delivery) -> None:
@@ -181,46 +229,56 @@ class Endpoint:
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(arrived.put_nowait, delivery)
 
-        job = Job(client, prompt, options, body.n, deliver)
+        job = Job(client, prepared.encoded, options, prepared.num_choices, deliver)
         try:
             self._worker.line.join(job)
         except LineFull as error:
             self._worker.meters.requests.labels("refused").inc()
             raise HTTPException(429, str(error), headers={"Retry-After": "1"}) from error
-        answer = form(self._config.model_name, body.n)
-        if body.stream:
-            pieces = self._pieces(request, job, arrived, answer, body.wants_usage)
-            return StreamingResponse(pieces, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        answer = FORMS[path](self._config.model_name, prepared.num_choices, self._parts(prepared))
+        headers = _ignored_header(prepared.ignored)
+        if prepared.streams:
+            pieces = self._pieces(request, job, arrived, answer, prepared.wants_usage)
+            headers["cache-control"] = "no-cache"
+            return StreamingResponse(pieces, media_type="text/event-stream", headers=headers)
         async with aclosing(self._deliveries(request, job, arrived)) as deliveries:
             async for delivery in deliveries:
                 if isinstance(delivery, Failure):
-                    return _error(400 if delivery.is_callers else 500, delivery.message)
+                    return error_response(400 if delivery.is_callers else 500, delivery.message)
                 answer.take(delivery)
         if not answer.is_complete:
-            return _error(499 if await request.is_disconnected() else 503, "the request was cancelled")
-        return JSONResponse(answer.whole().model_dump(mode="json", exclude_none=True))
+            return error_response(499 if await request.is_disconnected() else 503, "the request was cancelled")
+        return JSONResponse(answer.whole().model_dump(mode="json", exclude_none=True), headers=headers)
 
-    def _check(self, body: Body) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The prompt and the options of a request, everything of which has been checked.
+    def _parts(self, prepared: Prepared) -> Parts:
+        tokenizer = self._generator.tokenizer
+        return Parts(
+            parser=partial(AnswerParser, self._format, prepared.tool_names, prepared.in_thought),
+            token_text=lambda token_id: str(tokenizer.decode([token_id])) if tokenizer else "",
+        )
+
+    def _check(self, prepared: Prepared) -> dict[str, Any]:
+        """The options of a request, everything of which has been checked.
 
         Raises
         ------
-        ValueError
+        Refused
             For what the caller can change.
         """
         generator, config = self._generator, self._config
-        prompt, options = body.prompt_options(), body.options(config)
-        num_tokens = len(
-            encode_prompt(generator.tokenizer, generator.pair.vocab_size, PromptSource(**prompt)).token_ids
-        )
+        num_tokens = len(prepared.encoded.token_ids)
         room = min(generator.pair.max_positions) - num_tokens
         if room < 1 or num_tokens > (config.max_prompt_tokens or num_tokens):
             most = min(config.max_prompt_tokens or num_tokens, min(generator.pair.max_positions) - 1)
-            raise ValueError(f"the prompt has {num_tokens} tokens; this server takes {most}")
-        options["max_tokens"] = body.limit() or min(config.default_max_tokens, room)
-        # Checks all the rest, and does nothing until its first step.
-        generator.stream(**prompt, **options)
-        return prompt, options
+            raise Refused(f"the prompt has {num_tokens} tokens; this server takes {most}")
+        max_tokens = prepared.max_tokens or min(config.default_max_tokens, room)
+        options = {**prepared.options, "max_tokens": max_tokens}
+        try:
+            # Checks all the rest, and does nothing until its first step.
+            generator.stream_call(call_of(prepared.encoded, options))
+        except (ValueError, TypeError, OverflowError) as error:
+            raise Refused(str(error)) from error
+        return options
 
     async def _deliveries(
         self, request: Request, job: Job, arrived: asyncio.Queue[Delivery]
@@ -251,12 +309,12 @@ class Endpoint:
             async for delivery in deliveries:
                 if isinstance(delivery, Failure):
                     status = 400 if delivery.is_callers else 500
-                    yield _event_of({"error": _error_body(status, delivery.message)})
+                    yield _event_of({"error": error_body(status, delivery.message)})
                     return
                 for chunk in answer.pieces(delivery):
                     yield _event(chunk)
         if not answer.is_complete:
-            yield _event_of({"error": _error_body(503, "the request was cancelled")})
+            yield _event_of({"error": error_body(503, "the request was cancelled")})
             return
         if wants_usage:
             yield _event(answer.last())
@@ -270,134 +328,6 @@ async def _cancel_on_disconnect(request: Request, job: Job) -> None:
     job.is_cancelled.set()
 
 
-@dataclass
-class Choice:
-    """One answer as it grows."""
-
-    text: str = ""
-    finish_reason: str | None = None
-    metrics: Metrics | None = None
-
-
-@dataclass
-class Form:
-    """How answers look on the wire."""
-
-    model: str
-    num_choices: int
-    id: str = ""
-    created: int = field(default_factory=lambda: int(time.time()))
-    choices: list[Choice] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.id = f"{self.prefix}-{secrets.token_hex(12)}"
-        self.choices = [Choice() for _ in range(self.num_choices)]
-
-    prefix = "answer"
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether every answer has ended."""
-        return all(choice.finish_reason is not None for choice in self.choices)
-
-    def take(self, piece: Piece) -> Choice:
-        """Take in a step."""
-        choice, output = self.choices[piece.index], piece.output
-        choice.text += output.text
-        if output.finish_reason is not None:
-            choice.finish_reason, choice.metrics = _FINISHED[output.finish_reason], output.metrics
-        return choice
-
-    def usage(self) -> CompletionUsage:
-        """Tokens in and out; a prompt counts once for all its answers."""
-        costs = [choice.metrics for choice in self.choices if choice.metrics is not None]
-        num_prompt, num_new = costs[0].num_prompt_tokens, sum(cost.num_tokens for cost in costs)
-        return CompletionUsage(
-            prompt_tokens=num_prompt,
-            completion_tokens=num_new,
-            total_tokens=num_prompt + num_new,
-            prompt_tokens_details=PromptTokensDetails(cached_tokens=costs[0].num_cached_tokens),
-        )
-
-    def head(self) -> dict[str, Any]:
-        """What every object says first."""
-        return {"id": self.id, "created": self.created, "model": self.model}
-
-    def whole(self) -> BaseModel:
-        """The answers in one piece."""
-        raise NotImplementedError
-
-    def pieces(self, piece: Piece) -> list[BaseModel]:
-        """What a step sends."""
-        raise NotImplementedError
-
-    def last(self) -> BaseModel:
-        """A piece that says only what it all cost."""
-        raise NotImplementedError
-
-
-class ChatForm(Form):
-    """Of chats."""
-
-    prefix = "chatcmpl"
-
-    def whole(self) -> BaseModel:
-        choices = [
-            {
-                "index": index,
-                "finish_reason": choice.finish_reason,
-                "message": {"role": "assistant", "content": choice.text},
-            }
-            for index, choice in enumerate(self.choices)
-        ]
-        return ChatCompletion.model_validate(
-            self.head() | {"object": "chat.completion", "choices": choices, "usage": self.usage()}
-        )
-
-    def _chunk(self, choices: list[dict[str, Any]], usage: CompletionUsage | None = None) -> BaseModel:
-        return ChatCompletionChunk.model_validate(
-            self.head() | {"object": "chat.completion.chunk", "choices": choices, "usage": usage}
-        )
-
-    def pieces(self, piece: Piece) -> list[BaseModel]:
-        is_first = not self.choices[piece.index].text and piece.output.record.is_prefill
-        choice = self.take(piece)
-        delta = {"content": piece.output.text} | ({"role": "assistant"} if is_first else {})
-        if not piece.output.text and choice.finish_reason is None and not is_first:
-            return []
-        return [self._chunk([{"index": piece.index, "delta": delta, "finish_reason": choice.finish_reason}])]
-
-    def last(self) -> BaseModel:
-        return self._chunk([], self.usage())
-
-
-class CompletionForm(Form):
-    """Of completions, whose pieces look like the whole."""
-
-    prefix = "cmpl"
-
-    def _object(self, choices: list[dict[str, Any]], usage: CompletionUsage | None = None) -> BaseModel:
-        return Completion.model_construct(**self.head(), object="text_completion", choices=choices, usage=usage)
-
-    def whole(self) -> BaseModel:
-        choices = [
-            {"index": index, "text": choice.text, "finish_reason": choice.finish_reason}
-            for index, choice in enumerate(self.choices)
-        ]
-        return self._object(choices, self.usage())
-
-    def pieces(self, piece: Piece) -> list[BaseModel]:
-        choice = self.take(piece)
-        if not piece.output.text and choice.finish_reason is None:
-            return []
-        return [
-            self._object([{"index": piece.index, "text": piece.output.text, "finish_reason": choice.finish_reason}])
-        ]
-
-    def last(self) -> BaseModel:
-        return self._object([], self.usage())
-
-
 def _event(chunk: BaseModel) -> bytes:
     return format_sse_event(data_str=chunk.model_dump_json(exclude_unset=True))
 
@@ -406,12 +336,7 @@ def _event_of(content: Mapping[str, Any]) -> bytes:
     return format_sse_event(data_str=json.dumps(content))
 
 
-def _error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
-    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"message": message, "type": kind, "param": param, "code": status}
-
-
-def _error(
-    status: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None
-) -> JSONResponse:
-    return JSONResponse({"error": _error_body(status, message, param)}, status_code=status, headers=headers)
+def _ignored_header(names: Sequence[str]) -> dict[str, str]:
+    """The header that names fields; they come from strangers, so no more than letters of some go into it."""
+    named = [re.sub(r"[^\w.-]", "?", name, flags=re.ASCII)[:_MAX_NAME] for name in names[:_MAX_NAMED]]
+    return {IGNORED_HEADER: ", ".join(named)} if named else {}

@@ -1,48 +1,34 @@
-"""Bodies of requests, checked, and what they mean to the generator."""
+"""Bodies of requests: their fields, and what they mean to the generator."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from spec_stack.api.answering import Answering
+from spec_stack.hf.prompt import PromptSource
 from spec_stack.serve.config import ServeConfig
 
-# Of OpenAI's options these are the generator's under the same name; those it does not have are refused where they are
-# given, for a request that is answered without them is answered wrongly.
+# These are the generator's under the same name; the second row is not OpenAI's: as other servers take them in
+# `extra_body`.
 _SAME = (
-    "top_p",
-    "seed",
-    "stop",
-    "logit_bias",
-    "response_format",
-    # Not OpenAI's, as other servers take them in `extra_body`.
-    "top_k",
-    "min_p",
-    "min_tokens",
-    "repetition_penalty",
-    "stop_token_ids",
-    "ignore_eos",
-    "keep_rate",
-    "specprefill",
-    "policy",
-    "gamma",
+    *("top_p", "seed", "stop", "response_format"),
+    *("top_k", "min_p", "min_tokens", "repetition_penalty", "stop_token_ids", "ignore_eos"),
+    *("keep_rate", "specprefill", "policy", "gamma"),
 )
+MAX_TOP_LOGPROBS = 20
 
 
 class Body(BaseModel):
-    """What chats and completions have in common. Unknown options are refused."""
+    """What chats and completions have in common. Fields that are not here are ignored, or refused by `strict`."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="ignore", strict=True)
 
     model: str | None = None
     max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = None
     top_p: float | None = None
-    seed: int | None = None
+    seed: int | None = Field(None, ge=0, lt=1 << 63)
     stop: str | list[str] | None = None
     n: int = Field(1, ge=1)
     stream: bool = False
@@ -72,13 +58,17 @@ class Body(BaseModel):
         """Whether a stream is to end with what it cost."""
         return bool((self.stream_options or {}).get("include_usage"))
 
-    def prompt_options(self) -> dict[str, Any]:
-        """The prompt as `generate` takes it."""
+    def source(self) -> PromptSource:
+        """Return the prompt."""
         raise NotImplementedError
 
     def limit(self) -> int | None:
         """Most tokens asked for, if the request says."""
         return self.max_tokens
+
+    def num_logprobs(self) -> int | None:
+        """How many likely tokens are wanted beside each; None where no log-probability is."""
+        raise NotImplementedError
 
     def options(self, config: ServeConfig) -> dict[str, Any]:
         """Options of `stream` beside the prompt and the number of tokens.
@@ -92,11 +82,12 @@ class Body(BaseModel):
             raise ValueError(f"n must be {config.max_choices} or less")
         for name in ("frequency_penalty", "presence_penalty"):
             if getattr(self, name):
+                # A request that is answered without them is answered wrongly.
                 raise ValueError(f"{name} is not supported; see repetition_penalty")
         given = {name: getattr(self, name) for name in _SAME if getattr(self, name) is not None}
         if self.logit_bias is not None:
             given["logit_bias"] = {_token_id(key): value for key, value in self.logit_bias.items()}
-        check_known(given)
+        given["logprobs"] = self.num_logprobs()
         return {"temperature": config.temperature if self.temperature is None else self.temperature} | given
 
 
@@ -106,10 +97,10 @@ class ChatBody(Body):
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = Field(None, ge=1)
     tools: list[dict[str, Any]] | None = None
-    tool_choice: str | None = None
+    tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     documents: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None
@@ -117,18 +108,17 @@ class ChatBody(Body):
     def limit(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 
-    def prompt_options(self) -> dict[str, Any]:
-        if self.tool_choice not in (None, "auto", "none"):
-            raise ValueError("tool_choice must be 'auto' or 'none'; the model decides, it cannot be forced")
-        if self.logprobs:
-            raise ValueError("logprobs are not served; SpecStackGenerator.generate gives them")
-        named = {
-            "tools": None if self.tool_choice == "none" else self.tools,
-            "documents": self.documents,
-            "chat_template_kwargs": self.chat_template_kwargs,
-            "continue_final_message": self.continue_final_message,
-        }
-        return {"messages": self.messages} | {name: value for name, value in named.items() if value is not None}
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def source(self) -> PromptSource:
+        return PromptSource(
+            messages=self.messages,
+            tools=None if self.tool_choice == "none" else self.tools,
+            documents=self.documents,
+            chat_template_kwargs=self.chat_template_kwargs or {},
+            continue_final_message=bool(self.continue_final_message),
+        )
 
 
 class CompletionBody(Body):
@@ -138,26 +128,25 @@ class CompletionBody(Body):
     echo: bool = False
     suffix: str | None = None
     best_of: int | None = None
-    logprobs: int | None = None
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
 
-    def prompt_options(self) -> dict[str, Any]:
-        if self.echo or self.suffix or self.best_of not in (None, 1) or self.logprobs is not None:
-            raise ValueError("echo, suffix, best_of and logprobs are not supported")
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    def source(self) -> PromptSource:
+        if self.echo or self.suffix or self.best_of not in (None, 1):
+            raise ValueError("echo, suffix and best_of are not supported")
         if isinstance(self.prompt, str):
-            return {"prompt": self.prompt}
+            return PromptSource(prompt=self.prompt)
         if len(self.prompt) == 1 and isinstance(self.prompt[0], str):
-            return {"prompt": self.prompt[0]}
+            return PromptSource(prompt=self.prompt[0])
         if any(isinstance(part, str) for part in self.prompt):
             raise ValueError("prompt must be one text or one list of token ids; send several requests for several")
-        return {"input_ids": self.prompt}
+        return PromptSource(input_ids=[part for part in self.prompt if isinstance(part, int)])
 
 
-def check_known(options: Mapping[str, Any]) -> None:
-    """Raise ValueError for options that the generator does not have."""
-    known: Sequence[str] = list(inspect.signature(Answering.stream).parameters)
-    unknown = [name for name in options if name not in known]
-    if unknown:
-        raise ValueError(f"{', '.join(unknown)}: not supported")
+BODIES: dict[str, type[Body]] = {"/v1/chat/completions": ChatBody, "/v1/completions": CompletionBody}
+"""By path."""
 
 
 def _token_id(key: str) -> int:

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from spec_stack.settings.options import documented, option
+
+
+_MAX_PORT = 65535
+# Of a request, for each position of the models: text has about 4 characters to a token, blanks and code more.
+_BYTES_PER_POSITION, _CHARS_PER_POSITION, _LEAST_BYTES = 32, 16, 1 << 16
+_S_PER_BYTE, _WALL_SHARE = 5e-6, 6.0
+_COUNTS = (
+    *("max_queued", "max_queued_per_client", "max_choices", "default_max_tokens"),
+    *("max_grammar_size", "max_prepare_bytes"),
+)
 
 
 @documented
@@ -14,15 +25,34 @@ class ServeConfig:
     """An OpenAI-compatible endpoint over one generator, which answers one request at a time."""
 
     host: str = option("127.0.0.1", "address to listen on; this one is for programs on the same machine only")
-    port: int = option(8000, "port to listen on")
+    port: int = option(8000, "port to listen on, 0 to 65535; 0 takes a free one")
     model_name: str = option("spec-stack", "what clients call the model")
     api_keys: Sequence[str] = field(
         default=(), repr=False, metadata={"help": "keys of which a request must bring one; none lets everybody in"}
     )
     temperature: float = option(1.0, "of requests that name none, as OpenAI's own; 0 is greedy")
     default_max_tokens: int = option(512, "most tokens for requests that say none, as far as the models have positions")
-    max_body_bytes: int = option(8 << 20, "longest body of a request; longer ones are refused (413)")
+    max_body_bytes: int | None = option(
+        None, "longest body of a request (413); None is 32 for each position that the models have"
+    )
     max_prompt_tokens: int | None = option(None, "longest prompt (400); None is what the models have positions for")
+    max_prompt_chars: int | None = option(
+        None, "most characters in a request, counted before any work (400); None is 16 for each position"
+    )
+    max_grammar_size: int = option(
+        2000, "largest schema, pattern or tool parameters (400): parts, each times the repetitions around it"
+    )
+    prepare_s: float = option(
+        0.8, "processor seconds for rendering, tokenizing and compiling a request (400), and 5 more for each MB of it"
+    )
+    max_prepare_bytes: int = option(256 << 20, "memory that this may take (400)")
+    allow_request_templates: bool = option(
+        False, "take chat templates and switches of the tokenizer in chat_template_kwargs: programs of strangers"
+    )
+    strip_special_tokens: bool = option(
+        False, "take special tokens out of what chats say, so that no message can pretend to be another"
+    )
+    strict: bool = option(False, "refuse fields that are not known (400), in place of naming them in a header")
     max_queued: int = option(64, "requests that may wait; more are refused (429)")
     max_queued_per_client: int = option(16, "of those, how many of one client")
     max_choices: int = option(8, "largest n of a request")
@@ -32,16 +62,59 @@ class ServeConfig:
     shutdown_s: float = option(10.0, "seconds that running requests have left when the server is told to end")
 
     def __post_init__(self) -> None:
-        for name in ("max_body_bytes", "max_queued", "max_queued_per_client", "max_choices", "default_max_tokens"):
+        for name in _COUNTS:
             _require_int(name, getattr(self, name), 1)
+        for name in ("max_body_bytes", "max_prompt_tokens", "max_prompt_chars"):
+            if getattr(self, name) is not None:
+                _require_int(name, getattr(self, name), 1)
         _require_int("port", self.port, 0)
+        if self.port > _MAX_PORT:
+            raise ValueError(f"port must be 0 to {_MAX_PORT}, got {self.port}")
         _require_int("max_sessions", self.max_sessions, 0)
-        if self.max_prompt_tokens is not None:
-            _require_int("max_prompt_tokens", self.max_prompt_tokens, 1)
         if isinstance(self.api_keys, str) or not all(isinstance(key, str) and key for key in self.api_keys):
             raise ValueError("api_keys must be a list of non-empty strings")
-        if not (self.temperature >= 0 and self.shutdown_s >= 0):
+        if not (0 <= self.temperature < math.inf and 0 <= self.shutdown_s < math.inf):
             raise ValueError("temperature and shutdown_s must be 0 or more")
+        if not 0 < self.prepare_s < math.inf:
+            raise ValueError(f"prepare_s must be over 0, got {self.prepare_s!r}")
+
+    def bounded_by(self, num_positions: int) -> ServeConfig:
+        """Return these settings with every bound that was left to the models' positions.
+
+        Parameters
+        ----------
+        num_positions : int
+            Tokens that both models were made for.
+        """
+        return replace(
+            self,
+            max_body_bytes=self.max_body_bytes or max(_LEAST_BYTES, _BYTES_PER_POSITION * num_positions),
+            max_prompt_chars=self.max_prompt_chars or max(_LEAST_BYTES, _CHARS_PER_POSITION * num_positions),
+        )
+
+
+@dataclass(frozen=True)
+class PreparationLimits:
+    """Limits of the process in which one body is prepared.
+
+    Parameters
+    ----------
+    prepare_s : float
+        Processor seconds for a short body.
+    max_bytes : int
+        Memory beside what every such process has.
+    """
+
+    prepare_s: float
+    max_bytes: int
+
+    def cpu_s(self, num_bytes: int) -> float:
+        """Return the processor seconds for a body of so many bytes."""
+        return self.prepare_s + _S_PER_BYTE * num_bytes
+
+    def wall_s(self, num_bytes: int) -> float:
+        """Return the seconds after which it is ended, where others keep the processor from it."""
+        return _WALL_SHARE * self.cpu_s(num_bytes)
 
 
 def _require_int(name: str, value: object, least: int) -> None:

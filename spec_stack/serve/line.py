@@ -5,10 +5,14 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from time import monotonic
 from typing import Any
 
+from spec_stack.answering import Call
+from spec_stack.config import SamplingParams
+from spec_stack.hf.prompt import EncodedPrompt, PromptSource
+from spec_stack.request import CallOptions
 from spec_stack.types import StepOutput
 
 
@@ -44,8 +48,10 @@ class Job:
     ----------
     client : str
         Whose it is.
-    prompt, options : mapping
-        Arguments of `Session.stream`.
+    prompt : EncodedPrompt
+        The prompt.
+    options : mapping
+        Options of `Session.stream`.
     num_choices : int
         Answers asked for.
     deliver : callable
@@ -53,12 +59,28 @@ class Job:
     """
 
     client: str
-    prompt: Mapping[str, Any]
+    prompt: EncodedPrompt
     options: Mapping[str, Any]
     num_choices: int
     deliver: Callable[[Delivery], None]
     is_cancelled: threading.Event = field(default_factory=threading.Event)
     joined_at: float = field(default_factory=monotonic)
+
+
+def call_of(prompt: EncodedPrompt, options: Mapping[str, Any]) -> Call:
+    """Return a call over an encoded prompt.
+
+    Parameters
+    ----------
+    prompt : EncodedPrompt
+        The prompt.
+    options : mapping
+        Options of `stream`; each goes to the part of the call that has it. Raises ValueError where it has a bad value.
+    """
+    drawn = {entry.name for entry in fields(SamplingParams)}
+    sampling = {name: value for name, value in options.items() if name in drawn}
+    rest = {name: value for name, value in options.items() if name not in drawn}
+    return Call(PromptSource(encoded=prompt), SamplingParams(**sampling), CallOptions(**rest))
 
 
 class LineFull(Exception):  # noqa: N818 - a state, no mistake of anybody's

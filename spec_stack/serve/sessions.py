@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from spec_stack.hf.prompt import EncodedPrompt
 
 if TYPE_CHECKING:
     from spec_stack.api.generator import SpecStackGenerator
@@ -31,7 +33,7 @@ class SessionStore:
         return len(self._kept)
 
     @contextmanager
-    def lend(self, client: str, prompt: Mapping[str, Any]) -> Iterator[Session]:
+    def lend(self, client: str, prompt: EncodedPrompt) -> Iterator[Session]:
         """The session of this client that has dealt with the longest beginning of a prompt, else a new one.
 
         A session is of use only where all that it holds is a beginning of the prompt, and only to the client whose it
@@ -56,8 +58,8 @@ class SessionStore:
             session.close()
         self._kept = []
 
-    def _take(self, client: str, prompt: Mapping[str, Any]) -> Session | None:
-        lengths = [session.num_continued(**prompt) if owner == client else 0 for owner, session in self._kept]
+    def _take(self, client: str, prompt: EncodedPrompt) -> Session | None:
+        lengths = [session.num_continued(encoded=prompt) if owner == client else 0 for owner, session in self._kept]
         best = max(range(len(lengths)), key=lengths.__getitem__, default=None)
         if best is None or not lengths[best]:
             return None

@@ -9,7 +9,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from spec_stack.serve.config import ServeConfig
-from spec_stack.serve.line import Cancelled, Failure, Job, Line, Piece
+from spec_stack.serve.line import Cancelled, Failure, Job, Line, Piece, call_of
 from spec_stack.serve.meters import Meters
 from spec_stack.serve.sessions import SessionStore
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from spec_stack.api.session import Session
 
 logger = logging.getLogger(__name__)
+
+_JOIN_S = 1.0
 
 
 class Worker:
@@ -48,13 +50,15 @@ class Worker:
         self._thread.start()
 
     def stop(self) -> None:
-        """Cancel what waits and what runs, and return when the thread has ended."""
+        """Cancel what waits and what runs, and return when the thread has ended, or a second later."""
         self.line.close()
         running = self._running
         if running is not None:
             running.is_cancelled.set()
-        self._thread.join()
-        self.sessions.close()
+        # A step may take longer than anybody should wait; the thread is a daemon's, and ends with the process.
+        self._thread.join(_JOIN_S)
+        if not self._thread.is_alive():
+            self.sessions.close()
 
     def _work(self) -> None:
         while (job := self.line.next()) is not None:
@@ -92,7 +96,7 @@ class Worker:
         if options.get("seed") is not None:
             options["seed"] += index
         options["on_progress"] = lambda *_: _check(job)
-        with closing(session.stream(**job.prompt, **options)) as outputs:
+        with closing(session.stream_call(call_of(job.prompt, options))) as outputs:
             for output in outputs:
                 _check(job)
                 job.deliver(Piece(index, output))
