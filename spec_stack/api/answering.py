@@ -17,7 +17,7 @@ from spec_stack.controller.base import Policy
 from spec_stack.engine.progress import OnProgress, Stream
 from spec_stack.engine.request import CallOptions, Request
 from spec_stack.hf.processors import CannotCopyError, Processor, check_processors, copy_processor
-from spec_stack.hf.prompt import Message, PromptSource, Span, unpadded
+from spec_stack.hf.prompt import EncodedPrompt, Message, PromptSource, Span, unpadded
 from spec_stack.offline.records import add_records, check_record_path
 from spec_stack.types import GenerationResult, StepOutput
 
@@ -390,7 +390,7 @@ class Answering(ABC):
 
     def stream_call(self, call: Call) -> Generator[StepOutput, None, None]:
         """`stream` of a call that was put together before. Raises ValueError as that does."""
-        request = self._plan(call.source, call.params, call.options)
+        request = self._plan(call)
         return Stream(self._run(request), request.progress)
 
     astream = awaitable(stream)
@@ -420,6 +420,29 @@ class Call:
         if single != SamplingParams():
             raise ValueError("give params or single sampling options (max_tokens, temperature, …), not both")
         return cls(source, params, options)
+
+    @classmethod
+    def over(cls, encoded: EncodedPrompt, options: Mapping[str, Any]) -> Call:
+        """Put together a call over a prompt that was encoded before.
+
+        Parameters
+        ----------
+        encoded : EncodedPrompt
+            The prompt.
+        options : mapping
+            Options of `stream` by name, but for those of the prompt and `params`.
+
+        Raises
+        ------
+        ValueError
+            For a value that cannot be used.
+        TypeError
+            For an unknown option.
+        """
+        drawn = {entry.name for entry in fields(SamplingParams)}
+        sampling = {name: value for name, value in options.items() if name in drawn}
+        rest = {name: value for name, value in options.items() if name not in drawn}
+        return cls(PromptSource(encoded=encoded), SamplingParams(**sampling), CallOptions(**rest))
 
     def samples(self, n: int) -> list[Call]:
         """The call n times: with seeds in a row, names of their own, and processors that know nothing of each other.

@@ -42,12 +42,17 @@ SERVED: dict[str, Callable[[str], Any]] = {
     "default_max_tokens": int,
     "max_body_bytes": int,
     "max_prompt_tokens": int,
+    "max_prompt_chars": int,
+    "max_grammar_size": int,
+    "prepare_s": float,
+    "max_prepare_bytes": int,
     "max_queued": int,
     "max_queued_per_client": int,
     "max_choices": int,
     "max_sessions": int,
     "shutdown_s": float,
 }
+SWITCHES = ("allow_request_templates", "strip_special_tokens", "strict")
 _EXAMPLES = """examples:
   spec-stack generate "Name three rivers."
   cat report.txt | spec-stack generate "Summarize this." --stats
@@ -171,6 +176,8 @@ def build_parser() -> argparse.ArgumentParser:
     _add_pair_arguments(serve)
     for name, read in SERVED.items():
         _add_option(serve, ServeConfig, name, type=read)
+    for name in SWITCHES:
+        _add_option(serve, ServeConfig, name, action="store_true")
     serve.add_argument(
         "--api-key",
         action="append",

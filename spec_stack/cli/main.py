@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TextIO
 from spec_stack.cli.arguments import (
     DEMO_TOKENS,
     SERVED,
+    SWITCHES,
     answer_options,
     build_parser,
     check_writable,
@@ -166,7 +167,7 @@ def _chat(arguments: argparse.Namespace) -> int:
 
 def _serve(arguments: argparse.Namespace) -> int:
     keys = [*arguments.api_key, *filter(None, [os.environ.get("SPEC_STACK_API_KEY")])]
-    config = ServeConfig(api_keys=keys, **{name: getattr(arguments, name) for name in SERVED})
+    config = ServeConfig(api_keys=keys, **{name: getattr(arguments, name) for name in (*SERVED, *SWITCHES)})
     try:
         from spec_stack.serve.app import serve
     except ImportError as error:

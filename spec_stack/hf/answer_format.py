@@ -128,9 +128,7 @@ def _learn_tools(tokenizer: Any) -> ToolFormat | None:
 
 
 def _render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], is_asked: bool) -> str:
-    return str(
-        tokenizer.apply_chat_template(messages, tools=[_TOOL], tokenize=False, add_generation_prompt=is_asked)
-    )
+    return str(tokenizer.apply_chat_template(messages, tools=[_TOOL], tokenize=False, add_generation_prompt=is_asked))
 
 
 def _without(text: str, tokens: Sequence[str]) -> str:

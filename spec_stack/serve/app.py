@@ -27,6 +27,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.requests import ClientDisconnect
 
+from spec_stack.api.answering import Call
 from spec_stack.hf.answer_format import AnswerFormat
 from spec_stack.hf.answer_parser import AnswerParser
 from spec_stack.serve.bodies import BODIES
@@ -34,7 +35,7 @@ from spec_stack.serve.config import ServeConfig
 from spec_stack.serve.errors import error_body, error_response
 from spec_stack.serve.forms import FORMS, Form, Parts
 from spec_stack.serve.limits import RefuseLongBodies
-from spec_stack.serve.line import Delivery, Failure, Job, LineFull, Piece, call_of
+from spec_stack.serve.line import Delivery, Failure, Job, LineFull, Piece
 from spec_stack.serve.preparation import Nursery, Preparer
 from spec_stack.serve.preparing import Prepared, Refused, Settings
 from spec_stack.serve.worker import Worker
@@ -67,23 +68,23 @@ def build_app(
     """
     config = (config or ServeConfig()).bounded_by(min(generator.pair.max_positions))
     worker = Worker(generator, config)
-    own_nursery = None if nursery else open_nursery(generator)
+    owned = nursery is None
+    nursery = nursery or open_nursery(generator)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        if own_nursery is not None:
-            own_nursery.start()
+        nursery.start()
         worker.start()
         yield
-        if own_nursery is not None:
-            own_nursery.stop()
+        if owned:
+            nursery.stop()
         await run_in_threadpool(worker.stop)
 
     app = FastAPI(title="spec_stack", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     # FastAPI's own max_body_size answers in plain text, where clients look for OpenAI's form.
-    app.add_middleware(RefuseLongBodies, max_bytes=config.max_body_bytes)
+    app.add_middleware(RefuseLongBodies, max_bytes=config.max_body_bytes or 0)
     app.state.worker = worker
-    endpoint = Endpoint(generator, config, worker, own_nursery or nursery)
+    endpoint = Endpoint(generator, config, worker, nursery)
 
     for path in BODIES:
         app.add_api_route(path, partial(endpoint.answer, path), methods=["POST"], name=path)
@@ -275,7 +276,7 @@ class Endpoint:
         options = {**prepared.options, "max_tokens": max_tokens}
         try:
             # Checks all the rest, and does nothing until its first step.
-            generator.stream_call(call_of(prepared.encoded, options))
+            generator.stream_call(Call.over(prepared.encoded, options))
         except (ValueError, TypeError, OverflowError) as error:
             raise Refused(str(error)) from error
         return options

@@ -144,7 +144,9 @@ def _schema_size(schema: Any, most: int, depth: int = 0) -> int:
     size = 1 + _sum((_entry_size(name, value, most, depth) for name, value in schema.items()), most)
     counts = [schema.get(name) for name in _COUNTS]
     # No more than is needed to be too much: a count may be infinite, or none at all.
-    return size * max([1, *(int(min(count, most + 1)) for count in counts if isinstance(count, int | float) and count > 0)])
+    return size * max(
+        [1, *(int(min(count, most + 1)) for count in counts if isinstance(count, int | float) and count > 0)]
+    )
 
 
 def _entry_size(name: str, value: Any, most: int, depth: int) -> int:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 
 from spec_stack.settings.options import documented, option
 
-
 _MAX_PORT = 65535
 # Of a request, for each position of the models: text has about 4 characters to a token, blanks and code more.
 _BYTES_PER_POSITION, _CHARS_PER_POSITION, _LEAST_BYTES = 32, 16, 1 << 16

@@ -69,7 +69,11 @@ class Form:
 
     def __init__(self, model: str, num_choices: int, parts: Parts) -> None:
         self._parts = parts
-        self._head = {"id": f"{self.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
+        self._head: dict[str, Any] = {
+            "id": f"{self.prefix}-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": model,
+        }
         self.choices = [Choice() for _ in range(num_choices)]
 
     @property
@@ -195,7 +199,9 @@ class ChatForm(Form):
             deltas = [{"role": "assistant", "content": ""} | (deltas[0] if deltas else {}), *deltas[1:]]
         if not deltas and (choice.finish_reason is not None or piece.output.logprobs):
             deltas = [{}]
-        chunks = [{"index": piece.index, "delta": delta, "finish_reason": None} for delta in deltas]
+        chunks: list[dict[str, Any]] = [
+            {"index": piece.index, "delta": delta, "finish_reason": None} for delta in deltas
+        ]
         if chunks:
             chunks[-1] |= {
                 "finish_reason": choice.finish_reason,
@@ -212,11 +218,9 @@ def _deltas(part: AnswerPart, num_calls: int) -> list[dict[str, Any]]:
     if part.call is None:
         return [{"reasoning_content" if part.kind == "reasoning" else "content": part.text}]
     call = part.call.as_dict()
-    named = {**call, "index": num_calls, "function": {"name": part.call.name, "arguments": ""}}
-    return [
-        {"tool_calls": [named]},
-        {"tool_calls": [{"index": num_calls, "function": {"arguments": part.call.arguments}}]},
-    ]
+    named: dict[str, Any] = {**call, "index": num_calls, "function": {"name": part.call.name, "arguments": ""}}
+    argued: dict[str, Any] = {"index": num_calls, "function": {"arguments": part.call.arguments}}
+    return [{"tool_calls": [named]}, {"tool_calls": [argued]}]
 
 
 class CompletionForm(Form):

@@ -5,14 +5,11 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
 
-from spec_stack.answering import Call
-from spec_stack.config import SamplingParams
-from spec_stack.hf.prompt import EncodedPrompt, PromptSource
-from spec_stack.request import CallOptions
+from spec_stack.hf.prompt import EncodedPrompt
 from spec_stack.types import StepOutput
 
 
@@ -65,22 +62,6 @@ class Job:
     deliver: Callable[[Delivery], None]
     is_cancelled: threading.Event = field(default_factory=threading.Event)
     joined_at: float = field(default_factory=monotonic)
-
-
-def call_of(prompt: EncodedPrompt, options: Mapping[str, Any]) -> Call:
-    """Return a call over an encoded prompt.
-
-    Parameters
-    ----------
-    prompt : EncodedPrompt
-        The prompt.
-    options : mapping
-        Options of `stream`; each goes to the part of the call that has it. Raises ValueError where it has a bad value.
-    """
-    drawn = {entry.name for entry in fields(SamplingParams)}
-    sampling = {name: value for name, value in options.items() if name in drawn}
-    rest = {name: value for name, value in options.items() if name not in drawn}
-    return Call(PromptSource(encoded=prompt), SamplingParams(**sampling), CallOptions(**rest))
 
 
 class LineFull(Exception):  # noqa: N818 - a state, no mistake of anybody's

@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import traceback
+from contextlib import suppress
 
 from spec_stack.hf.answer_format import AnswerFormat
 from spec_stack.hf.structured import Grammars, structured_problem
@@ -82,10 +83,10 @@ def _limit(limits: PreparationLimits, num_bytes: int) -> None:
     signal.setitimer(signal.ITIMER_PROF, cpu_s)
     # Of a process that does not get the processor.
     signal.setitimer(signal.ITIMER_REAL, limits.wall_s(num_bytes))
-    os.nice(5)
-    with open("/proc/self/statm", encoding="ascii") as statm:
+    # Linux alone says how much is held, and keeps to such a limit.
+    with suppress(OSError), open("/proc/self/statm", encoding="ascii") as statm:
         held = int(statm.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    resource.setrlimit(resource.RLIMIT_AS, (held + limits.max_bytes,) * 2)
+        resource.setrlimit(resource.RLIMIT_AS, (held + limits.max_bytes,) * 2)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections import defaultdict
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from spec_stack.serve.channel import LENGTH, READY, Failed, packed, send
@@ -23,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 # For a nursery to begin: it imports libraries and reads a tokenizer, on a machine that may be busy.
 _START_S = 120.0
+# Where this package lies, which need not be where others look for one.
+_HOME = Path(__file__).resolve().parents[2]
 
 
 class Nursery:
@@ -85,7 +88,7 @@ class Nursery:
         ours, theirs = socket.socketpair()
         with theirs:
             environment = os.environ | {
-                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                "PYTHONPATH": os.pathsep.join(filter(None, [str(_HOME), os.environ.get("PYTHONPATH")])),
                 # Threads would not survive a fork, and what they hold would stay locked.
                 "TOKENIZERS_PARALLELISM": "false",
                 "OMP_NUM_THREADS": "1",
@@ -179,7 +182,8 @@ class Preparer:
                 f"the request takes more than {self._limits.cpu_s(len(body)):.1f} s of work or "
                 f"{self._limits.max_bytes >> 20} MiB of memory to render, tokenize and compile"
             )
-        return reply
+        prepared: Prepared = reply
+        return prepared
 
     async def _ask(self, path: str, body: bytes) -> Any:
         """What the process says; None where it was ended."""

@@ -181,7 +181,7 @@ class Preparing:
         if body.response_format is not None:
             raise ValueError("give response_format or a forced tool_choice, not both")
         if self._format.tools is None:
-            raise ValueError("tool_choice cannot be forced: this model's chat template does not show how it calls tools")
+            raise ValueError("tool_choice cannot be forced: the chat template does not show how this model calls tools")
         return ForcedCall(self._format.tools, {name: call_schema(source.tools, name) for name in names}, in_thought)
 
     def _compiled(self, wanted: object, options: Mapping[str, Any]) -> SerializedFormat | None:

@@ -8,8 +8,9 @@ from contextlib import closing
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+from spec_stack.api.answering import Call
 from spec_stack.serve.config import ServeConfig
-from spec_stack.serve.line import Cancelled, Failure, Job, Line, Piece, call_of
+from spec_stack.serve.line import Cancelled, Failure, Job, Line, Piece
 from spec_stack.serve.meters import Meters
 from spec_stack.serve.sessions import SessionStore
 
@@ -96,7 +97,7 @@ class Worker:
         if options.get("seed") is not None:
             options["seed"] += index
         options["on_progress"] = lambda *_: _check(job)
-        with closing(session.stream_call(call_of(job.prompt, options))) as outputs:
+        with closing(session.stream_call(Call.over(job.prompt, options))) as outputs:
             for output in outputs:
                 _check(job)
                 job.deliver(Piece(index, output))

@@ -16,6 +16,7 @@ from spec_stack.hf.prompt import (
     encode_text,
     num_shared,
     special_ids,
+    splice,
 )
 
 Chat = list[dict[str, Any]]
@@ -276,3 +277,27 @@ def test_messages_that_can_be_read_only_once_are_refused(embedded: SpecStackGene
     messages: Any = iter([{"role": "user", "content": "hi"}])
     with pytest.raises(ValueError, match="must be a list"):
         embedded.stream(messages=messages)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_spliced_chat_is_the_one_encoded_beside_the_known(embedded: SpecStackGenerator, seed: int) -> None:
+    draw = random.Random(seed)
+    tokenizer = embedded.tokenizer
+    words = ["a", "b ", "\n", "<|end|>", "code", " 12", "é"]
+
+    def said() -> str:
+        return "".join(draw.choices(words, k=draw.randint(0, 6)))
+
+    messages: Chat = [{"role": "system", "content": said()}, {"role": "user", "content": said()}]
+    known = encode(tokenizer, messages)
+    for _ in range(4):
+        answer = said()
+        # In other tokens than its text has by itself, as a model may generate it.
+        ids = [token for letter in answer for token in tokenizer(letter, add_special_tokens=False).input_ids]
+        known = known.with_answer(ids, answer)
+        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": said()}]
+        if draw.random() < 0.3:
+            messages[draw.randrange(len(messages))]["content"] = said()
+        wanted = encode(tokenizer, messages, known)
+        assert splice(encode(tokenizer, messages), known) == wanted
+        known = wanted

@@ -1,0 +1,163 @@
+"""Calls and thoughts in an answer, in the formats of several templates, however its text is cut into pieces."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from spec_stack.hf.answer_format import AnswerFormat, ToolFormat, forced_names
+from spec_stack.hf.answer_parser import AnswerParser, parse_answer
+
+HERMES = """{% for m in messages %}<|im_start|>{{ m.role }}{{ '\\n' ~ m.content }}{% for c in m.tool_calls or [] %}
+{{ '\\n' if not loop.first or m.content }}<tool_call>
+{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}
+</tool_call>{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant{{ '\\n' }}{% endif %}"""
+LLAMA = """{% for m in messages %}<|start|>{{ m.role }}<|stop|>
+
+{% if m.tool_calls %}{"name": "{{ m.tool_calls[0].function.name }}", "parameters": {{
+m.tool_calls[0].function.arguments | tojson }}}{% else %}{{ m.content }}{% endif %}<|eot|>{% endfor %}{%
+if add_generation_prompt %}<|start|>assistant<|stop|>
+
+{% endif %}"""
+MISTRAL = """{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }}[/INST]{% elif m.tool_calls
+%}[TOOL_CALLS] [{% for c in m.tool_calls %}{"name": "{{ c.function.name }}", "arguments": {{
+c.function.arguments | tojson }}, "id": "{{ c.id }}"}{% if not loop.last %}, {% endif %}{% endfor %}]</s>{% else
+%}{{ m.content }}</s>{% endif %}{% endfor %}"""
+SPECIAL = (
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|start|>",
+    "<|stop|>",
+    "<|eot|>",
+    "[INST]",
+    "[/INST]",
+    "[TOOL_CALLS]",
+    "</s>",
+)
+
+
+class Templated:
+    """A tokenizer as far as formats are learnt from one: its template and its special tokens."""
+
+    def __init__(self, template: str, eos_token: str) -> None:
+        self.chat_template, self.eos_token = template, eos_token
+        self.added_tokens_decoder = {
+            at: SimpleNamespace(content=token, special=True) for at, token in enumerate(SPECIAL)
+        }
+
+    def get_chat_template(self, tools: Sequence[Any] | None = None) -> str:
+        return self.chat_template
+
+    def apply_chat_template(self, messages: Sequence[Any], **options: Any) -> str:
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
+        return environment.from_string(self.chat_template).render(messages=messages, **options)
+
+
+FORMATS = {
+    "hermes": AnswerFormat.learn(Templated(HERMES, "<|im_end|>")),
+    "llama": AnswerFormat.learn(Templated(LLAMA, "<|eot|>")),
+    "mistral": AnswerFormat.learn(Templated(MISTRAL, "</s>")),
+}
+ANSWERS = {
+    "hermes": '<tool_call>\n{"name": "f", "arguments": {"q": "a<b>"}}\n</tool_call>',
+    "llama": '{"name": "f", "parameters": {"q": "a<b>"}}',
+    "mistral": '[{"name": "f", "arguments": {"q": "a<b>"}}]',
+}
+
+
+def parsed(name: str, text: str, cuts: Sequence[int] = (), **options: Any) -> tuple[str, str, list[tuple[str, Any]]]:
+    """Content, reasoning and calls of a text that comes in pieces."""
+    parser = AnswerParser(FORMATS[name], **({"names": ["f", "g"]} | options))
+    edges = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
+    parts = [part for start, stop in pairwise(edges) for part in parser.push(text[start:stop])]
+    parts += parser.flush()
+    content = "".join(part.text for part in parts if part.kind == "content")
+    reasoning = "".join(part.text for part in parts if part.kind == "reasoning")
+    return content, reasoning, [(part.call.name, json.loads(part.call.arguments)) for part in parts if part.call]
+
+
+def test_formats_are_learnt_from_templates() -> None:
+    assert FORMATS["hermes"].tools == ToolFormat('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>")
+    assert FORMATS["llama"].tools == ToolFormat('{"name": "', '", "parameters": ', "}")
+    assert FORMATS["mistral"].tools == ToolFormat('[{"name": "', '", "arguments": ', "}]")
+    assert AnswerFormat.learn(Templated("{{ messages[0].content }}", "</s>")) == AnswerFormat()
+    assert AnswerFormat.learn(Templated("{{ raise_exception('no') }}</think>", "</s>")) == AnswerFormat(thinks=True)
+    assert AnswerFormat.learn(None) == AnswerFormat()
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+@given(cuts=st.lists(st.integers(1, 80)))
+def test_a_call_is_found_however_its_text_is_cut(name: str, cuts: list[int]) -> None:
+    assert parsed(name, ANSWERS[name], cuts) == ("", "", [("f", {"q": "a<b>"})])
+
+
+@given(cuts=st.lists(st.integers(1, 300)))
+def test_text_thoughts_and_several_calls_stand_apart(cuts: list[int]) -> None:
+    text = f"Let me look.\n{ANSWERS['hermes']}\n" + ANSWERS["hermes"].replace('"f"', '"other"')
+    wanted = [("f", {"q": "a<b>"}), ("other", {"q": "a<b>"})]
+    assert parsed("hermes", text, cuts) == ("Let me look.", "", wanted)
+    FORMATS["thinker"] = AnswerFormat(FORMATS["hermes"].tools, thinks=True)
+    assert parsed("thinker", f"<think>\nHm, < and\n</think>\n\n{text}", cuts) == ("Let me look.", "Hm, < and", wanted)
+    assert parsed("thinker", f"\nHm.\n</think>\n\n{text}", cuts, in_thought=True) == ("Let me look.", "Hm.", wanted)
+    assert parsed("thinker", "<think>\nwithout an end", cuts)[:2] == ("", "without an end")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>\nnot JSON\n</tool_call> and on",
+        'So:\n\n<tool_call>{"name": 3}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
+        "<tool_call",
+        "a < b <tool",
+        '{"name": "unknown", "arguments": {}}',
+        '{"name": "f", "arguments": {}} is what I would call',
+        '{"names": 1}',
+        "```json\n[1, 2]\n```",
+        "  \n blanks \n ",
+        "",
+    ],
+)
+@given(cuts=st.lists(st.integers(1, 60)))
+def test_what_cannot_be_parsed_stays_text(text: str, cuts: list[int]) -> None:
+    for name in ("hermes", "llama", "mistral"):
+        assert parsed(name, text, cuts) == (text, "", [])
+
+
+def test_calls_are_text_where_no_tools_were_given() -> None:
+    for name, text in ANSWERS.items():
+        assert parsed(name, text, names=[]) == (text, "", [])
+
+
+def test_a_call_without_its_mark_or_in_a_fence_is_found_where_it_is_the_whole_answer() -> None:
+    bare = ANSWERS["llama"]
+    for text in (bare, f"```json\n{bare}\n```", f"\n{bare}\n", ANSWERS["mistral"]):
+        assert parsed("hermes", text)[2] == [("f", {"q": "a<b>"})]
+    assert [name for name, _ in parsed("llama", f"{bare}; {bare}")[2]] == ["f", "f"]
+    assert parsed("hermes", '<tool_call>\n{"name": "f", "arguments": "{\\"a\\": 1}"}')[2] == [("f", {"a": 1})]
+
+
+def test_calls_have_ids_that_every_template_takes() -> None:
+    _, _, calls = parse_answer(AnswerParser(FORMATS["hermes"], ["f"]), ANSWERS["hermes"] * 2)
+    assert len({call.id for call in calls}) == 2
+    assert all(len(call.id) == 9 and call.id.isalnum() for call in calls)
+
+
+def test_what_must_be_called_is_told_from_openais_choices() -> None:
+    tools = [{"type": "function", "function": {"name": name}} for name in ("f", "g")]
+    assert forced_names("auto", tools) is forced_names("none", tools) is forced_names(None, None) is None
+    assert forced_names("required", tools) == ["f", "g"]
+    assert forced_names({"type": "function", "function": {"name": "g"}}, tools) == ["g"]
+    for choice, given_tools in (("required", None), ("maybe", tools), ({"type": "function"}, tools)):
+        with pytest.raises(ValueError, match="tool_choice"):
+            forced_names(choice, given_tools)
