@@ -389,6 +389,10 @@ class GenerationResult:
         One per token, where `logprobs=` asked for them.
     others : list of GenerationResult
         The other samples of the prompt, where `n=` asked for some.
+    content, reasoning : str
+        The text for the user, and the thought ahead of it where the chat template has thoughts.
+    tool_calls : list of ToolCall
+        Calls of tools, as the chat template writes them; what cannot be parsed stays in `content`.
     """
 
     token_ids: list[int]
@@ -398,6 +402,9 @@ class GenerationResult:
     records: list[StepRecord] | None = None
     logprobs: list[TokenLogprobs] | None = None
     others: list[GenerationResult] = field(default_factory=list)
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: list[ToolCall] = field(default_factory=list)
 
     @property
     def choices(self) -> list[GenerationResult]:

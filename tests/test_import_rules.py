@@ -26,7 +26,16 @@ ALLOWED = {
     "engine": {"config", "settings", "types", "clock", "controller", "decode", "prefill", "hf", "tokenizers"},
     "api": {"config", "types", "controller", "offline.records", "prefill", "hf", "engine"},
     "calibrate": {"config", "types", "decode", "prefill", "hf", "engine"},
-    "serve": {"config", "settings", "types", "hf.prompt", "hf.structured", "hf.answer_format", "hf.answer_parser", "api"},
+    "serve": {
+        "config",
+        "settings",
+        "types",
+        "hf.prompt",
+        "hf.structured",
+        "hf.answer_format",
+        "hf.answer_parser",
+        "api",
+    },
     "sglang": {"config", "types", "controller", "prefill", "tokenizers.chat_turns"},
     # They run whole requests, so they see what a user sees, and the parts they show or score with.
     "explain": {"config", "types", "controller.base", "offline.records", "prefill", "decode", "hf", "engine", "api"},

@@ -33,7 +33,7 @@ from spec_stack.serve.config import ServeConfig
 
 QUESTIONS = ("Where does Bruno live?", "What is the red code for Alice?", "Give three tips.", "Why?")
 PROMPTS = ("def read_lines(path):\n", "import os\n", "Once upon a time", "class Stack:\n    ")
-BAD_BODIES = (b"{", b"[]", b'{"messages": 3}', b'{"messages": [], "max_tokens": 0}', b'{"prompt": "a", "nonsense": 1}')
+BAD_BODIES = (b"{", b"[]", b'{"messages": 3}', b'{"messages": [], "max_tokens": 0}', b'{"prompt": "a", "gamma": 99}')
 _GREEDY: dict[str, Any] = {"model": "spec-stack", "temperature": 0}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from spec_stack.config import SamplingParams, check_samples
 from spec_stack.controller.base import Policy
 from spec_stack.engine.progress import OnProgress, Stream
 from spec_stack.engine.request import CallOptions, Request
+from spec_stack.hf.answer_parser import parse_answer
 from spec_stack.hf.processors import CannotCopyError, Processor, check_processors, copy_processor
 from spec_stack.hf.prompt import EncodedPrompt, Message, PromptSource, Span, unpadded
 from spec_stack.offline.records import add_records, check_record_path
@@ -47,6 +48,7 @@ class Answering(ABC):
         attention_mask: Sequence[int] | torch.Tensor | None = None,
         protected: Sequence[Span] = (),
         tools: Sequence[Any] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         continue_final_message: bool = False,
@@ -102,6 +104,9 @@ class Answering(ABC):
             Half-open spans that are never pruned: of tokens beside `input_ids`, of characters beside `prompt`.
         tools, documents : sequence, optional
             Handed to the chat template, which writes them into the prompt, where they are never pruned.
+        tool_choice : str or mapping, optional
+            OpenAI's: "auto" (as None), "none", "required" or `{"type": "function", "function": {"name": ...}}`. The
+            last two make the answer one call of a tool, by the extra `structured`; `result.tool_calls` has the calls.
         chat_template_kwargs : mapping, optional
             More for the chat template, `{"enable_thinking": False}` say.
         continue_final_message : bool
@@ -179,7 +184,8 @@ class Answering(ABC):
         Returns
         -------
         GenerationResult
-            token_ids, text, finish_reason ("eos", "stop" or "length"), metrics, records, logprobs, choices.
+            token_ids, text, finish_reason ("eos", "stop" or "length"), metrics, records, logprobs, choices; of a chat,
+            text taken apart: content, reasoning, tool_calls.
 
         Raises
         ------
@@ -208,7 +214,7 @@ class Answering(ABC):
                 messages=messages,
                 input_ids=unpadded(input_ids, attention_mask),
                 protected=protected,
-                tools=tools,
+                tools=None if tool_choice == "none" else tools,
                 documents=documents,
                 chat_template_kwargs=chat_template_kwargs or {},
                 continue_final_message=continue_final_message,
@@ -239,6 +245,7 @@ class Answering(ABC):
                 task=task,
                 logits_processor=logits_processor,
                 response_format=response_format,
+                tool_choice=tool_choice,
                 logprobs=logprobs,
                 sampling=sampling,
                 on_progress=on_progress,
@@ -267,9 +274,14 @@ class Answering(ABC):
         logprobs = None
         if request.num_logprobs is not None:
             logprobs = [each for output in outputs for each in output.logprobs or []]
+        text = "".join(output.text for output in outputs)
+        content, reasoning, calls = (text, "", []) if request.parser is None else parse_answer(request.parser, text)
         return GenerationResult(
             token_ids=[token_id for output in outputs for token_id in output.token_ids],
-            text="".join(output.text for output in outputs),
+            text=text,
+            content=content,
+            reasoning=reasoning,
+            tool_calls=calls,
             finish_reason=last.finish_reason,
             metrics=last.metrics,
             records=[output.record for output in outputs],
@@ -287,6 +299,7 @@ class Answering(ABC):
         attention_mask: Sequence[int] | torch.Tensor | None = None,
         protected: Sequence[Span] = (),
         tools: Sequence[Any] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         continue_final_message: bool = False,
@@ -349,7 +362,7 @@ class Answering(ABC):
                 messages=messages,
                 input_ids=unpadded(input_ids, attention_mask),
                 protected=protected,
-                tools=tools,
+                tools=None if tool_choice == "none" else tools,
                 documents=documents,
                 chat_template_kwargs=chat_template_kwargs or {},
                 continue_final_message=continue_final_message,
@@ -380,6 +393,7 @@ class Answering(ABC):
                 task=task,
                 logits_processor=logits_processor,
                 response_format=response_format,
+                tool_choice=tool_choice,
                 logprobs=logprobs,
                 sampling=sampling,
                 on_progress=on_progress,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spec_stack.config import HubConfig, LoadConfig
+from spec_stack.hf.answer_format import AnswerFormat
 from spec_stack.hf.architectures import scoring_limit, text_config
 from spec_stack.hf.attention import install
 from spec_stack.hf.loading import DeviceMap, check_pair, end_token_ids, max_positions, open_pair
@@ -59,6 +60,7 @@ class ModelPair:
     target_weight_bytes: int
     draft_weight_bytes: int
     grammars: Grammars
+    answer_format: AnswerFormat = field(default_factory=AnswerFormat)
     predictors: Mapping[str, str | Path] = field(default_factory=dict)
 
     @classmethod
@@ -145,6 +147,7 @@ class ModelPair:
             target_weight_bytes=weight_bytes(target),
             draft_weight_bytes=weight_bytes(draft),
             grammars=Grammars(tokenizer, int(text_config(target.config).vocab_size)),
+            answer_format=AnswerFormat.learn(tokenizer),
             predictors=predictors,
         )
 

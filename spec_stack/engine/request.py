@@ -24,6 +24,8 @@ from spec_stack.decode.loop import RequestLabels
 from spec_stack.decode.registry import PROPOSERS
 from spec_stack.engine.pair import ModelPair
 from spec_stack.engine.progress import OnProgress, Progress
+from spec_stack.hf.answer_format import tool_names
+from spec_stack.hf.answer_parser import AnswerParser
 from spec_stack.hf.model_sampling import complete_sampling
 from spec_stack.hf.processors import Processor, check_processors, uncopied_note
 from spec_stack.hf.prompt import EncodedPrompt, PromptSource, Span, encode_prompt, num_shared, special_tokens
@@ -51,6 +53,7 @@ class CallOptions:
     task: str = ""
     logits_processor: Any = None
     response_format: Any = None
+    tool_choice: Any = None
     logprobs: int | None = None
     sampling: str | None = None
     on_progress: OnProgress | None = None
@@ -137,6 +140,8 @@ class Request:
         Texts that do.
     decode_note : str
         What there is to say of the draft's part in decoding.
+    parser : AnswerParser or None
+        Takes the answer to a chat apart.
     num_logprobs : int or None
         How many likely tokens are given beside each token's log-probability; None gives none of either.
     progress : Progress
@@ -163,6 +168,7 @@ class Request:
     stop_tokens: StopTokens = field(default_factory=lambda: StopTokens(frozenset(), frozenset()))
     stop_strings: list[str] = field(default_factory=list)
     decode_note: str = ""
+    parser: AnswerParser | None = None
     num_logprobs: int | None = None
     progress: Progress = field(default_factory=Progress)
     clock: Clock = field(default_factory=Clock)
@@ -239,9 +245,13 @@ class Request:
         room = _positions_left(pair, len(prompt_ids), num_draft_tokens, params.max_tokens or max(1, params.min_tokens))
         if params.max_tokens is None:
             params = replace(params, max_tokens=min(max(DEFAULT_MAX_TOKENS, params.min_tokens), room))
-        grammar = None
-        if options.response_format is not None:
-            grammar = pair.grammars.compile(options.response_format, stop_tokens.all_ids, len(prompt_ids))
+        in_thought = pair.answer_format.begins_in_thought(encoded.text)
+        wanted, grammar = options.response_format, None
+        forced = pair.answer_format.forced_call(options.tool_choice, source.tools, in_thought)
+        if forced is not None and wanted is not None:
+            raise ValueError("give response_format or a forced tool_choice, not both")
+        if forced is not None or wanted is not None:
+            grammar = pair.grammars.compile(forced or wanted, stop_tokens.all_ids, len(prompt_ids))
         own = make_processors(params, len(prompt_ids), stop_tokens.all_ids, pair.target.device)
         # Where nothing can be proposed there is nothing to look ahead with either.
         most = min(room, MAX_LOOK_AHEAD) if pair.vocabulary.can_propose else 0
@@ -265,6 +275,7 @@ class Request:
             stop_tokens=stop_tokens,
             stop_strings=stop_strings,
             decode_note=uncopied_note(processors),
+            parser=AnswerParser(pair.answer_format, tool_names(source.tools), in_thought) if encoded.text else None,
             num_logprobs=options.logprobs,
             progress=Progress(options.on_progress),
             clock=clock,

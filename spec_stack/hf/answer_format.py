@@ -7,13 +7,15 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from spec_stack.hf.prompt import special_tokens
 
 logger = logging.getLogger(__name__)
 
 THINK_OPENS, THINK_CLOSES = "<think>", "</think>"
+# A thought that has begun, up to its end; the call comes behind it.
+_THOUGHT = 'root ::= [^<]* "</think>\\n\\n"'
 _NAME, _KEY, _VALUE, _ID = "marked_tool_name", "marked_key", "marked_value", "marked001"
 _TOOL = {
     "type": "function",
@@ -49,6 +51,45 @@ class ToolFormat:
     def closer(self) -> str:
         """The mark behind it."""
         return re.split(r"[\]}]", self.end)[-1].strip()
+
+
+@dataclass(frozen=True)
+class ForcedCall:
+    """An answer that is one call of one of these tools.
+
+    Parameters
+    ----------
+    tools : ToolFormat
+        How the template writes it.
+    schemas : mapping of str to str
+        The tools by name, and the JSON schema of their arguments, as JSON.
+    in_thought : bool
+        Whether the answer begins inside a thought, behind which the call comes.
+    """
+
+    tools: ToolFormat
+    schemas: Mapping[str, str]
+    in_thought: bool = False
+    name: ClassVar[str] = "a forced tool_choice"
+
+    def compile(self, compiler: Any) -> Any:
+        """Return the grammar of such an answer. Raises ValueError where the schemas make none."""
+        from xgrammar import Grammar as Rules
+
+        calls = []
+        try:
+            for name, schema in self.schemas.items():
+                # One way to write white space, as templates render earlier calls: a cache then holds what was written.
+                arguments = Rules.from_json_schema(schema, any_whitespace=False)
+                begin = self.tools.begin + json.dumps(name)[1:-1] + self.tools.middle
+                calls.append(Rules.concat(_verbatim(begin), arguments, _verbatim(self.tools.end)))
+            rules = calls[0] if len(calls) == 1 else Rules.union(*calls)
+            if self.in_thought:
+                rules = Rules.concat(Rules.from_ebnf(_THOUGHT), rules)
+            return compiler.compiler.compile_grammar(rules)
+        except Exception as error:
+            # The library has no common error of its own.
+            raise ValueError(f"tool_choice: the tools' parameters cannot be compiled: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -94,6 +135,31 @@ class AnswerFormat:
             # Templates are programs of strangers, and many know no tools.
             logger.info("the chat template does not show how tools are called", exc_info=True)
             return cls(thinks=thinks)
+
+    def forced_call(self, tool_choice: object, tools: Sequence[Any] | None, in_thought: bool) -> ForcedCall | None:
+        """Return what an answer must be that has to call a tool; None where it need not.
+
+        Parameters
+        ----------
+        tool_choice : str, mapping or None
+            OpenAI's (see `forced_names`).
+        tools : sequence, optional
+            OpenAI's form of them.
+        in_thought : bool
+            Whether the answer begins inside a thought.
+
+        Raises
+        ------
+        ValueError
+            As `forced_names`, and where the template does not show how tools are called.
+        """
+        names = forced_names(tool_choice, tools)
+        if names is None:
+            return None
+        if self.tools is None:
+            raise ValueError("tool_choice cannot be forced: the chat template does not show how this model calls tools")
+        parameters = _parameters(tools)
+        return ForcedCall(self.tools, {name: json.dumps(parameters[name]) for name in names}, in_thought)
 
     def begins_in_thought(self, rendered: str) -> bool:
         """Whether a rendered chat ends with the beginning of a thought, in which the answer goes on."""
@@ -182,11 +248,6 @@ def tool_names(tools: Sequence[Any] | None) -> list[str]:
     return list(_parameters(tools))
 
 
-def call_schema(tools: Sequence[Any] | None, name: str) -> str:
-    """The JSON schema of a tool's arguments, as JSON."""
-    return json.dumps(_parameters(tools)[name])
-
-
 def _parameters(tools: Sequence[Any] | None) -> dict[str, Any]:
     found = {}
     for tool in tools or ():
@@ -194,3 +255,9 @@ def _parameters(tools: Sequence[Any] | None) -> dict[str, Any]:
         if isinstance(function, Mapping) and isinstance(function.get("name"), str):
             found[function["name"]] = function.get("parameters") or {"type": "object"}
     return found
+
+
+def _verbatim(text: str) -> Any:
+    from xgrammar import Grammar as Rules
+
+    return Rules.from_ebnf(f"root ::= {json.dumps(text)}")

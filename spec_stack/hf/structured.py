@@ -12,11 +12,10 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from spec_stack.hf.answer_format import ToolFormat
+from spec_stack.hf.answer_format import ForcedCall
 
 # Of compiled formats: who asks for many should not fill the memory with them.
 _MAX_CACHED_BYTES = 64 << 20
-_THOUGHT = 'root ::= [^<]* "</think>\\n\\n"'
 FORMATS = ("text", "json_object", "json_schema", "regex", "grammar")
 
 
@@ -34,56 +33,11 @@ class SerializedFormat:
         return xgrammar.CompiledGrammar.deserialize_json(self.text, compiler.tokenizer)
 
 
-@dataclass(frozen=True)
-class ForcedCall:
-    """An answer that is one call of one of these tools.
-
-    Parameters
-    ----------
-    tools : ToolFormat
-        How the template writes it.
-    schemas : mapping of str to str
-        The tools by name, and the JSON schema of their arguments, as JSON.
-    in_thought : bool
-        Whether the answer begins inside a thought, behind which the call comes.
-    """
-
-    tools: ToolFormat
-    schemas: Mapping[str, str]
-    in_thought: bool = False
-    name: ClassVar[str] = "a forced tool_choice"
-
-    def compile(self, compiler: Compiler) -> Any:
-        """Return the grammar of such an answer. Raises ValueError where the schemas make none."""
-        from xgrammar import Grammar as Rules
-
-        calls = []
-        try:
-            for name, schema in self.schemas.items():
-                # One way to write white space, as templates render earlier calls: a cache then holds what was written.
-                arguments = Rules.from_json_schema(schema, any_whitespace=False)
-                begin = self.tools.begin + json.dumps(name)[1:-1] + self.tools.middle
-                calls.append(Rules.concat(_verbatim(begin), arguments, _verbatim(self.tools.end)))
-            rules = calls[0] if len(calls) == 1 else Rules.union(*calls)
-            if self.in_thought:
-                rules = Rules.concat(Rules.from_ebnf(_THOUGHT), rules)
-            return compiler.compiler.compile_grammar(rules)
-        except Exception as error:
-            # The library has no common error of its own.
-            raise ValueError(f"tool_choice: the tools' parameters cannot be compiled: {error}") from error
-
-
 class Compiler(NamedTuple):
     """xgrammar's compiler, and the tokenizer as that has it, for one set of end tokens."""
 
     compiler: Any
     tokenizer: Any
-
-
-def _verbatim(text: str) -> Any:
-    from xgrammar import Grammar as Rules
-
-    return Rules.from_ebnf(f"root ::= {json.dumps(text)}")
 
 
 def structured_problem() -> str | None:

@@ -10,9 +10,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from spec_stack.hf.answer_format import AnswerFormat, call_schema, forced_names, tool_names
+from spec_stack.hf.answer_format import AnswerFormat, ForcedCall, tool_names
 from spec_stack.hf.prompt import EncodedPrompt, PromptSource, encode_prompt, special_tokens
-from spec_stack.hf.structured import ForcedCall, Grammars, SerializedFormat
+from spec_stack.hf.structured import Grammars, SerializedFormat
 from spec_stack.serve.bodies import BODIES, Body, ChatBody
 from spec_stack.serve.bounds import Bounds
 from spec_stack.serve.config import ServeConfig
@@ -175,14 +175,11 @@ class Preparing:
         return {**message, "content": _without(message.get("content"), list(special_tokens(self._settings.tokenizer)))}
 
     def _forced(self, body: Body, source: PromptSource, in_thought: bool) -> ForcedCall | None:
-        names = forced_names(body.tool_choice, source.tools) if isinstance(body, ChatBody) else None
-        if names is None:
-            return None
-        if body.response_format is not None:
+        choice = body.tool_choice if isinstance(body, ChatBody) else None
+        forced = self._format.forced_call(choice, source.tools, in_thought)
+        if forced is not None and body.response_format is not None:
             raise ValueError("give response_format or a forced tool_choice, not both")
-        if self._format.tools is None:
-            raise ValueError("tool_choice cannot be forced: the chat template does not show how this model calls tools")
-        return ForcedCall(self._format.tools, {name: call_schema(source.tools, name) for name in names}, in_thought)
+        return forced
 
     def _compiled(self, wanted: object, options: Mapping[str, Any]) -> SerializedFormat | None:
         """The format, compiled for the tokens that end this request, which are settled as `Request.plan` does."""
