@@ -34,6 +34,11 @@ MAX_LOGPROBS = 100
 MAX_SAMPLES = 128
 
 
+def how_to_install(extra: str) -> str:
+    """Return what installs an extra. The package is in no registry: its name there would be whoever's took it."""
+    return f"pip install '.[{extra}]' in a clone of the package"
+
+
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise ValueError(message)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # RULER's locally made tasks on the embedded pair, dense and at three keep rates, 1K to 8K tokens; about an hour on one
-# thread. Once before: pip install --constraint constraints.txt 'spec-stack[lm-eval]'. PYTHON names the interpreter.
+# thread. Once before: pip install --constraint constraints.txt '.[lm-eval]'. PYTHON names the interpreter.
 #     lm_eval_offline.sh [OUT_FOLDER] [SAMPLES] [HAYSTACK_FOLDER]
 set -euo pipefail
 cd "$(dirname "$0")/../.."

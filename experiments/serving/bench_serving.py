@@ -79,6 +79,7 @@ from experiments.serving.server import (
     free_port,
     other_plugins,
 )
+from spec_stack.config import how_to_install
 from spec_stack.hf.loading import resolve_pair
 from spec_stack.hf.prompt import encode_messages
 
@@ -221,7 +222,7 @@ def datasets_named() -> Iterator[None]:
 def import_sglang_benchmark() -> Any:
     """Raises ImportError, saying what to install."""
     if importlib.util.find_spec("sglang") is None:
-        raise ImportError("this Python has no SGLang; use one where `pip install 'spec-stack[sglang]'` was run")
+        raise ImportError(f"this Python has no SGLang; use one that has: {how_to_install('sglang')}")
     try:
         with warnings.catch_warnings(action="ignore"), datasets_named():
             return importlib.import_module("sglang.benchmark.serving")

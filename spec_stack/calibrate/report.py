@@ -6,6 +6,7 @@ import importlib.util
 from dataclasses import replace
 from pathlib import Path
 
+from spec_stack.config import how_to_install
 from spec_stack.prefill.calibration import HEAD_RATE, Calibration, Point, describe_setting
 
 
@@ -39,7 +40,7 @@ def format_calibration(calibration: Calibration) -> str:
 def check_plots() -> None:
     """Raise ValueError where there is no matplotlib."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("plots need matplotlib: pip install 'spec-stack[experiments]'")
+        raise ValueError(f"plots need matplotlib: {how_to_install('experiments')}")
 
 
 def plot_calibration(calibration: Calibration, path: str | Path) -> None:

@@ -26,7 +26,7 @@ from spec_stack.cli.arguments import (
     request_of,
 )
 from spec_stack.cli.chat import Chat, read_document, status_line
-from spec_stack.config import SessionConfig, SpecStackConfig
+from spec_stack.config import SessionConfig, SpecStackConfig, how_to_install
 from spec_stack.offline.records import add_records, check_record_path
 from spec_stack.serve.config import ServeConfig
 
@@ -171,7 +171,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     try:
         from spec_stack.serve.app import serve
     except ImportError as error:
-        raise ValueError(f"{error}; pip install 'spec-stack[serve]'") from error
+        raise ValueError(f"{error}; {how_to_install('serve')}") from error
     serve(_load(arguments), config)
     return 0
 

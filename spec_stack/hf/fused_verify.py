@@ -12,6 +12,7 @@ from importlib.util import find_spec
 
 import torch
 
+from spec_stack.config import how_to_install
 from spec_stack.decode.sampler import Sampler
 from spec_stack.types import Verification
 
@@ -49,7 +50,7 @@ def fused_problem(device: torch.device) -> str | None:
     if device.type != "cuda" or torch.version.cuda is None:
         return "it needs a CUDA device"
     if find_spec("flashinfer") is None:
-        return "flashinfer is not installed: pip install 'spec-stack[flashinfer]'"
+        return f"flashinfer is not installed: {how_to_install('flashinfer')}"
     capability = torch.cuda.get_device_capability(device)
     if capability < _LEAST_CAPABILITY:
         return f"the device's capability {capability} is under {_LEAST_CAPABILITY}"

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from spec_stack.config import how_to_install
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -59,7 +61,7 @@ def check_gguf(role: str, source: str) -> str:
     missing = [package for package in _PACKAGES if find_spec(package) is None]
     if missing:
         raise ValueError(
-            f"{role} {source!r} needs {' and '.join(missing)}, not installed here: pip install 'spec-stack[gguf]'"
+            f"{role} {source!r} needs {' and '.join(missing)}, not installed here: {how_to_install('gguf')}"
         )
     return str(path) if path.is_file() else source
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from spec_stack.config import OTHER_PRECISION, PRECISIONS, LoadConfig
+from spec_stack.config import OTHER_PRECISION, PRECISIONS, LoadConfig, how_to_install
 from spec_stack.hf.architectures import text_config
 from spec_stack.hf.prepack import PrepackedLinear
 
@@ -152,8 +152,7 @@ def _check_bitsandbytes(role: str, name: str, config: Any, device: torch.device)
     missing = [package for package in _PACKAGES if find_spec(package) is None]
     if missing:
         raise ValueError(
-            f"{name} for the {role} needs {' and '.join(missing)}, not installed here: "
-            "pip install 'spec-stack[quantized]'"
+            f"{name} for the {role} needs {' and '.join(missing)}, not installed here: {how_to_install('quantized')}"
         )
     if name == "nf4" and device.type == "cpu":
         from bitsandbytes.functional import has_avx512bf16

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from spec_stack.config import how_to_install
 from spec_stack.hf.answer_format import ForcedCall
 
 # Of compiled formats: who asks for many should not fill the memory with them.
@@ -43,7 +44,7 @@ class Compiler(NamedTuple):
 def structured_problem() -> str | None:
     """Why structured output cannot be had here; None where it can."""
     if find_spec("xgrammar") is None:
-        return "response_format needs xgrammar: pip install 'spec-stack[structured]'"
+        return f"response_format needs xgrammar: {how_to_install('structured')}"
     return None
 
 

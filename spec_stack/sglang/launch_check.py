@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from spec_stack.config import how_to_install
 from spec_stack.sglang.calibration import with_calibration, with_predictor
 from spec_stack.sglang.launch_notes import DRAFT_AT_SLOTS, drafting_note, graphs_note, pruning_note
 from spec_stack.sglang.server_args import ServerConfig
@@ -43,9 +44,7 @@ def check_launch(arguments: Sequence[str]) -> dict[str, Any]:
     device that the server would run on. Loads SGLang's plugins in this process; os.environ is left as it was.
     """
     if importlib.util.find_spec("sglang") is None:
-        raise ValueError(
-            "--sglang asks SGLang itself, and this Python has none; run it where `pip install 'spec-stack[sglang]'` was"
-        )
+        raise ValueError(f"--sglang asks SGLang itself, and this Python has none: {how_to_install('sglang')}")
     report: dict[str, Any] = {"arguments": list(arguments), "problem": None, "warnings": []}
     with _environment_restored():
         try:

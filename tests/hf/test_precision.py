@@ -227,7 +227,7 @@ def test_a_missing_package_is_named_before_the_weights_are_read(
     copy_draft(tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").unlink()
     monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(ValueError, match=rf"needs {missing}, .* pip install 'spec-stack\[quantized\]'"):
+    with pytest.raises(ValueError, match=rf"needs {missing}, .* pip install '\.\[quantized\]'"):
         ModelPair.load(tmp_path / "model", tmp_path / "model", device="cpu", **options)
 
 
