@@ -41,6 +41,7 @@ def loaded_by(code: str) -> set[str]:
     return set(done.stdout.split("\n")[-2].split(" "))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SpecStackGenerator", "Session", "SamplingParams", "StepOutput"])
 def test_importing_a_name_loads_nothing_that_only_a_loaded_model_needs(name: str) -> None:
     modules = loaded_by(f"from spec_stack import {name}")

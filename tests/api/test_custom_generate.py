@@ -37,6 +37,7 @@ def plain() -> PreTrainedModel:
     return make_model(seed=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gamma", [None, 0, 4])
 def test_greedy_sequences_are_those_of_plain_generate(
     plain: PreTrainedModel, target: PreTrainedModel, draft: PreTrainedModel, gamma: int | None
@@ -132,6 +133,7 @@ def test_stop_strings_work_as_a_criterion(embedded: SpecStackGenerator) -> None:
     assert torch.equal(model.generate(**options, custom_generate=with_draft(embedded.draft)), expected)
 
 
+@pytest.mark.slow
 def test_sampling_is_reproducible_by_torchs_seed_and_stays_within_top_k(
     target: PreTrainedModel, draft: PreTrainedModel
 ) -> None:
@@ -153,6 +155,7 @@ def test_sampling_is_reproducible_by_torchs_seed_and_stays_within_top_k(
         assert int(two[0, position]) in logits[0, position - 1].topk(3).indices.tolist()
 
 
+@pytest.mark.slow
 def test_sampled_first_tokens_have_the_models_distribution(target: PreTrainedModel, draft: PreTrainedModel) -> None:
     inputs = ids_of(8)
     torch.manual_seed(0)

@@ -265,6 +265,7 @@ def test_streams_stopped_early_or_run_side_by_side_do_not_disturb_each_other(
     assert together == alone
 
 
+@pytest.mark.slow
 def test_threads_may_generate_at_once(target: PreTrainedModel, draft: PreTrainedModel) -> None:
     config = SpecStackConfig(PrefillConfig(chunk_size=8, min_prompt_tokens=64))
     generator = SpecStackGenerator(target, draft, config=config)

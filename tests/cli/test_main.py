@@ -80,6 +80,7 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
     assert "Exception" not in errors
 
 
+@pytest.mark.slow
 def test_generate_streams_what_the_library_gives(
     embedded: SpecStackGenerator, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,6 +101,7 @@ def test_generate_streams_what_the_library_gives(
     assert capsys.readouterr().out == expected
 
 
+@pytest.mark.slow
 def test_a_chat_models_template_is_used_unless_raw_is_asked_for(
     embedded: SpecStackGenerator, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -62,6 +62,7 @@ def looping(embedded: SpecStackGenerator) -> list[int]:
     return list(embedded.tokenizer(text + text + "def add(a, b):").input_ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gamma", [0, 1, 4])
 def test_the_embedded_pair_copies_in_fewer_steps_and_loses_nothing(gamma: int, embedded: SpecStackGenerator) -> None:
     prompt = looping(embedded)

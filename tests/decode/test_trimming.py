@@ -72,6 +72,7 @@ def law_after_two(proposer: str) -> dict[int, float]:
     return {tokens[0]: chance for tokens, chance in exact_law(run, grid=10).items()}
 
 
+@pytest.mark.slow
 def test_the_loop_keeps_the_targets_law_in_the_counter_example() -> None:
     for proposer in ("model", "both", "lookup"):
         law = law_after_two(proposer)
@@ -79,6 +80,7 @@ def test_the_loop_keeps_the_targets_law_in_the_counter_example() -> None:
         assert law[1] == pytest.approx(0.3, abs=1e-3), proposer
 
 
+@pytest.mark.slow
 def test_trimming_after_looking_past_a_token_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PROPOSERS, "trims", TrimsAfterLooking)
     law = law_after_two("trims")

@@ -121,6 +121,7 @@ def random_rows(num: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).dirichlet(np.full(3, 0.7), size=num)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make_sampler", ROUTES, indirect=True)
 @pytest.mark.parametrize("gamma", [0, 1, 2])
 def test_rejection_sampling_has_the_enumerated_law(gamma: int, make_sampler: Callable[[int], Sampler]) -> None:
@@ -156,6 +157,7 @@ def test_a_target_equal_to_the_draft_accepts_everything(make_sampler: Callable[[
         assert verify(rows.log(), proposal, sampler).num_accepted == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make_sampler", ROUTES, indirect=True)
 def test_chosen_tokens_are_judged_exactly_too(make_sampler: Callable[[int], Sampler]) -> None:
     target = random_rows(3, 8)

@@ -118,6 +118,7 @@ def test_every_rule_keeps_its_share_and_both_ends(embedded: SpecStackGenerator, 
         assert keep(rule, seen, 1.0)[0] == set(range(num_tokens)), name
 
 
+@pytest.mark.slow
 def test_the_table_of_a_small_run_has_dense_as_its_limit(embedded: SpecStackGenerator, task: Task) -> None:
     known = {name: rule for name, rule in rules(CONFIG).items() if name in ("anchors", "random")}
     rows = measure(embedded.pair, [task], known, [0.2, 1.0], answers=True)

@@ -60,6 +60,7 @@ def test_every_prompt_runs_at_every_precision_and_gamma_once(profile: Path) -> N
     assert set(lengths.values()) == {NUM_TOKENS}
 
 
+@pytest.mark.slow
 def test_an_interrupted_profile_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, path, blocks = tmp_path / "whole.parquet", tmp_path / "profile.parquet", []
     run(profile_steps, *TINY, "--out", whole, monkeypatch=monkeypatch)

@@ -130,6 +130,7 @@ def test_only_tokens_whose_logits_are_wanted_pass_the_last_layer(
     assert num_rows[-2:] == [3, 3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXACT_DECODING)
 def test_greedy_speculation_gives_the_targets_own_tokens_past_acceptances_and_rejections(name: str) -> None:
     runs = [matrix.decoded(name, seed) for seed in range(3)]
@@ -138,6 +139,7 @@ def test_greedy_speculation_gives_the_targets_own_tokens_past_acceptances_and_re
     assert sum(run.num_rejected for run in runs) > 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXACT_DECODING)
 def test_after_sparse_prefill_the_tokens_are_those_of_the_pruned_prompt(name: str) -> None:
     draft = name if name in SCORERS else "Mistral"

@@ -194,6 +194,7 @@ def test_the_doctor_shows_what_each_precision_takes() -> None:
     assert memory["fp32"] > memory["bf16"] > memory["int8"] > memory["nf4"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["int8", "nf4"])
 def test_a_checkpoint_that_is_quantized_already_loads_as_it_is(
     generators: dict[str, SpecStackGenerator], precision: str, tmp_path: Path

@@ -33,6 +33,7 @@ def trained(embedded: SpecStackGenerator, tmp_path: Path) -> Path:
     return folder / FILE_NAME
 
 
+@pytest.mark.slow
 def test_a_pair_finds_the_predictor_beside_its_draft(trained: Path) -> None:
     target = loading.ASSETS / "target"
     generator = SpecStackGenerator.from_pretrained(target, trained.parent, device="cpu", precision="fp32")
@@ -42,6 +43,7 @@ def test_a_pair_finds_the_predictor_beside_its_draft(trained: Path) -> None:
     assert report["predictors"]["speckv"].startswith("ridge of ")
 
 
+@pytest.mark.slow
 def test_loaded_models_learn_online_unless_told(trained: Path, embedded: SpecStackGenerator) -> None:
     assert loading.predictors_beside("org/big") == {}
     models = embedded.target, embedded.draft, embedded.tokenizer

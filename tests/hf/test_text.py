@@ -32,6 +32,7 @@ def joined(stream: TextStream, token_ids: list[int], sizes: list[int]) -> tuple[
     return "".join(pieces) + stream.flush(), pieces
 
 
+@pytest.mark.slow
 @given(text=st.text(max_size=40), sizes=st.lists(st.integers(1, 5), max_size=20))
 def test_streamed_text_concatenates_to_the_text_of_the_whole(
     embedded: SpecStackGenerator, text: str, sizes: list[int]

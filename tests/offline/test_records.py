@@ -354,6 +354,7 @@ def test_recomputed_tokens_are_kept_and_files_from_before_them_are_read(suffix: 
         assert {record.num_recomputed for record in read_records(path)} == {0}
 
 
+@pytest.mark.slow
 def test_the_profile_in_the_repository_can_be_read() -> None:
     pytest.importorskip("pyarrow")
     records = read_records(ROOT / "experiments" / "results" / "profile.parquet")

@@ -35,6 +35,7 @@ def post(server: Server, path: str, body: bytes, **headers: str) -> tuple[int, d
     return response.status, json.loads(response.read())
 
 
+@pytest.mark.slow
 def test_answers_are_those_of_the_generator_whole_and_streamed(embedded: SpecStackGenerator, start: Start) -> None:
     client = start().client()
     expected = embedded.generate(messages=CHAT, max_tokens=24)

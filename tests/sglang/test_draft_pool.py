@@ -64,6 +64,7 @@ class Written:
                 assert self.content[slot] == (namespace, ids[: at + 1]), "a pinned slot was written by another"
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(st.randoms(use_true_random=False), st.sampled_from([12, 40, 400]))
 def test_any_mix_of_texts_ends_and_evictions_shares_only_what_is_the_same(rng: random.Random, num_slots: int) -> None:
