@@ -139,11 +139,12 @@ def test_an_engine_without_a_server_takes_its_settings_from_the_environment(
 
 
 def _commands() -> list[list[str]]:
-    """Every shell command of the page about serving, in words."""
+    """Every shell command of the pages about serving, in words."""
     found = []
-    for block in blocks(ROOT / "docs" / "serving.md"):
-        if block.language == "bash":
-            found += [shlex.split(line) for line in block.code.replace("\\\n", " ").splitlines() if line.strip()]
+    for page in ("serving.md", "serving-operations.md"):
+        for block in blocks(ROOT / "docs" / page):
+            if block.language == "bash":
+                found += [shlex.split(line) for line in block.code.replace("\\\n", " ").splitlines() if line.strip()]
     return found
 
 

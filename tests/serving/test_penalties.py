@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from .conftest import Reference, Server, generate_body
 
@@ -20,11 +21,12 @@ KINDS: tuple[dict[str, float], ...] = (
 
 
 def _expected(reference: Reference, prompt: Sequence[int], num_new: int, asked: Mapping[str, float]) -> list[int]:
-    """Plain Transformers, one forward over everything for each token, and a count of what was said."""
-    ids, said = list(prompt), Counter[int]()
+    """Plain Transformers, token by token, and a count of what was said."""
+    ids, said, cache = list(prompt), Counter[int](), DynamicCache()
     for _ in range(num_new):
+        asks = torch.tensor([ids[cache.get_seq_length() :]])
         with torch.no_grad():
-            logits = reference.generator.target(torch.tensor([ids])).logits[0, -1].double()
+            logits = reference.generator.target(asks, past_key_values=cache, use_cache=True).logits[0, -1].double()
         for token, times in said.items():
             logits[token] -= asked.get("frequency_penalty", 0) * times + asked.get("presence_penalty", 0)
             repetition = asked.get("repetition_penalty", 1)
