@@ -69,8 +69,12 @@ class RequestCaches:
         return Selection.everything(self._request.prompt_ids)
 
     def reopen_draft(self) -> None:
-        request = self._request
-        self.draft: DraftModel = self._pair.open_draft(request.prefill.prefill_chunk, request.tokenization)
+        request, chunk = self._request, self._request.prefill.prefill_chunk
+        self.draft: DraftModel = (
+            self._pair.open_tail(chunk, request.prompt_ids, request.draft_start)
+            if request.draft_start
+            else self._pair.open_draft(chunk, request.tokenization)
+        )
 
 
 class StoredCaches(RequestCaches):
@@ -97,7 +101,9 @@ class StoredCaches(RequestCaches):
 
     @property
     def _draft_ids(self) -> Sequence[int] | None:
-        """The prompt in the draft's own tokens; None where it is of no use for it."""
+        """The prompt in the draft's own tokens; None where it is of no use for it, or sees its end alone."""
+        if self._request.draft_start:
+            return None
         if self._pair.translation is None:
             return self._request.prompt_ids
         return None if self._request.tokenization is None else self._request.tokenization.token_ids

@@ -31,6 +31,7 @@ from spec_stack.hf.processors import Processor, check_processors, uncopied_note
 from spec_stack.hf.prompt import EncodedPrompt, PromptSource, Span, encode_prompt, num_shared, special_tokens
 from spec_stack.hf.sampling import make_processors
 from spec_stack.hf.structured import Grammar
+from spec_stack.prefill.chunks import DRAFT_FREE
 from spec_stack.prefill.decide import decide_scoring, sees_whole
 from spec_stack.prefill.recall import clip_spans
 from spec_stack.settings.registry import check_name
@@ -126,6 +127,8 @@ class Request:
         What its records carry.
     tokenization : DraftTokenization or None
         The prompt in the tokens of a draft with another tokenizer, where that draft is of use.
+    draft_start : int
+        The first token of the prompt that the draft sees: not 0 where the prompt is longer than its positions.
     encoded : EncodedPrompt or None
         The prompt as it was encoded.
     num_cached : int
@@ -161,6 +164,7 @@ class Request:
     proposer: str = "model"
     can_score: bool = True
     tokenization: DraftTokenization | None = None
+    draft_start: int = 0
     encoded: EncodedPrompt | None = None
     num_cached: int = 0
     processors: list[Processor] = field(default_factory=list)
@@ -238,11 +242,19 @@ class Request:
             pair.scoring_limit,
             "new text" if num_cached else "prompt",
         )
+        notes = [uncopied_note(processors)]
+        draft_limit = pair.max_positions[1]
+        if num_draft_tokens + prefill.look_ahead > draft_limit:
+            notes.append(f"the draft has {draft_limit} positions and sees the end of the prompt alone")
+            if prefill.scorer not in DRAFT_FREE:
+                obstacle = (
+                    obstacle or f"the prompt has {num_draft_tokens} tokens, and the draft {draft_limit} positions"
+                )
         if scores and obstacle:
             scores, reason = False, f"off: {obstacle}"
         if encoded.note:
             reason += f"; {encoded.note}"
-        room = _positions_left(pair, len(prompt_ids), num_draft_tokens, params.max_tokens or max(1, params.min_tokens))
+        room = _positions_left(pair, len(prompt_ids), params.max_tokens or max(1, params.min_tokens))
         if params.max_tokens is None:
             params = replace(params, max_tokens=min(max(DEFAULT_MAX_TOKENS, params.min_tokens), room))
         in_thought = pair.answer_format.begins_in_thought(encoded.text)
@@ -268,13 +280,16 @@ class Request:
             proposer=proposer,
             can_score=not obstacle and sees_whole(prefill, num_draft_tokens, pair.scoring_limit),
             tokenization=tokenization,
+            draft_start=_draft_start(
+                len(prompt_ids), num_draft_tokens, prefill.look_ahead, params.max_tokens or 0, draft_limit
+            ),
             encoded=encoded,
             num_cached=num_cached,
             processors=[*own, *processors],
             grammar=grammar,
             stop_tokens=stop_tokens,
             stop_strings=stop_strings,
-            decode_note=uncopied_note(processors),
+            decode_note="; ".join(filter(None, notes)),
             parser=AnswerParser(pair.answer_format, tool_names(source.tools), in_thought) if encoded.text else None,
             num_logprobs=options.logprobs,
             progress=Progress(options.on_progress),
@@ -311,18 +326,27 @@ def _what_stops(pair: ModelPair, params: SamplingParams) -> tuple[StopTokens, li
     return StopTokens(end_ids, frozenset(stop_ids)), texts
 
 
-def _positions_left(pair: ModelPair, num_prompt_tokens: int, num_draft_tokens: int, max_tokens: int) -> int:
-    """Positions that both models have after the prompt.
+def _positions_left(pair: ModelPair, num_prompt_tokens: int, max_tokens: int) -> int:
+    """Positions that the target has after the prompt. The draft's are no bound: see `_draft_start`.
 
-    Raises ValueError where the request would run past those that one of them was made for.
+    Raises ValueError where the request would run past them.
     """
-    left = []
-    lengths = num_prompt_tokens, num_draft_tokens
-    for role, length, limit in zip(("target", "draft"), lengths, pair.max_positions, strict=True):
-        if length + max_tokens > limit:
-            raise ValueError(
-                f"{length} prompt tokens + max_tokens={max_tokens} exceed the {role}'s {limit} positions; shorten the "
-                "prompt or lower max_tokens"
-            )
-        left.append(limit - length)
-    return min(left)
+    limit = pair.max_positions[0]
+    if num_prompt_tokens + max_tokens > limit:
+        raise ValueError(
+            f"{num_prompt_tokens} prompt tokens + max_tokens={max_tokens} exceed the target's {limit} positions; "
+            "shorten the prompt or lower max_tokens"
+        )
+    return limit - num_prompt_tokens
+
+
+def _draft_start(num_tokens: int, num_draft_tokens: int, look_ahead: int, max_tokens: int, limit: int) -> int:
+    """The first token of the prompt that the draft sees: 0, or where what follows fits its positions with the answer.
+
+    A draft that runs past its positions proposes worse, and changes nothing else; so half of them are enough for a
+    prompt before an answer that is asked to be long and may be short.
+    """
+    if num_draft_tokens + look_ahead <= limit:
+        return 0
+    room = max(limit // 2, limit - max_tokens - look_ahead)
+    return max(1, num_tokens - room * num_tokens // num_draft_tokens)

@@ -119,7 +119,7 @@ class SpecStackLM(TemplateLM):  # type: ignore[misc]
             policy=policy,
             gamma=gamma,
         )
-        limit = min(self.generator.pair.max_positions)
+        limit = self.generator.pair.max_positions[0]
         self.max_length = limit if max_length is None else min(int(max_length), limit)
         self._seed, self._metrics = seed, metrics
         self._context: ReadContext | None = None

@@ -66,7 +66,7 @@ def build_app(
     nursery : Nursery, optional
         Shared with others, who end it; else the application has its own.
     """
-    config = (config or ServeConfig()).bounded_by(min(generator.pair.max_positions))
+    config = (config or ServeConfig()).bounded_by(generator.pair.max_positions[0])
     worker = Worker(generator, config)
     owned = nursery is None
     nursery = nursery or open_nursery(generator)
@@ -268,9 +268,9 @@ class Endpoint:
         """
         generator, config = self._generator, self._config
         num_tokens = len(prepared.encoded.token_ids)
-        room = min(generator.pair.max_positions) - num_tokens
+        room = generator.pair.max_positions[0] - num_tokens
         if room < 1 or num_tokens > (config.max_prompt_tokens or num_tokens):
-            most = min(config.max_prompt_tokens or num_tokens, min(generator.pair.max_positions) - 1)
+            most = min(config.max_prompt_tokens or num_tokens, generator.pair.max_positions[0] - 1)
             raise Refused(f"the prompt has {num_tokens} tokens; this server takes {most}")
         max_tokens = prepared.max_tokens or min(config.default_max_tokens, room)
         options = {**prepared.options, "max_tokens": max_tokens}

@@ -224,10 +224,12 @@ def test_half_a_character_is_prefilled_densely(retokenized: Path) -> None:
 
 
 def test_the_drafts_positions_are_counted_in_its_own_tokens() -> None:
-    generator = make_generator()
-    prompt = generator.tokenizer("abde" * 20).input_ids
-    generator.draft.config.max_position_embeddings = 80 + 5
+    prompt = make_generator().tokenizer("abde" * 20).input_ids
     assert len(prompt) == 40
-    assert len(generator.generate(input_ids=prompt, max_tokens=5).token_ids) == 5
-    with pytest.raises(ValueError, match=r"80 prompt tokens .* exceed the draft's 85 positions"):
-        generator.generate(input_ids=prompt, max_tokens=6)
+    for look_ahead, is_scored in ((5, True), (6, False)):
+        config = PrefillConfig(look_ahead=look_ahead, keep_first=0, keep_last=1, chunk_size=4)
+        each = make_generator(config)
+        each.draft.config.max_position_embeddings = 80 + 5
+        metrics = each.generate(input_ids=prompt, max_tokens=9, specprefill=True).metrics
+        assert metrics.specprefill == is_scored
+        assert ("80 tokens, and the draft 85 positions" in metrics.specprefill_reason) != is_scored
