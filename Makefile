@@ -12,6 +12,9 @@ DOCS := .venv-docs
 WORKERS ?= 2
 PYTEST := env OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
+# An index with PyTorch's CPU builds: torch comes from there, before anything could pull gigabytes of CUDA.
+TORCH_CPU_INDEX ?=
+TORCH_FIRST = $(if $(TORCH_CPU_INDEX),$(1)/bin/python $(PIP_INSTALL) --no-deps --index-url $(TORCH_CPU_INDEX) $(shell grep '^torch==' $(2)))
 
 .PHONY: demo check test lint docs docs-serve serving-test clean
 
@@ -46,11 +49,13 @@ docs-serve: $(DOCS)/.ready
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed; try make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
+	$(call TORCH_FIRST,$(VENV),constraints.txt)
 	$(BIN)/python $(PIP_INSTALL) --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
 $(SERVING)/.ready: pyproject.toml tests/serving/requirements.txt $(wildcard tests/serving/support/*)
 	$(PYTHON) -m venv $(SERVING)
+	$(call TORCH_FIRST,$(SERVING),tests/serving/requirements.txt)
 	sed 's/^sglang==.*/sglang==$(SGLANG)/' tests/serving/requirements.txt > $(SERVING)/requirements.txt
 	$(SERVING)/bin/python $(PIP_INSTALL) --no-deps -r $(SERVING)/requirements.txt
 	$(SERVING)/bin/python $(PIP_INSTALL) --no-deps --editable . ./tests/serving/support
