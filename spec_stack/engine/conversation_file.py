@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -63,8 +63,42 @@ class SavedSession:
         }
         file = Path(path)
         part = file.with_name(f"{file.name}.part")
-        save_file(tensors, part, {"kind": _KIND, "session": json.dumps(header)})
-        part.replace(file)
+        try:
+            save_file(tensors, part, {"kind": _KIND, "session": json.dumps(header)})
+            part.replace(file)
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"cannot write {file}: {error}") from error
+
+    def check(self, pair: ModelPair) -> None:
+        """Raise ValueError where a field holds what no session does; the message names it."""
+        num_tokens = len(self.token_ids)
+        _check_ids("token_ids", self.token_ids, pair.vocab_size)
+        for role, contents in (("target", self.target), ("draft", self.index)):
+            positions = _whole_numbers(f"{role}.positions", contents["positions"], 1)
+            ids = _whole_numbers(f"{role}.token_ids", contents["token_ids"], 1)
+            (end,) = _whole_numbers(f"{role}.restored_end", contents["restored_end"], 1)
+            again = _whole_numbers(f"{role}.to_recompute", contents["to_recompute"], 2)
+            if len(ids) != len(positions):
+                raise ValueError(f"{role}.token_ids and {role}.positions differ in length")
+            # It may be past the slots that are left after a rollback.
+            if not 0 <= end <= max(pair.max_positions):
+                raise ValueError(f"{role}.restored_end must lie in 0…{max(pair.max_positions)}")
+            # What is held, and what there is to compute once more behind it, stand each at a place of their own.
+            places = [*zip(ids, positions, strict=True), *map(tuple, again)]
+            # Of a draft with another tokenizer it is not known how many tokens the conversation has.
+            own = role == "target" or pair.translation is None
+            last = num_tokens if own else pair.max_positions[1]
+            taken = {at for _, at in places}
+            if len(taken) != len(places) or any(not 0 <= at < last for at in taken):
+                raise ValueError(f"{role}.positions and {role}.to_recompute must be distinct and lie in 0…{last - 1}")
+            _check_ids(f"{role}.token_ids", [token for token, _ in places], _vocab_size(pair, role))
+            if own and any(self.token_ids[at] != token for token, at in places):
+                raise ValueError(f"{role}.token_ids must be the conversation's at {role}.positions")
+            for name, tensor in contents.items():
+                if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+                    raise ValueError(f"{role}.{name} holds values that are not finite")
+        if self.encoded is not None:
+            _check_encoded(self.encoded, pair.vocab_size)
 
     @classmethod
     def load(cls, path: str | Path, pair: ModelPair, prefill: PrefillConfig) -> SavedSession:
@@ -93,15 +127,59 @@ class SavedSession:
                 config=SessionConfig(**header["config"]),
             )
             made_with = header["made_with"]
-        except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"cannot take {path} for a session: {error}") from error
         _check_made_with(made_with, _made_with(pair, prefill))
+        try:
+            loaded.check(pair)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"cannot take {path} for a session: {error}") from error
         for name, probe in _probes(pair).items():
             saved = tensors.get(name)
             if saved is None or not torch.allclose(saved, probe, rtol=0, atol=_TOLERANCE * float(probe.abs().max())):
                 role = name.split(".")[1]
                 raise ValueError(f"the session was made with another {role}: of the same shape, with other weights")
         return loaded
+
+
+def _whole_numbers(name: str, tensor: torch.Tensor, num_dims: int) -> list[Any]:
+    if tensor.dtype != torch.long or tensor.dim() != num_dims or (num_dims == 2 and tensor.shape[1] != 2):
+        form = "a row of whole numbers" if num_dims == 1 else "pairs of token and position"
+        raise ValueError(f"{name} must be {form}, got {tensor.dtype} of shape {tuple(tensor.shape)}")
+    numbers: list[Any] = tensor.tolist()
+    return numbers
+
+
+def _vocab_size(pair: ModelPair, role: str) -> int:
+    return int(text_config((pair.target if role == "target" else pair.draft).config).vocab_size)
+
+
+def _check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
+    if not all(type(token_id) is int and 0 <= token_id < vocab_size for token_id in ids):
+        raise ValueError(f"{name} must lie in 0…{vocab_size - 1}, the vocabulary")
+
+
+def _check_encoded(encoded: EncodedPrompt, vocab_size: int) -> None:
+    _check_ids("encoded.token_ids", encoded.token_ids, vocab_size)
+    num_tokens, num_chars = len(encoded.token_ids), len(encoded.text)
+    if not isinstance(encoded.text, str) or not isinstance(encoded.note, str):
+        raise ValueError("encoded.text and encoded.note must be texts")
+    if not _increase([edge for span in encoded.protected for edge in span], num_tokens):
+        raise ValueError(f"encoded.protected must be spans in order within 0…{num_tokens}")
+    if not (
+        _increase([cut.token for cut in encoded.cuts], num_tokens)
+        and _increase([edge for cut in encoded.cuts for edge in (cut.start, cut.stop)], num_chars)
+    ):
+        raise ValueError(f"encoded.cuts must be in order within {num_chars} characters and {num_tokens} tokens")
+
+
+def _increase(numbers: Sequence[int], last: int) -> bool:
+    """Whether these are whole numbers of 0 to last, none smaller than the one before."""
+    return (
+        all(type(number) is int for number in numbers)
+        and list(numbers) == sorted(numbers)
+        and all(0 <= number <= last for number in numbers)
+    )
 
 
 def _part(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:

@@ -160,7 +160,7 @@ def _truncate_tokens(metadata: dict[str, str], tensors: dict[str, torch.Tensor])
         (_shorten, "slots|positions"),
         (_drop_layer, "not a cache of this model|no place|slots"),
         (_add_layer, "no place"),
-        (_truncate_tokens, "past its 50 tokens"),
+        (_truncate_tokens, "target.positions and target.to_recompute must be distinct and lie in 0…49"),
     ],
 )
 def test_a_file_that_is_none_is_refused(change: Any, message: str, tmp_path: Path) -> None:
@@ -169,6 +169,43 @@ def test_a_file_that_is_none_is_refused(change: Any, message: str, tmp_path: Pat
     _rewritten(path, change)
     with pytest.raises(ValueError, match=f"(?s)session.*({message})"):
         generator.load_session(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("target.positions", lambda tensor: tensor.index_fill(0, torch.tensor(3), -1)),
+        ("target.positions", lambda tensor: tensor.index_fill(0, torch.tensor(3), int(tensor[4]))),
+        ("target.positions", lambda tensor: tensor + 10**9),
+        ("draft.positions", lambda tensor: tensor.flip(0)),
+        ("draft.positions", lambda tensor: tensor.float()),
+        ("target.token_ids", lambda tensor: tensor[:-1].clone()),
+        ("target.token_ids", lambda tensor: tensor + 1),
+        ("target.to_recompute", lambda tensor: torch.tensor([[1, -5]])),
+        ("draft.to_recompute", lambda tensor: torch.tensor([1, 2, 3])),
+        ("target.restored_end", lambda tensor: tensor + 10**6),
+        ("target.restored_end", lambda tensor: torch.zeros(1, 1)),
+        ("target.cache.0.keys", lambda tensor: tensor * float("nan")),
+        ("draft.cache.1.values", lambda tensor: tensor / 0),
+        ("token_ids", lambda tensor: tensor - 10**6),
+    ],
+)
+def test_a_crafted_field_is_refused_by_its_name(name: str, change: Any, tmp_path: Path) -> None:
+    generator = make_generator()
+    _, _, path = saved(tmp_path, generator)
+
+    def craft(metadata: dict[str, str], tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name] = change(tensors[name]).contiguous()
+
+    _rewritten(path, craft)
+    with pytest.raises(ValueError, match=rf"(?s)for a session.*{name}"):
+        generator.load_session(path)
+
+
+def test_a_folder_that_is_missing_is_named(tmp_path: Path) -> None:
+    session, _, _ = saved(tmp_path, make_generator())
+    with pytest.raises(ValueError, match=r"cannot write .*none.*file"):
+        session.save(tmp_path / "none" / "file")
 
 
 def test_files_that_are_missing_empty_or_cut_off_are_refused(tmp_path: Path) -> None:
