@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 # They tell `config` the names that it takes, and load nothing else.
 import spec_stack.controller.registry
-import spec_stack.decode.registry  # noqa: F401
+import spec_stack.decode.registry
+import spec_stack.prefill.registry  # noqa: F401
 
 if TYPE_CHECKING:
     from spec_stack.api.custom_generate import with_draft

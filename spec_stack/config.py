@@ -14,11 +14,14 @@ from spec_stack.settings.registry import check_name
 
 DraftContext = Literal["full", "kept"]
 OnScoringError = Literal["dense", "raise"]
-Scorer = Literal["attention", "anchors", "fused"]
+Unit = Literal["lines", "chunks"]
+ScoringQueries = Literal["look_ahead", "prompt"]
+HeadVote = Literal["max", "share"]
 KeepCurve = tuple[tuple[int, float], ...]
 # Names that can be configured: the keys of the rooms' registries, which write them here. No entry is loaded for it.
 KNOWN_POLICIES: list[str] = []
 KNOWN_PROPOSERS: list[str] = []
+KNOWN_SCORERS: list[str] = []
 MAX_GAMMA = 16
 MAX_LOOKED_UP = 64
 """Most tokens of one look-up: they cost a verification, but no draft."""
@@ -126,8 +129,9 @@ def _require_heads(heads: object) -> None:
 class PrefillConfig:
     """How the prompt is scored, and which part of it the target prefills.
 
-    SpecPrefill (sections 3.2.1 to 3.2.4). The names in the authors' code are `look_ahead_cnt`, `pool_kernel_size` and,
-    for keep_rate, `keep_kwargs.percentage`. `raw`, `full` and `full_look_ahead` are the paper's three variants.
+    The default is the importance of SpecPrefill (sections 3.2.1 to 3.2.4) without the first layers, over whole lines.
+    The names in the authors' code are `look_ahead_cnt`, `pool_kernel_size` and, for keep_rate,
+    `keep_kwargs.percentage`. `raw`, `full` and `full_look_ahead` are the paper's three variants, exactly.
     """
 
     # Which of the fields below were given, in whatever way. Not a setting; it has to stand first (`remembers_given`).
@@ -137,13 +141,23 @@ class PrefillConfig:
         "share of the prompt that the target prefills, over 0 to 1; 1.0 is dense prefill. Or a curve: (num_tokens, "
         "keep_rate) pairs, linear in the logarithm of the length between them and level beyond",
     )
+    unit: Unit = option(
+        "lines",
+        "what is kept or dropped whole: 'lines' and sentences of the text, ranked within a budget of tokens, or "
+        "'chunks' of chunk_size tokens. Without a tokenizer there are no lines, and chunks take their place",
+    )
+    scoring_queries: ScoringQueries = option(
+        "look_ahead",
+        "who asks what of the prompt matters: the last prompt token and the 'look_ahead', or the last look_ahead + 1 "
+        "tokens of the 'prompt' itself, after which the first token does not wait for any look-ahead",
+    )
     look_ahead: int = option(
         8,
         "draft tokens whose queries score the prompt beside the last prompt token's; they are the first proposal too. "
-        "0 scores by the last prompt token alone",
+        "0 scores by the last prompt token alone. Where the prompt itself asks, so many of its tokens beside the last",
     )
     pool_kernel: int = option(13, "width, in tokens, of the average that smooths attention; odd, 1 is none")
-    chunk_size: int = option(32, "tokens per chunk; a chunk is kept or dropped whole")
+    chunk_size: int = option(32, "tokens per chunk, and what keep_first and keep_last count in, whatever the unit")
     keep_first: int = option(1, "chunks at the beginning that are always kept")
     keep_last: int = option(2, "chunks at the end that are always kept, 1 or more")
     min_prompt_tokens: int = option(2048, "shortest prompt, in tokens, that is pruned without being asked to")
@@ -165,22 +179,37 @@ class PrefillConfig:
         "the draft then prefills the kept tokens with all layers. None is all",
     )
     scoring_heads: tuple[tuple[int, int], ...] | None = option(
-        None, "(layer, head) pairs whose attention scores the prompt; None is all"
+        None,
+        "(layer, head) pairs whose attention scores the prompt; None is all behind the skipped_layers. Where the "
+        "prompt itself asks, no layer behind the last of them is run before the first token",
+    )
+    skipped_layers: int = option(
+        2, "first layers whose heads have no vote unless scoring_heads names them; at most half of the draft's"
+    )
+    head_vote: HeadVote = option(
+        "max",
+        "how the votes of several heads become one: the 'max' of their pooled attention, which the paper takes, or the "
+        "mean of each one's 'share', the forced ends taken out, which suits a few chosen heads",
     )
     neighbour_share: float = option(
         0.0,
-        "share of its better neighbour's score that a chunk has at least, 0 to under 1, so that evidence across a "
+        "share of its better neighbour's score that a unit has at least, 0 to under 1, so that evidence across a "
         "chunk's border is kept whole",
     )
-    scorer: Scorer = option(
+    scorer: str = option(
         "attention",
-        "who votes on the chunks: the draft's 'attention' (the paper's rule), 'anchors' (rare words that the end of "
-        "the prompt shares with the rest, without a pass of the draft) or both 'fused'",
+        "name of the selection rule, which votes on the units: the draft's 'attention'; 'anchors' (rare words that the "
+        "question shares with the rest) and 'bm25' (its words, as a search engine weighs them), without a pass of the "
+        "draft; 'fused' (attention and anchors), 'attention_bm25', or a rule of one's own",
     )
     anchor_weight: float = option(
         2.0,
-        "where 'fused', how much an anchor adds to the logarithm of a chunk's attention: a word of the question that "
+        "where 'fused', how much an anchor adds to the logarithm of a unit's attention: a word of the question that "
         "stands once in the text is an anchor of 1, a pair of them one of 2",
+    )
+    bm25_weight: float = option(
+        0.5,
+        "where 'attention_bm25', how much a standard deviation of BM25 adds to the logarithm of a unit's attention",
     )
     anchor_tail: int = option(
         96, "tokens at the prompt's end in which the question is looked for where nobody says where it is"
@@ -212,14 +241,17 @@ class PrefillConfig:
             _require_int("scoring_layers", self.scoring_layers, 1, hint="; None is all layers")
         if self.scoring_heads is not None:
             _require_heads(self.scoring_heads)
+        for name, known in (("unit", Unit), ("scoring_queries", ScoringQueries), ("head_vote", HeadVote)):
+            _require_one_of(name, getattr(self, name), get_args(known))
+        _require_int("skipped_layers", self.skipped_layers, 0)
         _require_number("neighbour_share", self.neighbour_share)
         _require(0 <= self.neighbour_share < 1, f"neighbour_share must be in [0, 1), got {self.neighbour_share}")
-        _require_one_of("scorer", self.scorer, get_args(Scorer))
-        _require_number("anchor_weight", self.anchor_weight)
-        _require(
-            0 < self.anchor_weight < math.inf,
-            f"anchor_weight must be over 0, and finite, got {self.anchor_weight}; for one side alone set scorer",
-        )
+        check_name("scorer", self.scorer, KNOWN_SCORERS)
+        for name in ("anchor_weight", "bm25_weight"):
+            weight = getattr(self, name)
+            _require_number(name, weight)
+            hint = f"{name} must be over 0, and finite, got {weight}; for one side alone set scorer"
+            _require(0 < weight < math.inf, hint)
         _require_int("anchor_tail", self.anchor_tail, 1)
 
     def rate_for(self, num_prompt_tokens: int) -> float:
@@ -234,6 +266,26 @@ class PrefillConfig:
         share = math.log(num_prompt_tokens / low) / math.log(high / low)
         return float(rates[after - 1] + share * (rates[after] - rates[after - 1]))
 
+    @property
+    def asks_prompt(self) -> bool:
+        """Whether the prompt's own tokens ask, and no look-ahead: the first layers alone cannot draft one."""
+        return self.scoring_queries == "prompt" or self.scoring_layers is not None
+
+    def layers_needed(self, num_layers: int) -> int | None:
+        """How many of a draft's layers a prompt has to go through to be scored; None for all.
+
+        Where the prompt's own tokens ask, no layer behind the last chosen head is of use.
+        """
+        needed = self.scoring_layers
+        if needed is None and self.asks_prompt and self.scoring_heads is not None:
+            needed = 1 + max(layer for layer, _ in self.scoring_heads)
+        return None if needed is None or needed >= num_layers else needed
+
+    @property
+    def forced_tokens(self) -> tuple[int, int]:
+        """How many tokens at a prompt's beginning and end are always kept."""
+        return self.keep_first * self.chunk_size, self.keep_last * self.chunk_size
+
     @classmethod
     def raw(cls, keep_rate: float | KeepCurve | None = None) -> PrefillConfig:
         """The paper's plain variant: last-token attention, single tokens, no pooling, no look-ahead."""
@@ -247,9 +299,11 @@ class PrefillConfig:
 
     @classmethod
     def full_look_ahead(cls, keep_rate: float | KeepCurve | None = None) -> PrefillConfig:
-        """The paper's "Full LAH" variant, with eight look-ahead tokens; no calibration changes it."""
+        """The paper's "Full LAH" variant, with eight look-ahead tokens, chunks and the votes of all layers; no calibration changes it."""
         return cls(
             keep_rate=cls.keep_rate if keep_rate is None else keep_rate,
+            unit="chunks",
+            scoring_queries="look_ahead",
             look_ahead=8,
             pool_kernel=13,
             chunk_size=32,
@@ -259,9 +313,12 @@ class PrefillConfig:
             draft_sinks=cls.draft_sinks,
             scoring_layers=None,
             scoring_heads=None,
+            skipped_layers=0,
+            head_vote="max",
             neighbour_share=0.0,
             scorer="attention",
             anchor_weight=cls.anchor_weight,
+            bm25_weight=cls.bm25_weight,
         )
 
 

@@ -30,9 +30,13 @@ from spec_stack.hf.architectures import text_config
 from spec_stack.hf.model import CachedModel
 from spec_stack.prefill.alignment import map_importance
 from spec_stack.prefill.calibration import CHOSEN, HEAD_RATE, MARGIN, Calibration, Point, describe_setting, fingerprint
-from spec_stack.prefill.chunks import SCORERS, Evidence, chunk_means, fuse, with_neighbours
 from spec_stack.prefill.importance import attention_to_prompt, pool
-from spec_stack.prefill.scoring import capture_first_layers, capture_look_ahead, captured_layers
+from spec_stack.prefill.rule import Evidence
+from spec_stack.prefill.rules.anchors import ByAnchors
+from spec_stack.prefill.rules.attention import with_neighbours
+from spec_stack.prefill.rules.fused import fuse
+from spec_stack.prefill.scoring import look_at
+from spec_stack.prefill.units import Chunks
 from spec_stack.types import DraftTokenization
 
 LENGTHS = (2048, 4096, 8192, 16384)
@@ -50,6 +54,7 @@ _SHARE_IN_OTHER_WORDS = 0.25
 _GUARD = 0.05
 # Recall over chance, and over what so few prompts may show, under which a draft is said to find nothing.
 _TELLS_APART = 0.1
+_PAPER = PrefillConfig.full_look_ahead()
 
 Head = tuple[int, int]
 # By kind and prompt: the smallest keep_rate that keeps each line of the prompt's evidence.
@@ -153,7 +158,7 @@ def calibrate(
     for prompt in _make_prompts(pair, texts, lengths[0], prompts_per_length, seed):
         plan.step("asking every head alone")
         for head, vote in _votes(pair, prompt, ways[0]).items():
-            means = chunk_means(_joined([vote], prompt), ways[0].chunk_size)
+            means = Chunks(len(prompt.token_ids), ways[0].chunk_size).means(_joined([vote], prompt))
             _add(alone.setdefault(head, {}), prompt, _needed(prompt, ways[0], means))
     head_recall = {head: _recall(alone[head], HEAD_RATE) for head in sorted(alone)}
     head_sets = _head_sets(head_recall)
@@ -220,8 +225,8 @@ def _ways(pair: ModelPair) -> list[PrefillConfig]:
     num_layers = int(text_config(pair.draft.config).num_hidden_layers)
     exits = sorted({max(1, num_layers // 4), max(1, num_layers // 2)} - {num_layers})
     return [
-        *(PrefillConfig(draft_window=window) for window in WINDOWS),
-        *(PrefillConfig(draft_window=WINDOWS[-1], scoring_layers=num) for num in exits),
+        *(replace(_PAPER, draft_window=window) for window in WINDOWS),
+        *(replace(_PAPER, draft_window=WINDOWS[-1], scoring_layers=num) for num in exits),
     ]
 
 
@@ -268,16 +273,13 @@ def _votes(pair: ModelPair, prompt: Prompt, way: PrefillConfig) -> dict[Head, to
     """Pooled attention (num_queries, num_tokens) to the prompt of every head of the draft, in the draft's tokens."""
     draft = pair.open_draft(way.prefill_chunk, prompt.tokenization)
     ids, end_ids = prompt.token_ids, pair.end_ids
-    if way.scoring_layers is None:
-        _, captured = capture_look_ahead(draft, ids, partial(propose, draft, sampler=Sampler(), end_ids=end_ids), way)
-    else:
-        captured = capture_first_layers(draft, ids, way)
-    num_tokens = len(ids) if prompt.tokenization is None else len(prompt.tokenization.token_ids)
+    look_ahead = partial(propose, draft, sampler=Sampler(), end_ids=end_ids)
+    seen, _ = look_at(draft, ids, look_ahead, way, prompt.tokenization, way.scoring_layers)
     votes = {}
-    for layer in captured:
-        for seen in captured_layers({layer: captured[layer]}, num_tokens):
-            pooled = pool(attention_to_prompt(*seen), way.pool_kernel).cpu()
-            votes.update({(layer, head): pooled[head] for head in range(len(pooled))})
+    for layer, (queries, keys, scaling, *rest) in seen.layers.items():
+        attention = attention_to_prompt(queries, keys, scaling, rest[0] if rest else None, seen.num_asking)
+        pooled = pool(attention, way.pool_kernel).cpu()
+        votes.update({(layer, head): pooled[head] for head in range(len(pooled))})
     return votes
 
 
@@ -311,11 +313,10 @@ def _settings(
     pair: ModelPair, prompt: Prompt, ways: Sequence[PrefillConfig], head_sets: Sequence[tuple[Head, ...] | None]
 ) -> Iterator[tuple[PrefillConfig, torch.Tensor]]:
     """Every setting that is tried, and what it makes of this prompt: scores (num_chunks,)."""
-    anchors = {
-        share: SCORERS["anchors"](Evidence(prompt.token_ids), PrefillConfig(neighbour_share=share)) for share in _SHARES
-    }
+    chunks, evidence = Chunks(len(prompt.token_ids), _PAPER.chunk_size), Evidence(prompt.token_ids)
+    anchors = {share: ByAnchors().score(evidence, chunks, replace(_PAPER, neighbour_share=share)) for share in _SHARES}
     for share, scores in anchors.items():
-        yield PrefillConfig(scorer="anchors", neighbour_share=share), scores
+        yield replace(_PAPER, scorer="anchors", neighbour_share=share), scores
     for way in ways:
         votes = _votes(pair, prompt, way)
         for heads, look_ahead in product(head_sets, _LOOK_AHEADS):
@@ -325,7 +326,7 @@ def _settings(
             # A look-ahead asks from the prompt's last token on, the first layers up to it.
             asking = slice(look_ahead + 1) if way.scoring_layers is None else slice(-look_ahead - 1, None)
             importance = _joined([votes[head][asking] for head in voters], prompt)
-            means = chunk_means(importance, way.chunk_size)
+            means = chunks.means(importance)
             for share in _SHARES:
                 config = replace(way, scoring_heads=heads, look_ahead=look_ahead, neighbour_share=share)
                 attention = with_neighbours(means, share)
@@ -448,7 +449,7 @@ def _choose(
     notes = []
     settings = list(needed[lengths[0]])
     # Few enough that the best of them is not the best by luck; their heads were found on other prompts.
-    plain = [config for config in settings if replace(config, scoring_heads=None) == PrefillConfig()]
+    plain = [config for config in settings if replace(config, scoring_heads=None) == _PAPER]
     num_prompts = sum(len(prompts) for by_setting in needed.values() for prompts in by_setting[plain[0]].values())
     best_attention = max(_over_lengths(needed, config, usual) for config in plain)
     if best_attention < chance + _TELLS_APART + 1 / math.sqrt(num_prompts):
@@ -458,7 +459,7 @@ def _choose(
             f"{usual}, and chance {chance:.0%}. Anchors alone score the prompt, and paraphrases will not be found."
         )
     best = {length: max(_recall(needed[length][config], usual) for config in settings) for length in lengths}
-    by_paper = {length: _recall_by_kind(needed[length][PrefillConfig()], usual) for length in lengths}
+    by_paper = {length: _recall_by_kind(needed[length][_PAPER], usual) for length in lengths}
     pools = {name: _pool_recall(by_paper, kinds) for name, kinds in _pools(by_paper[lengths[0]]).items()}
     chosen: tuple[float, PrefillConfig, dict[int, float]] | None = None
     for config in settings:
@@ -487,7 +488,7 @@ def _choose(
         f"Evidence kept: {ours:.0%} by the chosen setting, {papers:.0%} by the paper's rule at keep_rate {usual}, "
         f"{chance:.0%} by chance at that rate."
     )
-    always = (PrefillConfig(), found)
+    always = (_PAPER, found)
     points = [point for n in lengths for point in _points(needed[n], costs, n, always)]
     return _Choice(config, kinds, points, notes)
 
@@ -497,7 +498,7 @@ def _points(
 ) -> list[Point]:
     """Every rate of some settings; of the others those that no point of the same scorer beats in recall and in time."""
     points = []
-    for scorer in SCORERS:
+    for scorer in ("attention", "anchors", "fused"):
         made = [
             (config, Point(describe_setting(config), num_tokens, rate, _recall(rates, rate), ttft))
             for config, rates in needed.items()

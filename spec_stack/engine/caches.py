@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from spec_stack.engine.pair import DraftModel, ModelPair
 from spec_stack.engine.prefix_store import PrefixStore, StoredPrompt, reading_of
 from spec_stack.engine.request import Request
 from spec_stack.hf.model import CachedModel
-from spec_stack.prefill.chunks import DRAFT_FREE
+from spec_stack.prefill.registry import needs_attention
 from spec_stack.prefill.scoring import LookAhead, score_prompt
 from spec_stack.types import Proposal, Selection
 
@@ -60,9 +60,23 @@ class RequestCaches:
         return self._request.scores
 
     def score(self, look_ahead: LookAhead) -> tuple[Selection, Proposal]:
+        return self._score(look_ahead)
+
+    def _score(
+        self, look_ahead: LookAhead, whole: bool = False, on_prefilled: Callable[[], None] | None = None
+    ) -> tuple[Selection, Proposal]:
         request = self._request
         return score_prompt(
-            self.draft, request.prompt_ids, look_ahead, request.prefill, request.protected, request.tokenization
+            self.draft,
+            request.prompt_ids,
+            look_ahead,
+            request.prefill,
+            request.protected,
+            request.tokenization,
+            request.question,
+            self._pair.pieces(request.prompt_ids),
+            whole,
+            on_prefilled,
         )
 
     def take_all(self) -> Selection:
@@ -88,7 +102,7 @@ class StoredCaches(RequestCaches):
         self._read: CachedModel | None = None
         super().__init__(pair, request)
         prefill = request.prefill
-        reads_whole = not request.scores or (prefill.scoring_layers is None and prefill.scorer not in DRAFT_FREE)
+        reads_whole = not request.scores or (prefill.scoring_layers is None and needs_attention(prefill.scorer))
         if reads_whole and self._draft_ids is not None:
             running = store.take_index(self._draft_ids, reading_of(prefill)) or pair.open_index(prefill.prefill_chunk)
             # A state cannot go back to what two prompts share.
@@ -109,12 +123,11 @@ class StoredCaches(RequestCaches):
         return None if self._request.tokenization is None else self._request.tokenization.token_ids
 
     def score(self, look_ahead: LookAhead) -> tuple[Selection, Proposal]:
-        def read_and_look_ahead(committed_ids: Sequence[int], num_tokens: int) -> Proposal:
-            # The draft has read the prompt but its last token, and nothing of it is dropped yet.
+        def remember_index() -> None:
+            # The draft has read the prompt but the tokens that ask, and nothing of it is dropped yet.
             self._read = self._running and self._running.fork()
-            return look_ahead(committed_ids, num_tokens)
 
-        selection, proposal = super().score(read_and_look_ahead)
+        selection, proposal = self._score(look_ahead, whole=True, on_prefilled=remember_index)
         return self._take_over(selection), proposal
 
     def take_all(self) -> Selection:

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
-import torch
-
-from spec_stack.config import SessionConfig
+from spec_stack.config import PrefillConfig, SessionConfig
 from spec_stack.engine.conversation_file import SavedSession
 from spec_stack.engine.pair import DraftModel, ModelPair
 from spec_stack.engine.request import Request
 from spec_stack.hf.model import CachedModel
 from spec_stack.hf.prompt import EncodedPrompt, num_shared
-from spec_stack.prefill.chunks import Evidence, by_anchors
-from spec_stack.prefill.recall import dropped_positions, recall, select_turn
-from spec_stack.prefill.scoring import LookAhead, score
+from spec_stack.prefill.recall import dropped_positions, recall, select_turn, shared_words
+from spec_stack.prefill.rule import Evidence
+from spec_stack.prefill.scoring import LookAhead, look_at
+from spec_stack.prefill.units import make_units
 from spec_stack.types import Proposal, Selection
 
 
@@ -147,42 +145,33 @@ class Turn:
 
     def score(self, look_ahead: LookAhead) -> tuple[Selection, Proposal]:
         request = self._request
-        importance, proposal = score(self.draft, request.prompt_ids, look_ahead, request.prefill, request.tokenization)
-        restored: list[int] = []
-        if self._dropped:
-            restored = recall(
-                importance,
-                self._dropped,
-                request.num_cached,
-                request.prefill.chunk_size,
-                self._config,
-                self._anchors(),
-                max(0, self._room),
-            )
-        return self._select(restored, importance if request.scores else None), proposal
+        prompt_ids, pieces = request.prompt_ids, self._pair.pieces(request.prompt_ids)
+        attention, proposal = look_at(self.draft, prompt_ids, look_ahead, request.prefill, request.tokenization)
+        importance = attention.importance(request.prefill)
+        evidence = Evidence(prompt_ids, attention, request.question, pieces, importance)
+        return self._select(evidence, self._recall(evidence), request.prefill if request.scores else None), proposal
 
-    def _anchors(self) -> torch.Tensor | None:
-        """What chunks share with the new text, which is the question or ends with it."""
-        if self._config.anchor_threshold is None:
-            return None
-        request = self._request
-        asked = Evidence(request.prompt_ids, question=(request.num_cached, len(request.prompt_ids)))
-        return by_anchors(asked, replace(request.prefill, neighbour_share=0.0))
+    def _recall(self, evidence: Evidence) -> list[int]:
+        """Positions of dropped units that the new text wants back."""
+        if not self._dropped:
+            return []
+        request, num_cached = self._request, self._request.num_cached
+        units = make_units(num_cached, evidence.pieces and evidence.pieces[:num_cached], request.prefill)
+        words = None
+        if self._config.anchor_threshold is not None:
+            words = shared_words(request.prompt_ids, units, request.prefill)
+        room = max(0, self._room)
+        importance = evidence.token_importance(request.prefill)
+        return recall(importance, self._dropped, units, request.prefill, self._config, words, room)
 
     def take_all(self) -> Selection:
-        return self._select()
+        return self._select(Evidence(self._request.prompt_ids))
 
-    def _select(self, restored: Sequence[int] = (), importance: torch.Tensor | None = None) -> Selection:
+    def _select(
+        self, evidence: Evidence, restored: Sequence[int] = (), config: PrefillConfig | None = None
+    ) -> Selection:
         request = self._request
-        return select_turn(
-            request.prompt_ids,
-            self._held,
-            request.num_cached,
-            restored,
-            importance,
-            request.prefill,
-            request.protected,
-        )
+        return select_turn(evidence, self._held, request.num_cached, restored, config, request.protected)
 
     def reopen_draft(self) -> None:
         self.index, self.num_drafted = self._pair.open_index(self._request.prefill.prefill_chunk), 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from spec_stack.hf.loading import DeviceMap, check_pair, end_token_ids, max_posi
 from spec_stack.hf.model import CachedModel
 from spec_stack.hf.precision import precision_of, warm_up_quantized, weight_bytes
 from spec_stack.hf.structured import Grammars
+from spec_stack.tokenizers.pieces import Pieces
 from spec_stack.tokenizers.translated_draft import TranslatedDraft
 from spec_stack.tokenizers.translation import Translation
 from spec_stack.tokenizers.vocabulary import Vocabulary, compare
@@ -64,6 +66,14 @@ class ModelPair:
     grammars: Grammars
     answer_format: AnswerFormat = field(default_factory=AnswerFormat)
     predictors: Mapping[str, str | Path] = field(default_factory=dict)
+
+    @cached_property
+    def _pieces(self) -> Pieces | None:
+        return None if self.tokenizer is None else Pieces(self.tokenizer)
+
+    def pieces(self, prompt_ids: Sequence[int]) -> list[str] | None:
+        """The text of every token; None without a tokenizer."""
+        return None if self._pieces is None else self._pieces.of(prompt_ids)
 
     @classmethod
     def assemble(

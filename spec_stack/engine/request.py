@@ -183,6 +183,11 @@ class Request:
         return len(self.prompt_ids) - self.num_cached
 
     @property
+    def question(self) -> Span | None:
+        """Half-open span of the last user turn's tokens; None where nobody told."""
+        return None if self.encoded is None else self.encoded.question
+
+    @property
     def num_draft_tokens(self) -> int:
         """The prompt's length in the draft's own tokens."""
         return len(self.prompt_ids if self.tokenization is None else self.tokenization.token_ids)
@@ -272,7 +277,7 @@ class Request:
             prompt_ids=prompt_ids,
             protected=protected,
             params=params,
-            prefill=replace(prefill, look_ahead=min(prefill.look_ahead, most)),
+            prefill=prefill if prefill.asks_prompt else replace(prefill, look_ahead=min(prefill.look_ahead, most)),
             scores=scores,
             reason=reason,
             policy=policy,

@@ -70,19 +70,17 @@ class PromptView:
     importance : list of float or None
         (N,), as the draft scored them; None where it did not.
     votes : list of float or None
-        Per chunk, what the selection went by; None where nothing was scored.
-    chunk_size : int
-        Tokens per chunk.
-    votes_from : int
-        The token that chunks are counted from: a session votes on a turn's new text by itself.
+        Per unit (line or chunk), what the selection went by; None where nothing was scored.
+    borders : list of int or None
+        Where the units begin, and where the last one ends: tokens of the prompt. A session votes on a turn's new text
+        by itself, so they need not begin with 0.
     """
 
     tokens: list[str]
     states: str
     importance: list[float] | None = None
     votes: list[float] | None = None
-    chunk_size: int = 32
-    votes_from: int = 0
+    borders: list[int] | None = None
 
 
 @dataclass(frozen=True)

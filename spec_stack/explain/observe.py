@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from spec_stack.api.generator import SpecStackGenerator
-from spec_stack.config import PrefillConfig, SpecStackConfig
+from spec_stack.config import SpecStackConfig
 from spec_stack.controller.base import StepRecord
 from spec_stack.decode.propose import propose
 from spec_stack.decode.sampler import Sampler
@@ -23,11 +23,11 @@ from spec_stack.explain.data import STATE_LETTERS, PromptView, RunView, TurnView
 from spec_stack.hf.architectures import text_config
 from spec_stack.hf.model import CachedModel
 from spec_stack.hf.text import open_text_stream
-from spec_stack.prefill.alignment import map_importance
-from spec_stack.prefill.chunks import DRAFT_FREE, SCORERS, Evidence
 from spec_stack.prefill.cost import Shape, prefill_flops
-from spec_stack.prefill.importance import token_importance
-from spec_stack.prefill.scoring import LookAhead, capture_first_layers, captured_layers, score
+from spec_stack.prefill.registry import make_rule, needs_attention
+from spec_stack.prefill.rule import Evidence
+from spec_stack.prefill.scoring import LookAhead, look_at
+from spec_stack.prefill.units import Units, make_units
 from spec_stack.types import Metrics, Proposal, Selection, StepOutput
 
 
@@ -155,14 +155,13 @@ def view_of(pair: ModelPair, seen: Seen, question: str) -> TurnView:
     if seen.selection is None or seen.metrics is None:
         raise RuntimeError("the request has not run to its end")
     request = seen.request
-    importance, votes = scores_of(pair, request) if seen.metrics.num_scored_tokens else (None, None)
+    importance, votes, units = scores_of(pair, request) if seen.metrics.num_scored_tokens else (None, None, None)
     prompt = PromptView(
         tokens=token_texts(pair.tokenizer, request.prompt_ids),
         states=states_of(request, seen.held, seen.selection),
         importance=None if importance is None else [_short(value) for value in importance.tolist()],
         votes=[_short(value) for value in votes.tolist()] if votes is not None and request.scores else None,
-        chunk_size=request.prefill.chunk_size,
-        votes_from=request.num_cached,
+        borders=[request.num_cached + border for border in units.borders] if units is not None else None,
     )
     return TurnView(
         question=_heading(question),
@@ -193,30 +192,23 @@ def states_of(request: Request, held: Sequence[int], selection: Selection) -> st
     return "".join(states)
 
 
-def scores_of(pair: ModelPair, request: Request) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """Importance per token, None for a scorer without a draft, and votes per chunk: what the selection went by.
+def scores_of(pair: ModelPair, request: Request) -> tuple[torch.Tensor | None, torch.Tensor, Units]:
+    """Importance per token, None for a rule without a draft, votes per unit, and the units: what the selection went by.
 
-    In a session the selection looks at the new text alone, and the votes are on that text's chunks.
+    In a session the selection looks at the new text alone, and the votes are on that text's units.
     """
-    config = request.prefill
-    importance = None
-    if config.scorer not in DRAFT_FREE:
+    config, start = request.prefill, request.num_cached
+    importance, attention = None, None
+    if needs_attention(config.scorer):
         draft = pair.open_draft(config.prefill_chunk, request.tokenization)
-        importance = _importance(pair, draft, request, config).float().cpu()
-    start = request.num_cached
-    new = None if importance is None else importance[start:]
-    return importance, SCORERS[config.scorer](Evidence(request.prompt_ids[start:], new), config)
-
-
-def _importance(pair: ModelPair, draft: DraftModel, request: Request, config: PrefillConfig) -> torch.Tensor:
-    if config.scoring_layers is None or request.num_cached:
         look_ahead = partial(propose, draft, sampler=Sampler(), end_ids=pair.end_ids)
-        return score(draft, request.prompt_ids, look_ahead, config, request.tokenization)[0]
-    tokenization = request.tokenization
-    captured = capture_first_layers(draft, request.prompt_ids, config)
-    num_scored = len(request.prompt_ids) if tokenization is None else len(tokenization.token_ids)
-    scored = token_importance(captured_layers(captured, num_scored, config.scoring_heads), config.pool_kernel)
-    return scored if tokenization is None else map_importance(scored, tokenization.ranges)
+        num_layers = None if start else config.layers_needed(draft.num_layers)
+        attention, _ = look_at(draft, request.prompt_ids, look_ahead, config, request.tokenization, num_layers)
+        importance = attention.importance(config)
+    pieces = pair.pieces(request.prompt_ids)
+    evidence = Evidence(request.prompt_ids, attention, request.question, pieces, importance).starting_at(start)
+    units = make_units(len(evidence.prompt_ids), evidence.pieces, config)
+    return importance, make_rule(config.scorer).score(evidence, units, config), units
 
 
 def dense_estimate(pair: ModelPair, seen: Seen) -> float | None:

@@ -157,16 +157,17 @@
       add(entry, "i", { class: "scale" });
       entry.append(`${top.toPrecision(2)} and more${numbers.d ? "; paler where dropped" : ""}`);
     }
-    const size = prompt.chunk_size, total = prompt.tokens.length, start = prompt.votes_from;
-    const chunkOf = (index) => (index < start ? -1 - Math.floor(index / size) : Math.floor((index - start) / size));
+    const total = prompt.tokens.length, borders = prompt.borders || [total], units = new Array(total).fill(-1);
+    for (let unit = 0; unit + 1 < borders.length; unit += 1) units.fill(unit, borders[unit], borders[unit + 1]);
+    const unitOf = (index) => units[index];
     const numbersOf = (index) => {
       const lines = [`token ${count(index)} of ${count(total)}: ${STATES[prompt.states[index]][0]}`];
       if (prompt.importance) lines.push(`importance ${prompt.importance[index].toPrecision(3)}`);
-      const chunk = chunkOf(index);
-      if (prompt.votes && chunk >= 0) lines.push(`chunk ${chunk}: score ${prompt.votes[chunk].toPrecision(3)}`);
+      const unit = unitOf(index);
+      if (prompt.votes && unit >= 0) lines.push(`unit ${unit}: score ${prompt.votes[unit].toPrecision(3)}`);
       return lines.join("\n");
     };
-    // The map: one column per chunk, coloured by what became of it; its height is its heat.
+    // The map: one column per unit (line or chunk), coloured by what became of it; its height is its heat.
     const map = draw(parent, "svg", {
       class: "map", viewBox: `0 0 ${total} 26`, preserveAspectRatio: "none", role: "img",
       "aria-label": `map of the prompt: ${present.map((state) => `${numbers[state]} ${STATES[state][0]}`).join(", ")}`,
@@ -174,7 +175,7 @@
     draw(map, "rect", { width: total, height: 26, fill: "var(--line)" });
     for (let from = 0; from < total;) {
       let to = from + 1;
-      while (to < total && (!heat || chunkOf(to) === chunkOf(from)) && prompt.states[to] === prompt.states[from]) to += 1;
+      while (to < total && (!heat || unitOf(to) === unitOf(from)) && prompt.states[to] === prompt.states[from]) to += 1;
       const state = prompt.states[from];
       let best = 1;
       if (heat) { best = 0; for (let i = from; i < to; i += 1) best = Math.max(best, heat[i]); }
@@ -182,16 +183,16 @@
       const bar = draw(map, "rect", {
         x: from, width: to - from, y: 26 - height, height, fill: STATES[state][1], opacity: state === "d" ? 0.55 : 1,
       });
-      const [first, last, chunk] = [from, to - 1, chunkOf(from)];
+      const [first, last, unit] = [from, to - 1, unitOf(from)];
       explain(bar, () => {
         const lines = [`tokens ${count(first)} to ${count(last)}: ${STATES[state][0]}`];
         if (prompt.importance) lines.push(`highest importance ${Math.max(...prompt.importance.slice(first, last + 1)).toPrecision(3)}`);
-        if (prompt.votes && chunk >= 0) lines.push(`chunk ${chunk}: score ${prompt.votes[chunk].toPrecision(3)}`);
+        if (prompt.votes && unit >= 0) lines.push(`unit ${unit}: score ${prompt.votes[unit].toPrecision(3)}`);
         return lines.join("\n");
       });
       from = to;
     }
-    if (heat) add(parent, "p", { class: "note" }, "The whole prompt from left to right, a bar per chunk: the taller, the more important its best token.");
+    if (heat) add(parent, "p", { class: "note" }, "The whole prompt from left to right, a bar per line or chunk: the taller, the more important its best token.");
     const text = add(parent, "div", { class: `text prompt${mixed}` });
     const fill = (box, from, to) => {
       for (let index = from; index < to; index += 1) {

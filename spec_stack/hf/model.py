@@ -141,6 +141,11 @@ class CachedModel:
         return not self._is_stateful
 
     @property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+        return len(self._cache.layers)
+
+    @property
     def is_stateful(self) -> bool:
         """Whether there is a recurrent state, which cannot be cropped."""
         return self._is_stateful
@@ -227,6 +232,7 @@ class CachedModel:
         """
         if num_logits < 1:
             raise ValueError(f"{num_logits} logits do not fit; `prefill` gives none")
+        self._catch_up()
         started = perf_counter()
         token_ids, positions = self._take(token_ids, positions, num_logits)
         # Only tokens whose logits were asked for are ever rolled back: a state is copied right before them, unless
@@ -278,6 +284,13 @@ class CachedModel:
             for first, last in pairwise([0, *ends]):
                 self._cache_keys(token_ids[first:last], positions[first:last], last_layer, window, num_sinks)
         self.forward_s += perf_counter() - started
+
+    def _catch_up(self) -> None:
+        """Prefill what there is to recompute where it is too much to ride along with other tokens."""
+        if len(self._to_recompute) > _MAX_RIDING:
+            token_ids, positions = zip(*self._to_recompute, strict=True)
+            self._to_recompute = []
+            self.prefill(token_ids, positions)
 
     def _take(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> tuple[list[int], list[int]]:
         """What a forward over these tokens has to run: they, and before them what there is to recompute."""
@@ -436,7 +449,9 @@ class CachedModel:
         self._token_ids = [self._token_ids[slot] for slot in slots]
 
     def prefill_kept(self, prompt_ids: Sequence[int], positions: Sequence[int]) -> None:
-        """Forget everything, and prefill the prompt's tokens at these positions alone, through all layers.
+        """Forget everything, and hold the prompt's tokens at these positions alone, through all layers.
+
+        They count as cached at once; the next forward prefills them, which may come after the target's first token.
 
         Parameters
         ----------
@@ -446,10 +461,9 @@ class CachedModel:
             Of the tokens to prefill, in increasing order; each sees those before it.
         """
         self._cache = model_cache.new_cache(self.model.config)
-        self._token_ids, self._positions, self._to_recompute, self._snapshots = [], [], [], []
+        self._token_ids, self._positions, self._snapshots = [], [], []
         self._restored_end = 0
-        if positions:
-            self.prefill([prompt_ids[position] for position in positions], positions)
+        self._to_recompute = [(prompt_ids[position], position) for position in positions]
 
     def capture(self) -> AbstractContextManager[dict[int, LayerCapture]]:
         """Capture the queries and keys of every forward inside the block, by layer."""

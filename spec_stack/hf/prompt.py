@@ -70,6 +70,8 @@ class EncodedPrompt:
         The rendered chat; empty for other prompts.
     cuts : list of Cut
         Where a longer chat may go on from this one, in order.
+    question : (int, int) or None
+        Half-open span of the last user message's tokens; None where it is not told apart.
     """
 
     token_ids: list[int]
@@ -77,6 +79,7 @@ class EncodedPrompt:
     note: str = ""
     text: str = ""
     cuts: list[Cut] = field(default_factory=list)
+    question: Span | None = None
 
     def with_answer(self, token_ids: Sequence[int], text: str) -> EncodedPrompt:
         """The chat with a generated answer behind it, in the tokens in which it was generated."""
@@ -301,7 +304,7 @@ def _encode_chat(tokenizer: Any, source: PromptSource, known: EncodedPrompt | No
         # Without character offsets there is no telling what is content.
         ids = list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
         return EncodedPrompt(ids, [(0, len(ids))], "the tokenizer gives no offsets, so all is protected", text)
-    prunable, num_edited = _content_spans(tokenizer, text, messages, source)
+    prunable, num_edited, asked = _content_spans(tokenizer, text, messages, source)
     special = special_ids(tokenizer)
     head, tail_ids, offsets = _tokenize(tokenizer, text, special, known)
     protected = (
@@ -319,7 +322,11 @@ def _encode_chat(tokenizer: Any, source: PromptSource, known: EncodedPrompt | No
     cuts += [Cut(*offsets[index], first + index) for index, token_id in enumerate(tail_ids) if token_id in special]
     token_ids = [*known.token_ids[:first], *tail_ids] if known else tail_ids
     note = f"the chat template edits {num_edited} of {len(messages)} messages, which stay dense" if num_edited else ""
-    return EncodedPrompt(token_ids, protected, note, text, cuts)
+    question = known.question if known else None
+    if asked is not None and asked[1] > head.start:
+        inside = [index for index, (start, stop) in enumerate(offsets) if asked[0] <= start and stop <= asked[1]]
+        question = (first + inside[0], first + inside[-1] + 1) if inside else None
+    return EncodedPrompt(token_ids, protected, note, text, cuts, question)
 
 
 def _tokenize(
@@ -461,8 +468,9 @@ def _render(tokenizer: Any, messages: Sequence[Message], source: PromptSource) -
 
 def _content_spans(
     tokenizer: Any, text: str, messages: Sequence[Message], source: PromptSource
-) -> tuple[list[Span], int]:
-    """Character spans of the contents that may be pruned, and how many the template edits, which may not.
+) -> tuple[list[Span], int, Span | None]:
+    """Character spans of the contents that may be pruned, how many the template edits, which may not, and the last user
+    message's span.
 
     The contents are replaced by marks and the chat is rendered once more, so that the text between the marks is the
     template's own: for one user message "hi" that renders to `<user>hi<end>`, the skeleton is `<user>#0#<end>`, split
@@ -479,9 +487,10 @@ def _content_spans(
         )
     except ValueError:
         # A template that looks into contents.
-        return [], len(messages)
+        return [], len(messages), None
     head, *rest = re.split("\ue000(\\d+)\ue001", skeleton)
     spans, edited, at = [], 0, len(head) if text.startswith(head) else -1
+    asked: Span | None = None
     for number, part in zip(rest[::2], rest[1::2], strict=True):
         if at < 0:
             edited += 1
@@ -495,8 +504,10 @@ def _content_spans(
             continue
         if message["role"] not in _KEPT_ROLES:
             spans.append((at, stop))
+        if message["role"] == "user":
+            asked = at, stop
         at = stop + len(part)
-    return spans, edited
+    return spans, edited, asked
 
 
 def _content_end(text: str, at: int, content: str, part: str) -> int | None:

@@ -11,7 +11,9 @@ from typing import Any
 from spec_stack.config import PrefillConfig
 
 FILE_NAME = "spec_stack_calibration.json"
-VERSION = 1
+VERSION = 2
+# What a calibration of version 1 was made with, before there were lines.
+_WITH_CHUNKS = {"unit": "chunks", "scoring_queries": "look_ahead", "skipped_layers": 0, "head_vote": "max"}
 MARGIN = 0.1
 """Recall that is given up for time against the best setting."""
 HEAD_RATE = 0.2
@@ -19,15 +21,20 @@ HEAD_RATE = 0.2
 # What a calibration decides; everything else stays as it was configured.
 CHOSEN = (
     "keep_rate",
+    "unit",
+    "scoring_queries",
     "look_ahead",
     "min_prompt_tokens",
     "draft_window",
     "draft_sinks",
     "scoring_layers",
     "scoring_heads",
+    "skipped_layers",
+    "head_vote",
     "neighbour_share",
     "scorer",
     "anchor_weight",
+    "bm25_weight",
 )
 
 
@@ -125,8 +132,11 @@ class Calibration:
         file = Path(path) / FILE_NAME if Path(path).is_dir() else Path(path)
         try:
             values = json.loads(file.read_text(encoding="utf-8"))
-            if values.pop("version") != VERSION:
+            version = values.pop("version")
+            if version not in (1, VERSION):
                 raise ValueError("it is of another version; calibrate again")
+            if version == 1:
+                values["settings"] = _WITH_CHUNKS | values["settings"]
             unknown = set(values["settings"]) - set(CHOSEN)
             if unknown:
                 raise ValueError(f"it sets {sorted(unknown)}")

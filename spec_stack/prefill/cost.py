@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from spec_stack.config import PrefillConfig
+from spec_stack.prefill.registry import needs_attention
 
 TOKENS_PER_READ = 128
 """A guess for accelerators; a CPU does less arithmetic in that time, so pruning pays from shorter prompts on there."""
@@ -95,12 +96,13 @@ def expected_gain(
     kept = (config.rate_for(num_tokens) if keep_rate is None else keep_rate) * num_tokens
     s = prefill_flops(target, round(kept)) / dense
     rest = _without_logits(draft, round(kept))
-    if config.scorer == "anchors":
+    if not needs_attention(config.scorer):
         return Gain(rest / dense, s)
     seen = None if config.draft_window is None else config.draft_window + config.draft_sinks
-    if config.scoring_layers is None or config.scoring_layers >= draft.num_layers:
+    num_layers = config.layers_needed(draft.num_layers)
+    if num_layers is None:
         return Gain(_without_logits(draft, num_tokens, seen) / dense, s)
-    return Gain((_without_logits(draft, num_tokens, seen, config.scoring_layers) + rest) / dense, s)
+    return Gain((_without_logits(draft, num_tokens, seen, num_layers) + rest) / dense, s)
 
 
 def break_even(target: Shape, draft: Shape, config: PrefillConfig, tokens_per_read: float = TOKENS_PER_READ) -> int:
@@ -111,7 +113,7 @@ def break_even(target: Shape, draft: Shape, config: PrefillConfig, tokens_per_re
     target, draft
         Their shapes.
     config
-        The chunks that are always kept count, and so does the look-ahead, one forward after the other.
+        The ends that are always kept count, and so does a look-ahead that scores, one forward after the other.
     tokens_per_read
         Tokens whose arithmetic takes as long as reading a model's weights once, which is what every forward of the
         look-ahead takes, and what the target's prefill takes at least.
@@ -119,12 +121,12 @@ def break_even(target: Shape, draft: Shape, config: PrefillConfig, tokens_per_re
     length = 64.0
     while length <= _LONGEST:
         num_tokens = round(length)
-        forced = (config.keep_first + config.keep_last) * config.chunk_size
-        kept = min(num_tokens, max(forced, config.rate_for(num_tokens) * num_tokens))
+        kept = min(num_tokens, max(sum(config.forced_tokens), config.rate_for(num_tokens) * num_tokens))
         shares = expected_gain(target, draft, num_tokens, config, kept / num_tokens)
         dense = max(prefill_flops(target, num_tokens), prefill_flops(target, 1) * tokens_per_read)
         of_target = max(prefill_flops(target, round(kept)), prefill_flops(target, 1) * tokens_per_read)
-        looking = (config.look_ahead + 1) * tokens_per_read * prefill_flops(draft, 1, num_tokens)
+        num_looking = 1 if config.asks_prompt else config.look_ahead + 1
+        looking = num_looking * tokens_per_read * prefill_flops(draft, 1, num_tokens)
         of_draft = shares.r * prefill_flops(target, num_tokens)
         if of_draft + looking + of_target < dense:
             return num_tokens

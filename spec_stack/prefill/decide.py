@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from spec_stack.config import PrefillConfig
 from spec_stack.prefill.alignment import Span
-from spec_stack.prefill.chunks import DRAFT_FREE
+from spec_stack.prefill.registry import needs_attention
 
 
 def decide_scoring(
@@ -33,9 +33,9 @@ def decide_scoring(
         return False, "off: keep_rate is 1.0"
     if specprefill is None and num_new_tokens < config.min_prompt_tokens:
         return False, f"off: the {text} is shorter than min_prompt_tokens={config.min_prompt_tokens}"
-    if num_prunable <= (config.keep_first + config.keep_last) * config.chunk_size:
+    if num_prunable <= sum(config.forced_tokens):
         return False, f"off: no more than {num_prunable} of {num_new_tokens} {text} tokens could be pruned"
-    if config.scorer not in DRAFT_FREE and not sees_whole(config, num_draft_tokens, scoring_limit):
+    if needs_attention(config.scorer) and not sees_whole(config, num_draft_tokens, scoring_limit):
         return False, f"off: every attention layer of the draft slides over {scoring_limit} tokens, and none sees more"
     if specprefill is True:
         return True, "on: the call asked for it"
@@ -44,4 +44,5 @@ def decide_scoring(
 
 def sees_whole(config: PrefillConfig, num_draft_tokens: int, scoring_limit: int | None) -> bool:
     """Whether some attention layer of the draft sees a prompt of so many of its tokens whole, with its look-ahead."""
-    return scoring_limit is None or num_draft_tokens + config.look_ahead <= scoring_limit
+    num_behind = 0 if config.asks_prompt else config.look_ahead
+    return scoring_limit is None or num_draft_tokens + num_behind <= scoring_limit

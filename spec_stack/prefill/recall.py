@@ -1,21 +1,36 @@
 """From importance over a whole conversation to what the target prefills in a turn. Pure.
 
-New text is selected as a prompt is, by itself. Of the text before it, chunks that were dropped and that this turn's
-queries want come back: the draft has kept its keys of everything, so it can tell.
+New text is selected as a prompt is, by itself. Of the text before it, units (whole lines, or chunks) that were dropped
+and that this turn's queries want come back: the draft has kept its keys of everything, so it can tell.
+
+How it is used: `recall(importance, dropped, units, ...)` with the units of the old text says which positions come back,
+`select_turn` puts them before what is kept of the new text. Sessions and the server ask the same functions.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from itertools import zip_longest
 
 import torch
 
 from spec_stack.config import PrefillConfig, SessionConfig
 from spec_stack.prefill.alignment import Span
+from spec_stack.prefill.rule import Evidence
+from spec_stack.prefill.rules.anchors import MAX_OCCURRENCES, ByAnchors, add_votes
 from spec_stack.prefill.selection import select
+from spec_stack.prefill.units import Units
 from spec_stack.types import Selection
+
+MOST_ASKING = 32
+"""So many of the new text's last tokens ask for what was dropped: a question, or the end of it with the template's
+words."""
+# Words of a question that stand so near to each other belong together; a word that occurs more than once in so many
+# units tells too little.
+_NEAR = 8
+_COMMON_SHARE = 4
 
 
 def clip_spans(spans: Sequence[Span], start: int) -> list[Span]:
@@ -35,99 +50,163 @@ def dropped_positions(held: Collection[int], num_cached: int) -> list[int]:
 def recall(
     importance: torch.Tensor,
     dropped: Sequence[int],
-    num_cached: int,
-    chunk_size: int,
+    units: Units,
+    prefill: PrefillConfig,
     config: SessionConfig,
-    anchors: torch.Tensor | None = None,
+    words: torch.Tensor | None = None,
     room: float = math.inf,
 ) -> list[int]:
-    """Which dropped positions come back: those of chunks that attention wants, or that share words with the new text.
+    """Say which dropped positions come back: of units that attention wants, or that share words with the new text.
 
     Parameters
     ----------
     importance : torch.Tensor
         (num_prompt_tokens,), of the whole conversation.
     dropped : sequence of int
-        Positions under num_cached that the target lacks.
-    num_cached : int
-        Tokens of earlier turns.
-    chunk_size : int
-        Tokens per chunk.
-    config : SessionConfig
-        How much a chunk must be worth, and how many are looked at.
-    anchors : torch.Tensor, optional
-        (num_chunks or more,): what every chunk shares with the new text, by `chunks.anchor_scores`.
+        Positions of the old text that the target lacks.
+    units : Units
+        Of the old text, which the conversation begins with.
+    prefill, config : PrefillConfig, SessionConfig
+        How much a unit must be worth, and how many are looked at.
+    words : torch.Tensor, optional
+        (num_units,): what every unit shares with the new text, by `shared_words`.
     room : float
-        Most positions that may come back; chunks that both sides rank lower give way.
+        Most positions that may come back; units that both sides rank lower give way.
 
     Returns
     -------
     list of int
         Increasing.
     """
-    num_chunks = math.ceil(num_cached / chunk_size)
-    old = importance[:num_cached].float()
-    sums = (
-        torch.nn.functional.pad(old, (0, num_chunks * chunk_size - num_cached)).reshape(num_chunks, chunk_size).sum(1)
-    )
-    sizes = torch.full((num_chunks,), chunk_size)
-    sizes[-1] = num_cached - (num_chunks - 1) * chunk_size
-    worth = sums / sizes.to(sums.device)
+    num_cached, num_units = units.num_tokens, len(units)
+    old, owner = importance[:num_cached].float(), units.owner.to(importance.device)
+    sums = torch.zeros(num_units, device=old.device).index_add_(0, owner, old)
+    worth = sums / torch.bincount(owner, minlength=num_units)
     least = config.restore_threshold * float(importance.float().mean())
-    wanted = _best(worth, least, config.max_restored_chunks)
+    most = config.max_restored_chunks, prefill.chunk_size
+    wanted = _best(worth, least, units, *most)
     shared: list[int] = []
-    if anchors is not None and config.anchor_threshold is not None:
-        shared = _best(anchors[:num_chunks], config.anchor_threshold, config.max_restored_chunks)
+    if words is not None and config.anchor_threshold is not None:
+        shared = _best(words, config.anchor_threshold, units, *most)
     is_dropped = bytearray(num_cached)
     for position in dropped:
         is_dropped[position] = 1
     restored: set[int] = set()
-    for chunk in (chunk for both in zip_longest(shared, wanted) for chunk in both if chunk is not None):
-        start = max(0, chunk * chunk_size - config.restore_margin)
-        stop = min(num_cached, (chunk + 1) * chunk_size + config.restore_margin)
+    for unit in (unit for both in zip_longest(shared, wanted) for unit in both if unit is not None):
+        start, stop = units.around(unit, config.restore_margin)
         more = restored.union(position for position in range(start, stop) if is_dropped[position])
         if len(more) <= room:
             restored = more
     return sorted(restored)
 
 
-def _best(votes: torch.Tensor, least: float, most: int) -> list[int]:
-    """The chunks with the most votes, `most` of them, as far as they have `least`, best first; ties go to the earlier
-    one."""
-    ranked = torch.argsort(votes, descending=True, stable=True)[:most]
-    return [chunk for chunk, value in zip(ranked.tolist(), votes[ranked].tolist(), strict=True) if value >= least]
+def _best(votes: torch.Tensor, least: float, units: Units, num_chunks: int, chunk_size: int) -> list[int]:
+    """The units with the most votes, as many as such chunks, as far as they have `least`, best first; ties go to the
+    earlier one."""
+    ranked = units.leading(torch.argsort(votes, descending=True, stable=True).cpu(), num_chunks, chunk_size)
+    values = votes[ranked.to(votes.device)].tolist()
+    return [unit for unit, value in zip(ranked.tolist(), values, strict=True) if value >= least]
 
 
-def select_turn(
-    prompt_ids: Sequence[int],
-    held: Sequence[int],
-    num_cached: int,
-    restored: Sequence[int] = (),
-    importance: torch.Tensor | None = None,
-    config: PrefillConfig | None = None,
-    protected: Sequence[Span] = (),
-) -> Selection:
-    """What the target prefills in a turn: what comes back of the old text, then what is kept of the new.
+def shared_words(prompt_ids: Sequence[int], units: Units, config: PrefillConfig) -> torch.Tensor:
+    """Votes (num_units,): what every unit of the old text shares with the new text, or with the end of it.
+
+    Rare words in a row, or common ones side by side, whichever says more.
 
     Parameters
     ----------
-    prompt_ids : sequence of int
+    prompt_ids
         The whole conversation.
+    units
+        Of the old text, which it begins with.
+    config
+        For `anchor_tail`.
+    """
+    num_tokens, start = len(prompt_ids), units.num_tokens
+    asked = Evidence(prompt_ids, question=(start, num_tokens))
+    rare = ByAnchors().score(asked, units, replace(config, neighbour_share=0.0))
+    return torch.maximum(rare, pair_scores(prompt_ids, max(start, num_tokens - MOST_ASKING), units))
+
+
+def pair_scores(prompt_ids: Sequence[int], asking: int, units: Units) -> torch.Tensor:
+    """How much each unit of a text has of a question's words side by side, in any order. No model.
+
+    Two different tokens of the question that stand within 8 tokens of each other at most 4 times in the text give 1,
+    divided by the number of times, to each unit that such a place touches. So a line is found that shares several
+    words with the question, each of which is common by itself. A token that occurs more than 4 times, and more than
+    once in four units, does not count.
+
+    Parameters
+    ----------
+    prompt_ids
+        The text, and the question somewhere behind it.
+    asking
+        Where the question begins, which ends with the prompt; it is short, since every two of its tokens make a pair.
+    units
+        Of the text.
+
+    Returns
+    -------
+    torch.Tensor
+        (num_units,), 0 where no two tokens meet.
+    """
+    ids, num_units = torch.as_tensor(prompt_ids), len(units)
+    body, words = ids[: units.num_tokens], torch.unique(ids[asking:])
+    scores = torch.zeros(num_units, dtype=torch.float64)
+    if len(words) < 2 or not num_units:
+        return scores.float()
+    found = torch.searchsorted(words, body).clamp(max=len(words) - 1)
+    is_word = words[found] == body
+    times = torch.bincount(found[is_word], minlength=len(words))
+    is_rare = times <= max(MAX_OCCURRENCES, num_units // _COMMON_SHARE)
+    places = torch.nonzero(is_word & is_rare[found])[:, 0]
+    named = found[places]
+    firsts, lasts, pairs = [], [], []
+    for step in range(1, min(_NEAR, len(places) - 1) + 1):
+        meet = (places[step:] - places[:-step] <= _NEAR) & (named[step:] != named[:-step])
+        one, other = named[:-step][meet], named[step:][meet]
+        firsts.append(places[:-step][meet])
+        lasts.append(places[step:][meet])
+        pairs.append(torch.minimum(one, other) * len(words) + torch.maximum(one, other))
+    if not firsts:
+        return scores.float()
+    first, last = torch.cat(firsts), torch.cat(lasts)
+    _, which, counts = torch.unique(torch.cat(pairs), return_inverse=True, return_counts=True)
+    is_told = counts[which] <= MAX_OCCURRENCES
+    first, last, votes = first[is_told], last[is_told], 1.0 / counts[which][is_told].double()
+    add_votes(scores, units, first, last, votes)
+    return scores.float()
+
+
+def select_turn(
+    evidence: Evidence,
+    held: Sequence[int],
+    num_cached: int,
+    restored: Sequence[int] = (),
+    config: PrefillConfig | None = None,
+    protected: Sequence[Span] = (),
+) -> Selection:
+    """Select what the target prefills in a turn: what comes back of the old text, then what is kept of the new.
+
+    Parameters
+    ----------
+    evidence : Evidence
+        The whole conversation, and what is known of it.
     held : sequence of int
         Positions that the target's cache holds, all under num_cached.
     num_cached : int
         Tokens of earlier turns.
     restored : sequence of int
         Positions among them that come back, increasing.
-    importance, config
-        Of the whole conversation, and how new text is pruned; None keeps all of it.
+    config : PrefillConfig, optional
+        How the new text is pruned; None keeps all of it.
     protected : sequence of (int, int)
         Half-open spans of the conversation that are never dropped.
     """
-    new = prompt_ids[num_cached:]
+    prompt_ids = evidence.prompt_ids
     kept: Sequence[int] = range(num_cached, len(prompt_ids))
-    if importance is not None and config is not None:
-        part = select(new, importance[num_cached:], config, clip_spans(protected, num_cached))
+    if config is not None:
+        part = select(evidence.starting_at(num_cached), config, clip_spans(protected, num_cached))
         kept = [num_cached + position for position in part.positions]
     positions = [*restored, *kept]
     return Selection(

@@ -8,7 +8,6 @@ business, since the same tokens at the same positions in the same order are the 
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,17 +18,15 @@ import torch
 
 from spec_stack.config import PrefillConfig, SessionConfig
 from spec_stack.prefill.alignment import Span
-from spec_stack.prefill.chunks import Evidence, by_anchors, pair_scores
-from spec_stack.prefill.recall import clip_spans, dropped_positions, recall
+from spec_stack.prefill.recall import clip_spans, dropped_positions, recall, shared_words
+from spec_stack.prefill.rule import Evidence
 from spec_stack.prefill.selection import select
+from spec_stack.prefill.units import make_units
 from spec_stack.sglang.draft_pool import Ints, num_common
 from spec_stack.sglang.protocols import RunningRequest
 
 # A beginning counts from this part of the prompt on: one in four tokens.
 _LEAST_SHARE = 4
-MOST_ASKING = 32
-"""So many of the new text's last tokens ask for what was dropped: a question, or the end of it with the template's
-words."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +87,8 @@ def place(
     recalling: SessionConfig | None,
     config: PrefillConfig,
     protected: Sequence[Span],
+    question: Span | None = None,
+    pieces: Sequence[str] | None = None,
 ) -> Placement:
     """What the target is given of a prompt.
 
@@ -111,6 +110,10 @@ def place(
         How the new text is selected.
     protected
         Half-open spans of the prompt that are never dropped.
+    question
+        Half-open span of the last user turn; None where nobody told.
+    pieces
+        The text of every token; None where it is not known, and chunks take the place of lines.
     """
     start = beginning.num_tokens
     recalled: list[int] = []
@@ -119,30 +122,19 @@ def place(
         if wanted is None:
             # Nobody's attention was asked: no chunk is worth more than another.
             wanted, recalling = torch.ones(start), replace(recalling, restore_threshold=2.0)
-        anchors = None
+        units = make_units(start, pieces and pieces[:start], config)
+        words = None
         if recalling.anchor_threshold is not None:
-            anchors = shared_words(prompt_ids, start, config)
-        recalled = recall(wanted, dropped, start, config.chunk_size, recalling, anchors)
+            words = shared_words(prompt_ids, units, config)
+        recalled = recall(wanted, dropped, units, config, recalling, words)
     kept: Sequence[int] = range(start, len(prompt_ids))
     if prunes:
-        new = None if importance is None else importance[start:]
-        fresh = select(prompt_ids[start:], new, config, new_spans(protected, beginning))
+        evidence = Evidence(prompt_ids, None, question, pieces, importance).starting_at(start)
+        fresh = select(evidence, config, new_spans(protected, beginning))
         kept = [start + position for position in fresh.positions]
     positions = (*beginning.positions, *recalled, *kept)
     token_ids = tuple(prompt_ids[position] for position in positions)
     return Placement(token_ids, positions, len(prompt_ids), start, len(recalled))
-
-
-def shared_words(prompt_ids: Sequence[int], start: int, config: PrefillConfig) -> torch.Tensor:
-    """What every chunk of the text before `start` shares with the new text, or with the end of it, (num_chunks,): rare
-    words in a row, or common ones side by side, whichever says more."""
-    num_tokens, num_chunks = len(prompt_ids), math.ceil(start / config.chunk_size)
-    asked = Evidence(prompt_ids, question=(start, num_tokens))
-    rare = by_anchors(asked, replace(config, neighbour_share=0.0))[:num_chunks]
-    side_by_side = pair_scores(
-        prompt_ids[:start], prompt_ids[max(start, num_tokens - MOST_ASKING) :], config.chunk_size
-    )
-    return torch.maximum(rare, side_by_side)
 
 
 def new_spans(protected: Sequence[Span], beginning: Beginning) -> list[Span]:

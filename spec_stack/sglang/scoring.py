@@ -19,9 +19,9 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from spec_stack.config import PrefillConfig
 from spec_stack.prefill.alignment import Span
-from spec_stack.prefill.chunks import DRAFT_FREE
+from spec_stack.prefill.recall import MOST_ASKING
+from spec_stack.prefill.registry import needs_attention
 from spec_stack.sglang.draft_pool import Ints
-from spec_stack.sglang.follow_up import MOST_ASKING
 from spec_stack.sglang.head_votes import LayerQueries, best_of_own_heads
 from spec_stack.sglang.pooled_draft import PooledDraft
 from spec_stack.sglang.protocols import Scheduler
@@ -82,7 +82,7 @@ class Score:
 
 def needs_the_draft(config: PrefillConfig) -> bool:
     """Whether a scorer asks the draft at all, or votes by the tokens alone."""
-    return config.scorer not in DRAFT_FREE
+    return needs_attention(config.scorer)
 
 
 class DraftScorer:

@@ -63,6 +63,11 @@ class TranslatedDraft:
         return len(self._ends)
 
     @property
+    def num_layers(self) -> int:
+        """Layers of the draft."""
+        return self._draft.num_layers
+
+    @property
     def forward_s(self) -> float:
         """Seconds inside the draft."""
         return self._draft.forward_s

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 Relation = Literal["same", "padded", "other"]
+_BYTES = {character: value for value, character in bytes_to_unicode().items()}
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -106,32 +107,28 @@ def token_bytes(tokenizer: Any) -> dict[int, bytes]:
     Byte-level tokens (GPT-2, Llama 3, Qwen) and those with a mark for the space (SentencePiece) are understood; of
     other kinds none is. Pieces for single bytes come first, so that a dict by bytes ends up with the others.
     """
-    kinds, ordinary = _decoder_kinds(tokenizer), _ordinary(tokenizer)
+    kinds, ordinary = decoder_kinds(tokenizer), _ordinary(tokenizer)
+    texts = {token_id: bytes_of_token(token, kinds) for token, token_id in ordinary.items()}
+    single = {token_id for token, token_id in ordinary.items() if _BYTE_PIECE.fullmatch(token)}
+    order = sorted(texts, key=lambda token_id: token_id not in single)
+    return {token_id: text for token_id in order if (text := texts[token_id]) is not None}
+
+
+def bytes_of_token(token: str, kinds: Collection[str]) -> bytes | None:
+    """The bytes of text that an ordinary token stands for under decoders of these types; None where it is not known."""
     if "ByteLevel" in kinds:
-        values = {character: value for value, character in bytes_to_unicode().items()}
-        return {
-            token_id: bytes(values[character] for character in token)
-            for token, token_id in ordinary.items()
-            if all(character in values for character in token)
-        }
-    if kinds & {"Metaspace", "ByteFallback"}:
-        single = {
-            token_id: bytes.fromhex(match[1])
-            for token, token_id in ordinary.items()
-            if (match := _BYTE_PIECE.fullmatch(token))
-        }
-        return single | {
-            token_id: token.replace("\u2581", " ").encode()
-            for token, token_id in ordinary.items()
-            if token_id not in single
-        }
-    return {}
+        return bytes(_BYTES[character] for character in token) if all(map(_BYTES.__contains__, token)) else None
+    if not {"Metaspace", "ByteFallback"}.isdisjoint(kinds):
+        match = _BYTE_PIECE.fullmatch(token)
+        return bytes.fromhex(match[1]) if match else token.replace("\u2581", " ").encode()
+    return None
 
 
-def _decoder_kinds(tokenizer: Any) -> set[str]:
+def decoder_kinds(tokenizer: Any) -> set[str]:
     """Types of a fast tokenizer's decoders, those of a sequence one by one."""
-    decoder = json.loads(tokenizer.backend_tokenizer.to_str())["decoder"] or {}
-    return {part["type"] for part in decoder.get("decoders", [decoder]) if part}
+    decoder = tokenizer.backend_tokenizer.decoder
+    state = json.loads(decoder.__getstate__()) if decoder is not None else {}
+    return {part["type"] for part in state.get("decoders", [state]) if part}
 
 
 def by_bytes(tokenizer: Any) -> dict[bytes, int]:

@@ -6,9 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spec_stack import PrefillConfig
-from spec_stack.prefill.chunks import SCORERS, Evidence, anchor_scores, chunk_means, fuse, pair_scores, with_neighbours
 from spec_stack.prefill.importance import choose_heads, token_importance
+from spec_stack.prefill.recall import pair_scores
+from spec_stack.prefill.registry import SCORERS, make_rule
+from spec_stack.prefill.rule import Evidence
+from spec_stack.prefill.rules.anchors import anchor_scores
+from spec_stack.prefill.rules.attention import with_neighbours
+from spec_stack.prefill.rules.fused import fuse
 from spec_stack.prefill.selection import select
+from spec_stack.prefill.units import Chunks
 from tests.support import reference
 
 prompts = st.lists(st.integers(0, 12), min_size=1, max_size=120)
@@ -17,14 +23,14 @@ prompts = st.lists(st.integers(0, 12), min_size=1, max_size=120)
 @given(prompts, st.integers(0, 40), st.integers(1, 9), st.sampled_from([float("inf"), 3.0]))
 def test_anchors_equal_counting_every_gram_by_hand(ids: list[int], tail: int, size: int, half_life: float) -> None:
     question = max(0, len(ids) - tail), len(ids)
-    got = anchor_scores(ids, question, size, half_life)
+    got = anchor_scores(ids, question, Chunks(len(ids), size), half_life)
     expected = reference.anchor_scores(ids, question[0], size, half_life)
     assert got.tolist() == pytest.approx(expected)
 
 
 def test_a_rare_word_of_the_question_outweighs_a_common_one() -> None:
     ids = [5] * 64 + [7] + [5] * 63 + [9] * 3 + [5, 7]
-    scores = anchor_scores(ids, (len(ids) - 2, len(ids)), 16)
+    scores = anchor_scores(ids, (len(ids) - 2, len(ids)), Chunks(len(ids), 16))
     assert scores.argmax() == 4
     assert torch.nonzero(scores)[:, 0].tolist() == [3, 4]
 
@@ -32,13 +38,14 @@ def test_a_rare_word_of_the_question_outweighs_a_common_one() -> None:
 @given(st.lists(st.integers(0, 30), max_size=200), st.lists(st.integers(0, 30), max_size=12), st.integers(1, 9))
 def test_pairs_equal_looking_at_every_two_tokens_by_hand(body: list[int], question: list[int], size: int) -> None:
     expected = reference.pair_scores(body, question, size)
-    assert pair_scores(body, question, size).tolist() == pytest.approx(expected)
+    assert pair_scores([*body, *question], len(body), Chunks(len(body), size)).tolist() == pytest.approx(expected)
 
 
 def test_a_line_with_two_common_words_of_the_question_outweighs_lines_with_one() -> None:
     lines = [[100 + name, 50, 200 + colour, *range(20, 45)] for name in range(6) for colour in range(6)]
     body = [token for line in lines for token in line]
-    scores = pair_scores(body, [7, 203, 50, 104, 8], len(lines[0]))
+    units = Chunks(len(body), len(lines[0]))
+    scores = pair_scores([*body, 7, 203, 50, 104, 8], len(body), units)
     assert torch.nonzero(scores == scores.max())[:, 0].tolist() == [4 * 6 + 3]
     assert scores.max() == 1
     assert scores.sum() == 1
@@ -71,34 +78,42 @@ def test_a_rare_word_decides_and_without_one_attention_does() -> None:
     assert bool(torch.isfinite(fuse(anchors, torch.zeros(40), 2.0)).all())
 
 
-def test_the_papers_rule_is_the_default_and_every_scorer_has_a_line() -> None:
-    config = PrefillConfig()
+def test_every_rule_that_is_registered_prunes_a_prompt() -> None:
     importance = torch.rand(200, generator=torch.Generator().manual_seed(1))
-    scores = SCORERS[config.scorer](Evidence(range(200), importance), config)
-    assert torch.equal(scores, chunk_means(importance, 32))
-    assert set(SCORERS) == {"attention", "anchors", "fused"}
+    assert set(SCORERS) >= {"attention", "anchors", "fused", "bm25", "attention_bm25"}
     for scorer in SCORERS:
-        assert len(select(range(200), importance, PrefillConfig(scorer=scorer)).positions) < 200  # type: ignore[arg-type]
+        kept = select(Evidence(range(200), importance=importance), PrefillConfig(scorer=scorer)).positions
+        assert len(kept) < 200, scorer
+
+
+def test_the_papers_rule_is_the_mean_importance_of_chunks_of_32() -> None:
+    paper = PrefillConfig.full_look_ahead()
+    importance = torch.rand(200, generator=torch.Generator().manual_seed(1))
+    scores = make_rule(paper.scorer).score(Evidence(range(200), importance=importance), Chunks(200, 32), paper)
+    padded = torch.cat([importance, torch.zeros(24)]).reshape(7, 32)
+    assert torch.equal(scores, padded.mean(1))
 
 
 def test_without_importance_attention_is_refused_and_anchors_are_not() -> None:
     with pytest.raises(ValueError, match="attention is missing"):
-        select(range(300), None, PrefillConfig())
+        select(Evidence(range(300)), PrefillConfig())
     ids = [*range(300, 1300), 350, 351, 352]
-    kept = select(ids, None, PrefillConfig(scorer="anchors", keep_rate=0.1)).positions
+    kept = select(Evidence(ids), PrefillConfig(scorer="anchors", keep_rate=0.1)).positions
     assert {50, 51, 52} <= set(kept)
 
 
 def test_a_named_question_counts_alike_from_its_first_word_to_its_last() -> None:
     ids = [1] * 40 + [2] + [1] * 40 + [3] + [1] * 40 + [2, *[4] * 60, 3]
-    question = (len(ids) - 62, len(ids))
-    told = SCORERS["anchors"](Evidence(ids, None, question), PrefillConfig())
+
+    def scores(question: tuple[int, int] | None) -> torch.Tensor:
+        evidence = Evidence(ids, question=question)
+        return make_rule("anchors").score(evidence, Chunks(len(ids), 32), PrefillConfig())
+
+    told = scores((len(ids) - 62, len(ids)))
     assert told[40 // 32] == told[81 // 32]
     # A turn that is a document with a question at its end is looked through from its end.
-    turn = SCORERS["anchors"](Evidence(ids, None, (10, len(ids))), PrefillConfig())
-    assert torch.equal(turn, SCORERS["anchors"](Evidence(ids), PrefillConfig()))
-    untold = SCORERS["anchors"](Evidence(ids), PrefillConfig())
-    assert untold[40 // 32] < untold[81 // 32]
+    assert torch.equal(scores((10, len(ids))), scores(None))
+    assert scores(None)[40 // 32] < scores(None)[81 // 32]
 
 
 def test_chosen_heads_score_as_if_there_were_no_others() -> None:
@@ -130,6 +145,11 @@ def test_the_keep_rate_may_be_a_curve_by_length() -> None:
         {"scoring_heads": (3,)},
         {"neighbour_share": 1.0},
         {"scorer": "votes"},
+        {"unit": "words"},
+        {"scoring_queries": "all"},
+        {"head_vote": "sum"},
+        {"skipped_layers": -1},
+        {"bm25_weight": 0},
         {"anchor_weight": 0.0},
         {"anchor_weight": float("inf")},
         {"anchor_tail": 0},

@@ -13,15 +13,22 @@ from spec_stack.decode.propose import propose
 from spec_stack.decode.sampler import Sampler
 from spec_stack.hf.attention import install
 from spec_stack.hf.model import CachedModel
-from spec_stack.prefill.importance import token_importance
-from spec_stack.prefill.scoring import captured_layers, score_prompt
+from spec_stack.prefill.attention import CapturedAttention
+from spec_stack.prefill.scoring import score_prompt
 from tests.support import reference, reference_architectures
 from tests.support.models import make_model, random_prompt
 from tests.support.tiny_architectures import CONFIGS
 from tests.support.tiny_architectures import make_model as make_architecture
 from tests.tokenizers.test_translated_draft import make_generator, text_of
 
-BASE = {"keep_rate": 0.3, "chunk_size": 8, "look_ahead": 4, "pool_kernel": 5}
+BASE = {
+    "keep_rate": 0.3,
+    "unit": "chunks",
+    "chunk_size": 8,
+    "look_ahead": 4,
+    "pool_kernel": 5,
+    "skipped_layers": 0,
+}
 PROMPT = random_prompt(150)
 WAYS = {
     "windowed": {"draft_window": 16, "draft_sinks": 4},
@@ -69,7 +76,8 @@ def test_heads_score_as_they_alone_do_in_eager_attention() -> None:
     draft.prefill(PROMPT[:-1], range(len(PROMPT) - 1))
     with draft.capture() as captured:
         draft.forward(PROMPT[-1:], [len(PROMPT) - 1], 1)
-    got = token_importance(captured_layers(captured, len(PROMPT), [(0, 3), (2, 1)]), 5)
+    config = PrefillConfig(**BASE, scoring_heads=((0, 3), (2, 1)))  # type: ignore[arg-type]
+    got = CapturedAttention.of(captured, len(PROMPT)).importance(config)
     eager = make_model(implementation="eager")
     expected = reference.importance(eager, PROMPT, [], 5, heads=[(0, 3), (2, 1)])
     np.testing.assert_allclose(got.numpy(), expected, atol=2e-6)

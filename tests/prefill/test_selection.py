@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spec_stack import PrefillConfig
+from spec_stack.prefill.rule import Evidence
 from spec_stack.prefill.selection import select
 from tests.support import reference
 
@@ -21,13 +22,17 @@ settings_of_a_selection = {
 }
 
 
+def evidence(num_tokens: int, importance: torch.Tensor) -> Evidence:
+    return Evidence(range(num_tokens), importance=importance)
+
+
 @given(**settings_of_a_selection)
 def test_a_selection_is_sorted_unique_whole_chunks_with_both_ends(
     num_tokens: int, keep_rate: float, chunk_size: int, keep_first: int, keep_last: int, seed: int
 ) -> None:
     importance = torch.rand(num_tokens, generator=torch.Generator().manual_seed(seed))
     config = PrefillConfig(keep_rate=keep_rate, chunk_size=chunk_size, keep_first=keep_first, keep_last=keep_last)
-    positions = list(select(range(num_tokens), importance, config).positions)
+    positions = list(select(evidence(num_tokens, importance), config).positions)
     assert positions == sorted(set(positions))
     chunks = {position // chunk_size for position in positions}
     whole = {p for chunk in chunks for p in range(chunk * chunk_size, min((chunk + 1) * chunk_size, num_tokens))}
@@ -43,7 +48,7 @@ def test_a_selection_is_sorted_unique_whole_chunks_with_both_ends(
 
 
 def test_keep_rate_one_keeps_everything() -> None:
-    selection = select(range(77), torch.rand(77), PrefillConfig(keep_rate=1.0))
+    selection = select(evidence(77, torch.rand(77)), PrefillConfig(keep_rate=1.0))
     assert list(selection.positions) == list(range(77))
     assert selection.keep_rate == 1.0
 
@@ -51,13 +56,13 @@ def test_keep_rate_one_keeps_everything() -> None:
 def test_the_most_important_chunk_is_kept() -> None:
     importance = torch.zeros(32 * 20)
     importance[32 * 11 + 5] = 1.0
-    selection = select(range(640), importance, PrefillConfig(keep_rate=0.2))
+    selection = select(evidence(640, importance), PrefillConfig(keep_rate=0.2))
     assert set(range(32 * 11, 32 * 12)) <= set(selection.positions)
 
 
 @pytest.mark.parametrize("span", [(100, 103), (0, 640), (-5, 2), (630, 999)])
 def test_protected_tokens_come_on_top_of_the_chunks(span: tuple[int, int]) -> None:
     importance = torch.rand(640, generator=torch.Generator().manual_seed(3))
-    plain = set(select(range(640), importance, PrefillConfig(keep_rate=0.2)).positions)
-    protected = set(select(range(640), importance, PrefillConfig(keep_rate=0.2), [span]).positions)
+    plain = set(select(evidence(640, importance), PrefillConfig(keep_rate=0.2)).positions)
+    protected = set(select(evidence(640, importance), PrefillConfig(keep_rate=0.2), [span]).positions)
     assert protected == plain | set(range(max(span[0], 0), min(span[1], 640)))

@@ -1,0 +1,126 @@
+"""What the draft attended to while it went over a prompt, and the importance of the prompt's tokens by it.
+
+How it is used: `scoring.look_at` makes a `CapturedAttention` with one pass of the draft. `importance(config)` gives
+what the configuration asks for; another configuration of heads, layers, vote or pooling needs no other pass, which is
+how a calibration and the experiments judge many rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+
+from spec_stack.config import PrefillConfig
+from spec_stack.prefill.alignment import Span, map_importance
+from spec_stack.prefill.importance import ScoredLayer, choose_heads, head_shares, mean_share, token_importance
+
+
+class CapturedLayer(Protocol):
+    """Of one attention layer: queries, one (num_heads, n, head_dim) tensor per forward, and keys (num_kv_heads,
+    num_cached, head_dim); None where a sliding window hides some of them."""
+
+    scaling: float
+    queries: list[torch.Tensor]
+    keys: torch.Tensor | None
+    sinks: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class CapturedAttention:
+    """Queries of the tokens that ask, and keys of the prompt, of the layers that see the whole of it.
+
+    Parameters
+    ----------
+    layers : mapping of int to ScoredLayer
+        By the layer's index: queries (num_heads, n, head_dim), keys (num_kv_heads, num_draft_tokens, head_dim), scaling
+        and sinks.
+    num_asking : int
+        How many of the n queries, the first ones, are the prompt's last tokens' own; those after them come behind it.
+    ranges : sequence of (int, int), optional
+        For every token of the target its half-open range of the draft's, where the draft has another tokenizer.
+    first : int
+        The token of the target from which on importance is given.
+    """
+
+    layers: Mapping[int, ScoredLayer]
+    num_asking: int = 1
+    ranges: Sequence[Span] | None = None
+    first: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        captured: Mapping[int, CapturedLayer],
+        num_draft_tokens: int,
+        num_asking: int = 1,
+        ranges: Sequence[Span] | None = None,
+    ) -> CapturedAttention:
+        """Put together what was captured; layers whose window hides a part of the prompt are left out."""
+        layers: dict[int, ScoredLayer] = {}
+        for index, layer in captured.items():
+            if layer.keys is not None:
+                queries, keys = torch.cat(layer.queries, dim=1), layer.keys[:, :num_draft_tokens]
+                layers[index] = queries, keys, layer.scaling, layer.sinks
+        return cls(layers, num_asking, ranges)
+
+    def starting_at(self, first: int) -> CapturedAttention:
+        """The same, with importance of the tokens from `first` on (the new text of a turn)."""
+        return replace(self, first=first)
+
+    def importance(self, config: PrefillConfig) -> torch.Tensor:
+        """Importance (num_prompt_tokens - first,), fp32, on the host.
+
+        Parameters
+        ----------
+        config
+            For scoring_heads or skipped_layers, head_vote and pool_kernel.
+
+        Raises
+        ------
+        ValueError
+            Where no layer sees the whole prompt, a chosen head is not there, or the attention is not finite.
+        """
+        layers = self.voting(config)
+        if config.head_vote == "share":
+            scores = mean_share(layers, *self._ends(config), self.num_asking)
+        else:
+            scores = token_importance(layers, config.pool_kernel, num_asking=self.num_asking)
+        return self._of_target(scores.cpu())
+
+    def shares(self, config: PrefillConfig) -> dict[tuple[int, int], torch.Tensor]:
+        """Every (layer, head) alone: its share (num_prompt_tokens - first,) as `importance` would take the mean of."""
+        first, last = self._ends(config)
+        return {
+            (index, head): self._of_target(share)
+            for index, layer in self.layers.items()
+            for head, share in enumerate(head_shares(layer, first, last, self.num_asking).cpu())
+        }
+
+    def voting(self, config: PrefillConfig) -> list[ScoredLayer]:
+        """The layers that vote, each with its heads that do."""
+        if config.scoring_heads is None:
+            # No more than half of a shallow draft is skipped.
+            skipped = min(config.skipped_layers, (max(self.layers, default=0) + 1) // 2)
+            return [layer for index, layer in self.layers.items() if index >= skipped] or list(self.layers.values())
+        by_layer: dict[int, list[int]] = {}
+        for index, head in config.scoring_heads:
+            by_layer.setdefault(index, []).append(head)
+        chosen = [choose_heads(layer, by_layer[index]) for index, layer in self.layers.items() if index in by_layer]
+        return chosen
+
+    def _ends(self, config: PrefillConfig) -> tuple[int, int]:
+        """How many of the draft's first and last tokens the forced ends of the prompt are."""
+        first, last = config.forced_tokens
+        if self.ranges is None:
+            return first, last
+        num_tokens, num_draft_tokens = len(self.ranges), self.ranges[-1][1]
+        begin = self.ranges[first][0] if first < num_tokens else num_draft_tokens
+        end = self.ranges[num_tokens - last][0] if last < num_tokens else 0
+        return begin, num_draft_tokens - end
+
+    def _of_target(self, scores: torch.Tensor) -> torch.Tensor:
+        mapped = scores if self.ranges is None else map_importance(scores, self.ranges)
+        return mapped[self.first :]

@@ -1,0 +1,41 @@
+"""The selection rules by name. Importing this loads none of them, and no torch.
+
+How it is used: `PrefillConfig(scorer="bm25")` names a rule; `make_rule(name).score(evidence, units, config)` runs it.
+`SCORERS["mine"] = Mine` adds one (docs/add-a-selection-rule.md).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from spec_stack.config import KNOWN_SCORERS
+from spec_stack.registry import Registry
+
+if TYPE_CHECKING:
+    from spec_stack.prefill.rule import SelectionRule
+
+SCORERS: Registry[type[SelectionRule]] = Registry(
+    "scorer",
+    KNOWN_SCORERS,
+    {
+        "attention": "spec_stack.prefill.rules.attention:ByAttention",
+        "anchors": "spec_stack.prefill.rules.anchors:ByAnchors",
+        "fused": "spec_stack.prefill.rules.fused:AttentionAndAnchors",
+        "bm25": "spec_stack.prefill.rules.bm25:ByBM25",
+        "attention_bm25": "spec_stack.prefill.rules.fused:AttentionAndBM25",
+    },
+)
+"""name -> "module:Class" or the class itself. An entry more is a rule more."""
+
+
+def make_rule(name: str) -> SelectionRule:
+    """Build a selection rule by name. Raises ValueError for an unknown one, naming the nearest."""
+    found = SCORERS.find(name)
+    if not (isinstance(found, type) and callable(getattr(found, "score", None))):
+        raise ValueError(f"the registry holds {found!r}, which is no rule; write `class Mine(SelectionRule)`")
+    return found()
+
+
+def needs_attention(name: str) -> bool:
+    """Whether a rule has the draft go over the whole prompt. Raises ValueError for an unknown name."""
+    return make_rule(name).needs_attention

@@ -1,0 +1,212 @@
+"""The units of a prompt that are kept or dropped whole: lines and sentences of its text, or chunks of so many tokens.
+
+How it is used: `make_units(num_tokens, pieces, config)` cuts a prompt up; a selection rule gives one score a unit
+(`units.means(importance)` turns scores of tokens into such), and `units.chosen(scores, config, keep_rate)` says which
+tokens are kept. Pure: tensors and strings. What `pieces` are is told at `spec_stack.tokenizers.pieces`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from abc import ABC, abstractmethod
+from bisect import bisect_left
+from collections.abc import Collection, Iterator, Sequence
+from itertools import accumulate, pairwise
+
+import torch
+
+from spec_stack.config import PrefillConfig
+
+LONGEST_UNIT = 64
+"""Most tokens of a line unit; a longer line or sentence is split."""
+# A line, or a sentence of one: up to its stops, with the line breaks behind them.
+_LINE = re.compile(r"[^.!?。！？\n]+[.!?。！？]*\n*|[.!?。！？\n]+")
+# Keeps ceil(0.3 * 10) at 3, whatever 0.3 is in binary.
+_ROUNDING = 1e-9
+
+
+class Units(ABC):
+    """A prompt cut into units, in order and without gaps.
+
+    Parameters
+    ----------
+    borders : sequence of int
+        (num_units + 1,), strictly increasing from 0 to the number of tokens: unit i holds the tokens from borders[i] up
+        to borders[i + 1].
+    """
+
+    def __init__(self, borders: Sequence[int]) -> None:
+        self.borders = list(borders)
+        sizes = torch.tensor(self.borders).diff()
+        self._owner = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
+
+    def __len__(self) -> int:
+        return len(self.borders) - 1
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        """The half-open spans of tokens."""
+        return pairwise(self.borders)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.borders[-1]
+
+    @property
+    def owner(self) -> torch.Tensor:
+        """The unit of every token, (num_tokens,)."""
+        return self._owner
+
+    @abstractmethod
+    def means(self, values: torch.Tensor) -> torch.Tensor:
+        """Mean per unit (num_units,) of one value per token (num_tokens,)."""
+
+    @abstractmethod
+    def chosen(
+        self, scores: torch.Tensor, config: PrefillConfig, keep_rate: float, free: Collection[int] = ()
+    ) -> set[int]:
+        """Say which tokens are kept.
+
+        Parameters
+        ----------
+        scores
+            (num_units,). Ties go to the earlier unit.
+        config
+            For keep_first and keep_last, whose tokens are kept whatever the scores.
+        keep_rate
+            Share of the prompt that is kept, over 0 to 1, with what is kept at its ends.
+        free
+            Tokens that are kept anyway, and that cost nothing.
+        """
+
+    @abstractmethod
+    def leading(self, ranked: torch.Tensor, num_chunks: int, chunk_size: int) -> torch.Tensor:
+        """The first units of a ranking (num_units,), as many as num_chunks chunks hold tokens."""
+
+    @abstractmethod
+    def around(self, unit: int, margin: int) -> tuple[int, int]:
+        """The half-open span of a unit, with a margin of tokens on either side where its border may part a line."""
+
+
+class Chunks(Units):
+    """Chunks of `size` tokens, of which the last may have fewer (SpecPrefill, https://arxiv.org/abs/2502.02789)."""
+
+    def __init__(self, num_tokens: int, size: int) -> None:
+        super().__init__([*range(0, num_tokens, size), num_tokens])
+        self._size = size
+
+    def means(self, values: torch.Tensor) -> torch.Tensor:
+        """The same; the tokens that the last chunk lacks count as 0."""
+        padded = torch.nn.functional.pad(values, (0, len(self) * self._size - len(values)))
+        return padded.reshape(len(self), self._size).mean(dim=1)
+
+    def chosen(
+        self, scores: torch.Tensor, config: PrefillConfig, keep_rate: float, free: Collection[int] = ()
+    ) -> set[int]:
+        """ceil(keep_rate · num_chunks) chunks, those at the ends among them; what is free comes on top."""
+        num_chunks = len(self)
+        forced = {*range(min(config.keep_first, num_chunks)), *range(max(0, num_chunks - config.keep_last), num_chunks)}
+        budget = max(len(forced), math.ceil(keep_rate * num_chunks - _ROUNDING))
+        ranked = torch.argsort(scores, descending=True, stable=True).tolist()
+        best = [chunk for chunk in ranked if chunk not in forced][: budget - len(forced)]
+        return {at for chunk in (*forced, *best) for at in range(self.borders[chunk], self.borders[chunk + 1])}
+
+    def leading(self, ranked: torch.Tensor, num_chunks: int, chunk_size: int) -> torch.Tensor:
+        return ranked[:num_chunks]
+
+    def around(self, unit: int, margin: int) -> tuple[int, int]:
+        return max(0, self.borders[unit] - margin), min(self.num_tokens, self.borders[unit + 1] + margin)
+
+
+class Lines(Units):
+    """Lines and sentences: units of unequal length, of which as many are kept as fit into a budget of tokens."""
+
+    def means(self, values: torch.Tensor) -> torch.Tensor:
+        owner = self.owner.to(values.device)
+        sums = torch.zeros(len(self), dtype=torch.float64, device=values.device).index_add_(0, owner, values.double())
+        return (sums / torch.bincount(owner, minlength=len(self))).to(values.dtype)
+
+    def chosen(
+        self, scores: torch.Tensor, config: PrefillConfig, keep_rate: float, free: Collection[int] = ()
+    ) -> set[int]:
+        """At most ceil(keep_rate · num_tokens) tokens, those at the ends among them and the free ones aside; a unit
+        that does not fit any more is passed over for the next best."""
+        num_tokens = self.num_tokens
+        kept = forced_ends(num_tokens, config)
+        left = max(math.ceil(keep_rate * num_tokens - _ROUNDING) - len(kept), 0)
+        paid = bytearray(num_tokens)
+        for position in (*kept, *(at for at in free if 0 <= at < num_tokens)):
+            paid[position] = 1
+        for unit in torch.argsort(scores, descending=True, stable=True).tolist():
+            start, stop = self.borders[unit], self.borders[unit + 1]
+            cost = stop - start - sum(paid[start:stop])
+            if 0 < cost <= left:
+                kept.update(range(start, stop))
+                left -= cost
+            if not left:
+                break
+        return kept
+
+    def leading(self, ranked: torch.Tensor, num_chunks: int, chunk_size: int) -> torch.Tensor:
+        sizes = torch.tensor(self.borders).diff()[ranked]
+        return ranked[sizes.cumsum(0) <= num_chunks * chunk_size]
+
+    def around(self, unit: int, margin: int) -> tuple[int, int]:
+        return self.borders[unit], self.borders[unit + 1]
+
+
+def forced_ends(num_tokens: int, config: PrefillConfig) -> set[int]:
+    """The tokens at both ends of a prompt that are kept whatever their scores."""
+    first, last = config.forced_tokens
+    return {*range(min(first, num_tokens)), *range(max(0, num_tokens - last), num_tokens)}
+
+
+def make_units(num_tokens: int, pieces: Sequence[str] | None, config: PrefillConfig) -> Units:
+    """Cut a prompt into the units that the configuration asks for.
+
+    Parameters
+    ----------
+    num_tokens
+        Of the prompt.
+    pieces
+        The text of every token; None where there is no tokenizer to tell, and chunks take the place of lines.
+    config
+        For `unit` and `chunk_size`.
+
+    Raises
+    ------
+    ValueError
+        For pieces of another length.
+    """
+    if config.unit == "chunks" or pieces is None:
+        return Chunks(num_tokens, config.chunk_size)
+    if len(pieces) != num_tokens:
+        raise ValueError(f"{len(pieces)} pieces of text for {num_tokens} tokens")
+    return Lines(line_borders(pieces))
+
+
+def line_borders(pieces: Sequence[str], longest: int = LONGEST_UNIT) -> list[int]:
+    """Borders (num_units + 1,) of the lines and sentences of a text, as token indices.
+
+    Parameters
+    ----------
+    pieces
+        The text of every token; a character of several tokens stands at the last of them, so that no border parts it.
+    longest
+        Most tokens of a unit.
+
+    Returns
+    -------
+    list of int
+        A token belongs to the unit in which its text begins.
+    """
+    stops = list(accumulate(map(len, pieces)))
+    starts = [0, *stops[:-1]] if stops else []
+    ends = (bisect_left(starts, match.end()) for match in _LINE.finditer("".join(pieces)))
+    borders = [0]
+    for end in (*ends, len(pieces)):
+        while end - borders[-1] > longest:
+            borders.append(borders[-1] + longest)
+        if end > borders[-1]:
+            borders.append(end)
+    return borders
