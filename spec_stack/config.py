@@ -271,16 +271,6 @@ class PrefillConfig:
         """Whether the prompt's own tokens ask, and no look-ahead: the first layers alone cannot draft one."""
         return self.scoring_queries == "prompt" or self.scoring_layers is not None
 
-    def layers_needed(self, num_layers: int) -> int | None:
-        """How many of a draft's layers a prompt has to go through to be scored; None for all.
-
-        Where the prompt's own tokens ask, no layer behind the last chosen head is of use.
-        """
-        needed = self.scoring_layers
-        if needed is None and self.asks_prompt and self.scoring_heads is not None:
-            needed = 1 + max(layer for layer, _ in self.scoring_heads)
-        return None if needed is None or needed >= num_layers else needed
-
     @property
     def forced_tokens(self) -> tuple[int, int]:
         """How many tokens at a prompt's beginning and end are always kept."""

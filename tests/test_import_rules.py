@@ -36,7 +36,7 @@ ALLOWED = {
         "hf.answer_parser",
         "api",
     },
-    "sglang": {"config", "types", "controller", "prefill", "tokenizers.chat_turns"},
+    "sglang": {"config", "types", "controller", "prefill", "tokenizers.chat_turns", "tokenizers.pieces"},
     # They run whole requests, so they see what a user sees, and the parts they show or score with.
     "explain": {"config", "types", "controller.base", "offline.records", "prefill", "decode", "hf", "engine", "api"},
     "lm_eval": {"config", "decode", "hf.prompt", "api.generator", "engine"},
@@ -59,7 +59,15 @@ ALLOWED = {
     "clock": set(),
     "types": {"config", "controller.base"},
     # The first two are loaded at once (they hold names alone), the others where they are asked for.
-    "__init__": {"controller.registry", "decode.registry", "config", "controller.base", "types", "api"},
+    "__init__": {
+        "controller.registry",
+        "decode.registry",
+        "prefill.registry",
+        "config",
+        "controller.base",
+        "types",
+        "api",
+    },
     "__main__": {"cli"},
 }
 LIBRARIES = {

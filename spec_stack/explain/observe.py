@@ -26,7 +26,7 @@ from spec_stack.hf.text import open_text_stream
 from spec_stack.prefill.cost import Shape, prefill_flops
 from spec_stack.prefill.registry import make_rule, needs_attention
 from spec_stack.prefill.rule import Evidence
-from spec_stack.prefill.scoring import LookAhead, look_at
+from spec_stack.prefill.scoring import LookAhead, look_at, num_layers_needed
 from spec_stack.prefill.units import Units, make_units
 from spec_stack.types import Metrics, Proposal, Selection, StepOutput
 
@@ -202,7 +202,7 @@ def scores_of(pair: ModelPair, request: Request) -> tuple[torch.Tensor | None, t
     if needs_attention(config.scorer):
         draft = pair.open_draft(config.prefill_chunk, request.tokenization)
         look_ahead = partial(propose, draft, sampler=Sampler(), end_ids=pair.end_ids)
-        num_layers = None if start else config.layers_needed(draft.num_layers)
+        num_layers = None if start else num_layers_needed(config, draft.num_layers)
         attention, _ = look_at(draft, request.prompt_ids, look_ahead, config, request.tokenization, num_layers)
         importance = attention.importance(config)
     pieces = pair.pieces(request.prompt_ids)

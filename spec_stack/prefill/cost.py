@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from spec_stack.config import PrefillConfig
 from spec_stack.prefill.registry import needs_attention
+from spec_stack.prefill.scoring import num_layers_needed
 
 TOKENS_PER_READ = 128
 """A guess for accelerators; a CPU does less arithmetic in that time, so pruning pays from shorter prompts on there."""
@@ -99,7 +100,7 @@ def expected_gain(
     if not needs_attention(config.scorer):
         return Gain(rest / dense, s)
     seen = None if config.draft_window is None else config.draft_window + config.draft_sinks
-    num_layers = config.layers_needed(draft.num_layers)
+    num_layers = num_layers_needed(config, draft.num_layers)
     if num_layers is None:
         return Gain(_without_logits(draft, num_tokens, seen) / dense, s)
     return Gain((_without_logits(draft, num_tokens, seen, num_layers) + rest) / dense, s)

@@ -47,6 +47,17 @@ class LookAhead(Protocol):
     def __call__(self, committed_ids: Sequence[int], num_tokens: int) -> Proposal: ...
 
 
+def num_layers_needed(config: PrefillConfig, num_layers: int) -> int | None:
+    """How many of a draft's layers a prompt has to go through to be scored; None for all.
+
+    Where the prompt's own tokens ask, no layer behind the last chosen head is of use.
+    """
+    needed = config.scoring_layers
+    if needed is None and config.asks_prompt and config.scoring_heads is not None:
+        needed = 1 + max(layer for layer, _ in config.scoring_heads)
+    return None if needed is None or needed >= num_layers else needed
+
+
 def look_at(
     draft: ScoringModel,
     prompt_ids: Sequence[int],
@@ -163,7 +174,7 @@ def score_prompt(
     attention, proposal, num_layers = None, Proposal(), None
     goes_over = needs_attention(config.scorer)
     if goes_over:
-        num_layers = config.scoring_layers if whole else config.layers_needed(draft.num_layers)
+        num_layers = config.scoring_layers if whole else num_layers_needed(config, draft.num_layers)
         attention, proposal = look_at(draft, prompt_ids, look_ahead, config, tokenization, num_layers, on_prefilled)
     selection = select(Evidence(prompt_ids, attention, question, pieces), config, protected)
     if not goes_over or num_layers is not None:

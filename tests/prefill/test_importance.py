@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -47,7 +49,7 @@ def test_importance_equals_loops_over_eager_attention(family: str, look_ahead: i
 
 def test_the_stage_selects_by_that_importance() -> None:
     prompt = random_prompt(150)
-    config = PrefillConfig(keep_rate=0.3, look_ahead=4, pool_kernel=5, chunk_size=8)
+    config = replace(PrefillConfig.full_look_ahead(0.3), look_ahead=4, pool_kernel=5, chunk_size=8)
     model = make_model()
     install(model)
     draft = CachedModel(model, 4096)

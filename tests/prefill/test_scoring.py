@@ -99,12 +99,12 @@ def test_a_draft_whose_layers_did_not_all_see_the_prompt_holds_the_kept_tokens_a
     draft = open_draft()
     selection, proposal = scored(draft, PrefillConfig(**BASE, **WAYS[way]))  # type: ignore[arg-type]
     kept = list(selection.positions)
-    ids = [*(PROMPT[position] for position in kept), *proposal.token_ids]
-    positions = [*kept, *range(len(PROMPT), len(PROMPT) + len(proposal.token_ids))]
-    expected = reference.logits(make_model(), ids, positions)
-    assert [int(row.argmax()) for row in expected[len(kept) - 1 : -1]] == proposal.token_ids
-    got = draft.forward(proposal.token_ids[-1:], positions[-1:], 1)
-    torch.testing.assert_close(got[0], expected[-1], atol=2e-5, rtol=1e-4)
+    # Nothing is drafted before the target's first token, and the last prompt token is left to what comes after it.
+    assert not proposal.token_ids
+    assert draft.next_position == len(PROMPT) - 1
+    got = draft.forward([PROMPT[-1], 7], [len(PROMPT) - 1, len(PROMPT)], 2)
+    expected = reference.logits(make_model(), [*(PROMPT[at] for at in kept), 7], [*kept, len(PROMPT)])
+    torch.testing.assert_close(got, expected[-2:], atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name not in ("Mistral, sliding", "Nemotron-H")])

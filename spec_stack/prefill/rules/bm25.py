@@ -36,7 +36,7 @@ class ByBM25(SelectionRule):
         start, stop = evidence.asked(config)
         asked = _weights(_words_by_token(evidence, start, stop), evidence.half_life(config))
         bodies = [_words(evidence, begin, min(end, start)) if begin < start else [] for begin, end in units]
-        return with_neighbours(torch.tensor(bm25(bodies, asked)), config.neighbour_share)
+        return with_neighbours(torch.tensor(bm25(bodies, asked), dtype=torch.float32), config.neighbour_share)
 
 
 def bm25(bodies: Sequence[Sequence[Hashable]], asked: dict[Hashable, float]) -> list[float]:

@@ -1,0 +1,421 @@
+"""Prompts of known length that hide what their question asks for, with the characters where that stands.
+
+Eleven kinds, with and without words in common with the question, in novels, Python modules, meetings, logs and JSON
+records. The wordings were written for this file and have chosen nothing; the texts come from folders that are given:
+`<data>/corpus/prose_novels_*.jsonl.xz`, `code_python_*.jsonl.xz` (records with "id" and "text") and
+`<data>/qmsum/val.jsonl`.
+"""
+
+from __future__ import annotations
+
+import json
+import lzma
+import random
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+Measure = Callable[[str], int]
+
+
+@dataclass(frozen=True)
+class EvidencePrompt:
+    """A document, a question behind it, and half-open character spans of the document, all of which the answer needs.
+
+    source: what intervals are drawn over; prompts of one source share their document's origin.
+    """
+
+    name: str
+    kind: str
+    source: str
+    document: str
+    question: str
+    spans: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """Lines to hide, of which the evidence is `wanted`, and the question."""
+
+    wanted: tuple[str, ...]
+    others: tuple[str, ...]
+    question: str
+
+
+PEOPLE = (
+    "Ottilie Brandt",
+    "Ruben Achterberg",
+    "Ines Valcourt",
+    "Tobias Wren",
+    "Salma Idrissi",
+    "Piotr Nowacki",
+    "Greta Lindqvist",
+    "Hamish Dunmore",
+    "Noor Rahimi",
+    "Bela Kocsis",
+    "Yara Montes",
+    "Casimir Voss",
+)
+TOWNS = ("Harrowgate", "Lindmere", "Castelvane", "Ostrava Bay", "Tillbrook", "Perrin", "Skelton", "Vadsund")
+THINGS = ("umbrella", "barometer", "cello", "lantern", "typewriter", "sextant", "accordion", "microscope")
+COLOURS = ("vermilion", "teal", "ochre", "mauve", "ivory", "indigo")
+
+
+def _fact(rng: random.Random) -> Hidden:
+    who, other, third = rng.sample(PEOPLE, 3)
+    thing, (one, two, three) = rng.choice(THINGS), rng.sample(range(112, 989), 3)
+    line = "The locker in which {} left the {} bears the number {}."
+    asked = rng.choice(
+        [
+            f"What number does the locker bear in which {who} left the {thing}?",
+            f"{who} left the {thing} in a locker. Which number is on it?",
+        ]
+    )
+    return Hidden(
+        (line.format(who, thing, one),), (line.format(other, thing, two), line.format(third, thing, three)), asked
+    )
+
+
+def _paraphrase(rng: random.Random) -> Hidden:
+    who = rng.choice(PEOPLE).split()[0]
+    cases = [
+        (
+            f"{who} never touches meat, fish or anything that once had a face.",
+            "Who should be served the vegetarian meal?",
+        ),
+        (f"Since the accident {who} has walked only with two sticks.", "For whom would stairs be a difficulty?"),
+        (
+            f"{who} was sick over the rail from the first hour out of the harbour.",
+            "Which person does not cope well with travelling by boat?",
+        ),
+        (f"By Christmas {who} owed the baker, the tailor and both of the banks.", "Who was in financial trouble?"),
+        (f"{who} had won the village race four summers in a row.", "Whom would one call a fast runner?"),
+        (
+            f"All winter {who} slept beside the stove and still complained of the draught.",
+            "Who could not bear the cold?",
+        ),
+        (
+            f"{who} spoke to the ambassador in his own language without once hesitating.",
+            "Who could have worked as an interpreter?",
+        ),
+        (f"At the sight of the spider {who} was out of the window before anyone could laugh.", "Who has a phobia?"),
+        (
+            f"{who} kept forty hives behind the orchard and sold what they gave at the market.",
+            "Whose business was honey?",
+        ),
+        (f"When the candles failed {who} alone went on reading with the fingertips.", "Who must have been blind?"),
+    ]
+    line, question = rng.choice(cases)
+    return Hidden((line,), (), question)
+
+
+def _several(rng: random.Random) -> Hidden:
+    towns = rng.sample(TOWNS, 4)
+    crates = rng.sample(range(14, 97), 4)
+    line = "The depot at {} reported {} crates of oranges spoiled."
+    wanted = tuple(line.format(town, number) for town, number in zip(towns[:3], crates[:3], strict=True))
+    question = (
+        f"How many crates of oranges were reported spoiled at {towns[0]}, at {towns[1]} and at {towns[2]}, in all?"
+    )
+    return Hidden(wanted, (f"The depot at {towns[3]} reported {crates[3]} crates of lemons sound.",), question)
+
+
+def _chain(rng: random.Random) -> Hidden:
+    one, two, other = rng.sample(PEOPLE, 3)
+    thing, town, elsewhere = rng.choice(THINGS), *rng.sample(TOWNS, 2)
+    colour = rng.choice(COLOURS)
+    wanted = (
+        f"The {thing} was bequeathed to {one}.",
+        f"{one} keeps whatever is inherited in the {colour} house.",
+        f"The {colour} house stands at the far end of {town}.",
+    )
+    return Hidden(wanted, (f"{other} bought a house in {elsewhere}.",), f"In which town is the {thing} now kept?")
+
+
+def _dialogue(rng: random.Random) -> Hidden:
+    who, day = rng.choice(("Marketing", "Professor B", "Grad D", "PhD A")), rng.choice(("Monday", "Thursday", "Friday"))
+    cost = rng.randrange(1200, 9800, 50)
+    line = f"{who}: And the invoice for the turntable calibration came to {cost} euros , due next {day} ."
+    return Hidden((line,), (), "What was the amount of the invoice for the turntable calibration, and when is it due?")
+
+
+def _dialogue_other(rng: random.Random) -> Hidden:
+    who = rng.choice(("Grad F", "PhD C", "Project Manager", "Postdoc E"))
+    cases = [
+        (
+            "I am afraid I will be on my honeymoon for the whole of that fortnight .",
+            "Which participant cannot attend on account of a wedding?",
+        ),
+        ("My bike got taken from right outside the lab again , lock and all .", "Who was the victim of a theft?"),
+        ("Honestly , if nobody pays me by the end of the month I am out of here .", "Which speaker threatens to quit?"),
+        (
+            "Could we open a window ? I can hardly breathe since they painted in here .",
+            "Who complains about the air in the room?",
+        ),
+        ("I bet my lunch that the disk fills up before the demo .", "Who expects that storage will run out?"),
+        ("The doctor says the knee needs an operation , so no stairs for me .", "Which speaker has a medical problem?"),
+    ]
+    line, question = rng.choice(cases)
+    return Hidden((f"{who}: {line}",), (), question)
+
+
+def _function(rng: random.Random) -> Hidden:
+    cases = [
+        (
+            "def squeeze_runs(values):\n    out = []\n    for value in values:\n        if not out or out[-1] != value:\n"
+            "            out.append(value)\n    return out\n",
+            "removes consecutive duplicates from a sequence",
+        ),
+        (
+            "def overlap(a, b):\n    return max(0, min(a[1], b[1]) - max(a[0], b[0]))\n",
+            "tells how long two intervals have in common",
+        ),
+        (
+            "def pluck(record, trail, missing=None):\n    for step in trail.split('.'):\n"
+            "        if step not in record:\n            return missing\n        record = record[step]\n    return record\n",
+            "looks up a nested value by a dotted path",
+        ),
+        (
+            "def patience(call, tries=3, pause=0.5):\n    for turn in range(tries):\n        try:\n"
+            "            return call()\n        except OSError:\n            time.sleep(pause * 2 ** turn)\n    return call()\n",
+            "repeats a failing operation with exponential backoff",
+        ),
+        (
+            "def slices(items, n):\n    return [items[i:i + n] for i in range(0, len(items), n)]\n",
+            "divides a list into batches of equal size",
+        ),
+        (
+            "def tidy(name):\n    kept = [c if c.isalnum() else '-' for c in name.lower()]\n"
+            "    return ''.join(kept).strip('-')\n",
+            "turns a title into something fit for a URL",
+        ),
+        (
+            "def middle(numbers):\n    ordered = sorted(numbers)\n    half = len(ordered) // 2\n"
+            "    return ordered[half] if len(ordered) % 2 else sum(ordered[half - 1:half + 1]) / 2\n",
+            "calculates the median",
+        ),
+    ]
+    code, question = rng.choice(cases)
+    return Hidden((code,), (), f"Which function in the code above {question}? Give its name.")
+
+
+def _constant(rng: random.Random) -> Hidden:
+    name = rng.choice(("RETRY_WINDOW_MS", "SHARD_FANOUT", "MAX_LEASE_SECONDS", "SPOOL_WATERMARK"))
+    value = rng.randrange(130, 9700)
+    return Hidden((f"{name} = {value}",), (), f"To which value is {name} set in this module?")
+
+
+SERVICES = ("ingest", "billing", "gateway", "search", "mailer", "thumbnails", "audit", "scheduler")
+ORDINARY = (
+    "heartbeat ok",
+    "cache warmed in {} ms",
+    "request {} served in {} ms",
+    "connection {} opened",
+    "connection {} closed",
+    "rotated {} segments",
+    "job {} finished with status ok",
+    "flushed {} rows",
+)
+
+
+def _log_line(rng: random.Random, minute: int, level: str, text: str) -> str:
+    stamp = f"2026-03-{11 + minute // 1440:02d}T{minute // 60 % 24:02d}:{minute % 60:02d}:{rng.randrange(60):02d}"
+    return f"{stamp}.{rng.randrange(1000):03d}Z {level:5} [{rng.choice(SERVICES)}-{rng.randrange(10)}] {text}"
+
+
+def _ordinary(rng: random.Random, minute: int) -> str:
+    text = rng.choice(ORDINARY)
+    while "{}" in text:
+        text = text.replace("{}", str(rng.randrange(3, 90000)), 1)
+    return _log_line(
+        rng, minute, rng.choice(("INFO", "INFO", "INFO", "DEBUG")), f"{text} pod={rng.getrandbits(32):08x}"
+    )
+
+
+def _log(rng: random.Random) -> Hidden:
+    volume, code = rng.randrange(20, 80), rng.randrange(1000, 9999)
+    text = f"volume vol-{volume} rejected the snapshot with code E{code} after {rng.randrange(3, 40)} attempts"
+    return Hidden(
+        (_log_line(rng, rng.randrange(2000), "WARN", text),),
+        (),
+        f"With which code did volume vol-{volume} reject the snapshot?",
+    )
+
+
+def _log_other(rng: random.Random) -> Hidden:
+    cases = [
+        ("ENOSPC while appending to /var/lib/queue/{:04x}", "At what time did a machine run out of disk space?"),
+        (
+            "certificate chain of upstream {:04x} not valid after today, handshake aborted",
+            "When did an expired TLS credential cause trouble?",
+        ),
+        (
+            "SIGKILL received by worker {:04x}, resident set 7.9 GiB",
+            "When was a process ended because it used too much memory?",
+        ),
+        (
+            "passphrase wrong for the 5th time from 203.0.113.{:d}, account frozen",
+            "When did somebody apparently try to guess a login?",
+        ),
+        ("replica {:04x} lags 412 s behind, reads diverted", "When was a database copy out of date?"),
+    ]
+    text, question = rng.choice(cases)
+    return Hidden((_log_line(rng, rng.randrange(2000), "ERROR", text.format(rng.randrange(1, 250))),), (), question)
+
+
+def _record(rng: random.Random) -> str:
+    record = {
+        "id": f"ord-{rng.randrange(10**6):06d}",
+        "customer": rng.choice(PEOPLE),
+        "city": rng.choice(TOWNS),
+        "items": [
+            {"sku": f"{rng.choice('KLMNP')}{rng.randrange(1000, 9999)}", "count": rng.randrange(1, 9)}
+            for _ in range(rng.randrange(1, 4))
+        ],
+        "total": round(rng.uniform(5, 900), 2),
+        "paid": rng.random() < 0.7,
+    }
+    return json.dumps(record)
+
+
+def _json(rng: random.Random) -> Hidden:
+    line = _record(rng)
+    asked = rng.choice(("total", "city"))
+    return Hidden((line,), (), f"What is the {asked} of the order with the id {json.loads(line)['id']}?")
+
+
+KINDS: dict[str, tuple[str, Callable[[random.Random], Hidden]]] = {
+    "fact": ("novel", _fact),
+    "paraphrase": ("novel", _paraphrase),
+    "several": ("novel", _several),
+    "chain": ("novel", _chain),
+    "function": ("code", _function),
+    "constant": ("code", _constant),
+    "log": ("log", _log),
+    "log, other words": ("log", _log_other),
+    "json": ("json", _json),
+    "dialogue": ("meeting", _dialogue),
+    "dialogue, other words": ("meeting", _dialogue_other),
+}
+"""Kind -> what it is hidden in, and what makes it."""
+OTHER_WORDS = ("paraphrase", "function", "log, other words", "dialogue, other words")
+
+
+def make_prompts(data: Path, num_tokens: int, per_kind: int, measure: Measure, seed: int) -> Iterator[EvidencePrompt]:
+    """Prompts of about num_tokens, `per_kind` of every kind, the kinds in turn.
+
+    Parameters
+    ----------
+    data
+        The folder with the texts.
+    num_tokens, per_kind, seed
+        Length, number, and what is drawn by.
+    measure
+        Tokens of a text.
+    """
+    texts = {
+        "novel": _records(data, "prose_novels_0[123]", 30_000),
+        "code": _records(data, "code_python_01", 12_000),
+        "meeting": _meetings(data / "qmsum" / "val.jsonl"),
+    }
+    for number in range(per_kind):
+        for kind, (medium, make) in KINDS.items():
+            rng = random.Random(f"{seed}/{num_tokens}/{kind}/{number}")
+            hidden = make(rng)
+            source, lines = _haystack(rng, medium, texts, num_tokens, measure)
+            document, spans = _hide(rng, lines, hidden, medium)
+            yield EvidencePrompt(f"{kind}/{num_tokens}/{number}", kind, source, document, hidden.question, spans)
+
+
+def _haystack(
+    rng: random.Random, medium: str, texts: dict[str, list[tuple[str, str]]], num_tokens: int, measure: Measure
+) -> tuple[str, list[str]]:
+    """Where a text is from, and its lines, about num_tokens of them together."""
+    lines: list[str] = []
+    total = 0
+    if medium in texts:
+        source, text = rng.choice(texts[medium])
+        at = 0 if medium == "code" else rng.randrange(max(1, len(text) - 9 * num_tokens))
+        following = iter(text[text.find("\n", at) + 1 :].split("\n"))
+    else:
+        source = f"{medium} {rng.randrange(10**6)}"
+        minute = rng.randrange(500)
+        made = (
+            (_record(rng) for _ in iter(int, 1))
+            if medium == "json"
+            else (_ordinary(rng, minute + step // 3) for step in iter(range(10**6).__iter__().__next__, None))
+        )
+        following = made
+    for line in following:
+        total += measure(line + "\n")
+        if total > num_tokens - 120:
+            break
+        lines.append(line)
+    return source, lines
+
+
+def _hide(rng: random.Random, lines: list[str], hidden: Hidden, medium: str) -> tuple[str, tuple[tuple[int, int], ...]]:
+    """The lines with others put between them, and the characters of the evidence."""
+    parts = [(line, False) for line in lines]
+    hidden_lines = [(line, True) for line in hidden.wanted] + [(line, False) for line in hidden.others]
+    low, high = int(0.08 * len(parts)), max(int(0.9 * len(parts)), int(0.08 * len(parts)) + 1)
+    places = sorted(rng.randrange(low, high) for _ in hidden_lines)
+    if medium == "code":
+        places = [_between_blocks(lines, place) for place in places]
+    rng.shuffle(hidden_lines)
+    for place, line in sorted(zip(places, hidden_lines, strict=True), key=lambda each: -each[0]):
+        parts.insert(place, line)
+    spans, at = [], 0
+    for line, is_wanted in parts:
+        if is_wanted:
+            spans.append((at, at + len(line.rstrip("\n"))))
+        at += len(line) + 1
+    return "\n".join(line for line, _ in parts), tuple(spans)
+
+
+def _between_blocks(lines: list[str], place: int) -> int:
+    """The next place at which a definition of its own may stand."""
+    for at in range(place, len(lines)):
+        if lines[at] and not lines[at][0].isspace() and lines[at][0] not in ")]}#":
+            return at
+    return place
+
+
+def _records(data: Path, pattern: str, shortest: int) -> list[tuple[str, str]]:
+    """Names and texts of the records that are long enough, every novel's front left out."""
+    found = []
+    for path in sorted((data / "corpus").glob(f"{pattern}.jsonl.xz")):
+        with lzma.open(path, "rt", encoding="utf-8") as lines:
+            for line in lines:
+                record = json.loads(line)
+                if len(record["text"]) >= shortest:
+                    found.append((record["id"], re.sub(r"\n{3,}", "\n\n", record["text"])))
+    return found
+
+
+def _meetings(path: Path) -> list[tuple[str, str]]:
+    with path.open(encoding="utf-8") as lines:
+        meetings = [json.loads(line)["meeting_transcripts"] for line in lines]
+    return [
+        (f"meeting {number}", "\n".join(f"{turn['speaker']}: {turn['content']}" for turn in turns))
+        for number, turns in enumerate(meetings)
+    ]
+
+
+def gold_turns(data: Path) -> Iterator[EvidencePrompt]:
+    """QMSum's queries with the turns that hold their answers (`<data>/qmsum_evidence/train.jsonl`)."""
+    with (data / "qmsum_evidence" / "train.jsonl").open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines):
+            record = json.loads(line)
+            turns = [turn.replace("\n", " ") for turn in record["turns"]]
+            starts = [0]
+            for turn in turns:
+                starts.append(starts[-1] + len(turn) + 1)
+            spans = tuple(
+                (starts[turn], starts[turn] + len(turns[turn]))
+                for first, last in record["evidence_turns"]
+                for turn in range(int(first), min(int(last), len(turns) - 1) + 1)
+            )
+            source = turns[0][:40] + str(len(turns))
+            yield EvidencePrompt(f"qmsum/{number}", "qmsum", source, "\n".join(turns), record["query"], spans)
