@@ -289,7 +289,7 @@ class PrefillConfig:
 
     @classmethod
     def full_look_ahead(cls, keep_rate: float | KeepCurve | None = None) -> PrefillConfig:
-        """The paper's "Full LAH" variant, with eight look-ahead tokens, chunks and the votes of all layers; no calibration changes it."""
+        """The paper's "Full LAH" variant: eight look-ahead tokens, chunks, all layers; no calibration changes it."""
         return cls(
             keep_rate=cls.keep_rate if keep_rate is None else keep_rate,
             unit="chunks",

@@ -1,0 +1,163 @@
+"""Lines and sentences as units: what is never parted, and what a budget of tokens keeps of them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spec_stack import PrefillConfig, SessionConfig
+from spec_stack.prefill.recall import recall
+from spec_stack.prefill.rule import Evidence
+from spec_stack.prefill.selection import select
+from spec_stack.prefill.units import LONGEST_UNIT, Chunks, Lines, line_borders, make_units
+from tests.support import reference_units
+
+LINES = PrefillConfig(chunk_size=4, keep_first=1, keep_last=2)
+pieces_of_text = st.lists(st.text(alphabet="ab .!?\n。", max_size=4), min_size=1, max_size=150)
+
+
+def characters(text: str) -> list[str]:
+    return list(text)
+
+
+def texts_of(pieces: list[str]) -> list[str]:
+    borders = line_borders(pieces)
+    return ["".join(pieces[start:stop]) for start, stop in itertools.pairwise(borders)]
+
+
+@given(pieces_of_text)
+def test_units_part_a_text_without_gaps_and_none_is_too_long(pieces: list[str]) -> None:
+    borders = line_borders(pieces)
+    assert borders[0] == 0
+    assert borders[-1] == len(pieces)
+    assert all(0 < stop - start <= LONGEST_UNIT for start, stop in itertools.pairwise(borders))
+
+
+@given(pieces_of_text)
+def test_borders_equal_looking_at_every_character_by_hand(pieces: list[str]) -> None:
+    assert line_borders(pieces) == reference_units.borders(pieces, LONGEST_UNIT)
+
+
+def test_a_sentence_ends_with_its_stops_and_a_line_with_its_breaks() -> None:
+    pieces = ["One", " two", ".", " Three", "?!", "\n\n", "Four", "\n"]
+    assert texts_of(pieces) == ["One two.", " Three?!\n\n", "Four\n"]
+
+
+def test_lines_of_code_stay_whole() -> None:
+    code = "def area(width, height):\n    return width * height\n\n\nSIZE = 12\n"
+    assert "SIZE = 12\n" in texts_of(characters(code))
+
+
+def test_a_line_of_a_log_is_one_unit_as_long_as_it_has_no_stop() -> None:
+    lines = ["12:00:01 WARN disk full\n", "12:00:02 INFO ok\n"]
+    assert texts_of(characters("".join(lines))) == lines
+
+
+def test_records_of_json_lines_are_units_of_their_own() -> None:
+    records = [json.dumps({"id": number, "city": "Perrin"}) + "\n" for number in range(3)]
+    assert texts_of(characters("".join(records))) == records
+
+
+def test_rows_of_a_table_are_units_of_their_own() -> None:
+    rows = ["| name | sum |\n", "|---|---|\n", "| oak | 12 |\n"]
+    assert texts_of(characters("".join(rows))) == rows
+
+
+def test_text_without_spaces_is_split_at_its_own_stops() -> None:
+    assert texts_of(characters("昨日は雨だった。今日は晴れ。\n明日は?")) == [
+        "昨日は雨だった。",
+        "今日は晴れ。\n",
+        "明日は?",
+    ]
+
+
+def test_text_without_spaces_or_stops_and_one_endless_line_are_split_by_length() -> None:
+    for text in ("雨" * 150, "x " * 75, "[" + "1, " * 49 + "]"):
+        borders = line_borders(characters(text))
+        assert borders == [0, 64, 128, len(text)]
+
+
+def test_a_character_of_several_tokens_is_never_parted() -> None:
+    # Its text stands at the last of its tokens, and a stop behind it ends the unit.
+    assert line_borders(["a", ".", "", "", "雨", "。", "b"]) == [0, 2, 6, 7]
+
+
+def test_without_text_chunks_take_the_place_of_lines_and_pieces_must_fit() -> None:
+    assert isinstance(make_units(20, None, LINES), Chunks)
+    assert isinstance(make_units(2, ["a\n", "b"], LINES), Lines)
+    assert isinstance(make_units(2, ["a\n", "b"], replace(LINES, unit="chunks")), Chunks)
+    with pytest.raises(ValueError, match="3 pieces of text for 2 tokens"):
+        make_units(2, ["a", "b", "c"], LINES)
+
+
+settings_of_a_selection = {
+    "pieces": pieces_of_text,
+    "keep_rate": st.floats(0.01, 1.0),
+    "keep_first": st.integers(0, 3),
+    "keep_last": st.integers(1, 3),
+    "protected": st.lists(st.tuples(st.integers(0, 150), st.integers(0, 150)), max_size=3),
+    "seed": st.integers(0, 10_000),
+}
+
+
+@given(**settings_of_a_selection)
+def test_kept_lines_are_whole_within_the_budget_with_both_ends_and_what_is_protected(
+    pieces: list[str],
+    keep_rate: float,
+    keep_first: int,
+    keep_last: int,
+    protected: list[tuple[int, int]],
+    seed: int,
+) -> None:
+    num_tokens = len(pieces)
+    importance = torch.rand(num_tokens, generator=torch.Generator().manual_seed(seed))
+    config = PrefillConfig(keep_rate=keep_rate, chunk_size=3, keep_first=keep_first, keep_last=keep_last)
+    evidence = Evidence(range(num_tokens), pieces=pieces, importance=importance)
+    positions = list(select(evidence, config, protected).positions)
+    assert positions == reference_units.selected(
+        importance.double().tolist(), pieces, LONGEST_UNIT, keep_rate, 3 * keep_first, 3 * keep_last, protected
+    )
+    forced = {*range(min(3 * keep_first, num_tokens)), *range(max(0, num_tokens - 3 * keep_last), num_tokens)}
+    free = {at for start, stop in protected for at in range(start, min(stop, num_tokens))}
+    assert forced | free <= set(positions)
+    assert len(set(positions) - free) <= max(len(forced), math.ceil(keep_rate * num_tokens - 1e-9))
+    chosen = set(positions) - forced - free
+    for start, stop in make_units(num_tokens, pieces, config):
+        unit = set(range(start, stop))
+        assert not chosen & unit or unit <= set(positions)
+
+
+def test_the_best_line_is_kept_and_one_that_does_not_fit_is_passed_over() -> None:
+    pieces = characters("aaaa\n" + "b" * 30 + "\n" + "cc\n" + "d" * 40 + "\n")
+    importance = torch.zeros(len(pieces))
+    importance[5:36], importance[36:39] = 1.0, 0.5
+    config = replace(LINES, keep_rate=20 / len(pieces))
+    kept = set(select(Evidence(range(len(pieces)), pieces=pieces, importance=importance), config).positions)
+    assert {36, 37, 38} <= kept
+    assert not set(range(5, 36)) & kept
+
+
+def test_a_dropped_line_comes_back_whole_and_without_a_margin() -> None:
+    pieces = characters("aaaaaaaaa\nbbbbbbbbb\nccccccccc\n")
+    importance = torch.zeros(40)
+    importance[12] = 1.0
+    units = make_units(30, pieces, LINES)
+    session = replace(PrefillConfig(), chunk_size=8)
+    assert recall(importance, list(range(30)), units, session, SessionConfig(restore_threshold=1.0)) == [*range(10, 20)]
+
+
+def test_lines_come_back_within_as_many_tokens_as_the_chunks_that_are_looked_at() -> None:
+    pieces = characters("".join(letter * 9 + "\n" for letter in "abcdefgh"))
+    importance = torch.ones(80)
+    units = make_units(80, pieces, LINES)
+    config = SessionConfig(restore_threshold=0.5, max_restored_chunks=3)
+    # Three chunks of eight tokens hold two lines of ten.
+    found = recall(importance, list(range(80)), units, replace(LINES, chunk_size=8), config)
+    assert found == list(range(20))
