@@ -92,8 +92,13 @@ PRUNING: dict[str, Callable[[str], Any]] = {
     "scoring_layers": _or_none(int),
     "scoring_heads": _or_none(heads),
     "neighbour_share": float,
+    "unit": str,
+    "scoring_queries": str,
+    "skipped_layers": int,
+    "head_vote": str,
     "scorer": str,
     "anchor_weight": float,
+    "bm25_weight": float,
 }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from spec_stack.config import KNOWN_SCORERS
-from spec_stack.registry import Registry
+from spec_stack.settings.registry import Registry
 
 if TYPE_CHECKING:
     from spec_stack.prefill.rule import SelectionRule
