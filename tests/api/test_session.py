@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from spec_stack import PrefillConfig, SessionConfig, SpecStackConfig, SpecStackGenerator
 from spec_stack.api.session import Session
 from spec_stack.prefill.recall import clip_spans, dropped_positions, recall
+from spec_stack.prefill.units import Chunks
 from tests.support import reference, reference_session, tiny_architectures
 from tests.support.models import VOCAB, make_model, make_tokenizer, random_prompt
 from tests.support.reference_session import Trace
@@ -162,7 +163,8 @@ def test_what_is_restored_follows_the_slow_rule(margin: int, anchor_threshold: f
             expected = reference_session.dropped_chunks_to_restore(
                 importance.tolist(), held, num_cached, size, threshold, most, margin, votes, anchor_threshold or 0.0
             )
-            assert recall(importance, dropped, num_cached, size, config, anchors) == expected
+            units = Chunks(num_cached, size)
+            assert recall(importance, dropped, units, SPARSE, config, anchors[: len(units)]) == expected
 
 
 def test_where_there_is_little_room_the_best_chunks_come_back() -> None:
@@ -172,7 +174,7 @@ def test_where_there_is_little_room_the_best_chunks_come_back() -> None:
     chunks = {2: range(16, 24), 5: range(40, 48), 7: range(56, 64)}
     for room, kept in ((7, ()), (8, (7,)), (23, (7, 5)), (24, (7, 5, 2))):
         expected = sorted(at for chunk in kept for at in chunks[chunk])
-        assert recall(importance, range(64), 64, 8, config, anchors, room) == expected
+        assert recall(importance, range(64), Chunks(64, 8), SPARSE, config, anchors[:8], room) == expected
 
 
 def test_rare_words_of_the_question_bring_their_chunk_back_whatever_attention_says() -> None:
