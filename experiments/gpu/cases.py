@@ -28,6 +28,7 @@ from spec_stack.decode.sampler import Sampler
 from spec_stack.hf.attention import attend, install
 from spec_stack.hf.model import CachedModel
 from spec_stack.prefill.importance import token_importance
+from spec_stack.prefill.rule import Evidence
 from spec_stack.prefill.selection import select
 
 BLOCKS = range(1, 10)
@@ -50,7 +51,7 @@ def _cell(value: float | None, form: str) -> str:
 def select_anything(prompt: list[int], keep_rate: float) -> Selection:
     """As many tokens as a keep_rate keeps, in chunks, chosen by random importance."""
     importance = torch.rand(len(prompt), generator=torch.Generator().manual_seed(1))
-    return select(prompt, importance, PrefillConfig(keep_rate=keep_rate))
+    return select(Evidence(prompt, importance=importance), PrefillConfig(keep_rate=keep_rate))
 
 
 def bench_prefill(models: Models, length: int, repeats: int, budget: Budget, warms_up_all: bool) -> dict[str, Any]:
@@ -275,7 +276,10 @@ def bench_parts(models: Models, repeats: int, budget: Budget) -> dict[str, Any]:
         token_importance(layers, PrefillConfig.pool_kernel)
 
     with torch.inference_mode():
-        variants = {"importance": importance, "selection": lambda: select(prompt, scores, PrefillConfig())}
+        variants = {
+            "importance": importance,
+            "selection": lambda: select(Evidence(prompt, importance=scores), PrefillConfig()),
+        }
         scoring = interleave(variants, repeats, device, budget)
     shown = ", ".join(f"{name} {_cell(t.summary().get('ms'), '.2f')} ms" for name, t in scoring.items())
     print(f"  scoring {longest} tokens: {shown}")

@@ -35,7 +35,7 @@ from spec_stack.calibrate.search import Prompt, encode_haystack
 from spec_stack.engine.pair import ModelPair
 from spec_stack.hf.loading import ASSETS
 from spec_stack.prefill.calibration import find_calibration
-from spec_stack.prefill.selection import select_chunks
+from spec_stack.prefill.units import Chunks
 
 # Tokens of the dense answer that sparse distributions are compared along, and most tokens of an answer.
 _ANSWER_TOKENS = 24
@@ -109,10 +109,8 @@ def keep(rule: Rule, seen: Seen, keep_rate: float) -> tuple[set[int], float]:
     config = replace(rule.config, keep_rate=keep_rate)
     started = process_time()
     votes = rule.votes(seen, config)
-    chunks = select_chunks(votes, config, keep_rate)
-    seconds = process_time() - started
-    size, end = config.chunk_size, len(seen.prompt_ids)
-    return {at for chunk in chunks for at in range(chunk * size, min(end, (chunk + 1) * size))}, seconds
+    kept = Chunks(len(seen.prompt_ids), config.chunk_size).chosen(votes, config, keep_rate)
+    return kept, process_time() - started
 
 
 class Judge:

@@ -1,7 +1,8 @@
 """Rules that say which chunks of a prompt to keep, of several papers and projects, behind one interface.
 
 A rule takes `Seen`, what there is to go by, and gives votes, one per chunk. All share one pass of the draft, which
-captures the queries of the last 64 prompt tokens and of the look-ahead. Nothing is copied; sources are named at each
+captures the queries of the last 64 prompt tokens and of the look-ahead. What the library has by name is asked of its
+registry. Nothing is copied; sources are named at each
 rule, and where a rule could not be followed (a draft of two layers has no "layers from the eighth on"), it says so.
 """
 
@@ -9,8 +10,6 @@ from __future__ import annotations
 
 import math
 import random
-import re
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,8 +21,11 @@ from spec_stack import PrefillConfig
 from spec_stack.decode.propose import propose
 from spec_stack.decode.sampler import Sampler
 from spec_stack.engine.pair import ModelPair
-from spec_stack.prefill.chunks import SCORERS, Evidence, with_neighbours
-from spec_stack.prefill.importance import ScoredLayer, choose_heads, token_importance
+from spec_stack.prefill.attention import CapturedAttention
+from spec_stack.prefill.importance import ScoredLayer, token_importance
+from spec_stack.prefill.registry import make_rule
+from spec_stack.prefill.rule import Evidence
+from spec_stack.prefill.units import Chunks
 
 WINDOW = 64
 _LOOK_AHEAD = PrefillConfig.look_ahead
@@ -31,8 +33,6 @@ _LOOK_AHEAD = PrefillConfig.look_ahead
 _ANCHOR_ORDER, _ANCHOR_TAIL, _ANCHOR_MOST, _ANCHOR_RADIUS = 4, 96, 8, 2
 # Of the cascade: occurrences that make a token rare, hops, and what a hop is worth.
 _RARE, _HOPS, _HOP_WORTH = range(2, 5), 5, 0.8
-_WORD = re.compile(r"\w+")
-_SENTENCE = re.compile(r"[^.!?\n]+[.!?\n]*")
 
 
 @dataclass
@@ -123,22 +123,16 @@ def last_queries(layers: Sequence[ScoredLayer], look_ahead: bool) -> list[Scored
     return chosen
 
 
-def by_paper(seen: Seen, config: PrefillConfig) -> torch.Tensor:
-    """SpecPrefill, https://arxiv.org/abs/2502.02789, and what this package adds to it by its configuration."""
-    importance = None
-    if config.scorer != "anchors":
-        layers = last_queries(seen.layers, config.look_ahead > 0)
-        importance = token_importance(_with_heads(layers, config.scoring_heads), config.pool_kernel)
-    return SCORERS[config.scorer](Evidence(seen.prompt_ids, importance), config)
+def by_name(seen: Seen, config: PrefillConfig) -> torch.Tensor:
+    """What the library's rule of this name says (config.scorer)."""
+    attention = None
+    if seen.layers:
+        attention = CapturedAttention(dict(enumerate(last_queries(seen.layers, config.look_ahead > 0))))
+    return _ask(seen, Evidence(seen.prompt_ids, attention), config)
 
 
-def _with_heads(layers: Sequence[ScoredLayer], heads: Sequence[tuple[int, int]] | None) -> list[ScoredLayer]:
-    if heads is None:
-        return list(layers)
-    by_layer: dict[int, list[int]] = {}
-    for layer, head in heads:
-        by_layer.setdefault(layer, []).append(head)
-    return [choose_heads(layers[index], own) for index, own in sorted(by_layer.items())]
+def _ask(seen: Seen, evidence: Evidence, config: PrefillConfig) -> torch.Tensor:
+    return make_rule(config.scorer).score(evidence, Chunks(len(seen.prompt_ids), config.chunk_size), config)
 
 
 def by_query_window(seen: Seen, config: PrefillConfig) -> torch.Tensor:
@@ -162,20 +156,20 @@ def by_query_window(seen: Seen, config: PrefillConfig) -> torch.Tensor:
     if best is None:
         raise ValueError("the draft was not asked")
     pooled = F.max_pool1d(best[None, None], 2 * (WINDOW // 2) + 1, stride=1, padding=WINDOW // 2)[0, 0]
-    return _chunk_mean(pooled.cpu(), config.chunk_size)
+    return Chunks(num_tokens, config.chunk_size).means(pooled.cpu())
 
 
 def by_unrotated(seen: Seen, config: PrefillConfig) -> torch.Tensor:
     """The paper's rule on queries and keys without rotary positions (PFlash's "NoPE tail")."""
     importance = token_importance(last_queries(seen.unrotated, True), config.pool_kernel)
-    return SCORERS["attention"](Evidence(seen.prompt_ids, importance), config)
+    return _ask(seen, Evidence(seen.prompt_ids, importance=importance), config)
 
 
 def by_pflash_anchors(seen: Seen, config: PrefillConfig) -> torch.Tensor:
     """PFlash's anchors: chunks of any 4-gram of the last 96 tokens that is rare before, and two neighbours on each
     side, go first; the paper's rule fills the rest."""
     anchored = _anchors(seen.prompt_ids, config.chunk_size)
-    return anchored + _scaled(by_paper(seen, replace(config, scorer="attention")))
+    return anchored + _scaled(by_name(seen, replace(config, scorer="attention")))
 
 
 def by_cascade(seen: Seen, config: PrefillConfig) -> torch.Tensor:
@@ -201,28 +195,14 @@ def by_cascade(seen: Seen, config: PrefillConfig) -> torch.Tensor:
 
 
 def by_bm25(seen: Seen, config: PrefillConfig) -> torch.Tensor:
-    """BM25 over sentences, for the question itself, which this rule alone is told. A chunk has its best sentence's.
-
-    Robertson and Zaragoza, https://doi.org/10.1561/1500000019, with k1 = 1.5 and b = 0.75.
-    """
-    end = seen.text.rfind(seen.question)
-    spans = [match.span() for match in _SENTENCE.finditer(seen.text[:end] if end > 0 else seen.text)]
-    sentences = [Counter(_WORD.findall(seen.text[low:high].lower())) for low, high in spans]
-    lengths = [sum(counts.values()) for counts in sentences]
-    average = sum(lengths) / max(1, len(lengths))
-    asked = set(_WORD.findall(seen.question.lower()))
-    num_with = {word: sum(word in counts for counts in sentences) for word in asked}
-    votes = torch.zeros(seen.num_chunks(config))
-    chunk_of = _chunk_by_character(seen, config.chunk_size)
-    for (low, high), counts, length in zip(spans, sentences, lengths, strict=True):
-        score = 0.0
-        for word in asked & counts.keys():
-            rarity = math.log(1 + (len(sentences) - num_with[word] + 0.5) / (num_with[word] + 0.5))
-            score += rarity * counts[word] * 2.5 / (counts[word] + 1.5 * (0.25 + 0.75 * length / average))
-        if score:
-            for chunk in range(chunk_of(low), chunk_of(high - 1) + 1):
-                votes[chunk] = max(float(votes[chunk]), score)
-    return votes
+    """The library's BM25, which is told where the question is."""
+    begin = max(seen.text.rfind(seen.question), 0)
+    end = begin + len(seen.question)
+    inside = [at for at, (low, high) in enumerate(seen.offsets) if low < end and high > begin]
+    pieces = [seen.text[low:high] for low, high in seen.offsets]
+    question = (inside[0], inside[-1] + 1) if inside else None
+    evidence = Evidence(seen.prompt_ids, question=question, pieces=pieces)
+    return _ask(seen, evidence, replace(config, scorer="bm25"))
 
 
 def by_recency(seen: Seen, config: PrefillConfig) -> torch.Tensor:
@@ -239,19 +219,19 @@ def by_chance(seen: Seen, config: PrefillConfig) -> torch.Tensor:
 def rules(calibrated: PrefillConfig | None = None) -> Mapping[str, Rule]:
     """All rules by name. calibrated: of the pair's calibration, whose heads are those that find needles; without one
     there is no rule of that name, and the fusion goes by all heads."""
-    paper = PrefillConfig()
+    paper = PrefillConfig.full_look_ahead()
     neighbours = replace(paper, neighbour_share=0.5)
     heads = replace(neighbours, scoring_heads=calibrated.scoring_heads) if calibrated else neighbours
     own = "this package"
     known = {
-        "paper, raw": Rule(by_paper, PrefillConfig.raw(paper.keep_rate), True, "SpecPrefill"),
-        "paper, full": Rule(by_paper, PrefillConfig.full(paper.keep_rate), True, "SpecPrefill"),
-        "paper, full + look-ahead": Rule(by_paper, paper, True, "SpecPrefill"),
-        "neighbours": Rule(by_paper, neighbours, True, own),
-        "calibrated heads": Rule(by_paper, heads, True, own),
-        "anchors": Rule(by_paper, replace(paper, scorer="anchors"), False, own),
-        "anchors, neighbours": Rule(by_paper, replace(neighbours, scorer="anchors"), False, own),
-        "fused": Rule(by_paper, replace(heads, scorer="fused"), True, own),
+        "paper, raw": Rule(by_name, PrefillConfig.raw(paper.keep_rate), True, "SpecPrefill"),
+        "paper, full": Rule(by_name, PrefillConfig.full(paper.keep_rate), True, "SpecPrefill"),
+        "paper, full + look-ahead": Rule(by_name, paper, True, "SpecPrefill"),
+        "neighbours": Rule(by_name, neighbours, True, own),
+        "calibrated heads": Rule(by_name, heads, True, own),
+        "anchors": Rule(by_name, replace(paper, scorer="anchors"), False, own),
+        "anchors, neighbours": Rule(by_name, replace(neighbours, scorer="anchors"), False, own),
+        "fused": Rule(by_name, replace(heads, scorer="fused"), True, own),
         "query window": Rule(by_query_window, paper, True, "SpecPC"),
         "pre-RoPE": Rule(by_unrotated, paper, True, "PFlash"),
         "4-gram anchors": Rule(by_pflash_anchors, paper, True, "PFlash"),
@@ -291,16 +271,3 @@ def _scaled(votes: torch.Tensor) -> torch.Tensor:
     """To 0 … under 1, so that they order what is otherwise equal."""
     top = float(votes.max()) if len(votes) else 0.0
     return votes.float() / (top * 1.001) if top > 0 else votes.float()
-
-
-def _chunk_mean(values: torch.Tensor, size: int) -> torch.Tensor:
-    return with_neighbours(F.pad(values, (0, -len(values) % size)).reshape(-1, size).mean(dim=1), 0.0)
-
-
-def _chunk_by_character(seen: Seen, size: int) -> Callable[[int], int]:
-    """Which chunk a character of the text is in."""
-    chunks = [0] * (len(seen.text) + 1)
-    for index, (low, high) in enumerate(seen.offsets):
-        for at in range(low, min(high, len(chunks))):
-            chunks[at] = index // size
-    return lambda at: chunks[at]

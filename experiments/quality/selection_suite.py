@@ -34,9 +34,12 @@ from spec_stack.decode.propose import propose
 from spec_stack.decode.sampler import Sampler
 from spec_stack.engine.pair import ModelPair
 from spec_stack.prefill.calibration import Calibration
-from spec_stack.prefill.chunks import DRAFT_FREE
-from spec_stack.prefill.scoring import score, score_prompt
-from spec_stack.prefill.selection import select, select_chunks
+from spec_stack.prefill.attention import CapturedAttention
+from spec_stack.prefill.registry import needs_attention
+from spec_stack.prefill.rule import Evidence
+from spec_stack.prefill.scoring import look_at, num_layers_needed
+from spec_stack.prefill.selection import select
+from spec_stack.prefill.units import Chunks
 
 # Modules that neither the demo nor calibration takes.
 MODULES = ("smtplib", "optparse", "mailbox", "difflib", "locale", "uuid", "configparser", "statistics")
@@ -49,6 +52,7 @@ def settings_of(calibrated: PrefillConfig, keep_rates: Sequence[float]) -> dict[
     for rate in keep_rates:
         whole = replace(calibrated, keep_rate=rate)
         parts = {
+            "paper": PrefillConfig.full_look_ahead(rate),
             "default": PrefillConfig(keep_rate=rate),
             "calibrated parts": whole,
             "- window": replace(whole, draft_window=None),
@@ -71,30 +75,32 @@ def read_texts(folder: Path | None) -> list[str]:
     return texts
 
 
-def keep(pair: ModelPair, prompt: Prompt, config: PrefillConfig, scored: dict[PrefillConfig, torch.Tensor]) -> set[int]:
-    """Positions that a setting keeps. scored: importance by what of a setting the draft's pass depends on; added to."""
-    if config.scorer in DRAFT_FREE:
-        return set(select(prompt.token_ids, None, config).positions)
+def keep(
+    pair: ModelPair, prompt: Prompt, config: PrefillConfig, looks: dict[PrefillConfig, CapturedAttention]
+) -> set[int]:
+    """Positions that a setting keeps. looks: what the draft attended to, by what of a setting its pass depends on; added
+    to."""
+    pieces = pair.pieces(prompt.token_ids)
+    if not needs_attention(config.scorer):
+        return set(select(Evidence(prompt.token_ids, pieces=pieces), config).positions)
     draft = pair.open_draft(config.prefill_chunk, prompt.tokenization)
     look_ahead = partial(propose, draft, sampler=Sampler(), end_ids=pair.end_ids)
-    if config.scoring_layers is not None:
-        return set(score_prompt(draft, prompt.token_ids, look_ahead, config, (), prompt.tokenization)[0].positions)
-    of_the_pass = ("draft_window", "draft_sinks", "look_ahead", "pool_kernel", "scoring_heads")
+    of_the_pass = ("draft_window", "draft_sinks", "look_ahead", "scoring_queries", "scoring_layers")
     key = PrefillConfig(**{name: getattr(config, name) for name in of_the_pass})
-    if key not in scored:
-        scored[key] = score(draft, prompt.token_ids, look_ahead, key, prompt.tokenization)[0]
-    return set(select(prompt.token_ids, scored[key], config).positions)
+    if key not in looks:
+        num_layers = num_layers_needed(key, draft.num_layers)
+        looks[key] = look_at(draft, prompt.token_ids, look_ahead, key, prompt.tokenization, num_layers)[0]
+    return set(select(Evidence(prompt.token_ids, looks[key], pieces=pieces), config).positions)
 
 
 def keep_blindly(control: str, prompt: Prompt, keep_rate: float, seed: int) -> set[int]:
     """Positions that a control keeps, with the same ends as every setting."""
     config = PrefillConfig()
-    num_chunks = -(-len(prompt.token_ids) // config.chunk_size)
-    scores = torch.arange(num_chunks).float()
+    chunks = Chunks(len(prompt.token_ids), config.chunk_size)
+    scores = torch.arange(len(chunks)).float()
     if control == "random":
-        scores = torch.rand(num_chunks, generator=torch.Generator().manual_seed(seed))
-    chunks = select_chunks(scores, config, keep_rate)
-    return {at for chunk in chunks for at in range(chunk * config.chunk_size, (chunk + 1) * config.chunk_size)}
+        scores = torch.rand(len(chunks), generator=torch.Generator().manual_seed(seed))
+    return chunks.chosen(scores, config, keep_rate)
 
 
 def recall(prompt: Prompt, kept: set[int]) -> float:
@@ -161,8 +167,8 @@ def main() -> None:
             if len(prompt.token_ids) + 64 > min(pair.max_positions):
                 continue
             prompt = replace(prompt, tokenization=pair.tokenize_for_draft(prompt.token_ids)[0])
-            scored: dict[PrefillConfig, torch.Tensor] = {}
-            found = {name: recall(prompt, keep(pair, prompt, config, scored)) for name, config in settings.items()}
+            looks: dict[PrefillConfig, CapturedAttention] = {}
+            found = {name: recall(prompt, keep(pair, prompt, config, looks)) for name, config in settings.items()}
             for control in CONTROLS:
                 for rate in arguments.keep_rates:
                     found[f"{control} @ {rate}"] = recall(prompt, keep_blindly(control, prompt, rate, index))

@@ -23,7 +23,8 @@ from experiments.common.script import run_script
 from experiments.serving.follow_ups import Arm, Script, Talk
 from spec_stack.config import PrefillConfig, SessionConfig
 from spec_stack.hf.loading import resolve_pair
-from spec_stack.prefill.chunks import chunk_means, pair_scores
+from spec_stack.prefill.recall import pair_scores
+from spec_stack.prefill.units import Chunks
 from spec_stack.prefill.importance import token_importance
 
 LOOK_AHEAD, MOST_ASKING = PrefillConfig.look_ahead, 32
@@ -67,12 +68,12 @@ class Draft:
         votes = {}
         for who, (at, stop) in spans.items():
             importance = token_importance([(asked[:, at:stop], keys, head_dim**-0.5)], PrefillConfig.pool_kernel)
-            votes[who] = chunk_means(importance, SIZE) / importance.mean()
+            votes[who] = Chunks(len(importance), SIZE).means(importance) / importance.mean()
         return votes
 
 
 def all_votes(draft: Draft, ids: Sequence[int], start: int) -> dict[str, torch.Tensor]:
-    words = pair_scores(ids[:start], ids[max(start, len(ids) - MOST_ASKING) :], SIZE)
+    words = pair_scores(ids, max(start, len(ids) - MOST_ASKING), Chunks(start, SIZE))
     return {**draft.read(ids, start), "words side by side": words}
 
 

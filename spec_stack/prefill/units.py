@@ -81,7 +81,7 @@ class Units(ABC):
 
     @abstractmethod
     def leading(self, ranked: torch.Tensor, num_chunks: int, chunk_size: int) -> torch.Tensor:
-        """The first units of a ranking (num_units,), as many as num_chunks chunks hold tokens."""
+        """The first units of a ranking (num_units,), until they hold as many tokens as num_chunks chunks."""
 
     @abstractmethod
     def around(self, unit: int, margin: int) -> tuple[int, int]:
@@ -149,7 +149,7 @@ class Lines(Units):
 
     def leading(self, ranked: torch.Tensor, num_chunks: int, chunk_size: int) -> torch.Tensor:
         sizes = torch.tensor(self.borders).diff()[ranked]
-        return ranked[sizes.cumsum(0) <= num_chunks * chunk_size]
+        return ranked[sizes.cumsum(0) - sizes < num_chunks * chunk_size]
 
     def around(self, unit: int, margin: int) -> tuple[int, int]:
         return self.borders[unit], self.borders[unit + 1]

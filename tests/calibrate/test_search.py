@@ -26,7 +26,7 @@ from spec_stack.calibrate.search import (
 from spec_stack.engine.pair import ModelPair
 from spec_stack.hf.loading import ASSETS
 from spec_stack.prefill.calibration import CHOSEN, FILE_NAME, Calibration
-from spec_stack.prefill.selection import select_chunks
+from spec_stack.prefill.units import Chunks
 from tests.support.models import make_model
 
 LINES = [f"line {number} of a text that says nothing" for number in range(400)]
@@ -97,10 +97,10 @@ def test_the_needed_share_is_the_smallest_that_keeps_the_evidence(num_chunks: in
     stop = min(start + 1 + seed % 9, num_chunks * 4)
     prompt = Prompt([0] * num_chunks * 4, ((start, stop),), None)
     needed = calibrating._needed(prompt, config, scores)[0]
-    wanted = set(range(start // 4, (stop - 1) // 4 + 1))
-    assert wanted <= set(select_chunks(scores, config, max(needed, 1e-6)))
+    wanted, chunks = set(range(start, stop)), Chunks(num_chunks * 4, 4)
+    assert wanted <= chunks.chosen(scores, config, max(needed, 1e-6))
     if needed > 3 / num_chunks:
-        assert not wanted <= set(select_chunks(scores, config, needed - 1 / num_chunks))
+        assert not wanted <= chunks.chosen(scores, config, needed - 1 / num_chunks)
 
 
 @pytest.mark.parametrize("truth", [(0.01, 2e-4, 3e-8), (0.0, 1e-4, 0.0), (0.02, 0.0, 1e-7)])

