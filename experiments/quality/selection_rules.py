@@ -119,7 +119,7 @@ def last_queries(layers: Sequence[ScoredLayer], look_ahead: bool) -> list[Scored
     chosen: list[ScoredLayer] = []
     for queries, keys, *rest in layers:
         at = slice(-_LOOK_AHEAD - 1, None) if look_ahead else slice(-_LOOK_AHEAD - 1, -_LOOK_AHEAD)
-        chosen.append((queries[:, at], keys, *rest))  # type: ignore[arg-type]
+        chosen.append((queries[:, at], keys, *rest))
     return chosen
 
 

@@ -33,8 +33,8 @@ from spec_stack.calibrate.search import Prompt, encode_haystack
 from spec_stack.decode.propose import propose
 from spec_stack.decode.sampler import Sampler
 from spec_stack.engine.pair import ModelPair
-from spec_stack.prefill.calibration import Calibration
 from spec_stack.prefill.attention import CapturedAttention
+from spec_stack.prefill.calibration import Calibration
 from spec_stack.prefill.registry import needs_attention
 from spec_stack.prefill.rule import Evidence
 from spec_stack.prefill.scoring import look_at, num_layers_needed
@@ -78,8 +78,8 @@ def read_texts(folder: Path | None) -> list[str]:
 def keep(
     pair: ModelPair, prompt: Prompt, config: PrefillConfig, looks: dict[PrefillConfig, CapturedAttention]
 ) -> set[int]:
-    """Positions that a setting keeps. looks: what the draft attended to, by what of a setting its pass depends on; added
-    to."""
+    """Positions that a setting keeps. looks: what the draft attended to, by what of a setting its pass depends on; it
+    is added to."""
     pieces = pair.pieces(prompt.token_ids)
     if not needs_attention(config.scorer):
         return set(select(Evidence(prompt.token_ids, pieces=pieces), config).positions)

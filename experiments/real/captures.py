@@ -72,7 +72,7 @@ class Draft:
     """A draft by itself, in bf16, for prompts in a target's tokens."""
 
     def __init__(self, target: Path, draft: Path) -> None:
-        self.tokenizer, own = load_tokenizer(target), load_tokenizer(draft)
+        self.tokenizer, own = load_tokenizer(str(target)), load_tokenizer(str(draft))
         self.model: Any = AutoModelForCausalLM.from_pretrained(draft, dtype=torch.bfloat16, attn_implementation="sdpa")
         self.model.eval()
         install(self.model)
@@ -201,7 +201,7 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     draft: Draft | None = None
-    for prompt in prompts_of(arguments, load_tokenizer(arguments.target)):
+    for prompt in prompts_of(arguments, load_tokenizer(str(arguments.target))):
         path = file_of(arguments.out, prompt)
         if path.exists():
             continue

@@ -157,7 +157,7 @@ def main() -> None:
     rows: dict[str, dict[float, list[float]]] = {name: {rate: [] for rate in rates} for name in chosen}
     kinds: list[str] = []
     sources: list[str] = []
-    tokenizer = load_tokenizer(arguments.target)
+    tokenizer = load_tokenizer(str(arguments.target))
     for prompt in prompts_of(arguments, tokenizer):
         path = file_of(arguments.captures, prompt)
         if not path.exists() or len(kinds) == arguments.limit:

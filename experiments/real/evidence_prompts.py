@@ -163,8 +163,8 @@ def _dialogue_other(rng: random.Random) -> Hidden:
 def _function(rng: random.Random) -> Hidden:
     cases = [
         (
-            "def squeeze_runs(values):\n    out = []\n    for value in values:\n        if not out or out[-1] != value:\n"
-            "            out.append(value)\n    return out\n",
+            "def squeeze_runs(values):\n    out = []\n    for value in values:\n"
+            "        if not out or out[-1] != value:\n            out.append(value)\n    return out\n",
             "removes consecutive duplicates from a sequence",
         ),
         (
@@ -173,12 +173,14 @@ def _function(rng: random.Random) -> Hidden:
         ),
         (
             "def pluck(record, trail, missing=None):\n    for step in trail.split('.'):\n"
-            "        if step not in record:\n            return missing\n        record = record[step]\n    return record\n",
+            "        if step not in record:\n            return missing\n        record = record[step]\n"
+            "    return record\n",
             "looks up a nested value by a dotted path",
         ),
         (
             "def patience(call, tries=3, pause=0.5):\n    for turn in range(tries):\n        try:\n"
-            "            return call()\n        except OSError:\n            time.sleep(pause * 2 ** turn)\n    return call()\n",
+            "            return call()\n        except OSError:\n            time.sleep(pause * 2 ** turn)\n"
+            "    return call()\n",
             "repeats a failing operation with exponential backoff",
         ),
         (
@@ -364,8 +366,8 @@ def _hide(rng: random.Random, lines: list[str], hidden: Hidden, medium: str) -> 
     if medium == "code":
         places = [_between_blocks(lines, place) for place in places]
     rng.shuffle(hidden_lines)
-    for place, line in sorted(zip(places, hidden_lines, strict=True), key=lambda each: -each[0]):
-        parts.insert(place, line)
+    for place, part in sorted(zip(places, hidden_lines, strict=True), key=lambda each: -each[0]):
+        parts.insert(place, part)
     spans, at = [], 0
     for line, is_wanted in parts:
         if is_wanted:

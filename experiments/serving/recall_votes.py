@@ -23,9 +23,9 @@ from experiments.common.script import run_script
 from experiments.serving.follow_ups import Arm, Script, Talk
 from spec_stack.config import PrefillConfig, SessionConfig
 from spec_stack.hf.loading import resolve_pair
+from spec_stack.prefill.importance import token_importance
 from spec_stack.prefill.recall import pair_scores
 from spec_stack.prefill.units import Chunks
-from spec_stack.prefill.importance import token_importance
 
 LOOK_AHEAD, MOST_ASKING = PrefillConfig.look_ahead, 32
 SIZE, MARGIN, MOST = PrefillConfig.chunk_size, SessionConfig.restore_margin, SessionConfig.max_restored_chunks
