@@ -122,7 +122,7 @@ def _several(rng: random.Random) -> Hidden:
 
 
 def _chain(rng: random.Random) -> Hidden:
-    one, two, other = rng.sample(PEOPLE, 3)
+    one, other = rng.sample(PEOPLE, 2)
     thing, town, elsewhere = rng.choice(THINGS), *rng.sample(TOWNS, 2)
     colour = rng.choice(COLOURS)
     wanted = (

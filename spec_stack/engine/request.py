@@ -31,9 +31,9 @@ from spec_stack.hf.processors import Processor, check_processors, uncopied_note
 from spec_stack.hf.prompt import EncodedPrompt, PromptSource, Span, encode_prompt, num_shared, special_tokens
 from spec_stack.hf.sampling import make_processors
 from spec_stack.hf.structured import Grammar
-from spec_stack.prefill.chunks import DRAFT_FREE
 from spec_stack.prefill.decide import decide_scoring, sees_whole
 from spec_stack.prefill.recall import clip_spans
+from spec_stack.prefill.registry import needs_attention
 from spec_stack.settings.registry import check_name
 from spec_stack.types import DraftTokenization
 
@@ -251,7 +251,7 @@ class Request:
         draft_limit = pair.max_positions[1]
         if num_draft_tokens + prefill.look_ahead > draft_limit:
             notes.append(f"the draft has {draft_limit} positions and sees the end of the prompt alone")
-            if prefill.scorer not in DRAFT_FREE:
+            if needs_attention(prefill.scorer):
                 obstacle = (
                     obstacle or f"the prompt has {num_draft_tokens} tokens, and the draft {draft_limit} positions"
                 )

@@ -39,6 +39,11 @@ class TailDraft:
         return self._start + self._draft.next_position
 
     @property
+    def num_layers(self) -> int:
+        """Layers of the draft."""
+        return self._draft.num_layers
+
+    @property
     def forward_s(self) -> float:
         """Seconds inside the draft."""
         return self._draft.forward_s
