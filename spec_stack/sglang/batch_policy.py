@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 import torch
@@ -241,6 +241,12 @@ class BatchPolicy:
     def _padded(self, batch_size: int) -> int:
         """The size of the captured graph that a batch runs in, if one does."""
         return min((size for size in self.graph_sizes or () if size >= batch_size), default=batch_size)
+
+
+def step_clock(device: str) -> Callable[[], float]:
+    """What a step's seconds are read from: this process's own CPU seconds where it computes on one core, which other
+    work on the machine does not stretch."""
+    return process_time if device == "cpu" and torch.get_num_threads() == 1 else perf_counter
 
 
 _NO_SIGNALS: tuple[DraftSignals, DraftSignals | None] = (DraftSignals(), None)

@@ -22,13 +22,17 @@ def pruning_note(config: ServerConfig, refusal: str | None, unrecognised: str) -
     if not prunes(config, refusal):
         return "no prompt is pruned, since keep_rate is 1.0"
     from_length = config.prefill.min_prompt_tokens
+    share = f"{100 * config.prefill.rate_for(from_length):.0f} %"
+    longer = f"{100 * config.prefill.rate_for(4 * from_length):.0f} %"
+    if longer != share:
+        share += f" ({longer} at {4 * from_length})"
     kept_whole = unrecognised or (
         "System messages, tool definitions and the template's tokens are kept whole, as far as prompts are rendered by "
         "the tokenizer's chat template"
     )
     return (
         f"PROMPTS ARE PRUNED, which is lossy: of those with {from_length} or more tokens that are not cached, the "
-        f"target prefills about {100 * config.prefill.rate_for(from_length):.0f} %. {kept_whole}. "
+        f"target prefills about {share}. {kept_whole}. "
         "--spec-stack-keep-rate 1 prefills all prompts densely"
     )
 

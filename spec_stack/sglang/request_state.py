@@ -25,6 +25,10 @@ NESTED = "spec_stack"
 """The key of `custom_params` under which the options may stand by themselves, where an unknown one is refused."""
 
 
+# More than any model's context: a span that ends after it was meant otherwise.
+_MOST_TOKENS = 16_777_216
+
+
 @dataclass(frozen=True)
 class RequestOptions:
     """A request's own wishes; None is the server's way.
@@ -64,7 +68,13 @@ class RequestOptions:
                 raise ValueError(
                     f"custom_params.{NESTED} has no option {', '.join(unknown)}; it has {', '.join(OPTIONS)}"
                 )
-            values |= {name: value for name, value in nested.items() if value is not None}
+            inside = {name: value for name, value in nested.items() if value is not None}
+            twice = [name for name in inside if name in values and values[name] != inside[name]]
+            if twice:
+                raise ValueError(
+                    f"custom_params and custom_params.{NESTED} give {', '.join(twice)} different values; give it once"
+                )
+            values |= inside
         if "protect" in values:
             values["protect"] = _spans(values["protect"])
         options = cls(**values)
@@ -103,7 +113,10 @@ class RequestOptions:
 def _spans(protect: object) -> tuple[Span, ...]:
     spans = protect if isinstance(protect, list | tuple) else None
     if spans is None or not all(_is_span(span) for span in spans):
-        raise ValueError(f"protect must be a list of token spans [start, stop], 0 <= start <= stop, got {protect!r}")
+        raise ValueError(
+            "protect must be a list of token spans [start, stop], "
+            f"0 <= start <= stop <= {_MOST_TOKENS}, got {protect!r}"
+        )
     return tuple((int(start), int(stop)) for start, stop in spans)
 
 
@@ -111,7 +124,7 @@ def _is_span(span: object) -> bool:
     if not isinstance(span, list | tuple) or len(span) != 2:
         return False
     start, stop = span
-    return type(start) is int and type(stop) is int and 0 <= start <= stop
+    return type(start) is int and type(stop) is int and 0 <= start <= stop <= _MOST_TOKENS
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from sglang.srt.speculative.standalone_worker_v2 import StandaloneDraftWorker, S
 
 from spec_stack.sglang import hooks
 from spec_stack.sglang.active_gamma import forget_earlier_gammas_of_this_process
-from spec_stack.sglang.batch_policy import BatchPolicy
+from spec_stack.sglang.batch_policy import BatchPolicy, step_clock
 from spec_stack.sglang.calibration import with_predictor
 from spec_stack.sglang.guards import harmless
 from spec_stack.sglang.launch_notes import prunes
@@ -101,6 +101,7 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
             config,
             precision=str(runner.dtype).removeprefix("torch."),
             agree=first_ranks_gamma,
+            clock=step_clock(self.server_args.device),
         )
         self.adaptive_controller = AdaptiveController(self, self.batch_policy)
         # SGLang logs every change of gamma, which it expects now and then; here it is every step's business.

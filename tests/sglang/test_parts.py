@@ -7,7 +7,7 @@ import asyncio
 import json
 import math
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +21,7 @@ from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRe
 from spec_stack.controller.registry import make_batch_policy
 from spec_stack.sglang import plugin, support
 from spec_stack.sglang.batch_policy import BatchPolicy
+from spec_stack.sglang.launch_notes import pruning_note
 from spec_stack.sglang.positions import BatchMap, BatchOffsets, PositionMap, protect_kv_lengths
 from spec_stack.sglang.reports import ReplyBooks, ReplyInfo, correct_acceptance, vllm_metrics, with_report
 from spec_stack.sglang.request_state import (
@@ -143,6 +144,8 @@ CONFIG = ServerConfig()
         {"protect": [[4, 3]]},
         {"protect": [[-1, 3]]},
         {"protect": [[0, 1.5]]},
+        {"protect": [[0, 10**9]]},
+        {"keep_rate": 0.2, "spec_stack": {"keep_rate": 0.3}},
         {"spec_stack": {"specprefil": True}},
         {"spec_stack": 3},
     ],
@@ -150,6 +153,12 @@ CONFIG = ServerConfig()
 def test_an_option_out_of_range_is_refused_by_name(custom: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(custom))):
         RequestOptions.parse(custom, CONFIG)
+
+
+def test_the_launch_says_what_a_longer_prompt_keeps_where_a_curve_says_less() -> None:
+    curve = replace(CONFIG.prefill, keep_rate=((2048, 0.2), (8192, 0.1)), min_prompt_tokens=2048)
+    assert "about 20 % (10 % at 8192)." in pruning_note(replace(CONFIG, prefill=curve), None, "")
+    assert "about 20 %." in pruning_note(CONFIG, None, "")
 
 
 @pytest.mark.parametrize("custom", [None, {}, {"mine": 3}, "text", {"keep_rate": None}])
@@ -161,7 +170,7 @@ def test_options_are_read() -> None:
     options = RequestOptions.parse({"specprefill": True, "keep_rate": 0.3, "gamma": 8, "protect": [[0, 4]]}, CONFIG)
     assert options == RequestOptions(specprefill=True, keep_rate=0.3, gamma=8, protect=((0, 4),))
     assert options == RequestOptions.parse(
-        {"keep_rate": 0.9, "spec_stack": {"specprefill": True, "keep_rate": 0.3, "gamma": 8, "protect": [[0, 4]]}},
+        {"keep_rate": 0.3, "spec_stack": {"specprefill": True, "keep_rate": 0.3, "gamma": 8, "protect": [[0, 4]]}},
         CONFIG,
     )
     assert options.prefill(CONFIG).keep_rate == 0.3
