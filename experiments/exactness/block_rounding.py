@@ -1,6 +1,6 @@
 """How differently do a block of tokens and single ones round, at each precision?
 
-The target reads the same text twice over the same prompt: token by token, and in blocks of --block tokens, as a
+The target takes the same text twice over the same prompt: token by token, and in blocks of --block tokens, as a
 verification does. Shown are the largest difference between the logits, how often the best token differs, and how far
 apart the two best logits were where it does: what TIE_TOLERANCE must cover. Prints a table, ends in one JSON line.
 """

@@ -34,7 +34,7 @@ Table = dict[int, dict[str, tuple[int, float]]]
 
 
 def is_timed(record: StepRecord) -> bool:
-    """Whether no model read the prompt in the step."""
+    """Whether no model prefilled the prompt in the step."""
     return not record.is_prefill and not record.draft_read_prompt
 
 

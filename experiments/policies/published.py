@@ -8,7 +8,7 @@ Signals are given per step as mean and extreme. Drafting is greedy, so a positio
 run that drafts it, and four runs over one text give a system of such sums: bounds are propagated through it, and every
 "which token is the extreme one" is tried out and dropped where it contradicts another step (one half to two thirds of
 the positions come out within 0.02). The others are those of one of the worlds that the sums allow, drawn at random.
-check_recovery.py measures, on runs whose signals are known, what that does to the scores of policies.
+What that does to the scores of policies was measured on runs whose signals are known (experiments/LOG.md).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Does a draft with another tokenizer still find the hidden fact, and what of its drafting is accepted?
 
 The draft is the pair's own, re-tokenized without training (`retokenize.drop_merges`): merges dropped at random
-with all that build on them, the ids left shuffled. So it reads the same text in other and more tokens that it
+with all that build on them, the ids left shuffled. So it sees the same text in other and more tokens that it
 never saw in those places. Same prompts as `retrieval.py`; "kept" counts the prompts whose fact lay wholly inside the
-tokens that the target read. Drafting: greedy, gamma 4, over a file of prompts; "same tokens" counts those whose
+tokens that the target prefilled. Drafting: greedy, gamma 4, over a file of prompts; "same tokens" counts those whose
 text is the one that plain decoding gives. Counts, no times. Prints two tables, ends in one JSON line.
 """
 

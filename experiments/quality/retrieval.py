@@ -1,4 +1,4 @@
-"""Does the target still find a hidden fact when it reads only a share of the prompt?
+"""Does the target still find a hidden fact when it prefills only a share of the prompt?
 
 Seeded prompts: the first tokens of a large standard-library module, one fact on a line of its own at a random
 depth, a question about it at the end (as in the demo). For every length the target answers densely and at every
@@ -34,7 +34,7 @@ def fact_span(generator: SpecStackGenerator, fact: HiddenFact) -> tuple[int, int
 
 
 def ask(generator: SpecStackGenerator, fact: HiddenFact, keep_rate: float) -> tuple[bool, bool]:
-    """Whether the answer was right, and whether the target read the whole fact."""
+    """Whether the answer was right, and whether the target prefilled the whole fact."""
     read: set[int] = set()
     handle = generator.target.register_forward_pre_hook(
         lambda module, args, kwargs: read.update(kwargs["position_ids"][0].tolist()), with_kwargs=True

@@ -449,7 +449,7 @@ def main() -> None:
         print(f"STANDALONE ran {steps} steps, the fastest of {candidates} in the trial")
     for found in bench.pruning[:1]:
         print(
-            f"SPEC_STACK read {found['num_kept_tokens']} of {found['num_prompt_tokens']} tokens of the longest warm-up "
+            f"SPEC_STACK prefilled {found['num_kept_tokens']} of {found['num_prompt_tokens']} tokens of the longest warm-up "
             f"prompt ({found['specprefill_reason']})"
         )
     report = {

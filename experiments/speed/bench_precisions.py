@@ -93,7 +93,7 @@ def summary_of(contest: Contest, precision: str, num_prompts: int, kinds: list[s
     decode = {kind: per_prompt(contest.decode_seconds[name]) for kind, name in names.items()}
     whole = {kind: per_prompt(contest.seconds[name]) for kind, name in names.items()}
     return {
-        # The first token of a densely read prompt is not a decode step's.
+        # The first token of a densely prefilled prompt is not a decode step's.
         "decode_tokens_per_s": {
             kind: num_prompts * (contest.num_tokens - 1) / seconds.sum() for kind, seconds in decode.items()
         },
