@@ -37,7 +37,7 @@ QUESTIONS = (
 MOST_CALLS = 3
 
 
-def _tool(name: str, description: str, **properties: str) -> dict[str, Any]:
+def _tool(name: str, description: str, /, **properties: str) -> dict[str, Any]:
     parameters = {
         "type": "object",
         "properties": {key: {"type": kind} for key, kind in properties.items()},
@@ -174,8 +174,8 @@ def main() -> None:
             outcome = converse(client, streams, arguments.choice)
             outcomes.append(outcome)
             print(
-                f"{name}: calls in {outcome.num_turns} of {outcome.num_questions} questions, {outcome.num_calls} of them "
-                f"parsed, {outcome.num_unparsed} not; {outcome.cpu_s} CPU s, {outcome.wall_s} s",
+                f"{name}: calls in {outcome.num_turns} of {outcome.num_questions} questions, {outcome.num_calls} "
+                f"of them parsed, {outcome.num_unparsed} not; {outcome.cpu_s} CPU s, {outcome.wall_s} s",
                 flush=True,
             )
     server.should_exit = True
