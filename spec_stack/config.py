@@ -17,6 +17,7 @@ OnScoringError = Literal["dense", "raise"]
 Unit = Literal["lines", "chunks"]
 ScoringQueries = Literal["look_ahead", "prompt"]
 HeadVote = Literal["max", "share"]
+Prune = Literal["both", "draft", "none"]
 KeepCurve = tuple[tuple[int, float], ...]
 # Names that can be configured: the keys of the rooms' registries, which write them here. No entry is loaded for it.
 KNOWN_POLICIES: list[str] = []
@@ -167,6 +168,16 @@ class PrefillConfig:
         "whether the draft decodes over the 'full' prompt or over the 'kept' slots only; a draft with a recurrent "
         "state keeps the full prompt either way",
     )
+    prune: Prune = option(
+        "both",
+        "who goes without a part of a long prompt: 'both' models (sparse prefill; where that is off, the draft alone), "
+        "the 'draft' alone, which changes no token, or 'none'",
+    )
+    draft_slots: int = option(
+        512,
+        "slots that the draft decodes over beside a dense target: the prompt's first, the newest text, and chunks that "
+        "share rare words with it, chosen anew as the answer grows; for prompts of more than twice as many tokens",
+    )
     draft_window: int | None = option(
         None,
         "positions that a token sees, up to itself, while the draft prefills the prompt; None is dense, and quadratic. "
@@ -233,6 +244,8 @@ class PrefillConfig:
         _require_int("min_prompt_tokens", self.min_prompt_tokens, 0)
         _require_int("prefill_chunk", self.prefill_chunk, 1)
         _require_one_of("draft_context", self.draft_context, get_args(DraftContext))
+        _require_one_of("prune", self.prune, get_args(Prune))
+        _require_int("draft_slots", self.draft_slots, 4 * self.chunk_size, hint="; at least four chunks")
         _require_one_of("on_scoring_error", self.on_scoring_error, get_args(OnScoringError))
         if self.draft_window is not None:
             _require_int("draft_window", self.draft_window, 1, hint="; None is dense")

@@ -12,7 +12,7 @@ import torch
 
 from spec_stack.api.streaming import Streamer, awaitable, feed
 from spec_stack.api.unknown_options import parameters_of, refuses_unknown_options
-from spec_stack.config import SamplingParams, check_samples
+from spec_stack.config import Prune, SamplingParams, check_samples
 from spec_stack.controller.base import Policy
 from spec_stack.engine.progress import OnProgress, Stream
 from spec_stack.engine.request import CallOptions, Request
@@ -72,6 +72,7 @@ class Answering(ABC):
         logprobs: int | None = None,
         keep_rate: float | None = None,
         specprefill: bool | None = None,
+        prune: Prune | None = None,
         policy: str | Policy | None = None,
         gamma: int | None = None,
         proposer: str | None = None,
@@ -159,6 +160,9 @@ class Answering(ABC):
         specprefill : bool, optional
             Prune the prompt, in a session its new text: True whatever its length, False never, None from
             `PrefillConfig.min_prompt_tokens` tokens on.
+        prune : {"both", "draft", "none"}, optional
+            Who goes without a part of a long prompt (see `PrefillConfig`): with "draft" the target is dense, and the
+            answer that of the target alone; None is the configuration's.
         policy : str or Policy, optional
             What chooses gamma, the number of tokens drafted in a step; None is the generator's.
         gamma : int, optional
@@ -238,6 +242,7 @@ class Answering(ABC):
             CallOptions(
                 keep_rate=keep_rate,
                 specprefill=specprefill,
+                prune=prune,
                 policy=policy,
                 gamma=gamma,
                 proposer=proposer,
@@ -323,6 +328,7 @@ class Answering(ABC):
         logprobs: int | None = None,
         keep_rate: float | None = None,
         specprefill: bool | None = None,
+        prune: Prune | None = None,
         policy: str | Policy | None = None,
         gamma: int | None = None,
         proposer: str | None = None,
@@ -386,6 +392,7 @@ class Answering(ABC):
             CallOptions(
                 keep_rate=keep_rate,
                 specprefill=specprefill,
+                prune=prune,
                 policy=policy,
                 gamma=gamma,
                 proposer=proposer,

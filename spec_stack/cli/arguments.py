@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from spec_stack import __version__
 from spec_stack.cli.chat import read_document
@@ -23,6 +23,7 @@ from spec_stack.config import (
     DecodeConfig,
     LoadConfig,
     PrefillConfig,
+    Prune,
     SamplingParams,
     SessionConfig,
 )
@@ -266,6 +267,7 @@ def _add_answer_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="prune the prompt: on whatever its length, off never, auto from --min-prompt-tokens on (%(default)s)",
     )
+    _add_option(parser, PrefillConfig, "prune", default=None, choices=[*get_args(Prune)])
     for name, read in PRUNING.items():
         _add_option(parser, PrefillConfig, name, type=read, default=argparse.SUPPRESS)
     _add_option(parser, DecodeConfig, "policy", default=None, metavar="|".join(POLICY_NAMES))
@@ -350,6 +352,7 @@ def answer_options(arguments: argparse.Namespace) -> dict[str, Any]:
         "stop": arguments.stop,
         "ignore_eos": arguments.ignore_eos,
         "specprefill": SPECPREFILL[arguments.specprefill],
+        "prune": arguments.prune,
         "policy": arguments.policy,
         "gamma": arguments.gamma,
         "proposer": arguments.proposer,

@@ -20,6 +20,7 @@ from spec_stack.engine.drawing import drawing_of, stopper_of
 from spec_stack.engine.pair import ModelPair
 from spec_stack.engine.prefix_store import PrefixStore
 from spec_stack.engine.request import CallOptions, Request
+from spec_stack.engine.slotted_draft import draft_beside_dense
 from spec_stack.engine.warning import OnceEach
 from spec_stack.hf.model_sampling import ignored_sampling
 from spec_stack.hf.prompt import EncodedPrompt, PromptSource
@@ -103,16 +104,17 @@ class Engine:
             drawing = drawing_of(request, pair.target)
             forward_s = -(caches.target.forward_s + caches.draft.forward_s)
             drafted = draft_prompt(request, caches, drawing.look_ahead, self._warnings)
+            draft = caches.draft if drafted.num_scored_tokens else draft_beside_dense(pair, request, caches.draft)
             metrics = begin_metrics(request, drafted, pair, policy.name, drawing.seed)
             steps = decode(
                 target=caches.target,
-                draft=caches.draft,
+                draft=draft,
                 prompt_ids=request.prompt_ids,
                 selection=drafted.selection,
                 proposal=drafted.proposal,
                 policy=policy,
                 proposer=make_proposer(
-                    request.proposer, Means(caches.draft, drawing.sampler, request.stop_tokens.all_ids, gate)
+                    request.proposer, Means(draft, drawing.sampler, request.stop_tokens.all_ids, gate)
                 ),
                 sampler=drawing.sampler,
                 stopper=stopper_of(request, pair.tokenizer),
@@ -128,7 +130,7 @@ class Engine:
                 if output.record.is_prefill:
                     metrics.scoring_s = output.record.draft_s
                 if output.finish_reason is not None:
-                    metrics.forward_s = forward_s + caches.target.forward_s + caches.draft.forward_s
+                    metrics.forward_s = forward_s + caches.target.forward_s + draft.forward_s
                     output = replace(output, metrics=metrics)
                 with clock.paused():
                     yield output

@@ -12,6 +12,7 @@ from spec_stack.config import (
     DEFAULT_MAX_TOKENS,
     MAX_LOOK_AHEAD,
     PrefillConfig,
+    Prune,
     SamplingParams,
     SpecStackConfig,
     check_logprobs,
@@ -47,6 +48,7 @@ class CallOptions:
 
     keep_rate: float | None = None
     specprefill: bool | None = None
+    prune: Prune | None = None
     policy: str | Policy | None = None
     gamma: int | None = None
     proposer: str | None = None
@@ -234,6 +236,8 @@ class Request:
         # The last token is always new: what comes after it is asked for.
         num_cached = min(num_shared(held_ids, prompt_ids), len(prompt_ids) - 1)
         prefill = config.prefill
+        if options.prune is not None:
+            prefill = replace(prefill, prune=options.prune)
         if options.keep_rate is not None:
             prefill = replace(prefill, keep_rate=options.keep_rate)
         tokenization, obstacle = pair.tokenize_for_draft(prompt_ids)

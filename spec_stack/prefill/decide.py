@@ -22,10 +22,17 @@ def decide_scoring(
 
     num_new_tokens: of the prompt, or of what a turn adds to it; protected: spans of these. num_draft_tokens: the whole
     prompt's length in the draft's tokens. scoring_limit: the longest context that the draft sees whole, None for any.
-    text: what the reason calls it. Raises ValueError where specprefill is not True, False or None.
+    text: what the reason calls it. Raises ValueError where specprefill is not True, False or None, and for True with a
+    prune that leaves the target dense.
     """
     if specprefill not in (True, False, None):
         raise ValueError(f"specprefill must be True, False or None (by length), got {specprefill!r}")
+    if config.prune != "both":
+        if specprefill is True:
+            raise ValueError(
+                f'specprefill=True prunes both models, and prune="{config.prune}" does not; drop one of them'
+            )
+        return False, f'off: prune="{config.prune}" leaves the target dense'
     num_prunable = num_new_tokens - sum(stop - start for start, stop in protected)
     if specprefill is False:
         return False, "off: the call asked for dense prefill"

@@ -14,7 +14,7 @@ from spec_stack.serve.config import ServeConfig
 _SAME = (
     *("top_p", "seed", "stop", "response_format"),
     *("top_k", "min_p", "min_tokens", "repetition_penalty", "stop_token_ids", "ignore_eos"),
-    *("keep_rate", "specprefill", "policy", "gamma"),
+    *("keep_rate", "specprefill", "prune", "policy", "gamma"),
 )
 MAX_TOP_LOGPROBS = 20
 
@@ -50,6 +50,7 @@ class Body(BaseModel):
     ignore_eos: bool | None = None
     keep_rate: float | None = None
     specprefill: bool | None = None
+    prune: str | None = None
     policy: str | None = None
     gamma: int | None = None
 

@@ -1,0 +1,129 @@
+"""The lossless mode: a dense target with a draft over chosen slots."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
+from spec_stack.engine.slotted_draft import SlottedDraft
+from spec_stack.hf.attention import install
+from spec_stack.hf.model import CachedModel
+from tests.support import reference
+from tests.support.models import make_model, random_prompt
+from tests.support.reference_slots import chosen_slots
+
+SLOTS = 32
+PREFILL = PrefillConfig(chunk_size=8, draft_slots=SLOTS, keep_rate=0.3, min_prompt_tokens=10_000)
+
+
+def generator(target: PreTrainedModel, draft: PreTrainedModel) -> SpecStackGenerator:
+    return SpecStackGenerator(target, draft, config=SpecStackConfig(prefill=PREFILL))
+
+
+@pytest.mark.parametrize(
+    "options", [{"gamma": 4}, {"gamma": 1}, {"policy": "throughput"}, {"gamma": 2, "proposer": "both"}]
+)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_greedy_tokens_are_the_targets_own_while_the_slots_are_chosen_anew(
+    options: dict[str, object], seed: int, target: PreTrainedModel
+) -> None:
+    prompt = random_prompt(90, seed)
+    # A draft that is often right, so that slots are renewed after accepted and rejected tokens.
+    result = generator(target, make_model(seed=1)).generate(input_ids=prompt, max_tokens=80, prune="draft", **options)  # type: ignore[arg-type]
+    assert result.token_ids == reference.greedy(make_model(seed=1), prompt, 80)
+    assert not result.metrics.specprefill
+    assert result.metrics.num_kept_tokens == len(prompt)
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_a_random_draft_costs_no_token_either(seed: int, target: PreTrainedModel, draft: PreTrainedModel) -> None:
+    prompt = random_prompt(100, seed)
+    result = generator(target, draft).generate(input_ids=prompt, max_tokens=70, gamma=3, prune="draft")
+    assert result.token_ids == reference.greedy(make_model(seed=1), prompt, 70)
+
+
+def test_the_draft_reads_no_more_of_the_prompt_than_its_slots(target: PreTrainedModel, draft: PreTrainedModel) -> None:
+    prompt = random_prompt(100)
+    for prune, most in (("draft", SLOTS), ("both", SLOTS), ("none", 100)):
+        result = generator(target, draft).generate(
+            input_ids=prompt,
+            max_tokens=6,
+            gamma=2,
+            prune=prune,
+            return_records=True,  # type: ignore[arg-type]
+        )
+        first = next(record for record in result.records or [] if record.num_drafted)
+        assert SLOTS <= first.num_unread <= most + 2
+        assert first.draft_read_prompt
+
+
+def test_short_prompts_are_kept_whole(target: PreTrainedModel, draft: PreTrainedModel) -> None:
+    result = generator(target, draft).generate(
+        input_ids=random_prompt(2 * SLOTS), max_tokens=6, gamma=2, prune="draft", return_records=True
+    )
+    assert max(record.num_unread for record in result.records or []) >= 2 * SLOTS
+
+
+def slotted(seed: int = 2, num_slots: int = SLOTS) -> tuple[SlottedDraft, list[int]]:
+    model = make_model(seed=seed)
+    install(model)
+    prompt = random_prompt(120)
+    return SlottedDraft(CachedModel(model, 64), prompt, num_slots, 8, 8), prompt
+
+
+def test_the_first_logits_are_a_plain_forwards_over_the_chosen_tokens_at_their_positions() -> None:
+    draft, prompt = slotted()
+    start = draft.next_position
+    logits = draft.forward(prompt[start:], range(start, len(prompt)), num_logits=1)
+    slots = chosen_slots(prompt, SLOTS, 8, 8)
+    expected = make_model(seed=2)(
+        input_ids=torch.tensor([[prompt[slot] for slot in slots]]), position_ids=torch.tensor([slots])
+    ).logits[0, -1]
+    torch.testing.assert_close(logits[0], expected, atol=1e-4, rtol=1e-4)
+    assert draft.num_cached == len(slots)
+
+
+def test_slots_stay_bounded_however_long_the_answer_and_whatever_is_rejected() -> None:
+    draft, text = slotted()
+    for step, token in enumerate(random_prompt(300, seed=5)):
+        draft.forward(text[draft.next_position :], range(draft.next_position, len(text)), num_logits=1)
+        for drafted in range(step % 4):
+            draft.forward([drafted + 2], [draft.next_position], num_logits=1)
+        draft.rollback(draft.next_position - len(text) + (step % 3 == 0))
+        text.append(token)
+        assert draft.num_cached <= SLOTS + 32 + 8
+        assert draft.next_position <= len(text)
+
+
+def test_a_draft_over_slots_goes_on_from_its_next_position() -> None:
+    draft, prompt = slotted()
+    with pytest.raises(ValueError, match="next position"):
+        draft.forward(prompt, range(len(prompt)), num_logits=1)
+
+
+def test_a_session_and_a_stored_prompt_give_the_same(target: PreTrainedModel, draft: PreTrainedModel) -> None:
+    prompt = random_prompt(100)
+    own = generator(target, draft)
+    with own.session() as session:
+        first = session.generate(input_ids=prompt, max_tokens=20, gamma=3, prune="draft").token_ids
+        longer = [*prompt, *first, *random_prompt(30, seed=4)]
+        second = session.generate(input_ids=longer, max_tokens=40, gamma=3, prune="draft")
+    assert first == reference.greedy(make_model(seed=1), prompt, 20)
+    assert second.token_ids == reference.greedy(make_model(seed=1), longer, 40)
+    assert second.metrics.num_cached_tokens >= len(prompt)
+
+
+def test_who_is_pruned_is_one_of_three(target: PreTrainedModel, draft: PreTrainedModel) -> None:
+    own = generator(target, draft)
+    assert own.generate(input_ids=random_prompt(100), max_tokens=2, specprefill=True, prune="both").metrics.specprefill
+    for prune in ("draft", "none"):
+        metrics = own.generate(input_ids=random_prompt(100), max_tokens=2, prune=prune).metrics  # type: ignore[arg-type]
+        assert f'prune="{prune}"' in metrics.specprefill_reason
+        with pytest.raises(ValueError, match="specprefill=True prunes both"):
+            own.generate(input_ids=random_prompt(100), max_tokens=2, specprefill=True, prune=prune)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="prune must be one of"):
+        own.generate(input_ids=random_prompt(9), max_tokens=2, prune="target")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="draft_slots must be"):
+        PrefillConfig(draft_slots=16)

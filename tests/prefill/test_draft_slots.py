@@ -1,0 +1,44 @@
+"""Which part of a long text a draft sees, chosen by words."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from spec_stack.prefill.draft_slots import choose_slots
+from tests.support.models import random_prompt
+from tests.support.reference_slots import chosen_slots
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(
+    ("num_tokens", "num_slots", "size"), [(300, 64, 8), (1000, 128, 32), (999, 130, 7), (90, 90, 8)]
+)
+def test_the_slots_are_those_of_a_plain_loop(num_tokens: int, num_slots: int, size: int, seed: int) -> None:
+    # Words of all rarities.
+    text = [min(token, 5 + token % 40) for token in random_prompt(num_tokens, seed, vocab=200)]
+    assert choose_slots(text, num_slots, size, size) == chosen_slots(text, num_slots, size, size)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 63, 64, 65, 200, 3000])
+def test_they_are_bounded_and_hold_the_first_and_the_newest_text(num_tokens: int) -> None:
+    slots = choose_slots(random_prompt(num_tokens, vocab=50), 64, 8, 8)
+    assert len(slots) == len(set(slots)) <= 64
+    assert slots == sorted(slots)
+    assert slots[0] == 0
+    newest = min(num_tokens, 32)
+    assert slots[-newest:] == list(range(num_tokens - newest, num_tokens))
+
+
+def test_a_rare_word_of_the_end_brings_back_where_it_stood() -> None:
+    text = [1, 2, 3, 4] * 500
+    text[777] = text[-3] = 99
+    assert 777 in choose_slots(text, 64, 8, 8)
+
+
+def test_the_choice_in_a_long_text_takes_milliseconds() -> None:
+    text = random_prompt(128_000, vocab=5000)
+    started = time.process_time()
+    choose_slots(text, 512, 32, 32)
+    assert time.process_time() - started < 0.5
