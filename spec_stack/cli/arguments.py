@@ -88,6 +88,7 @@ PRUNING: dict[str, Callable[[str], Any]] = {
     "keep_rate": float,
     "min_prompt_tokens": int,
     "look_ahead": int,
+    "draft_slots": int,
     "draft_window": _or_none(int),
     "draft_sinks": int,
     "scoring_layers": _or_none(int),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# Tokens at the text's end whose words are looked for, and over how many of them a word's weight halves towards the front.
+# Tokens at the text's end whose words are looked for, and the distance over which a word's weight halves.
 _ASKED = 96
 _HALF_LIFE = 32
 # Share of the slots that the newest text has; the chosen chunks have the rest.

@@ -49,6 +49,7 @@ def test_every_option_of_the_command_line_arrives() -> None:
         "stop": ["a", "b"],
         "ignore_eos": True,
         "specprefill": False,
+        "prune": None,
         "policy": None,
         "gamma": 5,
         "proposer": "both",
