@@ -110,11 +110,11 @@ def draft_beside_dense(pair: ModelPair, request: Request, whole: DraftModel) -> 
     """The draft for a request whose target takes in the whole prompt: `whole`, or one over chosen slots.
 
     A prompt not much longer than the slots is kept whole, as is that of a draft which can drop none of it: one with a
-    recurrent state, or with another tokenizer.
+    recurrent state, with another tokenizer, or without positions for it.
     """
     prefill = request.prefill
-    num_tokens = len(request.prompt_ids)
-    if prefill.prune == "none" or num_tokens <= 2 * prefill.draft_slots or pair.translation is not None:
+    is_short = len(request.prompt_ids) <= 2 * prefill.draft_slots
+    if prefill.prune == "none" or is_short or request.draft_start or pair.translation is not None:
         return whole
     draft = pair.open_index(prefill.prefill_chunk)
     if not draft.can_restore:
