@@ -245,7 +245,7 @@ class PrefillConfig:
         _require_int("prefill_chunk", self.prefill_chunk, 1)
         _require_one_of("draft_context", self.draft_context, get_args(DraftContext))
         _require_one_of("prune", self.prune, get_args(Prune))
-        _require_int("draft_slots", self.draft_slots, 4 * self.chunk_size, hint="; at least four chunks")
+        _require_int("draft_slots", self.draft_slots, 4)
         _require_one_of("on_scoring_error", self.on_scoring_error, get_args(OnScoringError))
         if self.draft_window is not None:
             _require_int("draft_window", self.draft_window, 1, hint="; None is dense")

@@ -126,4 +126,4 @@ def test_who_is_pruned_is_one_of_three(target: PreTrainedModel, draft: PreTraine
     with pytest.raises(ValueError, match="prune must be one of"):
         own.generate(input_ids=random_prompt(9), max_tokens=2, prune="target")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="draft_slots must be"):
-        PrefillConfig(draft_slots=16)
+        PrefillConfig(draft_slots=3)
