@@ -196,6 +196,12 @@ def build_parser() -> argparse.ArgumentParser:
     _add_pair_arguments(doctor)
     doctor.add_argument("--json", action="store_true", help="print the report as JSON")
     doctor.add_argument(
+        "--measure", action="store_true", help="load the pair and time it here: is it worth it, from what length on?"
+    )
+    doctor.add_argument(
+        "--minutes", type=float, default=10.0, help="of --measure, about, on a machine that is idle (%(default)s)"
+    )
+    doctor.add_argument(
         "--sglang",
         action="store_true",
         help="check a launch of SGLang, without launching it",

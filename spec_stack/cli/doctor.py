@@ -16,6 +16,7 @@ from spec_stack.hf.fused_verify import fused_problem
 from spec_stack.hf.precision import (
     Precision,
     estimate_bytes,
+    num_weights,
     resolve_precisions,
     stored_precision,
     unquantized_dtype,
@@ -75,6 +76,7 @@ def diagnose(
         precisions = resolve_precisions(configs["target"], configs["draft"], asked, on)
         for role, resolved in zip(configs, precisions, strict=True):
             report[role] |= {"precision": resolved.name, "prepack_linears": can_prepack(on, resolved.dtype)}
+        report["decoding"] = _describe_decoding(configs["target"], configs["draft"], precisions)
         tokenizers = loading.load_tokenizers(*sources)
         report["draft"]["tokenizer"] = "the target's" if tokenizers[0] is tokenizers[1] else "its own"
         sizes = [architectures.text_config(config).vocab_size for config in configs.values()]
@@ -82,6 +84,25 @@ def diagnose(
     except ValueError as error:
         report["problem"] = str(error)
     return report
+
+
+def _describe_decoding(target: Any, draft: Any, precisions: tuple[Precision, Precision]) -> str:
+    """Return what bounds decoding, by the weights that a step reads.
+
+    Raises ValueError for a draft that is larger than its target.
+    """
+    sizes = [estimate_bytes(config, each) for config, each in zip((target, draft), precisions, strict=True)]
+    share = sizes[1] / sizes[0]
+    if num_weights(draft) > num_weights(target):
+        raise ValueError(
+            f"the draft is larger than its target ({num_weights(draft) / 1e6:.0f} against "
+            f"{num_weights(target) / 1e6:.0f} million weights): every step and prompt would take longer than without "
+            "it; are they the wrong way round?"
+        )
+    return (
+        f"a drafted token costs about c = {share:.2f} of a step, by the bytes of the weights: decoding at most "
+        f"{1 / share:.1f}x; --measure times it"
+    )
 
 
 def _describe_predictor(file: Path) -> str:

@@ -278,11 +278,15 @@ def _doctor(arguments: argparse.Namespace) -> int:
     report = diagnose(
         arguments.target, arguments.draft, arguments.precision, arguments.device, arguments.draft_precision
     )
+    if arguments.measure and not report["problem"]:
+        report["measured"] = _measured(arguments)
     if arguments.json:
         print(json.dumps(report))
     else:
         for key, value in report.items():
-            if isinstance(value, dict):
+            if isinstance(value, list):
+                print("\n".join([f"{key}:", *(f"  {line}" for line in value)]))
+            elif isinstance(value, dict):
                 print(f"{key}:")
                 for name, detail in value.items():
                     print(f"  {name}: {'not installed' if key == 'packages' and detail is None else detail}")
@@ -290,6 +294,16 @@ def _doctor(arguments: argparse.Namespace) -> int:
                 print(f"{key}: {value}")
         print(f"problem: {report['problem']}" if report["problem"] else "the pair fits together")
     return 1 if report["problem"] else 0
+
+
+def _measured(arguments: argparse.Namespace) -> list[str]:
+    """What a pair does on this machine, line by line."""
+    from spec_stack.cli.measure import lines, measure
+
+    if not arguments.minutes > 0:
+        raise ValueError(f"--minutes must be over 0, got {arguments.minutes}")
+    print("loading the pair and timing it …", file=sys.stderr, flush=True)
+    return lines(measure(_load(arguments), arguments.minutes))
 
 
 def _doctor_sglang(arguments: argparse.Namespace) -> int:

@@ -186,6 +186,11 @@ def estimate_bytes(config: Any, precision: Precision) -> int:
     return round(linear * per_linear + (total - linear) * precision.dtype.itemsize)
 
 
+def num_weights(config: Any) -> int:
+    """Weights of a model, tied ones once, from the configuration alone."""
+    return _count_weights(config)[2]
+
+
 def _skeleton(config: Any) -> PreTrainedModel:
     """The model without its weights."""
     from transformers import AutoModelForCausalLM

@@ -1,0 +1,338 @@
+"""Is a pair worth it here? Short runs of it on this machine, and what follows for prompts of other lengths.
+
+TTFT at a length n is taken to be a·n + b·n² dense, and c + a·n + b·n² sparse: n for the layers, n² for attention. Two
+lengths give a and b of the dense prompt and of the draft's own pass; the sparse b is the draft's and what is left of
+the target's at the keep rate, and two sparse prompts give the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from time import perf_counter
+
+from spec_stack.api.generator import SpecStackGenerator
+from spec_stack.hf.architectures import text_config
+from spec_stack.hf.prompt import PromptSource, encode_prompt
+
+Timer = Callable[[], float]
+LENGTHS = (512, 2048)
+_SLOW_S = 10.0
+"""Seconds of the shorter prompt from which the longer one is halved."""
+_TOLD = (2048, 8192, 32768)
+_REPEATS = 2
+_STEPS = 7
+_CACHED = 256
+_ANSWER_TOKENS = 48
+# What tokens/s and TTFT have to gain to be worth the draft's memory.
+_LEAST_GAIN = 1.1
+_PROMPTS = {
+    "code": "Write a Python function that merges two sorted lists into one sorted list, with a docstring.",
+    "maths": "A shop sells pens at 3 for 2 dollars. How much do 18 pens cost? Show the steps.",
+    "chat": "Explain to a ten-year-old why the sky is blue, in five sentences.",
+    "edit": "Repeat this text with 'cat' changed to 'dog': The cat sat by the door. A second cat watched it.",
+}
+_TEXT = (
+    "The committee met on the first Tuesday of the month and went through the list of open questions. Each of them was "
+    "read aloud, discussed for some minutes, and either settled or put off; the clerk wrote down who had said what. "
+)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds at a length: start + linear·n + square·n²."""
+
+    linear: float
+    square: float
+    start: float = 0.0
+
+    @classmethod
+    def through(cls, points: Sequence[tuple[int, float]]) -> Curve:
+        """The curve without a start through two points; a straight line where attention does not show."""
+        (n1, s1), (n2, s2) = points
+        square = max(0.0, (s2 / n2 - s1 / n1) / (n2 - n1))
+        return cls(max(0.0, s2 / n2 - square * n2), square)
+
+    @classmethod
+    def with_square(cls, points: Sequence[tuple[int, float]], square: float) -> Curve:
+        """The curve of a known square through two points."""
+        (n1, s1), (n2, s2) = [(n, seconds - square * n * n) for n, seconds in points]
+        linear = max(0.0, (s2 - s1) / (n2 - n1))
+        return cls(linear, square, max(0.0, s2 - linear * n2))
+
+    def at(self, num_tokens: int) -> float:
+        """Seconds at this length."""
+        return self.start + self.linear * num_tokens + self.square * num_tokens**2
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the runs took; seconds by the timer they were given.
+
+    Parameters
+    ----------
+    dense, sparse, draft : dict of int to list of float
+        TTFT of a dense and of a sparse prompt, and the draft's own pass over it, by length.
+    keep_rate : float
+        Of the sparse prompts.
+    step_s, block_s, draft_step_s : float
+        A forward of one token of the target, of five, and of one of the draft.
+    plain, drafted : dict of str to float
+        Tokens per second by prompt, without and with the draft.
+    num_proposed, num_accepted : int
+        Drafted tokens of all prompts together.
+    max_positions : int
+        Of the target.
+    weight_bytes, cache_bytes : int
+        Of both models: their weights, and their caches per token.
+    """
+
+    dense: dict[int, list[float]]
+    sparse: dict[int, list[float]]
+    draft: dict[int, list[float]]
+    keep_rate: float
+    step_s: float
+    block_s: float
+    draft_step_s: float
+    plain: dict[str, float] = field(default_factory=dict)
+    drafted: dict[str, float] = field(default_factory=dict)
+    num_proposed: int = 0
+    num_accepted: int = 0
+    max_positions: int = 0
+    weight_bytes: int = 0
+    cache_bytes: int = 0
+
+    @property
+    def dense_curve(self) -> Curve:
+        """Of dense TTFT."""
+        return Curve.through(_medians(self.dense))
+
+    @property
+    def sparse_curve(self) -> Curve:
+        """Of sparse TTFT."""
+        square = self.keep_rate**2 * self.dense_curve.square + Curve.through(_medians(self.draft)).square
+        return Curve.with_square(_medians(self.sparse), square)
+
+    @property
+    def spread(self) -> float:
+        """Largest deviation of a run from the median of its kind, as a share of it; what a range is made of."""
+        runs = [each for kind in (self.dense, self.sparse) for each in kind.values()]
+        return max(max(abs(run / median(each) - 1) for run in each) for each in runs)
+
+    @property
+    def draft_cost(self) -> float:
+        """What a drafted token costs, as a share of a step of one token."""
+        return self.draft_step_s / self.step_s
+
+    @property
+    def decode_gain(self) -> float:
+        """Tokens per second with the draft over those without, over all prompts; 1 where none was run."""
+        if not self.plain:
+            return 1.0
+        return sum(1 / each for each in self.plain.values()) / sum(1 / each for each in self.drafted.values())
+
+    def break_even(self) -> int | None:
+        """The shortest prompt, in steps of 64 tokens, whose TTFT gains; None where none does."""
+        dense, sparse = self.dense_curve, self.sparse_curve
+        lengths = range(64, max(self.max_positions, 64) + 1, 64)
+        return next((n for n in lengths if sparse.at(n) < dense.at(n)), None)
+
+
+def _medians(runs: dict[int, list[float]]) -> list[tuple[int, float]]:
+    return [(length, median(seconds)) for length, seconds in sorted(runs.items())]
+
+
+def measure(generator: SpecStackGenerator, minutes: float = 10.0, timer: Timer = perf_counter) -> Measured:
+    """Run a pair for a while.
+
+    Parameters
+    ----------
+    generator : SpecStackGenerator
+        The pair.
+    minutes : float
+        After two thirds of them no further prompt is begun.
+    timer : callable
+        Gives seconds; processor seconds where others use the machine.
+    """
+    until = perf_counter() + 40 * minutes
+    prompt = long_prompt(generator, LENGTHS[1])
+    dense: dict[int, list[float]] = {}
+    sparse: dict[int, list[float]] = {}
+    draft: dict[int, list[float]] = {}
+    ttft(generator, prompt[:64], False, timer)
+    lengths = list(LENGTHS)
+    for index in range(len(lengths)):
+        for _ in range(_REPEATS):
+            ids = prompt[: lengths[index]]
+            dense.setdefault(len(ids), []).append(ttft(generator, ids, False, timer))
+            sparse.setdefault(len(ids), []).append(ttft(generator, ids, True, timer))
+            draft.setdefault(len(ids), []).append(_draft_pass(generator, ids, timer))
+        if index == 0 and median(dense[lengths[0]]) > _SLOW_S:
+            lengths[1] //= 2
+    pair = generator.pair
+    step_s, block_s = (_step(generator, pair.target, num_tokens, timer) for num_tokens in (1, 5))
+    runs = _Answers(generator, timer)
+    if pair.vocabulary.can_propose:
+        runs.go(until)
+    return Measured(
+        dense,
+        sparse,
+        draft,
+        generator.config.prefill.rate_for(lengths[1]),
+        step_s,
+        block_s,
+        _step(generator, pair.draft, 1, timer),
+        runs.plain,
+        runs.drafted,
+        runs.num_proposed,
+        runs.num_accepted,
+        pair.max_positions[0],
+        pair.target_weight_bytes + pair.draft_weight_bytes,
+        sum(_cache_bytes(model) for model in (pair.target, pair.draft)),
+    )
+
+
+def long_prompt(generator: SpecStackGenerator, num_tokens: int) -> list[int]:
+    """Token ids of a text, as many as asked for."""
+    if generator.tokenizer is None:
+        return [3 + index % (generator.pair.vocab_size - 3) for index in range(num_tokens)]
+    text = ""
+    ids: list[int] = []
+    while len(ids) < num_tokens:
+        text += _TEXT * max(1, num_tokens // 40)
+        ids = list(generator.tokenizer(text, add_special_tokens=False).input_ids)
+    return ids[:num_tokens]
+
+
+def ttft(generator: SpecStackGenerator, ids: list[int], is_sparse: bool, timer: Timer) -> float:
+    """Seconds to the first token of a prompt that is prefilled densely or sparsely."""
+    began = timer()
+    generator.generate(input_ids=ids, max_tokens=1, ignore_eos=True, specprefill=is_sparse)
+    return timer() - began
+
+
+def _draft_pass(generator: SpecStackGenerator, ids: list[int], timer: Timer) -> float:
+    """The draft alone over a prompt, in its own tokens."""
+    pair = generator.pair
+    tokenization, _ = pair.tokenize_for_draft(ids)
+    own_ids = ids if tokenization is None else list(tokenization.token_ids)
+    index = pair.open_index(generator.config.prefill.prefill_chunk)
+    began = timer()
+    index.prefill(own_ids, range(len(own_ids)))
+    return timer() - began
+
+
+def _step(generator: SpecStackGenerator, model: object, num_tokens: int, timer: Timer) -> float:
+    """A forward of so many tokens behind a few hundred."""
+    pair, chunk = generator.pair, generator.config.prefill.prefill_chunk
+    cached = pair.open_target(chunk) if model is pair.target else pair.open_index(chunk)
+    cached.prefill([5] * _CACHED, range(_CACHED))
+    taken = []
+    for _ in range(_STEPS):
+        began = timer()
+        cached.forward([7] * num_tokens, range(_CACHED, _CACHED + num_tokens), num_tokens)
+        taken.append(timer() - began)
+        cached.rollback(num_tokens)
+    return median(taken[1:])
+
+
+def _cache_bytes(model: object) -> int:
+    """Of keys and values per token, at most: sliding and recurrent layers hold less."""
+    config = text_config(model.config)  # type: ignore[attr-defined]
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    width: int = model.dtype.itemsize  # type: ignore[attr-defined]
+    return int(2 * config.num_hidden_layers * heads * size * width)
+
+
+class _Answers:
+    """Tokens per second of the built-in prompts, without and with the draft, in turn."""
+
+    def __init__(self, generator: SpecStackGenerator, timer: Timer) -> None:
+        self._generator, self._timer = generator, timer
+        self.plain: dict[str, float] = {}
+        self.drafted: dict[str, float] = {}
+        self.num_proposed = self.num_accepted = 0
+
+    def go(self, until: float) -> None:
+        """Run them, as far as the time goes; the first one always."""
+        for name, text in _PROMPTS.items():
+            if self.plain and perf_counter() > until:
+                return
+            ids = self._encode(text)
+            for gamma, speeds in ((0, self.plain), (None, self.drafted)):
+                began = self._timer()
+                result = self._generator.generate(
+                    input_ids=ids, max_tokens=_ANSWER_TOKENS, ignore_eos=True, gamma=gamma, specprefill=False
+                )
+                speeds[name] = len(result.token_ids) / (self._timer() - began)
+                if gamma is None:
+                    self.num_proposed += result.metrics.num_proposed
+                    self.num_accepted += result.metrics.num_accepted
+
+    def _encode(self, text: str) -> list[int]:
+        tokenizer = self._generator.tokenizer
+        if tokenizer is None:
+            return long_prompt(self._generator, 32)
+        has_template = getattr(tokenizer, "chat_template", None) is not None
+        source = PromptSource(messages=[{"role": "user", "content": text}]) if has_template else PromptSource(text)
+        return encode_prompt(tokenizer, self._generator.pair.vocab_size, source).token_ids
+
+
+def verdict(measured: Measured) -> str:
+    """Whether the pair is worth it, and because of what."""
+    even, decoding = measured.break_even(), measured.decode_gain
+    longest = min(_TOLD[-1], measured.max_positions)
+    at_longest = measured.dense_curve.at(longest) / measured.sparse_curve.at(longest)
+    reasons = []
+    if even is not None and at_longest >= _LEAST_GAIN:
+        reasons.append(f"the first token of {longest} prompt tokens comes {at_longest:.1f}x sooner")
+    if decoding >= _LEAST_GAIN:
+        reasons.append(f"answers come {decoding:.2f}x faster")
+    if reasons:
+        return f"worth it, because {' and '.join(reasons)}"
+    return (
+        f"not worth it, because the first token of {longest} prompt tokens comes {at_longest:.2f}x as soon and answers "
+        f"{decoding:.2f}x as fast"
+    )
+
+
+def lines(measured: Measured) -> list[str]:
+    """The report, line by line."""
+    dense, sparse, spread = measured.dense_curve, measured.sparse_curve, measured.spread
+    told = []
+    for length, seconds in _medians(measured.dense):
+        r = median(measured.draft[length]) / seconds
+        rest = (median(measured.sparse[length]) - median(measured.draft[length])) / seconds
+        told.append(
+            f"at {length} tokens: dense {seconds:.2f} s, sparse {median(measured.sparse[length]):.2f} s; of the dense "
+            f"prefill the draft costs r = {r:.2f}, all the rest s = {rest:.2f}"
+        )
+    cost = measured.draft_cost
+    told.append(
+        f"a drafted token costs c = {cost:.2f} of a step: decoding at most {1 / cost:.1f}x; five tokens are verified "
+        f"in {measured.block_s / measured.step_s:.2f} steps"
+    )
+    if measured.plain:
+        acceptance = measured.num_accepted / max(1, measured.num_proposed)
+        plain, drafted = (
+            len(each) / sum(1 / speed for speed in each.values()) for each in (measured.plain, measured.drafted)
+        )
+        told.append(
+            f"answers: {plain:.1f} tokens/s plain, {drafted:.1f} with the draft ({measured.decode_gain:.2f}x; "
+            f"{acceptance:.0%} of {measured.num_proposed} proposed tokens accepted, {len(measured.plain)} prompts)"
+        )
+    even = measured.break_even()
+    told.append("no prompt gains" if even is None else f"prompts gain from about {even} tokens on")
+    for length in _TOLD:
+        if length <= measured.max_positions:
+            seconds, low, high = sparse.at(length), 1 - spread, 1 + spread
+            memory = (measured.weight_bytes + length * measured.cache_bytes) / 1e9
+            told.append(
+                f"expected at {length}: dense {dense.at(length):.1f} s, sparse {seconds:.1f} s "
+                f"({seconds * low:.1f} to {seconds * high:.1f}), {dense.at(length) / seconds:.1f}x; memory up to "
+                f"{memory:.1f} GB"
+            )
+    told.append(verdict(measured))
+    return told

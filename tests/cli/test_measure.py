@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from spec_stack import SpecStackGenerator
+from spec_stack.cli import measure as measuring
+from spec_stack.cli.doctor import diagnose
+from spec_stack.cli.main import main
+from spec_stack.cli.measure import Curve, Measured, lines, measure, verdict
+from spec_stack.hf.loading import ASSETS
+
+
+def made_up(draft_share: float = 0.3, decode_gain: float = 1.5) -> Measured:
+    """A pair of known costs: dense 4 ms a token and 1 us a pair of tokens, keep_rate 0.2, 0.1 s of look-ahead."""
+
+    def dense(n: float) -> float:
+        return 0.004 * n + 1e-6 * n * n
+
+    def drafting(n: int) -> float:
+        return draft_share * dense(n)
+
+    def sparse(n: int) -> float:
+        return 0.1 + drafting(n) + dense(0.2 * n)
+
+    lengths = (512, 2048)
+    return Measured(
+        dense={n: [dense(n)] for n in lengths},
+        sparse={n: [sparse(n) * 0.95, sparse(n), sparse(n) * 1.05] for n in lengths},
+        draft={n: [drafting(n)] for n in lengths},
+        keep_rate=0.2,
+        step_s=0.2,
+        block_s=0.22,
+        draft_step_s=0.05,
+        plain={"code": 5.0, "chat": 5.0},
+        drafted={"code": 5.0 * decode_gain, "chat": 5.0 * decode_gain},
+        num_proposed=50,
+        num_accepted=30,
+        max_positions=32768,
+    )
+
+
+def test_a_curve_goes_through_its_points() -> None:
+    curve = Curve(0.003, 2e-6)
+    again = Curve.through([(n, curve.at(n)) for n in (300, 900)])
+    assert again.at(5000) == pytest.approx(curve.at(5000))
+    shifted = Curve(0.003, 2e-6, 0.4)
+    again = Curve.with_square([(n, shifted.at(n)) for n in (300, 900)], 2e-6)
+    assert again.at(5000) == pytest.approx(shifted.at(5000))
+
+
+def test_other_lengths_are_foretold_from_two() -> None:
+    measured = made_up()
+    for n in (1024, 8192, 32768):
+        dense = 0.004 * n + 1e-6 * n * n
+        assert measured.dense_curve.at(n) == pytest.approx(dense)
+        kept = 0.2 * n
+        sparse = 0.1 + 0.3 * dense + 0.004 * kept + 1e-6 * kept * kept
+        assert measured.sparse_curve.at(n) == pytest.approx(sparse)
+    even = measured.break_even()
+    assert even is not None
+    assert measured.sparse_curve.at(even) < measured.dense_curve.at(even)
+    assert measured.sparse_curve.at(even - 64) >= measured.dense_curve.at(even - 64)
+    assert measured.spread == pytest.approx(0.05)
+
+
+def test_the_verdict_names_what_pays_and_what_does_not() -> None:
+    assert verdict(made_up()).startswith("worth it, because the first token of 32768 prompt tokens comes")
+    assert "answers come 1.50x faster" in verdict(made_up())
+    assert "sooner" not in verdict(made_up(draft_share=1.2))
+    useless = verdict(made_up(draft_share=1.2, decode_gain=0.9))
+    assert useless.startswith("not worth it, because")
+    assert useless.endswith("answers 0.90x as fast")
+    assert made_up(draft_share=1.2).break_even() is None
+
+
+def test_the_report_says_what_bounds_decoding() -> None:
+    told = "\n".join(lines(made_up()))
+    assert "a drafted token costs c = 0.25 of a step: decoding at most 4.0x" in told
+    assert "60% of 50 proposed tokens accepted" in told
+    assert "expected at 32768" in told
+    assert "expected at 32768" not in "\n".join(lines(replace(made_up(), max_positions=16384)))
+
+
+def test_a_pair_is_run_in_a_moment(embedded: SpecStackGenerator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "LENGTHS", (160, 320))
+    monkeypatch.setattr(measuring, "_ANSWER_TOKENS", 6)
+    ticks = count()
+    measured = measure(embedded, minutes=1e-6, timer=lambda: float(next(ticks)))
+    assert sorted(measured.dense) == sorted(measured.sparse) == sorted(measured.draft) == [160, 320]
+    assert list(measured.plain) == list(measured.drafted) == ["code"]
+    assert measured.num_proposed >= measured.num_accepted
+    assert lines(measured)[-1].startswith(("worth it", "not worth it"))
+
+
+def test_a_draft_that_is_larger_than_its_target_is_no_pair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("small", "large"):
+        shutil.copytree(ASSETS / "target", tmp_path / name, ignore=shutil.ignore_patterns("*.safetensors"))
+    shutil.copy(ASSETS / "draft" / "config.json", tmp_path / "small" / "config.json")
+    right = diagnose(str(tmp_path / "large"), str(tmp_path / "small"), "auto", "cpu")
+    assert right["problem"] is None
+    assert right["decoding"].startswith("a drafted token costs about c = 0.1")
+    swapped = ["--target", str(tmp_path / "small"), "--draft", str(tmp_path / "large")]
+    assert main(["doctor", "--measure", *swapped]) == 1
+    assert "the draft is larger than its target (6 against 1 million weights)" in capsys.readouterr().out
