@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 from spec_stack.settings.options import documented, option, remembers_given
 from spec_stack.settings.registry import check_name
 
+WritingOrder = Literal["position", "last", "first", "written"]
 DraftContext = Literal["full", "kept"]
 OnScoringError = Literal["dense", "raise"]
 Unit = Literal["lines", "chunks"]
@@ -533,6 +534,11 @@ class SessionConfig:
         "turn's new text to come back whatever attention says; best first, as many as max_restored_chunks. A question "
         "that shares none leaves it to attention. None asks attention alone",
     )
+    order: WritingOrder = option(
+        "position",
+        "where what comes back is written: 'position' before the text behind all that was dropped (the last questions "
+        "and answers), which is prefilled again for it; 'written' after it, which costs less and is answered worse",
+    )
     max_cached_tokens: int | None = option(
         None,
         "most tokens that the target's cache may hold when a turn begins; a turn that would go past them begins a new "
@@ -552,6 +558,7 @@ class SessionConfig:
                 self.anchor_threshold > 0,
                 f"anchor_threshold must be over 0, got {self.anchor_threshold}; None asks attention alone",
             )
+        _require_one_of("order", self.order, get_args(WritingOrder))
         if self.max_cached_tokens is not None:
             _require_int("max_cached_tokens", self.max_cached_tokens, 1)
 

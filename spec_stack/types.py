@@ -73,14 +73,19 @@ class Selection:
     token_ids : sequence of int, length K
         The kept tokens.
     positions : sequence of int, length K
-        Where each stands in the prompt, 0 to `num_prompt_tokens` - 1: strictly increasing, the restored ones and the
-        new ones each by themselves.
+        Where each stands in the prompt, 0 to `num_prompt_tokens` - 1: strictly increasing, those of earlier
+        turns and the new ones each by themselves.
     num_prompt_tokens : int
         N, the length of the whole prompt.
     num_restored : int
-        How many of them, the first ones, were dropped from the text of an earlier turn and come back now.
+        How many of them were dropped from the text of an earlier turn and come back now. They are among the first ones.
     num_held : int
-        Prompt tokens that the target's cache holds already.
+        Prompt tokens that the target's cache holds, and goes on holding.
+    num_rewritten : int
+        How many of them the cache held behind what comes back: they are prefilled again. They, too, are among the first
+        ones.
+    num_new_held : int
+        How many of the tokens held are of the new text: of a prompt that a store knows, or of a turn that ended early.
 
     Raises
     ------
@@ -93,11 +98,14 @@ class Selection:
     num_prompt_tokens: int
     num_restored: int = 0
     num_held: int = 0
+    num_rewritten: int = 0
+    num_new_held: int = 0
 
     def __post_init__(self) -> None:
-        if len(self.token_ids) != len(self.positions) or len(self.positions) <= self.num_restored:
+        num_old = self.num_restored + self.num_rewritten
+        if len(self.token_ids) != len(self.positions) or len(self.positions) <= num_old:
             raise ValueError(f"{len(self.token_ids)} token ids for {len(self.positions)} positions; give one for each")
-        for positions in (self.positions[: self.num_restored], self.positions[self.num_restored :]):
+        for positions in (self.positions[:num_old], self.positions[num_old:]):
             inside = not positions or 0 <= positions[0] <= positions[-1] < self.num_prompt_tokens
             if not inside or any(b <= a for a, b in pairwise(positions)):
                 raise ValueError(f"positions must increase strictly within 0…{self.num_prompt_tokens - 1}")
@@ -106,6 +114,11 @@ class Selection:
     def everything(cls, prompt_ids: Sequence[int]) -> Selection:
         """The whole prompt: dense prefill."""
         return cls(prompt_ids, range(len(prompt_ids)), len(prompt_ids))
+
+    @property
+    def num_new(self) -> int:
+        """Tokens of the new text that the target has with it."""
+        return self.num_new_held + len(self.positions) - self.num_restored - self.num_rewritten
 
     @property
     def keep_rate(self) -> float:
@@ -267,6 +280,7 @@ class Metrics:
     num_new_tokens: int
     num_cached_tokens: int = 0
     num_restored_tokens: int = 0
+    num_rewritten_tokens: int = 0
     decode_reason: str = ""
     scoring_s: float = 0.0
     ttft_s: float = 0.0

@@ -29,7 +29,11 @@ class Session(Answering):
     differs (an edited message, an answer to be made anew), both caches go back to the last token in common.
 
     The target's cache holds what was kept; the draft's holds everything, and so can tell which dropped chunks a later
-    turn wants: these are prefilled at their original positions, ahead of the turn's new text, and stay.
+    turn wants. These are prefilled at their original positions and stay, together with the text behind all that was
+    dropped (the last questions and answers), which is rolled back for it, so that it comes after them.
+
+    A turn that is ended before its answer leaves the session as it was; what its prefill had done is taken up where the
+    same turn is asked for again.
 
     Parameters
     ----------
@@ -40,9 +44,9 @@ class Session(Answering):
 
     Notes
     -----
-    A token sees every token written before it, also those restored before it at larger positions. So what a turn
-    restored stays after an edit of that turn (it has seen nothing of it), and goes with an edit of an earlier one. A
-    session may therefore hold other dropped text than a new one would; at keep_rate 1.0 both are the same.
+    A token sees every token written before it. What a turn restored stays after an edit of text that was written behind
+    it, and goes with an edit of what stands before. A session may therefore hold other dropped text than a new one
+    would; at keep_rate 1.0 both are the same.
 
     A session answers one call at a time. Sessions of one generator do not disturb each other.
 
@@ -74,7 +78,7 @@ class Session(Answering):
     @property
     def num_cached_tokens(self) -> int:
         """Tokens that the target's cache holds."""
-        return self._conversation.target.num_cached
+        return len(self._conversation.held)
 
     @property
     def num_dropped_tokens(self) -> int:
@@ -85,7 +89,7 @@ class Session(Answering):
     def dropped_positions(self) -> list[int]:
         """The positions of these, in order: what later turns may bring back."""
         held = self._conversation
-        return dropped_positions(held.target.positions, len(held.token_ids))
+        return dropped_positions(held.held, len(held.token_ids))
 
     def num_continued(self, **prompt: Any) -> int:
         """Tokens of the conversation where all of them are the beginning of a prompt; 0 where they are not.
@@ -97,6 +101,8 @@ class Session(Answering):
         """
         held, pair = self._conversation, self._engine.pair
         encoded = encode_prompt(pair.tokenizer, pair.vocab_size, PromptSource(**prompt), held.encoded)
+        if held.unfinished is not None and held.unfinished.prompt_ids == encoded.token_ids:
+            return len(encoded.token_ids)
         num_held = len(held.token_ids)
         return num_held if num_shared(held.token_ids, encoded.token_ids[:-1]) == num_held else 0
 
@@ -180,7 +186,7 @@ class Session(Answering):
         if self.config.max_cached_tokens is None:
             return math.inf
         rate = request.prefill.rate_for(request.num_new_tokens) if request.scores else 1.0
-        num_held = sum(position < request.num_cached for position in self._conversation.target.positions)
+        num_held = sum(position < request.num_cached for position in self._conversation.held)
         return self.config.max_cached_tokens - num_held - math.ceil(rate * request.num_new_tokens)
 
     def _answers(self) -> OneAtATime:

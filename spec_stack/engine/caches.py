@@ -152,6 +152,7 @@ class StoredCaches(RequestCaches):
             selection.positions[num_held:],
             selection.num_prompt_tokens,
             num_held=num_held,
+            num_new_held=num_held,
         )
 
     def remember(self) -> None:

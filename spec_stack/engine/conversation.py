@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from spec_stack.config import PrefillConfig, SessionConfig
@@ -11,12 +12,46 @@ from spec_stack.engine.conversation_file import SavedSession
 from spec_stack.engine.pair import DraftModel, ModelPair
 from spec_stack.engine.request import Request
 from spec_stack.hf.model import CachedModel
-from spec_stack.hf.prompt import EncodedPrompt, num_shared
+from spec_stack.hf.prompt import EncodedPrompt, Span, num_shared
 from spec_stack.prefill.recall import dropped_positions, recall, select_turn, shared_words
 from spec_stack.prefill.rule import Evidence
 from spec_stack.prefill.scoring import LookAhead, look_at
 from spec_stack.prefill.units import make_units
 from spec_stack.types import Proposal, Selection
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """A turn that ended before its answer: what its prefill has left in the caches is of use to the same turn again.
+
+    Parameters
+    ----------
+    prompt_ids, num_cached, scores, prefill, protected
+        Of its request: the same turn is one for which they are the same.
+    held : list of int
+        Positions that the target held before it, in the order in which they were written.
+    planned : list of int, optional
+        Those that it was to hold with the prompt; None where the turn had not come to select them.
+    num_restored : int
+        How many of these come back.
+    """
+
+    prompt_ids: list[int]
+    num_cached: int
+    scores: bool
+    prefill: PrefillConfig
+    protected: list[Span]
+    held: list[int]
+    planned: list[int] | None
+    num_restored: int
+
+    def is_of(self, request: Request) -> bool:
+        """Whether a request is the same turn again."""
+        return (
+            self.prompt_ids == request.prompt_ids
+            and (self.num_cached, self.scores, self.prefill) == (request.num_cached, request.scores, request.prefill)
+            and self.protected == list(request.protected)
+        )
 
 
 class Conversation:
@@ -48,17 +83,32 @@ class Conversation:
         self.encoded: EncodedPrompt | None = None
         self.target = pair.open_target(prefill_chunk)
         self.index = pair.open_index(prefill_chunk)
+        self.unfinished: Unfinished | None = None
+
+    @property
+    def held(self) -> Sequence[int]:
+        """The positions that the target holds of the text, in the order in which they were written.
+
+        After a turn that ended early they are those before it: what it had rolled back is prefilled again.
+        """
+        return self.target.positions if self.unfinished is None else self.unfinished.held
 
     def fork(self) -> Conversation:
         other = Conversation(self._pair, self._prefill_chunk)
         other.token_ids, other.encoded = list(self.token_ids), self.encoded
         other.target = self.target.fork()
         other.index = self.index.fork()
+        other.unfinished = self.unfinished
         return other
 
     def saved(self, config: SessionConfig) -> SavedSession:
-        """What is held, to be written to a file."""
-        return SavedSession(self.token_ids, self.encoded, self.target.contents(), self.index.contents(), config)
+        """What is held, to be written to a file. Text that a turn which ended early has rolled back is new in it."""
+        settled = self.fork()
+        owed = settled._go_back(len(self.token_ids))
+        num_tokens = min(owed, default=len(self.token_ids))
+        settled.target.forget_from(num_tokens)
+        contents = settled.target.contents(), settled.index.contents()
+        return SavedSession(self.token_ids[:num_tokens], self.encoded, *contents, config)
 
     def take_in(self, saved: SavedSession, path: str | Path) -> None:
         """Hold what a file held. Raises ValueError where its parts do not fit together."""
@@ -75,14 +125,27 @@ class Conversation:
 
         Raises RuntimeError where the conversation has changed since the request was planned.
         """
-        shared = num_shared(self.token_ids, request.prompt_ids)
-        if shared < request.num_cached:
+        if num_shared(self.token_ids, request.prompt_ids) < request.num_cached:
             raise RuntimeError("the session went on between this call and its first step; call again")
-        del self.token_ids[shared:]
-        self.target.forget_from(request.num_cached)
+        del self.token_ids[request.num_cached :]
+        last = len(request.prompt_ids) - 1
+        earlier, owed = self.unfinished, list[int]()
+        if earlier is None or earlier.planned is None or not earlier.is_of(request):
+            earlier, owed = None, self._go_back(request.num_cached)
+        self.unfinished = None
+        # The last token is always new: what comes after it is asked for.
+        self.target.forget_from(last)
         if self._pair.translation is None:
-            self.index.forget_from(min(shared, len(request.prompt_ids) - 1))
-        return Turn(self._pair, request, config, room, self.target, self.index)
+            self.index.forget_from(min(num_shared(self.index.token_ids, request.prompt_ids), last))
+        return Turn(self._pair, request, config, room, self.target, self.index, owed, earlier)
+
+    def _go_back(self, num_cached: int) -> list[int]:
+        """Forget all past so many tokens, and what an unfinished turn wrote; return what it has rolled back of them."""
+        held, self.unfinished = self.held, None
+        num_same = num_shared(held, self.target.positions)
+        self.target.rollback(self.target.num_cached - num_same)
+        self.target.forget_from(num_cached)
+        return [position for position in held[num_same:] if position < num_cached]
 
     def commit(self, request: Request, turn: Turn, answer_ids: Sequence[int], text: str | None) -> None:
         """Take in a turn's prompt and answer. text: the answer's, None where it is not that of its tokens."""
@@ -100,21 +163,30 @@ class Conversation:
         self.encoded = encoded
 
     def recover(self, request: Request, turn: Turn) -> None:
-        """Go back to where a turn that failed, maybe in the middle of a forward, began."""
+        """Go back to where a turn that failed, maybe in the middle of a forward, began.
+
+        The chunks of the prompt that went through the models stay for the same turn again (`unfinished`). A state
+        cannot go back: of a model that has one nothing stays.
+        """
         if self.target.is_stateful:
             # Nobody knows how far a state has come.
             self.token_ids, self.encoded = [], None
             self.target = self._pair.open_target(self._prefill_chunk)
         del self.token_ids[request.num_cached :]
-        self.target.rollback(max(0, self.target.num_cached - turn.num_held))
         self.index = turn.index
         if self.index.is_stateful:
             self.index = self._pair.open_index(self._prefill_chunk)
-        self.index.forget_from(turn.num_drafted)
+        if not self.target.is_stateful:
+            self.target.forget_from(len(request.prompt_ids))
+            self.unfinished = turn.unfinished
 
 
 class Turn:
-    """The caches of a conversation as one request is answered over them (`engine.caches.Caches`)."""
+    """The caches of a conversation as one request is answered over them (`engine.caches.Caches`).
+
+    owed: positions that the target held before a turn that ended early and lacks now. earlier: the same turn, which
+    ended early, and goes on now.
+    """
 
     def __init__(
         self,
@@ -124,16 +196,28 @@ class Turn:
         room: float,
         target: CachedModel,
         index: CachedModel,
+        owed: Sequence[int] = (),
+        earlier: Unfinished | None = None,
     ) -> None:
         self._pair, self._request, self._config, self._room = pair, request, config, room
+        self._owed, self._earlier = owed, earlier
         self.target, self.index = target, index
         self.draft: DraftModel = pair.view_draft(index, request.tokenization)
-        self._held = list(target.positions)
-        # Where the caches stood when the turn began.
-        self.num_held, self.num_drafted = len(self._held), index.next_position
+        self._slots = list(target.positions)
+        held = [*self._slots, *owed] if earlier is None else earlier.held
+        self.unfinished = Unfinished(
+            request.prompt_ids,
+            request.num_cached,
+            request.scores,
+            request.prefill,
+            list(request.protected),
+            held,
+            None,
+            0,
+        )
         self._dropped: list[int] = []
         if config.restore and config.max_restored_chunks and request.can_score and target.can_restore:
-            self._dropped = dropped_positions(self._held, request.num_cached)
+            self._dropped = dropped_positions(held, request.num_cached)
 
     @property
     def num_cached(self) -> int:
@@ -141,7 +225,7 @@ class Turn:
 
     @property
     def needs_scoring(self) -> bool:
-        return self._request.scores or bool(self._dropped)
+        return self._earlier is None and (self._request.scores or bool(self._dropped))
 
     def score(self, look_ahead: LookAhead) -> tuple[Selection, Proposal]:
         request = self._request
@@ -165,14 +249,48 @@ class Turn:
         return recall(importance, self._dropped, units, request.prefill, self._config, words, room)
 
     def take_all(self) -> Selection:
+        if self._earlier is not None and self._earlier.planned is not None:
+            return self._go_on(self._earlier, self._earlier.planned)
         return self._select(Evidence(self._request.prompt_ids))
 
     def _select(
         self, evidence: Evidence, restored: Sequence[int] = (), config: PrefillConfig | None = None
     ) -> Selection:
+        """Select, make room for what is prefilled, and remember what it is to become."""
         request = self._request
-        return select_turn(evidence, self._held, request.num_cached, restored, config, request.protected)
+        selection = select_turn(
+            evidence,
+            self._slots,
+            request.num_cached,
+            restored,
+            config,
+            request.protected,
+            self._config.order,
+            self._owed,
+        )
+        planned = [*self._slots[: selection.num_held], *selection.positions]
+        self.unfinished = replace(self.unfinished, planned=planned, num_restored=selection.num_restored)
+        self.target.rollback(len(self._slots) - selection.num_held)
+        return selection
+
+    def _go_on(self, earlier: Unfinished, planned: Sequence[int]) -> Selection:
+        """Select what an earlier try of this turn has left to do."""
+        self.unfinished = earlier
+        prompt_ids, num_cached = self._request.prompt_ids, self._request.num_cached
+        positions = planned[len(self._slots) :]
+        num_old = sum(position < num_cached for position in positions)
+        # Nobody knows any more which of them come back and which are written again.
+        num_restored = min(num_old, earlier.num_restored)
+        return Selection(
+            token_ids=[prompt_ids[position] for position in positions],
+            positions=positions,
+            num_prompt_tokens=len(prompt_ids),
+            num_restored=num_restored,
+            num_held=len(self._slots),
+            num_rewritten=num_old - num_restored,
+            num_new_held=sum(position >= num_cached for position in self._slots),
+        )
 
     def reopen_draft(self) -> None:
-        self.index, self.num_drafted = self._pair.open_index(self._request.prefill.prefill_chunk), 0
+        self.index = self._pair.open_index(self._request.prefill.prefill_chunk)
         self.draft = self._pair.view_draft(self.index, self._request.tokenization)

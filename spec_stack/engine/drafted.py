@@ -52,7 +52,7 @@ def draft_prompt(request: Request, caches: Caches, sampler: Sampler, warnings: O
             warnings.warn("scoring", f"{reason} (metrics.specprefill_reason tells each time)")
             caches.reopen_draft()
         else:
-            if request.scores and num_kept(request, selection) == request.num_new_tokens:
+            if request.scores and selection.num_new == request.num_new_tokens:
                 reason += f", but chunks and protected spans cover the whole {request.text}"
             return DraftedPrompt(selection, proposal, len(request.prompt_ids), caches.num_cached, reason)
     selection = caches.take_all()
@@ -66,7 +66,7 @@ def begin_metrics(request: Request, drafted: DraftedPrompt, pair: ModelPair, pol
         num_prompt_tokens=len(request.prompt_ids),
         num_kept_tokens=selection.num_held + len(selection.positions),
         num_scored_tokens=drafted.num_scored_tokens,
-        specprefill=num_kept(request, selection) < request.num_new_tokens,
+        specprefill=selection.num_new < request.num_new_tokens,
         specprefill_reason=drafted.reason,
         policy=policy,
         precision=pair.precision,
@@ -78,11 +78,6 @@ def begin_metrics(request: Request, drafted: DraftedPrompt, pair: ModelPair, pol
         num_new_tokens=len(request.prompt_ids) - drafted.num_cached,
         num_cached_tokens=drafted.num_cached,
         num_restored_tokens=selection.num_restored,
+        num_rewritten_tokens=selection.num_rewritten,
         decode_reason="; ".join(filter(None, (pair.vocabulary.decode_reason, request.decode_note))),
     )
-
-
-def num_kept(request: Request, selection: Selection) -> int:
-    """Count the tokens kept of the prompt, or in a session of its new text: held by a store, and prefilled."""
-    held = 0 if request.num_cached else selection.num_held
-    return held + len(selection.positions) - selection.num_restored

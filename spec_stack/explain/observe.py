@@ -179,16 +179,14 @@ def states_of(request: Request, held: Sequence[int], selection: Selection) -> st
     Of an earlier turn's text a token is cached, restored or dropped; of new text it is protected, kept or dropped.
     """
     states = [STATE_LETTERS["dropped"]] * len(request.prompt_ids)
-    for position in selection.positions[selection.num_restored :]:
-        states[position] = STATE_LETTERS["kept"]
+    for position in selection.positions:
+        states[position] = STATE_LETTERS["kept" if position >= request.num_cached else "restored"]
     for start, stop in request.protected:
         for position in range(max(start, request.num_cached), stop):
             states[position] = STATE_LETTERS["protected"]
     for position in held:
         if position < len(states):
             states[position] = STATE_LETTERS["cached"]
-    for position in selection.positions[: selection.num_restored]:
-        states[position] = STATE_LETTERS["restored"]
     return "".join(states)
 
 

@@ -16,7 +16,7 @@ from itertools import zip_longest
 
 import torch
 
-from spec_stack.config import PrefillConfig, SessionConfig
+from spec_stack.config import PrefillConfig, SessionConfig, WritingOrder
 from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.rule import Evidence
 from spec_stack.prefill.rules.anchors import MAX_OCCURRENCES, ByAnchors, add_votes
@@ -178,6 +178,40 @@ def pair_scores(prompt_ids: Sequence[int], asking: int, units: Units) -> torch.T
     return scores.float()
 
 
+def order_slots(
+    held: Sequence[int], restored: Sequence[int], num_cached: int, order: WritingOrder, owed: Sequence[int] = ()
+) -> tuple[int, list[int]]:
+    """Say where what comes back is written.
+
+    Text that comes back is of little use behind the question and the answers that were written without it. To go back
+    to the first slot behind it is dear where it stands early; to go back to the first one behind all that was dropped
+    is answered as well (experiments/LOG.md, Sessions).
+
+    Parameters
+    ----------
+    held : sequence of int
+        Positions in the cache, in the order in which they were written.
+    restored : sequence of int
+        Positions that come back, increasing; none of them is held.
+    num_cached : int
+        Tokens of earlier turns.
+    order : {"position", "written"}
+        "position" ends what stays at the first slot behind all that was dropped; "written" keeps all of it.
+    owed : sequence of int
+        Positions that were held, and have to be again.
+
+    Returns
+    -------
+    tuple
+        How many of the held slots stay, and the positions that are written behind them, increasing.
+    """
+    num_staying = len(held)
+    if restored and order != "written":
+        cuts = {"position": dropped_positions([*held, *owed], num_cached), "last": restored, "first": restored[:1]}
+        num_staying = next((slot for slot, position in enumerate(held) if position > cuts[order][-1]), num_staying)
+    return num_staying, sorted([*held[num_staying:], *restored, *owed])
+
+
 def select_turn(
     evidence: Evidence,
     held: Sequence[int],
@@ -185,6 +219,8 @@ def select_turn(
     restored: Sequence[int] = (),
     config: PrefillConfig | None = None,
     protected: Sequence[Span] = (),
+    order: WritingOrder = "position",
+    owed: Sequence[int] = (),
 ) -> Selection:
     """Select what the target prefills in a turn: what comes back of the old text, then what is kept of the new.
 
@@ -193,7 +229,7 @@ def select_turn(
     evidence : Evidence
         The whole conversation, and what is known of it.
     held : sequence of int
-        Positions that the target's cache holds, all under num_cached.
+        Positions that the target's cache holds, all under num_cached, in the order in which they were written.
     num_cached : int
         Tokens of earlier turns.
     restored : sequence of int
@@ -202,17 +238,28 @@ def select_turn(
         How the new text is pruned; None keeps all of it.
     protected : sequence of (int, int)
         Half-open spans of the conversation that are never dropped.
+    order : {"position", "written"}
+        Where what comes back is written (`SessionConfig.order`).
+    owed : sequence of int
+        Positions that an earlier turn held, and that a turn which ended early has left out.
+
+    Returns
+    -------
+    Selection
+        num_held of it says how many of the held slots stay; the rest of them is rolled back, and is part of it.
     """
+    num_staying, back = order_slots(held, restored, num_cached, order, owed)
     prompt_ids = evidence.prompt_ids
     kept: Sequence[int] = range(num_cached, len(prompt_ids))
     if config is not None:
         part = select(evidence.starting_at(num_cached), config, clip_spans(protected, num_cached))
         kept = [num_cached + position for position in part.positions]
-    positions = [*restored, *kept]
+    positions = [*back, *kept]
     return Selection(
         token_ids=[prompt_ids[position] for position in positions],
         positions=positions,
         num_prompt_tokens=len(prompt_ids),
         num_restored=len(restored),
-        num_held=len(held),
+        num_held=num_staying,
+        num_rewritten=len(back) - len(restored),
     )

@@ -18,9 +18,8 @@ import torch
 
 from spec_stack.config import PrefillConfig, SessionConfig
 from spec_stack.prefill.alignment import Span
-from spec_stack.prefill.recall import clip_spans, dropped_positions, recall, shared_words
+from spec_stack.prefill.recall import clip_spans, dropped_positions, recall, select_turn, shared_words
 from spec_stack.prefill.rule import Evidence
-from spec_stack.prefill.selection import select
 from spec_stack.prefill.units import make_units
 from spec_stack.sglang.draft_pool import Ints, num_common
 from spec_stack.sglang.protocols import RunningRequest
@@ -127,12 +126,10 @@ def place(
         if recalling.anchor_threshold is not None:
             words = shared_words(prompt_ids, units, config)
         recalled = recall(wanted, dropped, units, config, recalling, words)
-    kept: Sequence[int] = range(start, len(prompt_ids))
-    if prunes:
-        evidence = Evidence(prompt_ids, None, question, pieces, importance).starting_at(start)
-        fresh = select(evidence, config, new_spans(protected, beginning))
-        kept = [start + position for position in fresh.positions]
-    positions = (*beginning.positions, *recalled, *kept)
+    evidence = Evidence(prompt_ids, None, question, pieces, importance)
+    order = "position" if recalling is None else recalling.order
+    turn = select_turn(evidence, beginning.positions, start, recalled, config if prunes else None, protected, order)
+    positions = (*beginning.positions[: turn.num_held], *turn.positions)
     token_ids = tuple(prompt_ids[position] for position in positions)
     return Placement(token_ids, positions, len(prompt_ids), start, len(recalled))
 

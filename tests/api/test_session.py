@@ -4,6 +4,7 @@ import gc
 import math
 import threading
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel
 
 from spec_stack import PrefillConfig, SessionConfig, SpecStackConfig, SpecStackGenerator
 from spec_stack.api.session import Session
+from spec_stack.config import WritingOrder
 from spec_stack.prefill.recall import clip_spans, dropped_positions, recall
 from spec_stack.prefill.units import Chunks
 from tests.support import reference, reference_session, tiny_architectures
@@ -215,8 +217,10 @@ def test_restoration_is_off_on_request_and_then_short_turns_are_not_scored() -> 
     assert restored[False] == 0
 
 
-def test_a_restored_chunk_goes_when_text_before_it_was_written_is_edited() -> None:
-    session = make_generator(session=SessionConfig(restore_threshold=0.0, max_restored_chunks=100)).session()
+@pytest.mark.parametrize("order", ["position", "written"])
+def test_a_restored_chunk_goes_when_text_that_it_was_written_behind_is_edited(order: WritingOrder) -> None:
+    config = SessionConfig(restore_threshold=0.0, max_restored_chunks=100, order=order)
+    session = make_generator(session=config).session()
     prompt = random_prompt(200)
     first = session.generate(input_ids=prompt, max_tokens=3)
     held = set(slots(session)[1])
@@ -227,11 +231,50 @@ def test_a_restored_chunk_goes_when_text_before_it_was_written_is_edited() -> No
     # The same question again: what it restored was written before it.
     session.generate(input_ids=[*longer[:-1], 9], max_tokens=3)
     assert session.num_dropped_tokens == 0
-    # Another beginning of the answer, which the restored tokens have seen.
+    # Another beginning of the answer: restored tokens that were written behind it have seen it.
     edited = session.generate(
         input_ids=[*prompt, (first.token_ids[0] + 1) % VOCAB, 4, 5], max_tokens=3, specprefill=False
     )
-    assert edited.metrics.num_restored_tokens == restored
+    assert edited.metrics.num_restored_tokens == (restored if order == "written" else 0)
+
+
+def test_what_comes_back_is_written_before_what_stands_behind_all_that_was_dropped() -> None:
+    prompt, question = random_prompt(200), random_prompt(5, seed=8)
+    found = {}
+    for order in ("position", "written"):
+        session = make_generator(session=replace(EAGER, order=order)).session()
+        prompt_2 = [*prompt, *session.generate(input_ids=prompt, max_tokens=3).token_ids, *question]
+        held, num_cached = slots(session)[1], 202
+        result = session.generate(input_ids=prompt_2, max_tokens=3)
+        restored = sorted({*range(num_cached)} & {*slots(session)[1]} - {*held})
+        assert result.metrics.num_restored_tokens == len(restored) > 0
+        old = reference_session.slots_with_restored(held, restored, num_cached, order)
+        assert slots(session)[1] == [*old, *range(num_cached, 210)]
+        found[order] = result.metrics.num_rewritten_tokens
+    assert found["position"] > found["written"] == 0
+
+
+def test_a_session_saved_after_a_cancelled_turn_holds_what_it_held_before(tmp_path: Path) -> None:
+    generator = make_generator()
+    session, undisturbed = generator.session(), generator.session()
+    prompt = random_prompt(200)
+    undisturbed.generate(input_ids=prompt, max_tokens=3)
+    answer = session.generate(input_ids=prompt, max_tokens=3).token_ids
+    second = [*prompt, *answer, *random_prompt(60, seed=4)]
+    stream = session.stream(
+        input_ids=second, on_progress=lambda done, total, phase: stream.close() if phase == "prefill" else None
+    )
+    assert list(stream) == []
+    assert session.num_dropped_tokens == undisturbed.num_dropped_tokens
+    assert session.dropped_positions == undisturbed.dropped_positions
+    session.save(tmp_path / "session.safetensors")
+    third = [*prompt, *answer, *random_prompt(5, seed=9)]
+    loaded = generator.load_session(tmp_path / "session.safetensors")
+    for each in (session.fork(), session, loaded):
+        result = each.generate(input_ids=third, max_tokens=6)
+        ids, positions = slots(each)
+        assert {*range(190, 203)} <= set(positions)
+        assert reference_session.answers_by_slots(make_model(seed=1), ids, positions, 6) == result.token_ids
 
 
 def test_an_error_in_the_middle_of_a_turn_leaves_the_session_as_it_was_before(target: PreTrainedModel) -> None:

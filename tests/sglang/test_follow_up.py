@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spec_stack.config import PrefillConfig, SessionConfig
+from spec_stack.config import PrefillConfig, SessionConfig, WritingOrder
 from spec_stack.sglang.follow_up import Beginning, Turns, place, protected_lead
-from tests.support.reference_session import dropped_chunks_to_restore
+from tests.support.reference_session import dropped_chunks_to_restore, slots_with_restored
 
 CONFIG = PrefillConfig(chunk_size=4, keep_rate=0.3, keep_last=1)
 RECALLING = SessionConfig(restore_threshold=1.0, max_restored_chunks=3, restore_margin=2, anchor_threshold=None)
@@ -109,8 +109,11 @@ def test_the_protected_lead_is_the_first_run_of_protected_tokens(spans: list[lis
     assert protected_lead([(start, stop) for start, stop in spans]) == inside.index(False)
 
 
+@pytest.mark.parametrize("order", ["position", "written"])
 @given(st.randoms(use_true_random=False), st.booleans())
-def test_what_comes_back_is_what_the_sessions_oracle_restores(rng: random.Random, prunes: bool) -> None:
+def test_what_comes_back_is_what_the_sessions_oracle_restores(
+    order: WritingOrder, rng: random.Random, prunes: bool
+) -> None:
     num_tokens = rng.randrange(20, 90)
     prompt = [rng.randrange(50) for _ in range(num_tokens)]
     num_cached = rng.randrange(4, num_tokens - 1)
@@ -124,13 +127,13 @@ def test_what_comes_back_is_what_the_sessions_oracle_restores(rng: random.Random
         importance,
         wanted,
         prunes,
-        RECALLING,
+        replace(RECALLING, order=order),
         CONFIG,
         [(num_cached, num_cached + 2)],
     )
     expected = dropped_chunks_to_restore(wanted.tolist(), held, num_cached, 4, 1.0, 3, margin=2)
-    assert given_to.positions[: len(held)] == held
-    assert list(given_to.positions[len(held) :][: len(expected)]) == expected
+    old = given_to.positions[: len(held) + len(expected)]
+    assert list(old) == slots_with_restored(held, expected, num_cached, order)
     new = given_to.positions[len(held) + len(expected) :]
     assert new == tuple(sorted(set(new)))
     assert {num_cached, num_tokens - 1} <= set(new) <= set(range(num_cached, num_tokens))
@@ -145,8 +148,9 @@ def test_anchors_bring_back_what_shares_rare_words_with_the_question() -> None:
     beginning = Beginning(80, (*range(8), *range(72, 80)))
     config = PrefillConfig(chunk_size=4, scorer="anchors")
     given_to = place(prompt, beginning, None, None, False, SessionConfig(restore_margin=0), config, ())
-    # 141 and 142 stand at 41 and 42, in the chunk from 40 on.
-    assert given_to.positions[16 : 16 + given_to.num_recalled] == (40, 41, 42, 43)
+    # 141 and 142 stand at 41 and 42, in the chunk from 40 on; what stands behind all that was dropped comes after it.
+    assert given_to.positions == (*range(8), 40, 41, 42, 43, *range(72, 85))
+    assert given_to.num_recalled == 4
 
 
 def test_frozen_text_stays_away() -> None:
