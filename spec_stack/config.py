@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 from spec_stack.settings.options import documented, option, remembers_given
 from spec_stack.settings.registry import check_name
 
-WritingOrder = Literal["position", "last", "first", "written"]
+WritingOrder = Literal["position", "written"]
 DraftContext = Literal["full", "kept"]
 OnScoringError = Literal["dense", "raise"]
 Unit = Literal["lines", "chunks"]

@@ -206,9 +206,9 @@ def order_slots(
         How many of the held slots stay, and the positions that are written behind them, increasing.
     """
     num_staying = len(held)
-    if restored and order != "written":
-        cuts = {"position": dropped_positions([*held, *owed], num_cached), "last": restored, "first": restored[:1]}
-        num_staying = next((slot for slot, position in enumerate(held) if position > cuts[order][-1]), num_staying)
+    if restored and order == "position":
+        last_dropped = dropped_positions([*held, *owed], num_cached)[-1]
+        num_staying = next((slot for slot, position in enumerate(held) if position > last_dropped), num_staying)
     return num_staying, sorted([*held[num_staying:], *restored, *owed])
 
 
