@@ -449,8 +449,8 @@ def main() -> None:
         print(f"STANDALONE ran {steps} steps, the fastest of {candidates} in the trial")
     for found in bench.pruning[:1]:
         print(
-            f"SPEC_STACK prefilled {found['num_kept_tokens']} of {found['num_prompt_tokens']} tokens of the longest warm-up "
-            f"prompt ({found['specprefill_reason']})"
+            f"SPEC_STACK prefilled {found['num_kept_tokens']} of {found['num_prompt_tokens']} tokens of the longest "
+            f"warm-up prompt ({found['specprefill_reason']})"
         )
     report = {
         "experiment": "bench_serving",
