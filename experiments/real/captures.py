@@ -29,6 +29,7 @@ from spec_stack.hf.architectures import text_config
 from spec_stack.hf.attention import install
 from spec_stack.hf.loading import end_token_ids, load_tokenizer
 from spec_stack.hf.model import CachedModel
+from spec_stack.hf.prepack import can_prepack, prepack
 from spec_stack.prefill.attention import CapturedAttention
 from spec_stack.prefill.rule import Evidence
 from spec_stack.tokenizers.pieces import Pieces
@@ -76,6 +77,8 @@ class Draft:
         self.model: Any = AutoModelForCausalLM.from_pretrained(draft, dtype=torch.bfloat16, attn_implementation="sdpa")
         self.model.eval()
         install(self.model)
+        if can_prepack(self.model.device, torch.bfloat16):
+            prepack(self.model)
         num_target = json.loads((target / "config.json").read_text(encoding="utf-8"))["vocab_size"]
         self._num_target = int(num_target)
         vocabulary = compare(self.tokenizer, own, self._num_target, text_config(self.model.config).vocab_size)

@@ -22,6 +22,7 @@ from spec_stack import SpecStackGenerator
 from spec_stack.cli.arguments import build_parser
 from spec_stack.controller.registry import POLICIES
 from spec_stack.hf.architectures import SUPPORTED
+from spec_stack.prefill.registry import SCORERS
 from spec_stack.sglang.server_args import ServerConfig
 from tests.support.pages import PAGES, ROOT, Block, blocks, name_of, python_blocks
 from tests.support.tiny_architectures import CONFIGS
@@ -32,13 +33,13 @@ _RUN = [page for page in PAGES if any(block.is_run for block in python_blocks(pa
 _PATH = re.compile(r"(?<![\w./-])(?:experiments|tests|spec_stack|examples|docs)/[\w./-]*\w")
 _MODULE = re.compile(r"-m ((?:experiments|tests)[\w.]*\w)")
 # Files that a reader makes by following a page.
-_MADE = {"spec_stack/controller/patience.py"}
+_MADE = {"spec_stack/controller/patience.py", "spec_stack/prefill/rules/rare_words.py"}
 
 
 @pytest.fixture
 def tables() -> Iterator[None]:
     """The tables that a page may enter something into, put back afterwards."""
-    saved = [(table, dict(table)) for table in (SUPPORTED, CONFIGS, POLICIES)]
+    saved = [(table, dict(table)) for table in (SUPPORTED, CONFIGS, POLICIES, SCORERS)]
     yield
     for table, entries in saved:
         table.clear()

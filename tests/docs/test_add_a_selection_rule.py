@@ -1,0 +1,40 @@
+"""The page "Add a selection rule", followed into a copy of the package; `test_code_blocks` runs it live."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from spec_stack.prefill.rule import Evidence
+from tests.docs.test_add_a_policy import _python
+from tests.support.pages import ROOT, blocks
+
+PAGE = ROOT / "docs" / "add-a-selection-rule.md"
+
+
+@pytest.mark.slow
+def test_a_rule_put_into_the_package_has_a_name_in_python_and_on_the_command_line(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "spec_stack", tmp_path / "spec_stack", ignore=shutil.ignore_patterns("__pycache__"))
+    rule = next(block for block in blocks(PAGE) if block.language == "python")
+    (entry,) = [block for block in blocks(PAGE) if block.title]
+    assert entry.title == "spec_stack/prefill/registry.py: in SCORERS"
+    (tmp_path / "spec_stack" / "prefill" / "rules" / "rare_words.py").write_text(rule.code, encoding="utf-8")
+    registry = tmp_path / "spec_stack" / "prefill" / "registry.py"
+    before, opening, after = registry.read_text(encoding="utf-8").partition("    KNOWN_SCORERS,\n    {\n")
+    assert opening
+    registry.write_text(f"{before}{opening}{entry.code}\n{after}", encoding="utf-8")
+    made = "from spec_stack.prefill.registry import make_rule; print(type(make_rule('rare_words')).__name__)"
+    assert _python(tmp_path, tmp_path, "-c", made) == "RareWords\n"
+    text = "".join(f"def step_{number}(value):\n    return value + {number}\n" for number in range(40))
+    asked = ("--scorer", "rare_words", "--keep-rate", "0.3", "--specprefill", "on", "--max-tokens", "4", "--json")
+    answer = _python(tmp_path, tmp_path, "-m", "spec_stack", "generate", *asked, text + "# What does step_17 add?\n")
+    assert '"specprefill": true' in answer
+
+
+def test_the_page_names_everything_that_a_rule_is_shown() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    for name in Evidence.__dataclass_fields__:
+        # Importance is for whoever has computed it already; rules ask for it by its method.
+        assert f"`evidence.{name}`" in text or name == "importance", name
