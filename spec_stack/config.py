@@ -66,9 +66,11 @@ def _require_int(name: str, value: object, least: int, most: float = math.inf, h
 
 
 def plain_number(value: object) -> object:
-    """Numbers of other libraries (numpy's, say) as Python's own; everything else as it is."""
+    """Numbers of other libraries (numpy's, or torch's without a dimension) as Python's own; all else as it is."""
     if type(value) in (bool, int, float):
         return value
+    if getattr(value, "ndim", None) == 0 and callable(getattr(value, "item", None)):
+        return value.item()  # type: ignore[attr-defined]
     if isinstance(value, Integral):
         return int(value)
     return float(value) if isinstance(value, Real) else value

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from spec_stack import DecodeConfig, PrefillConfig, SamplingParams, Selection
@@ -83,3 +84,10 @@ def test_an_unknown_policy_is_refused_where_it_is_configured() -> None:
         with pytest.raises(ValueError, match="unknown policy"):
             DecodeConfig(policy=wrong)
     assert DecodeConfig(policy="fixed").policy == "fixed"
+
+
+def test_numbers_of_other_libraries_are_taken() -> None:
+    torch = pytest.importorskip("torch")
+    for four in (torch.tensor(4), np.int64(4), np.array(4)):
+        assert SamplingParams(max_tokens=four).max_tokens == 4
+    assert SamplingParams(temperature=torch.tensor(0.5)).temperature == 0.5

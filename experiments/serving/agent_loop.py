@@ -132,9 +132,11 @@ def converse(client: OpenAI, streams: bool, first_choice: str) -> Outcome:
             called, choice = True, "auto"
             for call in message["tool_calls"]:
                 outcome.num_calls += 1
+                print(f"  {question} -> {call['function']}", flush=True)
                 messages.append({"role": "tool", "tool_call_id": call["id"], "content": json.dumps(_result(call))})
         outcome.num_turns += called
         outcome.answers.append(content)
+        print(f"  {question} -> {content!r}", flush=True)
     outcome.wall_s, outcome.cpu_s = round(monotonic() - wall_s, 1), round(process_time() - cpu_s, 1)
     return outcome
 

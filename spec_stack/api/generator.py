@@ -271,6 +271,7 @@ class SpecStackGenerator(Answering):
         if attention_mask is not None:
             several = [one | {"attention_mask": mask} for one, mask in zip(several, attention_mask, strict=True)]
         with self.session() as session:
+            session.tells_of_beginnings = False
             return [session.generate(**one, **options) for one in several]
 
     def _plan(self, call: Call) -> Request:

@@ -16,6 +16,7 @@ from spec_stack.engine.conversation import Conversation
 from spec_stack.engine.conversation_file import SavedSession
 from spec_stack.engine.engine import Engine
 from spec_stack.engine.request import Request
+from spec_stack.engine.warning import OnceEach
 from spec_stack.hf.prompt import PromptSource, encode_prompt, num_shared
 from spec_stack.prefill.recall import dropped_positions
 from spec_stack.types import GenerationResult, StepOutput
@@ -74,6 +75,8 @@ class Session(Answering):
         self._engine = engine
         self._held: Conversation | None = Conversation(engine.pair, engine.config.prefill.prefill_chunk)
         self._answering = threading.Lock()
+        self._warnings = OnceEach()
+        self.tells_of_beginnings = True
 
     @property
     def num_cached_tokens(self) -> int:
@@ -177,9 +180,26 @@ class Session(Answering):
     def _plan(self, call: Call) -> Request:
         held = self._conversation
         request = self._engine.plan(call.source, call.params, call.options, held.token_ids, held.encoded)
+        self._say_that_it_begins_anew(call, request)
         if request.num_cached and self._room(request) < 0:
             request = self._engine.plan(call.source, call.params, call.options, (), held.encoded)
         return request
+
+    def _say_that_it_begins_anew(self, call: Call, request: Request) -> None:
+        """Warn who gives the new message alone: without the turns before it, it is another conversation."""
+        messages, held = call.source.messages, self._conversation.token_ids
+        if (
+            not (held and self.tells_of_beginnings)
+            or messages is None
+            or any(message["role"] == "assistant" for message in messages)
+        ):
+            return
+        if 2 * request.num_cached < len(request.prompt_ids):
+            self._warnings.warn(
+                "anew",
+                f"this call shares {request.num_cached} of its {len(request.prompt_ids)} tokens with the conversation, "
+                "which begins anew with it: a session is given all messages every time, with its answers among them",
+            )
 
     def _room(self, request: Request) -> float:
         """Tokens that may be restored before the target's cache is over its bound."""

@@ -43,7 +43,6 @@ ALIASES = {
     "eos_token_id": "stop_token_ids",
     "sequence_bias": "logit_bias",
     "logits_processors": "logits_processor",
-    "generation_config": "sampling",
     "guided_json": "response_format",
     "guided_regex": "response_format",
     "guided_grammar": "response_format",
@@ -61,7 +60,7 @@ _AS_IT_STANDS = "a prompt is taken as it stands; put the token into input_ids"
 _LOADED = "load both models with it by transformers, and hand them to SpecStackGenerator(target, draft, tokenizer)"
 WAYS = {
     "stopping_criteria": _IN_GENERATE,
-    "generation_config": _IN_GENERATE,
+    "generation_config": f'sampling="model" applies the checkpoint\'s own; {_IN_GENERATE}',
     "assistant_model": "the draft is given where the generator is made",
     "tokenizer": "the generator has one; another goes to SpecStackGenerator(target, draft, tokenizer)",
     "assistant_tokenizer": "the tokenizers are compared when the pair loads; draft_tokenizer= names another",

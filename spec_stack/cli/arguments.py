@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import select
 import stat
 import sys
 import tempfile
@@ -34,6 +35,7 @@ from spec_stack.serve.config import ServeConfig
 from spec_stack.settings.options import meaning
 
 DEMO_TOKENS = 8200
+_SILENT_S = 1.0
 # Options of `serve`, and what they are read as.
 SERVED: dict[str, Callable[[str], Any]] = {
     "host": str,
@@ -294,14 +296,26 @@ def read_prompt(arguments: argparse.Namespace) -> str:
     elif str(arguments.file) == "-" or arguments.prompt in (None, "-") or _is_piped():
         if sys.stdin is None or sys.stdin.isatty():
             raise ValueError("no prompt: give one as an argument, with --file, or on standard input")
-        parts.append(sys.stdin.read())
+        parts.append(_standard_input())
     if arguments.prompt not in (None, "-"):
         parts.append(str(arguments.prompt))
     return "\n\n".join(part for part in parts if part)
 
 
+def _standard_input() -> str:
+    """All that comes; somebody who has left a pipe open without knowing it is told what is waited for."""
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+        if stat.S_ISFIFO(mode) and not select.select([sys.stdin], [], [], _SILENT_S)[0]:
+            sys.stderr.write("spec-stack: waiting for standard input to end (</dev/null where there is none)\n")
+    except (OSError, ValueError):
+        # One that is no file has all its text already.
+        pass
+    return sys.stdin.read()
+
+
 def _is_piped() -> bool:
-    """Whether somebody has sent something to standard input; an open but silent one is not waited for."""
+    """Whether somebody has sent something to standard input, or means to."""
     if sys.stdin is None:
         return False
     try:

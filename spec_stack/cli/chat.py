@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import select
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -12,8 +14,28 @@ if TYPE_CHECKING:
     from spec_stack.api.session import Session
     from spec_stack.types import Metrics
 
-HELP = "/file PATH adds a document to the next message, /reset begins anew, /help, /quit; Ctrl-C stops an answer"
+HELP = (
+    "/file PATH adds a document to the next message, /undo takes the last turn back, /stats, /save PATH, /load PATH, "
+    "/reset begins anew, /help, /quit; what is pasted is one message; Ctrl-C stops an answer"
+)
 _DIM, _PLAIN = "\033[2m", "\033[0m"
+# How soon the next line of a paste is there.
+_PASTE_S = 0.05
+
+
+def read_block(prompt: str, source: TextIO | None = None) -> str:
+    """Return the next line from a terminal, or all the lines that were pasted at once; elsewhere one line.
+
+    Raises EOFError where the input has ended, as `input` does.
+    """
+    source = source or sys.stdin
+    lines = [input(prompt)]
+    while source.isatty() and select.select([source], [], [], _PASTE_S)[0]:
+        try:
+            lines.append(input())
+        except EOFError:
+            break
+    return "\n".join(lines)
 
 
 def read_document(path: Path) -> str:
@@ -59,6 +81,8 @@ class Chat:
         Where answers go.
     settle : callable, optional
         Called when a turn has ended, or was ended.
+    load_session : callable, optional
+        Reads a session from a file, for /load.
     """
 
     def __init__(
@@ -67,10 +91,12 @@ class Chat:
         options: dict[str, Any],
         system: str | None = None,
         documents: Sequence[str] = (),
-        read: Callable[[str], str] = input,
+        read: Callable[[str], str] = read_block,
         out: TextIO | None = None,
         settle: Callable[[], object] | None = None,
+        load_session: Callable[[Path], Session] | None = None,
     ) -> None:
+        self._load_session = load_session
         self._settle = settle or (lambda: None)
         self._open_session, self._options, self._read, self._out = open_session, options, read, out or sys.stdout
         self._head = [] if system is None else [{"role": "system", "content": system}]
@@ -78,6 +104,7 @@ class Chat:
 
     def _begin(self, documents: Sequence[str]) -> None:
         self.session = self._open_session()
+        self._costs: list[Metrics] = []
         self.messages: list[dict[str, str]] = list(self._head)
         self._documents = list(documents)
 
@@ -94,23 +121,73 @@ class Chat:
                 continue
             if line == "/quit":
                 return
-            if line.startswith("/"):
+            if line.startswith("/") and "\n" not in line:
                 self._command(line)
             elif line:
                 self._answer(line)
 
     def _command(self, line: str) -> None:
         name, _, rest = line.partition(" ")
-        if name == "/reset":
-            self.session.close()
-            self._begin(())
-        elif name == "/file" and rest:
-            try:
-                self._documents.append(read_document(Path(rest.strip())))
-            except ValueError as error:
-                self._say(str(error), dim=True)
-        else:
-            self._say(HELP, dim=True)
+        command = {
+            "/reset": self._reset,
+            "/undo": self._undo,
+            "/stats": self._stats,
+        }.get(name)
+        with_path = {"/file": self._add_document, "/save": self._save, "/load": self._load}.get(name)
+        try:
+            if command is not None:
+                command()
+            elif with_path is not None and rest.strip():
+                with_path(Path(rest.strip()).expanduser())
+            else:
+                self._say(HELP, dim=True)
+        except (ValueError, OSError) as error:
+            self._say(str(error), dim=True)
+
+    def _reset(self) -> None:
+        self.session.close()
+        self._begin(())
+
+    def _add_document(self, path: Path) -> None:
+        self._documents.append(read_document(path))
+
+    def _undo(self) -> None:
+        """Take the last turn back; the session goes back by itself when it is asked again."""
+        if len(self.messages) <= len(self._head):
+            raise ValueError("there is no turn to take back")
+        self.messages = self.messages[:-2]
+        self._say(f"taken back; {self._num_turns} turns are left", dim=True)
+
+    @property
+    def _num_turns(self) -> int:
+        return sum(message["role"] == "user" for message in self.messages)
+
+    def _stats(self) -> None:
+        """What the answers since the beginning have cost, and what the session holds."""
+        costs, session = self._costs, self.session
+        self._say(
+            f"{self._num_turns} turns · {sum(cost.num_new_tokens for cost in costs)} tokens prefilled or scored, "
+            f"{sum(cost.num_cached_tokens for cost in costs)} taken from the cache, "
+            f"{sum(cost.num_tokens for cost in costs)} generated in {sum(cost.total_s for cost in costs):.1f} s · "
+            f"the target holds {session.num_cached_tokens}, {session.num_dropped_tokens} are dropped",
+            dim=True,
+        )
+
+    def _save(self, path: Path) -> None:
+        """The session in one file, and what was said in another beside it."""
+        self.session.save(path)
+        said = _messages_of(path)
+        said.write_text(json.dumps({"messages": self.messages, "documents": self._documents}), encoding="utf-8")
+        self._say(f"saved to {path} and {said}", dim=True)
+
+    def _load(self, path: Path) -> None:
+        if self._load_session is None:
+            raise ValueError("sessions cannot be loaded here")
+        messages, documents = _read_messages(_messages_of(path))
+        session = self._load_session(path)
+        self.session.close()
+        self.session, self.messages, self._documents, self._costs = session, messages, documents, []
+        self._say(f"loaded; {self._num_turns} turns", dim=True)
 
     def _answer(self, line: str) -> None:
         """One turn; what an interrupted one has said stays in the history, a refused one leaves none."""
@@ -136,9 +213,31 @@ class Chat:
         self._documents = []
         self.messages = [*asked, {"role": "assistant", "content": text}]
         if metrics is not None:
+            self._costs.append(metrics)
             self._say(status_line(metrics), dim=True)
 
     def _say(self, text: str, dim: bool = False) -> None:
         if dim and self._out.isatty():
             text = f"{_DIM}{text}{_PLAIN}"
         print(text, file=self._out, flush=True)
+
+
+def _messages_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.messages.json")
+
+
+def _read_messages(path: Path) -> tuple[list[dict[str, str]], list[str]]:
+    """What /save wrote. Raises ValueError where it is something else."""
+    try:
+        values = json.loads(read_document(path))
+        messages, documents = list(values["messages"]), list(values["documents"])
+        fits = all(set(message) == {"role", "content"} and all(map(_is_text, message.values())) for message in messages)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"cannot read {path}: {error}") from error
+    if not fits or not all(map(_is_text, documents)):
+        raise ValueError(f"cannot read {path}: its messages are not those of a chat")
+    return messages, documents
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)

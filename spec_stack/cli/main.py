@@ -161,7 +161,10 @@ def _chat(arguments: argparse.Namespace) -> int:
     generator = _load(arguments, SpecStackConfig(prefill=prefill_of(arguments), session=session))
     line = _progress_line()
     options = answer_options(arguments) | {"on_progress": line}
-    Chat(generator.session, options, arguments.system, documents, settle=None if line is None else line.clear).run()
+    settle = None if line is None else line.clear
+    Chat(
+        generator.session, options, arguments.system, documents, settle=settle, load_session=generator.load_session
+    ).run()
     return 0
 
 
@@ -264,7 +267,9 @@ def _explain(arguments: argparse.Namespace) -> int:
             compare=arguments.compare,
         )
     size = write_page(explanation, arguments.out)
-    print(f"{arguments.out}: {size / 1000:.0f} kB, {len(explanation.runs)} runs; open it in a browser")
+    num_runs, num_turns = len(explanation.runs), sum(len(run.turns) for run in explanation.runs)
+    counted = f"{num_turns} turn{'s' * (num_turns != 1)} in {num_runs} run{'s' * (num_runs != 1)}"
+    print(f"{arguments.out}: {size / 1000:.0f} kB, {counted}; open it in a browser")
     return 0
 
 

@@ -684,3 +684,15 @@ def test_a_draft_that_reads_a_conversation_turn_by_turn_with_a_window_holds_what
 def test_early_exit_in_a_session_is_refused_and_says_what_to_change() -> None:
     with pytest.raises(ValueError, match="scoring_layers=None"):
         make_generator(replace(SPARSE, scoring_layers=1)).session()
+
+
+def test_who_gives_only_the_new_message_is_told_once_that_it_begins_anew(embedded: SpecStackGenerator) -> None:
+    def ask(content: str) -> list[dict[str, str]]:
+        return [{"role": "user", "content": content}]
+
+    with embedded.session() as session:
+        session.generate(messages=ask("Give three tips."), max_tokens=2)
+        session.generate(messages=ask("Give three tips."), max_tokens=2)
+        with pytest.warns(UserWarning, match="begins anew"):
+            session.generate(messages=ask("Why is the sky blue, and the sea?"), max_tokens=2)
+        session.generate(messages=ask("Who said so, and when was it said?"), max_tokens=2)

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import io
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -113,3 +116,44 @@ def test_a_prompt_goes_behind_what_is_piped_in(
         said = capsys.readouterr()
         assert ("48213" in said.out) or more
         assert "TTFT" in said.err
+
+
+def test_a_turn_is_taken_back_and_a_chat_is_saved_and_goes_on_elsewhere(
+    embedded: SpecStackGenerator, tmp_path: Path
+) -> None:
+    path = tmp_path / "chat"
+    lines = ["/undo", "Hi.", "Give three tips.", "/undo", "/stats", f"/save {path}", f"/save {tmp_path / 'no' / 'x'}"]
+    chat, said = talk(embedded, lines)
+    assert "no turn to take back" in said
+    assert "taken back; 1 turns are left" in said
+    assert "1 turns · " in said
+    assert "cannot write" in said
+    again, said = talk(
+        embedded, ["/load nowhere", f"/load {path}", "Why?"], load_session=embedded.load_session, system="Unused."
+    )
+    assert "cannot read nowhere.messages.json" in said
+    assert again.messages[:2] == chat.messages
+    assert again.messages[2] == {"role": "user", "content": "Why?"}
+    assert " 0 cached" not in said.splitlines()[-1]
+    path.with_name("chat.messages.json").write_text('{"messages": [{"role": "user"}], "documents": []}')
+    assert "not those of a chat" in talk(embedded, [f"/load {path}"], load_session=embedded.load_session)[1]
+
+
+def test_what_is_pasted_into_a_terminal_is_one_message() -> None:
+    code = (
+        "from spec_stack.cli.chat import read_block\nprint(repr(read_block('> ')), repr(read_block('> ')), flush=True)"
+    )
+    ours, theirs = os.openpty()
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=theirs, stdout=theirs, close_fds=True)
+    os.close(theirs)
+    read = b""
+    for sent, awaited in ((b"def f():\n    return 1\n\nWhy?\n", b"> "), (b"Thanks.\n", b"> ")):
+        while read.count(b"> ") < (1 if sent.startswith(b"def") else 2):
+            read += os.read(ours, 1000)
+        assert awaited in read
+        os.write(ours, sent)
+    while b"Thanks.'" not in read:
+        read += os.read(ours, 1000)
+    assert b"'def f():\\n    return 1\\n\\nWhy?' 'Thanks.'" in read
+    assert process.wait(60) == 0
+    os.close(ours)
