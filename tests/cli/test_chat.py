@@ -144,7 +144,7 @@ def test_what_is_pasted_into_a_terminal_is_one_message() -> None:
         "from spec_stack.cli.chat import read_block\nprint(repr(read_block('> ')), repr(read_block('> ')), flush=True)"
     )
     ours, theirs = os.openpty()
-    process = subprocess.Popen([sys.executable, "-c", code], stdin=theirs, stdout=theirs, close_fds=True)
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=theirs, stdout=theirs, stderr=theirs)
     os.close(theirs)
     read = b""
     for sent, awaited in ((b"def f():\n    return 1\n\nWhy?\n", b"> "), (b"Thanks.\n", b"> ")):
