@@ -87,6 +87,7 @@ def similar(model: PreTrainedModel) -> PreTrainedModel:
     return twin
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("processors", PROCESSORS)
 def test_greedy_tokens_are_those_of_transformers_with_the_same_processors(
@@ -122,6 +123,7 @@ def test_the_embedded_pairs_tokens_are_those_of_transformers_on_twenty_prompts(
         assert embedded.generate(input_ids=prompt, ignore_eos=True, **options).token_ids == expected
 
 
+@pytest.mark.slow
 def test_the_options_are_those_of_transformers(target: PreTrainedModel) -> None:
     generator, plain = SpecStackGenerator(target, similar(target)), make_model(seed=1)
     for ours, theirs in (
