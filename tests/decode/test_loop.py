@@ -97,7 +97,9 @@ def test_after_sparse_prefill_the_tokens_are_those_of_the_pruned_prompt(
     draft: str, draft_context: str, look_ahead: int, target: PreTrainedModel
 ) -> None:
     prompt = random_prompt(120)
-    prefill = PrefillConfig(keep_rate=0.3, look_ahead=look_ahead, chunk_size=8, draft_context=draft_context)
+    prefill = PrefillConfig(
+        keep_rate=0.3, look_ahead=look_ahead, chunk_size=8, skipped_layers=0, draft_context=draft_context
+    )
     generator = SpecStackGenerator(target, DRAFTS[draft](target), config=SpecStackConfig(prefill))
     outputs = list(generator.stream(input_ids=prompt, max_tokens=30, specprefill=True, policy=RandomGamma(0)))
     tokens = [token for output in outputs for token in output.token_ids]
