@@ -13,13 +13,17 @@ from statistics import median
 from time import perf_counter
 
 from spec_stack.api.generator import SpecStackGenerator
+from spec_stack.config import MAX_LOOK_AHEAD
 from spec_stack.hf.architectures import text_config
 from spec_stack.hf.prompt import PromptSource, encode_prompt
 
 Timer = Callable[[], float]
-LENGTHS = (512, 2048)
-_SLOW_S = 10.0
-"""Seconds of the shorter prompt from which the longer one is halved."""
+LENGTH = 512
+"""Of the shorter prompt."""
+_LONGEST = 8192
+# Seconds of the shorter prompt from which the longer one is twice as long, not four times; and those up to which the
+# longer one may grow on, since what is foretold is the better for it.
+_SLOW_S, _QUICK_S = 10.0, 4.0
 _TOLD = (2048, 8192, 32768)
 _REPEATS = 2
 _STEPS = 7
@@ -83,7 +87,7 @@ class Measured:
     num_proposed, num_accepted : int
         Drafted tokens of all prompts together.
     max_positions : int
-        Of the target.
+        That both models have.
     weight_bytes, cache_bytes : int
         Of both models: their weights, and their caches per token.
     """
@@ -156,20 +160,23 @@ def measure(generator: SpecStackGenerator, minutes: float = 10.0, timer: Timer =
         Gives seconds; processor seconds where others use the machine.
     """
     until = perf_counter() + 40 * minutes
-    prompt = long_prompt(generator, LENGTHS[1])
+    most = min(generator.pair.max_positions) - MAX_LOOK_AHEAD
+    prompt = long_prompt(generator, min(most, _LONGEST))
     dense: dict[int, list[float]] = {}
     sparse: dict[int, list[float]] = {}
     draft: dict[int, list[float]] = {}
     ttft(generator, prompt[:64], False, timer)
-    lengths = list(LENGTHS)
-    for index in range(len(lengths)):
+
+    def run(length: int) -> None:
         for _ in range(_REPEATS):
-            ids = prompt[: lengths[index]]
-            dense.setdefault(len(ids), []).append(ttft(generator, ids, False, timer))
-            sparse.setdefault(len(ids), []).append(ttft(generator, ids, True, timer))
-            draft.setdefault(len(ids), []).append(_draft_pass(generator, ids, timer))
-        if index == 0 and median(dense[lengths[0]]) > _SLOW_S:
-            lengths[1] //= 2
+            ids = prompt[:length]
+            dense.setdefault(length, []).append(ttft(generator, ids, False, timer))
+            sparse.setdefault(length, []).append(ttft(generator, ids, True, timer))
+            draft.setdefault(length, []).append(_draft_pass(generator, ids, timer))
+
+    run(LENGTH)
+    longer = _longer(LENGTH, median(dense[LENGTH]), len(prompt))
+    run(longer)
     pair = generator.pair
     step_s, block_s = (_step(generator, pair.target, num_tokens, timer) for num_tokens in (1, 5))
     runs = _Answers(generator, timer)
@@ -179,7 +186,7 @@ def measure(generator: SpecStackGenerator, minutes: float = 10.0, timer: Timer =
         dense,
         sparse,
         draft,
-        generator.config.prefill.rate_for(lengths[1]),
+        generator.config.prefill.rate_for(longer),
         step_s,
         block_s,
         _step(generator, pair.draft, 1, timer),
@@ -187,10 +194,18 @@ def measure(generator: SpecStackGenerator, minutes: float = 10.0, timer: Timer =
         runs.drafted,
         runs.num_proposed,
         runs.num_accepted,
-        pair.max_positions[0],
+        min(pair.max_positions),
         pair.target_weight_bytes + pair.draft_weight_bytes,
         sum(_cache_bytes(model) for model in (pair.target, pair.draft)),
     )
+
+
+def _longer(length: int, seconds: float, most: int) -> int:
+    """The longer prompt's length, where the shorter one took so many seconds."""
+    longer = length * (2 if seconds > _SLOW_S else 4)
+    while 2 * longer <= _LONGEST and seconds * 2 * longer / length <= _QUICK_S:
+        longer *= 2
+    return min(longer, most)
 
 
 def long_prompt(generator: SpecStackGenerator, num_tokens: int) -> list[int]:

@@ -87,14 +87,22 @@ def test_the_report_says_what_bounds_decoding() -> None:
 
 
 def test_a_pair_is_run_in_a_moment(embedded: SpecStackGenerator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "LENGTHS", (160, 320))
+    monkeypatch.setattr(measuring, "LENGTH", 160)
     monkeypatch.setattr(measuring, "_ANSWER_TOKENS", 6)
     ticks = count()
     measured = measure(embedded, minutes=1e-6, timer=lambda: float(next(ticks)))
-    assert sorted(measured.dense) == sorted(measured.sparse) == sorted(measured.draft) == [160, 320]
+    assert sorted(measured.dense) == sorted(measured.sparse) == sorted(measured.draft) == [160, 640]
     assert list(measured.plain) == list(measured.drafted) == ["code"]
     assert measured.num_proposed >= measured.num_accepted
     assert lines(measured)[-1].startswith(("worth it", "not worth it"))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "most", "longer"),
+    [(12.0, 32000, 1024), (5.0, 32000, 2048), (0.6, 32000, 2048), (0.1, 32000, 8192), (0.1, 4000, 4000)],
+)
+def test_the_longer_prompt_is_as_long_as_time_and_positions_allow(seconds: float, most: int, longer: int) -> None:
+    assert measuring._longer(512, seconds, most) == longer
 
 
 def test_a_draft_that_is_larger_than_its_target_is_no_pair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
