@@ -1,10 +1,11 @@
 """Tokens per second of decoding, by length of the context: plain, speculation, sparse prefill, and both.
 
 Speculation over a long context pays for a draft that attends to all of it; with sparse prefill both models decode over
-the kept slots. The draft proposes alone: look-ups, which read no draft, would hide what its context costs. The four
-ways run on the same documents (standard-library modules, continued), interleaved, the one that goes first changing from
-prompt to prompt. A speed is tokens over seconds of the steps behind the first; a step in which the draft catches up
-with a densely prefilled prompt is left out of it and told beside it (draft_reads_s).
+the kept slots, and in the lossless mode the draft alone decodes over chosen ones. The draft proposes alone: look-ups,
+which read no draft, would hide what its context costs. The ways run on the same documents (standard-library modules,
+continued), interleaved, the one that goes first changing from prompt to prompt. A speed is tokens over seconds of the
+steps behind the first; a step in which the draft catches up with a densely prefilled prompt is left out of it and told
+beside it (draft_reads_s).
 
 --random SHAPE measures seconds of steps instead, with random weights at a real pair's sizes and caches filled with
 random keys, up to 128K tokens: no prompt is prefilled and nothing can be said of acceptance, so tokens/s are computed
@@ -41,7 +42,8 @@ from spec_stack.hf.cache import crop, new_cache
 
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {"specprefill": False, "gamma": 0},
-    "speculation": {"specprefill": False},
+    "speculation": {"prune": "none"},
+    "lossless": {"prune": "draft"},
     "sparse": {"specprefill": True, "gamma": 0},
     "both": {"specprefill": True},
 }
@@ -143,7 +145,8 @@ def measure_random(
     table: dict[str, Any] = {}
     for length in tqdm(lengths, leave=False):
         row: dict[str, Any] = {}
-        for name, cached in (("full", length), ("kept", round(keep_rate * length))):
+        slots = min(length, PrefillConfig.draft_slots)
+        for name, cached in (("full", length), ("kept", round(keep_rate * length)), ("chosen", slots)):
             row[name] = {
                 "target_1_s": target.seconds(cached, 1, 5),
                 "target_block_s": target.seconds(cached, gamma + 1, 5),
@@ -156,6 +159,7 @@ def measure_random(
         row["tokens_per_s"] = {
             "plain": 1 / row["full"]["target_1_s"],
             "speculation": speculative(row["full"]),
+            "lossless": speculative({**row["full"], "draft_1_s": row["chosen"]["draft_1_s"]}),
             "sparse": 1 / row["kept"]["target_1_s"],
             "both": speculative(row["kept"]),
         }
@@ -173,14 +177,15 @@ def measure_random(
 
 def pair_speeds(table: dict[str, dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
     """Tokens/s by length and way, of what `measure` returns."""
-    return {length: {name: row[name]["tokens_per_s"] for name in WAYS} for length, row in table.items()}
+    return {length: {name: own["tokens_per_s"] for name, own in row.items()} for length, row in table.items()}
 
 
 def format_speeds(speeds: dict[str, dict[str, float]], more: Callable[[str], str] = lambda length: "") -> str:
     """Tokens/s by length and way, with what each is over plain."""
-    lines = [f"{'tokens':>8s}" + "".join(f"{name:>20s}" for name in WAYS)]
+    names = list(next(iter(speeds.values())))
+    lines = [f"{'tokens':>8s}" + "".join(f"{name:>20s}" for name in names)]
     for length, row in speeds.items():
-        cells = "".join(f"{row[name]:>12.1f} ({row[name] / row['plain']:4.2f}x)" for name in WAYS)
+        cells = "".join(f"{row[name]:>12.1f} ({row[name] / row['plain']:4.2f}x)" for name in names)
         lines.append(f"{length:>8s}{cells}{more(length)}")
     return "\n".join(lines)
 
@@ -192,11 +197,17 @@ def plot(panels: dict[str, dict[str, dict[str, float]]], to: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    colours = {"plain": "#9aa5a3", "speculation": "#c62828", "sparse": "#1565c0", "both": "#00796b"}
+    colours = {
+        "plain": "#9aa5a3",
+        "speculation": "#c62828",
+        "lossless": "#ef6c00",
+        "sparse": "#1565c0",
+        "both": "#00796b",
+    }
     figure, axes = plt.subplots(1, len(panels), figsize=(5.6 * len(panels), 3.8), layout="constrained", squeeze=False)
     for axis, (title, speeds) in zip(axes[0], panels.items(), strict=True):
         lengths = [int(length) for length in speeds]
-        for name in WAYS:
+        for name in speeds[str(lengths[0])]:
             values = [speeds[str(length)][name] for length in lengths]
             axis.plot(lengths, values, "o-", color=colours[name], label=name, lw=2)
         axis.set_xscale("log", base=2)
