@@ -174,8 +174,9 @@ def main() -> None:
             "accepted_per_step_all": sum(outcome.tokens.values()) / steps - 1,
             "own_us_per_step": 1e6 * outcome.own_s / steps,
         }
-        print(f"{name}: {ratios['mean']:.2f}x in the mean of tasks, {ratios['all']:.2f}x over all; accepted a step "
-              f"{result[name]['accepted_per_step_all']:.2f}; {result[name]['own_us_per_step']:.0f} us a step of its own")  # fmt: skip
+        of_all, own_us = result[name]["accepted_per_step_all"], result[name]["own_us_per_step"]
+        print(f"{name}: {ratios['mean']:.2f}x in the mean of tasks, {ratios['all']:.2f}x over all")
+        print(f"  accepted a step {of_all:.2f}; {own_us:.0f} us a step of its own")
         print("  " + "  ".join(f"{task} {ratios[task]:.2f}x ({accepted[task]:.2f})" for task in accepted))
     line = {
         "experiment": "lookup_texts",
