@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from spec_stack.api.streaming import Streamer, awaitable, feed
+from spec_stack.api.streaming import Streamer, awaitable, awaitable_result, feed
 from spec_stack.api.unknown_options import parameters_of, refuses_unknown_options
 from spec_stack.config import Prune, SamplingParams, check_samples
 from spec_stack.controller.base import Policy
@@ -413,6 +413,9 @@ class Answering(ABC):
         """`stream` of a call that was put together before. Raises ValueError as that does."""
         request = self._plan(call)
         return Stream(self._run(request), request.progress)
+
+    agenerate = awaitable_result(generate)
+    """`generate` for code that awaits: `await generator.agenerate(...)`. The answer is made in a thread."""
 
     astream = awaitable(stream)
     """`stream` for code that awaits: `async for output in generator.astream(...)`. The steps are made in a thread."""

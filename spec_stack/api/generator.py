@@ -234,12 +234,13 @@ class SpecStackGenerator(Answering):
         messages: Sequence[Sequence[Message]] | None = None,
         input_ids: Sequence[Sequence[int]] | torch.Tensor | None = None,
         attention_mask: Sequence[Sequence[int]] | torch.Tensor | None = None,
+        share: bool = False,
         **options: Any,
     ) -> list[GenerationResult]:
-        """Answer several prompts, one after the other, as turns of one session.
+        """Answer several prompts, one after the other, each as `generate` does.
 
-        What a prompt has in common with the one before, from the beginning on, is prefilled once; where a long prompt
-        is pruned, it is the rest that is (see `Session`). This is no batch: that is what the server is for.
+        What prompts have in common is prefilled once where a store keeps it (`StoreConfig`), which changes no answer.
+        This is no batch: that is what the server is for.
 
         Parameters
         ----------
@@ -249,6 +250,9 @@ class SpecStackGenerator(Answering):
             In place of them.
         input_ids, attention_mask : sequence or torch.Tensor, optional
             Rows of token ids in their place, and where they are padded.
+        share : bool
+            Answer them as turns of one session: what a prompt has in common with the one before is prefilled once, and
+            pruned for the first that had it. That is sooner, and the answers hang on the order of the prompts.
         **options
             Those of `generate`, the same for all.
 
@@ -270,6 +274,8 @@ class SpecStackGenerator(Answering):
         several = [{name: value} for value in values]
         if attention_mask is not None:
             several = [one | {"attention_mask": mask} for one, mask in zip(several, attention_mask, strict=True)]
+        if not share:
+            return [self.generate(**one, **options) for one in several]
         with self.session() as session:
             session.tells_of_beginnings = False
             return [session.generate(**one, **options) for one in several]

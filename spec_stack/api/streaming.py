@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import wraps
-from typing import ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 
@@ -62,6 +62,19 @@ def awaitable(function: Callable[Parameters, Generator[Item]]) -> Callable[Param
     @wraps(function)
     def begin(*args: Parameters.args, **kwargs: Parameters.kwargs) -> AsyncGenerator[Item]:
         return _in_thread(function(*args, **kwargs))
+
+    return begin
+
+
+def awaitable_result(function: Callable[Parameters, Item]) -> Callable[Parameters, Coroutine[Any, Any, Item]]:
+    """Make of a function one that is awaited: it runs in a thread, while the event loop goes on.
+
+    A call whose await is cancelled runs to its end; `awaitable` streams can be closed.
+    """
+
+    @wraps(function)
+    async def begin(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Item:
+        return await asyncio.to_thread(function, *args, **kwargs)
 
     return begin
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
 from collections.abc import Iterator
 
@@ -10,8 +11,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel, TextIteratorStreamer, TextStreamer
 
-from spec_stack import SpecStackGenerator, StepOutput
-from tests.support.models import random_prompt
+from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator, StepOutput
+from tests.support.models import make_model, random_prompt
 
 PROMPT = "def read_lines(path):\n"
 
@@ -159,6 +160,7 @@ def test_several_prompts_are_answered_in_order_each_as_if_alone(embedded: SpecSt
     results = embedded.generate_all(prompts, max_tokens=12)
     assert [result.token_ids for result in results] == expected
     # The last token in common is tokenized with what follows it.
+    results = embedded.generate_all(prompts, share=True, max_tokens=12)
     assert results[1].metrics.num_cached_tokens == results[0].metrics.num_prompt_tokens - 1
     padded = embedded.tokenizer(prompts, padding=True, padding_side="left", return_tensors="pt")
     assert (padded.attention_mask == 0).any()
@@ -171,3 +173,25 @@ def test_several_prompts_are_answered_in_order_each_as_if_alone(embedded: SpecSt
     for bad in ({}, {"prompts": "one"}, {"prompts": ["a"], "input_ids": [[1]]}):
         with pytest.raises(ValueError, match="exactly one of prompts"):
             embedded.generate_all(**bad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_answer_of_several_prompts_hangs_on_the_others(seed: int) -> None:
+    config = SpecStackConfig(PrefillConfig(keep_rate=0.3, chunk_size=8, min_prompt_tokens=24))
+    generator = SpecStackGenerator(make_model(seed=1), make_model(seed=2), config=config)
+    rng = random.Random(seed)
+    document = random_prompt(90, seed=seed)
+    prompts = [[*document[: rng.randrange(20, 90)], *random_prompt(20, seed=index)] for index in range(25)]
+    expected = [generator.generate(input_ids=prompt, max_tokens=3, gamma=0).token_ids for prompt in prompts]
+    order = rng.sample(range(25), 25)
+    results = generator.generate_all(input_ids=[prompts[index] for index in order], max_tokens=3, gamma=0)
+    assert [result.token_ids for result in results] == [expected[index] for index in order]
+    shared = generator.generate_all(input_ids=prompts[:3], share=True, max_tokens=3)
+    assert shared[0].token_ids == expected[0]
+    assert any(result.metrics.num_cached_tokens for result in shared)
+
+
+def test_an_awaited_call_gives_what_the_call_gives(generator: SpecStackGenerator) -> None:
+    prompt = random_prompt(20)
+    result = asyncio.run(generator.agenerate(input_ids=prompt, max_tokens=5))
+    assert result.token_ids == generator.generate(input_ids=prompt, max_tokens=5).token_ids
