@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Literal
@@ -15,11 +15,12 @@ class Clock:
     """Counts from its creation, without the time that the caller of a stream lets pass between steps.
 
     A phase inside another one is charged to the inner phase alone: the controller's seconds while the draft proposes
-    are no seconds of the draft. Not thread-safe; every request has its own.
+    are no seconds of the draft. Not thread-safe; every request has its own. now: gives the time, in seconds.
     """
 
-    def __init__(self) -> None:
-        self._started = perf_counter()
+    def __init__(self, now: Callable[[], float] = perf_counter) -> None:
+        self._now = now
+        self._started = now()
         self._paused: float | None = None
         self._seconds: defaultdict[Phase, float] = defaultdict(float)
         # Seconds of inner phases, one entry per open phase.
@@ -28,17 +29,17 @@ class Clock:
     @property
     def elapsed_s(self) -> float:
         """Seconds since the request was made, less the pauses."""
-        return perf_counter() - self._started
+        return self._now() - self._started
 
     @contextmanager
     def measure(self, phase: Phase) -> Iterator[None]:
         """Charge the seconds of the block to a phase."""
-        started = perf_counter()
+        started = self._now()
         self._inner.append(0.0)
         try:
             yield
         finally:
-            elapsed = perf_counter() - started
+            elapsed = self._now() - started
             self._seconds[phase] += elapsed - self._inner.pop()
             if self._inner:
                 self._inner[-1] += elapsed
@@ -49,12 +50,12 @@ class Clock:
 
     def pause(self) -> None:
         """Stand still: what follows is the caller's time."""
-        self._paused = perf_counter()
+        self._paused = self._now()
 
     def resume(self) -> None:
         """Go on after a pause; nothing where there was none."""
         if self._paused is not None:
-            self._started += perf_counter() - self._paused
+            self._started += self._now() - self._paused
             self._paused = None
 
     @contextmanager
