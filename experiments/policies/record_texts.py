@@ -124,7 +124,9 @@ def main() -> None:
         if time.perf_counter() - start > 60 * arguments.minutes:
             break
         before = time.process_time()
-        row = record(generator, prompt.encode(generator.tokenizer, arguments.max_prompt_tokens), arguments.tokens, prompt.task)
+        row = record(
+            generator, prompt.encode(generator.tokenizer, arguments.max_prompt_tokens), arguments.tokens, prompt.task
+        )
         with arguments.out.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"key": key, **(row or {"task": prompt.task, "text": []})}) + "\n")
         done.add(key)

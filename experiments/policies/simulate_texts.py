@@ -153,7 +153,9 @@ def compare(texts: Sequence[Text], tune: Sequence[Text], costs: Costs, seeds: in
             gains.setdefault(f"{own} over {rival}", {})[task] = gain(seconds[own], other, where)
     print(f"thresholds tuned on other texts: {thresholds}; best fixed: {fixed}")
     for name, by_task in gains.items():
-        told = "  ".join(f"{task} {100 * g:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]" for task, (g, low, high) in by_task.items())
+        told = "  ".join(
+            f"{task} {100 * g:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]" for task, (g, low, high) in by_task.items()
+        )
         print(f"{name}, %: {told}")
     return {"speeds": speeds, "gains": gains, "steps": counts, "thresholds": thresholds, "best_fixed": fixed}
 
@@ -221,7 +223,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("texts", nargs="+", type=Path, help="files that record_texts.py wrote")
     parser.add_argument("--tune", nargs="*", type=Path, default=[], help="texts to tune the threshold on")
-    parser.add_argument("--ratios", nargs="+", type=float, default=[0.1, 0.25, 0.45], help="draft token over plain step")
+    parser.add_argument(
+        "--ratios", nargs="+", type=float, default=[0.1, 0.25, 0.45], help="draft token over plain step"
+    )
     parser.add_argument("--verify-ms", default=QWEN_VERIFY_MS, help="a step's, by tokens fed (%(default)s)")
     parser.add_argument("--seeds", type=int, default=4, help="shuffled orders (%(default)s)")
     arguments = parser.parse_args()

@@ -1,8 +1,4 @@
-"""P(every token drafted so far and the next one are accepted), learned online from what the draft itself knows.
-
-One probability serves both decisions of a step: before the first token it says whether to draft at all, after
-each token whether to go on.
-"""
+"""P(every token drafted so far and the next one are accepted), learned online from what the draft itself knows."""
 
 from __future__ import annotations
 
@@ -13,58 +9,27 @@ from typing import Protocol
 from spec_stack.controller.base import DraftSignals, StepRecord
 
 _SMALLEST = 1e-3
+_LEAST_CONFIDENCE = 1e-4
 _HISTORY_WEIGHT = 0.2
 _TYPICAL_ACCEPTANCE = 0.75
 
 
-class History:
-    """How the last steps went. Mutated by `observe`.
-
-    Attributes
-    ----------
-    recent_acceptance : float
-        Moving average of the share of judged tokens that were accepted (those after the first wrong one are not
-        judged).
-    accepted_all, accepted_none : float
-        Of the last step that drafted: 1.0 where every token was accepted, where none was.
-    """
-
-    def __init__(self) -> None:
-        self.recent_acceptance = _TYPICAL_ACCEPTANCE
-        self.accepted_all = 0.5
-        self.accepted_none = 0.0
-
-    def observe(self, record: StepRecord) -> None:
-        """Take in a step. One that drafted nothing makes what is known older, so it fades towards the typical."""
-        if record.num_drafted == 0:
-            self.recent_acceptance += _HISTORY_WEIGHT * (_TYPICAL_ACCEPTANCE - self.recent_acceptance)
-            self.accepted_all += _HISTORY_WEIGHT * (0.5 - self.accepted_all)
-            self.accepted_none *= 0.5
-            return
-        accepted = record.num_drafted_accepted
-        rejected = accepted < record.num_drafted
-        rate = accepted / (accepted + rejected)
-        self.recent_acceptance += _HISTORY_WEIGHT * (rate - self.recent_acceptance)
-        self.accepted_all = float(not rejected)
-        self.accepted_none = float(accepted == 0)
-
-
 class AcceptanceModel(Protocol):
-    """What `throughput` asks: `begin` once per step, then `extend` once per drafted token, in order."""
+    """What `throughput` asks: `begin` once per step, then `extend` after drafted tokens, in order."""
 
-    def begin(self, history: History) -> float:
-        """P(the first token is accepted), before anything is drafted."""
+    def begin(self) -> None:
+        """A step begins."""
         ...
 
-    def extend(self, signals: DraftSignals) -> float:
-        """P(all tokens drafted so far and the next one are accepted).
+    def extend(self, signals: DraftSignals) -> tuple[float, float]:
+        """P(all tokens drafted so far are accepted), and P(all these and the next one are).
 
-        signals: of the tokens drafted since `begin`. One call may bring more tokens than one.
+        signals: of the tokens drafted since `begin`. A call may bring more tokens than one, or none that is new.
         """
         ...
 
-    def learn(self, record: StepRecord, history: History) -> None:
-        """Told how a step went, with the history it was decided on. May do nothing."""
+    def learn(self, record: StepRecord) -> None:
+        """Told how a step went. May do nothing."""
         ...
 
 
@@ -107,15 +72,11 @@ class OnlineLogistic:
         self._trust = trust
         self._forgetting = forgetting
 
-    def logit(self, features: Sequence[float], optimism: float = 0.0) -> float:
-        """The mean logit, raised by `optimism` standard errors."""
+    def logit(self, features: Sequence[float]) -> float:
+        """The mean logit."""
         total = 0.0
         for weight, value in zip(self.weights, features, strict=True):
             total += weight * value
-        if optimism:
-            total += optimism * math.sqrt(
-                sum(value * value / precision for value, precision in zip(features, self._precision, strict=True))
-            )
         return total
 
     def learn(self, features: Sequence[float], outcome: bool) -> None:
@@ -136,49 +97,40 @@ class OnlineLogistic:
 class OnlineAcceptance:
     """Learned online, from a start that suits greedy drafts of the target's family: works with no training at all.
 
-    The probability is a product: of each drafted token's own chance, given its own signals, and the next one's, given
-    the last's. So a step teaches accepted + 1 independent lessons. (Learned as one number, a step of 16 tokens whose
-    first is wrong would count 16 times, and a few such steps end drafting for good.) The next token's chance is taken
-    `optimism` standard errors high, because a policy that stops early never sees what it missed.
+    The probability is a product: of each drafted token's own chance, given what the draft says of it and of the one
+    before, and the next one's, given the last's. So a step teaches accepted + 1 independent lessons. (Learned as one
+    number, a step of 16 tokens whose first is wrong would count 16 times, and a few such steps end drafting for good.)
 
     Parameters
     ----------
     trust, forgetting : float
         As in `OnlineLogistic`.
-    optimism : float
-        In standard errors, 0 or more.
 
     Notes
     -----
-    The start weights, one per feature of `_own_features` and `_next_features`, are round figures chosen with the SpecKV
-    authors' data and the first records of one small pair in view (experiments/LOG.md, "The controller"): a draft's
-    confidence counts most, its entropy adds nothing to it, and what a fresh draft proposes is probably right. They
-    weigh as much as `trust` examples, so they decide the first steps of a new generator and little after.
+    The start weights were fitted on texts of one real pair (experiments/LOG.md, "The controller on a real pair"). They
+    weigh as much as `trust` examples, so they decide the first steps of a new generator and little after. A doubted
+    token is seldom alone: behind one that was right against a chance of a half the next is right 7 times in 10, behind
+    a sure one 49 in 50.
     """
 
-    # logit of the confidence, entropy, place, recent acceptance, accepted all, accepted none, bias
-    _OWN_START = (1.6, 0.0, 0.4, 0.5, 0.0, 0.0, 0.5)
-    # nothing drafted, logit of the last confidence, last entropy, place, then as above
-    _NEXT_START = (0.2, 0.4, 0.0, 0.4, 1.0, 0.3, -0.3, 1.0)
+    # log confidence, log of the rest, entropy, confidence and entropy of the token before, recent acceptance, bias
+    _OWN_START = (2.0, -3.3, 0.2, -0.1, -0.1, 0.5, 5.0)
+    # nothing drafted, logit of the last token's chance, recent acceptance, bias
+    _NEXT_START = (0.5, 0.8, 0.5, 2.0)
 
-    def __init__(self, trust: float = 10.0, forgetting: float = 0.999, optimism: float = 0.5) -> None:
-        if optimism < 0:
-            raise ValueError(f"optimism must be 0 or more, got {optimism}")
+    def __init__(self, trust: float = 20.0, forgetting: float = 0.999) -> None:
         self._own = OnlineLogistic(self._OWN_START, trust, forgetting)
         self._next = OnlineLogistic(self._NEXT_START, trust, forgetting)
-        self._optimism = optimism
         # First tokens: how many were accepted, and how many were expected to be, over the start and lately.
         self._num_accepted = self._num_expected = 0.0
         self._num_judged = 0
-        self._first = 1.0
-        self._history = History()
-        self._drafted_all_right = 1.0
-        self._num_drafted = 0
+        # Moving average of the share of judged tokens that were accepted (those after the first wrong one are not).
+        self._recent = _TYPICAL_ACCEPTANCE
+        self.begin()
 
-    def begin(self, history: History) -> float:
-        self._history, self._drafted_all_right, self._num_drafted = history, 1.0, 0
-        self._first = self._next_is_right(DraftSignals())
-        return self._first * self._calibration
+    def begin(self) -> None:
+        self._drafted_all_right, self._last, self._num_drafted = 1.0, 1.0, 0
 
     @property
     def _calibration(self) -> float:
@@ -190,45 +142,60 @@ class OnlineAcceptance:
         weight = 1.0 + self._num_judged / 2
         return min((weight + self._num_accepted) / (weight + self._num_expected), 1.0)
 
-    def extend(self, signals: DraftSignals) -> float:
+    def extend(self, signals: DraftSignals) -> tuple[float, float]:
         for index in range(self._num_drafted, len(signals)):
-            self._drafted_all_right *= sigmoid(self._own.logit(_own_features(signals, index, self._history)))
+            self._last = sigmoid(self._own.logit(_own_features(signals, index, self._recent)))
+            self._drafted_all_right *= self._last
         self._num_drafted = len(signals)
-        return self._drafted_all_right * self._next_is_right(signals) * self._calibration
+        so_far = self._drafted_all_right * self._calibration
+        return so_far, so_far * self._chance_behind(self._last)
 
-    def _next_is_right(self, signals: DraftSignals) -> float:
-        return sigmoid(self._next.logit(_next_features(signals, len(signals), self._history), self._optimism))
+    def _chance_behind(self, last: float | None) -> float:
+        return sigmoid(self._next.logit(_next_features(last, self._recent)))
 
-    def learn(self, record: StepRecord, history: History) -> None:
+    def learn(self, record: StepRecord) -> None:
         """From each token up to the first wrong one; those after it tell nothing of their own."""
-        if record.signals and not record.is_prefill:
+        signals = record.signals
+        if signals and not record.is_prefill:
             self._num_judged += 1
             self._num_accepted = 0.95 * self._num_accepted + (record.num_accepted > 0)
-            self._num_expected = 0.95 * self._num_expected + self._first
-        for index in range(min(record.num_accepted + 1, len(record.signals))):
+            self._num_expected = 0.95 * self._num_expected + self._chance_behind(None)
+        last: float | None = None
+        for index in range(min(record.num_accepted + 1, len(signals))):
             accepted = index < record.num_accepted
-            self._own.learn(_own_features(record.signals, index, history), accepted)
-            self._next.learn(_next_features(record.signals, index, history), accepted)
+            features = _own_features(signals, index, self._recent)
+            self._next.learn(_next_features(last, self._recent), accepted)
+            last = sigmoid(self._own.logit(features))
+            self._own.learn(features, accepted)
+        self._recent += _HISTORY_WEIGHT * (_rate_of(record) - self._recent)
+
+
+def _rate_of(record: StepRecord) -> float:
+    """Share of the judged tokens that were accepted; where nothing was drafted what is known fades to the typical."""
+    if record.num_drafted == 0:
+        return _TYPICAL_ACCEPTANCE
+    accepted = record.num_drafted_accepted
+    return accepted / (accepted + (accepted < record.num_drafted))
 
 
 # Both are centred and scaled to about one: the diagonal Gaussian learns best then.
-def _own_features(signals: DraftSignals, index: int, history: History) -> tuple[float, ...]:
-    """(7,) of the index-th drafted token."""
+def _own_features(signals: DraftSignals, index: int, recent: float) -> tuple[float, ...]:
+    """(7,) of the index-th drafted token. The first has none before it: that counts as sure."""
+    confidence, entropy = signals.confidence[index], signals.entropy[index]
+    confidence_before, entropy_before = (
+        (signals.confidence[index - 1], signals.entropy[index - 1]) if index else (1.0, 0.0)
+    )
     return (
-        logit(signals.confidence[index]) / 2,
-        signals.entropy[index] / 2 - 0.5,
-        math.log1p(index) / 2,
-        2 * history.recent_acceptance - 1.5,
-        history.accepted_all - 0.5,
-        history.accepted_none,
+        math.log(max(confidence, _LEAST_CONFIDENCE)) + 0.3,
+        (math.log(max(1 - confidence, _LEAST_CONFIDENCE)) + 4) / 3,
+        entropy - 0.7,
+        3 * (confidence_before - 0.9),
+        entropy_before - 0.5,
+        2 * recent - 1.5,
         1.0,
     )
 
 
-def _next_features(signals: DraftSignals, num_drafted: int, history: History) -> tuple[float, ...]:
-    """(8,) of the token after the first num_drafted ones; later entries of `signals` are not used."""
-    past = (2 * history.recent_acceptance - 1.5, history.accepted_all - 0.5, history.accepted_none, 1.0)
-    if num_drafted == 0:
-        return (1.0, 0.0, 0.0, 0.0, *past)
-    confidence, entropy = signals.confidence[num_drafted - 1], signals.entropy[num_drafted - 1]
-    return (0.0, logit(confidence) / 2 - 1, entropy / 2 - 0.5, math.log1p(num_drafted) / 2, *past)
+def _next_features(last: float | None, recent: float) -> tuple[float, ...]:
+    """(4,) of the token after one that is right with the chance `last`; None where nothing was drafted before it."""
+    return (float(last is None), 0.0 if last is None else logit(last) / 2 - 1.5, 2 * recent - 1.5, 1.0)

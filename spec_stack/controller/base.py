@@ -229,6 +229,21 @@ class Policy(ABC):
         """
         return True
 
+    def chances(self, signals: DraftSignals) -> tuple[float, float]:
+        """P(all tokens drafted so far are accepted), and P(all these and the next one are).
+
+        Asked after `keep_drafting`, by who can do without the draft's next token. The draft's own word by default.
+
+        Parameters
+        ----------
+        signals : DraftSignals
+            Of the tokens drafted so far in this step, one or more.
+        """
+        so_far = 1.0
+        for confidence in signals.confidence:
+            so_far *= confidence
+        return so_far, so_far * signals.confidence[-1]
+
     def observe(self, record: StepRecord) -> None:  # noqa: B027
         """Told what a step did, the prefill step (`record.is_prefill`) included. Learns, or does nothing."""
 

@@ -16,6 +16,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
 
+USUAL_UNREAD = 2
+"""Tokens that the draft has to catch up on in a usual step: the last one drafted, and the target's own."""
+
 
 @dataclass(frozen=True)
 class CostOptions:

@@ -15,12 +15,14 @@ from typing import NamedTuple
 
 from spec_stack.controller.acceptance import OnlineLogistic, sigmoid
 from spec_stack.controller.base import StepRecord
-from spec_stack.controller.cost import DiscountedRate, StepCostModel
+from spec_stack.controller.cost import USUAL_UNREAD, StepCostModel
+from spec_stack.controller.rate import RequestRate
 
-_CLASSES = 4
 _LEAST_REACH = 8
 _MOST_COUNTED = 16
 _LONGEST = 64
+_OWN_KEEP = 0.95
+_START_WEIGHT = 2.0
 
 
 class Found(NamedTuple):
@@ -57,12 +59,12 @@ class LookupOptions:
         Looked-up tokens that the start of the estimate is worth.
     forgetting : float
         Weight of what was seen before, per looked-up token, in (0, 1].
+    own_trust : float
+        Looked-up tokens that the estimate is worth against what the request itself showed.
     least_price : float
         Chance under which nothing more is verified, however little a place in the verification seems to cost.
     cold_price : float
         The same while nothing has been measured yet.
-    gain_weight : float
-        Of the last step in what the draft gains, in (0, 1].
     try_every : int
         One in so many steps at which a look-up wins goes to the draft all the same, and the other way round, so that
         neither is judged by old times.
@@ -70,17 +72,17 @@ class LookupOptions:
 
     trust: float = 20.0
     forgetting: float = 0.999
+    own_trust: float = 5.0
     least_price: float = 0.02
     cold_price: float = 0.1
-    gain_weight: float = 0.1
     try_every: int = 32
 
     def __post_init__(self) -> None:
-        if self.trust <= 0:
-            raise ValueError(f"trust must be over 0, got {self.trust}")
-        for name in ("forgetting", "gain_weight"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"{name} must be in (0, 1], got {getattr(self, name)}")
+        for name in ("trust", "own_trust"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be over 0, got {getattr(self, name)}")
+        if not 0 < self.forgetting <= 1:
+            raise ValueError(f"forgetting must be in (0, 1], got {self.forgetting}")
         for name in ("least_price", "cold_price"):
             if not 0 < getattr(self, name) < 1:
                 raise ValueError(f"{name} is a probability between 0 and 1, got {getattr(self, name)}")
@@ -115,17 +117,20 @@ class LookupGate:
     """Learns how far look-ups are right, what the draft gains instead, and what both cost. One request at a time.
 
     The chance that a looked-up token is right, those before it being so, is a logistic model of how long the match is,
-    how often the token followed it and how often another did.
+    how often the token followed it and how often another did; brought down, or up, by what such chances came to in this
+    request, so that prose is not judged by the copying that went before it.
     """
 
     def __init__(self, options: LookupOptions | None = None) -> None:
         self.options = options or LookupOptions()
         self._chances = OnlineLogistic(_START, self.options.trust, self.options.forgetting)
         self._cost = StepCostModel()
-        self._rate = DiscountedRate()
-        self._gains: list[float | None] = [None] * _CLASSES
-        self._typical_gain = 1.0
-        self._num_settled = [0] * _CLASSES
+        # In tokens per plain step; and what a step that goes to the draft gains, in tokens.
+        self._rate = RequestRate(1.0, _START_WEIGHT)
+        self._gain = RequestRate(1.0, _START_WEIGHT)
+        self._num_settled = 0
+        # Of this request's looked-up tokens: how many were right, and how many were expected to be.
+        self._own_right = self._own_expected = 0.0
         self._offer = Offer()
         self._tail: Sequence[Found] = ()
         # Tokens that a look-up may have: grows while they are all right, and falls towards what was.
@@ -133,14 +138,23 @@ class LookupGate:
 
     def chance(self, found: Found, place: int) -> float:
         """That a looked-up token is right, the `place` ones before it being so."""
-        return min(sigmoid(self._chances.logit(_features(found, place))), 0.999)
+        trust = self.options.own_trust
+        share = (self._own_right + trust) / (self._own_expected + trust)
+        return min(self._typical_chance(found, place) * share, 0.999)
+
+    def _typical_chance(self, found: Found, place: int) -> float:
+        return sigmoid(self._chances.logit(_features(found, place)))
 
     @property
     def price(self) -> float:
         """The chance at which one more verified token is worth its time."""
         if not self._cost.ready_to_verify:
             return self.options.cold_price
-        return max(self._rate.tokens_per_s * self._cost.verify_per_token_s, self.options.least_price)
+        return max(self._tokens_per_s * self._cost.verify_per_token_s, self.options.least_price)
+
+    @property
+    def _tokens_per_s(self) -> float:
+        return self._rate.value / self._cost.base_s
 
     def offer(self, continuations: Sequence[Iterable[Found]], most: int) -> Offer:
         """What the best of some continuations is worth as a whole step, of `most` tokens at most.
@@ -154,15 +168,14 @@ class LookupGate:
         """Whether the step goes to the look-up rather than to the draft."""
         if not offer.found:
             return False
-        which = _class(offer.match_length)
-        wins = offer.gain > max(self._gain(which), 0.0)
-        self._num_settled[which] += 1
-        return wins != (self._num_settled[which] % self.options.try_every == 0)
+        self._num_settled += 1
+        wins = offer.gain > max(self._gain.value, 0.0)
+        return wins != (self._num_settled % self.options.try_every == 0)
 
-    def takes_over(self, continuations: Sequence[Iterable[Found]], most: int, chance: float) -> bool:
-        """Whether a look-up behind drafted tokens, all right with this chance, is worth more than drafting on."""
-        offer = self._best(continuations, most, chance)
-        return offer.gain > chance * max(self._gain(_class(offer.match_length)), 0.0)
+    def takes_over(self, continuations: Sequence[Iterable[Found]], next_chance: float) -> bool:
+        """Whether a look-up behind drafted tokens is as sure of the next one as the draft is expected to be."""
+        firsts = (next(iter(continuation), None) for continuation in continuations)
+        return any(self.chance(found, 0) >= next_chance for found in firsts if found is not None)
 
     def tail(self, continuations: Sequence[Iterable[Found]], most: int, chance: float) -> Offer:
         """What is worth verifying behind drafted tokens that are all right with this chance. The gate remembers it."""
@@ -188,26 +201,28 @@ class LookupGate:
             worthwhile.append(found)
         return Offer(worthwhile, gain, match_length)
 
-    def _gain(self, which: int) -> float:
-        known = self._gains[which]
-        return self._typical_gain if known is None else known
-
     def observe(self, record: StepRecord) -> None:
-        """Learn from a step; a prefill step says nothing."""
+        """Learn from a step; a prefill step says that a request begins."""
         if record.is_prefill:
+            self._own_right = self._own_expected = 0.0
+            self._reach = 2 * _LEAST_REACH
+            self._rate.begin_request()
+            self._gain.begin_request()
             return
         if record.num_looked_up and record.num_accepted >= record.num_drafted:
             found = self._tail if record.num_drafted else self._offer.found
             self._learn(found[: record.num_looked_up], record.num_accepted - record.num_drafted)
         if record.draft_read_prompt or not math.isfinite(record.seconds):
             return
-        self._cost.observe(
-            record.num_drafted, record.draft_s, record.verify_s, record.num_recomputed, record.num_looked_up
-        )
+        draft_s = record.draft_s
+        if record.num_unread > USUAL_UNREAD and self._cost.ready:
+            # What was looked up is read when the draft is next asked, which says nothing of a drafted token.
+            draft_s = min(draft_s, self._cost.draft_s(record.num_drafted))
+        self._cost.observe(record.num_drafted, draft_s, record.verify_s, record.num_recomputed, record.num_looked_up)
         if not self._cost.ready_to_verify:
             return
         bound = self._cost.options.tolerance * self._cost.seconds(record.num_drafted, record.num_looked_up)
-        self._rate.add(record.num_tokens, min(record.seconds, bound))
+        self._rate.add(record.num_tokens, min(record.seconds, bound) / self._cost.base_s)
         if record.proposer != "lookup":
             self._learn_gain(record)
 
@@ -217,16 +232,17 @@ class LookupGate:
         else:
             self._reach = max(_LEAST_REACH, (self._reach + 2 * num_accepted) // 2)
         for place, found in enumerate(looked_up[: num_accepted + 1]):
-            self._chances.learn(_features(found, place), place < num_accepted)
+            is_right = place < num_accepted
+            self._own_right = _OWN_KEEP * self._own_right + is_right
+            self._own_expected = _OWN_KEEP * self._own_expected + self._typical_chance(found, place)
+            self._chances.learn(_features(found, place), is_right)
 
     def _learn_gain(self, record: StepRecord) -> None:
         """What a step that went to the draft gained, the seconds of what it proposed paid at the present rate."""
         spent = min(record.draft_s, 3 * self._cost.draft_s(record.num_drafted)) if record.num_drafted else 0.0
         spent += self._cost.verify_per_token_s * record.gamma
-        gained = max(record.num_accepted - self._rate.tokens_per_s * spent, -float(record.gamma + 1))
-        weight, which = self.options.gain_weight, _class(self._offer.match_length)
-        self._typical_gain += weight * (gained - self._typical_gain)
-        self._gains[which] = self._gain(which) + weight * (gained - self._gain(which))
+        gained = max(record.num_accepted - self._tokens_per_s * spent, -float(record.gamma + 1))
+        self._gain.add(gained, 1.0)
 
 
 def _features(found: Found, place: int) -> list[float]:
@@ -240,11 +256,6 @@ def _features(found: Found, place: int) -> list[float]:
         float(found.is_shared),
         1.0,
     ]
-
-
-def _class(match_length: int) -> int:
-    """Which steps share what the draft gains: no match or a single token, 2 to 3, 4 to 7, longer."""
-    return min(max(match_length, 1).bit_length(), _CLASSES) - 1
 
 
 # Fitted to a 1.5B's answers to 25 prompts (code, math, edits, chat, summaries); `trust` tokens are what it is worth.

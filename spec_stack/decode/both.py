@@ -37,36 +37,28 @@ class LookupThenModel:
             return Proposal(offer.token_ids, num_looked_up=len(offer.found), match_length=offer.match_length)
 
         def keep_drafting(signals: DraftSignals, token_ids: Sequence[int]) -> bool:
-            return guide.keep_drafting(signals) and not self._takes_over(token_ids, signals, room)
+            return guide.keep_drafting(signals) and not self._takes_over(token_ids, guide.chances(signals))
 
         drafted = self._model.propose(committed_ids, guide, keep_drafting)
-        return self._with_tail(drafted, room)
+        return self._with_tail(drafted, guide, room)
 
     def observe(self, record: StepRecord) -> None:
         self._gate.observe(record)
 
-    def _takes_over(self, drafted_ids: Sequence[int], signals: DraftSignals, room: int) -> bool:
-        """Whether the rest of a step is worth more to the look-up than another forward of the draft."""
+    def _takes_over(self, drafted_ids: Sequence[int], chances: tuple[float, float]) -> bool:
+        """Whether the rest of a step is for the look-up, which costs no forward of the draft."""
+        so_far, with_next = chances
         continuations = self._index.continuations(drafted_ids, self._end_ids)
-        most = min(room - len(drafted_ids), MAX_LOOKED_UP)
-        return self._gate.takes_over(continuations, most, _chance(signals))
+        return self._gate.takes_over(continuations, with_next / max(so_far, with_next, 1e-9))
 
-    def _with_tail(self, drafted: Proposal, room: int) -> Proposal:
+    def _with_tail(self, drafted: Proposal, guide: Guide, room: int) -> Proposal:
         """The drafted tokens and what the look-up would add to them."""
         if not drafted.token_ids or drafted.token_ids[-1] in self._end_ids:
             return drafted
         continuations = self._index.continuations(drafted.token_ids, self._end_ids)
         most = min(room - len(drafted.token_ids), MAX_LOOKED_UP)
-        offer = self._gate.tail(continuations, most, _chance(drafted.signals))
+        offer = self._gate.tail(continuations, most, guide.chances(drafted.signals)[0])
         return _joined(drafted, offer) if offer.found else drafted
-
-
-def _chance(signals: DraftSignals) -> float:
-    """The draft's own word for all of its tokens being right."""
-    chance = 1.0
-    for confidence in signals.confidence:
-        chance *= confidence
-    return chance
 
 
 def _joined(drafted: Proposal, offer: Offer) -> Proposal:

@@ -68,6 +68,11 @@ class Guide:
         with self.clock.measure("controller"):
             return self.policy.keep_drafting(self.context, signals)
 
+    def chances(self, signals: DraftSignals) -> tuple[float, float]:
+        """The policy's chance that all drafted tokens are right, and that they and the next one are."""
+        with self.clock.measure("controller"):
+            return self.policy.chances(signals)
+
 
 class Proposer(Protocol):
     """Proposes what may come next. Verification does not care who did.

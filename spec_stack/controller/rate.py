@@ -1,0 +1,55 @@
+"""What one kind of step brings in its time: of this request as far as it has shown it, before that of all."""
+
+from __future__ import annotations
+
+_SHARED_KEEP = 0.995
+_REQUEST_KEEP = 0.97
+_IDLE_KEEP = 0.99
+_SHARED_WEIGHT = 4.0
+
+
+class RequestRate:
+    """Tokens per unit of time over a discounted past. Mutated by all but `value`.
+
+    The estimate is an average of three, weighed by the time that each has seen: this request's own, what all requests
+    showed, worth _SHARED_WEIGHT at most, and a start. The past is forgotten with time, not with steps, so
+    one long step counts as what it took.
+
+    Parameters
+    ----------
+    start : float
+        The rate before anything is seen.
+    weight : float
+        The time that the start is worth.
+    """
+
+    def __init__(self, start: float, weight: float) -> None:
+        self._start, self._weight = start, weight
+        self._shared = (0.0, 0.0)
+        self._own = (0.0, 0.0)
+
+    def begin_request(self) -> None:
+        """Forget the request; what it showed is known of all."""
+        self._own = (0.0, 0.0)
+
+    def add(self, num_tokens: float, time: float) -> None:
+        """Take in a step."""
+        self._shared = _aged(self._shared, _SHARED_KEEP, num_tokens, time)
+        self._own = _aged(self._own, _REQUEST_KEEP, num_tokens, time)
+
+    def fade(self) -> None:
+        """Let what was seen weigh less against what will be."""
+        self._shared = _aged(self._shared, _SHARED_KEEP)
+        self._own = _aged(self._own, _IDLE_KEEP)
+
+    @property
+    def value(self) -> float:
+        """Tokens per unit of time."""
+        tokens, time = self._shared
+        shared = (tokens + self._start * self._weight) / (time + self._weight)
+        tokens, time = self._own
+        return (tokens + shared * _SHARED_WEIGHT) / (time + _SHARED_WEIGHT)
+
+
+def _aged(seen: tuple[float, float], keep: float, num_tokens: float = 0.0, time: float = 0.0) -> tuple[float, float]:
+    return seen[0] * keep + num_tokens, seen[1] * keep + time
