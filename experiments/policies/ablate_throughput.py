@@ -1,7 +1,7 @@
 """What does each part of the `throughput` policy contribute, and how far could it be off?
 
 Replays RECORDS (ours, or the SpecKV authors' folder) under variants of the policy: its threshold scaled by a factor
-(1.0 is the rule), no optimism, step times with noise and stalls, and plain confidence thresholds, of which the best in
+(1.0 is the rule), step times with noise and stalls, and plain confidence thresholds, of which the best in
 hindsight shows what tuning by hand could reach. No prompts are left out.
 """
 
@@ -18,7 +18,6 @@ from pathlib import Path
 
 from experiments.common.script import run_script
 from experiments.policies import evaluate_policies as evaluation
-from spec_stack.controller.acceptance import OnlineAcceptance
 from spec_stack.controller.base import Policy
 from spec_stack.controller.registry import make_policy
 from spec_stack.controller.throughput import Throughput
@@ -70,7 +69,6 @@ def main() -> None:
     variants: dict[str, Callable[[], Policy]] = {"throughput": Throughput, "throughput, noisy times": Throughput}
     for factor in (0.7, 0.8, 0.9, 1.1, 1.2):
         variants[f"threshold x {factor}"] = partial(Scaled, factor=factor)
-    variants["no optimism"] = lambda: Throughput(acceptance=OnlineAcceptance(optimism=0.0))
     for threshold in (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9):
         variants[f"confidence {threshold}"] = partial(make_policy, "confidence", threshold=threshold)
     for gamma in (2, 4, 6, 8):

@@ -18,7 +18,7 @@ from experiments.common.environment import describe
 from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
 from experiments.policies import evaluate_policies as evaluation
-from spec_stack.controller.acceptance import History, OnlineAcceptance
+from spec_stack.controller.acceptance import OnlineAcceptance
 from spec_stack.controller.base import DraftSignals, StepRecord
 from spec_stack.controller.throughput import Throughput
 from spec_stack.offline.replay import replay
@@ -32,19 +32,20 @@ class Noting(OnlineAcceptance):
         self.rows: dict[str, list[tuple[float, float]]] = {}
         self._asked: list[float] = []
 
-    def begin(self, history: History) -> float:
-        self._asked = [super().begin(history)]
-        return self._asked[0]
+    def begin(self) -> None:
+        super().begin()
+        self._asked = []
 
-    def extend(self, signals: DraftSignals) -> float:
-        self._asked.append(super().extend(signals))
-        return self._asked[-1]
+    def extend(self, signals: DraftSignals) -> tuple[float, float]:
+        chances = super().extend(signals)
+        self._asked.append(chances[0])
+        return chances
 
-    def learn(self, record: StepRecord, history: History) -> None:
-        """Estimate i was of tokens 0 to i; one that was not acted on has no outcome."""
+    def learn(self, record: StepRecord) -> None:
+        """Estimate i was of tokens 0 to i."""
         rows = self.rows.setdefault(record.request_id, [])
-        rows += [(asked, float(record.num_accepted > index)) for index, asked in enumerate(self._asked[: record.gamma])]
-        super().learn(record, history)
+        rows += [(asked, float(record.num_accepted > index)) for index, asked in enumerate(self._asked)]
+        super().learn(record)
 
 
 def error(rows: np.ndarray[Any, Any], num_bins: int) -> float:

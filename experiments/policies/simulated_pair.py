@@ -22,7 +22,8 @@ from spec_stack.controller.base import Policy, StepRecord
 from spec_stack.controller.lookup import LookupGate
 from spec_stack.decode import propose
 from spec_stack.decode.loop import RequestLabels, decode
-from spec_stack.decode.proposer import Means, make_proposer
+from spec_stack.decode.proposer import Means
+from spec_stack.decode.registry import make_proposer
 from spec_stack.decode.sampler import Sampler
 from spec_stack.decode.stopping import Stopper
 from spec_stack.types import Proposal, Selection

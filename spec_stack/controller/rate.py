@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-_SHARED_KEEP = 0.995
-_REQUEST_KEEP = 0.97
+_KEEP = 0.97
 _IDLE_KEEP = 0.99
 _SHARED_WEIGHT = 4.0
 
@@ -34,12 +33,12 @@ class RequestRate:
 
     def add(self, num_tokens: float, time: float) -> None:
         """Take in a step."""
-        self._shared = _aged(self._shared, _SHARED_KEEP, num_tokens, time)
-        self._own = _aged(self._own, _REQUEST_KEEP, num_tokens, time)
+        self._shared = _aged(self._shared, _KEEP, num_tokens, time)
+        self._own = _aged(self._own, _KEEP, num_tokens, time)
 
     def fade(self) -> None:
         """Let what was seen weigh less against what will be."""
-        self._shared = _aged(self._shared, _SHARED_KEEP)
+        self._shared = _aged(self._shared, _IDLE_KEEP)
         self._own = _aged(self._own, _IDLE_KEEP)
 
     @property

@@ -17,15 +17,19 @@ _MAX_UNRATED = 64
 _LONG_READ = 32
 # What drafting has to gain over plain decoding to be used.
 _LEAST_SPEEDUP = 1.02
+# Where it gains less, one token is tried when that costs this share of the time since the last one.
+_TRY_SHARE = 0.016
 # Where drafting seems to bring less than this, one step in so many is plain: while all steps draft equally far, nothing
 # tells what a plain one would take.
 _CLEAR_SPEEDUP = 1.2
 _CHECK_EVERY = 16
 # What a draft nobody has tried is taken to bring, worth so many plain steps, and its reading to take of the target's.
-_START_SPEEDUP = 1.2
-_START_WEIGHT = 2.0
+_START_SPEEDUP = 1.15
+_START_WEIGHT = 6.0
 _TYPICAL_READ = 0.5
 _FIRST_CAP = 1
+# A step that takes longer than so many times what it should is a stall.
+_MOST_NOISE = 1.5
 
 
 @dataclass
@@ -33,15 +37,16 @@ class _PrecisionState:
     """What is measured at one precision.
 
     achieved: of steps without a look-up. drafting: of those that drafted, by the draft's tokens alone. Both in tokens
-    per plain step, of this request first. copied: share of the tokens that were looked up. unrated: steps from before the
-    costs are known, when there is no telling a stall from a step. read_s: seconds per token that the draft has to catch
-    up on.
+    per plain step, of this request first. copied: share of the tokens that were looked up. idle_s: of steps since the
+    draft was last measured. unrated: steps from before the costs are known, when there is no telling a stall from a
+    step. read_s: seconds per token that the draft has to catch up on.
     """
 
     cost: StepCostModel
     achieved: RequestRate = field(default_factory=lambda: RequestRate(1.0, _START_WEIGHT))
     drafting: RequestRate = field(default_factory=lambda: RequestRate(_START_SPEEDUP, _START_WEIGHT))
     copied: RequestRate = field(default_factory=lambda: RequestRate(0.0, _START_WEIGHT))
+    idle_s: float = 0.0
     unrated: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=_MAX_UNRATED))
     read_s: float | None = None
 
@@ -59,6 +64,7 @@ class _PrecisionState:
     def observe(self, record: StepRecord) -> None:
         """Take in the times of a decode step."""
         self.copied.add(record.num_accepted - record.num_drafted_accepted, record.num_tokens)
+        self.idle_s = 0.0 if record.num_drafted else self.idle_s + record.seconds
         caught_up_s = (self.read_s or 0.0) * max(record.num_unread - USUAL_UNREAD, 0)
         draft_s = max(record.draft_s - caught_up_s, 0.0)
         self.cost.observe(record.num_drafted, draft_s, record.verify_s, record.num_recomputed, record.num_looked_up)
@@ -74,7 +80,7 @@ class _PrecisionState:
             return
         looked_up_s = self.cost.verify_per_token_s * step.num_looked_up
         # A stall is no part of what is achieved, whatever caused it.
-        bound = self.cost.options.tolerance * self.cost.seconds(step.num_drafted)
+        bound = _MOST_NOISE * self.cost.seconds(step.num_drafted)
         num_plain_steps = min(max(step.seconds - caught_up_s - looked_up_s, 0.0), bound) / self.cost.base_s
         num_tokens = step.num_drafted_accepted + 1
         self.achieved.add(num_tokens, num_plain_steps)
@@ -177,7 +183,7 @@ class Throughput(Policy):
         speedup = state.drafting.value
         if speedup <= _LEAST_SPEEDUP:
             self._num_since_plain = 0
-            return False
+            return state.idle_s * _TRY_SHARE > state.cost.per_token_s + read_s
         self._num_since_plain += 1
         if state.cost.ready and speedup < _CLEAR_SPEEDUP and self._num_since_plain > _CHECK_EVERY:
             self._num_since_plain = 0

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 import spec_stack
-from spec_stack.controller.acceptance import History
 from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord
 from spec_stack.controller.cost import CostOptions, StepCostModel
 from spec_stack.controller.pool import PolicyPool
@@ -119,19 +118,17 @@ def test_a_woken_draft_is_measured_in_the_next_step_or_woken_again_after_the_sam
     assert steps(probing, [2]) == [""]
 
 
-@pytest.mark.parametrize("make", [Throughput, SpecKV])
-def test_what_another_precision_costs_is_learned_right_after_a_draft_was_woken(make: Callable[[], Policy]) -> None:
-    policy = make()
+def test_what_another_precision_costs_is_learned_right_after_a_draft_was_woken() -> None:
+    policy = SpecKV()
     for _ in range(30):
         policy.observe(record(num_accepted=0, num_tokens=1, draft_s=9 * VERIFY_S))
     last = record(num_accepted=0, num_tokens=1)
-    while not policy._probing.is_waking:  # type: ignore[attr-defined]
+    while not policy._probing.is_waking:
         policy.choose(StepContext(1, 99, last, "fp32", num_unread=20))
     for _ in range(20):
         policy.choose(StepContext(1, 99, last, "bf16", num_unread=1))
         policy.observe(record(precision="bf16"))
-    costs = policy._states["bf16"].cost if isinstance(policy, Throughput) else policy._costs["bf16"]  # type: ignore[attr-defined]
-    assert costs.per_token_s == pytest.approx(PER_TOKEN_S, rel=0.1)
+    assert policy._costs["bf16"].per_token_s == pytest.approx(PER_TOKEN_S, rel=0.1)
 
 
 @pytest.mark.parametrize("at", [1, 4, 50])
@@ -177,9 +174,10 @@ def warm(**changes: object) -> Throughput:
 )
 def test_the_time_of_reading_a_prompt_says_nothing_about_steps(changes: dict[str, object]) -> None:
     policy = warm()
-    before = policy.threshold("fp32")
+    state = policy._states["fp32"]
+    before = state.cost.seconds(4), state.drafting._shared
     policy.observe(record(**changes))
-    assert policy.threshold("fp32") == before
+    assert (state.cost.seconds(4), state.drafting._shared) == before
 
 
 def test_a_duration_that_is_no_number_is_left_out() -> None:
@@ -191,15 +189,6 @@ def test_a_duration_that_is_no_number_is_left_out() -> None:
 
 def test_the_policys_own_time_counts_into_what_is_achieved() -> None:
     assert warm(controller_s=2e-3).threshold("fp32") < 0.9 * warm().threshold("fp32")
-
-
-def test_what_was_rejected_fades_while_nothing_is_drafted() -> None:
-    history = History()
-    history.observe(record(num_accepted=0, num_tokens=1))
-    assert history.accepted_none == 1.0
-    for _ in range(2):
-        history.observe(record(gamma=0, num_accepted=0, num_tokens=1, signals=DraftSignals(), draft_s=0.0))
-    assert history.accepted_none == 0.25
 
 
 def test_lent_policies_are_apart_by_options_and_in_time() -> None:
@@ -301,37 +290,46 @@ def test_where_drafting_hardly_pays_a_plain_step_now_and_then_tells_what_it_take
             if not policy.keep_drafting(context, signals):
                 break
         gamma = len(signals)
-        # All of it is right, and brings nothing: 9 tokens for 9 plain steps' time.
+        # All of it is right, and a token takes longer than by itself.
         last = record(
             step=number, gamma=gamma, num_accepted=gamma, num_tokens=gamma + 1, signals=signals,
-            draft_s=0.8 * gamma * VERIFY_S, verify_s=(1 + 0.2 * gamma) * VERIFY_S,
+            draft_s=0.8 * gamma * VERIFY_S, verify_s=(1 + 0.35 * gamma) * VERIFY_S,
         )  # fmt: skip
         policy.observe(last)
         chosen.append(gamma)
     assert chosen[-100:].count(0) > 80
 
 
-def test_tries_become_rarer_up_to_every_256th_step_and_none_has_a_long_prompt_read() -> None:
+def test_tries_of_a_useless_draft_take_a_sixtieth_of_the_time_and_none_has_a_long_prompt_read() -> None:
     policy = Throughput()
     last = record(num_accepted=0, num_tokens=1)
     for _ in range(30):
         policy.observe(last)
-    waits, idle = [], 0
+    num_tried = 0
     for _ in range(2000):
-        context = StepContext(1, 99, last, "fp32", num_unread=1)
-        idle += 1
-        if policy.choose(context):
-            waits.append(idle)
-            idle = 0
+        if policy.choose(StepContext(1, 99, last, "fp32", num_unread=1)):
+            num_tried += 1
             policy.observe(record(gamma=1, num_accepted=0, num_tokens=1, signals=DraftSignals([1.0], [0.9]),
                                   draft_s=PER_TOKEN_S))  # fmt: skip
         else:
             policy.observe(plain(1))
-    assert waits[:5] == [16, 32, 64, 128, 256]
-    assert set(waits[4:]) == {256}
+    assert 20 < num_tried < 0.018 * 2000 * VERIFY_S / PER_TOKEN_S
     policy.observe(record(draft_read_prompt=True, num_unread=1800, draft_s=1.0, num_accepted=0, num_tokens=1))
     chosen = [policy.choose(StepContext(1, 9999, last, "fp32", num_unread=1800)) for _ in range(1000)]
     assert not any(chosen)
+
+
+def test_a_request_that_copies_leaves_the_draft_as_it_was_for_the_next() -> None:
+    """Looked-up steps bring many tokens; taken for what drafting has to beat, they switched it off for 500 tokens."""
+    policy, fresh = warm(), warm()
+    opened(policy)
+    for number in range(1, 30):
+        policy.observe(record(step=number, gamma=16, num_accepted=16, num_tokens=17, signals=DraftSignals(),
+                              draft_s=0.0, num_looked_up=16, proposer="lookup"))  # fmt: skip
+    for each in (policy, fresh):
+        last = opened(each)
+        assert each.choose(StepContext(1, 99, last, "fp32", num_unread=1)) > 0
+    assert policy.threshold("fp32") == pytest.approx(fresh.threshold("fp32"), rel=0.05)
 
 
 def test_a_sure_and_useless_draft_is_let_go_within_a_few_steps() -> None:
@@ -352,4 +350,4 @@ def test_a_sure_and_useless_draft_is_let_go_within_a_few_steps() -> None:
         machine.policy.observe(last)
         drafted.append(gamma)
     assert sum(drafted) <= 8
-    assert not any(drafted[7:20])
+    assert sum(drafted[7:]) <= 4
