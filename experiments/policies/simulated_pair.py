@@ -256,9 +256,11 @@ def run_text(text: Text, policy: Policy, proposer: str, gate: LookupGate, costs:
             labels=RequestLabels("", "bf16", text.task),
             clock=Clock(now),
         ):
-            first_s = first_s or now.seconds
-            steps.append(output.record)
-    return Run(text.task, now.seconds - first_s, steps[1:])
+            if output.record.is_prefill:
+                first_s = now.seconds
+            else:
+                steps.append(output.record)
+    return Run(text.task, now.seconds - first_s, steps)
 
 
 def run_texts(
