@@ -154,7 +154,7 @@ class LookupGate:
 
     @property
     def _tokens_per_s(self) -> float:
-        return self._rate.value / self._cost.base_s
+        return self._rate.value / self._cost.base_s if self._cost.ready_to_verify else 0.0
 
     def offer(self, continuations: Sequence[Iterable[Found]], most: int) -> Offer:
         """What the best of some continuations is worth as a whole step, of `most` tokens at most.
@@ -172,10 +172,15 @@ class LookupGate:
         wins = offer.gain > max(self._gain.value, 0.0)
         return wins != (self._num_settled % self.options.try_every == 0)
 
-    def takes_over(self, continuations: Sequence[Iterable[Found]], next_chance: float) -> bool:
-        """Whether a look-up behind drafted tokens is as sure of the next one as the draft is expected to be."""
+    def takes_over(self, continuations: Sequence[Iterable[Found]], chance: float, with_next: float) -> bool:
+        """Whether a look-up behind drafted tokens brings as much of the next one as the draft, whose forward it saves.
+
+        chance, with_next: that the drafted tokens are all right, and that they and the draft's next one are.
+        """
         firsts = (next(iter(continuation), None) for continuation in continuations)
-        return any(self.chance(found, 0) >= next_chance for found in firsts if found is not None)
+        looked_up = max((self.chance(found, 0) for found in firsts if found is not None), default=0.0)
+        forward_s = self._cost.per_token_s - self._cost.verify_per_token_s if self._cost.ready else 0.0
+        return looked_up > 0 and chance * looked_up >= with_next - self._tokens_per_s * forward_s
 
     def tail(self, continuations: Sequence[Iterable[Found]], most: int, chance: float) -> Offer:
         """What is worth verifying behind drafted tokens that are all right with this chance. The gate remembers it."""

@@ -47,9 +47,8 @@ class LookupThenModel:
 
     def _takes_over(self, drafted_ids: Sequence[int], chances: tuple[float, float]) -> bool:
         """Whether the rest of a step is for the look-up, which costs no forward of the draft."""
-        so_far, with_next = chances
         continuations = self._index.continuations(drafted_ids, self._end_ids)
-        return self._gate.takes_over(continuations, with_next / max(so_far, with_next, 1e-9))
+        return self._gate.takes_over(continuations, *chances)
 
     def _with_tail(self, drafted: Proposal, guide: Guide, room: int) -> Proposal:
         """The drafted tokens and what the look-up would add to them."""
