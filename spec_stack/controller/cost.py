@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
 
+_SHORTEST_S = 1e-9
 USUAL_UNREAD = 2
 """Tokens that the draft has to catch up on in a usual step: the last one drafted, and the target's own."""
 
@@ -185,6 +186,11 @@ class StepCostModel:
     def base_s(self) -> float:
         """Seconds of a step before any token is drafted."""
         return self._verify.base
+
+    @property
+    def plain_s(self) -> float:
+        """The same, never 0, to be divided by: a line through the origin has no base."""
+        return max(self.base_s, _SHORTEST_S)
 
     def seconds(self, gamma: int, num_looked_up: int = 0) -> float:
         """Expected seconds of a step that drafts gamma tokens and has others looked up."""

@@ -154,7 +154,7 @@ class LookupGate:
 
     @property
     def _tokens_per_s(self) -> float:
-        return self._rate.value / self._cost.base_s if self._cost.ready_to_verify else 0.0
+        return self._rate.value / self._cost.plain_s if self._cost.ready_to_verify else 0.0
 
     def offer(self, continuations: Sequence[Iterable[Found]], most: int) -> Offer:
         """What the best of some continuations is worth as a whole step, of `most` tokens at most.
@@ -227,7 +227,7 @@ class LookupGate:
         if not self._cost.ready_to_verify:
             return
         bound = self._cost.options.tolerance * self._cost.seconds(record.num_drafted, record.num_looked_up)
-        self._rate.add(record.num_tokens, min(record.seconds, bound) / self._cost.base_s)
+        self._rate.add(record.num_tokens, min(record.seconds, bound) / self._cost.plain_s)
         if record.proposer != "lookup":
             self._learn_gain(record)
 

@@ -81,7 +81,7 @@ class _PrecisionState:
         looked_up_s = self.cost.verify_per_token_s * step.num_looked_up
         # A stall is no part of what is achieved, whatever caused it.
         bound = _MOST_NOISE * self.cost.seconds(step.num_drafted)
-        num_plain_steps = min(max(step.seconds - caught_up_s - looked_up_s, 0.0), bound) / self.cost.base_s
+        num_plain_steps = min(max(step.seconds - caught_up_s - looked_up_s, 0.0), bound) / self.cost.plain_s
         num_tokens = step.num_drafted_accepted + 1
         self.achieved.add(num_tokens, num_plain_steps)
         if step.num_drafted:
@@ -166,7 +166,7 @@ class Throughput(Policy):
         state = self._states.get(precision)
         if state is None or not state.cost.ready:
             return self.cold_threshold
-        return state.achieved.value * state.cost.per_token_s / state.cost.base_s
+        return state.achieved.value * state.cost.per_token_s / state.cost.plain_s
 
     def choose(self, context: StepContext) -> int:
         self._threshold = self.threshold(context.precision)
