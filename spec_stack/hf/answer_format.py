@@ -224,10 +224,10 @@ def forced_names(tool_choice: object, tools: Sequence[Any] | None) -> list[str] 
     ValueError
         For another choice, one without tools, and a name that none of them has.
     """
-    if tool_choice in (None, "auto", "none"):
+    if tool_choice is None or (isinstance(tool_choice, str) and tool_choice in ("auto", "none")):
         return None
     names = tool_names(tools)
-    if tool_choice == "required":
+    if isinstance(tool_choice, str) and tool_choice == "required":
         if not names:
             raise ValueError('tool_choice="required" needs tools, each {"type": "function", "function": {"name": …}}')
         return names

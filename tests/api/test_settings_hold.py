@@ -24,6 +24,11 @@ CALIBRATED: dict[str, Any] = {
     "scoring_heads": ((0, 0),),
     "neighbour_share": 0.5,
     "scorer": "fused",
+    "unit": "chunks",
+    "scoring_queries": "prompt",
+    "skipped_layers": 1,
+    "head_vote": "share",
+    "bm25_weight": 0.7,
     "anchor_weight": 1.5,
 }
 CALIBRATION = Calibration(CALIBRATED, {}, {}, margin=0.1)
