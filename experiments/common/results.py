@@ -33,6 +33,7 @@ _OF_NO_PAIR = frozenset(
         "evaluate_policies_published",
         "long_prompts",
         "policy_cost",
+        "simulate_texts",
         "support_table",
     }
 )
