@@ -38,7 +38,7 @@ from spec_stack.sglang.launch_notes import (
 from spec_stack.sglang.positions import PositionMap
 from spec_stack.sglang.protocols import RunningRequest, Scheduler
 from spec_stack.sglang.radix_keys import PlacedKey
-from spec_stack.sglang.ranks import all_say_yes
+from spec_stack.sglang.ranks import all_say_yes, num_ranks
 from spec_stack.sglang.request_state import (
     OUTCOMES,
     STATE,
@@ -53,6 +53,7 @@ from spec_stack.sglang.scoring import DraftScorer, Prompt, Question, Score, need
 from spec_stack.sglang.server_args import ServerConfig
 from spec_stack.sglang.support import NAME, draft_positions_are_mapped
 from spec_stack.tokenizers.chat_turns import ChatTurns, Protected
+from spec_stack.tokenizers.pieces import Pieces
 
 logger = logging.getLogger(__name__)
 _MOST_REMEMBERED = 16
@@ -113,8 +114,11 @@ class RequestPruner:
             draft.hf_text_config,
         )
         self._refusal: str | None = scheduler.draft_worker.pruning_refusal
+        if self._refusal is None and self.config.prefill.head_vote == "share" and num_ranks() > 1:
+            self._refusal = "the calibrated head_vote 'share' takes all heads on one rank; calibrate with 'max'"
         self.prunes = self._refusal is None
         self._template = ChatTurns.learn(self._scheduler.tokenizer, scheduler.server_args.chat_template)
+        self._pieces = None if self._scheduler.tokenizer is None else Pieces(self._scheduler.tokenizer)
         self._scorer = DraftScorer(scheduler)
         decode_interval = self.config.prefill_decode_interval if prunes(self.config, self._refusal) else 0
         self._rounds = Rounds(scheduler, decode_interval)
@@ -461,6 +465,7 @@ class RequestPruner:
             self.config.recall if waiting.recalls else None,
             prompt.config,
             prompt.protected,
+            pieces=self._pieces_of(prompt),
         )
         reason, num_tokens = waiting.reason, given.num_prompt_tokens
         if given.is_whole:
@@ -473,6 +478,12 @@ class RequestPruner:
         if len(self._remembered) > _MOST_REMEMBERED:
             self._remembered.popitem(last=False)
         self._settle_with(waiting, given, reason, score)
+
+    def _pieces_of(self, prompt: Prompt) -> list[str] | None:
+        """The text of every token, where whole lines are kept; None without a tokenizer, or for chunks."""
+        if self._pieces is None or prompt.config.unit == "chunks":
+            return None
+        return self._pieces.of(prompt.token_ids)
 
     def _settle_with(
         self,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from spec_stack.config import PrefillConfig
-from spec_stack.prefill.importance import token_importance
+from spec_stack.prefill.importance import mean_share, token_importance
 
 
 @dataclass
@@ -25,9 +25,15 @@ class LayerQueries:
 
 
 def best_of_own_heads(
-    pool: Any, slots: torch.Tensor, layers: Mapping[int, LayerQueries], config: PrefillConfig, rank: int = 0
+    pool: Any,
+    slots: torch.Tensor,
+    layers: Mapping[int, LayerQueries],
+    config: PrefillConfig,
+    rank: int = 0,
+    num_asking: int = 1,
 ) -> torch.Tensor:
-    """Pooled attention (n, num_tokens), the largest over the heads of this rank that vote.
+    """Pooled attention (n, num_tokens), the largest over the heads of this rank that vote; under `head_vote` "share"
+    the mean of their shares (1, num_tokens), which one rank alone has all of.
 
     Parameters
     ----------
@@ -38,11 +44,14 @@ def best_of_own_heads(
     layers
         Queries (num_heads, n, head_dim) by layer, of this rank's heads.
     config
-        For scoring_heads, which count over all ranks, and the pool kernel.
+        For scoring_heads, which count over all ranks, skipped_layers, head_vote and the pool kernel.
     rank
         Of the tensor-parallel group.
+    num_asking
+        How many queries, the first ones, are those of the prompt's last tokens, which see nothing after themselves.
     """
-    voters = {index: _voters(index, found, config, rank) for index, found in layers.items()}
+    skipped = 0 if config.scoring_heads is not None else min(config.skipped_layers, (max(layers) + 1) // 2)
+    voters = {index: _voters(index, found, config, rank) if index >= skipped else [] for index, found in layers.items()}
     unknown = {layer for layer, _ in config.scoring_heads or ()} - set(layers)
     if unknown:
         raise ValueError(f"scoring_heads names layers {sorted(unknown)}, and the draft has {sorted(layers)}")
@@ -50,13 +59,15 @@ def best_of_own_heads(
         # Other ranks have those who vote, and no attention is the least there is.
         num_queries = sum(query.shape[1] for query in next(iter(layers.values())).queries)
         return torch.zeros(num_queries, len(slots), device=slots.device)
+    if config.head_vote == "share":
+        return mean_share(_own_heads(pool, slots, layers, voters), *config.forced_tokens, num_asking)[None]
     kept: list[torch.Tensor] = []
 
     def keep(best: torch.Tensor) -> torch.Tensor:
         kept.append(best)
         return best
 
-    token_importance(_own_heads(pool, slots, layers, voters), config.pool_kernel, keep)
+    token_importance(_own_heads(pool, slots, layers, voters), config.pool_kernel, keep, num_asking)
     return kept[0]
 
 

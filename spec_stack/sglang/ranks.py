@@ -11,6 +11,10 @@ def own_rank() -> int:
     return int(get_tp_group().rank_in_group)
 
 
+def num_ranks() -> int:
+    return int(get_tp_group().world_size)
+
+
 def first_ranks_gamma(gamma: int) -> int:
     """Policies read clocks, so ranks would differ: the first rank decides for all."""
     group = get_tp_group()

@@ -163,11 +163,11 @@ class DraftScorer:
         num_tokens = len(prompt.token_ids)
         chunk = self.chunk(prompt.config)
         # First layers alone do not know what comes after the prompt: its last tokens ask in the look-ahead's place.
-        num_layers = prompt.config.scoring_layers
-        num_selecting = 1 if num_layers is None else min(prompt.config.look_ahead + 1, chunk, num_tokens)
+        num_layers, asks_itself = _layers_to_run(prompt.config)
+        num_selecting = min(prompt.config.look_ahead + 1, chunk, num_tokens) if asks_itself else 1
         num_recalling = min(MOST_ASKING, chunk, num_tokens - question.num_cached) if question.recalls else 0
         num_asking = max(num_recalling, num_selecting if question.selects else 1)
-        look_ahead = self._look_ahead(prompt) if question.selects and num_layers is None else 0
+        look_ahead = self._look_ahead(prompt) if question.selects and not asks_itself else 0
         # Those that ask are asked again whatever the pool has: their queries are what scores.
         window = _window(prompt.config)
         lease = self._draft.index.lease(prompt.tenant, prompt.token_ids, num_tokens - num_asking)
@@ -201,13 +201,13 @@ class DraftScorer:
             best = wanted = None
             if question.selects:
                 after = {index: found.between(num_asking - num_selecting) for index, found in layers.items()}
-                best = self._best_of_own_heads(slots[:num_tokens], after, prompt.config)
+                best = self._best_of_own_heads(slots[:num_tokens], after, prompt.config, num_selecting)
             if question.recalls:
                 asking = {
                     index: found.between(num_asking - num_recalling, num_asking) for index, found in layers.items()
                 }
                 # Whole chunks are asked for, whose means pooling would hardly change.
-                unpooled = replace(prompt.config, pool_kernel=1)
+                unpooled = replace(prompt.config, pool_kernel=1, head_vote="max")
                 wanted = self._best_of_own_heads(slots[: question.num_cached], asking, unpooled)
             yield
             return Score(_mean(best), _mean(wanted), num_tokens - num_shared)
@@ -232,11 +232,11 @@ class DraftScorer:
         return max(0, min(prompt.config.look_ahead, room))
 
     def _best_of_own_heads(
-        self, slots: Ints, layers: Mapping[int, LayerQueries], config: PrefillConfig
+        self, slots: Ints, layers: Mapping[int, LayerQueries], config: PrefillConfig, num_asking: int = 1
     ) -> torch.Tensor:
         """Pooled attention (n, num_tokens), the largest over those of this rank's heads that vote."""
         where = torch.from_numpy(slots).to(self._runner.device)
-        return best_of_own_heads(self._draft, where, layers, config, own_rank())
+        return best_of_own_heads(self._draft, where, layers, config, own_rank(), num_asking)
 
     def chunk(self, config: PrefillConfig) -> int:
         """Most tokens of a prompt that the draft reads in one part."""
@@ -265,6 +265,16 @@ class DraftScorer:
         finally:
             # The pool's slots were written on that stream, whether or not the scoring came to its end.
             current.wait_stream(stream)
+
+
+def _layers_to_run(config: PrefillConfig) -> tuple[int | None, bool]:
+    """How many first layers of the draft score a prompt, None for all, and whether its own last tokens ask."""
+    asks_itself = config.scoring_layers is not None or config.scoring_queries == "prompt"
+    num_layers = config.scoring_layers
+    if asks_itself and config.scoring_heads:
+        needed = max(layer for layer, _ in config.scoring_heads) + 1
+        num_layers = needed if num_layers is None else min(num_layers, needed)
+    return num_layers, asks_itself
 
 
 def _window(config: PrefillConfig) -> Window | None:
