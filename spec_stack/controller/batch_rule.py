@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from spec_stack.config import DecodeConfig
 from spec_stack.controller.base import BatchMember, Policy, StepContext, StepRecord, check_gammas
-from spec_stack.controller.batch_cost import StepSeconds
+from spec_stack.controller.batch_cost import StepSeconds, stale_neighbour
 
 Floats = NDArray[np.float64]
 # Requests that are remembered; the longest silent one is forgotten first.
@@ -60,7 +60,7 @@ class LastMembers:
 class BatchRule(Policy):
     """argmin over gamma of the sum over requests of a step's seconds over the tokens expected of it.
 
-    A subclass says what is expected. Costs are measured, by batch size; see `StepSeconds`.
+    A subclass says what is expected. Costs are measured, per batch size; a gamma that was never tried there is.
 
     Parameters
     ----------
@@ -69,7 +69,7 @@ class BatchRule(Policy):
     weight : float
         Of the last step in a request's acceptance and in a gamma's seconds, in (0, 1].
     trials : int
-        Steps each gamma is tried for before anything is known of it.
+        Steps each gamma is tried for at a new batch size.
     probe_every : int
         One step in this many measures a neighbour of the best gamma again, since times change with load and length.
 
@@ -100,7 +100,6 @@ class BatchRule(Policy):
             raise ValueError(f"probe_every must be 2 or more, got {self.probe_every}; or use the policy fixed")
         self._seconds = StepSeconds(self.gammas, self.weight, self.trials)
         self._candidates = sorted(self.gammas)
-        self._columns = np.array(self._candidates)
 
     @abstractmethod
     def expected_accepted(self, context: StepContext, members: Sequence[BatchMember]) -> Floats:
@@ -116,28 +115,28 @@ class BatchRule(Policy):
         """Take in how a request's step went, in tokens."""
 
     def choose(self, context: StepContext) -> int:
-        """Try what was never tried, else take the best, now and then a neighbour of it."""
-        size = context.batch_size
-        self._seconds.begin(context.step, size)
+        """Try what was never tried at this batch size, else take the best, now and then a neighbour of it."""
+        costs = self._seconds.begin(context.step, context.precision, context.batch_size)
         expected = self.expected_accepted(context, context.members or self._last.members)
         usable = [gamma for gamma in self._candidates if gamma <= context.max_gamma]
         if not usable:
             return 0
-        untried = self._seconds.to_try(usable)
+        untried = self._seconds.to_try(usable, costs)
         if untried is not None:
             return untried
-        if not self._seconds.is_known:
+        known = [gamma for gamma in usable if costs[gamma].num_seen]
+        if not known:
             # No step had known seconds, as under a load of short replies: the usual gamma then.
             return max((gamma for gamma in usable if gamma <= DecodeConfig.gamma), default=usable[0])
-        steps = (1 / (1 + expected[:, self._columns[: len(usable)]])).sum(axis=0)
-        best = usable[int((self._seconds.seconds(size)[: len(usable)] * steps).argmin())]
+        seconds = np.array([costs[gamma].seconds for gamma in known])
+        best = known[int((seconds * (1 / (1 + expected[:, known])).sum(axis=0)).argmin())]
         self._num_chosen += 1
-        return self._seconds.stale_neighbour(best, usable, size) if self._num_chosen % self.probe_every == 0 else best
+        return stale_neighbour(best, usable, costs) if self._num_chosen % self.probe_every == 0 else best
 
     def observe(self, record: StepRecord) -> None:
         if record.is_prefill:
             return
         self._last.note(record)
         if math.isfinite(record.seconds):
-            self._seconds.observe(record.step, record.gamma, record.seconds)
+            self._seconds.observe(record.step, record.precision, record.gamma, record.seconds)
         self.learn(record)

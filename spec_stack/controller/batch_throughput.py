@@ -17,8 +17,6 @@ from spec_stack.controller.batch_rule import BatchRule, Floats, PerRequest
 _TYPICAL_ACCEPTANCE = 0.7
 # Odds of an acceptance seen as 0 or 1 would be infinite.
 _MIN_ACCEPTANCE = 0.02
-# A lot of lessons costs hardly more than one.
-_LESSONS_AT_ONCE = 16
 
 
 # acceptance by place and request, upcoming confidence (of the first token, of later ones), last confidence (likewise),
@@ -116,7 +114,7 @@ class BatchThroughput(BatchRule):
         self._by_place = [_TYPICAL_ACCEPTANCE] * max(self.gammas)
 
     def expected_accepted(self, context: StepContext, members: Sequence[BatchMember]) -> Floats:
-        if len(self._lessons) >= _LESSONS_AT_ONCE:
+        if self._lessons:
             self._learn_lessons()
         if not members:
             members = (BatchMember("", max(self.gammas)),)

@@ -13,7 +13,6 @@ import pytest
 
 from spec_stack.controller.base import BatchMember, DraftSignals, StepContext, StepRecord
 from spec_stack.controller.batch_confidence import BatchConfidence
-from spec_stack.controller.batch_cost import StepSeconds
 from spec_stack.controller.batch_speckv import BatchSpecKV
 from spec_stack.controller.batch_throughput import BatchLogistic, BatchThroughput
 from spec_stack.controller.predictor import STEP_FEATURES
@@ -93,25 +92,6 @@ def test_the_gamma_is_that_under_which_finite_answers_end_soonest() -> None:
             for gamma in policy.gammas
         }
         assert waits[policy.choose(_context(9, *members))] == pytest.approx(min(waits.values()))
-
-
-def test_seconds_of_a_size_and_gamma_never_taken_lie_on_the_plane_of_the_others() -> None:
-    costs = StepSeconds((0, 1, 2, 4, 8), weight=0.1, trials=1)
-    for number, (size, gamma) in enumerate([(1, 0), (1, 4), (1, 8), (4, 2), (4, 0), (8, 1)]):
-        costs.begin(number, size)
-        costs.observe(number, gamma, (3 + 0.5 * size + 0.7 * gamma + 0.1 * size * gamma) / size)
-    assert costs.seconds(6).tolist() == pytest.approx([6 + 1.3 * gamma for gamma in (0, 1, 2, 4, 8)], rel=0.02)
-
-
-def test_a_size_that_costs_more_than_the_plane_says_is_known_by_its_own_steps_and_a_stall_is_not() -> None:
-    costs = StepSeconds((0, 4), weight=0.1, trials=1)
-    for number in range(60):
-        size, gamma = (1, 2, 4)[number % 3], (0, 4)[number // 3 % 2]
-        costs.begin(number, size)
-        true = (1 + 0.1 * gamma) * (1.5 if size == 2 else 1.0)
-        costs.observe(number, gamma, (40.0 if number == 55 else true) / size)
-    assert costs.seconds(2).tolist() == pytest.approx([1.5, 2.1], rel=0.1)
-    assert costs.seconds(4).tolist() == pytest.approx([1.0, 1.4], rel=0.1)
 
 
 def test_a_decision_and_what_is_learned_from_it_take_less_than_a_fifth_of_a_millisecond() -> None:
