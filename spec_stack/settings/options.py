@@ -46,9 +46,7 @@ def remembers_given(config: Config) -> Config:
     def remember(self: Any, *args: Any, **kwargs: Any) -> None:
         known = kwargs.get("given", ())
         if not isinstance(known, tuple) or not set(known) <= set(positional):
-            raise ValueError(
-                f"given is found out, not set; leave it out, got {known!r}"
-            )
+            raise ValueError(f"given is found out, not set; leave it out, got {known!r}")
         make(self, *args, **kwargs)
         # `replace` gives its changes first, then all other fields in their order, of which `given` is the first.
         named = takewhile(lambda name: name != "given", kwargs)
