@@ -284,7 +284,7 @@ class PrefillConfig:
 
     @property
     def asks_prompt(self) -> bool:
-        """Whether the prompt's own tokens ask, and no look-ahead: the first layers alone cannot draft one."""
+        """Return whether the prompt's own tokens ask, and no look-ahead: the first layers alone cannot draft one."""
         return self.scoring_queries == "prompt" or self.scoring_layers is not None
 
     @property
@@ -373,7 +373,7 @@ class HubConfig:
         _require(isinstance(trust, bool), f"trust_remote_code must be True or False, got {trust!r}")
 
     def options(self, role: str) -> dict[str, Any]:
-        """What transformers' `from_pretrained` is given for the "target" or the "draft"."""
+        """Return what transformers' `from_pretrained` is given for the "target" or the "draft"."""
         revision = self.revision if role == "target" else self.draft_revision
         given = {"revision": revision, "token": self.token}
         return {name: value for name, value in given.items() if value is not None} | {
@@ -514,7 +514,7 @@ class SamplingParams:
 @documented
 @dataclass(frozen=True)
 class SessionConfig:
-    """What a session keeps of a conversation, and what comes back of what it dropped."""
+    """Says what a session keeps of a conversation, and what comes back of the text it dropped."""
 
     restore: bool = option(
         True,
@@ -568,7 +568,7 @@ class SessionConfig:
 @documented
 @dataclass(frozen=True)
 class StoreConfig:
-    """What a generator remembers of prompts that it has answered, for calls outside a session that begin alike."""
+    """Says what a generator remembers of answered prompts, for calls outside a session that begin alike."""
 
     max_tokens: int = option(
         0,

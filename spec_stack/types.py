@@ -56,7 +56,7 @@ class SteppableModel(Protocol):
 
 
 class TargetModel(SteppableModel, Protocol):
-    """What the decode loop needs of the target on top."""
+    """A model whose tokens the decode loop verifies."""
 
     @property
     def num_to_recompute(self) -> int:
@@ -256,7 +256,7 @@ class AnswerPart:
 
 @dataclass
 class Metrics:
-    """What a request cost and did.
+    """The cost of a request, and what it did.
 
     Durations are in seconds, without the time that the caller of a stream lets pass; `precision` is the target's; the
     bytes are those of the weights in memory. `proposer` is who might propose ("model", "lookup", "both"); of the
@@ -357,7 +357,7 @@ class Metrics:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What one step hands out.
+    """The output of one step.
 
     Parameters
     ----------

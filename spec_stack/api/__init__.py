@@ -1,1 +1,1 @@
-"""What a user calls: the generator, sessions, and transformers' own generate."""
+"""The calls of a user: the generator, sessions, and transformers' own generate."""

@@ -1,4 +1,4 @@
-"""What can be asked: generate and stream, alike for a generator and for a session."""
+"""Answer calls: generate and stream, alike for a generator and for a session."""
 
 from __future__ import annotations
 
@@ -423,7 +423,7 @@ class Answering(ABC):
 
 @dataclass(frozen=True)
 class Call:
-    """What a call asks for, as `_plan` takes it."""
+    """A call, checked and put together, as `_plan` takes it."""
 
     source: PromptSource
     params: SamplingParams

@@ -48,7 +48,7 @@ _NOT_RETURNED = ("output_scores", "output_logits", "output_attentions", "output_
 
 @dataclass
 class SpecStackOutput(GenerateDecoderOnlyOutput):  # type: ignore[misc]
-    """What `return_dict_in_generate=True` gives: `sequences`, and the `Metrics` of every row; None for one that a
+    """The output under `return_dict_in_generate=True`: `sequences`, and the `Metrics` of every row; None for one that a
     criterion of the caller's ended."""
 
     metrics: list[Metrics | None] | None = None
@@ -121,7 +121,7 @@ def _open_generator(
 
 
 class CustomGenerate:
-    """What `model.generate(custom_generate=...)` calls; made by `spec_stack`.
+    """The callable behind `model.generate(custom_generate=...)`; made by `with_draft`.
 
     Notes
     -----

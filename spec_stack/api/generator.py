@@ -190,7 +190,7 @@ class SpecStackGenerator(Answering):
 
     @property
     def config(self) -> SpecStackConfig:
-        """What holds where a call says nothing else. It is settled when the generator is made."""
+        """The configuration that holds where a call says nothing else. It is settled when the generator is made."""
         return self.engine.config
 
     def __reduce__(self) -> str | tuple[Any, ...]:

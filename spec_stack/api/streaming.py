@@ -1,4 +1,4 @@
-"""What takes a stream's tokens as they come: transformers' streamers, and code that awaits."""
+"""Hand a stream's tokens on as they come: to transformers' streamers, and to code that awaits."""
 
 from __future__ import annotations
 

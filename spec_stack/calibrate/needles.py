@@ -16,7 +16,7 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Needle:
-    """What is hidden and what is asked.
+    """A hidden text, and the question about it.
 
     Attributes
     ----------

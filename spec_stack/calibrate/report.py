@@ -11,7 +11,7 @@ from spec_stack.prefill.calibration import HEAD_RATE, Calibration, Point, descri
 
 
 def format_calibration(calibration: Calibration) -> str:
-    """What was chosen, as a table for a terminal."""
+    """Return what was chosen, as a table for a terminal."""
     config = calibration.apply()
     chosen = describe_setting(replace(config, keep_rate=0.2, min_prompt_tokens=2048))
     lines = [f"{'tokens':>7}  {'keep_rate':>9}  {'recall':>6}  {'TTFT':>8}  {'vs dense':>8}  setting"]

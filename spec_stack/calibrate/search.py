@@ -304,7 +304,7 @@ def _head_sets(recall: Mapping[Head, float]) -> list[tuple[Head, ...] | None]:
 
 
 def _finds(num_layers: int, recall: Mapping[Head, float]) -> bool:
-    """Whether some head of the first layers retrieves at all; else they would only stir the other votes."""
+    """Return whether some head of the first layers retrieves at all; else they would only stir the other votes."""
     early = [value for (layer, _), value in recall.items() if layer < num_layers]
     return bool(early) and max(early) >= max(recall.values()) / 2
 
@@ -349,7 +349,7 @@ def _needed(prompt: Prompt, config: PrefillConfig, scores: torch.Tensor) -> list
 
 
 def _random_scores(prompt: Prompt, config: PrefillConfig) -> torch.Tensor:
-    """What a vote by chance looks like."""
+    """Return what a vote by chance looks like."""
     num_chunks = math.ceil(len(prompt.token_ids) / config.chunk_size)
     return torch.rand(num_chunks, generator=torch.Generator().manual_seed(len(prompt.token_ids)))
 

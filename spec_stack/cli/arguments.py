@@ -1,4 +1,4 @@
-"""What the command line may say, and what is meant by it: the parser, and the requests and settings of its arguments.
+"""The parser of the command line, and the requests and settings that its arguments mean.
 
 Reads no model. The commands are in `cli`.
 """
@@ -315,7 +315,7 @@ def _standard_input() -> str:
 
 
 def _is_piped() -> bool:
-    """Whether somebody has sent something to standard input, or means to."""
+    """Return whether somebody has sent something to standard input, or means to."""
     if sys.stdin is None:
         return False
     try:

@@ -47,7 +47,7 @@ def read_document(path: Path) -> str:
 
 
 def status_line(metrics: Metrics) -> str:
-    """What a turn cost, in one line."""
+    """Return what a turn cost, in one line."""
     parts = [
         f"{metrics.num_new_tokens} new",
         f"{metrics.num_cached_tokens} cached",
@@ -163,7 +163,7 @@ class Chat:
         return sum(message["role"] == "user" for message in self.messages)
 
     def _stats(self) -> None:
-        """What the answers since the beginning have cost, and what the session holds."""
+        """Return what the answers since the beginning have cost, and what the session holds."""
         costs, session = self._costs, self.session
         self._say(
             f"{self._num_turns} turns · {sum(cost.num_new_tokens for cost in costs)} tokens prefilled or scored, "
@@ -227,7 +227,7 @@ def _messages_of(path: Path) -> Path:
 
 
 def _read_messages(path: Path) -> tuple[list[dict[str, str]], list[str]]:
-    """What /save wrote. Raises ValueError where it is something else."""
+    """Return what /save wrote. Raises ValueError where it is something else."""
     try:
         values = json.loads(read_document(path))
         messages, documents = list(values["messages"]), list(values["documents"])

@@ -302,7 +302,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _measured(arguments: argparse.Namespace) -> list[str]:
-    """What a pair does on this machine, line by line."""
+    """Return what a pair does on this machine, line by line."""
     from spec_stack.cli.measure import lines, measure
 
     if not arguments.minutes > 0:

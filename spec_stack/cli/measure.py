@@ -72,7 +72,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Measured:
-    """What the runs took; seconds by the timer they were given.
+    """The runs' seconds, by the timer they were given.
 
     Parameters
     ----------
@@ -109,12 +109,12 @@ class Measured:
 
     @property
     def dense_curve(self) -> Curve:
-        """Of dense TTFT."""
+        """The curve of dense TTFT."""
         return Curve.through(_medians(self.dense))
 
     @property
     def sparse_curve(self) -> Curve:
-        """Of sparse TTFT."""
+        """The curve of sparse TTFT."""
         square = self.keep_rate**2 * self.dense_curve.square + Curve.through(_medians(self.draft)).square
         return Curve.with_square(_medians(self.sparse), square)
 
@@ -126,7 +126,7 @@ class Measured:
 
     @property
     def draft_cost(self) -> float:
-        """What a drafted token costs, as a share of a step of one token."""
+        """Return what a drafted token costs, as a share of a step of one token."""
         return self.draft_step_s / self.step_s
 
     @property
@@ -253,7 +253,7 @@ def _step(generator: SpecStackGenerator, model: object, num_tokens: int, timer: 
 
 
 def _cache_bytes(model: object) -> int:
-    """Of keys and values per token, at most: sliding and recurrent layers hold less."""
+    """Return the bytes of keys and values per token, at most: sliding and recurrent layers hold less."""
     config = text_config(model.config)  # type: ignore[attr-defined]
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -296,7 +296,7 @@ class _Answers:
 
 
 def verdict(measured: Measured) -> str:
-    """Whether the pair is worth it, and because of what."""
+    """Return whether the pair is worth it, and because of what."""
     even, decoding = measured.break_even(), measured.decode_gain
     longest = min(_TOLD[-1], measured.max_positions)
     at_longest = measured.dense_curve.at(longest) / measured.sparse_curve.at(longest)

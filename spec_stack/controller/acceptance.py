@@ -15,7 +15,7 @@ _TYPICAL_ACCEPTANCE = 0.75
 
 
 class AcceptanceModel(Protocol):
-    """What `throughput` asks: `begin` once per step, then `extend` after drafted tokens, in order."""
+    """Answers `throughput`: `begin` once per step, then `extend` once per drafted token, in order."""
 
     def begin(self) -> None:
         """A step begins."""
@@ -134,7 +134,7 @@ class OnlineAcceptance:
 
     @property
     def _calibration(self) -> float:
-        """What first tokens have brought of what was expected of them, 1 at most.
+        """Return what first tokens have brought of what was expected of them, 1 at most.
 
         A draft that is sure and wrong is let go by this within a few steps, long before the weights have learned it;
         the longer they have learned, the less it counts.

@@ -1,4 +1,4 @@
-"""What a policy is, what it sees before and during a step, and what a step leaves behind. Loads no torch."""
+"""The base of policies: what one sees before and during a step, and what a step leaves behind. Loads no torch."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ class Policy(ABC):
         """
 
     def keep_drafting(self, context: StepContext, signals: DraftSignals) -> bool:
-        """Whether to draft one token more; asked after every drafted token but the last, unless it said no.
+        """Return whether to draft one token more; asked after every drafted token but the last, unless it said no.
 
         Parameters
         ----------

@@ -1,4 +1,4 @@
-"""What a server's step takes, measured while it runs: seconds by gamma, at every batch size (in powers of two)."""
+"""Measure a server's steps while it runs: seconds by gamma, at every batch size (in powers of two)."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class StepSeconds:
 
 
 def stale_neighbour(best: int, usable: Sequence[int], costs: dict[int, _GammaCost]) -> int:
-    """Of the gammas beside the best one, that whose seconds were measured longest ago."""
+    """Return the gamma beside the best one whose seconds were measured longest ago."""
     at = usable.index(best)
     neighbours = [*usable[max(at - 1, 0) : at], *usable[at + 1 : at + 2]]
     return min(neighbours, key=lambda gamma: costs[gamma].last_step, default=best)

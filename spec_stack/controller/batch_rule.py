@@ -27,14 +27,14 @@ Known = TypeVar("Known")
 
 
 class PerRequest(Generic[Known]):
-    """What is known of each request, by its id; new ones are made as they come."""
+    """Holds what is known of each request, by its id; new entries are made as requests come."""
 
     def __init__(self, make: Callable[[], Known]) -> None:
         self._make = make
         self._known: OrderedDict[str, Known] = OrderedDict()
 
     def of(self, request_id: str) -> Known:
-        """What is known of a request, to be read or changed."""
+        """Return what is known of a request, to be read or changed."""
         if request_id not in self._known:
             self._known[request_id] = self._make()
             if len(self._known) > _MAX_REQUESTS:

@@ -49,7 +49,7 @@ class BatchLogistic:
         self._forgetting = forgetting
 
     def probability(self, features: Floats) -> Floats:
-        """Of features (…, n): (…)."""
+        """Return the probability of features (…, n): (…)."""
         return _sigmoid(features @ self.weights)
 
     def learn(self, features: Floats, outcomes: Floats) -> None:
@@ -64,7 +64,7 @@ class BatchLogistic:
 
 @dataclass(slots=True)
 class _Request:
-    """What is known of a request before its next step, as features.
+    """Holds what is known of a request before its next step.
 
     own: log odds of its acceptance, a moving average; None before any. upcoming: of the first token of the step after
     its newest record, log odds of the draft's confidence, halved, less 1. confidence: likewise of the newest record's
@@ -80,7 +80,7 @@ class _Request:
 
 @dataclass(slots=True)
 class _Asked:
-    """What was known when a step was chosen: places (gamma,), log odds over the typical; rows (members, 4), own,
+    """The knowledge by which a step was chosen: places (gamma,), log odds over the typical; rows (members, 4), own,
     upcoming, confidence, surprise; whose each row is."""
 
     places: Floats

@@ -1,4 +1,4 @@
-"""What a step costs, measured while it runs: seconds = base + per_token * gamma, for draft and verify apart.
+"""Measure steps while they run: seconds = base + per_token * gamma, for draft and verify apart.
 
 A target with a recurrent state recomputes accepted tokens after a rejection. Its verify time is a line over all tokens
 it takes in beside the last committed one, drafted and recomputed, and a drafted token is charged for the recomputing
@@ -132,7 +132,7 @@ class DiscountedLine:
 
 
 class StepTimes(NamedTuple):
-    """What one decode step is to the cost model: tokens drafted, seconds, tokens recomputed, tokens looked up."""
+    """One decode step for the cost model: tokens drafted, seconds, tokens recomputed, tokens looked up."""
 
     gamma: int
     draft_s: float
@@ -154,12 +154,12 @@ class StepCostModel:
 
     @property
     def ready(self) -> bool:
-        """Whether the warm-up is over and something has been drafted."""
+        """Return whether the warm-up is over and something has been drafted."""
         return self._has_drafted and len(self._warm_up) >= self.options.warm_up
 
     @property
     def ready_to_verify(self) -> bool:
-        """Whether the warm-up is over, so that a verification's seconds are known."""
+        """Return whether the warm-up is over, so that a verification's seconds are known."""
         return len(self._warm_up) >= self.options.warm_up
 
     @property

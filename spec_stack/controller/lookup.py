@@ -92,7 +92,7 @@ class LookupOptions:
 
 @dataclass(frozen=True)
 class Offer:
-    """What a look-up is worth.
+    """The worth of a look-up.
 
     Parameters
     ----------
@@ -157,7 +157,7 @@ class LookupGate:
         return self._rate.value / self._cost.plain_s if self._cost.ready_to_verify else 0.0
 
     def offer(self, continuations: Sequence[Iterable[Found]], most: int) -> Offer:
-        """What the best of some continuations is worth as a whole step, of `most` tokens at most.
+        """Return what the best of some continuations is worth as a whole step, of `most` tokens at most.
 
         The gate remembers it until `observe`. No more is taken of a continuation than is worth it.
         """
@@ -165,7 +165,7 @@ class LookupGate:
         return self._offer
 
     def prefers(self, offer: Offer) -> bool:
-        """Whether the step goes to the look-up rather than to the draft."""
+        """Return whether the step goes to the look-up rather than to the draft."""
         if not offer.found:
             return False
         self._num_settled += 1
@@ -173,7 +173,8 @@ class LookupGate:
         return wins != (self._num_settled % self.options.try_every == 0)
 
     def takes_over(self, continuations: Sequence[Iterable[Found]], chance: float, with_next: float) -> bool:
-        """Whether a look-up behind drafted tokens brings as much of the next one as the draft, whose forward it saves.
+        """Return whether a look-up behind drafted tokens brings as much of the next one as the draft, whose forward it
+        saves.
 
         chance, with_next: that the drafted tokens are all right, and that they and the draft's next one are.
         """
@@ -183,7 +184,8 @@ class LookupGate:
         return looked_up > 0 and chance * looked_up >= with_next - self._tokens_per_s * forward_s
 
     def tail(self, continuations: Sequence[Iterable[Found]], most: int, chance: float) -> Offer:
-        """What is worth verifying behind drafted tokens that are all right with this chance. The gate remembers it."""
+        """Return what is worth verifying behind drafted tokens that are all right with this chance. The gate remembers
+        it."""
         offer = self._best(continuations, most, chance)
         self._tail = offer.found
         return offer
@@ -243,7 +245,8 @@ class LookupGate:
             self._chances.learn(_features(found, place), is_right)
 
     def _learn_gain(self, record: StepRecord) -> None:
-        """What a step that went to the draft gained, the seconds of what it proposed paid at the present rate."""
+        """Return what a step that went to the draft gained, the seconds of what it proposed paid at the present
+        rate."""
         spent = min(record.draft_s, 3 * self._cost.draft_s(record.num_drafted)) if record.num_drafted else 0.0
         spent += self._cost.verify_per_token_s * record.gamma
         gained = max(record.num_accepted - self._tokens_per_s * spent, -float(record.gamma + 1))
@@ -251,7 +254,7 @@ class LookupGate:
 
 
 def _features(found: Found, place: int) -> list[float]:
-    """What the chance of a looked-up token hangs on; the last one is the bias."""
+    """Return what the chance of a looked-up token hangs on; the last one is the bias."""
     return [
         math.log2(min(found.length, _LONGEST)),
         math.log(min(found.num_seen, _MOST_COUNTED)),

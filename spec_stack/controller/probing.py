@@ -12,7 +12,7 @@ USUAL_UNREAD = 2
 class Probing:
     """Counts idle steps. A probe that does not pay doubles the wait for the next one.
 
-    A draft that has idled must first read what was written meanwhile. The time of that step says nothing of drafting:
+    A draft that has idled must first prefill what was written meanwhile. That step's time says nothing of drafting:
     taken for its cost, it would keep a cheap draft off for good. So such a probe is two steps: `is_waking` is true
     in the first, whose times are to be left out, and the second measures. Where something else comes between
     (a look-up, another request) the draft is woken again after the same wait.

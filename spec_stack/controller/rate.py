@@ -1,4 +1,4 @@
-"""What one kind of step brings in its time: of this request as far as it has shown it, before that of all."""
+"""Measure what one kind of step brings in its time: of this request as far as it has shown it, before that of all."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class OnlineRidge:
 
 
 def rates_of(predictor: str | Path | RatePredictor | None) -> tuple[RatePredictor, OnlineRidge | None]:
-    """What predicts, of a file, an object or nothing, and the ridge that learns online where nothing was given.
+    """Return what predicts, of a file, an object or nothing, and the ridge that learns online where nothing was given.
 
     Raises
     ------

@@ -13,7 +13,7 @@ from spec_stack.controller.cost import USUAL_UNREAD, CostOptions, StepCostModel
 from spec_stack.controller.rate import RequestRate
 
 _MAX_UNRATED = 64
-# Tokens to catch up on from which the draft's reading of them is weighed against what the answer can save.
+# Tokens to catch up on from which the draft's prefill of them is weighed against what the answer can save.
 _LONG_READ = 32
 # What drafting has to gain over plain decoding to be used.
 _LEAST_SPEEDUP = 1.02
@@ -23,7 +23,7 @@ _TRY_SHARE = 0.016
 # tells what a plain one would take.
 _CLEAR_SPEEDUP = 1.2
 _CHECK_EVERY = 16
-# What a draft nobody has tried is taken to bring, worth so many plain steps, and its reading to take of the target's.
+# What a draft nobody has tried is taken to bring, worth so many plain steps, and its prefill to take of the target's.
 _START_SPEEDUP = 1.15
 _START_WEIGHT = 6.0
 _TYPICAL_READ = 0.5
@@ -34,7 +34,7 @@ _MOST_NOISE = 1.5
 
 @dataclass
 class _PrecisionState:
-    """What is measured at one precision.
+    """The measurements at one precision.
 
     achieved: of steps without a look-up. drafting: of those that drafted, by the draft's tokens alone. Both in tokens
     per plain step, of this request first. copied: share of the tokens that were looked up. idle_s: of steps since the
@@ -51,7 +51,7 @@ class _PrecisionState:
     read_s: float | None = None
 
     def begin_request(self) -> None:
-        """What the last request showed is shared knowledge now."""
+        """Return what the last request showed is shared knowledge now."""
         self.achieved.begin_request()
         self.drafting.begin_request()
         self.copied.begin_request()
@@ -176,7 +176,7 @@ class Throughput(Policy):
         return min(self.max_gamma, self._cap)
 
     def _pays(self, context: StepContext, state: _PrecisionState | None) -> bool:
-        """Whether drafting is expected to save time, in this step and with what it has to catch up on."""
+        """Return whether drafting is expected to save time, in this step and with what it has to catch up on."""
         read_s = self._read_s(context, state)
         if state is None or not state.cost.ready_to_verify:
             return read_s == 0.0

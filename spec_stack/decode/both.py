@@ -46,7 +46,7 @@ class LookupThenModel:
         self._gate.observe(record)
 
     def _takes_over(self, drafted_ids: Sequence[int], chances: tuple[float, float]) -> bool:
-        """Whether the rest of a step is for the look-up, which costs no forward of the draft."""
+        """Return whether the rest of a step is for the look-up, which costs no forward of the draft."""
         continuations = self._index.continuations(drafted_ids, self._end_ids)
         return self._gate.takes_over(continuations, *chances)
 

@@ -62,7 +62,7 @@ class TextMemory:
                     self.older, self.newest = self.newest, SuffixAutomaton()
 
     def begin_text(self) -> None:
-        """What is taken in next goes on from nothing."""
+        """Return what is taken in next goes on from nothing."""
         with self.lock:
             self.newest.begin_text()
 
@@ -89,8 +89,8 @@ class Reader:
             self._places = self._after(token_ids)
 
     def continuation(self, tail_ids: Sequence[int]) -> Iterator[Step]:
-        """What most often followed the longest end of the text and its uncertain tail that anything followed, token by
-        token; where a place has nothing after it, a shorter end goes on."""
+        """Return what most often followed the longest end of the text and its uncertain tail that anything followed,
+        token by token; where a place has nothing after it, a shorter end goes on."""
         with self._memory.lock:
             found = [(automaton, automaton.next(place)) for automaton, place in self._after(tail_ids)]
         automaton, step = max(found, key=lambda each: each[1].length if each[1] is not None else 0)
@@ -111,7 +111,7 @@ class Reader:
 
 
 class LookupIndex:
-    """What may follow a text that is being written, by where its end stood before. Not thread-safe.
+    """Finds what may follow a text that is being written, by where its end stood before. Not thread-safe.
 
     Parameters
     ----------
@@ -154,7 +154,7 @@ class LookupIndex:
             reader.advance(token_ids)
 
     def continuations(self, tail_ids: Sequence[int] = (), end_ids: Collection[int] = ()) -> list[Iterator[Found]]:
-        """What may follow: from the text itself, and from the shared ones.
+        """Return what may follow: from the text itself, and from the shared ones.
 
         Parameters
         ----------

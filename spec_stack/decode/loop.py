@@ -18,7 +18,7 @@ from spec_stack.types import Proposal, Selection, StepOutput, SteppableModel, Ta
 
 @dataclass(frozen=True)
 class RequestLabels:
-    """What a request's records carry beside their measurements."""
+    """The labels that a request's records carry beside their measurements."""
 
     request_id: str
     precision: str

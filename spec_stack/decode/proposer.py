@@ -18,7 +18,7 @@ from spec_stack.types import Proposal, SteppableModel
 
 @dataclass(frozen=True)
 class Means:
-    """What proposers are made of.
+    """The parts that proposers are made of.
 
     Parameters
     ----------
@@ -64,7 +64,7 @@ class Guide:
         return max(0, min(int(gamma), self.context.max_gamma, MAX_GAMMA))
 
     def keep_drafting(self, signals: DraftSignals) -> bool:
-        """Whether the policy wants one token more."""
+        """Return whether the policy wants one token more."""
         with self.clock.measure("controller"):
             return self.policy.keep_drafting(self.context, signals)
 

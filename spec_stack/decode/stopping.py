@@ -16,7 +16,7 @@ class TextStream(Protocol):
         ...
 
     def flush(self) -> str:
-        """What was held back, as it stands."""
+        """Return what was held back, as it stands."""
         ...
 
 

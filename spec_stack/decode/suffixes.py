@@ -31,7 +31,7 @@ START = Place(_ROOT, 0)
 
 
 class Step(NamedTuple):
-    """What most often followed the end of a text.
+    """The token that most often followed the end of a text.
 
     Parameters
     ----------
@@ -81,7 +81,7 @@ class SuffixAutomaton:
 
     @property
     def place(self) -> Place:
-        """Of the text that is being taken in."""
+        """The place in the text that is being taken in."""
         return Place(self._last, self._length[self._last])
 
     @property
@@ -90,7 +90,7 @@ class SuffixAutomaton:
         return len(self._link)
 
     def begin_text(self) -> None:
-        """What is taken in next does not go on from what came before it."""
+        """Return what is taken in next does not go on from what came before it."""
         self._last = _ROOT
 
     def extend(self, token_ids: Iterable[int]) -> None:
@@ -115,7 +115,8 @@ class SuffixAutomaton:
             length = self._length[state]
 
     def next(self, place: Place) -> Step | None:
-        """What follows the longest end of a text after which anything is known; None where that is the empty one."""
+        """Return what follows the longest end of a text after which anything is known; None where that is the empty
+        one."""
         state, length = self._settled(place)
         while state != _ROOT and self._token[state] == _NONE:
             state = self._link[state]

@@ -27,7 +27,7 @@ class Caches(Protocol):
 
     @property
     def needs_scoring(self) -> bool:
-        """Whether the draft has to score the prompt before the target sees any of it."""
+        """Return whether the draft has to score the prompt before the target sees any of it."""
         ...
 
     def score(self, look_ahead: LookAhead) -> tuple[Selection, Proposal]:
@@ -35,7 +35,7 @@ class Caches(Protocol):
         ...
 
     def take_all(self) -> Selection:
-        """What the target prefills without scoring."""
+        """Return what the target prefills without scoring."""
         ...
 
     def reopen_draft(self) -> None:
@@ -44,7 +44,7 @@ class Caches(Protocol):
 
 
 class RequestCaches:
-    """Of a request by itself: empty before it, gone after it."""
+    """The caches of a request by itself: empty before it, gone after it."""
 
     def __init__(self, pair: ModelPair, request: Request) -> None:
         self._pair, self._request = pair, request
@@ -92,7 +92,7 @@ class RequestCaches:
 
 
 class StoredCaches(RequestCaches):
-    """Of a request by itself, which begins with what a store has of its prompt, and can leave it what it made of it."""
+    """The caches of a request that begins with what a store has of its prompt, and can leave it what it made of it."""
 
     def __init__(self, pair: ModelPair, request: Request, store: PrefixStore) -> None:
         self._store = store
@@ -124,7 +124,7 @@ class StoredCaches(RequestCaches):
 
     def score(self, look_ahead: LookAhead) -> tuple[Selection, Proposal]:
         def remember_index() -> None:
-            # The draft has read the prompt but the tokens that ask, and nothing of it is dropped yet.
+            # The draft has prefilled the prompt but the tokens that ask, and nothing of it is dropped yet.
             self._read = self._running and self._running.fork()
 
         selection, proposal = self._score(look_ahead, whole=True, on_prefilled=remember_index)
@@ -138,7 +138,7 @@ class StoredCaches(RequestCaches):
         super().reopen_draft()
 
     def _take_over(self, selection: Selection) -> Selection:
-        """What is left of a selection behind the slots that the store has."""
+        """Return what is left of a selection behind the slots that the store has."""
         if self.target.is_stateful:
             return selection
         slots = list(zip(selection.positions, selection.token_ids, strict=True))
@@ -161,7 +161,7 @@ class StoredCaches(RequestCaches):
             return
         self.target.forget_from(len(self._request.prompt_ids))
         index = self._read
-        # What the draft reads in order to propose, it reads without a window.
+        # What the draft prefills in order to propose, it prefills without a window.
         as_scored = self._request.prefill.draft_window is None and not self._request.scores
         if index is None and as_scored and self._running is not None and self._draft_ids is not None:
             index = self._running

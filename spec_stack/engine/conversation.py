@@ -46,7 +46,7 @@ class Unfinished:
     num_restored: int
 
     def is_of(self, request: Request) -> bool:
-        """Whether a request is the same turn again."""
+        """Return whether a request is the same turn again."""
         return (
             self.prompt_ids == request.prompt_ids
             and (self.num_cached, self.scores, self.prefill) == (request.num_cached, request.scores, request.prefill)
@@ -55,7 +55,7 @@ class Unfinished:
 
 
 class Conversation:
-    """What target and draft hold of one text.
+    """Both models' caches of one text.
 
     Parameters
     ----------
@@ -102,11 +102,14 @@ class Conversation:
         return other
 
     def saved(self, config: SessionConfig) -> SavedSession:
-        """What is held, to be written to a file. Text that a turn which ended early has rolled back is new in it."""
+        """Return what is held, to be written to a file. Text that a turn which ended early has rolled back is new in
+        it."""
         settled = self.fork()
         owed = settled._go_back(len(self.token_ids))
         num_tokens = min(owed, default=len(self.token_ids))
         settled.target.forget_from(num_tokens)
+        if self._pair.translation is None:
+            settled.index.forget_from(num_tokens)
         contents = settled.target.contents(), settled.index.contents()
         return SavedSession(self.token_ids[:num_tokens], self.encoded, *contents, config)
 

@@ -29,7 +29,7 @@ _TOLERANCE = 0.01
 
 @dataclass(frozen=True)
 class SavedSession:
-    """What a session holds.
+    """The contents of a session.
 
     Parameters
     ----------
@@ -174,7 +174,7 @@ def _check_encoded(encoded: EncodedPrompt, vocab_size: int) -> None:
 
 
 def _increase(numbers: Sequence[int], last: int) -> bool:
-    """Whether these are whole numbers of 0 to last, none smaller than the one before."""
+    """Return whether these are whole numbers of 0 to last, none smaller than the one before."""
     return (
         all(type(number) is int for number in numbers)
         and list(numbers) == sorted(numbers)
@@ -194,7 +194,7 @@ def _encoded(values: dict[str, Any] | None) -> EncodedPrompt | None:
 
 
 def _made_with(pair: ModelPair, prefill: PrefillConfig) -> dict[str, Any]:
-    """What has to be alike for a session to go on as it would have, as JSON has it."""
+    """Return what has to be alike for a session to go on as it would have, as JSON has it."""
     values = {
         "target": fingerprint(text_config(pair.target.config)),
         "draft": fingerprint(text_config(pair.draft.config)),

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DraftedPrompt:
-    """What the draft made of a prompt: the selection, the first proposal, and why so.
+    """A prompt as the draft left it: the selection, the first proposal, and why so.
 
     num_cached: tokens at its beginning that neither model had to see again.
     """

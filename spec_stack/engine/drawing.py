@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Drawing:
-    """What draws a request's tokens.
+    """The samplers of a request.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""What a generator remembers of prompts: caches that later calls which begin alike take over."""
+"""Remember prompts: caches that later calls which begin alike take over."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class StoredPrompt:
     target : CachedModel
         The slots of the prompt that were kept, by increasing position.
     index : CachedModel or None
-        The draft over its own ids, the whole prompt or its beginning; None where it has read only parts of it.
+        The draft over its own ids, the whole prompt or its beginning; None where it prefilled only parts of it.
     reading : tuple
-        How the draft read it: what of the configuration its keys depend on.
+        How the draft prefilled it: what of the configuration its keys depend on.
     """
 
     target: CachedModel
@@ -46,7 +46,7 @@ class StoredPrompt:
         return list(zip(self.target.positions, self.target.token_ids, strict=True))
 
     def covers(self, other: StoredPrompt) -> bool:
-        """Whether it has all that another has."""
+        """Return whether it has all that another has."""
         if self.reading != other.reading or self.slots[: other.target.num_cached] != other.slots:
             return False
         if self.index is None or other.index is None:
@@ -55,7 +55,7 @@ class StoredPrompt:
 
 
 def reading_of(config: PrefillConfig) -> tuple[object, ...]:
-    """What the draft's keys of a prompt depend on beside its tokens."""
+    """Return what the draft's keys of a prompt depend on beside its tokens."""
     return config.draft_window, config.draft_sinks
 
 

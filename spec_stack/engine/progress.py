@@ -37,7 +37,7 @@ class Watched(Protocol):
 
 
 class Progress:
-    """Of one request: hears of every chunk, tells the caller, and ends the prefill where it was asked to.
+    """Follows the prefill of one request: hears of every chunk, tells the caller, and ends it where it was asked to.
 
     Parameters
     ----------

@@ -41,7 +41,7 @@ from spec_stack.types import DraftTokenization
 
 @dataclass(frozen=True)
 class CallOptions:
-    """What a call asks for beside its prompt and how tokens are drawn; None is the generator's own way.
+    """The options of a call beside its prompt and how tokens are drawn; None is the generator's own way.
 
     The meaning of each is told at `Answering.generate`.
     """
@@ -103,7 +103,7 @@ class StopTokens:
 
 @dataclass(frozen=True)
 class Request:
-    """What is done for one call.
+    """A call, planned.
 
     Parameters
     ----------
@@ -196,12 +196,12 @@ class Request:
 
     @property
     def is_shaped(self) -> bool:
-        """Whether anything goes over the logits that looks at the tokens before them."""
+        """Return whether anything goes over the logits that looks at the tokens before them."""
         return bool(self.processors) or self.grammar is not None
 
     @property
     def text(self) -> str:
-        """What reasons call the part of the prompt that may be pruned."""
+        """Return what reasons call the part of the prompt that may be pruned."""
         return "new text" if self.num_cached else "prompt"
 
     @classmethod
@@ -253,7 +253,8 @@ class Request:
         )
         notes = [uncopied_note(processors)]
         draft_limit = pair.max_positions[1]
-        if num_draft_tokens + prefill.look_ahead > draft_limit:
+        draft_room = max(0, draft_limit - num_draft_tokens)
+        if num_draft_tokens > draft_limit:
             notes.append(f"the draft has {draft_limit} positions and sees the end of the prompt alone")
             if needs_attention(prefill.scorer):
                 obstacle = (
@@ -275,7 +276,7 @@ class Request:
             grammar = pair.grammars.compile(forced or wanted, stop_tokens.all_ids, len(prompt_ids))
         own = make_processors(params, len(prompt_ids), stop_tokens.all_ids, pair.target.device)
         # Where nothing can be proposed there is nothing to look ahead with either.
-        most = min(room, MAX_LOOK_AHEAD) if pair.vocabulary.can_propose else 0
+        most = min(room, draft_room, MAX_LOOK_AHEAD) if pair.vocabulary.can_propose else 0
         clock.pause()
         return cls(
             prompt_ids=prompt_ids,
@@ -290,7 +291,11 @@ class Request:
             can_score=not obstacle and sees_whole(prefill, num_draft_tokens, pair.scoring_limit),
             tokenization=tokenization,
             draft_start=_draft_start(
-                len(prompt_ids), num_draft_tokens, prefill.look_ahead, params.max_tokens or 0, draft_limit
+                len(prompt_ids),
+                num_draft_tokens,
+                min(prefill.look_ahead, draft_room),
+                params.max_tokens or 0,
+                draft_limit,
             ),
             encoded=encoded,
             num_cached=num_cached,

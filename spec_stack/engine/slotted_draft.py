@@ -19,9 +19,9 @@ _MAX_RESTORED = 64
 class SlottedDraft:
     """Counts in the whole text and holds its sinks, its newest part and chunks that share words with what is written.
 
-    The prompt is known from the beginning; it is read at the first forward, no more of it than the slots. As the text
-    grows, the slots are chosen anew at the beginning of a step: what is no longer chosen is forgotten, what is chosen
-    now is read at its own positions, behind the older slots. What a draft proposes is verified, so a bad choice costs
+    The prompt is known from the beginning; the first forward prefills no more of it than the slots. As the text grows,
+    the slots are chosen anew at the beginning of a step: what is no longer chosen is forgotten, what is chosen now is
+    prefilled at its own positions, behind the older slots. What a draft proposes is verified, so a bad choice costs
     speed alone.
 
     Parameters
@@ -84,7 +84,7 @@ class SlottedDraft:
         return self._draft.forward([self._text[position] for position in wanted], wanted, num_logits=1)
 
     def _renew(self) -> list[int]:
-        """Choose the slots anew and forget the others; the positions to read, earlier ones first."""
+        """Choose the slots anew and forget the others; the positions to prefill, earlier ones first."""
         chosen = choose_slots(self._text, self._num_slots, self._chunk_size, self._num_sinks)
         held = {position: slot for slot, position in enumerate(self._draft.positions)}
         first = not self._num_when_chosen

@@ -1,4 +1,4 @@
-"""What `spec-stack explain` does: run or read, and write the page."""
+"""Run or read for `spec-stack explain`, and write the page."""
 
 from __future__ import annotations
 

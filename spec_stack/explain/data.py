@@ -1,4 +1,4 @@
-"""What the page of a run shows, as plain data: prompts with what was kept, answers with who wrote what, steps."""
+"""The page of a run as plain data: prompts with what was kept, answers with who wrote what, steps."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ from spec_stack.types import Metrics, Proposal, Selection, StepOutput
 
 @dataclass
 class Seen:
-    """What was seen of one request; filled while it runs."""
+    """A request as it was seen; filled while it runs."""
 
     request: Request
     held: list[int]

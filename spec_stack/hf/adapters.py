@@ -15,7 +15,7 @@ _MODEL = "config.json"
 
 
 def is_adapter(source: str | Path) -> bool:
-    """Whether this is a folder with an adapter and no model beside it."""
+    """Return whether this is a folder with an adapter and no model beside it."""
     folder = Path(source)
     return (folder / _ADAPTER).is_file() and not (folder / _MODEL).is_file()
 

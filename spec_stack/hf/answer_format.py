@@ -94,7 +94,7 @@ class ForcedCall:
 
 @dataclass(frozen=True)
 class AnswerFormat:
-    """What an answer to a chat may hold beside text.
+    """The parts that an answer to a chat may hold beside text.
 
     Parameters
     ----------
@@ -162,7 +162,7 @@ class AnswerFormat:
         return ForcedCall(self.tools, {name: json.dumps(parameters[name]) for name in names}, in_thought)
 
     def begins_in_thought(self, rendered: str) -> bool:
-        """Whether a rendered chat ends with the beginning of a thought, in which the answer goes on."""
+        """Return whether a rendered chat ends with the beginning of a thought, in which the answer goes on."""
         return self.thinks and rendered.rstrip().endswith(THINK_OPENS)
 
 
@@ -204,7 +204,7 @@ def _without(text: str, tokens: Sequence[str]) -> str:
 
 
 def _last_part(text: str, tokens: Sequence[str]) -> str:
-    """What comes after the last special token but one that opens a call."""
+    """Return what comes after the last special token but one that opens a call."""
     cut = max((text.rfind(token) + len(token) for token in tokens if token in text), default=0)
     return text[cut:]
 

@@ -61,7 +61,7 @@ class AnswerParser:
                 return _merged(parts)
 
     def _take_start(self, is_end: bool) -> list[AnswerPart]:
-        """What the answer begins with, behind blanks: a thought, a call without a mark, or text."""
+        """Return what the answer begins with, behind blanks: a thought, a call without a mark, or text."""
         start = self._buffer.lstrip()
         if self._thinks and start.startswith(THINK_OPENS):
             self._buffer, self._take = start[len(THINK_OPENS) :], self._begin_thought

@@ -75,7 +75,7 @@ class Support:
 
 @dataclass(frozen=True)
 class Abilities:
-    """What can be done with one model: have it score prompts, prefill it sparsely, decode speculatively with it."""
+    """The abilities of a model: to score prompts, to be prefilled sparsely, to decode speculatively."""
 
     score: Support
     sparse_prefill: Support
@@ -88,7 +88,7 @@ def text_config(config: Any) -> Any:
 
 
 def abilities(config: Any) -> Abilities:
-    """What can be done with a model of this configuration, which may be any."""
+    """Return what can be done with a model of this configuration, which may be any."""
     config = text_config(config)
     refusal = _refusal(config)
     if refusal:
@@ -102,7 +102,7 @@ def abilities(config: Any) -> Abilities:
 
 
 def is_recurrent(config: Any) -> bool:
-    """Whether some layers of a supported model keep a state instead of a KV cache."""
+    """Return whether some layers of a supported model keep a state instead of a KV cache."""
     architecture = SUPPORTED.get(text_config(config).model_type)
     return architecture is not None and bool(architecture.recurrent)
 
@@ -166,7 +166,8 @@ def _score(config: Any) -> Support:
 
 
 def _block_by_block(config: Any) -> Support:
-    """Whether a block of tokens computes the same as its tokens one by one, on which decoding and scoring rely."""
+    """Return whether a block of tokens computes the same as its tokens one by one, on which decoding and scoring
+    rely."""
     if config.model_type == "nemotron_h" and config.time_step_min > 1e-6:
         return Support(
             "approximate",

@@ -93,7 +93,7 @@ def attend_by_position(slots: SlotPositions) -> Iterator[None]:
 
 
 def _has_flash(device: torch.device, dtype: torch.dtype | None) -> bool:
-    """Whether SDPA's flash kernel, which aligns a causal mask with the last key, runs there."""
+    """Return whether SDPA's flash kernel, which aligns a causal mask with the last key, runs there."""
     if device.type != "cuda" or torch.version.hip is not None or dtype not in (torch.float16, torch.bfloat16):
         return False
     return torch.cuda.get_device_capability(device) >= (8, 0)
@@ -450,7 +450,7 @@ def _narrow(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _tokens(value: Any, num_tokens: int, start: int, stop: int) -> Any:
-    """What a layer is handed, with the tokens start…stop - 1 of whatever there is one row per token of."""
+    """Return what a layer is handed, with the tokens start…stop - 1 of whatever there is one row per token of."""
     if isinstance(value, torch.Tensor):
         return value[:, start:stop] if value.dim() > 1 and value.shape[1] == num_tokens else value
     if isinstance(value, tuple):

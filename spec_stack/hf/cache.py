@@ -78,7 +78,7 @@ def new_cache(config: Any) -> DynamicCache:
 
 
 def is_stateful(cache: DynamicCache) -> bool:
-    """Whether some layer has a recurrent state."""
+    """Return whether some layer has a recurrent state."""
     return any(hasattr(layer, "recurrent_states") for layer in cache.layers)
 
 

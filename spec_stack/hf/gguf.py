@@ -26,7 +26,7 @@ _PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$", re.IGNORECASE)
 
 
 def is_gguf(source: str | Path) -> bool:
-    """Whether a source names a GGUF file, here or on the hub."""
+    """Return whether a source names a GGUF file, here or on the hub."""
     return str(source).lower().endswith(_SUFFIX)
 
 
@@ -114,7 +114,7 @@ def load_gguf_config(folder: str, options: Mapping[str, Any]) -> Any:
 
 
 def unpacking() -> dict[str, Any]:
-    """What `from_pretrained` is told beside the file: unpack all weights."""
+    """Return what `from_pretrained` is told beside the file: unpack all weights."""
     from transformers import GgufConfig
 
     return {"quantization_config": GgufConfig(dequantize=True)}

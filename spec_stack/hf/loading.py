@@ -158,7 +158,7 @@ def load_tokenizer(source: str, hub: Mapping[str, Any] | None = None) -> Any:
 
 
 def has_tokenizer(source: str) -> bool:
-    """Whether this is a folder that holds one."""
+    """Return whether this is a folder that holds one."""
     return any((Path(source) / name).is_file() for name in _TOKENIZER_FILES)
 
 

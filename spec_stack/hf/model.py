@@ -137,7 +137,7 @@ class CachedModel:
 
     @property
     def can_restore(self) -> bool:
-        """Whether tokens may come in at positions before those of cached ones: no state has gone past them."""
+        """Return whether tokens may come in at positions before those of cached ones: no state has gone past them."""
         return not self._is_stateful
 
     @property
@@ -147,7 +147,7 @@ class CachedModel:
 
     @property
     def is_stateful(self) -> bool:
-        """Whether there is a recurrent state, which cannot be cropped."""
+        """Return whether there is a recurrent state, which cannot be cropped."""
         return self._is_stateful
 
     def forget_from(self, position: int) -> None:
@@ -175,8 +175,8 @@ class CachedModel:
             model_cache.compact(self._cache)
 
     def contents(self) -> dict[str, torch.Tensor]:
-        """What is cached, as tensors that `filled` takes: ids and positions by slot, what there is to recompute, keys,
-        values and states. Not copied."""
+        """Return what is cached, as tensors that `filled` takes: ids and positions by slot, what there is to
+        recompute, keys, values and states. Not copied."""
         slots = {
             "token_ids": torch.tensor(self._token_ids, dtype=torch.long),
             "positions": torch.tensor(self._positions, dtype=torch.long),
@@ -293,7 +293,7 @@ class CachedModel:
             self.prefill(token_ids, positions)
 
     def _take(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> tuple[list[int], list[int]]:
-        """What a forward over these tokens has to run: they, and before them what there is to recompute."""
+        """Return what a forward over these tokens has to run: they, and before them what there is to recompute."""
         if not (len(token_ids) == len(positions) >= num_logits and token_ids):
             raise ValueError(f"{len(token_ids)} tokens, {len(positions)} positions, {num_logits} logits do not fit")
         if positions[0] < self.next_position:

@@ -1,4 +1,4 @@
-"""What a checkpoint's own generation config says about sampling."""
+"""Sampling as a checkpoint's own generation config sets it."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def unquantized_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def has_bf16_instructions() -> bool:
-    """Whether this machine's processor multiplies in bf16 (AVX512-BF16, AMX, Arm's BF16), as torch tells it."""
+    """Return whether this machine's processor multiplies in bf16 (AVX512-BF16, AMX, Arm's BF16), as torch tells it."""
     told = torch.cpu.get_capabilities()
     return any(bool(told.get(name)) for name in _BF16_INSTRUCTIONS)
 
@@ -230,7 +230,7 @@ def weight_bytes(model: PreTrainedModel) -> int:
 
 
 def _constants(module: nn.Module) -> Iterator[torch.Tensor]:
-    """What a quantized layer holds beside its weight: scales and codes (of 4 bits, also those of the scales)."""
+    """Return what a quantized layer holds beside its weight: scales and codes (of 4 bits, also those of the scales)."""
     codes = getattr(getattr(module, "weight", None), "quant_state", None)
     scales = getattr(getattr(module, "state", None), "SCB", None)
     holders = [vars(holder) for holder in (codes, getattr(codes, "state2", None)) if holder is not None]

@@ -92,7 +92,7 @@ class PrepackedLinear(nn.Module):
 
 
 def _works(dtype: torch.dtype) -> bool:
-    """Whether the operators exist here and give the right product."""
+    """Return whether the operators exist here and give the right product."""
     linear = nn.Linear(32, 48, bias=False).to(dtype)
     inputs = torch.randn(5, 32, generator=torch.Generator().manual_seed(0)).to(dtype)
     try:
@@ -104,7 +104,7 @@ def _works(dtype: torch.dtype) -> bool:
 
 
 def can_prepack(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether linear layers of this kind can be laid out beforehand here."""
+    """Return whether linear layers of this kind can be laid out beforehand here."""
     return device.type == "cpu" and dtype in _PRECISIONS and _works(dtype)
 
 

@@ -89,7 +89,7 @@ def copy_processor(processor: Processor) -> Processor:
 
 
 def name_of(processor: object) -> str:
-    """What messages call a processor."""
+    """Return what messages call a processor."""
     return str(getattr(processor, "__qualname__", None) or type(processor).__name__)
 
 

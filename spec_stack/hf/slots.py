@@ -1,4 +1,4 @@
-"""What the tokens of one forward see of the cache, by the original position of every slot."""
+"""The slots of the cache that the tokens of one forward see, by the original position of every slot."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class KeysCached(Exception):  # noqa: N818
 
 @dataclass(frozen=True)
 class Seen:
-    """What one layer shows to the newest tokens.
+    """The slots that one layer shows to the newest tokens.
 
     Attributes
     ----------
@@ -74,7 +74,8 @@ class SlotPositions:
         self._masks: dict[tuple[int, int, Seen], torch.Tensor] = {}
 
     def seen(self, num_queries: int, layer_window: int | None) -> Seen:
-        """What a layer with this window of its own (None: it has none) shows to the newest num_queries tokens."""
+        """Return what a layer with this window of its own (None: it has none) shows to the newest num_queries
+        tokens."""
         window, num_sinks = layer_window, 0
         if self._window is not None and (layer_window is None or self._window < layer_window):
             window, num_sinks = self._window, self._num_sinks if layer_window is None else 0
@@ -98,8 +99,8 @@ class SlotPositions:
         return (0, 0) if first <= seen.num_sinks else (seen.num_sinks, first)
 
     def mask(self, start: int, stop: int, seen: Seen, device: torch.device) -> torch.Tensor:
-        """What the tokens of the slots start…stop - 1 see of the slots that are `shown` to them up to their own: bool
-        (1, 1, stop - start, num_shown)."""
+        """Return what the tokens of the slots start…stop - 1 see of the slots that are `shown` to them up to their
+        own: bool (1, 1, stop - start, num_shown)."""
         key = start, stop, seen
         mask = self._masks.get(key)
         if mask is None:

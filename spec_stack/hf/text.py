@@ -52,7 +52,7 @@ class ContinuedText:
         return text
 
     def flush(self) -> str:
-        """What was held back, as it stands."""
+        """Return what was held back, as it stands."""
         return self._decode(self._ids)[len(self._before) + self._num_pushed :]
 
     def _decode(self, token_ids: list[int]) -> str:
@@ -94,5 +94,5 @@ class WindowedText:
         return added
 
     def flush(self) -> str:
-        """What was held back, as it stands."""
+        """Return what was held back, as it stands."""
         return self._decode(self._window)[len(self._context_text) :]

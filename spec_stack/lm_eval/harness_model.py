@@ -134,7 +134,7 @@ class SpecStackLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def prefix_token_id(self) -> int:
-        """What a text without a context comes after: the tokenizer's BOS, or else the end of the text before."""
+        """Return what a text without a context comes after: the tokenizer's BOS, or else the end of the text before."""
         bos = self.tokenizer.bos_token_id
         return self.eot_token_id if bos is None else int(bos)
 
@@ -261,7 +261,7 @@ class ReadContext:
         self._next = self._target.forward(selection.token_ids, selection.positions, 1)
 
     def is_of(self, context_ids: list[int], specprefill: bool | None) -> bool:
-        """Whether it is this context, read in this way."""
+        """Return whether it is this context, read in this way."""
         return self._asked == (context_ids, specprefill)
 
     def score(self, continuation: Sequence[int]) -> tuple[float, bool]:

@@ -1,4 +1,4 @@
-"""What no live policy can know, for comparison: the best gammas in hindsight, and policies that were told them."""
+"""Policies that know what no live one can, for comparison: the best gammas in hindsight."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class CostTable:
 
 @dataclass(frozen=True)
 class ReplayText:
-    """What is known of one prompt's greedy output.
+    """One prompt's greedy output, with what is known of it.
 
     start is where decoding begins (after what the prefill step gave), end where it stops. correct, entropy and
     confidence are by output position from 0 on; tails[q] holds the signals after the wrong token at q. A signal that
@@ -254,7 +254,8 @@ def check_lag(lag: int) -> None:
 
 @dataclass(frozen=True)
 class Score:
-    """What a policy did with one text. seconds are the steps' by the costs given, without the policy's own calls."""
+    """The outcome of a policy on one text. seconds are the steps' by the costs given, without the policy's own
+    calls."""
 
     num_tokens: int
     seconds: float

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def step_examples(records: Sequence[StepRecord]) -> tuple[Floats, Floats, list[str]]:
-    """What a step predictor is fitted to: the paper's examples, made causal.
+    """Return what a step predictor is fitted to: the paper's examples, made causal.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""What the draft attended to while it went over a prompt, and the importance of the prompt's tokens by it.
+"""The draft's attention while it went over a prompt, and the importance of the prompt's tokens by it.
 
 How it is used: `scoring.look_at` makes a `CapturedAttention` with one pass of the draft. `importance(config)` gives
 what the configuration asks for; another configuration of heads, layers, vote or pooling needs no other pass, which is
@@ -19,8 +19,8 @@ from spec_stack.prefill.importance import ScoredLayer, choose_heads, head_shares
 
 
 class CapturedLayer(Protocol):
-    """Of one attention layer: queries, one (num_heads, n, head_dim) tensor per forward, and keys (num_kv_heads,
-    num_cached, head_dim); None where a sliding window hides some of them."""
+    """The capture of one attention layer: queries, one (num_heads, n, head_dim) tensor per forward, and keys
+    (num_kv_heads, num_cached, head_dim); None where a sliding window hides some of them."""
 
     scaling: float
     queries: list[torch.Tensor]

@@ -1,4 +1,4 @@
-"""What a calibration says, and how it is kept: settings for one draft and target, with what they were chosen by."""
+"""A calibration and its file: settings for one draft and target, with what they were chosen by."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def find_calibration(draft: str | Path, named: str | Path | bool | None = None) 
 
 
 def fingerprint(config: Any) -> dict[str, Any]:
-    """What tells a model's shape from another's, of its transformers text configuration."""
+    """Return what tells a model's shape from another's, of its transformers text configuration."""
     names = ("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
     return {name: getattr(config, name, None) for name in names}
 
@@ -185,7 +185,7 @@ def _frozen(value: Any) -> Any:
 
 
 def describe_setting(config: PrefillConfig) -> str:
-    """What of a configuration differs from the defaults, in few words; the share kept aside."""
+    """Return what of a configuration differs from the defaults, in few words; the share kept aside."""
     named = [entry.name for entry in fields(PrefillConfig) if entry.name in CHOSEN and entry.name != "keep_rate"]
     default = PrefillConfig()
     changed = {name: getattr(config, name) for name in named if getattr(config, name) != getattr(default, name)}

@@ -1,4 +1,4 @@
-"""What a prefill costs, in multiply-adds, and what sparse prefill can gain by it. Pure.
+"""Count a prefill's multiply-adds, and what sparse prefill can gain by fewer. Pure.
 
 SpecPrefill, https://arxiv.org/abs/2502.02789, appendix E, with a window and with fewer scoring layers in it.
 """
@@ -29,7 +29,8 @@ class Shape:
 
     @classmethod
     def of(cls, config: object) -> Shape:
-        """Of a transformers text configuration. Raises ValueError where it is not Llama-like enough to say."""
+        """Return the shape of a transformers text configuration. Raises ValueError where it is not Llama-like enough
+        to say."""
         names = (
             "num_hidden_layers",
             "hidden_size",
@@ -68,7 +69,7 @@ def prefill_flops(shape: Shape, num_tokens: int, num_seen: float | None = None, 
 
 @dataclass(frozen=True)
 class Gain:
-    """What is to be expected of sparse prefill.
+    """The gain to be expected of sparse prefill.
 
     Attributes
     ----------

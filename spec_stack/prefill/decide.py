@@ -18,7 +18,7 @@ def decide_scoring(
     scoring_limit: int | None = None,
     text: str = "prompt",
 ) -> tuple[bool, str]:
-    """Whether to score a text in order to prune it, and why.
+    """Return whether to score a text in order to prune it, and why.
 
     num_new_tokens: of the prompt, or of what a turn adds to it; protected: spans of these. num_draft_tokens: the whole
     prompt's length in the draft's tokens. scoring_limit: the longest context that the draft sees whole, None for any.
@@ -48,6 +48,7 @@ def decide_scoring(
 
 
 def sees_whole(config: PrefillConfig, num_draft_tokens: int, scoring_limit: int | None) -> bool:
-    """Whether some attention layer of the draft sees a prompt of so many of its tokens whole, with its look-ahead."""
+    """Return whether some attention layer of the draft sees a prompt of so many of its tokens whole, with its look-
+    ahead."""
     num_behind = 0 if config.asks_prompt else config.look_ahead
     return scoring_limit is None or num_draft_tokens + num_behind <= scoring_limit

@@ -53,7 +53,7 @@ def choose_slots(text_ids: Sequence[int], num_slots: int, chunk_size: int, num_s
 
 
 def _chunk_scores(ids: np.ndarray, num_chunks: int, chunk_size: int) -> np.ndarray:
-    """What the first whole chunks of a text share with its end, (num_chunks,)."""
+    """Return what the first whole chunks of a text share with its end, (num_chunks,)."""
     asked = ids[-_ASKED:][::-1]
     words, nearest = np.unique(asked, return_index=True)
     body = ids[: num_chunks * chunk_size]

@@ -34,7 +34,7 @@ _COMMON_SHARE = 4
 
 
 def clip_spans(spans: Sequence[Span], start: int) -> list[Span]:
-    """What half-open spans cover from `start` on, counted from there."""
+    """Return what half-open spans cover from `start` on, counted from there."""
     return [(max(first, start) - start, stop - start) for first, stop in spans if stop > start]
 
 

@@ -37,5 +37,5 @@ def make_rule(name: str) -> SelectionRule:
 
 
 def needs_attention(name: str) -> bool:
-    """Whether a rule has the draft go over the whole prompt. Raises ValueError for an unknown name."""
+    """Return whether a rule has the draft go over the whole prompt. Raises ValueError for an unknown name."""
     return make_rule(name).needs_attention

@@ -22,7 +22,7 @@ _HALF_LIFE = 12
 
 @dataclass(frozen=True)
 class Evidence:
-    """What there is to score a prompt by; in a session, the new text of a turn.
+    """The evidence to score a prompt by; in a session, the new text of a turn.
 
     Attributes
     ----------

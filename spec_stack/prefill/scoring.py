@@ -19,7 +19,7 @@ from spec_stack.types import DraftTokenization, Proposal, Selection, SteppableMo
 
 
 class ScoringModel(SteppableModel, Protocol):
-    """What scoring needs of the draft on top."""
+    """A draft that can score."""
 
     @property
     def num_layers(self) -> int: ...

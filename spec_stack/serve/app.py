@@ -284,7 +284,7 @@ class Endpoint:
     async def _deliveries(
         self, request: Request, job: Job, arrived: asyncio.Queue[Delivery]
     ) -> AsyncGenerator[Piece | Failure]:
-        """What comes of a job, which is cancelled once nobody waits for it any more."""
+        """Return what comes of a job, which is cancelled once nobody waits for it any more."""
         watcher = asyncio.create_task(_cancel_on_disconnect(request, job))
         try:
             while True:

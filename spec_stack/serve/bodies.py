@@ -20,7 +20,7 @@ MAX_TOP_LOGPROBS = 20
 
 
 class Body(BaseModel):
-    """What chats and completions have in common. Fields that are not here are ignored, or refused by `strict`."""
+    """The options that chats and completions have in common."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -56,7 +56,7 @@ class Body(BaseModel):
 
     @property
     def wants_usage(self) -> bool:
-        """Whether a stream is to end with what it cost."""
+        """Return whether a stream is to end with what it cost."""
         return bool((self.stream_options or {}).get("include_usage"))
 
     def source(self) -> PromptSource:
@@ -93,7 +93,7 @@ class Body(BaseModel):
 
 
 class ChatBody(Body):
-    """Of /v1/chat/completions."""
+    """The body of /v1/chat/completions."""
 
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -123,7 +123,7 @@ class ChatBody(Body):
 
 
 class CompletionBody(Body):
-    """Of /v1/completions."""
+    """The body of /v1/completions."""
 
     prompt: str | list[int] | list[str]
     echo: bool = False

@@ -23,7 +23,7 @@ _LEAST_LOGPROB = -9999.0
 
 @dataclass(frozen=True)
 class Parts:
-    """What takes answers apart.
+    """Takes answers apart.
 
     Parameters
     ----------
@@ -78,7 +78,7 @@ class Form:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every answer has ended."""
+        """Return whether every answer has ended."""
         return all(choice.finish_reason is not None for choice in self.choices)
 
     def take(self, piece: Piece) -> Choice:
@@ -116,7 +116,7 @@ class Form:
 
 
 class ChatForm(Form):
-    """Of chats."""
+    """The form of answers to chats."""
 
     prefix = "chatcmpl"
 
@@ -214,7 +214,7 @@ class ChatForm(Form):
 
 
 def _deltas(part: AnswerPart, num_calls: int) -> list[dict[str, Any]]:
-    """What a part adds to a message that has so many calls: a call first names its tool, then its arguments."""
+    """Return what a part adds to a message that has so many calls: a call first names its tool, then its arguments."""
     if part.call is None:
         return [{"reasoning_content" if part.kind == "reasoning" else "content": part.text}]
     call = part.call.as_dict()
@@ -224,7 +224,7 @@ def _deltas(part: AnswerPart, num_calls: int) -> list[dict[str, Any]]:
 
 
 class CompletionForm(Form):
-    """Of completions, whose pieces look like the whole."""
+    """The form of answers to completions, whose pieces look like the whole."""
 
     prefix = "cmpl"
 

@@ -1,4 +1,4 @@
-"""What the server counts, for Prometheus."""
+"""Count for Prometheus what the server does."""
 
 from __future__ import annotations
 

@@ -186,7 +186,7 @@ class Preparer:
         return prepared
 
     async def _ask(self, path: str, body: bytes) -> Any:
-        """What the process says; None where it was ended."""
+        """Return what the process says; None where it was ended."""
         channel = await asyncio.to_thread(self._nursery.open)
         with channel:
             channel.setblocking(False)

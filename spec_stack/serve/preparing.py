@@ -38,7 +38,7 @@ class Refused(Exception):  # noqa: N818 - a state, no mistake of anybody's
 
 @dataclass(frozen=True)
 class Settings:
-    """What prompts are encoded with: the target's tokenizer, its rows, and the tokens that end its texts."""
+    """The settings of encoding prompts: the target's tokenizer, its rows, and the tokens that end its texts."""
 
     tokenizer: Any
     vocab_size: int

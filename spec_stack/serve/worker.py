@@ -43,7 +43,7 @@ class Worker:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a request is being answered."""
+        """Return whether a request is being answered."""
         return self._running is not None
 
     def start(self) -> None:

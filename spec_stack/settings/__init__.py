@@ -1,1 +1,1 @@
-"""What configurations are made of: fields with a meaning, and open lists of names."""
+"""The parts of configurations: fields with a meaning, and open lists of names."""

@@ -17,7 +17,7 @@ def option(default: Value, help: str) -> Value:
 
 
 def meaning(config: type, name: str) -> str:
-    """What a field of a configuration means. Raises KeyError for a name that it does not have."""
+    """Return what a field of a configuration means. Raises KeyError for a name that it does not have."""
     known: dict[str, Field[Any]] = {entry.name: entry for entry in fields(config)}
     return str(known[name].metadata["help"])
 

@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 _MOST_REMEMBERED = 16
 # Remembered turns cost a few bytes a token, and the draft's pool forgets texts too: so many times its length is enough.
 _TURNS_PER_POOL = 16
-# Most tokens that the draft reads in one round beside a prefill batch: little against the target's chunk.
+# Most tokens that the draft prefills in one round beside a prefill batch: little against the target's chunk.
 _MOST_QUICK_TOKENS = 512
 _NOT_PROTECTED = Protected()
 
@@ -88,7 +88,7 @@ class Waiting:
 
     @property
     def asks_little(self) -> bool:
-        """Whether all that is asked of the draft is what the new text wants of the old."""
+        """Return whether all that is asked of the draft is what the new text wants of the old."""
         return self.recalls and not self.prunes
 
     def took(self, seconds: float) -> None:
@@ -273,7 +273,7 @@ class RequestPruner:
             self._do_a_part(self._waiting[0])
 
     def _score_the_quick(self) -> None:
-        """Settle follow-ups of which the draft has little to read in the round whose prefill batch they go into."""
+        """Settle follow-ups of which the draft has little to prefill in the round whose prefill batch they go into."""
         if not self._rounds.may_prefill():
             return
         left = min(_MOST_QUICK_TOKENS, self._scorer.chunk(self.config.prefill))
@@ -536,7 +536,7 @@ class RequestPruner:
             request.logprob_start_len = len(token_ids)
 
     def _settle_unscored(self, waiting: Waiting, why: str, outcome: str) -> None:
-        """What an earlier turn was given stays as it was, and all of the new text is kept."""
+        """Return what an earlier turn was given stays as it was, and all of the new text is kept."""
         self._waiting.remove(waiting)
         prompt, beginning = waiting.prompt, waiting.beginning
         if beginning.is_dense:

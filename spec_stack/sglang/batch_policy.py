@@ -244,8 +244,8 @@ class BatchPolicy:
 
 
 def step_clock(device: str) -> Callable[[], float]:
-    """What a step's seconds are read from: this process's own CPU seconds where it computes on one core, which other
-    work on the machine does not stretch."""
+    """Return what a step's seconds are read from: this process's own CPU seconds where it computes on one core, which
+    other work on the machine does not stretch."""
     return process_time if device == "cpu" and torch.get_num_threads() == 1 else perf_counter
 
 

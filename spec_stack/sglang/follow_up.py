@@ -1,4 +1,4 @@
-"""What a prompt that goes on from an earlier one is built on, and what of the text that was dropped there comes back.
+"""Place a prompt that goes on from an earlier one: what it is built on, and what comes back of the dropped text.
 
 No SGLang here. The rule of a session in Python (`prefill.recall`), for many conversations that nobody announces: a
 prompt says itself what it goes on from, by the tokens it begins with. What is remembered of a turn is which positions
@@ -30,8 +30,8 @@ _LEAST_SHARE = 4
 
 @dataclass(frozen=True)
 class Beginning:
-    """What a prompt is built on: its first num_tokens tokens, of which the target was given those at `positions`, in
-    the order in which they were written."""
+    """The beginning that a prompt is built on: its first num_tokens tokens, of which the target was given those at
+    `positions`, in the order in which they were written."""
 
     num_tokens: int = 0
     positions: tuple[int, ...] = ()
@@ -51,7 +51,8 @@ class Beginning:
 
 @dataclass(frozen=True)
 class Placement:
-    """What the target is given of a prompt: token_ids at `positions`, in the order in which they are written.
+    """The tokens of a prompt that the target is given: token_ids at `positions`, in the order in which they are
+    written.
 
     num_cached: tokens of the prompt that an earlier turn dealt with, kept or dropped. num_recalled: how many of the
     given ones come back.
@@ -69,7 +70,7 @@ class Placement:
 
     @property
     def inherits_all(self) -> bool:
-        """Whether the target is given all that an earlier turn dealt with, if anything."""
+        """Return whether the target is given all that an earlier turn dealt with, if anything."""
         return sum(position < self.num_cached for position in self.positions) == self.num_cached
 
     @property
@@ -89,7 +90,7 @@ def place(
     question: Span | None = None,
     pieces: Sequence[str] | None = None,
 ) -> Placement:
-    """What the target is given of a prompt.
+    """Return what the target is given of a prompt.
 
     Parameters
     ----------
@@ -246,7 +247,7 @@ class Turns:
         return Beginning(length, tuple(takewhile(lambda position: position < length, turn.positions)))
 
     def num_unchosen(self, namespace: Hashable, prompt_ids: Sequence[int], num_cached: int) -> int:
-        """Of the tokens at a prompt's beginning that are cached without a gap, those that no turn's choice put there.
+        """Count, of a prompt's first tokens that are cached without a gap, those that no turn's choice put there.
 
         num_cached: how many are cached. A turn that kept as many from the first one on may have brought them, and then
         counts with those alone that any question would have kept.

@@ -1,4 +1,4 @@
-"""What a failure of this plugin may cost: a dense prompt, a proposal or a number. Never the server. No SGLang here."""
+"""Bound what a failure of this plugin costs: a dense prompt, a proposal, a number, never the server. No SGLang here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _logged: Counter[tuple[str, str]] = Counter()
 
 
 def num_failures() -> dict[str, int]:
-    """Of this process since its start, by what failed."""
+    """The failures of this process since its start, by what failed."""
     return dict(_counted)
 
 

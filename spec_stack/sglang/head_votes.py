@@ -1,4 +1,4 @@
-"""What the heads of SGLang's draft say of a prompt, from its queries and its KV pool. No SGLang here."""
+"""Have the heads of SGLang's draft vote on a prompt, from its queries and its KV pool. No SGLang here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from spec_stack.prefill.importance import mean_share, token_importance
 
 @dataclass
 class LayerQueries:
-    """Of one layer: queries (num_heads, n, head_dim), in parts along n, and the scaling of its scores."""
+    """The queries of one layer, (num_heads, n, head_dim), in parts along n, and the scaling of its scores."""
 
     scaling: float
     queries: list[torch.Tensor] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What a server will do to prompts and how far it drafts, in sentences: for its log, and for who asks beforehand."""
+"""Tell, for a server's log and for who asks beforehand, what it will do to prompts and how far it drafts."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from spec_stack.sglang.server_args import ServerConfig
 
 
 def prunes(config: ServerConfig, refusal: str | None) -> bool:
-    """Whether any prompt of a server is pruned that no request asked for. refusal: why none may be, or None."""
+    """Return whether any prompt of a server is pruned that no request asked for. refusal: why none may be, or None."""
     return refusal is None and config.prefill.keep_rate != 1
 
 
 def pruning_note(config: ServerConfig, refusal: str | None, unrecognised: str) -> str:
-    """What is pruned, from which length, and what is kept whole.
+    """Return what is pruned, from which length, and what is kept whole.
 
     unrecognised: what the chat template does not let be told from what users write, "" for nothing.
     """

@@ -16,7 +16,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"
 
 
 def have_one_vocabulary(target_tokenizer: Any, server_args: Any) -> bool:
-    """Whether every token has the same id in the draft's tokenizer; False where the server runs without one.
+    """Return whether every token has the same id in the draft's tokenizer; False where the server runs without one.
 
     SGLang loads none for the draft, so it is loaded here. A draft that comes without a tokenizer has its target's.
     """

@@ -15,7 +15,7 @@ from spec_stack.sglang.protocols import RunningRequest
 
 
 def is_penalised(request: RunningRequest) -> bool:
-    """Whether what a request has said so far changes what it may say next."""
+    """Return whether what a request has said so far changes what it may say next."""
     asked = request.sampling_params
     if asked.frequency_penalty or asked.presence_penalty or asked.repetition_penalty != 1:
         return True
@@ -51,7 +51,7 @@ def count_anew(sampling_info: Any, requests: Sequence[RunningRequest], newest: t
 
 
 def _count_additive(penalties: torch.Tensor, said: torch.Tensor, asked: Any) -> None:
-    """Of one request, penalties (vocab,)."""
+    """Count one request's penalties (vocab,)."""
     # SGLang forbids a reply to end too soon in the same tensor.
     forbidden = torch.isneginf(penalties)
     penalties.zero_()

@@ -57,7 +57,7 @@ class PooledDraft:
 
     @property
     def num_bytes(self) -> int:
-        """Of the buffers, on this rank; 0 before they are allocated."""
+        """The bytes of the buffers, on this rank; 0 before they are allocated."""
         return self._attention.num_bytes
 
     def forward(

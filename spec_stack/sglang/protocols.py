@@ -1,4 +1,4 @@
-"""What this room uses of SGLang's own objects, under the names that SGLang gives them.
+"""SGLang's own objects as this room uses them, under the names that SGLang gives them.
 
 SGLang's classes cannot be imported where there is no SGLang, and have hundreds of attributes. These name the few that
 are read or changed here, so that a reader (and mypy) can tell what a function needs.

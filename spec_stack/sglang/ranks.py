@@ -1,4 +1,4 @@
-"""What the ranks of a tensor-parallel group must agree on. Each function is to be called by all of them at once."""
+"""Agreement of the ranks of a tensor-parallel group. Each function is to be called by all of them at once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def first_ranks_gamma(gamma: int) -> int:
 
 
 def all_say_yes(answer: bool) -> bool:
-    """Whether all ranks say so: one that failed by itself would prune, or draft, alone."""
+    """Return whether all ranks say so: one that failed by itself would prune, or draft, alone."""
     group = get_tp_group()
     if group.world_size == 1:
         return answer

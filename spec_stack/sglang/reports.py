@@ -1,4 +1,4 @@
-"""What a reply, a stream's last chunk and /metrics say. Runs in the process that writes replies; no SGLang here."""
+"""Reports in a reply, a stream's last chunk and /metrics. Runs in the process that writes replies; no SGLang here."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def vllm_metrics(report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class ReplyBooks:
-    """What is known of replies that have ended: the sums of all, and the newest ones' reports, by request id.
+    """The replies that have ended: the sums of all, and the newest ones' reports, by request id.
 
     model_name: the label of the metrics; None keeps no sums.
     """

@@ -1,4 +1,4 @@
-"""What one request asks for through `custom_params`, what is done about it, and what its reply says. No SGLang here."""
+"""One request's options through `custom_params`, what is done about them, and its report. No SGLang here."""
 
 from __future__ import annotations
 
@@ -133,8 +133,8 @@ class PrefillReport:
 
     outcome: one of OUTCOMES. longest_part_s: of the parts that scoring_s is the sum of, which others wait for.
     num_scored_tokens: of which something was decided by their importance; num_draft_tokens: those of the prompt that
-    the draft had to read for it. num_cached_tokens: that an earlier turn dealt with, kept or dropped, and that this one
-    is built on; num_recalled_tokens: those of them that were dropped then and that the target is given now.
+    the draft had to prefill for it. num_cached_tokens: that an earlier turn dealt with, kept or dropped, and that this
+    one is built on; num_recalled_tokens: those of them that were dropped then and that the target is given now.
     """
 
     num_prompt_tokens: int
@@ -155,13 +155,13 @@ class PrefillReport:
     longest_part_s: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """What the reply says: kept_spans only where they were asked for."""
+        """Return what the reply says: kept_spans only where they were asked for."""
         return {name: value for name, value in asdict(self).items() if name != "kept_spans" or value is not None}
 
 
 @dataclass(frozen=True)
 class RequestState:
-    """What travels with a request inside the scheduler, and ends with it. positions is None for a dense prompt."""
+    """Travels with a request inside the scheduler, and ends with it. positions is None for a dense prompt."""
 
     options: RequestOptions
     report: PrefillReport
@@ -169,7 +169,7 @@ class RequestState:
 
 
 def options_of(request: RunningRequest) -> RequestOptions:
-    """What the request asked for; nothing, where it carries no state."""
+    """Return what the request asked for; nothing, where it carries no state."""
     state = getattr(request, STATE, None)
     return state.options if isinstance(state, RequestState) else RequestOptions()
 

@@ -24,12 +24,12 @@ class Rounds:
             scheduler.prefill_decode_interval = decode_interval
 
     def may_prefill(self) -> bool:
-        """Whether the round that begins may hold a prefill batch. Where one has just run, those who waited for it get
-        their tokens first."""
+        """Return whether the round that begins may hold a prefill batch. Where one has just run, those who waited for
+        it get their tokens first."""
         return not (self._scheduler._prefill_decode_interval_remaining and self._anything_runs())
 
     def is_for_scoring(self, unscored: set[int]) -> bool:
-        """Whether the round that begins does a part of a scoring, and then no prefill while anything runs.
+        """Return whether the round that begins does a part of a scoring, and then no prefill while anything runs.
 
         unscored: id() of the waiting requests that are not ready to be prefilled. Mutates the scheduler: it puts the
         round's prefill off by one round.

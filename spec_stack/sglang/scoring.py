@@ -1,7 +1,7 @@
 """Scoring a prompt with the engine's own draft: chunked prefill, look-ahead, importance (SpecPrefill, section 3.2).
 
-A scoring is done in parts, between which the scheduler goes on with its own batches. The draft reads the text into its
-own KV pool, and no more of it than the pool lacks; of the engine's slots and rows it takes none.
+A scoring is done in parts, between which the scheduler goes on with its own batches. The draft prefills the text into
+its own KV pool, and no more of it than the pool lacks; of the engine's slots and rows it takes none.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked of the draft about a prompt.
+    """A question to the draft about a prompt.
 
     num_cached: tokens of earlier turns. selects: which of the tokens matter, as the last one and a look-ahead see it.
     recalls: which of the earlier turns' tokens the new text wants.
@@ -69,10 +69,10 @@ class Question:
 
 @dataclass(frozen=True)
 class Score:
-    """What the draft said, on the host; None is what it was not asked.
+    """The draft's answer, on the host; None for what it was not asked.
 
-    importance: (num_prompt_tokens,). wanted: (num_cached,). num_draft_tokens: of the prompt, that the draft read for
-    it.
+    importance: (num_prompt_tokens,). wanted: (num_cached,). num_draft_tokens: of the prompt, that the draft prefilled
+    for it.
     """
 
     importance: torch.Tensor | None
@@ -81,7 +81,7 @@ class Score:
 
 
 def needs_the_draft(config: PrefillConfig) -> bool:
-    """Whether a scorer asks the draft at all, or votes by the tokens alone."""
+    """Return whether a scorer asks the draft at all, or votes by the tokens alone."""
     return needs_attention(config.scorer)
 
 
@@ -120,7 +120,7 @@ class DraftScorer:
         return len(prompt.token_ids) - known
 
     def has_room(self, num_tokens: int) -> bool:
-        """Whether the draft's pool can take so many tokens, whatever else is worked on."""
+        """Return whether the draft's pool can take so many tokens, whatever else is worked on."""
         index = self._draft.index
         return num_tokens <= index.num_free + index.num_held - index.num_pinned
 
@@ -215,8 +215,7 @@ class DraftScorer:
             lease.keep(num_agreed)
 
     def _stops(self, start: int, num_tokens: int, num_asking: int, config: PrefillConfig) -> range:
-        """Where the parts end in which the draft reads a text from `start` on, all but the last one, whose queries are
-        asked.
+        """Where the parts end in which the draft prefills a text from `start` on, but the last one, whose queries ask.
 
         That one is a whole chunk, so that the look-ahead comes soon. Under a window it is those who ask alone: they see
         everything, and so are not left to the pool, where each token has seen what its window shows.
@@ -239,7 +238,7 @@ class DraftScorer:
         return best_of_own_heads(self._draft, where, layers, config, own_rank(), num_asking)
 
     def chunk(self, config: PrefillConfig) -> int:
-        """Most tokens of a prompt that the draft reads in one part."""
+        """Most tokens of a prompt that the draft prefills in one part."""
         server = self._scheduler.chunked_prefill_size
         return min(config.prefill_chunk, server) if server and server > 0 else config.prefill_chunk
 

@@ -29,7 +29,7 @@ _TENANT = "spec_stack's own test"
 def run(scheduler: Scheduler, scorer: DraftScorer, config: PrefillConfig) -> float:
     """Score, place and key a prompt of a few chunks with this server's own models and caches; its seconds.
 
-    Raises RuntimeError, saying what is wrong with the installed SGLang. What the draft read is forgotten again.
+    Raises RuntimeError, saying what is wrong with the installed SGLang. What the draft prefilled is forgotten again.
     """
     begun = perf_counter()
     try:

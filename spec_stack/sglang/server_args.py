@@ -1,4 +1,4 @@
-"""What a server is told once: flags, a file, an environment variable. No SGLang here."""
+"""The settings of a server: flags, a file, an environment variable. No SGLang here."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ BATCH_POLICIES = BATCH_POLICY_NAMES
 NONE = "none"
 # Without the draft's signals these know nothing; `throughput` goes by acceptance alone then.
 SIGNAL_POLICIES = ("speckv", "confidence")
+# What was given stays where it is, in the radix cache too: rewriting what is behind is measured for sessions alone.
+_RECALL: dict[str, Any] = {"order": "written"}
 FOLLOW_UPS = ("recall", "freeze", "afresh")
 """What becomes of the text of earlier turns. freeze: what was kept stays, what was dropped stays away. recall: the
 same, and what the new turn wants of the dropped text comes back. afresh: the whole prompt is selected anew, and nothing
@@ -58,7 +60,7 @@ class ServerConfig:
     calibration: str | None = None
     predictor: str | None = None
     follow_up: str = FOLLOW_UPS[0]
-    recall: SessionConfig = field(default_factory=SessionConfig)
+    recall: SessionConfig = field(default_factory=lambda: SessionConfig(**_RECALL))
     draft_pool_tokens: int = 65_536
 
     def __post_init__(self) -> None:
@@ -100,7 +102,7 @@ class ServerConfig:
 
     @property
     def measures_signals(self) -> bool:
-        """Whether the draft's signals are measured: where the server's policy uses them."""
+        """Return whether the draft's signals are measured: where the server's policy uses them."""
         return self.policy in ("throughput", *SIGNAL_POLICIES)
 
     def make_policy(self, name: str) -> Policy:
@@ -151,11 +153,11 @@ class ServerConfig:
             }
         recall = dict(_mapping("recall", values.pop("recall", {})))
         _refuse_unknown("recall.", recall, [entry.name for entry in fields(SessionConfig)])
-        return cls(prefill=PrefillConfig(**prefill), recall=SessionConfig(**recall), **values)
+        return cls(prefill=PrefillConfig(**prefill), recall=SessionConfig(**{**_RECALL, **recall}), **values)
 
     @classmethod
     def from_environment(cls) -> ServerConfig:
-        """What the flags of this launch left for SGLang's other processes; a file's values yield to flags."""
+        """Return what the flags of this launch left for SGLang's other processes; a file's values yield to flags."""
         flags = _read_environment()
         path = flags.pop("config", None)
         return cls.from_mapping({**(_read_file(path) if path else {}), **flags})
@@ -184,7 +186,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--spec-stack-keep-rate",
         type=float,
         metavar="SHARE",
-        help=f"share of a long prompt that the target reads (default {defaults.prefill.keep_rate})",
+        help=f"share of a long prompt that the target prefills (default {defaults.prefill.keep_rate})",
         **common,
     )
     group.add_argument(

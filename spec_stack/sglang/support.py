@@ -83,8 +83,8 @@ def _model_refusal(config: Any) -> str | None:
 
 
 def draft_positions_are_mapped(runner: Any) -> bool:
-    """Whether the draft may run at original positions. On another backend it stays at its slots: replies are the same,
-    and fewer of its tokens are accepted."""
+    """Return whether the draft may run at original positions. On another backend it stays at its slots: replies are
+    the same, and fewer of its tokens are accepted."""
     args = runner.server_args
     backend = getattr(args, "speculative_draft_attention_backend", None) or runner.decode_attention_backend_str
     return backend_maps_positions(backend)

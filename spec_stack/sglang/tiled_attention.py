@@ -16,7 +16,7 @@ _WINDOW_TILE = 128
 
 @dataclass(frozen=True)
 class Window:
-    """What a token sees: the last num_tokens up to itself, and the first num_sinks of the text."""
+    """A window: a token sees the last num_tokens up to itself, and the first num_sinks of the text."""
 
     num_tokens: int
     num_sinks: int

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Opening:
-    """What opens a turn whose content may be pruned.
+    """The opening of a turn whose content may be pruned.
 
     ids: the tokens to find. num_tokens: how many the template puts there in all; the blanks at its end are not among
     ids, because they may become one token with what the content begins with. (As many tokens are protected then, and
@@ -79,7 +79,7 @@ class ChatTurns:
             return cls(unrecognised=f"nothing is protected, since the chat template could not be learnt ({error})")
 
     def protected(self, prompt_ids: Sequence[int]) -> Protected:
-        """What to keep whole of a prompt: all that is not the content of a user's, assistant's or tool's turn.
+        """Return what to keep whole of a prompt: all that is not the content of a user's, assistant's or tool's turn.
 
         Parameters
         ----------

@@ -474,8 +474,8 @@ def test_the_look_ahead_stays_within_the_models_positions(embedded: SpecStackGen
     assert first.record.gamma == 3
 
 
-def test_the_limit_is_the_shorter_models_and_inclusive(target: PreTrainedModel, draft: PreTrainedModel) -> None:
-    draft.config.max_position_embeddings = 64
+def test_the_limit_is_the_targets_and_inclusive(target: PreTrainedModel, draft: PreTrainedModel) -> None:
+    target.config.max_position_embeddings = 64
     generator = SpecStackGenerator(target, draft)
     assert len(generator.generate(input_ids=random_prompt(60), max_tokens=4).token_ids) == 4
     with pytest.raises(ValueError, match="64 positions"):

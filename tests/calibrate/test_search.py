@@ -162,7 +162,7 @@ def _choose_among(attention: float, chance: float, anchors: float, paraphrases: 
 
         return {"fact": rates(same), "paraphrase": rates(other)}
 
-    paper = PrefillConfig()
+    paper = PrefillConfig.full_look_ahead()
     settings = {
         paper: needed(attention, attention),
         replace(paper, scorer="anchors"): needed(anchors, paraphrases),

@@ -30,13 +30,13 @@ def test_a_drafts_few_positions_refuse_no_prompt_and_change_no_token(
     generator = make_generator()
     prompt = random_prompt(num_prompt)
     options = {"input_ids": prompt, "ignore_eos": True, "max_tokens": max_tokens, "specprefill": specprefill}
-    if num_prompt + PrefillConfig().look_ahead <= LIMIT:
+    is_long = num_prompt > LIMIT
+    if not is_long:
         options["specprefill"] = False
     drafted = generator.generate(**options, gamma=3)
     assert drafted.token_ids == generator.generate(**options, gamma=0).token_ids
     assert drafted.metrics.num_proposed > 0
     assert not drafted.metrics.specprefill
-    is_long = num_prompt + PrefillConfig().look_ahead > LIMIT
     assert ("sees the end of the prompt alone" in drafted.metrics.decode_reason) == is_long
     if specprefill and is_long:
         assert f"has {num_prompt} tokens, and the draft {LIMIT} positions" in drafted.metrics.specprefill_reason

@@ -112,10 +112,12 @@ def test_the_kept_chunks_are_those_with_the_most_votes(watched: WatchedGenerator
     assert prompt.votes is not None
     assert prompt.importance is not None
     assert len(prompt.importance) == len(prompt.tokens)
-    config, size = watched.config.prefill, prompt.chunk_size
+    config, borders = watched.config.prefill, prompt.borders
+    assert config.unit == "chunks"
+    assert borders is not None
     free = range(config.keep_first, len(prompt.votes) - config.keep_last)
-    kept = [prompt.votes[chunk] for chunk in free if prompt.states[chunk * size] == "k"]
-    dropped = [prompt.votes[chunk] for chunk in free if prompt.states[chunk * size] == "d"]
+    kept = [prompt.votes[chunk] for chunk in free if prompt.states[borders[chunk]] == "k"]
+    dropped = [prompt.votes[chunk] for chunk in free if prompt.states[borders[chunk]] == "d"]
     assert kept
     assert dropped
     assert min(kept) >= max(dropped)

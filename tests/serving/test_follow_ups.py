@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import threading
@@ -16,7 +15,7 @@ from spec_stack.config import PrefillConfig, SessionConfig
 from tests.support.reference import anchor_scores, attention_to_what_came_before, pair_scores
 from tests.support.reference_session import dropped_chunks_to_restore
 
-from .conftest import ASSETS, CONTEXT, MIN_PROMPT_TOKENS, Launcher, Reference, Server, generate_body
+from .conftest import ASSETS, MIN_PROMPT_TOKENS, Reference, Server, generate_body
 
 Spans = list[list[int]]
 
@@ -69,21 +68,11 @@ def eager_draft() -> Any:
     return AutoModelForCausalLM.from_pretrained(ASSETS / "draft", attn_implementation="eager", dtype=torch.float32)
 
 
-@pytest.fixture(scope="module")
-def by_chunks(launch: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Server:
-    """A server that restores chunks by the paper's votes, in the order in which it writes, as the oracle does."""
-    file = tmp_path_factory.mktemp("settings") / "by_chunks.json"
-    prefill = {"unit": "chunks", "skipped_layers": 0, "min_prompt_tokens": MIN_PROMPT_TOKENS}
-    file.write_text(json.dumps({"prefill": prefill, "recall": {"order": "written"}}), encoding="utf-8")
-    return launch("--max-total-tokens", "12000", "--context-length", str(CONTEXT), "--spec-stack-config", str(file))
-
-
 @pytest.mark.parametrize(("num_new", "num_asking"), [(20, 21), (90, 32), (700, 32)])
 def test_what_comes_back_is_what_the_end_of_the_new_text_looks_at(
-    by_chunks: Server, reference: Reference, eager_draft: Any, num_new: int, num_asking: int
+    server: Server, reference: Reference, eager_draft: Any, num_new: int, num_asking: int
 ) -> None:
     """By attention matrices and lists, also where the new text is pruned itself."""
-    server = by_chunks
     settings = server.state()["settings"]["recall"]
     prompt, first = _first_turn(server, reference, 870 + num_new)
     longer = [*prompt, *first["output_ids"], *_text(reference, num_new, 875)]

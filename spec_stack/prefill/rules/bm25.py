@@ -58,7 +58,7 @@ def bm25(bodies: Sequence[Sequence[Hashable]], asked: dict[Hashable, float]) -> 
 
 
 def _weights(words: Sequence[tuple[Hashable, int]], half_life: float) -> dict[Hashable, float]:
-    """What each word counts, by how many tokens its last occurrence stands before the question's end."""
+    """Return what each word counts, by how many tokens its last occurrence stands before the question's end."""
     return {word: 0.5 ** (distance / half_life) for word, distance in words}
 
 
