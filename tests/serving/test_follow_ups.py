@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import threading
@@ -15,7 +16,7 @@ from spec_stack.config import PrefillConfig, SessionConfig
 from tests.support.reference import anchor_scores, attention_to_what_came_before, pair_scores
 from tests.support.reference_session import dropped_chunks_to_restore
 
-from .conftest import ASSETS, MIN_PROMPT_TOKENS, Reference, Server, generate_body
+from .conftest import ASSETS, CONTEXT, ENVIRONMENT, MIN_PROMPT_TOKENS, Launcher, Reference, Server, generate_body
 
 Spans = list[list[int]]
 
@@ -68,11 +69,24 @@ def eager_draft() -> Any:
     return AutoModelForCausalLM.from_pretrained(ASSETS / "draft", attn_implementation="eager", dtype=torch.float32)
 
 
+@pytest.fixture(scope="module")
+def by_chunks(launch: Launcher) -> Server:
+    """A server that restores chunks by the votes of all layers, as the oracle does."""
+    settings = json.loads(ENVIRONMENT["SPEC_STACK_SGLANG"])
+    settings["prefill"] |= {"unit": "chunks", "skipped_layers": 0}
+    return launch(
+        *("--max-total-tokens", "24000", "--chunked-prefill-size", "256", "--max-running-requests", "8"),
+        *("--spec-stack-min-prompt-tokens", str(MIN_PROMPT_TOKENS), "--context-length", str(CONTEXT)),
+        environment={"SPEC_STACK_SGLANG": json.dumps(settings)},
+    )
+
+
 @pytest.mark.parametrize(("num_new", "num_asking"), [(20, 21), (90, 32), (700, 32)])
 def test_what_comes_back_is_what_the_end_of_the_new_text_looks_at(
-    server: Server, reference: Reference, eager_draft: Any, num_new: int, num_asking: int
+    by_chunks: Server, reference: Reference, eager_draft: Any, num_new: int, num_asking: int
 ) -> None:
     """By attention matrices and lists, also where the new text is pruned itself."""
+    server = by_chunks
     settings = server.state()["settings"]["recall"]
     prompt, first = _first_turn(server, reference, 870 + num_new)
     longer = [*prompt, *first["output_ids"], *_text(reference, num_new, 875)]
