@@ -31,7 +31,7 @@ from experiments.quality.selection_rules import Rule, Seen, look_at, rules
 from experiments.quality.selection_suite import interval, read_texts, recall
 from spec_stack import PrefillConfig
 from spec_stack.calibrate.needles import WORDINGS, Haystack, make_haystacks
-from spec_stack.calibrate.search import Prompt, encode_haystack
+from spec_stack.calibrate.prompts import Prompt, encode_haystack
 from spec_stack.engine.pair import ModelPair
 from spec_stack.hf.loading import ASSETS
 from spec_stack.prefill.calibration import find_calibration

@@ -29,7 +29,7 @@ from experiments.quality.held_out_needles import HELD_OUT
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
 from spec_stack.calibrate.documents import module_source
 from spec_stack.calibrate.needles import WORDINGS, Haystack, make_haystacks
-from spec_stack.calibrate.search import Prompt, encode_haystack
+from spec_stack.calibrate.prompts import Prompt, encode_haystack
 from spec_stack.decode.propose import propose
 from spec_stack.decode.sampler import Sampler
 from spec_stack.engine.pair import ModelPair

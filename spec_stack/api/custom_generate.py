@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -319,8 +318,6 @@ def _drawing(
         # The generator's own, which take a whole block of rows at once.
         values = {_PLAIN_WARPERS[type(warper)]: getattr(warper, _PLAIN_WARPERS[type(warper)]) for warper in processors}
         return {"temperature": 1.0} | values | seed
-    if "logits_processor" not in inspect.signature(generator.stream).parameters:
-        raise ValueError(f"not to be had under speculation: {', '.join(kind.__name__ for kind in kinds)}")
     shaping = BehindPadding(processors, padding) if len(padding) else processors
     return {"logits_processor": shaping, "temperature": 1.0 if config.do_sample else 0.0} | seed
 

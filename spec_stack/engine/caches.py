@@ -77,6 +77,7 @@ class RequestCaches:
             self._pair.pieces(request.prompt_ids),
             whole,
             on_prefilled,
+            request.observer,
         )
 
     def take_all(self) -> Selection:

@@ -235,7 +235,9 @@ class Turn:
         prompt_ids, pieces = request.prompt_ids, self._pair.pieces(request.prompt_ids)
         attention, proposal = look_at(self.draft, prompt_ids, look_ahead, request.prefill, request.tokenization)
         importance = attention.importance(request.prefill)
-        evidence = Evidence(prompt_ids, attention, request.question, pieces, importance)
+        evidence = Evidence(prompt_ids, attention, request.question, pieces, importance, request.observer)
+        if request.observer is not None:
+            request.observer.scored(evidence)
         return self._select(evidence, self._recall(evidence), request.prefill if request.scores else None), proposal
 
     def _recall(self, evidence: Evidence) -> list[int]:

@@ -35,6 +35,7 @@ from spec_stack.hf.structured import Grammar
 from spec_stack.prefill.decide import decide_scoring, sees_whole
 from spec_stack.prefill.recall import clip_spans
 from spec_stack.prefill.registry import needs_attention
+from spec_stack.prefill.rule import Observer
 from spec_stack.settings.registry import check_name
 from spec_stack.types import DraftTokenization
 
@@ -151,6 +152,8 @@ class Request:
         How many likely tokens are given beside each token's log-probability; None gives none of either.
     progress : Progress
         Hears of every chunk of the prefill.
+    observer : Observer or None
+        Hears how the prompt is selected.
     clock : Clock
         Began with the call, and stands still until the first step.
     """
@@ -177,6 +180,7 @@ class Request:
     parser: AnswerParser | None = None
     num_logprobs: int | None = None
     progress: Progress = field(default_factory=Progress)
+    observer: Observer | None = None
     clock: Clock = field(default_factory=Clock)
 
     @property

@@ -4,43 +4,56 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from spec_stack.api.generator import SpecStackGenerator
-from spec_stack.config import SpecStackConfig
+from spec_stack.config import SamplingParams, SpecStackConfig
 from spec_stack.controller.base import StepRecord
-from spec_stack.decode.propose import propose
-from spec_stack.decode.sampler import Sampler
 from spec_stack.engine.caches import Caches
 from spec_stack.engine.engine import Engine
 from spec_stack.engine.pair import DraftModel, ModelPair
-from spec_stack.engine.request import Request
+from spec_stack.engine.request import CallOptions, Request
 from spec_stack.explain.data import STATE_LETTERS, PromptView, RunView, TurnView, step_of, written
 from spec_stack.hf.architectures import text_config
 from spec_stack.hf.model import CachedModel
+from spec_stack.hf.prompt import EncodedPrompt, PromptSource
 from spec_stack.hf.text import open_text_stream
 from spec_stack.prefill.cost import Shape, prefill_flops
-from spec_stack.prefill.registry import make_rule, needs_attention
 from spec_stack.prefill.rule import Evidence
-from spec_stack.prefill.scoring import LookAhead, look_at, num_layers_needed
-from spec_stack.prefill.units import Units, make_units
+from spec_stack.prefill.scoring import LookAhead
+from spec_stack.prefill.units import Units
 from spec_stack.types import Metrics, Proposal, Selection, StepOutput
 
 
 @dataclass
 class Seen:
-    """A request as it was seen; filled while it runs."""
+    """A request as it was seen; filled while it runs (`prefill.rule.Observer`).
 
-    request: Request
-    held: list[int]
+    importance: (N,) of the prompt's tokens; None for a rule without a draft. votes: one per unit, from borders[0] on.
+    """
+
+    request: Request | None = None
+    held: list[int] = field(default_factory=list)
     selection: Selection | None = None
+    importance: list[float] | None = None
+    votes: list[float] | None = None
+    borders: list[int] | None = None
     records: list[StepRecord] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     metrics: Metrics | None = None
+
+    def scored(self, evidence: Evidence) -> None:
+        """Keep the importance that the draft gave the prompt's tokens."""
+        if self.request is not None and evidence.attention is not None:
+            importance = evidence.token_importance(self.request.prefill)
+            self.importance = [_short(value) for value in importance.tolist()]
+
+    def voted(self, units: Units, scores: torch.Tensor) -> None:
+        """Keep the votes on the units."""
+        self.votes, self.borders = [_short(value) for value in scores.tolist()], list(units.borders)
 
 
 class WatchedCaches:
@@ -83,9 +96,24 @@ class WatchedEngine(Engine):
     def __init__(self, pair: ModelPair, config: SpecStackConfig) -> None:
         super().__init__(pair, config)
         self.seen: list[Seen] = []
+        self._planned = Seen()
+
+    def plan(
+        self,
+        source: PromptSource,
+        params: SamplingParams,
+        options: CallOptions,
+        held_ids: Sequence[int] = (),
+        known: EncodedPrompt | None = None,
+    ) -> Request:
+        # Calls are made one after the other here, so the request that is answered is the one that was planned last.
+        self._planned = seen = Seen()
+        seen.request = replace(super().plan(source, params, options, held_ids, known), observer=seen)
+        return seen.request
 
     def answer(self, request: Request, caches: Caches) -> Generator[StepOutput, None, None]:
-        seen = Seen(request, list(caches.target.positions))
+        seen = self._planned
+        seen.held = list(caches.target.positions)
         self.seen.append(seen)
         watched: Any = WatchedCaches(caches, seen)
         with closing(super().answer(request, watched)) as outputs:
@@ -151,17 +179,17 @@ def watch_turns(
 
 
 def view_of(pair: ModelPair, seen: Seen, question: str) -> TurnView:
-    """A request that has run, as the page shows it. The draft scores its prompt once more, outside the clock."""
-    if seen.selection is None or seen.metrics is None:
-        raise RuntimeError("the request has not run to its end")
+    """Return a request that has run as the page shows it."""
     request = seen.request
-    importance, votes, units = scores_of(pair, request) if seen.metrics.num_scored_tokens else (None, None, None)
+    if request is None or seen.selection is None or seen.metrics is None:
+        raise RuntimeError("the request has not run to its end")
+    borders = None if seen.borders is None else [request.num_cached + border for border in seen.borders]
     prompt = PromptView(
         tokens=token_texts(pair.tokenizer, request.prompt_ids),
         states=states_of(request, seen.held, seen.selection),
-        importance=None if importance is None else [_short(value) for value in importance.tolist()],
-        votes=[_short(value) for value in votes.tolist()] if votes is not None and request.scores else None,
-        borders=[request.num_cached + border for border in units.borders] if units is not None else None,
+        importance=seen.importance,
+        votes=seen.votes,
+        borders=borders,
     )
     return TurnView(
         question=_heading(question),
@@ -190,25 +218,6 @@ def states_of(request: Request, held: Sequence[int], selection: Selection) -> st
     return "".join(states)
 
 
-def scores_of(pair: ModelPair, request: Request) -> tuple[torch.Tensor | None, torch.Tensor, Units]:
-    """Importance per token, None for a rule without a draft, votes per unit, and the units: what the selection went by.
-
-    In a session the selection looks at the new text alone, and the votes are on that text's units.
-    """
-    config, start = request.prefill, request.num_cached
-    importance, attention = None, None
-    if needs_attention(config.scorer):
-        draft = pair.open_draft(config.prefill_chunk, request.tokenization)
-        look_ahead = partial(propose, draft, sampler=Sampler(), end_ids=pair.end_ids)
-        num_layers = None if start else num_layers_needed(config, draft.num_layers)
-        attention, _ = look_at(draft, request.prompt_ids, look_ahead, config, request.tokenization, num_layers)
-        importance = attention.importance(config)
-    pieces = pair.pieces(request.prompt_ids)
-    evidence = Evidence(request.prompt_ids, attention, request.question, pieces, importance).starting_at(start)
-    units = make_units(len(evidence.prompt_ids), evidence.pieces, config)
-    return importance, make_rule(config.scorer).score(evidence, units, config), units
-
-
 def dense_estimate(pair: ModelPair, seen: Seen) -> float | None:
     """Seconds to the first token with everything prefilled, by counting.
 
@@ -217,7 +226,7 @@ def dense_estimate(pair: ModelPair, seen: Seen) -> float | None:
     a long one, so it errs on the dense side; `--compare` measures.
     """
     first, request, selection = seen.records[0], seen.request, seen.selection
-    if selection is None:
+    if request is None or selection is None:
         return None
     try:
         shape = Shape.of(text_config(pair.target.config))

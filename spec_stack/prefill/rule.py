@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -18,6 +18,18 @@ from spec_stack.prefill.units import Units
 
 # Where nobody says where the question begins: the tokens towards the end over which a word's weight halves.
 _HALF_LIFE = 12
+
+
+class Observer(Protocol):
+    """Watches how a prompt is selected (`spec-stack explain`). Changes nothing in it."""
+
+    def scored(self, evidence: Evidence) -> None:
+        """Hear what there is to score the whole prompt by, once the draft has gone over it."""
+        ...
+
+    def voted(self, units: Units, scores: torch.Tensor) -> None:
+        """Hear the rule's scores (num_units,), in a session those of the new text."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -37,6 +49,8 @@ class Evidence:
         The text of every token, (N,); None without a tokenizer.
     importance
         (N,), in place of the attention's own, for whoever has computed it.
+    observer
+        Hears of the scores.
     """
 
     prompt_ids: Sequence[int]
@@ -44,6 +58,7 @@ class Evidence:
     question: tuple[int, int] | None = None
     pieces: Sequence[str] | None = None
     importance: torch.Tensor | None = None
+    observer: Observer | None = None
 
     def starting_at(self, first: int) -> Evidence:
         """The same of the text from token `first` on, by itself."""
@@ -54,6 +69,7 @@ class Evidence:
             question if question and question[1] > 0 else None,
             None if self.pieces is None else self.pieces[first:],
             None if self.importance is None else self.importance[first:],
+            self.observer,
         )
 
     def token_importance(self, config: PrefillConfig) -> torch.Tensor:

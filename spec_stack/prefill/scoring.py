@@ -13,7 +13,7 @@ from typing import Protocol
 from spec_stack.config import PrefillConfig
 from spec_stack.prefill.attention import CapturedAttention, CapturedLayer
 from spec_stack.prefill.registry import needs_attention
-from spec_stack.prefill.rule import Evidence
+from spec_stack.prefill.rule import Evidence, Observer
 from spec_stack.prefill.selection import select
 from spec_stack.types import DraftTokenization, Proposal, Selection, SteppableModel
 
@@ -131,6 +131,7 @@ def score_prompt(
     pieces: Sequence[str] | None = None,
     whole: bool = False,
     on_prefilled: Callable[[], None] | None = None,
+    observer: Observer | None = None,
 ) -> tuple[Selection, Proposal]:
     """Have the draft say which part of the prompt matters, and select it.
 
@@ -160,6 +161,8 @@ def score_prompt(
         config.scoring_layers holds all the same.
     on_prefilled
         As in `look_at`.
+    observer
+        Hears how the prompt is selected.
 
     Returns
     -------
@@ -176,7 +179,10 @@ def score_prompt(
     if goes_over:
         num_layers = config.scoring_layers if whole else num_layers_needed(config, draft.num_layers)
         attention, proposal = look_at(draft, prompt_ids, look_ahead, config, tokenization, num_layers, on_prefilled)
-    selection = select(Evidence(prompt_ids, attention, question, pieces), config, protected)
+    evidence = Evidence(prompt_ids, attention, question, pieces, observer=observer)
+    if observer is not None:
+        observer.scored(evidence)
+    selection = select(evidence, config, protected)
     if not goes_over or num_layers is not None:
         # The last token is left to the first proposal.
         draft.prefill_kept(prompt_ids, [position for position in selection.positions if position < len(prompt_ids) - 1])

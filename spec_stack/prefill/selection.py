@@ -40,6 +40,8 @@ def select(evidence: Evidence, config: PrefillConfig, protected: Iterable[tuple[
         raise ValueError(
             f"the rule {config.scorer!r} gave scores of shape {tuple(scores.shape)} for {len(units)} units; one each"
         )
+    if evidence.observer is not None:
+        evidence.observer.voted(units, scores)
     anyway = {at for start, stop in protected for at in range(max(start, 0), min(stop, num_tokens))}
     positions = sorted(units.chosen(scores, config, config.rate_for(num_tokens), anyway) | anyway)
     return Selection([prompt_ids[position] for position in positions], positions, num_tokens)

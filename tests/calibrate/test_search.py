@@ -14,15 +14,13 @@ from hypothesis import strategies as st
 from experiments.quality.held_out_needles import HELD_OUT
 from experiments.quality.retokenize import drop_merges
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
+from spec_stack.calibrate import choice as choosing
 from spec_stack.calibrate import search as calibrating
+from spec_stack.calibrate.costs import Costs, fit_quadratic
 from spec_stack.calibrate.needles import IN_OTHER_WORDS, WORDINGS, hide, make_haystacks
+from spec_stack.calibrate.prompts import Prompt, encode_haystack
 from spec_stack.calibrate.report import format_calibration, plot_calibration
-from spec_stack.calibrate.search import (
-    Prompt,
-    calibrate,
-    encode_haystack,
-    fit_quadratic,
-)
+from spec_stack.calibrate.search import calibrate
 from spec_stack.engine.pair import ModelPair
 from spec_stack.hf.loading import ASSETS
 from spec_stack.prefill.calibration import CHOSEN, FILE_NAME, Calibration
@@ -153,10 +151,10 @@ def test_of_a_draft_that_cannot_retrieve_calibration_says_so_and_uses_words(pair
     assert found.apply().scorer == "anchors"
 
 
-def _choose_among(attention: float, chance: float, anchors: float, paraphrases: float) -> calibrating._Choice:
+def _choose_among(attention: float, chance: float, anchors: float, paraphrases: float) -> choosing.Choice:
     """A choice between three settings that keep such shares of 16 prompts in the question's words at keep_rate 0.2."""
 
-    def needed(same: float, other: float) -> calibrating.Needed:
+    def needed(same: float, other: float) -> choosing.Needed:
         def rates(share: float) -> list[list[float]]:
             return [[0.1 if index < 16 * share else 0.9] for index in range(16)]
 
@@ -168,8 +166,8 @@ def _choose_among(attention: float, chance: float, anchors: float, paraphrases: 
         replace(paper, scorer="anchors"): needed(anchors, paraphrases),
         replace(paper, scorer="fused"): needed(max(anchors, attention), attention),
     }
-    costs = calibrating.Costs(lambda n: 1e-3 * n, {(None, None): lambda n: 1e-4 * n}, 1e-4)
-    return calibrating._choose({2048: settings}, costs, chance, 0.05)
+    costs = Costs(lambda n: 1e-3 * n, {(None, None): lambda n: 1e-4 * n}, 1e-4)
+    return choosing.choose({2048: settings}, costs, chance, 0.05)
 
 
 def test_words_alone_are_chosen_only_where_they_keep_what_is_asked_in_other_words() -> None:

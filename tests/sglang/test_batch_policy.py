@@ -1,0 +1,287 @@
+"""One gamma for a batch. No SGLang here."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord
+from spec_stack.controller.registry import make_batch_policy
+from spec_stack.sglang.batch_policy import BatchPolicy
+from spec_stack.sglang.reports import ReplyInfo
+from spec_stack.sglang.request_state import (
+    STATE,
+    RequestOptions,
+    note_step,
+)
+from spec_stack.sglang.server_args import ServerConfig
+from tests.support import controller_data
+from tests.support.sglang_requests import request_of
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def _run(gamma: BatchPolicy, clock: _Clock, requests: list[Any], accepted: int, seconds: Any) -> int:
+    gamma.begin_step(requests)
+    chosen = gamma.get_steps_for_batch(len(requests))
+    clock.now += seconds(chosen)
+    gamma.on_verify_complete([min(accepted, chosen)] * len(requests), len(requests))
+    return chosen
+
+
+@pytest.mark.parametrize(
+    ("accepted", "per_token_s", "best"),
+    [(8, 0.01, 8), (0, 0.2, 0), (2, 0.12, 2)],
+)
+def test_a_batch_settles_on_the_gamma_with_most_tokens_per_second(accepted: int, per_token_s: float, best: int) -> None:
+    clock = _Clock()
+    gamma = BatchPolicy(ServerConfig(), "fp32", clock=clock)
+    requests = [request_of(str(index)) for index in range(3)]
+    chosen = [_run(gamma, clock, requests, accepted, lambda drafted: 1 + per_token_s * drafted) for _ in range(200)]
+    assert chosen[100:].count(best) > 85
+
+
+def test_a_prefill_between_steps_is_not_their_cost() -> None:
+    clock = _Clock()
+    gamma = BatchPolicy(ServerConfig(gammas=(1, 8)), "fp32", clock=clock)
+    requests = [request_of("a")]
+    chosen = []
+    for step in range(300):
+        if step % 3 == 0:
+            gamma.something_else_runs()
+            clock.now += 500
+        chosen.append(_run(gamma, clock, requests, 8, lambda drafted: 1 + 0.01 * drafted))
+    assert chosen[150:].count(8) > 140
+
+
+def test_where_every_step_follows_a_prefill_the_batch_still_drafts() -> None:
+    """Short replies under load: no step's seconds are ever known, and plain decoding must not win by that."""
+    clock = _Clock()
+    gamma = BatchPolicy(ServerConfig(), "fp32", clock=clock)
+    chosen = []
+    for _ in range(80):
+        gamma.something_else_runs()
+        chosen.append(_run(gamma, clock, [request_of("a")], 8, lambda drafted: 1))
+    assert set(chosen[50:]) == {4}
+
+
+def test_a_stall_between_steps_is_not_their_cost() -> None:
+    """Under overlap, scoring may hold up a step that was begun before it."""
+    clock = _Clock()
+    gamma = BatchPolicy(ServerConfig(gammas=(1, 8)), "fp32", clock=clock)
+    requests = [request_of("a")]
+    chosen = []
+    for step in range(300):
+        gamma.begin_step(requests)
+        chosen.append(gamma.get_steps_for_batch(1))
+        clock.now += 1 + 0.01 * chosen[-1]
+        if step % 2 and chosen[-1] == 8:
+            gamma.something_else_runs()
+            clock.now += 500
+        gamma.on_verify_complete([chosen[-1]], 1)
+    assert chosen[150:].count(8) > 140
+
+
+def test_a_late_result_is_charged_to_its_own_batch_size() -> None:
+    """Eight requests, then one: the first step's cost comes in while the second runs."""
+    policy = make_batch_policy("throughput", gammas=(1, 8), trials=1)
+
+    def choose(step: int, batch_size: int) -> int:
+        return policy.choose(StepContext(step, 8, None, "fp32", batch_size=batch_size))
+
+    def observe(step: int, gamma: int, seconds: float) -> None:
+        policy.observe(
+            StepRecord(
+                "a", step, "", "fp32", "", False, 1.0, gamma, gamma, gamma + 1, DraftSignals(), 0.0, seconds, 0.0
+            )
+        )
+
+    assert choose(0, 8) == 1
+    assert choose(1, 1) == 1
+    observe(0, 1, 100.0)
+    observe(1, 1, 1.0)
+    # Both sizes have tried 1, so both now try 8.
+    assert [choose(2, 1), choose(3, 8)] == [8, 8]
+
+
+def test_tokens_of_a_request_that_is_gone_are_not_counted() -> None:
+    gamma = BatchPolicy(ServerConfig(policy="fixed", policy_options={"gamma": 4}), "fp32")
+    stays, gone = request_of("a"), request_of("b")
+    gamma.begin_step([stays, gone])
+    gamma.get_steps_for_batch(2)
+    gone.is_retracted = True
+    gamma.on_verify_complete([3, 3], 2)
+    assert len(stays.customized_info[STATE]) == 5
+    assert len(gone.customized_info[STATE]) == 1
+
+
+def test_where_all_ask_for_a_gamma_the_batch_drafts_the_largest_and_each_has_its_own() -> None:
+    gamma = BatchPolicy(ServerConfig(), "fp32")
+    requests = [request_of("a", RequestOptions(gamma=4)), request_of("b", RequestOptions(gamma=0))]
+    gamma.begin_step(requests)
+    assert gamma.get_steps_for_batch(2) == 4
+    assert gamma.caps == [4, 0]
+    gamma.on_verify_complete([3, 0], 2)
+    assert [request.customized_info[STATE][1] for request in requests] == [[4, 3], [0, 0]]
+    assert (gamma.num_proposed, gamma.num_accepted) == (4, 3)
+
+
+def test_a_gamma_asked_for_by_some_caps_them_alone() -> None:
+    gamma = BatchPolicy(ServerConfig(policy="fixed", policy_options={"gamma": 8}), "fp32")
+    requests = [request_of("a", RequestOptions(gamma=2)), request_of("b")]
+    gamma.begin_step(requests)
+    assert gamma.get_steps_for_batch(2) == 8
+    gamma.on_verify_complete([2, 7], 2)
+    assert [request.customized_info[STATE][1] for request in requests] == [[2, 2], [8, 7]]
+
+
+def test_the_seconds_of_a_step_are_not_those_of_a_request_that_it_was_cut_for() -> None:
+    """One that asks for no drafting beside one that is always right: the batch still learns what its gamma costs."""
+    clock = _Clock()
+    gamma = BatchPolicy(ServerConfig(), "fp32", clock=clock)
+    requests = [request_of("capped", RequestOptions(gamma=0)), request_of("free")]
+    chosen = []
+    for _ in range(120):
+        gamma.begin_step(requests)
+        chosen.append(gamma.get_steps_for_batch(2))
+        clock.now += 1 + 0.01 * chosen[-1]
+        gamma.on_verify_complete([0, chosen[-1]], 2)
+    assert chosen[60:].count(8) > 50
+
+
+@pytest.mark.parametrize("num_pending", [1, 2, 3])
+def test_a_step_says_how_old_its_newest_record_is(num_pending: int) -> None:
+    seen: list[StepRecord] = []
+
+    @dataclass
+    class Watcher(Policy):
+        lags: list[int] = field(default_factory=list)
+
+        def choose(self, context: StepContext) -> int:
+            self.lags.append(context.lag)
+            assert [member.request_id for member in context.members] == ["a"]
+            return 4
+
+        def observe(self, record: StepRecord) -> None:
+            seen.append(record)
+
+    watcher = Watcher()
+    gamma = BatchPolicy(ServerConfig(), "fp32")
+    gamma._policies["throughput"] = watcher
+    request = request_of("a")
+    gamma.begin_step([request])
+    for step_number in range(8):
+        gamma.get_steps_for_batch(1)
+        if step_number >= num_pending - 1:
+            gamma.on_verify_complete([1], 1)
+    assert watcher.lags[num_pending - 1 :] == [num_pending] * (9 - num_pending)
+    assert seen[-1].lag == num_pending
+
+
+def test_the_drafts_signals_reach_their_own_request_and_step() -> None:
+    """Requests end and join; what a proposal was measured with stays with it, cut to the request's own gamma."""
+    seen: list[StepRecord] = []
+
+    @dataclass
+    class Watcher(Policy):
+        def choose(self, context: StepContext) -> int:
+            return 2
+
+        def observe(self, record: StepRecord) -> None:
+            seen.append(record)
+
+    gamma = BatchPolicy(ServerConfig(), "fp32")
+    gamma._policies["throughput"] = Watcher()
+    a, b, c = request_of("a"), request_of("b", RequestOptions(gamma=1)), request_of("c")
+    for number, requests in enumerate(([a, b], [b, c])):
+        gamma.begin_step(requests)
+        assert gamma.get_steps_for_batch(2) == 2
+        values = [[[0.9, number], [0.8, row], [0.7, 10 + row]] for row in range(2)]
+        if number == 1:
+            values[1][1] = [math.nan, math.nan]
+        gamma.carry(torch.tensor(values))
+        gamma.on_verify_complete([0, 0], 2)
+    found = [
+        (record.request_id, record.signals.entropy, record.upcoming and record.upcoming.entropy) for record in seen
+    ]
+    assert found == [("a", [0, 0], [10]), ("b", [0], [11]), ("b", [1], [10]), ("c", [], [11])]
+
+
+def test_signals_are_in_the_report_where_they_were_asked_for() -> None:
+    request = request_of("a", RequestOptions(signals=True))
+    note_step(request, controller_data.step(3, 1, confidence=0.5))
+    reply = ReplyInfo()
+    reply.add(request.customized_info[STATE])
+    info = reply.meta_info(is_finished=True)
+    assert info is not None
+    assert (info["lag_trace"], info["confidence_trace"]) == ([1], [[0.5] * 3])
+    assert len(info["entropy_trace"][0]) == 3
+
+
+def test_a_server_without_signals_refuses_what_needs_them() -> None:
+    config = ServerConfig(policy="ema")
+    assert RequestOptions.parse({"policy": "throughput"}, config).policy == "throughput"
+    for custom in ({"policy": "speckv"}, {"policy": "confidence"}, {"signals": True}):
+        with pytest.raises(ValueError, match="does not"):
+            RequestOptions.parse(custom, config)
+
+
+def test_a_large_batch_drafts_no_further_than_its_graphs_were_captured_for() -> None:
+    config = ServerConfig.from_mapping({"max_gamma_by_batch_size": {"3": 4, "9": 1}})
+    policy = BatchPolicy(config, "fp32")
+    policy.set_cuda_graph_bs([1, 2, 4, 8, 16])
+    captured = {gamma: policy.cuda_graph_bs_for_step(gamma) for gamma in config.gammas}
+    assert captured == {0: [1, 2, 4, 8, 16], 1: [1, 2, 4, 8, 16], 2: [1, 2, 4, 8], 4: [1, 2, 4, 8], 8: [1, 2]}
+    for num_requests in (1, 2, 3, 4, 8, 9, 16, 30):
+        requests = [request_of(str(index), RequestOptions(gamma=8)) for index in range(num_requests)]
+        policy.begin_step(requests)
+        gamma = policy.get_steps_for_batch(num_requests)
+        padded = min((size for size in (1, 2, 4, 8, 16) if size >= num_requests), default=None)
+        assert padded is None or padded in captured[gamma]
+        assert gamma == (8 if num_requests < 3 else 4 if num_requests < 9 else 1)
+        policy.on_verify_complete([0] * num_requests, num_requests)
+
+
+def test_a_gamma_there_is_none_of_at_this_size_is_the_smallest() -> None:
+    assert ServerConfig(gammas=(4, 8), max_gamma_by_batch_size={2: 1}).gammas_at(2) == (4,)
+
+
+def test_a_policy_decides_only_where_all_that_ask_agree() -> None:
+    config = ServerConfig(policy="fixed", policy_options={"gamma": 1})
+    gamma = BatchPolicy(config, "fp32")
+    ema = RequestOptions(policy="ema")
+    gamma.begin_step([request_of("a", ema), request_of("b")])
+    assert gamma.get_steps_for_batch(2) == 4
+    gamma.begin_step([request_of("a", ema), request_of("b", RequestOptions(policy="heuristic"))])
+    assert gamma.get_steps_for_batch(2) == 1
+
+
+def test_a_rank_takes_the_gamma_it_is_given() -> None:
+    gamma = BatchPolicy(ServerConfig(), "fp32", agree=lambda chosen: 8 - chosen)
+    gamma.begin_step([request_of("a", RequestOptions(gamma=8))])
+    assert gamma.get_steps_for_batch(1) == 0
+
+
+def test_a_result_that_comes_a_step_late_teaches_about_its_own_step() -> None:
+    gamma = BatchPolicy(ServerConfig(policy="heuristic", gammas=(1, 2, 4, 8)), "fp32")
+    request = request_of("a")
+    gamma.begin_step([request])
+    first = gamma.get_steps_for_batch(1)
+    second = gamma.get_steps_for_batch(1)
+    gamma.on_verify_complete([first], 1)
+    gamma.on_verify_complete([0], 1)
+    assert request.customized_info[STATE][-1] is not None
+    assert (first, second) == (4, 4)
+    # Four, two more for all accepted, one less for none: five, and the largest candidate under it is four.
+    assert gamma.get_steps_for_batch(1) == 4
+    assert math.isclose(sum(item[1] for item in request.customized_info[STATE] if isinstance(item, list)), 0)

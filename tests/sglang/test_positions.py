@@ -1,0 +1,95 @@
+"""Positions of slots and drafts, batch by batch. No SGLang here."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spec_stack.sglang.positions import BatchMap, BatchOffsets, PositionMap, protect_kv_lengths
+
+CPU = torch.device("cpu")
+
+
+@st.composite
+def selections(draw: st.DrawFn) -> tuple[list[int], int]:
+    num_prompt_tokens = draw(st.integers(1, 40))
+    kept = draw(st.sets(st.integers(0, num_prompt_tokens - 1)))
+    # What comes back of an earlier turn stands behind what was written after it; the last token is always the last.
+    order = draw(st.permutations(sorted(kept - {num_prompt_tokens - 1}))) if draw(st.booleans()) else sorted(kept)
+    return [*(at for at in order if at != num_prompt_tokens - 1), num_prompt_tokens - 1], num_prompt_tokens
+
+
+@given(selections(), st.integers(0, 12))
+def test_slots_stand_where_their_tokens_stood(selection: tuple[list[int], int], num_generated: int) -> None:
+    kept, num_prompt_tokens = selection
+    whole = [*kept, *range(num_prompt_tokens, num_prompt_tokens + num_generated)]
+    target = BatchMap([PositionMap(kept, num_prompt_tokens)], is_draft=False, device=CPU)
+    assert target(torch.arange(len(whole)), [len(whole)]).tolist() == whole
+
+
+@given(selections(), st.integers(1, 12))
+def test_the_drafts_slots_stand_one_before_the_token_they_hold(
+    selection: tuple[list[int], int], num_generated: int
+) -> None:
+    """Slot j of SGLang's draft holds token j + 1."""
+    kept, num_prompt_tokens = selection
+    whole = [*kept, *range(num_prompt_tokens, num_prompt_tokens + num_generated)]
+    draft = BatchMap([PositionMap(kept, num_prompt_tokens)], is_draft=True, device=CPU)
+    mapped = draft(torch.arange(len(whole) - 1), [len(whole) - 1])
+    assert mapped.tolist() == [max(0, position - 1) for position in whole[1:]]
+
+
+@given(
+    st.lists(st.none() | selections(), min_size=1, max_size=5).filter(any), st.booleans(), st.integers(1, 6), st.data()
+)
+def test_behind_the_prompt_one_offset_per_request_says_the_same(
+    requests: list[tuple[list[int], int] | None], is_draft: bool, width: int, data: st.DataObject
+) -> None:
+    maps = [None if it is None else PositionMap(*it) for it in requests]
+    first = [0 if it is None else len(it[0]) - is_draft + data.draw(st.integers(0, 9)) for it in requests]
+    slots = torch.tensor([start + at for start in first for at in range(width)], dtype=torch.int32)
+    by_table = BatchMap(maps, is_draft, CPU)(slots, [width] * len(maps))
+    by_offset = BatchOffsets(maps, CPU)(slots)
+    assert by_offset.tolist() == by_table.tolist()
+    assert by_offset.dtype == slots.dtype
+
+
+def test_slots_that_cannot_be_shared_evenly_are_refused() -> None:
+    with pytest.raises(RuntimeError, match="shared evenly"):
+        BatchOffsets([None, PositionMap([0], 1)], CPU)(torch.arange(5))
+
+
+def test_a_batch_is_mapped_request_by_request() -> None:
+    pruned, other = PositionMap([0, 4, 9], 10), PositionMap([5, 6], 7)
+    slots = torch.tensor([0, 1, 2, 7, 8, 1, 2, 3], dtype=torch.int32)
+    mapped = BatchMap([pruned, None, other], is_draft=False, device=CPU)(slots, [3, 2, 3])
+    assert mapped.tolist() == [0, 4, 9, 7, 8, 6, 7, 8]
+    assert mapped.dtype == torch.int32
+
+
+def test_lengths_that_do_not_fit_a_batch_are_refused() -> None:
+    with pytest.raises(RuntimeError, match="nothing is mapped"):
+        BatchMap([None, PositionMap([0], 1)], is_draft=False, device=CPU)(torch.arange(5), [2, 2])
+
+
+def test_a_protected_draft_backend_sees_lengths_only_while_it_builds() -> None:
+    seen: list[list[int]] = []
+
+    class Backend:
+        topk = 1
+
+        def common_template(self, forward_batch: Any) -> None:
+            seen.append(forward_batch.positions.tolist())
+            raise ValueError("from within")
+
+    batch = SimpleNamespace(positions=torch.tensor([90, 7]), seq_lens=torch.tensor([30, 7]))
+    backend = protect_kv_lengths(Backend())
+    with pytest.raises(ValueError, match="from within"):
+        backend.common_template(batch)
+    assert seen == [[30, 7]]
+    assert batch.positions.tolist() == [90, 7]

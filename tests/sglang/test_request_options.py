@@ -1,0 +1,134 @@
+"""A request's own options. No SGLang here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from spec_stack.sglang.launch_notes import pruning_note
+from spec_stack.sglang.request_state import (
+    RequestOptions,
+    dense_reason,
+)
+from spec_stack.sglang.server_args import ServerConfig
+
+CONFIG = ServerConfig()
+
+
+@pytest.mark.parametrize(
+    "custom",
+    [
+        {"specprefill": 1},
+        {"specprefill": "on"},
+        {"keep_rate": 0},
+        {"keep_rate": 1.1},
+        {"keep_rate": True},
+        {"keep_rate": [0.2]},
+        {"gamma": 3},
+        {"gamma": 4.0},
+        {"gamma": True},
+        {"gamma": [4]},
+        {"policy": "oracle"},
+        {"policy": {}},
+        {"gamma": 4, "policy": "ema"},
+        {"protect": 3},
+        {"protect": [3, 4]},
+        {"protect": [[4, 3]]},
+        {"protect": [[-1, 3]]},
+        {"protect": [[0, 1.5]]},
+        {"protect": [[0, 10**9]]},
+        {"keep_rate": 0.2, "spec_stack": {"keep_rate": 0.3}},
+        {"spec_stack": {"specprefil": True}},
+        {"spec_stack": 3},
+    ],
+)
+def test_an_option_out_of_range_is_refused_by_name(custom: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(custom))):
+        RequestOptions.parse(custom, CONFIG)
+
+
+def test_the_launch_says_what_a_longer_prompt_keeps_where_a_curve_says_less() -> None:
+    curve = replace(CONFIG.prefill, keep_rate=((2048, 0.2), (8192, 0.1)), min_prompt_tokens=2048)
+    assert "about 20 % (10 % at 8192)." in pruning_note(replace(CONFIG, prefill=curve), None, "")
+    assert "about 20 %." in pruning_note(CONFIG, None, "")
+
+
+@pytest.mark.parametrize("custom", [None, {}, {"mine": 3}, "text", {"keep_rate": None}])
+def test_what_is_not_an_option_is_left_alone(custom: Any) -> None:
+    assert RequestOptions.parse(custom, CONFIG) == RequestOptions()
+
+
+def test_options_are_read() -> None:
+    options = RequestOptions.parse({"specprefill": True, "keep_rate": 0.3, "gamma": 8, "protect": [[0, 4]]}, CONFIG)
+    assert options == RequestOptions(specprefill=True, keep_rate=0.3, gamma=8, protect=((0, 4),))
+    assert options == RequestOptions.parse(
+        {"keep_rate": 0.3, "spec_stack": {"specprefill": True, "keep_rate": 0.3, "gamma": 8, "protect": [[0, 4]]}},
+        CONFIG,
+    )
+    assert options.prefill(CONFIG).keep_rate == 0.3
+    assert RequestOptions().prefill(CONFIG) == CONFIG.prefill
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        ({"return_logprob": True, "logprob_start_len": 0}, "logprobs"),
+        ({"session": object()}, "session"),
+        ({"multimodal_inputs": object()}, "multimodal"),
+        ({"bootstrap_room": 5}, "different servers"),
+        ({"return_hidden_states": True}, "hidden states"),
+        ({"beam_group": object()}, "beams"),
+    ],
+)
+def test_a_request_that_needs_the_whole_prompt_says_why(asked: dict[str, Any], named: str) -> None:
+    reason = dense_reason(SimpleNamespace(origin_input_ids=[1, 2, 3], **asked))
+    assert reason is not None
+    assert named in reason
+
+
+@pytest.mark.parametrize("start", [-1, 3])
+def test_output_logprobs_and_nothing_special_need_no_whole_prompt(start: int) -> None:
+    request = SimpleNamespace(origin_input_ids=[1, 2, 3], return_logprob=True, logprob_start_len=start, session=None)
+    assert dense_reason(request) is None
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"keep_rate": 3}, "keep_rate"),
+        ({"min_prompt_tokens": -1}, "min_prompt_tokens"),
+        ({"threshold": 9}, "threshold"),
+        ({"prefill": {"on_scoring_error": 1}}, "on_scoring_error"),
+        ({"follow_up": "thaw"}, "follow_up"),
+        ({"draft_pool_tokens": 0}, "draft_pool_tokens"),
+        ({"recall": {"restore_threshold": -1}}, "restore_threshold"),
+        ({"recall": {"max_cached_tokens": 9}}, "recall.max_cached_tokens"),
+        ({"recall": {"chunks": 9}}, "recall.chunks"),
+        ({"max_gamma_by_batch_size": {"0": 2}}, "max_gamma_by_batch_size"),
+        ({"max_gamma_by_batch_size": {"many": 2}}, "max_gamma_by_batch_size"),
+        ({"max_gamma_by_batch_size": [2]}, "max_gamma_by_batch_size"),
+        ({"policy": "bandit"}, "policy"),
+        ({"policy": "batch-throughput"}, "policy"),
+        ({"gammas": []}, "gammas"),
+        ({"gammas": [0]}, "gammas"),
+        ({"gammas": [2, 99]}, "gammas"),
+        ({"gammas": [2.5]}, "gammas"),
+        ({"gammas": 4}, "gammas"),
+        ({"prefill": {"keep": 1}}, "prefill.keep"),
+        ({"prefill": {"draft_window": 0}}, "draft_window"),
+        ({"prefill": {"scoring_layers": 0}}, "scoring_layers"),
+        ({"prefill": {"scoring_heads": [[1]]}}, "scoring_heads"),
+        ({"calibration": 3}, "calibration"),
+        ({"keep_rate": [[0, 0.5]]}, "keep_rate"),
+        ({"prefill": 3}, "prefill"),
+        ({"colour": "red"}, "colour"),
+        ({"policy": "fixed", "policy_options": {"gamma": 3}}, "gamma 3"),
+        ({"policy_options": {"speed": 3}}, "speed"),
+    ],
+)
+def test_a_bad_setting_is_refused_by_name(values: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named.replace(".", r"\.")):
+        ServerConfig.from_mapping(values)

@@ -1,0 +1,83 @@
+"""A server's settings, and the versions of SGLang. No SGLang here."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from spec_stack.controller.base import StepContext
+from spec_stack.sglang import plugin, support
+from spec_stack.sglang.server_args import BATCH_POLICIES, ENVIRONMENT, ServerConfig, add_flags
+
+
+@pytest.mark.parametrize("policy", BATCH_POLICIES)
+@pytest.mark.parametrize("gammas", [(0, 1, 2, 4, 8), (3,), (0, 2), (16,)])
+def test_every_policy_for_batches_is_made_from_any_gammas(policy: str, gammas: tuple[int, ...]) -> None:
+    made = ServerConfig(policy=policy, gammas=gammas).make_policy(policy)
+    context = StepContext(0, gammas[-1], None, "fp32", batch_size=2)
+    assert 0 <= made.choose(context) <= gammas[-1]
+    assert policy in made.name
+
+
+def test_flags_reach_another_process_through_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(ENVIRONMENT, "{}")
+    path = tmp_path / "settings.json"
+    path.write_text(json.dumps({"keep_rate": 0.5, "policy": "ema", "prefill": {"chunk_size": 16}}))
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    namespace = parser.parse_args(["--spec-stack-config", str(path), "--spec-stack-keep-rate", "0.1"])
+    assert vars(namespace) == {}
+    parser.parse_args(["--spec-stack-gammas", "0", "4", "--spec-stack-min-prompt-tokens", "77"])
+    config = ServerConfig.from_environment()
+    assert (config.prefill.keep_rate, config.prefill.chunk_size, config.prefill.min_prompt_tokens) == (0.1, 16, 77)
+    assert (config.policy, config.gammas) == ("ema", (0, 4))
+
+
+def test_a_curve_of_keep_rates_comes_from_a_file() -> None:
+    config = ServerConfig.from_mapping({"keep_rate": [[1000, 0.5], [4000, 0.1]]})
+    assert config.prefill.rate_for(500) == 0.5
+    assert config.prefill.rate_for(9000) == 0.1
+
+
+@pytest.mark.parametrize("value", ["{", "[]", "3"])
+def test_a_broken_environment_is_named(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv(ENVIRONMENT, value)
+    with pytest.raises(ValueError, match=ENVIRONMENT):
+        ServerConfig.from_environment()
+
+
+@pytest.mark.parametrize("found", ["0.5.19", "0.6.0", "0.5.24", "1.0", "0.5.post1"])
+def test_a_version_of_sglang_out_of_range_ends_a_launch_that_asks_for_the_algorithm(
+    monkeypatch: pytest.MonkeyPatch, found: str
+) -> None:
+    monkeypatch.setattr(support, "version", lambda name: found)
+    monkeypatch.setattr(sys, "argv", ["launch_server", "--speculative-algorithm", "spec_stack"])
+    with pytest.raises(SystemExit, match=f"0.5.20 to 0.5.23, and this is {found}"):
+        plugin.register()
+    monkeypatch.setattr(sys, "argv", ["launch_server", "--speculative-algorithm=SPEC_STACK"])
+    with pytest.raises(SystemExit):
+        plugin.register()
+    monkeypatch.setattr(sys, "argv", ["launch_server", "--model-path", "spec_stack/assets/target"])
+    with pytest.raises(RuntimeError, match="install one of those"):
+        plugin.register()
+
+
+@pytest.mark.parametrize("found", ["0.5.20", "0.5.21", "0.5.22.post1", "0.5.23"])
+def test_the_versions_in_range_pass(monkeypatch: pytest.MonkeyPatch, found: str) -> None:
+    monkeypatch.setattr(support, "version", lambda name: found)
+    support.check_version()
+
+
+def test_an_fp4_cache_keeps_prompts_whole_and_an_fp8_one_does_not() -> None:
+    model = SimpleNamespace(
+        hf_config=SimpleNamespace(architectures=["LlamaForCausalLM"]), hf_text_config=SimpleNamespace()
+    )
+    args = {dtype: SimpleNamespace(kv_cache_dtype=dtype) for dtype in ("auto", "fp8_e4m3", "fp4_e2m1")}
+    assert support.pruning_refusal(args["auto"], model, model) is None
+    assert support.pruning_refusal(args["fp8_e4m3"], model, model) is None
+    assert "FP4" in (support.pruning_refusal(args["fp4_e2m1"], model, model) or "")

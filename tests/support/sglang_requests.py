@@ -1,0 +1,47 @@
+"""Requests as the plugin sees them inside the scheduler."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from spec_stack.sglang.request_state import (
+    PrefillReport,
+    RequestOptions,
+    RequestState,
+    attach,
+)
+from tests.support.sampling_settings import asked
+
+
+def state_of(options: RequestOptions | None = None) -> RequestState:
+    report = PrefillReport(
+        num_prompt_tokens=9,
+        num_kept_tokens=4,
+        num_scored_tokens=9,
+        num_draft_tokens=9,
+        num_protected_tokens=0,
+        num_cached_tokens=0,
+        num_recalled_tokens=0,
+        follow_up="recall",
+        specprefill=True,
+        specprefill_reason="on",
+        outcome="pruned",
+        keep_rate=4 / 9,
+        scoring_s=0.1,
+        policy="fixed",
+    )
+    return RequestState(options or RequestOptions(), report)
+
+
+def request_of(rid: str, options: RequestOptions | None = None) -> Any:
+    request = SimpleNamespace(
+        rid=rid,
+        output_ids=[1],
+        customized_info=None,
+        is_retracted=False,
+        finished=lambda: False,
+        sampling_params=asked(),
+    )
+    attach(request, state_of(options))
+    return request
