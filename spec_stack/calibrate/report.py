@@ -6,6 +6,7 @@ import importlib.util
 from dataclasses import replace
 from pathlib import Path
 
+from spec_stack.calibrate.choice import PAPER
 from spec_stack.config import how_to_install
 from spec_stack.prefill.calibration import HEAD_RATE, Calibration, Point, describe_setting
 
@@ -17,7 +18,7 @@ def format_calibration(calibration: Calibration) -> str:
     lines = [f"{'tokens':>7}  {'keep_rate':>9}  {'recall':>6}  {'TTFT':>8}  {'vs dense':>8}  setting"]
     for length, dense in calibration.dense_s.items():
         lines.append(f"{length:7d}  {1:9.2f}  {1:6.0%}  {dense * 1e3:5.0f} ms  {1:7.1f}x  dense")
-        rows = [("default", 0.2), (chosen, config.rate_for(length))]
+        rows = [(describe_setting(PAPER), 0.2), (chosen, config.rate_for(length))]
         for setting, rate in rows:
             point = next(
                 each

@@ -322,11 +322,28 @@ def _encode_chat(tokenizer: Any, source: PromptSource, known: EncodedPrompt | No
     cuts += [Cut(*offsets[index], first + index) for index, token_id in enumerate(tail_ids) if token_id in special]
     token_ids = [*known.token_ids[:first], *tail_ids] if known else tail_ids
     note = f"the chat template edits {num_edited} of {len(messages)} messages, which stay dense" if num_edited else ""
-    question = known.question if known else None
-    if asked is not None and asked[1] > head.start:
+    question = None
+    if asked is not None and known is not None and asked[1] <= head.start:
+        question = _asked_in_known(tokenizer, text, known, asked)
+    elif asked is not None:
         inside = [index for index, (start, stop) in enumerate(offsets) if asked[0] <= start and stop <= asked[1]]
         question = (first + inside[0], first + inside[-1] + 1) if inside else None
     return EncodedPrompt(token_ids, protected, note, text, cuts, question)
+
+
+def _asked_in_known(tokenizer: Any, text: str, known: EncodedPrompt, asked: Span) -> Span | None:
+    """Return the tokens of a known chat that stand for some characters of a user's message.
+
+    They are counted from the special token before the message, behind which they are what they always are.
+    """
+    special = [cut for cut in known.cuts if cut.stop > cut.start]
+    before = [cut for cut in special if cut.stop <= asked[0]]
+    cut = before[-1] if before else Cut(0, 0, 0)
+    end = next((after.start for after in special if after.start >= asked[1]), asked[1])
+    encoded = tokenizer(text[cut.start : end], add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    offsets = [(start + cut.start, stop + cut.start) for start, stop in encoded.offset_mapping]
+    inside = [index for index, (start, stop) in enumerate(offsets) if asked[0] <= start and stop <= asked[1]]
+    return (cut.token + inside[0], cut.token + inside[-1] + 1) if inside else None
 
 
 def _tokenize(
@@ -389,7 +406,13 @@ def splice(encoded: EncodedPrompt, known: EncodedPrompt) -> EncodedPrompt:
     cuts = [cut for cut in known.cuts if cut.token < head]
     cuts += [replace(cut, token=cut.token + move) for cut in encoded.cuts if cut.token >= tail]
     token_ids = [*known.token_ids[:head], *encoded.token_ids[tail:]]
-    return replace(encoded, token_ids=token_ids, protected=protected, cuts=cuts)
+    question = encoded.question
+    if question is not None:
+        # It stands as far behind the special token before it as ever.
+        moves = [cut.token - starts[cut.start].token for cut in shared if starts[cut.start].token <= question[0]]
+        move = moves[-1] if moves else 0
+        question = question[0] + move, question[1] + move
+    return replace(encoded, token_ids=token_ids, protected=protected, cuts=cuts, question=question)
 
 
 def num_shared(one: Any, other: Any) -> int:

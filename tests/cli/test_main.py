@@ -285,8 +285,8 @@ def test_a_hidden_fact_stands_once_in_a_document_of_the_asked_length(embedded: S
 
 
 @pytest.mark.slow
-def test_the_demo_reports_both_modes_side_by_side(embedded: SpecStackGenerator) -> None:
-    report = run_demo(embedded, num_tokens=2200, seed=0, repeats=1)
+def test_the_demo_reports_both_modes_side_by_side() -> None:
+    report = run_demo(SpecStackGenerator.from_pretrained(), num_tokens=2200, seed=0, repeats=1)
     dense, sparse = report["modes"].values()
     assert dense["keep_rate"] == 1.0
     assert 0.15 < sparse["keep_rate"] < 0.25

@@ -204,5 +204,5 @@ def test_without_the_library_the_error_names_the_extra(
 ) -> None:
     monkeypatch.setattr("spec_stack.hf.structured.find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, "xgrammar", None)
-    with pytest.raises(ValueError, match=r"spec-stack\[structured\]"):
+    with pytest.raises(ValueError, match=r"pip install '\.\[structured\]'"):
         embedded.stream(messages=MESSAGES, response_format=FORMAT)

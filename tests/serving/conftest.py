@@ -40,6 +40,11 @@ ENVIRONMENT = {
     # The paper's rule, whatever lies beside the draft.
     "SPEC_STACK_SGLANG": '{"prefill": {"on_scoring_error": "raise"}, "calibration": "none"}',
 }
+# What an oracle that scores chunks by all layers can follow.
+BY_CHUNKS = {
+    "SPEC_STACK_SGLANG": '{"prefill": {"on_scoring_error": "raise", "unit": "chunks", "skipped_layers": 0}, '
+    '"calibration": "none"}'
+}
 ARGUMENTS = (
     *("--device", "cpu", "--host", "127.0.0.1", "--dtype", "float32"),
     *("--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--grammar-backend", "none"),

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, Glm4Config, GraniteConfig, Olmo2C
 from spec_stack.config import PrefillConfig
 from tests.support import reference as oracle
 
-from .conftest import ASSETS, Reference
+from .conftest import ASSETS, BY_CHUNKS, Reference
 
 _SIZES = {
     "hidden_size": 64,
@@ -58,7 +58,15 @@ def test_a_pair_of_this_architecture_is_pruned_as_plain_transformers_would(
 ) -> None:
     """What is kept by attention matrices, and every token by plain forwards; the same again in the turn after."""
     folder = _saved(name, tmp_path / "model", reference.generator.target.config.vocab_size)
-    server = launch("--max-total-tokens", "4000", "--spec-stack-keep-rate", "0.3", target=folder, draft=folder)
+    server = launch(
+        "--max-total-tokens",
+        "4000",
+        "--spec-stack-keep-rate",
+        "0.3",
+        environment=BY_CHUNKS,
+        target=folder,
+        draft=folder,
+    )
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     prompt = reference.text_ids(420, seed=5)
     look_ahead = oracle.greedy(model, prompt, PrefillConfig.look_ahead)

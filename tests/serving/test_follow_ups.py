@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import threading
@@ -16,7 +15,7 @@ from spec_stack.config import PrefillConfig, SessionConfig
 from tests.support.reference import anchor_scores, attention_to_what_came_before, pair_scores
 from tests.support.reference_session import dropped_chunks_to_restore
 
-from .conftest import ASSETS, CONTEXT, ENVIRONMENT, MIN_PROMPT_TOKENS, Launcher, Reference, Server, generate_body
+from .conftest import ASSETS, BY_CHUNKS, CONTEXT, MIN_PROMPT_TOKENS, Launcher, Reference, Server, generate_body
 
 Spans = list[list[int]]
 
@@ -72,12 +71,10 @@ def eager_draft() -> Any:
 @pytest.fixture(scope="module")
 def by_chunks(launch: Launcher) -> Server:
     """A server that restores chunks by the votes of all layers, as the oracle does."""
-    settings = json.loads(ENVIRONMENT["SPEC_STACK_SGLANG"])
-    settings["prefill"] |= {"unit": "chunks", "skipped_layers": 0}
     return launch(
         *("--max-total-tokens", "24000", "--chunked-prefill-size", "256", "--max-running-requests", "8"),
         *("--spec-stack-min-prompt-tokens", str(MIN_PROMPT_TOKENS), "--context-length", str(CONTEXT)),
-        environment={"SPEC_STACK_SGLANG": json.dumps(settings)},
+        environment=BY_CHUNKS,
     )
 
 

@@ -126,16 +126,18 @@ def decoded_sparsely(name: str, draft: str, seed: int = 0, num_tokens: int = 32)
     prompt = random_prompt(NUM_PROMPT + 60, seed)
     config = SpecStackConfig(PrefillConfig(keep_rate=0.3, look_ahead=6, chunk_size=8))
     generator = SpecStackGenerator(make_model(name), make_model(draft, disturbed=True), config=config)
-    kept: list[int] = []
-    original = generator._draft_prompt
+    seen: dict[int, None] = {}
 
-    def spy(*arguments: Any) -> Any:
-        drafted = original(*arguments)
-        kept.extend(drafted.selection.positions)
-        return drafted
+    def note(module: torch.nn.Module, arguments: Any, options: dict[str, Any]) -> None:
+        # A recurrent state goes over some of them again after a rollback.
+        seen.update(
+            dict.fromkeys(position for position in options["position_ids"][0].tolist() if position < len(prompt))
+        )
 
-    generator._draft_prompt = spy  # type: ignore[method-assign]
+    handle = generator.target.register_forward_pre_hook(note, with_kwargs=True)
     result = generator.generate(input_ids=prompt, max_tokens=num_tokens, specprefill=True, policy=RandomGamma(seed))
+    handle.remove()
+    kept = sorted(seen)
     assert len(kept) < len(prompt)
     kept_ids = [prompt[position] for position in kept]
     forward = reference_architectures.logits

@@ -226,10 +226,9 @@ def test_half_a_character_is_prefilled_densely(retokenized: Path) -> None:
 def test_the_drafts_positions_are_counted_in_its_own_tokens() -> None:
     prompt = make_generator().tokenizer("abde" * 20).input_ids
     assert len(prompt) == 40
-    for look_ahead, is_scored in ((5, True), (6, False)):
-        config = PrefillConfig(look_ahead=look_ahead, keep_first=0, keep_last=1, chunk_size=4)
-        each = make_generator(config)
-        each.draft.config.max_position_embeddings = 80 + 5
+    for num_positions, is_scored in ((80, True), (79, False)):
+        each = make_generator(PrefillConfig(look_ahead=6, keep_first=0, keep_last=1, chunk_size=4))
+        each.draft.config.max_position_embeddings = num_positions
         metrics = each.generate(input_ids=prompt, max_tokens=9, specprefill=True).metrics
         assert metrics.specprefill == is_scored
-        assert ("80 tokens, and the draft 85 positions" in metrics.specprefill_reason) != is_scored
+        assert (f"80 tokens, and the draft {num_positions} positions" in metrics.specprefill_reason) != is_scored
