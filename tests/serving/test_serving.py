@@ -116,7 +116,8 @@ def kept_ids(reference: Reference, prompt: list[int], config: PrefillConfig | No
     config = config or reference.generator.config.prefill
     draft = CachedModel(reference.generator.draft, config.prefill_chunk)
     look_ahead = partial(propose, draft, sampler=Sampler(), end_ids=())
-    return list(score_prompt(draft, prompt, look_ahead, config)[0].token_ids)
+    pieces = reference.generator.pair.pieces(prompt)
+    return list(score_prompt(draft, prompt, look_ahead, config, pieces=pieces)[0].token_ids)
 
 
 def test_eight_mixed_requests_at_once_give_the_references_tokens(server: Server, reference: Reference) -> None:
