@@ -1,0 +1,308 @@
+"""Decoding on a real pair, live: ours and transformers' own, greedily, over prompts that tuned nothing.
+
+Every prompt goes through all arms, the order turning by one from prompt to prompt, so that a change of the machine's
+speed meets all of them; seconds are CPU seconds of whole calls, prefill included, since machines are shared. All arms
+run the same weights in the same layout. Ours keep over a run what they learn, as in a generator: *default* (draft and
+look-up), *draft* (the draft alone) and *fixed* (--gamma tokens a step, by the draft alone). Transformers': *assisted*
+(its dynamic rule), *assisted 3, 5, 10* (so many tokens a step) and *look-up 10*.
+
+Greedy answers must be those of *plain*; where one parts from it, the row says at which token, and how far apart the
+two logits of a dense forward were there (a tie is 0 or a rounding's width). A table's row is printed after every
+prompt, over plain; rows are kept at once, so a run goes on where it ended, its policies as new ones. Prints acceptance
+and tokens a step by category, pooled; ends in one JSON line with intervals of a bootstrap over prompts.
+
+    decode.py code=HumanEval.jsonl.gz math=gsm8k.jsonl chat=mt_bench.jsonl --target T --draft D --rows rows.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+from pathlib import Path
+from time import process_time
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from experiments.common.environment import describe
+from experiments.common.pair_arguments import add_pair_arguments, load_generator
+from experiments.common.prompt_files import Prompt, choose_prompts
+from experiments.common.report import add_out_argument, print_report
+from experiments.common.script import run_script
+from experiments.real.rows import Rows, add_row_arguments, first_divergence
+from spec_stack import SpecStackGenerator
+from spec_stack.config import DecodeConfig
+from spec_stack.controller.registry import make_policy
+
+Row = dict[str, Any]
+Ask = Callable[[list[int]], Row]
+Partings = dict[str, tuple[int, float]]
+PLAIN = "plain"
+_PARTINGS = "partings"
+_ASK_FOR = {
+    "code": "Complete this Python function:\n\n```python\n{}\n```",
+    "edit": "Add type hints to this code, change nothing else, and give back the whole of it.\n\n```python\n{}\n```",
+}
+# Behind it the project's own texts to copy begin to copy themselves.
+_COPY = "\n\n\n# The same once more"
+_KNOWN_BY = 160
+
+
+class Ours:
+    """The generator under one policy and proposer."""
+
+    def __init__(self, generator: SpecStackGenerator, num_tokens: int, proposer: str, policy: str, **options: int):
+        self._generator, self._num_tokens, self._proposer = generator, num_tokens, proposer
+        self._policy = make_policy(policy, **options)
+
+    def __call__(self, prompt_ids: list[int]) -> Row:
+        began = process_time()
+        result = self._generator.generate(
+            input_ids=prompt_ids,
+            max_tokens=self._num_tokens,
+            specprefill=False,
+            policy=self._policy,
+            proposer=self._proposer,
+        )
+        metrics = result.metrics
+        return {
+            "cpu_s": process_time() - began,
+            "token_ids": result.token_ids,
+            "num_steps": metrics.num_steps,
+            "num_proposed": metrics.num_proposed,
+            "num_accepted": metrics.num_accepted,
+        }
+
+
+@dataclass
+class Theirs:
+    """Transformers' generate over the same models.
+
+    Parameters
+    ----------
+    target : PreTrainedModel
+        Asked with a hook that counts what it is fed.
+    num_tokens : int
+        Most tokens of an answer.
+    draft : PreTrainedModel or None
+        The assistant.
+    settings : dict
+        Of the assistant's generation configuration. What transformers adapts there, it keeps from call to call.
+    options : dict
+        More arguments of `generate`.
+    """
+
+    target: PreTrainedModel
+    num_tokens: int
+    draft: PreTrainedModel | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.draft is not None:
+            self._config = deepcopy(self.draft.generation_config)
+            for name, value in self.settings.items():
+                setattr(self._config, name, value)
+
+    def __call__(self, prompt_ids: list[int]) -> Row:
+        fed: list[int] = []
+        hook = self.target.register_forward_pre_hook(
+            lambda _, positional, named: fed.append(named["input_ids"].shape[1]), with_kwargs=True
+        )
+        inputs = torch.tensor([prompt_ids], device=self.target.device)
+        if self.draft is not None:
+            self.draft.generation_config = self._config
+        began = process_time()
+        try:
+            output = self.target.generate(
+                inputs,
+                attention_mask=torch.ones_like(inputs),
+                do_sample=False,
+                repetition_penalty=1.0,
+                max_new_tokens=self.num_tokens,
+                assistant_model=self.draft,
+                **self.options,
+            )
+        finally:
+            hook.remove()
+        seconds = process_time() - began
+        token_ids = [int(token) for token in output[0, len(prompt_ids) :]]
+        # A forward is fed what is not in the cache, one token or the prompt, and the proposal behind it.
+        proposed = sum(fed) - len(prompt_ids) - (len(fed) - 1)
+        return {
+            "cpu_s": seconds,
+            "token_ids": token_ids,
+            "num_steps": len(fed),
+            "num_proposed": proposed,
+            "num_accepted": len(token_ids) - len(fed),
+        }
+
+
+def make_arms(generator: SpecStackGenerator, num_tokens: int, gamma: int) -> dict[str, Callable[[], Ask]]:
+    """What makes each arm, by name."""
+    target, draft, policy = generator.target, generator.draft, DecodeConfig().policy
+
+    def ours(proposer: str, policy: str, **options: int) -> Callable[[], Ask]:
+        return lambda: Ours(generator, num_tokens, proposer, policy, **options)
+
+    def assisted(**settings: Any) -> Callable[[], Ask]:
+        return lambda: Theirs(target, num_tokens, draft, settings)
+
+    def constant(num_assistant: int) -> Callable[[], Ask]:
+        return assisted(
+            num_assistant_tokens=num_assistant,
+            num_assistant_tokens_schedule="constant",
+            assistant_confidence_threshold=0.0,
+        )
+
+    return {
+        PLAIN: ours("model", "fixed", gamma=0),
+        "assisted": assisted(),
+        "assisted 3": constant(3),
+        "assisted 5": constant(5),
+        "assisted 10": constant(10),
+        "look-up 10": lambda: Theirs(target, num_tokens, options={"prompt_lookup_num_tokens": 10}),
+        "default": ours("both", policy),
+        "draft": ours("model", policy),
+        "fixed": ours("model", "fixed", gamma=gamma),
+    }
+
+
+ARMS = (PLAIN, "assisted", "assisted 3", "assisted 5", "assisted 10", "look-up 10", "default", "draft", "fixed")
+
+
+def as_chat(prompt: Prompt) -> Prompt:
+    """The same as a chat's question: for code to complete or to edit is asked in words."""
+    if prompt.is_chat:
+        return prompt
+    text = prompt.text.partition(_COPY)[0].strip()
+    return replace(prompt, text=_ASK_FOR.get(prompt.task, "{}").format(text), is_chat=True)
+
+
+def read_known(tokenizer: Any, paths: Sequence[Path]) -> list[str]:
+    """The prompts that files of `record_texts.py` hold, as text."""
+    lines = [line for path in paths for line in path.read_text(encoding="utf-8").splitlines()]
+    return [tokenizer.decode(row["prompt"]) for row in map(json.loads, lines) if "prompt" in row]
+
+
+def choose(sources: list[str], per_task: int, known: Sequence[str]) -> list[tuple[str, Prompt]]:
+    """Prompts with a key each, one of every task in turn; none whose first words stand in a known text."""
+    by_task: dict[str, list[tuple[str, Prompt]]] = {}
+    for prompt in choose_prompts(sources, 4 * per_task):
+        of_task = by_task.setdefault(prompt.task, [])
+        first_words = prompt.text.strip()[:_KNOWN_BY]
+        if len(of_task) < per_task and not any(first_words in text for text in known):
+            of_task.append((f"{prompt.task}-{len(of_task)}", as_chat(prompt)))
+    return [each for row in zip_longest(*by_task.values()) for each in row if each is not None]
+
+
+def run_prompt(
+    generator: SpecStackGenerator, arms: dict[str, Ask], turn: int, key: str, prompt: Prompt, ids: list[int], rows: Rows
+) -> None:
+    """Ask the arms that have no row yet, in this prompt's order, and keep their rows and where they part from plain."""
+    names = list(arms)
+    turn %= len(names)
+    for name in names[turn:] + names[:turn]:
+        if (key, name) not in rows:
+            row = arms[name](ids)
+            row["token_ids"] = [token for token in row["token_ids"] if token not in generator.pair.end_ids]
+            rows.add(key, name, {"task": prompt.task, **row})
+    plain_ids = rows.of_arm(PLAIN)[key]["token_ids"]
+    found = {name: first_divergence(generator, ids, plain_ids, rows.of_arm(name)[key]["token_ids"]) for name in names}
+    rows.add(key, _PARTINGS, {"partings": {name: parting for name, parting in found.items() if parting}})
+
+
+def told(key: str, by_arm: dict[str, Row], partings: Partings) -> str:
+    """A line of the table: plain's seconds, the others' speed over it, and where an answer parts from plain's."""
+    plain = by_arm[PLAIN]
+    line = f"{key:12s}{len(plain['token_ids']):5d} tokens {plain['cpu_s']:7.1f} s"
+    for name, row in by_arm.items():
+        if name != PLAIN:
+            line += f"  {name} {plain['cpu_s'] / row['cpu_s']:.2f}"
+    return line + (f"  parts from plain (token, logits apart): {partings}" if partings else "")
+
+
+def summary(rows: Rows, arms: Sequence[str]) -> dict[str, Any]:
+    """Speed over plain with intervals, pooled acceptance and tokens a step, by task; over prompts that all arms did."""
+    by_arm = {name: rows.of_arm(name) for name in arms}
+    keys = [key for key in by_arm[PLAIN] if all(key in of_arm for of_arm in by_arm.values())]
+    tasks = list(dict.fromkeys(by_arm[PLAIN][key]["task"] for key in keys))
+    report: dict[str, Any] = {"num_prompts": len(keys)}
+    for task in [*tasks, "all"] if keys else []:
+        where = [key for key in keys if task in (by_arm[PLAIN][key]["task"], "all")]
+        print(f"\n{task}: {len(where)} prompts; speed over plain [95 %], acceptance, tokens a step")
+        report[task] = {}
+        for name in arms:
+            done = [by_arm[name][key] for key in where]
+            found = compare(done, [by_arm[PLAIN][key] for key in where])
+            report[task][name] = found
+            speed, low, high = found["speed_over_plain"]
+            print(
+                f"  {name:14s}{speed:6.2f} [{low:.2f}, {high:.2f}]  "
+                f"{found['acceptance']:.2f}  {found['tokens_per_step']:.2f}  {found['cpu_s']:.1f} s"
+            )
+    return report
+
+
+def compare(done: Sequence[Row], plain: Sequence[Row], num_draws: int = 2000) -> dict[str, Any]:
+    """Some prompts' rows of an arm beside plain's."""
+    own, other = (np.array([row["cpu_s"] for row in side]) for side in (done, plain))
+    draws = np.random.default_rng(0).integers(len(own), size=(num_draws, len(own)))
+    low, high = np.percentile(other[draws].sum(1) / own[draws].sum(1), [2.5, 97.5])
+    return {
+        "speed_over_plain": [float(other.sum() / own.sum()), float(low), float(high)],
+        "cpu_s": float(own.sum()),
+        "acceptance": sum(row["num_accepted"] for row in done) / max(sum(row["num_proposed"] for row in done), 1),
+        "tokens_per_step": sum(len(row["token_ids"]) for row in done) / sum(row["num_steps"] for row in done),
+        "same_tokens": sum(row["token_ids"] == text["token_ids"] for row, text in zip(done, plain, strict=True)),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("prompts", nargs="+", help="TASK=FILE or TASK=FILE:CATEGORY")
+    add_pair_arguments(parser)
+    add_row_arguments(parser)
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="plain is always one of them")
+    parser.add_argument("--per-task", type=int, default=5, help="prompts per task (%(default)s)")
+    parser.add_argument("--tokens", type=int, default=64, help="most tokens of an answer (%(default)s)")
+    parser.add_argument("--max-prompt-tokens", type=int, default=400, help="longer ones lose their middle")
+    parser.add_argument("--gamma", type=int, default=3, help="of the arm fixed: the best one in the simulator")
+    parser.add_argument("--seconds", type=float, help="as --minutes, in seconds")
+    parser.add_argument("--leave-out", nargs="*", type=Path, default=[], help="recorded texts: not their prompts")
+    add_out_argument(parser)
+    arguments = parser.parse_args()
+    minutes = arguments.minutes if arguments.seconds is None else arguments.seconds / 60
+    rows, names = Rows(arguments.rows, minutes), [name for name in ARMS if name in (PLAIN, *arguments.arms)]
+    generator = load_generator(arguments)
+    known = read_known(generator.tokenizer, arguments.leave_out)
+    prompts = choose(arguments.prompts, arguments.per_task, known)[: arguments.limit]
+    make = make_arms(generator, arguments.tokens, arguments.gamma)
+    arms = {name: make[name]() for name in names}
+    for turn, (key, prompt) in enumerate(prompts):
+        if any((key, name) not in rows for name in (*names, _PARTINGS)):
+            if not rows.has_time:
+                break
+            ids = prompt.encode(generator.tokenizer, arguments.max_prompt_tokens)
+            run_prompt(generator, arms, turn, key, prompt, ids, rows)
+        partings = rows.of_arm(_PARTINGS)[key]["partings"]
+        print(told(key, {name: rows.of_arm(name)[key] for name in names}, partings), flush=True)
+    done = rows.of_arm(_PARTINGS)
+    report = {
+        "experiment": "decode",
+        **describe(),
+        "num_left": sum(key not in done for key, _ in prompts),
+        "partings": {key: row["partings"] for key, row in done.items() if row["partings"]},
+        **summary(rows, names),
+    }
+    print_report(report, arguments.out)
+
+
+if __name__ == "__main__":
+    run_script(main)

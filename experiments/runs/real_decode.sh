@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Decoding live on a real pair, resumable: real_decode.sh DATA_FOLDER TARGET DRAFT ROWS.jsonl [options]
+set -euo pipefail
+data=${1:?usage: real_decode.sh DATA_FOLDER TARGET DRAFT ROWS.jsonl [options]}
+target=${2:?the target} draft=${3:?the draft} rows=${4:?a .jsonl file}
+shift 4
+cd "$(dirname "$0")/../.."
+OMP_NUM_THREADS=1 .venv/bin/python -m experiments.real.decode \
+    "code=$data/humaneval/HumanEval.jsonl.gz" "math=$data/gsm8k/test.jsonl" "chat=$data/mtbench/question.jsonl" \
+    "summary=$data/specbench/question.jsonl:summarization" "edit=experiments/prompts/copying.jsonl:edit" \
+    --target "$target" --draft "$draft" --precision bf16 --draft-precision bf16 --rows "$rows" "$@"
