@@ -36,10 +36,10 @@ ALLOWED = {
         "hf.answer_parser",
         "api",
     },
-    "sglang": {"config", "types", "controller", "prefill", "tokenizers.chat_turns", "tokenizers.pieces"},
+    "sglang": {"config", "settings", "types", "controller", "prefill", "tokenizers.chat_turns", "tokenizers.pieces"},
     # They run whole requests, so they see what a user sees, and the parts they show or score with.
     "explain": {"config", "types", "controller.base", "offline.records", "prefill", "decode", "hf", "engine", "api"},
-    "lm_eval": {"config", "decode", "hf.prompt", "api.generator", "engine"},
+    "lm_eval": {"config", "settings", "decode", "hf.prompt", "api.generator", "engine"},
     "cli": {
         "config",
         "settings",

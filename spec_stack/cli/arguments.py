@@ -28,7 +28,7 @@ from spec_stack.config import (
     SamplingParams,
     SessionConfig,
 )
-from spec_stack.controller.registry import POLICY_NAMES
+from spec_stack.controller.registry import POLICIES
 from spec_stack.decode.registry import PROPOSERS
 from spec_stack.prefill.calibration import MARGIN
 from spec_stack.serve.config import ServeConfig
@@ -279,7 +279,7 @@ def _add_answer_arguments(parser: argparse.ArgumentParser) -> None:
     _add_option(parser, PrefillConfig, "prune", default=None, choices=[*get_args(Prune)])
     for name, read in PRUNING.items():
         _add_option(parser, PrefillConfig, name, type=read, default=argparse.SUPPRESS)
-    _add_option(parser, DecodeConfig, "policy", default=None, metavar="|".join(POLICY_NAMES))
+    _add_option(parser, DecodeConfig, "policy", default=None, metavar="|".join(POLICIES))
     _add_option(parser, DecodeConfig, "proposer", default=None, choices=["auto", *PROPOSERS])
     parser.add_argument(
         "--gamma",

@@ -29,6 +29,7 @@ from spec_stack.cli.chat import Chat, read_document, status_line
 from spec_stack.config import SessionConfig, SpecStackConfig, how_to_install
 from spec_stack.offline.records import add_records, check_record_path
 from spec_stack.serve.config import ServeConfig
+from spec_stack.settings.plugins import import_plugins
 
 if TYPE_CHECKING:
     from spec_stack.api.generator import SpecStackGenerator
@@ -340,11 +341,14 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point: 0 done, 1 the pair does not fit (doctor), 2 bad input, 130 interrupted."""
-    arguments = build_parser().parse_args(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A terminal that lacks a character shows a question mark; that is no reason to stop.
         sys.stdout.reconfigure(errors="replace")
+    arguments = argparse.Namespace()
     try:
+        # First: the parser lists what they register.
+        import_plugins()
+        arguments = build_parser().parse_args(argv)
         return COMMANDS[arguments.command](arguments)
     except BrokenPipeError:
         # The reader has gone; point stdout elsewhere, or the interpreter complains when it flushes.

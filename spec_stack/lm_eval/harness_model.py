@@ -20,6 +20,7 @@ from spec_stack.decode.sampler import Sampler
 from spec_stack.engine.caches import RequestCaches
 from spec_stack.engine.request import CallOptions
 from spec_stack.hf.prompt import PromptSource
+from spec_stack.settings.plugins import import_plugins
 
 SPECPREFILL = {"auto": None, "on": True, "off": False}
 # What lm-eval's tasks call the most tokens to generate.
@@ -93,6 +94,7 @@ class SpecStackLM(TemplateLM):  # type: ignore[misc]
         tokenizer: str | None = None,
     ) -> None:
         super().__init__()
+        import_plugins()
         if str(batch_size) not in ("None", "1", "auto"):
             raise ValueError(f"batch_size must be 1, got {batch_size}; requests run one at a time")
         if specprefill not in SPECPREFILL:

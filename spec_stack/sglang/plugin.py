@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import sys
 
+from spec_stack.settings.plugins import import_plugins
 from spec_stack.sglang.support import NAME, check_version
 
 
 def register() -> None:
-    """SGLang's entry point. Raises RuntimeError for a version the hooks were not made for (SGLang logs it), and
-    SystemExit where this very launch asks for the algorithm."""
+    """SGLang's entry point. Raises RuntimeError for a version the hooks were not made for and ImportError for a plugin
+    of the user's that cannot be imported (SGLang logs both), and SystemExit where this very launch asks for the
+    algorithm."""
     try:
         check_version()
-    except RuntimeError as error:
+        # Before anything reads the settings, which may name what they register.
+        import_plugins()
+    except (RuntimeError, ImportError) as error:
         if any(argument.upper().removeprefix("--SPECULATIVE-ALGORITHM=") == NAME for argument in sys.argv):
             raise SystemExit(f"error: {error}") from error
         raise

@@ -8,10 +8,11 @@ from typing import Any
 
 from spec_stack.config import PrefillConfig
 from spec_stack.controller.base import StepRecord
+from spec_stack.controller.registry import BATCH_POLICIES
 from spec_stack.prefill.alignment import Span
 from spec_stack.sglang.positions import PositionMap
 from spec_stack.sglang.protocols import RunningRequest
-from spec_stack.sglang.server_args import BATCH_POLICIES, FOLLOW_UPS, SIGNAL_POLICIES, ServerConfig
+from spec_stack.sglang.server_args import FOLLOW_UPS, SIGNAL_POLICIES, ServerConfig
 
 META_INFO = "spec_stack"
 """The key of a reply's meta info, and of what SGLang carries there token by token."""

@@ -12,11 +12,9 @@ from typing import Any
 
 from spec_stack.config import MAX_GAMMA, DecodeConfig, PrefillConfig, SessionConfig
 from spec_stack.controller.base import Policy
-from spec_stack.controller.registry import BATCH_POLICY_NAMES, make_batch_policy
+from spec_stack.controller.registry import BATCH_POLICIES, make_batch_policy
 
 ENVIRONMENT = "SPEC_STACK_SGLANG"
-# Gamma is set for a whole batch before it drafts, so what a policy here has of the draft is of an earlier step.
-BATCH_POLICIES = BATCH_POLICY_NAMES
 NONE = "none"
 # Without the draft's signals these know nothing; `throughput` goes by acceptance alone then.
 SIGNAL_POLICIES = ("speckv", "confidence")
@@ -118,7 +116,8 @@ class ServerConfig:
             "heuristic": {"max_gamma": drafting[-1], "start": min(DecodeConfig.gamma, drafting[-1])},
             "fixed": {"gamma": max(gamma for gamma in drafting if gamma <= max(DecodeConfig.gamma, drafting[0]))},
         }
-        options = by_name[name]
+        # A policy of the user's own is told nothing: what it answers is cut to the gammas.
+        options = by_name.get(name, {})
         if name == self.policy:
             options.update(self.policy_options)
         policy = make_batch_policy(name, **options)

@@ -16,7 +16,7 @@ from tests.support.pages import ROOT, blocks
 PAGE = ROOT / "docs" / "add-a-policy.md"
 
 
-def _python(root: Path, folder: Path, *arguments: str) -> str:
+def _python(root: Path | str, folder: Path, *arguments: str) -> str:
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=folder,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -18,8 +19,7 @@ PAGE = ROOT / "docs" / "add-a-selection-rule.md"
 def test_a_rule_put_into_the_package_has_a_name_in_python_and_on_the_command_line(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "spec_stack", tmp_path / "spec_stack", ignore=shutil.ignore_patterns("__pycache__"))
     rule = next(block for block in blocks(PAGE) if block.language == "python")
-    (entry,) = [block for block in blocks(PAGE) if block.title]
-    assert entry.title == "spec_stack/prefill/registry.py: in SCORERS"
+    (entry,) = [block for block in blocks(PAGE) if block.title == "spec_stack/prefill/registry.py: in SCORERS"]
     (tmp_path / "spec_stack" / "prefill" / "rules" / "rare_words.py").write_text(rule.code, encoding="utf-8")
     registry = tmp_path / "spec_stack" / "prefill" / "registry.py"
     before, opening, after = registry.read_text(encoding="utf-8").partition("    KNOWN_SCORERS,\n    {\n")
@@ -30,6 +30,21 @@ def test_a_rule_put_into_the_package_has_a_name_in_python_and_on_the_command_lin
     text = "".join(f"def step_{number}(value):\n    return value + {number}\n" for number in range(40))
     asked = ("--scorer", "rare_words", "--keep-rate", "0.3", "--specprefill", "on", "--max-tokens", "4", "--json")
     answer = _python(tmp_path, tmp_path, "-m", "spec_stack", "generate", *asked, text + "# What does step_17 add?\n")
+    assert '"specprefill": true' in answer
+
+
+@pytest.mark.slow
+def test_a_rule_in_a_module_of_ones_own_has_a_name_on_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rule = next(block for block in blocks(PAGE) if block.language == "python")
+    (registers,) = [block for block in blocks(PAGE) if block.title == "rare_words.py: at the end"]
+    (tmp_path / "rare_words.py").write_text(rule.code + registers.code, encoding="utf-8")
+    monkeypatch.setenv("SPEC_STACK_PLUGINS", "rare_words")
+    text = "".join(f"def step_{number}(value):\n    return value + {number}\n" for number in range(40))
+    asked = ("--scorer", "rare_words", "--keep-rate", "0.3", "--specprefill", "on", "--max-tokens", "4", "--json")
+    path = f"{ROOT}{os.pathsep}{tmp_path}"
+    answer = _python(path, tmp_path, "-m", "spec_stack", "generate", *asked, text + "# What does step_17 add?\n")
     assert '"specprefill": true' in answer
 
 

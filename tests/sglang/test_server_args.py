@@ -11,8 +11,9 @@ from types import SimpleNamespace
 import pytest
 
 from spec_stack.controller.base import StepContext
+from spec_stack.controller.registry import BATCH_POLICIES
 from spec_stack.sglang import plugin, support
-from spec_stack.sglang.server_args import BATCH_POLICIES, ENVIRONMENT, ServerConfig, add_flags
+from spec_stack.sglang.server_args import ENVIRONMENT, ServerConfig, add_flags
 
 
 @pytest.mark.parametrize("policy", BATCH_POLICIES)
