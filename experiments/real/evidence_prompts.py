@@ -24,6 +24,7 @@ class EvidencePrompt:
     """A document, a question behind it, and half-open character spans of the document, all of which the answer needs.
 
     source: what intervals are drawn over; prompts of one source share their document's origin.
+    answers: what a right answer holds, all of it, in whatever case; empty where only the evidence is known.
     """
 
     name: str
@@ -32,15 +33,17 @@ class EvidencePrompt:
     document: str
     question: str
     spans: tuple[tuple[int, int], ...]
+    answers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Hidden:
-    """Lines to hide, of which the evidence is `wanted`, and the question."""
+    """Lines to hide, of which the evidence is `wanted`, the question, and what its answer holds."""
 
     wanted: tuple[str, ...]
     others: tuple[str, ...]
     question: str
+    answers: tuple[str, ...]
 
 
 PEOPLE = (
@@ -72,9 +75,8 @@ def _fact(rng: random.Random) -> Hidden:
             f"{who} left the {thing} in a locker. Which number is on it?",
         ]
     )
-    return Hidden(
-        (line.format(who, thing, one),), (line.format(other, thing, two), line.format(third, thing, three)), asked
-    )
+    others = line.format(other, thing, two), line.format(third, thing, three)
+    return Hidden((line.format(who, thing, one),), others, asked, (str(one),))
 
 
 def _paraphrase(rng: random.Random) -> Hidden:
@@ -107,7 +109,7 @@ def _paraphrase(rng: random.Random) -> Hidden:
         (f"When the candles failed {who} alone went on reading with the fingertips.", "Who must have been blind?"),
     ]
     line, question = rng.choice(cases)
-    return Hidden((line,), (), question)
+    return Hidden((line,), (), question, (who,))
 
 
 def _several(rng: random.Random) -> Hidden:
@@ -118,7 +120,8 @@ def _several(rng: random.Random) -> Hidden:
     question = (
         f"How many crates of oranges were reported spoiled at {towns[0]}, at {towns[1]} and at {towns[2]}, in all?"
     )
-    return Hidden(wanted, (f"The depot at {towns[3]} reported {crates[3]} crates of lemons sound.",), question)
+    other = f"The depot at {towns[3]} reported {crates[3]} crates of lemons sound."
+    return Hidden(wanted, (other,), question, (str(sum(crates[:3])),))
 
 
 def _chain(rng: random.Random) -> Hidden:
@@ -130,14 +133,16 @@ def _chain(rng: random.Random) -> Hidden:
         f"{one} keeps whatever is inherited in the {colour} house.",
         f"The {colour} house stands at the far end of {town}.",
     )
-    return Hidden(wanted, (f"{other} bought a house in {elsewhere}.",), f"In which town is the {thing} now kept?")
+    question = f"In which town is the {thing} now kept?"
+    return Hidden(wanted, (f"{other} bought a house in {elsewhere}.",), question, (town,))
 
 
 def _dialogue(rng: random.Random) -> Hidden:
     who, day = rng.choice(("Marketing", "Professor B", "Grad D", "PhD A")), rng.choice(("Monday", "Thursday", "Friday"))
     cost = rng.randrange(1200, 9800, 50)
     line = f"{who}: And the invoice for the turntable calibration came to {cost} euros , due next {day} ."
-    return Hidden((line,), (), "What was the amount of the invoice for the turntable calibration, and when is it due?")
+    question = "What was the amount of the invoice for the turntable calibration, and when is it due?"
+    return Hidden((line,), (), question, (str(cost), day))
 
 
 def _dialogue_other(rng: random.Random) -> Hidden:
@@ -157,7 +162,7 @@ def _dialogue_other(rng: random.Random) -> Hidden:
         ("The doctor says the knee needs an operation , so no stairs for me .", "Which speaker has a medical problem?"),
     ]
     line, question = rng.choice(cases)
-    return Hidden((f"{who}: {line}",), (), question)
+    return Hidden((f"{who}: {line}",), (), question, (who,))
 
 
 def _function(rng: random.Random) -> Hidden:
@@ -199,13 +204,14 @@ def _function(rng: random.Random) -> Hidden:
         ),
     ]
     code, question = rng.choice(cases)
-    return Hidden((code,), (), f"Which function in the code above {question}? Give its name.")
+    name = code.removeprefix("def ").partition("(")[0]
+    return Hidden((code,), (), f"Which function in the code above {question}? Give its name.", (name,))
 
 
 def _constant(rng: random.Random) -> Hidden:
     name = rng.choice(("RETRY_WINDOW_MS", "SHARD_FANOUT", "MAX_LEASE_SECONDS", "SPOOL_WATERMARK"))
     value = rng.randrange(130, 9700)
-    return Hidden((f"{name} = {value}",), (), f"To which value is {name} set in this module?")
+    return Hidden((f"{name} = {value}",), (), f"To which value is {name} set in this module?", (str(value),))
 
 
 SERVICES = ("ingest", "billing", "gateway", "search", "mailer", "thumbnails", "audit", "scheduler")
@@ -238,11 +244,8 @@ def _ordinary(rng: random.Random, minute: int) -> str:
 def _log(rng: random.Random) -> Hidden:
     volume, code = rng.randrange(20, 80), rng.randrange(1000, 9999)
     text = f"volume vol-{volume} rejected the snapshot with code E{code} after {rng.randrange(3, 40)} attempts"
-    return Hidden(
-        (_log_line(rng, rng.randrange(2000), "WARN", text),),
-        (),
-        f"With which code did volume vol-{volume} reject the snapshot?",
-    )
+    question = f"With which code did volume vol-{volume} reject the snapshot?"
+    return Hidden((_log_line(rng, rng.randrange(2000), "WARN", text),), (), question, (f"E{code}",))
 
 
 def _log_other(rng: random.Random) -> Hidden:
@@ -263,7 +266,8 @@ def _log_other(rng: random.Random) -> Hidden:
         ("replica {:04x} lags 412 s behind, reads diverted", "When was a database copy out of date?"),
     ]
     text, question = rng.choice(cases)
-    return Hidden((_log_line(rng, rng.randrange(2000), "ERROR", text.format(rng.randrange(1, 250))),), (), question)
+    line = _log_line(rng, rng.randrange(2000), "ERROR", text.format(rng.randrange(1, 250)))
+    return Hidden((line,), (), question, (line[11:19],))
 
 
 def _record(rng: random.Random) -> str:
@@ -284,7 +288,8 @@ def _record(rng: random.Random) -> str:
 def _json(rng: random.Random) -> Hidden:
     line = _record(rng)
     asked = rng.choice(("total", "city"))
-    return Hidden((line,), (), f"What is the {asked} of the order with the id {json.loads(line)['id']}?")
+    record = json.loads(line)
+    return Hidden((line,), (), f"What is the {asked} of the order with the id {record['id']}?", (str(record[asked]),))
 
 
 KINDS: dict[str, tuple[str, Callable[[random.Random], Hidden]]] = {
@@ -327,7 +332,8 @@ def make_prompts(data: Path, num_tokens: int, per_kind: int, measure: Measure, s
             hidden = make(rng)
             source, lines = _haystack(rng, medium, texts, num_tokens, measure)
             document, spans = _hide(rng, lines, hidden, medium)
-            yield EvidencePrompt(f"{kind}/{num_tokens}/{number}", kind, source, document, hidden.question, spans)
+            name = f"{kind}/{num_tokens}/{number}"
+            yield EvidencePrompt(name, kind, source, document, hidden.question, spans, hidden.answers)
 
 
 def _haystack(

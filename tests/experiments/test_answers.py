@@ -1,0 +1,33 @@
+"""Answers over what a rule kept: arms side by side say what each says by itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from experiments.real.answers import Target, is_right
+from tests.support import reference
+from tests.support.models import make_model, random_prompt
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Target:
+    make_model(seed=1).save_pretrained(tmp_path)
+    return Target(tmp_path, "fp32")
+
+
+def test_arms_side_by_side_answer_as_each_alone(target: Target) -> None:
+    prompt = random_prompt(60)
+    kept = [range(60), [*range(8), *range(40, 60)], [*range(0, 60, 3), 58, 59]]
+    answers = target.decode([target.prefill(prompt, positions) for positions in kept], 12)
+    model = make_model(seed=1)
+    for positions, answer in zip(kept, answers, strict=True):
+        ids = [prompt[position] for position in positions]
+        assert answer == reference.sparse_greedy(model, ids, positions, 60, 12)
+
+
+def test_an_answer_is_right_where_it_holds_all_parts() -> None:
+    assert is_right("It was 4,250 euros, due on friday.", ("4250", "Friday"))
+    assert not is_right("It was 4,250 euros.", ("4250", "Friday"))
+    assert not is_right("One, 2", ("1",))
