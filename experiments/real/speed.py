@@ -1,0 +1,189 @@
+"""How much sooner the first token comes, and the whole answer, with a real pair, by prompt length.
+
+Dense prefill and plain decoding against sparse prefill and drafting, through the same code, every repeat one after the
+other: the paper's rule, the default, and a calibration where one is named. Beside them the bare forwards that bound the
+gain: the draft's over the prompt as far as the setting needs it (r), the target's over the kept tokens (s), the
+target's over the whole (1). Seconds are of the wall and of all cores; ratios are of the wall, medians with their range.
+A row is printed after every measurement; a run goes on where it ended. Peak memory is over what the loaded pair holds.
+Ends in one JSON line.
+
+    python -m experiments.real.speed --target TARGET --draft DRAFT --tokens 2048 4096 8192 --rows ROWS.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from time import perf_counter, process_time
+from typing import Any
+
+from experiments.common.environment import describe
+from experiments.common.memory import peak_over, reset_peak
+from experiments.common.pair_arguments import add_pair_arguments, load_generator
+from experiments.common.report import add_out_argument, print_report
+from experiments.common.script import run_script
+from experiments.real.rows import Rows, add_row_arguments
+from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
+from spec_stack.cli.demo import hide_fact
+from spec_stack.hf.loading import load_tokenizer
+from spec_stack.hf.prompt import encode_messages
+from spec_stack.prefill.calibration import Calibration
+from spec_stack.prefill.registry import needs_attention
+
+DENSE, WHOLE = "dense", "target, whole"
+
+
+def settings_of(calibration: Path | None, keep_rates: list[float]) -> dict[str, PrefillConfig]:
+    """What is compared with dense prefill, by name."""
+    found = {"paper 0.2": replace(PrefillConfig.full_look_ahead(), keep_rate=0.2)}
+    found |= {f"default {rate}": replace(PrefillConfig(), keep_rate=rate) for rate in keep_rates}
+    if calibration:
+        chosen = Calibration.load(calibration).apply()
+        found |= {f"calibrated {rate}": replace(chosen, keep_rate=rate) for rate in keep_rates}
+    return found
+
+
+@dataclass
+class Bench:
+    """A pair under several settings."""
+
+    generators: dict[str, SpecStackGenerator]
+    max_tokens: int
+
+    def parts(self, prompt: list[int]) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+        """Everything that is measured over a prompt, in turn."""
+        first = next(iter(self.generators.values()))
+        yield DENSE, partial(self._answer, first, prompt, False)
+        yield WHOLE, partial(self._target, first, prompt, range(len(prompt)))
+        for name, generator in self.generators.items():
+            yield name, partial(self._answer, generator, prompt, True)
+            yield f"draft, {name}", partial(self._draft, generator, prompt)
+            # As many tokens as are kept, at positions as far apart.
+            num_kept = round(generator.config.prefill.keep_rate * len(prompt))
+            spread = [at * len(prompt) // num_kept for at in range(num_kept)]
+            yield f"kept, {name}", partial(self._target, generator, prompt, spread)
+
+    def _answer(self, generator: SpecStackGenerator, prompt: list[int], is_sparse: bool) -> dict[str, Any]:
+        before = reset_peak(generator.target.device)
+        options: dict[str, Any] = {"specprefill": True} if is_sparse else {"specprefill": False, "gamma": 0}
+        plain: dict[str, Any] = {} if is_sparse else {"proposer": "model"}
+        result = generator.generate(input_ids=prompt, max_tokens=self.max_tokens, ignore_eos=True, **options, **plain)
+        metrics = result.metrics
+        return {
+            "ttft_s": metrics.ttft_s,
+            "total_s": metrics.total_s,
+            "keep_rate": metrics.keep_rate,
+            "num_accepted": metrics.num_accepted,
+            "num_proposed": metrics.num_proposed,
+            "peak_mb": peak_over(generator.target.device, before) / 2**20,
+        }
+
+    def _draft(self, generator: SpecStackGenerator, prompt: list[int]) -> dict[str, Any]:
+        config = generator.config.prefill
+        draft = generator.pair.open_draft(config.prefill_chunk)
+        if needs_attention(config.scorer):
+            draft.prefill(prompt, range(len(prompt)), config.draft_window, config.draft_sinks, config.scoring_layers)
+        return {}
+
+    def _target(self, generator: SpecStackGenerator, prompt: list[int], positions: Any) -> dict[str, Any]:
+        target = generator.pair.open_target(PrefillConfig.prefill_chunk)
+        target.forward([prompt[position] for position in positions], positions, 1)
+        return {}
+
+
+def measure(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What a run tells, with its seconds on the wall and of all cores."""
+    wall, cpu = perf_counter(), process_time()
+    told = run()
+    return {"wall_s": perf_counter() - wall, "cpu_s": process_time() - cpu, **told}
+
+
+def report_of(rows: Rows, settings: dict[str, PrefillConfig], lengths: list[int], repeats: int) -> dict[str, Any]:
+    """Medians by length and setting."""
+    report: dict[str, Any] = {}
+    for num_tokens in lengths:
+        keys = [f"{num_tokens}/{repeat}" for repeat in range(repeats)]
+
+        def of(arm: str, name: str, keys: list[str] = keys) -> list[float]:
+            own = rows.of_arm(arm)
+            return [own[key][name] for key in keys if key in own]
+
+        if not of(WHOLE, "wall_s") or not all(of(f"kept, {name}", "wall_s") for name in settings):
+            continue
+        own: dict[str, Any] = {"n": len(of(DENSE, "ttft_s")), "dense_ttft_s": median(of(DENSE, "ttft_s"))}
+        own |= {"dense_total_s": median(of(DENSE, "total_s")), "peak_mb": median(of(DENSE, "peak_mb"))}
+        print(f"{num_tokens} tokens: dense {own['dense_ttft_s']:.1f} s, peak {own['peak_mb']:.0f} MB")
+        whole = median(of(WHOLE, "wall_s"))
+        for name in settings:
+            ratios = [a / b for a, b in zip(of(DENSE, "ttft_s"), of(name, "ttft_s"), strict=False)]
+            totals = [a / b for a, b in zip(of(DENSE, "total_s"), of(name, "total_s"), strict=False)]
+            r, s = (median(of(f"{part}, {name}", "wall_s")) / whole for part in ("draft", "kept"))
+            own[name] = {
+                "ttft_s": median(of(name, "ttft_s")),
+                "ttft_ratio": [median(ratios), min(ratios), max(ratios)],
+                "total_ratio": [median(totals), min(totals), max(totals)],
+                "r": r,
+                "s": s,
+                "share_of_bound": median(ratios) * (r + s),
+                "keep_rate": median(of(name, "keep_rate")),
+                "peak_mb": median(of(name, "peak_mb")),
+            }
+            print(
+                f"  {name:16s}{own[name]['ttft_s']:6.1f} s  {median(ratios):5.2f}x [{min(ratios):.2f}, "
+                f"{max(ratios):.2f}]  r {r:.2f} s {s:.2f} {own[name]['share_of_bound']:4.0%} of the bound  whole "
+                f"answer {median(totals):.2f}x  peak {own[name]['peak_mb']:.0f} MB"
+            )
+        report[str(num_tokens)] = own
+    return report
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_pair_arguments(parser)
+    add_row_arguments(parser)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 2048, 4096, 8192], help="(%(default)s)")
+    parser.add_argument("--keep-rates", type=float, nargs="+", default=[0.1, 0.2], help="(%(default)s)")
+    parser.add_argument("--calibration", type=Path, help="a calibration's file, or the folder it lies in")
+    parser.add_argument("--max-tokens", type=int, default=32, help="length of the answers (%(default)s)")
+    parser.add_argument("--repeats", type=int, default=3)
+    add_out_argument(parser)
+    arguments = parser.parse_args()
+    settings = settings_of(arguments.calibration, arguments.keep_rates)
+    rows = Rows(arguments.rows, arguments.minutes)
+    loaded = load_generator(arguments)
+    other = load_tokenizer(str(arguments.draft)) if loaded.pair.translation is not None else None
+    generators = {
+        name: SpecStackGenerator(
+            loaded.target,
+            loaded.draft,
+            loaded.tokenizer,
+            config=SpecStackConfig(config),
+            draft_tokenizer=other,
+            precision=loaded.precision,
+        )
+        for name, config in settings.items()
+    }
+    bench = Bench(generators, arguments.max_tokens)
+    # The first forward of a process allocates what later ones find.
+    loaded.generate("Hello", max_tokens=4)
+    for repeat in range(arguments.repeats):
+        for num_tokens in arguments.tokens:
+            prompt = encode_messages(loaded.tokenizer, hide_fact(loaded.tokenizer, num_tokens, seed=7).messages)[0]
+            for name, run in bench.parts(prompt):
+                key = f"{num_tokens}/{repeat}"
+                if (key, name) in rows or not rows.has_time:
+                    continue
+                row = rows.add(key, name, measure(run))
+                told = f"  first token {row['ttft_s']:.2f} s" if "ttft_s" in row else ""
+                print(f"{key:10s}{name:26s}{row['wall_s']:7.2f} s{told}", flush=True)
+    found = report_of(rows, settings, arguments.tokens, arguments.repeats)
+    named = {name: asdict(config) for name, config in settings.items()}
+    print_report({"experiment": "speed", **describe(), "settings": named, "lengths": found}, arguments.out)
+
+
+if __name__ == "__main__":
+    run_script(main)
