@@ -215,11 +215,15 @@ def test_a_draft_that_scores_by_its_first_layers_keeps_what_the_reference_keeps(
         *("--max-total-tokens", "8000", "--chunked-prefill-size", "256", "--spec-stack-min-prompt-tokens", "400"),
         environment={"SPEC_STACK_SGLANG": json.dumps({"prefill": chosen, "calibration": "none"})},
     )
+    differ = []
     for num_tokens in (500, 1300):
         prompt = reference.prompt(num_tokens, seed=71)
         reply = server.generate(prompt, 16, explain=True)
         spans = reply["meta_info"]["spec_stack"]["kept_spans"]
         kept = [prompt[position] for start, stop in spans for position in range(start, stop)]
-        assert kept == kept_ids(reference, prompt, config) != kept_ids(reference, prompt)
+        assert kept == kept_ids(reference, prompt, config)
+        differ.append(kept != kept_ids(reference, prompt))
         assert reply["output_ids"] == reference.tokens_over(prompt, spans, 16)
+    # Few lines fit into the shorter one's budget: both rules may choose the same.
+    assert any(differ)
     server.stop()

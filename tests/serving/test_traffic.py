@@ -195,7 +195,8 @@ def test_metrics_are_the_sums_over_replies(server: Server, reference: Reference)
     assert counted("spec_stack:requests_total") == len(requests)
     assert counted("spec_stack:gamma_count") == sum(len(report["gamma_trace"]) for report in reports)
     assert counted("spec_stack:scoring_seconds_count") == sum(report["num_scored_tokens"] > 0 for report in reports)
-    assert 0 <= after["sglang:spec_accept_rate"] <= 1
+    # SGLang's own gauge divides by the gamma of that moment, so that it may pass 1.
+    assert after["sglang:spec_accept_rate"] >= 0
 
 
 def test_the_server_shows_its_settings_and_its_log_says_what_is_pruned(server: Server) -> None:
