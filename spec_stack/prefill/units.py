@@ -18,10 +18,15 @@ import torch
 
 from spec_stack.config import PrefillConfig
 
-LONGEST_UNIT = 64
+LONGEST_UNIT = 128
 """Most tokens of a line unit; a longer line or sentence is split."""
+# What may close a sentence behind its stop, and what has to follow a stop that ends one: a space, or a script without
+# spaces. So 759.41, file.py and "no.", end nothing.
+_CLOSING = "[\"'`*_)\\]}\u2019\u201d\u00bb\u300d\u300f\uff09]*+"
+_FOLLOWING = "(?=\\s|\\Z|[\u2010-\u206f\u3000-\u9fff\uac00-\ud7af\uff00-\uffef])"
+_END = f"(?:[.!?]*[\u3002\uff01\uff1f][.!?\u3002\uff01\uff1f]*{_CLOSING}|[.!?]+{_CLOSING}{_FOLLOWING})"
 # A line, or a sentence of one: up to its stops, with the line breaks behind them.
-_LINE = re.compile(r"[^.!?。！？\n]+[.!?。！？]*\n*|[.!?。！？\n]+")
+_LINE = re.compile(f"[^\n]*?(?:{_END}\n*|\n+|\\Z)")
 # Keeps ceil(0.3 * 10) at 3, whatever 0.3 is in binary.
 _ROUNDING = 1e-9
 

@@ -20,7 +20,7 @@ from spec_stack.prefill.units import LONGEST_UNIT, Chunks, Lines, line_borders, 
 from tests.support import reference_units
 
 LINES = PrefillConfig(chunk_size=4, keep_first=1, keep_last=2)
-pieces_of_text = st.lists(st.text(alphabet="ab .!?\n。", max_size=4), min_size=1, max_size=150)
+pieces_of_text = st.lists(st.text(alphabet="a1 .!?\n。)”雨", max_size=4), min_size=1, max_size=300)
 
 
 def characters(text: str) -> list[str]:
@@ -48,6 +48,16 @@ def test_borders_equal_looking_at_every_character_by_hand(pieces: list[str]) -> 
 def test_a_sentence_ends_with_its_stops_and_a_line_with_its_breaks() -> None:
     pieces = ["One", " two", ".", " Three", "?!", "\n\n", "Four", "\n"]
     assert texts_of(pieces) == ["One two.", " Three?!\n\n", "Four\n"]
+
+
+def test_a_stop_inside_a_number_a_name_or_a_string_ends_nothing() -> None:
+    for whole in (
+        '{"total": 759.41, "paid": true}\n',
+        "see self.units.borders in units.py, v2.5\n",
+        'raise E("no.", 3)\n',
+    ):
+        assert texts_of(characters(whole)) == [whole]
+    assert texts_of(characters('"It broke." (Twice.) So?')) == ['"It broke."', " (Twice.)", " So?"]
 
 
 def test_lines_of_code_stay_whole() -> None:
@@ -79,9 +89,9 @@ def test_text_without_spaces_is_split_at_its_own_stops() -> None:
 
 
 def test_text_without_spaces_or_stops_and_one_endless_line_are_split_by_length() -> None:
-    for text in ("雨" * 150, "x " * 75, "[" + "1, " * 49 + "]"):
+    for text in ("雨" * 300, "x " * 150, "[" + "1, " * 99 + "]"):
         borders = line_borders(characters(text))
-        assert borders == [0, 64, 128, len(text)]
+        assert borders == [0, LONGEST_UNIT, 2 * LONGEST_UNIT, len(text)]
 
 
 def test_a_character_of_several_tokens_is_never_parted() -> None:

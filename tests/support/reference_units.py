@@ -6,24 +6,46 @@ import itertools
 import math
 from collections.abc import Sequence
 
+CLOSING = "\"'`*_)]}\u2019\u201d\u00bb\u300d\u300f\uff09"
+
+
+def without_spaces(character: str) -> bool:
+    """Scripts that put no space behind a stop, and the marks between words."""
+    code = ord(character)
+    return any(
+        low <= code <= high for low, high in ((0x2010, 0x206F), (0x3000, 0x9FFF), (0xAC00, 0xD7AF), (0xFF00, 0xFFEF))
+    )
+
+
+def end_of_stops(text: str, at: int) -> int:
+    """Where the stops at a place end, with what closes the sentence; the place itself where they end no sentence."""
+    end = at
+    while end < len(text) and text[end] in ".!?。！？":
+        end += 1
+    wide = any(stop in "。！？" for stop in text[at:end])
+    while end < len(text) and text[end] in CLOSING:
+        end += 1
+    return end if wide or end == len(text) or text[end].isspace() or without_spaces(text[end]) else at
+
 
 def borders(pieces: Sequence[str], longest: int) -> list[int]:
-    """Where units begin and end, as token indices: after a run of stops with the breaks behind it, after breaks."""
+    """Where units begin and end, as token indices: after stops that end a sentence with the breaks behind them, after
+    breaks."""
     text = "".join(pieces)
     starts = [len("".join(pieces[:index])) for index in range(len(pieces))]
     ends, at = [], 0
     while at < len(text):
-        if text[at] in ".!?。！？\n":
-            while at < len(text) and text[at] in ".!?。！？\n":
-                at += 1
-        else:
-            while at < len(text) and text[at] not in ".!?。！？\n":
-                at += 1
-            while at < len(text) and text[at] in ".!?。！？":
-                at += 1
-            while at < len(text) and text[at] == "\n":
-                at += 1
-        ends.append(at)
+        end = end_of_stops(text, at) if text[at] in ".!?。！？" else at
+        while end < len(text) and text[end] == "\n":
+            end += 1
+        if end > at:
+            ends.append(end)
+        elif text[at] in ".!?。！？":
+            # None of this run ends anything.
+            while end < len(text) and text[end] in ".!?。！？":
+                end += 1
+        at = max(end, at + 1)
+    ends.append(len(text))
     found = [0]
     for end in [sum(start < end for start in starts) for end in ends] + [len(pieces)]:
         while end - found[-1] > longest:
