@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from numbers import Integral, Real
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
+from spec_stack.settings.checks import (
+    plain_numbers,
+    require,
+    require_bias,
+    require_heads,
+    require_ids,
+    require_int,
+    require_number,
+    require_one_of,
+)
+from spec_stack.settings.curve import KeepCurve, rate_at, require_keep_rate
 from spec_stack.settings.options import documented, option, remembers_given
 from spec_stack.settings.registry import check_name
 
@@ -19,7 +28,6 @@ Unit = Literal["lines", "chunks"]
 ScoringQueries = Literal["look_ahead", "prompt"]
 HeadVote = Literal["max", "share"]
 Prune = Literal["both", "draft", "none"]
-KeepCurve = tuple[tuple[int, float], ...]
 # Names that can be configured: the keys of the rooms' registries, which write them here. No entry is loaded for it.
 KNOWN_POLICIES: list[str] = []
 KNOWN_PROPOSERS: list[str] = []
@@ -44,87 +52,16 @@ def how_to_install(extra: str) -> str:
     return f"pip install '.[{extra}]' in a clone of the package"
 
 
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
-
-
-def _require_number(name: str, value: object) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    _require(number, f"{name} must be a number, got {value!r}")
-
-
-def _require_one_of(name: str, value: object, known: Sequence[object]) -> None:
-    _require(isinstance(value, str) and value in known, f"{name} must be one of {list(known)}, got {value!r}")
-
-
-def _require_int(name: str, value: object, least: int, most: float = math.inf, hint: str = "") -> None:
-    """Refuse what is no whole number (a bool or 2.0 included) or is out of range."""
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    bounds = f"{least} or more" if most == math.inf else f"{least} to {most}"
-    _require(whole and least <= value <= most, f"{name} must be a whole number, {bounds}, got {value!r}{hint}")  # type: ignore[operator]
-
-
-def plain_number(value: object) -> object:
-    """Numbers of other libraries (numpy's, or torch's without a dimension) as Python's own; all else as it is."""
-    if type(value) in (bool, int, float):
-        return value
-    if getattr(value, "ndim", None) == 0 and callable(getattr(value, "item", None)):
-        return value.item()  # type: ignore[attr-defined]
-    if isinstance(value, Integral):
-        return int(value)
-    return float(value) if isinstance(value, Real) else value
-
-
-def _plain_numbers(config: object) -> None:
-    """Turn a configuration's numbers into Python's own."""
-    for entry in fields(config):  # type: ignore[arg-type]
-        value = getattr(config, entry.name)
-        if plain_number(value) is not value:
-            object.__setattr__(config, entry.name, plain_number(value))
-
-
 def check_logprobs(logprobs: object) -> None:
     """Raise ValueError where it is no number of likely tokens, or None."""
     if logprobs is not None:
-        _require_int("logprobs", logprobs, 0, MAX_LOGPROBS, "; 0 gives the generated tokens' alone")
+        require_int("logprobs", logprobs, 0, MAX_LOGPROBS, "; 0 gives the generated tokens' alone")
 
 
 def check_samples(n: object, temperature: float) -> None:
     """Raise ValueError where it is no number of samples, or the samples would all be the same."""
-    _require_int("n", n, 1, MAX_SAMPLES)
-    _require(n == 1 or temperature > 0, f"n={n} greedy answers would all be the same; give a temperature over 0")
-
-
-def _require_ids(name: str, token_ids: object) -> None:
-    listed = isinstance(token_ids, Sequence) and not isinstance(token_ids, str | bytes)
-    _require(listed, f"{name} must be a list of token ids, got {token_ids!r}")
-    for token_id in token_ids:  # type: ignore[attr-defined]
-        _require_int(f"a token id of {name}", plain_number(token_id), 0)
-
-
-def _require_keep_rate(keep_rate: object) -> None:
-    hint = f"got {keep_rate!r}; 1.0 is dense prefill"
-    if not isinstance(keep_rate, tuple):
-        _require_number("keep_rate", keep_rate)
-        _require(0 < keep_rate <= 1, f"keep_rate must be in (0, 1], {hint}")  # type: ignore[operator]
-        return
-    pairs = bool(keep_rate) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in keep_rate)
-    _require(pairs, f"keep_rate must be a number or (num_tokens, keep_rate) pairs, {hint}")
-    for num_tokens, rate in keep_rate:
-        _require_int("a length of the keep_rate curve", num_tokens, 1)
-        _require_number("a rate of the keep_rate curve", rate)
-        _require(0 < rate <= 1, f"every rate of the keep_rate curve must be in (0, 1], {hint}")
-    lengths = [num_tokens for num_tokens, _ in keep_rate]
-    _require(lengths == sorted(set(lengths)), f"the lengths of the keep_rate curve must increase, got {lengths}")
-
-
-def _require_heads(heads: object) -> None:
-    pairs = isinstance(heads, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in heads)
-    _require(pairs and bool(heads), f"scoring_heads must be (layer, head) pairs or None, got {heads!r}")
-    for layer, head in heads:  # type: ignore[attr-defined]
-        _require_int("a layer of scoring_heads", layer, 0)
-        _require_int("a head of scoring_heads", head, 0)
+    require_int("n", n, 1, MAX_SAMPLES)
+    require(n == 1 or temperature > 0, f"n={n} greedy answers would all be the same; give a temperature over 0")
 
 
 @remembers_given
@@ -233,59 +170,60 @@ class PrefillConfig:
     )
 
     def __post_init__(self) -> None:
-        _plain_numbers(self)
-        _require_keep_rate(self.keep_rate)
-        _require_int("look_ahead", self.look_ahead, 0, MAX_LOOK_AHEAD)
-        _require_int("pool_kernel", self.pool_kernel, 1)
-        _require(
+        plain_numbers(self)
+        require_keep_rate(self.keep_rate)
+        require_int("look_ahead", self.look_ahead, 0, MAX_LOOK_AHEAD)
+        require_int("pool_kernel", self.pool_kernel, 1)
+        require(
             self.pool_kernel % 2 == 1,
             f"pool_kernel must be odd (1 is no pooling), got {self.pool_kernel}; an even one would shift the scores",
         )
-        _require_int("chunk_size", self.chunk_size, 1)
-        _require_int("keep_first", self.keep_first, 0)
-        _require_int("keep_last", self.keep_last, 1, hint="; decoding continues from the last prompt token")
-        _require_int("min_prompt_tokens", self.min_prompt_tokens, 0)
-        _require_int("prefill_chunk", self.prefill_chunk, 1)
-        _require_one_of("draft_context", self.draft_context, get_args(DraftContext))
-        _require_one_of("prune", self.prune, get_args(Prune))
-        _require_int("draft_slots", self.draft_slots, 4)
-        _require_one_of("on_scoring_error", self.on_scoring_error, get_args(OnScoringError))
+        require_int("chunk_size", self.chunk_size, 1)
+        require_int("keep_first", self.keep_first, 0)
+        require_int("keep_last", self.keep_last, 1, hint="; decoding continues from the last prompt token")
+        require_int("min_prompt_tokens", self.min_prompt_tokens, 0)
+        require_int("prefill_chunk", self.prefill_chunk, 1)
+        require_one_of("draft_context", self.draft_context, get_args(DraftContext))
+        require_one_of("prune", self.prune, get_args(Prune))
+        require_int("draft_slots", self.draft_slots, 4)
+        require_one_of("on_scoring_error", self.on_scoring_error, get_args(OnScoringError))
         if self.draft_window is not None:
-            _require_int("draft_window", self.draft_window, 1, hint="; None is dense")
-        _require_int("draft_sinks", self.draft_sinks, 0)
+            require_int("draft_window", self.draft_window, 1, hint="; None is dense")
+        require_int("draft_sinks", self.draft_sinks, 0)
         if self.scoring_layers is not None:
-            _require_int("scoring_layers", self.scoring_layers, 1, hint="; None is all layers")
+            require_int("scoring_layers", self.scoring_layers, 1, hint="; None is all layers")
         if self.scoring_heads is not None:
-            _require_heads(self.scoring_heads)
+            require_heads(self.scoring_heads)
         for name, known in (("unit", Unit), ("scoring_queries", ScoringQueries), ("head_vote", HeadVote)):
-            _require_one_of(name, getattr(self, name), get_args(known))
-        _require_int("skipped_layers", self.skipped_layers, 0)
-        _require_number("neighbour_share", self.neighbour_share)
-        _require(0 <= self.neighbour_share < 1, f"neighbour_share must be in [0, 1), got {self.neighbour_share}")
+            require_one_of(name, getattr(self, name), get_args(known))
+        require_int("skipped_layers", self.skipped_layers, 0)
+        require_number("neighbour_share", self.neighbour_share)
+        require(0 <= self.neighbour_share < 1, f"neighbour_share must be in [0, 1), got {self.neighbour_share}")
         check_name("scorer", self.scorer, KNOWN_SCORERS)
         for name in ("anchor_weight", "bm25_weight"):
             weight = getattr(self, name)
-            _require_number(name, weight)
+            require_number(name, weight)
             hint = f"{name} must be over 0, and finite, got {weight}; for one side alone set scorer"
-            _require(0 < weight < math.inf, hint)
-        _require_int("anchor_tail", self.anchor_tail, 1)
+            require(0 < weight < math.inf, hint)
+        require_int("anchor_tail", self.anchor_tail, 1)
 
     def rate_for(self, num_prompt_tokens: int) -> float:
         """The keep_rate of a prompt of this length."""
-        if not isinstance(self.keep_rate, tuple):
-            return self.keep_rate
-        lengths, rates = zip(*self.keep_rate, strict=True)
-        after = bisect_left(lengths, num_prompt_tokens)
-        if after in (0, len(lengths)):
-            return float(rates[min(after, len(rates) - 1)])
-        low, high = lengths[after - 1], lengths[after]
-        share = math.log(num_prompt_tokens / low) / math.log(high / low)
-        return float(rates[after - 1] + share * (rates[after] - rates[after - 1]))
+        return rate_at(self.keep_rate, num_prompt_tokens)
 
     @property
     def asks_prompt(self) -> bool:
         """Return whether the prompt's own tokens ask, and no look-ahead: the first layers alone cannot draft one."""
         return self.scoring_queries == "prompt" or self.scoring_layers is not None
+
+    @property
+    def num_asked_layers(self) -> int | None:
+        """How many of a draft's first layers score a prompt; None for all. No layer behind the last chosen head is of
+        use where the prompt's own tokens ask."""
+        if not self.asks_prompt or self.scoring_heads is None:
+            return self.scoring_layers
+        needed = 1 + max(layer for layer, _ in self.scoring_heads)
+        return needed if self.scoring_layers is None else min(self.scoring_layers, needed)
 
     @property
     def forced_tokens(self) -> tuple[int, int]:
@@ -348,7 +286,7 @@ class LoadConfig:
         for name in ("precision", "draft_precision"):
             value = getattr(self, name)
             known = isinstance(value, str) and value in ("auto", *PRECISIONS)
-            _require(known, f"unknown {name} {value!r}; use one of {['auto', *PRECISIONS]}")
+            require(known, f"unknown {name} {value!r}; use one of {['auto', *PRECISIONS]}")
 
 
 @documented
@@ -366,11 +304,11 @@ class HubConfig:
     def __post_init__(self) -> None:
         for name in ("revision", "draft_revision"):
             value = getattr(self, name)
-            _require(value is None or (isinstance(value, str) and value != ""), f"{name} must be a name, got {value!r}")
+            require(value is None or (isinstance(value, str) and value != ""), f"{name} must be a name, got {value!r}")
         known = self.token is None or isinstance(self.token, str | bool)
-        _require(known, f"token must be a string or a bool, got {type(self.token).__name__}")
+        require(known, f"token must be a string or a bool, got {type(self.token).__name__}")
         trust = self.trust_remote_code
-        _require(isinstance(trust, bool), f"trust_remote_code must be True or False, got {trust!r}")
+        require(isinstance(trust, bool), f"trust_remote_code must be True or False, got {trust!r}")
 
     def options(self, role: str) -> dict[str, Any]:
         """Return what transformers' `from_pretrained` is given for the "target" or the "draft"."""
@@ -396,8 +334,8 @@ class DecodeConfig:
     )
 
     def __post_init__(self) -> None:
-        _plain_numbers(self)
-        _require_int("gamma", self.gamma, 0, MAX_GAMMA)
+        plain_numbers(self)
+        require_int("gamma", self.gamma, 0, MAX_GAMMA)
         check_name("proposer", self.proposer, ["auto", *KNOWN_PROPOSERS])
         check_name("policy", self.policy, KNOWN_POLICIES)
 
@@ -441,24 +379,22 @@ class SamplingParams:
     )
 
     def __post_init__(self) -> None:
-        _plain_numbers(self)
+        plain_numbers(self)
         if self.max_tokens is not None:
-            _require_int("max_tokens", self.max_tokens, 1)
-        _require(isinstance(self.ignore_eos, bool), f"ignore_eos must be True or False, got {self.ignore_eos!r}")
-        _require_number("temperature", self.temperature)
-        _require_number("top_p", self.top_p)
-        _require(
+            require_int("max_tokens", self.max_tokens, 1)
+        require(isinstance(self.ignore_eos, bool), f"ignore_eos must be True or False, got {self.ignore_eos!r}")
+        require_number("temperature", self.temperature)
+        require_number("top_p", self.top_p)
+        require(
             self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < math.inf,
             f"temperature must be 0 (greedy) or {MIN_TEMPERATURE} and more, got {self.temperature}",
         )
-        _require_int("top_k", self.top_k, 0, hint="; 0 is off")
-        _require(0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}; 1.0 is off")
+        require_int("top_k", self.top_k, 0, hint="; 0 is off")
+        require(0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}; 1.0 is off")
         if self.seed is not None:
-            _require_int("seed", self.seed, 0, 2**63 - 1)
-        _require(
-            isinstance(self.stop, str | Sequence), f"stop must be a string or a list of strings, got {self.stop!r}"
-        )
-        _require(
+            require_int("seed", self.seed, 0, 2**63 - 1)
+        require(isinstance(self.stop, str | Sequence), f"stop must be a string or a list of strings, got {self.stop!r}")
+        require(
             all(isinstance(text, str) and text for text in self.stop_strings),
             f"stop must be non-empty strings, got {self.stop!r}",
         )
@@ -466,33 +402,25 @@ class SamplingParams:
 
     def _check_processors(self) -> None:
         for name in ("min_p", "repetition_penalty"):
-            _require_number(name, getattr(self, name))
-        _require(0 <= self.min_p <= 1, f"min_p must be in [0, 1], got {self.min_p}; 0 is off")
-        _require(
+            require_number(name, getattr(self, name))
+        require(0 <= self.min_p <= 1, f"min_p must be in [0, 1], got {self.min_p}; 0 is off")
+        require(
             0 < self.repetition_penalty < math.inf,
             f"repetition_penalty must be over 0, got {self.repetition_penalty}; 1.0 is off",
         )
-        _require_int("min_tokens", self.min_tokens, 0, hint="; 0 is off")
-        _require(
+        require_int("min_tokens", self.min_tokens, 0, hint="; 0 is off")
+        require(
             self.max_tokens is None or self.min_tokens <= self.max_tokens,
             f"min_tokens={self.min_tokens} exceeds max_tokens={self.max_tokens}; lower it",
         )
-        _require_ids("stop_token_ids", self.stop_token_ids)
+        require_ids("stop_token_ids", self.stop_token_ids)
         words = isinstance(self.bad_words_ids, Sequence) and not isinstance(self.bad_words_ids, str | bytes)
-        _require(words, f"bad_words_ids must be a list of lists of token ids, got {self.bad_words_ids!r}")
+        require(words, f"bad_words_ids must be a list of lists of token ids, got {self.bad_words_ids!r}")
         for word in self.bad_words_ids:
-            _require_ids("bad_words_ids", word)
-            _require(len(word) > 0, "bad_words_ids holds an empty word; leave it out")
+            require_ids("bad_words_ids", word)
+            require(len(word) > 0, "bad_words_ids holds an empty word; leave it out")
         if self.logit_bias is not None:
-            self._check_bias(self.logit_bias)
-
-    @staticmethod
-    def _check_bias(logit_bias: object) -> None:
-        _require(isinstance(logit_bias, Mapping), f"logit_bias must map token ids to what is added, got {logit_bias!r}")
-        for token_id, bias in logit_bias.items():  # type: ignore[attr-defined]
-            _require_int("a token id of logit_bias", plain_number(token_id), 0)
-            _require_number("a value of logit_bias", plain_number(bias))
-            _require(bias == bias and bias < math.inf, f"a value of logit_bias must be finite or -inf, got {bias}")
+            require_bias(self.logit_bias)
 
     @property
     def token_ids_named(self) -> set[int]:
@@ -548,21 +476,21 @@ class SessionConfig:
     )
 
     def __post_init__(self) -> None:
-        _plain_numbers(self)
-        _require(isinstance(self.restore, bool), f"restore must be True or False, got {self.restore!r}")
-        _require_number("restore_threshold", self.restore_threshold)
-        _require(self.restore_threshold >= 0, f"restore_threshold must be 0 or more, got {self.restore_threshold}")
-        _require_int("max_restored_chunks", self.max_restored_chunks, 0, hint="; 0 restores nothing")
-        _require_int("restore_margin", self.restore_margin, 0)
+        plain_numbers(self)
+        require(isinstance(self.restore, bool), f"restore must be True or False, got {self.restore!r}")
+        require_number("restore_threshold", self.restore_threshold)
+        require(self.restore_threshold >= 0, f"restore_threshold must be 0 or more, got {self.restore_threshold}")
+        require_int("max_restored_chunks", self.max_restored_chunks, 0, hint="; 0 restores nothing")
+        require_int("restore_margin", self.restore_margin, 0)
         if self.anchor_threshold is not None:
-            _require_number("anchor_threshold", self.anchor_threshold)
-            _require(
+            require_number("anchor_threshold", self.anchor_threshold)
+            require(
                 self.anchor_threshold > 0,
                 f"anchor_threshold must be over 0, got {self.anchor_threshold}; None asks attention alone",
             )
-        _require_one_of("order", self.order, get_args(WritingOrder))
+        require_one_of("order", self.order, get_args(WritingOrder))
         if self.max_cached_tokens is not None:
-            _require_int("max_cached_tokens", self.max_cached_tokens, 1)
+            require_int("max_cached_tokens", self.max_cached_tokens, 1)
 
 
 @documented
@@ -577,8 +505,8 @@ class StoreConfig:
     )
 
     def __post_init__(self) -> None:
-        _plain_numbers(self)
-        _require_int("max_tokens", self.max_tokens, 0, hint="; 0 is off")
+        plain_numbers(self)
+        require_int("max_tokens", self.max_tokens, 0, hint="; 0 is off")
 
 
 @dataclass(frozen=True)

@@ -163,7 +163,7 @@ class Chat:
         return sum(message["role"] == "user" for message in self.messages)
 
     def _stats(self) -> None:
-        """Return what the answers since the beginning have cost, and what the session holds."""
+        """Say what the answers since the beginning have cost, and what the session holds."""
         costs, session = self._costs, self.session
         self._say(
             f"{self._num_turns} turns · {sum(cost.num_new_tokens for cost in costs)} tokens prefilled or scored, "

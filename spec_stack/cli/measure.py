@@ -296,7 +296,7 @@ class _Answers:
 
 
 def verdict(measured: Measured) -> str:
-    """Return whether the pair is worth it, and because of what."""
+    """Say whether the pair is worth it, and because of what."""
     even, decoding = measured.break_even(), measured.decode_gain
     longest = min(_TOLD[-1], measured.max_positions)
     at_longest = measured.dense_curve.at(longest) / measured.sparse_curve.at(longest)

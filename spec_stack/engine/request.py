@@ -16,7 +16,6 @@ from spec_stack.config import (
     SamplingParams,
     SpecStackConfig,
     check_logprobs,
-    plain_number,
 )
 from spec_stack.controller.base import Policy
 from spec_stack.controller.pool import PolicyChoice, PolicyPool
@@ -36,6 +35,7 @@ from spec_stack.prefill.decide import decide_scoring, sees_whole
 from spec_stack.prefill.recall import clip_spans
 from spec_stack.prefill.registry import needs_attention
 from spec_stack.prefill.rule import Observer
+from spec_stack.settings.checks import plain_number
 from spec_stack.settings.registry import check_name
 from spec_stack.types import DraftTokenization
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from spec_stack.engine.pair import DraftModel, ModelPair
 from spec_stack.engine.request import Request
 from spec_stack.hf.model import CachedModel
+from spec_stack.hf.wrapped import WrappedDraft
 from spec_stack.prefill.draft_slots import choose_slots
 
 # Tokens written until the slots are chosen anew, and most tokens that come back then.
@@ -16,7 +17,7 @@ _RENEW_EVERY = 32
 _MAX_RESTORED = 64
 
 
-class SlottedDraft:
+class SlottedDraft(WrappedDraft):
     """Counts in the whole text and holds its sinks, its newest part and chunks that share words with what is written.
 
     The prompt is known from the beginning; the first forward prefills no more of it than the slots. As the text grows,
@@ -36,10 +37,12 @@ class SlottedDraft:
         As in `prefill.draft_slots.choose_slots`.
     """
 
+    _draft: CachedModel
+
     def __init__(
         self, draft: CachedModel, prompt_ids: Sequence[int], num_slots: int, chunk_size: int, num_sinks: int
     ) -> None:
-        self._draft = draft
+        super().__init__(draft)
         self._num_slots, self._chunk_size, self._num_sinks = num_slots, chunk_size, num_sinks
         # All tokens before next_position. What the slots can hold of the prompt is left to be fed.
         self._text = list(prompt_ids[: max(0, len(prompt_ids) - num_slots)])
@@ -47,27 +50,9 @@ class SlottedDraft:
         self._begins_step = True
 
     @property
-    def num_cached(self) -> int:
-        return self._draft.num_cached
-
-    @property
     def next_position(self) -> int:
         """Where in the text what it has yet to be fed begins. Of what comes before it holds the chosen slots."""
         return len(self._text)
-
-    @property
-    def forward_s(self) -> float:
-        """Seconds inside the draft."""
-        return self._draft.forward_s
-
-    @property
-    def on_piece(self) -> Callable[[int, float], None] | None:
-        """The draft's."""
-        return self._draft.on_piece
-
-    @on_piece.setter
-    def on_piece(self, tell: Callable[[int, float], None] | None) -> None:
-        self._draft.on_piece = tell
 
     def forward(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> torch.Tensor:
         """Go on with the text; of a part that is longer than the slots, with the chosen positions of it.

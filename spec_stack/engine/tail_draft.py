@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 
 import torch
 
-from spec_stack.hf.attention import LayerCapture
 from spec_stack.hf.model import CachedModel
+from spec_stack.hf.wrapped import WrappedDraft
 from spec_stack.tokenizers.translated_draft import TranslatedDraft
 
 
-class TailDraft:
+class TailDraft(WrappedDraft):
     """Counts as if the text before its start had been seen, and has its draft begin at position 0 there.
 
     What it proposes is worse for what it has not seen; that is all, since the target judges every token.
@@ -25,37 +24,16 @@ class TailDraft:
         The first token of the text that it is shown.
     """
 
-    def __init__(self, draft: CachedModel | TranslatedDraft, start: int) -> None:
-        self._draft, self._start = draft, start
+    _draft: CachedModel | TranslatedDraft
 
-    @property
-    def num_cached(self) -> int:
-        """Tokens in the draft's cache."""
-        return self._draft.num_cached
+    def __init__(self, draft: CachedModel | TranslatedDraft, start: int) -> None:
+        super().__init__(draft)
+        self._start = start
 
     @property
     def next_position(self) -> int:
         """The position in the whole text after that of the last cached token; the start where there is none."""
         return self._start + self._draft.next_position
-
-    @property
-    def num_layers(self) -> int:
-        """Layers of the draft."""
-        return self._draft.num_layers
-
-    @property
-    def forward_s(self) -> float:
-        """Seconds inside the draft."""
-        return self._draft.forward_s
-
-    @property
-    def on_piece(self) -> Callable[[int, float], None] | None:
-        """The draft's."""
-        return self._draft.on_piece
-
-    @on_piece.setter
-    def on_piece(self, tell: Callable[[int, float], None] | None) -> None:
-        self._draft.on_piece = tell
 
     def forward(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> torch.Tensor:
         """As the draft's, at positions of the whole text."""
@@ -84,10 +62,6 @@ class TailDraft:
     def keep_slots(self, slots: Sequence[int]) -> None:
         """As the draft's: slots are counted from the start."""
         self._draft.keep_slots(slots)
-
-    def capture(self) -> AbstractContextManager[Mapping[int, LayerCapture]]:
-        """As the draft's."""
-        return self._draft.capture()
 
     def _inner(self, positions: Sequence[int]) -> list[int]:
         return [position - self._start for position in positions]

@@ -166,8 +166,7 @@ def _score(config: Any) -> Support:
 
 
 def _block_by_block(config: Any) -> Support:
-    """Return whether a block of tokens computes the same as its tokens one by one, on which decoding and scoring
-    rely."""
+    """Judge if a block of tokens computes the same as its tokens one by one, on which decoding and scoring rely."""
     if config.model_type == "nemotron_h" and config.time_step_min > 1e-6:
         return Support(
             "approximate",

@@ -230,7 +230,7 @@ def weight_bytes(model: PreTrainedModel) -> int:
 
 
 def _constants(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Return what a quantized layer holds beside its weight: scales and codes (of 4 bits, also those of the scales)."""
+    """Yield what a quantized layer holds beside its weight: scales and codes (of 4 bits, also those of the scales)."""
     codes = getattr(getattr(module, "weight", None), "quant_state", None)
     scales = getattr(getattr(module, "state", None), "SCB", None)
     holders = [vars(holder) for holder in (codes, getattr(codes, "state2", None)) if holder is not None]

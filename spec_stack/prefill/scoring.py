@@ -48,13 +48,8 @@ class LookAhead(Protocol):
 
 
 def num_layers_needed(config: PrefillConfig, num_layers: int) -> int | None:
-    """How many of a draft's layers a prompt has to go through to be scored; None for all.
-
-    Where the prompt's own tokens ask, no layer behind the last chosen head is of use.
-    """
-    needed = config.scoring_layers
-    if needed is None and config.asks_prompt and config.scoring_heads is not None:
-        needed = 1 + max(layer for layer, _ in config.scoring_heads)
+    """How many of a draft's num_layers layers a prompt has to go through to be scored; None for all."""
+    needed = config.num_asked_layers
     return None if needed is None or needed >= num_layers else needed
 
 

@@ -10,22 +10,19 @@ round of the scheduler's loop, so running requests get their next tokens in betw
 from __future__ import annotations
 
 import logging
-from array import array
 from collections import OrderedDict
-from collections.abc import Collection, Generator, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
-from itertools import pairwise
+from dataclasses import asdict, replace
 from time import perf_counter
 from typing import Any
 
-from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.decide import decide_scoring
 from spec_stack.sglang import self_test
 from spec_stack.sglang.active_gamma import num_overrides_kept
 from spec_stack.sglang.calibration import with_calibration, with_predictor
 from spec_stack.sglang.draft_pool import PoolFullError
-from spec_stack.sglang.follow_up import Beginning, Placement, Turns, new_spans, place, protected_lead
+from spec_stack.sglang.follow_up import Beginning, Placement, Turns, new_spans, place
 from spec_stack.sglang.guards import harmless, note_failure, num_failures
 from spec_stack.sglang.launch_notes import (
     DRAFT_AT_SLOTS,
@@ -35,23 +32,15 @@ from spec_stack.sglang.launch_notes import (
     prunes,
     pruning_note,
 )
-from spec_stack.sglang.positions import PositionMap
 from spec_stack.sglang.protocols import RunningRequest, Scheduler
-from spec_stack.sglang.radix_keys import PlacedKey
 from spec_stack.sglang.ranks import all_say_yes, num_ranks
-from spec_stack.sglang.request_state import (
-    OUTCOMES,
-    STATE,
-    PrefillReport,
-    RequestOptions,
-    RequestState,
-    attach,
-    dense_reason,
-)
+from spec_stack.sglang.request_state import STATE, RequestOptions, dense_reason
 from spec_stack.sglang.rounds import Rounds
 from spec_stack.sglang.scoring import DraftScorer, Prompt, Question, Score, needs_the_draft
 from spec_stack.sglang.server_args import ServerConfig
+from spec_stack.sglang.settling import Settler
 from spec_stack.sglang.support import NAME, draft_positions_are_mapped
+from spec_stack.sglang.waiting import Waiting
 from spec_stack.tokenizers.chat_turns import ChatTurns, Protected
 from spec_stack.tokenizers.pieces import Pieces
 
@@ -61,40 +50,6 @@ _MOST_REMEMBERED = 16
 _TURNS_PER_POOL = 16
 # Most tokens that the draft prefills in one round beside a prefill batch: little against the target's chunk.
 _MOST_QUICK_TOKENS = 512
-_NOT_PROTECTED = Protected()
-
-
-@dataclass(eq=False)
-class Waiting:
-    """A request in SGLang's waiting queue whose prompt is to be scored first.
-
-    beginning: what the prompt is built on. prunes: whether what comes after it is pruned; recalls: whether some of what
-    it lacks may come back. reason: why the prompt may be pruned; why_new: why what comes after the beginning is, or is
-    not.
-    """
-
-    request: RunningRequest
-    options: RequestOptions
-    prompt: Prompt
-    protected: Protected
-    reason: str
-    why_new: str = ""
-    beginning: Beginning = field(default_factory=Beginning)
-    prunes: bool = True
-    recalls: bool = False
-    work: Generator[None, None, Score] | None = None
-    scoring_s: float = 0.0
-    longest_part_s: float = 0.0
-
-    @property
-    def asks_little(self) -> bool:
-        """Return whether all that is asked of the draft is what the new text wants of the old."""
-        return self.recalls and not self.prunes
-
-    def took(self, seconds: float) -> None:
-        """Note how long a part of the scoring took."""
-        self.scoring_s += seconds
-        self.longest_part_s = max(self.longest_part_s, seconds)
 
 
 class RequestPruner:
@@ -125,7 +80,7 @@ class RequestPruner:
         # The same prompt comes again at once where n replies are asked for, and after a client's retry.
         self._remembered: OrderedDict[Prompt, tuple[Placement, str]] = OrderedDict()
         self._turns = Turns(_TURNS_PER_POOL * self.config.draft_pool_tokens)
-        self.num_by_outcome = dict.fromkeys(OUTCOMES, 0)
+        self._settler = Settler(self.config, self._turns)
         self._waiting: list[Waiting] = []
         self._at_work: Waiting | None = None
         self._set_aside: list[RunningRequest] | None = None
@@ -182,7 +137,7 @@ class RequestPruner:
         self._waiting = [waiting for waiting in self._waiting if waiting.request is not request]
         if getattr(request, STATE, None) is None:
             reason = f"off: deciding failed: {type(error).__name__}: {error}"
-            self._settle_densely(request, RequestOptions(), reason, "failed")
+            self._settler.leave_whole(request, RequestOptions(), reason, "failed")
 
     def _decide(self, request: RunningRequest) -> None:
         options = self._options(request)
@@ -190,10 +145,10 @@ class RequestPruner:
         scores, reason = decide_scoring(options.specprefill, prefill, len(request.origin_input_ids), ())
         refusal = self._refusal or dense_reason(request)
         if not scores:
-            self._settle_densely(request, options, reason, "not_wanted")
+            self._settler.leave_whole(request, options, reason, "not_wanted")
             return
         if refusal is not None:
-            self._settle_densely(request, options, f"off: {refusal}", "not_possible")
+            self._settler.leave_whole(request, options, f"off: {refusal}", "not_possible")
             return
         prompt = Prompt(
             tuple(request.origin_input_ids),
@@ -212,7 +167,7 @@ class RequestPruner:
         scores, reason = decide_scoring(options.specprefill, prefill, len(prompt.token_ids), found.spans)
         waiting.prompt, waiting.protected = replace(prompt, protected=found.spans), found
         if not scores:
-            self._settle_densely(request, options, reason, "not_wanted", found)
+            self._settler.leave_whole(request, options, reason, "not_wanted", found)
         elif not self._is_settled_by_what_is_known(waiting):
             self._waiting.append(waiting)
 
@@ -325,7 +280,7 @@ class RequestPruner:
             "prompts_are_pruned": self.prunes,
             "why_not": self._refusal or "",
             "unrecognised": self._template.unrecognised,
-            "num_requests": dict(self.num_by_outcome),
+            "num_requests": dict(self._settler.num_by_outcome),
             "num_waiting_for_their_score": len(self._waiting),
             "num_turns_remembered": len(self._turns),
             "draft_pool": self._scorer.pool_state() if self.prunes else {},
@@ -419,7 +374,7 @@ class RequestPruner:
         if num_tokens - num_cached >= prompt.config.min_prompt_tokens:
             return False
         reason = f"off: {num_cached} of {num_tokens} tokens are cached"
-        self._settle_densely(waiting.request, waiting.options, reason, "cached", waiting.protected)
+        self._settler.leave_whole(waiting.request, waiting.options, reason, "cached", waiting.protected)
         return True
 
     def _is_settled_by_what_is_known(self, waiting: Waiting) -> bool:
@@ -432,7 +387,7 @@ class RequestPruner:
         known = self._remembered.get(prompt)
         if known is not None:
             self._remembered.move_to_end(prompt)
-            self._settle_with(waiting, *known)
+            self._settler.give_part(waiting, *known)
             return True
         if self._is_mostly_cached(waiting):
             return True
@@ -477,7 +432,7 @@ class RequestPruner:
         self._remembered.move_to_end(prompt)
         if len(self._remembered) > _MOST_REMEMBERED:
             self._remembered.popitem(last=False)
-        self._settle_with(waiting, given, reason, score)
+        self._settler.give_part(waiting, given, reason, score)
 
     def _pieces_of(self, prompt: Prompt) -> list[str] | None:
         """The text of every token, where whole lines are kept; None without a tokenizer, or for chunks."""
@@ -485,102 +440,18 @@ class RequestPruner:
             return None
         return self._pieces.of(prompt.token_ids)
 
-    def _settle_with(
-        self,
-        waiting: Waiting,
-        given: Placement,
-        reason: str,
-        score: Score | None = None,
-        outcome: str | None = None,
-    ) -> None:
-        """Give the request a part of its prompt, at the original positions. Mutates it."""
-        request, prompt = waiting.request, waiting.prompt
-        num_tokens = given.num_prompt_tokens
-        positions = None if given.is_whole else PositionMap(given.positions, num_tokens)
-        num_scored = 0
-        if score is not None:
-            num_scored = given.num_cached * waiting.recalls + (num_tokens - given.num_cached) * waiting.prunes
-        report = PrefillReport(
-            num_prompt_tokens=num_tokens,
-            num_kept_tokens=len(given.positions),
-            num_scored_tokens=num_scored,
-            num_draft_tokens=0 if score is None else score.num_draft_tokens,
-            num_protected_tokens=waiting.protected.num_tokens,
-            num_cached_tokens=given.num_cached,
-            num_recalled_tokens=given.num_recalled,
-            follow_up=prompt.follow_up,
-            specprefill=positions is not None,
-            specprefill_reason=_with_note(reason, waiting.protected),
-            outcome=outcome or ("covered" if positions is None else "pruned"),
-            keep_rate=given.keep_rate,
-            scoring_s=waiting.scoring_s,
-            longest_part_s=waiting.longest_part_s,
-            policy=self._policy(waiting.options),
-            kept_spans=_spans_of(_shown(given, prompt)) if waiting.options.explain else None,
-        )
-        if positions is not None:
-            self._prune(request, prompt, given, positions)
-        self._attach(request, RequestState(waiting.options, report, positions))
-
-    def _prune(self, request: RunningRequest, prompt: Prompt, given: Placement, positions: PositionMap) -> None:
-        """Give SGLang's request the kept tokens and their key. What may fail comes first, so that it is pruned whole or
-        not at all."""
-        key, token_ids = PlacedKey.of(positions, request.extra_key), array("q", given.token_ids)
-        lead = given.num_cached if given.inherits_all else protected_lead(prompt.protected)
-        self._turns.add(prompt.tenant, prompt.token_ids, given.positions, request, lead)
-        request.origin_input_ids = request.origin_input_ids_unpadded = token_ids
-        request.full_untruncated_fill_ids = array("q")
-        request.extra_key = key
-        if request.logprob_start_len > 0:
-            # SGLang's way to say: none of the prompt's tokens.
-            request.logprob_start_len = len(token_ids)
-
     def _settle_unscored(self, waiting: Waiting, why: str, outcome: str) -> None:
-        """Return what an earlier turn was given stays as it was, and all of the new text is kept."""
+        """Leave what an earlier turn was given as it was, and keep all of the new text."""
         self._waiting.remove(waiting)
         prompt, beginning = waiting.prompt, waiting.beginning
         if beginning.is_dense:
             reason = f"off: {why}"
-            self._settle_densely(
-                waiting.request, waiting.options, reason, outcome, waiting.protected, waiting.scoring_s
-            )
+            request, options = waiting.request, waiting.options
+            self._settler.leave_whole(request, options, reason, outcome, waiting.protected, waiting.scoring_s)
             return
         given = place(prompt.token_ids, beginning, None, None, False, None, prompt.config, prompt.protected)
         reason = f"on for earlier turns, of which nothing comes back, and new text is kept whole: {why}"
-        self._settle_with(waiting, given, reason, outcome=outcome)
-
-    def _settle_densely(
-        self,
-        request: RunningRequest,
-        options: RequestOptions,
-        reason: str,
-        outcome: str,
-        protected: Protected = _NOT_PROTECTED,
-        scoring_s: float = 0.0,
-    ) -> None:
-        num_tokens = len(request.origin_input_ids)
-        report = PrefillReport(
-            num_prompt_tokens=num_tokens,
-            num_kept_tokens=num_tokens,
-            num_scored_tokens=0,
-            num_draft_tokens=0,
-            num_protected_tokens=protected.num_tokens,
-            num_cached_tokens=0,
-            num_recalled_tokens=0,
-            follow_up=options.follow_up or self.config.follow_up,
-            specprefill=False,
-            specprefill_reason=reason,
-            outcome=outcome,
-            keep_rate=1.0,
-            scoring_s=scoring_s,
-            policy=self._policy(options),
-            kept_spans=((0, num_tokens),) if options.explain else None,
-        )
-        self._attach(request, RequestState(options, report))
-
-    def _attach(self, request: RunningRequest, state: RequestState) -> None:
-        attach(request, state)
-        self.num_by_outcome[state.report.outcome] += 1
+        self._settler.give_part(waiting, given, reason, outcome=outcome)
 
     # A request's wishes
 
@@ -591,9 +462,6 @@ class RequestPruner:
             # The server has refused it already, unless the request came in another way; no loop ends for its sake.
             logger.warning("a request's options are left aside, and its prompt is prefilled densely: %s", error)
             return RequestOptions(specprefill=False)
-
-    def _policy(self, options: RequestOptions) -> str:
-        return "fixed" if options.gamma is not None else options.policy or self.config.policy
 
     def _end_ids(self, request: RunningRequest) -> Collection[int]:
         if request.sampling_params.ignore_eos:
@@ -606,23 +474,3 @@ def _in_order(before: Sequence[RunningRequest], together: Sequence[RunningReques
     stayed, known = {id(request) for request in together}, {id(request) for request in before}
     old = [request for request in before if id(request) in stayed]
     return old + [request for request in together if id(request) not in known]
-
-
-def _shown(given: Placement, prompt: Prompt) -> Sequence[int]:
-    """The kept positions that a reply may show. Which parts of earlier turns were kept is for those who share a salt:
-    anybody may send a prompt that begins as another's conversation did."""
-    if given.inherits_all or any(prompt.tenant):
-        return given.positions
-    return [position for position in given.positions if position >= given.num_cached]
-
-
-def _spans_of(positions: Sequence[int]) -> tuple[Span, ...]:
-    """Positions, in the order in which they are written, as half-open spans."""
-    if not positions:
-        return ()
-    edges = [at for at in range(1, len(positions)) if positions[at] != positions[at - 1] + 1]
-    return tuple((positions[a], positions[b - 1] + 1) for a, b in pairwise([0, *edges, len(positions)]))
-
-
-def _with_note(reason: str, protected: Protected) -> str:
-    return f"{reason}; {protected.unrecognised}" if protected.unrecognised and reason.startswith("on") else reason

@@ -26,7 +26,7 @@ class SpecStackAlgorithm(CustomSpecAlgo):  # type: ignore[misc]
         return True
 
     def handle_server_args(self, server_args: Any) -> None:
-        """Return what SGLang settles for its own STANDALONE by name, and the widths for the largest gamma."""
+        """Settle what SGLang does for its own STANDALONE by name, and the widths for the largest gamma."""
         largest = ServerConfig.from_environment().gammas[-1]
         server_args.speculative_num_steps = largest
         server_args.speculative_eagle_topk = 1

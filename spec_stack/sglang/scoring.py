@@ -163,7 +163,7 @@ class DraftScorer:
         num_tokens = len(prompt.token_ids)
         chunk = self.chunk(prompt.config)
         # First layers alone do not know what comes after the prompt: its last tokens ask in the look-ahead's place.
-        num_layers, asks_itself = _layers_to_run(prompt.config)
+        num_layers, asks_itself = prompt.config.num_asked_layers, prompt.config.asks_prompt
         num_selecting = min(prompt.config.look_ahead + 1, chunk, num_tokens) if asks_itself else 1
         num_recalling = min(MOST_ASKING, chunk, num_tokens - question.num_cached) if question.recalls else 0
         num_asking = max(num_recalling, num_selecting if question.selects else 1)
@@ -264,16 +264,6 @@ class DraftScorer:
         finally:
             # The pool's slots were written on that stream, whether or not the scoring came to its end.
             current.wait_stream(stream)
-
-
-def _layers_to_run(config: PrefillConfig) -> tuple[int | None, bool]:
-    """How many first layers of the draft score a prompt, None for all, and whether its own last tokens ask."""
-    asks_itself = config.scoring_layers is not None or config.scoring_queries == "prompt"
-    num_layers = config.scoring_layers
-    if asks_itself and config.scoring_heads:
-        needed = max(layer for layer, _ in config.scoring_heads) + 1
-        num_layers = needed if num_layers is None else min(num_layers, needed)
-    return num_layers, asks_itself
 
 
 def _window(config: PrefillConfig) -> Window | None:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 
 import torch
 
-from spec_stack.hf.attention import LayerCapture
 from spec_stack.hf.model import CachedModel
 from spec_stack.hf.prompt import num_shared
+from spec_stack.hf.wrapped import WrappedDraft
 from spec_stack.tokenizers.translation import Translation
 from spec_stack.types import DraftTokenization
 
 
-class TranslatedDraft:
+class TranslatedDraft(WrappedDraft):
     """Counts in target tokens and feeds its draft, which it owns, the draft's own.
 
     The prompt is fed as its tokenization has it, every later token by itself as its pieces. So borders of generated
@@ -35,8 +34,10 @@ class TranslatedDraft:
         The prompt in the draft's tokens.
     """
 
+    _draft: CachedModel
+
     def __init__(self, draft: CachedModel, translation: Translation, tokenization: DraftTokenization) -> None:
-        self._draft = draft
+        super().__init__(draft)
         self._translation = translation
         self._tokenization = tokenization
         # The draft's next position after every target token fed so far.
@@ -53,33 +54,9 @@ class TranslatedDraft:
         self._draft.forget_from(self._ends[-1] if self._ends else 0)
 
     @property
-    def num_cached(self) -> int:
-        """The draft's own cached tokens."""
-        return self._draft.num_cached
-
-    @property
     def next_position(self) -> int:
         """Target tokens fed so far."""
         return len(self._ends)
-
-    @property
-    def num_layers(self) -> int:
-        """Layers of the draft."""
-        return self._draft.num_layers
-
-    @property
-    def forward_s(self) -> float:
-        """Seconds inside the draft."""
-        return self._draft.forward_s
-
-    @property
-    def on_piece(self) -> Callable[[int, float], None] | None:
-        """The draft's, told of its own tokens."""
-        return self._draft.on_piece
-
-    @on_piece.setter
-    def on_piece(self, tell: Callable[[int, float], None] | None) -> None:
-        self._draft.on_piece = tell
 
     def forward(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> torch.Tensor:
         """Feed target tokens at the next positions; logits (1, num_target) after the last one.
@@ -160,7 +137,3 @@ class TranslatedDraft:
             is_prompt = slot < len(ranges)
             kept.update(range(*ranges[slot]) if is_prompt else range(self._ends[slot - 1], self._ends[slot]))
         return sorted(kept)
-
-    def capture(self) -> AbstractContextManager[dict[int, LayerCapture]]:
-        """Capture the draft's queries and keys, in its own tokens."""
-        return self._draft.capture()

@@ -1,0 +1,77 @@
+"""Checks of the values of configurations: each raises ValueError, with the field's name and what it takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from numbers import Integral, Real
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise ValueError where something does not hold."""
+    if not condition:
+        raise ValueError(message)
+
+
+def require_number(name: str, value: object) -> None:
+    """Refuse what is no int or float; a bool is none."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    require(number, f"{name} must be a number, got {value!r}")
+
+
+def require_one_of(name: str, value: object, known: Sequence[object]) -> None:
+    """Refuse a name that is none of those known."""
+    require(isinstance(value, str) and value in known, f"{name} must be one of {list(known)}, got {value!r}")
+
+
+def require_int(name: str, value: object, least: int, most: float = math.inf, hint: str = "") -> None:
+    """Refuse what is no whole number (a bool or 2.0 included) or is out of range."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    bounds = f"{least} or more" if most == math.inf else f"{least} to {most}"
+    require(whole and least <= value <= most, f"{name} must be a whole number, {bounds}, got {value!r}{hint}")  # type: ignore[operator]
+
+
+def plain_number(value: object) -> object:
+    """Numbers of other libraries (numpy's, or torch's without a dimension) as Python's own; all else as it is."""
+    if type(value) in (bool, int, float):
+        return value
+    if getattr(value, "ndim", None) == 0 and callable(getattr(value, "item", None)):
+        return value.item()  # type: ignore[attr-defined]
+    if isinstance(value, Integral):
+        return int(value)
+    return float(value) if isinstance(value, Real) else value
+
+
+def plain_numbers(config: object) -> None:
+    """Turn a configuration's numbers into Python's own."""
+    for entry in fields(config):  # type: ignore[arg-type]
+        value = getattr(config, entry.name)
+        if plain_number(value) is not value:
+            object.__setattr__(config, entry.name, plain_number(value))
+
+
+def require_ids(name: str, token_ids: object) -> None:
+    """Refuse what is no list of token ids."""
+    listed = isinstance(token_ids, Sequence) and not isinstance(token_ids, str | bytes)
+    require(listed, f"{name} must be a list of token ids, got {token_ids!r}")
+    for token_id in token_ids:  # type: ignore[attr-defined]
+        require_int(f"a token id of {name}", plain_number(token_id), 0)
+
+
+def require_heads(heads: object) -> None:
+    """Refuse what is no tuple of (layer, head) pairs."""
+    pairs = isinstance(heads, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in heads)
+    require(pairs and bool(heads), f"scoring_heads must be (layer, head) pairs or None, got {heads!r}")
+    for layer, head in heads:  # type: ignore[attr-defined]
+        require_int("a layer of scoring_heads", layer, 0)
+        require_int("a head of scoring_heads", head, 0)
+
+
+def require_bias(logit_bias: object) -> None:
+    """Refuse what does not map token ids to numbers, of which -inf is one."""
+    require(isinstance(logit_bias, Mapping), f"logit_bias must map token ids to what is added, got {logit_bias!r}")
+    for token_id, bias in logit_bias.items():  # type: ignore[attr-defined]
+        require_int("a token id of logit_bias", plain_number(token_id), 0)
+        require_number("a value of logit_bias", plain_number(bias))
+        require(bias == bias and bias < math.inf, f"a value of logit_bias must be finite or -inf, got {bias}")

@@ -1,0 +1,158 @@
+"""What becomes of a request once its prompt is decided: what SGLang is given of it, and the report."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from itertools import pairwise
+
+from spec_stack.prefill.alignment import Span
+from spec_stack.sglang.follow_up import Placement, Turns, protected_lead
+from spec_stack.sglang.positions import PositionMap
+from spec_stack.sglang.protocols import RunningRequest
+from spec_stack.sglang.radix_keys import PlacedKey
+from spec_stack.sglang.request_state import OUTCOMES, PrefillReport, RequestOptions, RequestState, attach
+from spec_stack.sglang.scoring import Prompt, Score
+from spec_stack.sglang.server_args import ServerConfig
+from spec_stack.sglang.waiting import Waiting
+from spec_stack.tokenizers.chat_turns import Protected
+
+_NOT_PROTECTED = Protected()
+
+
+class Settler:
+    """Changes requests in place: a part of the prompt or all of it, the state that the engine goes by, the report.
+
+    Parameters
+    ----------
+    config : ServerConfig
+        The server's.
+    turns : Turns
+        Told what each pruned prompt was given; the follow-ups build on it.
+    """
+
+    def __init__(self, config: ServerConfig, turns: Turns) -> None:
+        self._config, self._turns = config, turns
+        self.num_by_outcome = dict.fromkeys(OUTCOMES, 0)
+
+    def give_part(
+        self,
+        waiting: Waiting,
+        given: Placement,
+        reason: str,
+        score: Score | None = None,
+        outcome: str | None = None,
+    ) -> None:
+        """Give the request a part of its prompt, at the original positions. Mutates it.
+
+        Parameters
+        ----------
+        waiting : Waiting
+            The request.
+        given : Placement
+            The part; the whole prompt where nothing is left out.
+        reason : str
+            Why the prompt is pruned, or is not.
+        score : Score, optional
+            What the draft gave it, if it was asked.
+        outcome : str, optional
+            One of OUTCOMES; None is what the part says.
+        """
+        request, prompt = waiting.request, waiting.prompt
+        num_tokens = given.num_prompt_tokens
+        positions = None if given.is_whole else PositionMap(given.positions, num_tokens)
+        num_scored = 0
+        if score is not None:
+            num_scored = given.num_cached * waiting.recalls + (num_tokens - given.num_cached) * waiting.prunes
+        report = PrefillReport(
+            num_prompt_tokens=num_tokens,
+            num_kept_tokens=len(given.positions),
+            num_scored_tokens=num_scored,
+            num_draft_tokens=0 if score is None else score.num_draft_tokens,
+            num_protected_tokens=waiting.protected.num_tokens,
+            num_cached_tokens=given.num_cached,
+            num_recalled_tokens=given.num_recalled,
+            follow_up=prompt.follow_up,
+            specprefill=positions is not None,
+            specprefill_reason=_with_note(reason, waiting.protected),
+            outcome=outcome or ("covered" if positions is None else "pruned"),
+            keep_rate=given.keep_rate,
+            scoring_s=waiting.scoring_s,
+            longest_part_s=waiting.longest_part_s,
+            policy=self._policy(waiting.options),
+            kept_spans=_spans_of(_shown(given, prompt)) if waiting.options.explain else None,
+        )
+        if positions is not None:
+            self._prune(request, prompt, given, positions)
+        self._attach(request, RequestState(waiting.options, report, positions))
+
+    def _prune(self, request: RunningRequest, prompt: Prompt, given: Placement, positions: PositionMap) -> None:
+        """Give SGLang's request the kept tokens and their key. What may fail comes first, so that it is pruned whole or
+        not at all."""
+        key, token_ids = PlacedKey.of(positions, request.extra_key), array("q", given.token_ids)
+        lead = given.num_cached if given.inherits_all else protected_lead(prompt.protected)
+        self._turns.add(prompt.tenant, prompt.token_ids, given.positions, request, lead)
+        request.origin_input_ids = request.origin_input_ids_unpadded = token_ids
+        request.full_untruncated_fill_ids = array("q")
+        request.extra_key = key
+        if request.logprob_start_len > 0:
+            # SGLang's way to say: none of the prompt's tokens.
+            request.logprob_start_len = len(token_ids)
+
+    def leave_whole(
+        self,
+        request: RunningRequest,
+        options: RequestOptions,
+        reason: str,
+        outcome: str,
+        protected: Protected = _NOT_PROTECTED,
+        scoring_s: float = 0.0,
+    ) -> None:
+        """Give the request its whole prompt. Mutates it. outcome: one of OUTCOMES. scoring_s: what went into it in
+        vain."""
+        num_tokens = len(request.origin_input_ids)
+        report = PrefillReport(
+            num_prompt_tokens=num_tokens,
+            num_kept_tokens=num_tokens,
+            num_scored_tokens=0,
+            num_draft_tokens=0,
+            num_protected_tokens=protected.num_tokens,
+            num_cached_tokens=0,
+            num_recalled_tokens=0,
+            follow_up=options.follow_up or self._config.follow_up,
+            specprefill=False,
+            specprefill_reason=reason,
+            outcome=outcome,
+            keep_rate=1.0,
+            scoring_s=scoring_s,
+            policy=self._policy(options),
+            kept_spans=((0, num_tokens),) if options.explain else None,
+        )
+        self._attach(request, RequestState(options, report))
+
+    def _attach(self, request: RunningRequest, state: RequestState) -> None:
+        attach(request, state)
+        self.num_by_outcome[state.report.outcome] += 1
+
+    def _policy(self, options: RequestOptions) -> str:
+        return "fixed" if options.gamma is not None else options.policy or self._config.policy
+
+
+def _shown(given: Placement, prompt: Prompt) -> Sequence[int]:
+    """The kept positions that a reply may show. Which parts of earlier turns were kept is for those who share a salt:
+    anybody may send a prompt that begins as another's conversation did."""
+    if given.inherits_all or any(prompt.tenant):
+        return given.positions
+    return [position for position in given.positions if position >= given.num_cached]
+
+
+def _spans_of(positions: Sequence[int]) -> tuple[Span, ...]:
+    """Positions, in the order in which they are written, as half-open spans."""
+    if not positions:
+        return ()
+    edges = [at for at in range(1, len(positions)) if positions[at] != positions[at - 1] + 1]
+    return tuple((positions[a], positions[b - 1] + 1) for a, b in pairwise([0, *edges, len(positions)]))
+
+
+def _with_note(reason: str, protected: Protected) -> str:
+    return f"{reason}; {protected.unrecognised}" if protected.unrecognised and reason.startswith("on") else reason
