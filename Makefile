@@ -31,7 +31,7 @@ test: lint docs
 # SGLang pins its own transformers, so it has an environment of its own; the core's tests must pass under that one too.
 # `make serving-test SGLANG=0.5.20` for an older one; the newest is what `make test` runs, all of them run every night.
 serving-test: $(SERVING)/.ready
-	OMP_NUM_THREADS=1 $(SERVING)/bin/python -m pytest tests/hf/test_model.py tests/decode/test_loop.py tests/serving
+	OMP_NUM_THREADS=1 $(SERVING)/bin/python -m pytest -n $(WORKERS) --dist loadfile tests/hf/test_model.py tests/decode/test_loop.py tests/serving
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
