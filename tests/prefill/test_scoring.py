@@ -14,7 +14,7 @@ from spec_stack.decode.sampler import Sampler
 from spec_stack.hf.attention import install
 from spec_stack.hf.model import CachedModel
 from spec_stack.prefill.attention import CapturedAttention
-from spec_stack.prefill.scoring import score_prompt
+from spec_stack.prefill.scoring import look_at, num_layers_needed, score_prompt
 from tests.support import reference, reference_architectures
 from tests.support.models import make_model, random_prompt
 from tests.support.tiny_architectures import CONFIGS
@@ -81,6 +81,36 @@ def test_heads_score_as_they_alone_do_in_eager_attention() -> None:
     eager = make_model(implementation="eager")
     expected = reference.importance(eager, PROMPT, [], 5, heads=[(0, 3), (2, 1)])
     np.testing.assert_allclose(got.numpy(), expected, atol=2e-6)
+
+
+@pytest.mark.parametrize(("queries", "num_drafted"), [("prompt", 0), ("look_ahead", 4)])
+@pytest.mark.parametrize("heads", [((0, 3), (2, 1)), ((1, 0), (1, 2), (0, 1))])
+def test_heads_vote_by_their_shares_of_what_is_not_kept_anyway(
+    queries: str, num_drafted: int, heads: tuple[tuple[int, int], ...]
+) -> None:
+    """Asked by the prompt's own last tokens, each sees what stands before it alone."""
+    config = PrefillConfig(**BASE, head_vote="share", scoring_heads=heads, scoring_queries=queries)  # type: ignore[arg-type]
+    draft = open_draft()
+    attention, proposal = look_at(draft, PROMPT, partial(propose, draft, sampler=Sampler(), end_ids=()), config)
+    assert len(proposal.token_ids) == num_drafted
+    eager = make_model(implementation="eager")
+    num_asking = 1 if num_drafted else config.look_ahead + 1
+    expected = reference.mean_share(eager, PROMPT, proposal.token_ids, heads, num_asking, config.forced_tokens)
+    assert attention is not None
+    np.testing.assert_allclose(attention.importance(config).numpy(), expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("heads", [((0, 3), (1, 1)), ((0, 0),)])
+def test_chosen_heads_need_no_layer_behind_them(heads: tuple[tuple[int, int], ...]) -> None:
+    config = PrefillConfig(**BASE, head_vote="share", scoring_heads=heads, scoring_queries="prompt")  # type: ignore[arg-type]
+    needed = num_layers_needed(config, 3)
+    assert needed == 1 + max(layer for layer, _ in heads)
+    found = []
+    for num_layers in (None, needed):
+        draft = open_draft()
+        look_ahead = partial(propose, draft, sampler=Sampler(), end_ids=())
+        found.append(look_at(draft, PROMPT, look_ahead, config, num_layers=num_layers)[0].importance(config))
+    np.testing.assert_array_equal(found[0].numpy(), found[1].numpy())
 
 
 @pytest.mark.parametrize("way", WAYS)

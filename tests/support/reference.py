@@ -65,6 +65,34 @@ def importance(
     return total / (num_tail + len(look_ahead))
 
 
+def mean_share(
+    eager_model: PreTrainedModel,
+    prompt: Sequence[int],
+    look_ahead: Sequence[int],
+    heads: Sequence[tuple[int, int]],
+    num_asking: int,
+    ends: tuple[int, int],
+) -> np.ndarray:
+    """The mean over chosen heads of their shares of a prompt's middle, by loops over one eager forward.
+
+    Each row of those who ask is the softmax over the prompt alone; the mean over the rows loses its ends and is made
+    to sum to 1. num_asking: the last prompt tokens, and the look-ahead, ask.
+    """
+    with torch.no_grad():
+        attentions = eager_model(torch.tensor([[*prompt, *look_ahead]]), output_attentions=True).attentions
+    size = len(prompt)
+    shares = []
+    for layer, head in heads:
+        total = np.zeros(size)
+        for query in range(size - num_asking, size + len(look_ahead)):
+            row = attentions[layer][0, head, query, :size].double().numpy()
+            total += row / row.sum()
+        total[: ends[0]] = 0
+        total[size - ends[1] :] = 0
+        shares.append(total / total.sum())
+    return np.asarray(np.mean(shares, axis=0))
+
+
 def attention_to_what_came_before(
     eager_model: PreTrainedModel, prompt: Sequence[int], start: int, num_asking: int
 ) -> np.ndarray:
