@@ -31,7 +31,6 @@ _OF_NO_PAIR = frozenset(
         "bench_encoding",
         "bench_session_random",
         "evaluate_policies_published",
-        "long_prompts",
         "policy_cost",
         "simulate_texts",
         "support_table",

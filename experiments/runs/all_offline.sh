@@ -37,7 +37,6 @@ part head_to_head experiments/runs/head_to_head.sh
 part bench_latency experiments/runs/bench_latency.sh
 part prefill_grid experiments/runs/prefill_grid.sh
 part draft_context experiments/runs/draft_context.sh
-part bench_cache experiments/runs/bench_cache.sh
 part bench_prepack experiments/runs/bench_prepack.sh
 part decode_collapse experiments/runs/decode_collapse.sh
 part speed_bench experiments/runs/speed_bench.sh

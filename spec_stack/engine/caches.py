@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from spec_stack.engine.pair import DraftModel, ModelPair
-from spec_stack.engine.prefix_store import PrefixStore, StoredPrompt, reading_of
+from spec_stack.engine.prefix_store import PrefixStore, StoredPrompt, draft_settings
 from spec_stack.engine.request import Request
 from spec_stack.hf.model import CachedModel
 from spec_stack.prefill.registry import needs_attention
@@ -105,7 +105,9 @@ class StoredCaches(RequestCaches):
         prefill = request.prefill
         reads_whole = not request.scores or (prefill.scoring_layers is None and needs_attention(prefill.scorer))
         if reads_whole and self._draft_ids is not None:
-            running = store.take_index(self._draft_ids, reading_of(prefill)) or pair.open_index(prefill.prefill_chunk)
+            running = store.take_index(self._draft_ids, draft_settings(prefill)) or pair.open_index(
+                prefill.prefill_chunk
+            )
             # A state cannot go back to what two prompts share.
             if not running.is_stateful:
                 self._running, self.draft = running, pair.view_draft(running, request.tokenization)
@@ -167,4 +169,4 @@ class StoredCaches(RequestCaches):
         if index is None and as_scored and self._running is not None and self._draft_ids is not None:
             index = self._running
             index.forget_from(len(self._draft_ids))
-        self._store.put(StoredPrompt(self.target, index, reading_of(self._request.prefill)))
+        self._store.put(StoredPrompt(self.target, index, draft_settings(self._request.prefill)))

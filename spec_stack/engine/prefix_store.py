@@ -23,13 +23,13 @@ class StoredPrompt:
         The slots of the prompt that were kept, by increasing position.
     index : CachedModel or None
         The draft over its own ids, the whole prompt or its beginning; None where it prefilled only parts of it.
-    reading : tuple
+    prefilled_by : tuple
         How the draft prefilled it: what of the configuration its keys depend on.
     """
 
     target: CachedModel
     index: CachedModel | None
-    reading: tuple[object, ...]
+    prefilled_by: tuple[object, ...]
 
     @property
     def num_tokens(self) -> int:
@@ -47,14 +47,14 @@ class StoredPrompt:
 
     def covers(self, other: StoredPrompt) -> bool:
         """Return whether it has all that another has."""
-        if self.reading != other.reading or self.slots[: other.target.num_cached] != other.slots:
+        if self.prefilled_by != other.prefilled_by or self.slots[: other.target.num_cached] != other.slots:
             return False
         if self.index is None or other.index is None:
             return other.index is None
         return self.index.token_ids[: other.index.num_cached] == other.index.token_ids
 
 
-def reading_of(config: PrefillConfig) -> tuple[object, ...]:
+def draft_settings(config: PrefillConfig) -> tuple[object, ...]:
     """Return what the draft's keys of a prompt depend on beside its tokens."""
     return config.draft_window, config.draft_sinks
 
@@ -97,11 +97,11 @@ class PrefixStore:
             # Under the lock: nobody has forked it yet.
             prompt.compact()
 
-    def take_index(self, draft_ids: Sequence[int], reading: tuple[object, ...]) -> CachedModel | None:
+    def take_index(self, draft_ids: Sequence[int], prefilled_by: tuple[object, ...]) -> CachedModel | None:
         """The draft with the longest beginning of these tokens that is stored, less their last one."""
         with self._lock:
             lengths = [
-                num_shared(each.index.token_ids, draft_ids) if each.index and each.reading == reading else 0
+                num_shared(each.index.token_ids, draft_ids) if each.index and each.prefilled_by == prefilled_by else 0
                 for each in self._stored
             ]
             best = self._best(lengths)

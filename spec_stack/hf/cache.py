@@ -29,7 +29,7 @@ class PreallocatedLayer(DynamicLayer):  # type: ignore[misc]
     """A DynamicLayer that writes new tokens into room it has set aside.
 
     transformers' growing cache copies all keys and values in every forward to append a token's; with thousands of
-    tokens cached that is a tenth of a step and more (experiments/speed/bench_cache.py). Here they are the beginnings of
+    tokens cached that is a tenth of a step and more (experiments/LOG.md). Here they are the beginnings of
     larger buffers. Cropping shortens them, and the slots are written again; tensors put in their place (a selection of
     slots) move into new buffers with the next tokens.
     """

@@ -263,7 +263,7 @@ class ReadContext:
         self._next = self._target.forward(selection.token_ids, selection.positions, 1)
 
     def is_of(self, context_ids: list[int], specprefill: bool | None) -> bool:
-        """Return whether it is this context, read in this way."""
+        """Return whether it is this context, prefilled in this way."""
         return self._asked == (context_ids, specprefill)
 
     def score(self, continuation: Sequence[int]) -> tuple[float, bool]:

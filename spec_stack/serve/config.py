@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from spec_stack.settings.checks import require_int
 from spec_stack.settings.options import documented, option
 
 _MAX_PORT = 65535
@@ -62,14 +63,12 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
-            _require_int(name, getattr(self, name), 1)
+            require_int(name, getattr(self, name), 1)
         for name in ("max_body_bytes", "max_prompt_tokens", "max_prompt_chars"):
             if getattr(self, name) is not None:
-                _require_int(name, getattr(self, name), 1)
-        _require_int("port", self.port, 0)
-        if self.port > _MAX_PORT:
-            raise ValueError(f"port must be 0 to {_MAX_PORT}, got {self.port}")
-        _require_int("max_sessions", self.max_sessions, 0)
+                require_int(name, getattr(self, name), 1)
+        require_int("port", self.port, 0, _MAX_PORT)
+        require_int("max_sessions", self.max_sessions, 0)
         if isinstance(self.api_keys, str) or not all(isinstance(key, str) and key for key in self.api_keys):
             raise ValueError("api_keys must be a list of non-empty strings")
         if not (0 <= self.temperature < math.inf and 0 <= self.shutdown_s < math.inf):
@@ -114,8 +113,3 @@ class PreparationLimits:
     def wall_s(self, num_bytes: int) -> float:
         """Return the seconds after which it is ended, where others keep the processor from it."""
         return _WALL_SHARE * self.cpu_s(num_bytes)
-
-
-def _require_int(name: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name} must be a whole number, {least} or more, got {value!r}")

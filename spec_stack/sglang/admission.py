@@ -239,7 +239,7 @@ class RequestPruner:
             if self._is_settled_by_what_is_known(waiting):
                 self._waiting.remove(waiting)
                 continue
-            num_tokens = self._scorer.num_to_read(waiting.prompt)
+            num_tokens = self._scorer.num_to_prefill(waiting.prompt)
             # Where a longer prompt's scoring holds the draft's pool, it waits for its turn.
             if num_tokens <= left and waiting.asks_little and self._scorer.has_room(num_tokens):
                 left -= num_tokens

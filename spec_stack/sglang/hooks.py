@@ -83,7 +83,7 @@ def _report(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Put the report into every chunk of a reply, and the prompt's true length, where SGLang counts what it read."""
+    """Put the report into every chunk of a reply, and the prompt's true length, where SGLang counts what it ran."""
     others = {key: values for key, values in customized_info.items() if key != META_INFO}
     update(manager, meta_info, state, others, index, *args, **kwargs)
     if META_INFO not in customized_info:

@@ -1,6 +1,6 @@
 """The draft over a KV pool of its own: SGLang's model and weights, and attention that knows no request and no page.
 
-SGLang gives the draft the target's KV slots, so whatever it reads takes room from the target, and it holds there the
+SGLang gives the draft the target's KV slots, so whatever it prefills takes room from the target, and it holds there the
 token after the target's. Here a text's tokens stand at their own positions, in slots that the target knows nothing of.
 """
 

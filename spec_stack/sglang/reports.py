@@ -168,7 +168,9 @@ class ReplyMetrics:
             "num_prompt_tokens": counter("prompt_tokens_total", "prompt tokens, whole prompts"),
             "num_kept_tokens": counter("kept_tokens_total", "prompt tokens that the target prefilled or had cached"),
             "num_scored_tokens": counter("scored_tokens_total", "prompt tokens that the draft scored"),
-            "num_draft_tokens": counter("draft_read_tokens_total", "prompt tokens that the draft had to read for it"),
+            "num_draft_tokens": counter(
+                "draft_prefilled_tokens_total", "prompt tokens that the draft prefilled for it"
+            ),
             "num_recalled_tokens": counter("recalled_tokens_total", "dropped tokens of earlier turns that came back"),
             "num_protected_tokens": counter("protected_tokens_total", "prompt tokens of system messages and templates"),
             "cached_tokens": counter("cached_tokens_total", "prompt tokens that were in the radix cache"),

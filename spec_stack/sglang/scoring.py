@@ -114,7 +114,7 @@ class DraftScorer:
             "num_bytes": self._draft.num_bytes,
         }
 
-    def num_to_read(self, prompt: Prompt) -> int:
+    def num_to_prefill(self, prompt: Prompt) -> int:
         """Tokens that the draft's pool lacks; the last one is asked again whatever the pool has."""
         known = self._draft.index.num_shared(prompt.tenant, prompt.token_ids[:-1])
         return len(prompt.token_ids) - known

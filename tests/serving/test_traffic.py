@@ -119,7 +119,7 @@ class Traffic:
         }
         for name in ("prompt", "kept", "scored", "recalled", "protected"):
             expected[f"spec_stack:{name}_tokens_total"] = sum(report[f"num_{name}_tokens"] for report in reports)
-        expected["spec_stack:draft_read_tokens_total"] = sum(report["num_draft_tokens"] for report in reports)
+        expected["spec_stack:draft_prefilled_tokens_total"] = sum(report["num_draft_tokens"] for report in reports)
         assert {name: after[name] - before.get(name, 0) for name in expected} == expected
 
 
