@@ -216,7 +216,7 @@ class CustomGenerate:
             max_tokens=config.max_length - len(row),
             # Other end tokens than the model's own are left to the criteria.
             ignore_eos=end_ids != generator.pair.end_ids,
-            **_drawing(generator, config, processors, row[: len(row) - len(prompt_ids)]),
+            **_drawing(config, processors, row[: len(row) - len(prompt_ids)]),
             **self._options,
         )
         sequence, metrics = row, None
@@ -306,9 +306,7 @@ def _of_row(processors: LogitsProcessorList, index: int) -> LogitsProcessorList:
     return of_row
 
 
-def _drawing(
-    generator: SpecStackGenerator, config: GenerationConfig, processors: LogitsProcessorList, padding: torch.Tensor
-) -> dict[str, Any]:
+def _drawing(config: GenerationConfig, processors: LogitsProcessorList, padding: torch.Tensor) -> dict[str, Any]:
     """The options of `stream` for how tokens are drawn."""
     if not config.do_sample and not processors:
         return {}

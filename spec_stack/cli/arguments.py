@@ -13,6 +13,7 @@ import stat
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -27,6 +28,7 @@ from spec_stack.config import (
     Prune,
     SamplingParams,
     SessionConfig,
+    SpecStackConfig,
 )
 from spec_stack.controller.registry import POLICIES
 from spec_stack.decode.registry import PROPOSERS
@@ -187,6 +189,9 @@ def build_parser() -> argparse.ArgumentParser:
         _add_option(serve, ServeConfig, name, type=read)
     for name in SWITCHES:
         _add_option(serve, ServeConfig, name, action="store_true")
+    _add_pruning_arguments(serve)
+    _add_option(serve, DecodeConfig, "policy", metavar="|".join(POLICIES))
+    _add_option(serve, DecodeConfig, "proposer", choices=["auto", *PROPOSERS])
     serve.add_argument(
         "--api-key",
         action="append",
@@ -276,9 +281,7 @@ def _add_answer_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="prune the prompt: on whatever its length, off never, auto from --min-prompt-tokens on (%(default)s)",
     )
-    _add_option(parser, PrefillConfig, "prune", default=None, choices=[*get_args(Prune)])
-    for name, read in PRUNING.items():
-        _add_option(parser, PrefillConfig, name, type=read, default=argparse.SUPPRESS)
+    _add_pruning_arguments(parser)
     _add_option(parser, DecodeConfig, "policy", default=None, metavar="|".join(POLICIES))
     _add_option(parser, DecodeConfig, "proposer", default=None, choices=["auto", *PROPOSERS])
     parser.add_argument(
@@ -286,6 +289,12 @@ def _add_answer_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         help=f"the policy fixed with this many tokens per step, 0 to {MAX_GAMMA}; 0 is plain decoding",
     )
+
+
+def _add_pruning_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_option(parser, PrefillConfig, "prune", default=None, choices=[*get_args(Prune)])
+    for name, read in PRUNING.items():
+        _add_option(parser, PrefillConfig, name, type=read, default=argparse.SUPPRESS)
 
 
 def read_prompt(arguments: argparse.Namespace) -> str:
@@ -383,6 +392,14 @@ def answer_options(arguments: argparse.Namespace) -> dict[str, Any]:
 def prefill_of(arguments: argparse.Namespace) -> PrefillConfig:
     """Return how the command line wants prompts pruned: what it names holds beside a calibration, default or not."""
     return PrefillConfig(**{name: getattr(arguments, name) for name in PRUNING if hasattr(arguments, name)})
+
+
+def served_config(arguments: argparse.Namespace) -> SpecStackConfig:
+    """Return what the requests of `serve` find where they name nothing themselves."""
+    prefill = prefill_of(arguments)
+    if arguments.prune is not None:
+        prefill = replace(prefill, prune=arguments.prune)
+    return SpecStackConfig(prefill, DecodeConfig(policy=arguments.policy, proposer=arguments.proposer))
 
 
 def check_writable(path: Path) -> None:

@@ -24,6 +24,7 @@ from spec_stack.cli.arguments import (
     read_documents,
     read_prompt,
     request_of,
+    served_config,
 )
 from spec_stack.cli.chat import Chat, read_document, status_line
 from spec_stack.config import SessionConfig, SpecStackConfig, how_to_install
@@ -176,7 +177,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         from spec_stack.serve.app import serve
     except ImportError as error:
         raise ValueError(f"{error}; {how_to_install('serve')}") from error
-    serve(_load(arguments), config)
+    serve(_load(arguments, served_config(arguments)), config)
     return 0
 
 

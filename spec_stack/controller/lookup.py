@@ -245,7 +245,7 @@ class LookupGate:
             self._chances.learn(_features(found, place), is_right)
 
     def _learn_gain(self, record: StepRecord) -> None:
-        """Return what a step that went to the draft gained, the seconds of what it proposed paid at the present
+        """Learn what a step that went to the draft gained, the seconds of what it proposed paid at the present
         rate."""
         spent = min(record.draft_s, 3 * self._cost.draft_s(record.num_drafted)) if record.num_drafted else 0.0
         spent += self._cost.verify_per_token_s * record.gamma

@@ -51,7 +51,7 @@ class _PrecisionState:
     read_s: float | None = None
 
     def begin_request(self) -> None:
-        """Return what the last request showed is shared knowledge now."""
+        """Make what the last request showed shared knowledge."""
         self.achieved.begin_request()
         self.drafting.begin_request()
         self.copied.begin_request()

@@ -62,7 +62,7 @@ class TextMemory:
                     self.older, self.newest = self.newest, SuffixAutomaton()
 
     def begin_text(self) -> None:
-        """Return what is taken in next goes on from nothing."""
+        """Begin another text: what is taken in next goes on from nothing."""
         with self.lock:
             self.newest.begin_text()
 

@@ -90,7 +90,7 @@ class SuffixAutomaton:
         return len(self._link)
 
     def begin_text(self) -> None:
-        """Return what is taken in next does not go on from what came before it."""
+        """Begin another text: what is taken in next does not go on from what came before it."""
         self._last = _ROOT
 
     def extend(self, token_ids: Iterable[int]) -> None:
