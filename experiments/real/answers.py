@@ -219,6 +219,7 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, required=True, help="file of rows; a run goes on after those it holds")
     parser.add_argument("--minutes", type=float, default=1e6, help="begin no prompt after so many")
     parser.add_argument("--max-tokens", type=int, default=40)
+    parser.add_argument("--threads", type=int, default=1, help="torch threads (%(default)s)")
     add_out_argument(parser)
     arguments = parser.parse_args()
     note_pair(str(arguments.target), None)
@@ -229,7 +230,7 @@ def main() -> None:
     if not prompts:
         raise ValueError(f"{arguments.captures} holds none of these prompts; run experiments.real.captures first")
     if any((prompt.name, name) not in rows for prompt in prompts for name in names):
-        torch.set_num_threads(1)
+        torch.set_num_threads(arguments.threads)
         run(arguments, prompts, rows)
     left = sum((prompt.name, name) not in rows for prompt in prompts for name in names)
     report = {"experiment": "answers", **describe(), "num_tokens": arguments.num_tokens, "num_left": left}
