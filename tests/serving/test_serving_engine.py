@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from spec_stack import PrefillConfig
 from spec_stack.prefill.calibration import find_calibration
+from spec_stack.sglang.server_args import ServerConfig
 
 from .conftest import ASSETS, MIN_PROMPT_TOKENS, Reference, Server, ServerDiedError
 from .test_serving import kept_ids
@@ -206,11 +206,24 @@ def test_a_server_takes_the_calibration_that_lies_beside_its_draft(launch: Any, 
     server.stop()
 
 
-def test_a_draft_that_scores_by_its_first_layers_keeps_what_the_reference_keeps(
-    launch: Any, reference: Reference
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"scoring_layers": 1, "draft_window": 96, "draft_sinks": 32},
+        # As a calibration chooses: shares of chosen heads, asked by the prompt's own end, and words.
+        {
+            "scoring_heads": [[0, 1], [1, 2]],
+            "head_vote": "share",
+            "scoring_queries": "prompt",
+            "scorer": "attention_bm25",
+            "keep_rate": 0.3,
+        },
+    ],
+)
+def test_a_server_scores_by_some_layers_or_heads_as_the_reference_does(
+    launch: Any, reference: Reference, chosen: dict[str, Any]
 ) -> None:
-    config = PrefillConfig(scoring_layers=1, draft_window=96, draft_sinks=32, min_prompt_tokens=400)
-    chosen = {name: getattr(config, name) for name in ("scoring_layers", "draft_window", "draft_sinks")}
+    config = ServerConfig.from_mapping({"prefill": {**chosen, "min_prompt_tokens": 400}}).prefill
     server = launch(
         *("--max-total-tokens", "8000", "--chunked-prefill-size", "256", "--spec-stack-min-prompt-tokens", "400"),
         environment={"SPEC_STACK_SGLANG": json.dumps({"prefill": chosen, "calibration": "none"})},
