@@ -4,19 +4,26 @@ A target with a recurrent state recomputes accepted tokens after a rejection. It
 it takes in beside the last committed one, drafted and recomputed, and a drafted token is charged for the recomputing
 that drafting has lately brought.
 
+What a verified token costs more depends on how many there are: products of a few rows take as long as those of one, and
+many rows do not. So the target's seconds are a curve that bends upwards.
+
 Two things make a plain regression wrong here. Steps stall now and then (a first kernel, another process), so a sample
 far above the line is pulled towards it before it counts. And a policy that settles on one gamma leaves the slope
-of the verify time unidentified, so both lines are shrunk: the draft's towards the origin, the target's
+of the verify time unidentified, so both are shrunk: the draft's line towards the origin, the target's curve
 towards no slope. The past is forgotten exponentially, because caches grow and load changes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
 
 _SHORTEST_S = 1e-9
+KNOTS = (0.0, 4.0, 8.0, 16.0)
+"""Verified tokens beside the last committed one at which the target's seconds may begin to rise faster."""
+_ROUNDS = 4
 USUAL_UNREAD = 2
 """Tokens that the draft has to catch up on in a usual step: the last one drafted, and the target's own."""
 
@@ -131,6 +138,72 @@ class DiscountedLine:
         self.base, self.slope = fit(self._sums, y / x if prior_slope is None else prior_slope, self._shrinkage)
 
 
+class DiscountedCurve:
+    """y = base + Σ slope_k * max(x - knot_k, 0) with slopes of 0 or more, over a discounted past.
+
+    Ridge regression with the slopes held at 0 or above, by descent along one slope after the other from where they
+    were: with few knots, a few rounds settle it. Mutated by `add`.
+
+    Parameters
+    ----------
+    discount, tolerance : float
+        As in `CostOptions`.
+    shrinkage : float
+        What every slope is drawn towards 0 with, in squared tokens times steps.
+    knots : sequence of float
+        Where the curve may bend, rising from 0.
+    """
+
+    def __init__(self, discount: float, tolerance: float, shrinkage: float, knots: Sequence[float] = KNOTS) -> None:
+        self._discount, self._tolerance, self._shrinkage = discount, tolerance, shrinkage
+        self._knots = tuple(knots)
+        size = len(self._knots)
+        self._weight = self._sum_y = 0.0
+        self._sum_x = [0.0] * size
+        self._sum_xy = [0.0] * size
+        self._sum_xx = [[0.0] * size for _ in range(size)]
+        self._slopes = [0.0] * size
+        self.base = 0.0
+
+    def at(self, x: float) -> float:
+        """The height of the curve."""
+        return self.base + sum(
+            slope * max(x - knot, 0.0) for slope, knot in zip(self._slopes, self._knots, strict=True)
+        )
+
+    def add(self, x: float, y: float) -> None:
+        """Take in one sample; one far above the curve is moved to the edge of the tolerance first."""
+        expected = self.at(x)
+        if expected > 0:
+            y = min(y, expected * self._tolerance)
+        keep, size = self._discount, len(self._knots)
+        bent = [max(x - knot, 0.0) for knot in self._knots]
+        self._weight = self._weight * keep + 1
+        self._sum_y = self._sum_y * keep + y
+        for row in range(size):
+            self._sum_x[row] = self._sum_x[row] * keep + bent[row]
+            self._sum_xy[row] = self._sum_xy[row] * keep + bent[row] * y
+            sums = self._sum_xx[row]
+            for column in range(size):
+                sums[column] = sums[column] * keep + bent[row] * bent[column]
+        self._settle()
+
+    def _settle(self) -> None:
+        weight, size = self._weight, len(self._knots)
+        means = [total / weight for total in self._sum_x]
+        mean_y = self._sum_y / weight
+        for _ in range(_ROUNDS):
+            for row in range(size):
+                left = self._sum_xy[row] - weight * means[row] * mean_y
+                for column in range(size):
+                    if column != row:
+                        covariance = self._sum_xx[row][column] - weight * means[row] * means[column]
+                        left -= covariance * self._slopes[column]
+                variance = max(self._sum_xx[row][row] - weight * means[row] * means[row], 0.0)
+                self._slopes[row] = max(left / (variance + self._shrinkage), 0.0)
+        self.base = mean_y - sum(slope * mean for slope, mean in zip(self._slopes, means, strict=True))
+
+
 class StepTimes(NamedTuple):
     """One decode step for the cost model: tokens drafted, seconds, tokens recomputed, tokens looked up."""
 
@@ -148,7 +221,7 @@ class StepCostModel:
         self.options = options or CostOptions()
         self._warm_up: list[StepTimes] = []
         self._draft = DiscountedLine(self.options.discount, self.options.tolerance, self.options.shrinkage)
-        self._verify = DiscountedLine(self.options.discount, self.options.tolerance, self.options.shrinkage)
+        self._verify = DiscountedCurve(self.options.discount, self.options.tolerance, self.options.shrinkage)
         self._has_drafted = False
         self._num_proposed = self._num_recomputed = 0.0
 
@@ -162,25 +235,27 @@ class StepCostModel:
         """Return whether the warm-up is over, so that a verification's seconds are known."""
         return len(self._warm_up) >= self.options.warm_up
 
-    @property
-    def verify_per_token_s(self) -> float:
-        """Seconds that one more token to verify costs, what is recomputed for it included."""
-        return self._verify_slope
+    def verify_per_token_s(self, beside: float = 0) -> float:
+        """Seconds that one more token to verify costs `beside` so many others, what is recomputed for it included."""
+        return (self._verify.at(beside + 1) - self._verify.at(beside)) * self._with_recomputed
 
     def draft_s(self, gamma: int) -> float:
         """Expected seconds of drafting gamma tokens, without what has to be caught up on."""
         return self._draft.base + self._draft.slope * gamma if gamma else 0.0
 
-    @property
-    def per_token_s(self) -> float:
-        """Seconds that one more draft token costs: its draft forward, the marginal verify time, and what is recomputed
-        for it."""
-        return self._draft.slope + self._verify_slope
+    def verify_s(self, num_tokens: int) -> float:
+        """Expected seconds of verifying so many proposed tokens, what is recomputed for them included."""
+        return self._verify.at(num_tokens * self._with_recomputed)
+
+    def per_token_s(self, beside: float = 0) -> float:
+        """Seconds that one more draft token costs `beside` so many others: its draft forward, the marginal verify time,
+        and what is recomputed for it."""
+        return self._draft.slope + self.verify_per_token_s(beside)
 
     @property
-    def _verify_slope(self) -> float:
-        recomputed = self._num_recomputed / self._num_proposed if self._num_proposed else 0.0
-        return self._verify.slope * (1 + recomputed)
+    def _with_recomputed(self) -> float:
+        """Tokens that the target takes in per proposed one."""
+        return 1 + (self._num_recomputed / self._num_proposed if self._num_proposed else 0.0)
 
     @property
     def base_s(self) -> float:
@@ -194,7 +269,7 @@ class StepCostModel:
 
     def seconds(self, gamma: int, num_looked_up: int = 0) -> float:
         """Expected seconds of a step that drafts gamma tokens and has others looked up."""
-        return self.draft_s(gamma) + self._verify.base + self._verify_slope * (gamma + num_looked_up)
+        return self.draft_s(gamma) + self.verify_s(gamma + num_looked_up)
 
     def observe(
         self, gamma: int, draft_s: float, verify_s: float, num_recomputed: int = 0, num_looked_up: int = 0
@@ -220,7 +295,7 @@ class StepCostModel:
             self._draft.add(step.gamma, step.draft_s)
         else:
             self._draft.age()
-        self._verify.add(step.gamma + step.num_looked_up + step.num_recomputed, step.verify_s, prior_slope=0.0)
+        self._verify.add(step.gamma + step.num_looked_up + step.num_recomputed, step.verify_s)
 
 
 def _calmed(steps: list[StepTimes], tolerance: float) -> list[StepTimes]:

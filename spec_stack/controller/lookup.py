@@ -145,12 +145,11 @@ class LookupGate:
     def _typical_chance(self, found: Found, place: int) -> float:
         return sigmoid(self._chances.logit(_features(found, place)))
 
-    @property
-    def price(self) -> float:
-        """The chance at which one more verified token is worth its time."""
+    def price(self, beside: int = 0) -> float:
+        """The chance at which one more verified token is worth its time `beside` so many others."""
         if not self._cost.ready_to_verify:
             return self.options.cold_price
-        return max(self._tokens_per_s * self._cost.verify_per_token_s, self.options.least_price)
+        return max(self._tokens_per_s * self._cost.verify_per_token_s(beside), self.options.least_price)
 
     @property
     def _tokens_per_s(self) -> float:
@@ -161,7 +160,7 @@ class LookupGate:
 
         The gate remembers it until `observe`. No more is taken of a continuation than is worth it.
         """
-        self._offer, self._tail = self._best(continuations, most, 1.0), ()
+        self._offer, self._tail = self._best(continuations, most, 1.0, 0), ()
         return self._offer
 
     def prefers(self, offer: Offer) -> bool:
@@ -180,28 +179,29 @@ class LookupGate:
         """
         firsts = (next(iter(continuation), None) for continuation in continuations)
         looked_up = max((self.chance(found, 0) for found in firsts if found is not None), default=0.0)
-        forward_s = self._cost.per_token_s - self._cost.verify_per_token_s if self._cost.ready else 0.0
+        forward_s = self._cost.per_token_s() - self._cost.verify_per_token_s() if self._cost.ready else 0.0
         return looked_up > 0 and chance * looked_up >= with_next - self._tokens_per_s * forward_s
 
-    def tail(self, continuations: Sequence[Iterable[Found]], most: int, chance: float) -> Offer:
-        """Return what is worth verifying behind drafted tokens that are all right with this chance. The gate remembers
-        it."""
-        offer = self._best(continuations, most, chance)
+    def tail(self, continuations: Sequence[Iterable[Found]], most: int, chance: float, num_drafted: int) -> Offer:
+        """Return what is worth verifying behind so many drafted tokens that are all right with this chance. The gate
+        remembers it."""
+        offer = self._best(continuations, most, chance, num_drafted)
         self._tail = offer.found
         return offer
 
-    def _best(self, continuations: Sequence[Iterable[Found]], most: int, chance: float) -> Offer:
-        offers = [self._worth(continuation, most, chance) for continuation in continuations]
+    def _best(self, continuations: Sequence[Iterable[Found]], most: int, chance: float, beside: int) -> Offer:
+        offers = [self._worth(continuation, most, chance, beside) for continuation in continuations]
         return max(offers, key=lambda offer: offer.gain, default=Offer())
 
-    def _worth(self, continuation: Iterable[Found], most: int, chance: float) -> Offer:
-        price, gain, match_length = self.price, 0.0, 0
+    def _worth(self, continuation: Iterable[Found], most: int, chance: float, beside: int) -> Offer:
+        gain, match_length = 0.0, 0
         worthwhile: list[Found] = []
         for place, found in enumerate(continuation):
             match_length = match_length or found.length
             if place == min(most, self._reach):
                 break
             chance *= self.chance(found, place)
+            price = self.price(beside + place)
             if chance <= price:
                 break
             gain += chance - price
@@ -248,7 +248,7 @@ class LookupGate:
         """Learn what a step that went to the draft gained, the seconds of what it proposed paid at the present
         rate."""
         spent = min(record.draft_s, 3 * self._cost.draft_s(record.num_drafted)) if record.num_drafted else 0.0
-        spent += self._cost.verify_per_token_s * record.gamma
+        spent += self._cost.verify_s(record.gamma) - self._cost.base_s
         gained = max(record.num_accepted - self._tokens_per_s * spent, -float(record.gamma + 1))
         self._gain.add(gained, 1.0)
 

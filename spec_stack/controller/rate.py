@@ -4,14 +4,13 @@ from __future__ import annotations
 
 _KEEP = 0.97
 _IDLE_KEEP = 0.99
-_SHARED_WEIGHT = 4.0
 
 
 class RequestRate:
     """Tokens per unit of time over a discounted past. Mutated by all but `value`.
 
     The estimate is an average of three, weighed by the time that each has seen: this request's own, what all requests
-    showed, worth _SHARED_WEIGHT at most, and a start. The past is forgotten with time, not with steps, so
+    showed, worth `shared_weight` at most, and a start. The past is forgotten with time, not with steps, so
     one long step counts as what it took.
 
     Parameters
@@ -20,10 +19,12 @@ class RequestRate:
         The rate before anything is seen.
     weight : float
         The time that the start is worth.
+    shared_weight : float
+        The time that all requests' rate is worth beside this one's own.
     """
 
-    def __init__(self, start: float, weight: float) -> None:
-        self._start, self._weight = start, weight
+    def __init__(self, start: float, weight: float, shared_weight: float = 4.0) -> None:
+        self._start, self._weight, self._shared_weight = start, weight, shared_weight
         self._shared = (0.0, 0.0)
         self._own = (0.0, 0.0)
 
@@ -47,7 +48,7 @@ class RequestRate:
         tokens, time = self._shared
         shared = (tokens + self._start * self._weight) / (time + self._weight)
         tokens, time = self._own
-        return (tokens + shared * _SHARED_WEIGHT) / (time + _SHARED_WEIGHT)
+        return (tokens + shared * self._shared_weight) / (time + self._shared_weight)
 
 
 def _aged(seen: tuple[float, float], keep: float, num_tokens: float = 0.0, time: float = 0.0) -> tuple[float, float]:

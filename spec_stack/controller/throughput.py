@@ -7,10 +7,11 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from spec_stack.config import MAX_GAMMA
-from spec_stack.controller.acceptance import AcceptanceModel, OnlineAcceptance
+from spec_stack.controller.acceptance import AcceptanceModel
 from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord, check_gamma
 from spec_stack.controller.cost import USUAL_UNREAD, CostOptions, StepCostModel
 from spec_stack.controller.rate import RequestRate
+from spec_stack.controller.survival import Survival
 
 _MAX_UNRATED = 64
 # Tokens to catch up on from which the draft's prefill of them is weighed against what the answer can save.
@@ -24,9 +25,13 @@ _TRY_SHARE = 0.016
 _CLEAR_SPEEDUP = 1.2
 _CHECK_EVERY = 16
 # What a draft nobody has tried is taken to bring, worth so many plain steps, and its prefill to take of the target's.
-_START_SPEEDUP = 1.15
+_START_SPEEDUP = 1.3
 _START_WEIGHT = 6.0
-_TYPICAL_READ = 0.5
+# Plain steps' time of a request that count as much as all that was achieved before.
+_SHARED_WEIGHT = 32.0
+_TYPICAL_READ = 0.3
+# Tokens of an answer, of which the first few are no judge.
+_TYPICAL_ANSWER = 128.0
 _FIRST_CAP = 1
 # A step that takes longer than so many times what it should is a stall.
 _MOST_NOISE = 1.5
@@ -43,7 +48,7 @@ class _PrecisionState:
     """
 
     cost: StepCostModel
-    achieved: RequestRate = field(default_factory=lambda: RequestRate(1.0, _START_WEIGHT))
+    achieved: RequestRate = field(default_factory=lambda: RequestRate(1.0, _START_WEIGHT, _SHARED_WEIGHT))
     drafting: RequestRate = field(default_factory=lambda: RequestRate(_START_SPEEDUP, _START_WEIGHT))
     copied: RequestRate = field(default_factory=lambda: RequestRate(0.0, _START_WEIGHT))
     idle_s: float = 0.0
@@ -78,7 +83,7 @@ class _PrecisionState:
         """A step counts as if nothing had been looked up in it; one that does nothing else, not at all."""
         if step.num_looked_up and not step.num_drafted:
             return
-        looked_up_s = self.cost.verify_per_token_s * step.num_looked_up
+        looked_up_s = self.cost.verify_s(step.gamma) - self.cost.verify_s(step.num_drafted)
         # A stall is no part of what is achieved, whatever caused it.
         bound = _MOST_NOISE * self.cost.seconds(step.num_drafted)
         num_plain_steps = min(max(step.seconds - caught_up_s - looked_up_s, 0.0), bound) / self.cost.plain_s
@@ -95,22 +100,19 @@ class AnswerLength:
     """How long answers usually are, since max_tokens is but a bound. Mutated by `observe`."""
 
     def __init__(self) -> None:
-        self._typical: float | None = None
+        self._typical = _TYPICAL_ANSWER
         self._num_tokens = 0
 
     def observe(self, record: StepRecord) -> None:
         """A prefill step ends the answer before it."""
         if record.is_prefill:
             if self._num_tokens:
-                known = float(self._num_tokens) if self._typical is None else self._typical
-                self._typical = known + 0.2 * (self._num_tokens - known)
+                self._typical += 0.2 * (self._num_tokens - self._typical)
             self._num_tokens = 0
         self._num_tokens += record.num_tokens
 
     def expected_left(self, most: int) -> float:
         """Tokens that are probably still to come; an answer that is longer than usual is taken to be half done."""
-        if self._typical is None:
-            return float(most)
         return min(float(most), max(self._typical - self._num_tokens, float(self._num_tokens)))
 
 
@@ -139,15 +141,14 @@ class Throughput(Policy):
     cost : CostOptions
         How quickly measured times are followed.
     acceptance : AcceptanceModel
-        Gives the probability; the default learns online, with no training at all. The policy calls and mutates it.
+        Gives the probability; the default is trained, and corrected online. The policy calls and mutates it.
     """
 
     max_gamma: int = MAX_GAMMA
     cold_threshold: float = 0.3
     cost: CostOptions = field(default_factory=CostOptions)
-    acceptance: AcceptanceModel = field(default_factory=OnlineAcceptance, repr=False)
+    acceptance: AcceptanceModel = field(default_factory=Survival, repr=False)
     _states: dict[str, _PrecisionState] = field(init=False, repr=False, default_factory=dict)
-    _threshold: float = field(init=False, repr=False)
     _cap: int = field(init=False, repr=False, default=_FIRST_CAP)
     _answers: AnswerLength = field(init=False, repr=False, default_factory=AnswerLength)
     _prefill_s: float = field(init=False, repr=False, default=0.0)
@@ -159,17 +160,16 @@ class Throughput(Policy):
         check_gamma("max_gamma", self.max_gamma, least=1)
         if not 0 < self.cold_threshold < 1:
             raise ValueError(f"cold_threshold is a probability between 0 and 1, got {self.cold_threshold}")
-        self._threshold = self.cold_threshold
 
-    def threshold(self, precision: str) -> float:
-        """The probability below which a further token does not pay: tokens/s now achieved * seconds per draft token."""
+    def threshold(self, precision: str, num_drafted: int = 0) -> float:
+        """The probability below which a token beside so many others does not pay: tokens/s now achieved * its
+        seconds."""
         state = self._states.get(precision)
         if state is None or not state.cost.ready:
             return self.cold_threshold
-        return state.achieved.value * state.cost.per_token_s / state.cost.plain_s
+        return state.achieved.value * state.cost.per_token_s(num_drafted) / state.cost.plain_s
 
     def choose(self, context: StepContext) -> int:
-        self._threshold = self.threshold(context.precision)
         self.acceptance.begin()
         if not self._pays(context, self._states.get(context.precision)):
             return 0
@@ -183,7 +183,7 @@ class Throughput(Policy):
         speedup = state.drafting.value
         if speedup <= _LEAST_SPEEDUP:
             self._num_since_plain = 0
-            return state.idle_s * _TRY_SHARE > state.cost.per_token_s + read_s
+            return state.idle_s * _TRY_SHARE > state.cost.per_token_s() + read_s
         self._num_since_plain += 1
         if state.cost.ready and speedup < _CLEAR_SPEEDUP and self._num_since_plain > _CHECK_EVERY:
             self._num_since_plain = 0
@@ -202,7 +202,7 @@ class Throughput(Policy):
         return _TYPICAL_READ * self._prefill_s
 
     def keep_drafting(self, context: StepContext, signals: DraftSignals) -> bool:
-        return self.acceptance.extend(signals)[1] > self._threshold
+        return self.acceptance.extend(signals)[1] > self.threshold(context.precision, len(signals))
 
     def chances(self, signals: DraftSignals) -> tuple[float, float]:
         return self.acceptance.extend(signals)

@@ -56,7 +56,7 @@ class LookupThenModel:
             return drafted
         continuations = self._index.continuations(drafted.token_ids, self._end_ids)
         most = min(room - len(drafted.token_ids), MAX_LOOKED_UP)
-        offer = self._gate.tail(continuations, most, guide.chances(drafted.signals)[0])
+        offer = self._gate.tail(continuations, most, guide.chances(drafted.signals)[0], len(drafted.token_ids))
         return _joined(drafted, offer) if offer.found else drafted
 
 

@@ -6,8 +6,15 @@ import random
 
 import pytest
 
-from spec_stack.controller.cost import CostOptions, DiscountedLine, DiscountedRate, StepCostModel
-from tests.support.reference_controller import weighted_line
+from spec_stack.controller.cost import (
+    KNOTS,
+    CostOptions,
+    DiscountedCurve,
+    DiscountedLine,
+    DiscountedRate,
+    StepCostModel,
+)
+from tests.support.reference_controller import shrunk_curve, weighted_line
 
 
 def test_a_line_without_shrinkage_is_discounted_least_squares() -> None:
@@ -21,6 +28,31 @@ def test_a_line_without_shrinkage_is_discounted_least_squares() -> None:
     assert (line.base, line.slope) == pytest.approx((base, slope), rel=1e-6)
 
 
+@pytest.mark.parametrize("bend", [0.0, 0.05])
+def test_a_curve_is_what_costs_least_with_no_slope_under_0(bend: float) -> None:
+    rng = random.Random(3)
+    points = [(float(rng.randint(0, 12)), rng.uniform(0.9, 1.1)) for _ in range(120)]
+    points = [(x, y - 0.01 * min(x, 4) + bend * max(x - 8, 0)) for x, y in points]
+    curve = DiscountedCurve(discount=0.98, tolerance=1e9, shrinkage=4.0)
+    for x, y in points:
+        curve.add(x, y)
+    base, slopes = shrunk_curve(points, 0.98, 4.0, list(KNOTS))
+    for x in range(14):
+        expected = base + sum(slope * max(x - knot, 0.0) for slope, knot in zip(slopes, KNOTS, strict=True))
+        assert curve.at(x) == pytest.approx(expected, abs=2e-3)
+
+
+def test_a_token_costs_what_it_adds_where_it_is_added() -> None:
+    # Up to five rows take one row's time, as products of few rows do.
+    model = StepCostModel()
+    for gamma in (1, 3, 4, 6, 8, 10, 12) * 60:
+        model.observe(gamma, 0.01 * gamma, 0.1 + 0.02 * max(gamma - 4, 0))
+    assert model.verify_per_token_s(1) < 0.003
+    assert model.verify_per_token_s(9) == pytest.approx(0.02, rel=0.1)
+    assert model.per_token_s(9) == pytest.approx(0.03, rel=0.1)
+    assert model.verify_s(10) == pytest.approx(0.22, rel=0.05)
+
+
 def test_costs_are_recovered_in_spite_of_stalls() -> None:
     rng = random.Random(1)
     model = StepCostModel()
@@ -29,7 +61,7 @@ def test_costs_are_recovered_in_spite_of_stalls() -> None:
         gamma = rng.randint(0, 8)
         stall = 20.0 if rng.random() < 0.03 else 1.0
         model.observe(gamma, 0.01 * gamma * rng.uniform(0.9, 1.1), stall * (0.03 + 0.001 * gamma))
-    assert model.per_token_s == pytest.approx(0.011, rel=0.15)
+    assert model.per_token_s() == pytest.approx(0.011, rel=0.15)
     assert model.seconds(4) == pytest.approx(0.03 + 4 * 0.011, rel=0.15)
 
 
@@ -37,7 +69,7 @@ def test_one_gamma_alone_still_gives_the_drafts_price() -> None:
     model = StepCostModel()
     for _ in range(50):
         model.observe(4, 0.04, 0.03)
-    assert model.per_token_s == pytest.approx(0.01)
+    assert model.per_token_s() == pytest.approx(0.01)
     assert model.base_s == pytest.approx(0.03)
 
 
@@ -55,7 +87,7 @@ def test_estimates_follow_a_lasting_change() -> None:
     for factor in (1.0, 10.0):
         for gamma in (1, 3, 5, 7) * 40:
             model.observe(gamma, factor * 0.01 * gamma, factor * 0.03)
-    assert model.per_token_s == pytest.approx(0.1, rel=0.1)
+    assert model.per_token_s() == pytest.approx(0.1, rel=0.1)
 
 
 def test_the_rate_is_tokens_over_seconds_with_recent_steps_heavier() -> None:
@@ -82,4 +114,4 @@ def test_recomputed_tokens_are_priced_into_the_drafted_token() -> None:
         model.observe(gamma, 0.01 * gamma, 0.03 + 0.002 * (gamma + recomputed), recomputed)
         recomputed = gamma // 2 + rng.randint(0, gamma % 2)
     assert model.base_s == pytest.approx(0.03, rel=0.05)
-    assert model.per_token_s == pytest.approx(0.01 + 0.002 * 1.5, rel=0.05)
+    assert model.per_token_s() == pytest.approx(0.01 + 0.002 * 1.5, rel=0.05)

@@ -1,17 +1,14 @@
-"""Predictors: exported arrays equal scikit-learn, files are checked, and the acceptance model learns what it should."""
+"""Predictors: exported arrays equal scikit-learn, and files are checked."""
 
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from spec_stack.controller.acceptance import OnlineAcceptance
-from spec_stack.controller.base import DraftSignals
 from spec_stack.controller.predictor import (
     KIND,
     STEP_FEATURES,
@@ -153,61 +150,3 @@ def test_a_predictor_file_is_read_again_when_it_has_changed(tmp_path: Path) -> N
     assert load_step_predictor(path) is first
     save_predictor(path, network(hidden=4), card())
     assert load_step_predictor(path).network.weights[0].shape == (len(STEP_FEATURES), 4)
-
-
-def first(signals: DraftSignals, num_drafted: int) -> DraftSignals:
-    return DraftSignals(signals.entropy[:num_drafted], signals.confidence[:num_drafted])
-
-
-def test_what_a_bad_stretch_taught_of_the_next_step_fades_while_nothing_is_drafted() -> None:
-    def chance(*num_drafted: int) -> float:
-        model = OnlineAcceptance(trust=1e9)
-        for gamma in num_drafted:
-            model.learn(step(gamma, 0))
-        model.begin()
-        return model.extend(DraftSignals([1.0], [0.9]))[0]
-
-    assert chance(*[4] * 30, *[0] * 60) > chance(*[4] * 30)
-
-
-def test_online_acceptance_becomes_calibrated() -> None:
-    rng = random.Random(0)
-    model = OnlineAcceptance()
-    chances, outcomes = [], []
-    for number in range(1500):
-        confidence = rng.choice((0.3, 0.95))
-        right = {0.3: 0.2, 0.95: 0.9}[confidence]
-        accepted = 0
-        while accepted < 3 and rng.random() < right:
-            accepted += 1
-        record = step(3, accepted, confidence=confidence)
-        if number >= 500:
-            model.begin()
-            chances.append(model.extend(first(record.signals, 1))[1])
-            outcomes.append(float(accepted >= 2))
-        model.learn(record)
-    by_level = {level: [o for c, o in zip(chances, outcomes, strict=True) if (c > 0.4) == level] for level in (0, 1)}
-    means = {level: [c for c in chances if (c > 0.4) == level] for level in (0, 1)}
-    for level in (0, 1):
-        assert sum(means[level]) / len(means[level]) == pytest.approx(
-            sum(by_level[level]) / len(by_level[level]), abs=0.11
-        )
-
-
-def test_a_rejected_run_does_not_count_for_each_of_its_tokens() -> None:
-    long, short = OnlineAcceptance(), OnlineAcceptance()
-    long.learn(step(16, 0))
-    short.learn(step(1, 0))
-    signals = first(step(4, 0).signals, 1)
-    long.begin()
-    short.begin()
-    assert long.extend(signals) == short.extend(signals)
-
-
-def test_the_chance_of_a_proposal_does_not_depend_on_how_often_it_was_asked_for() -> None:
-    model, signals = OnlineAcceptance(), DraftSignals([1.0, 2.0, 0.5], [0.9, 0.6, 0.8])
-    model.begin()
-    one_by_one = [model.extend(first(signals, num_drafted)) for num_drafted in (1, 2, 3)]
-    model.begin()
-    assert model.extend(signals) == one_by_one[-1]
-    assert len(set(one_by_one)) == 3

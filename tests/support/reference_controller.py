@@ -47,6 +47,48 @@ def weighted_line(points: list[tuple[float, float]], discount: float) -> tuple[f
     return mean_y - slope * mean_x, slope
 
 
+def shrunk_curve(
+    points: list[tuple[float, float]], discount: float, shrinkage: float, knots: list[float]
+) -> tuple[float, list[float]]:
+    """Base and slopes, none under 0, of a curve that may bend upwards at knots: the slopes that cost least, by small
+    steps downhill. The newest point has weight 1 and each older one less; a slope's square costs the shrinkage."""
+    weights = [discount ** (len(points) - 1 - index) for index in range(len(points))]
+    total = sum(weights)
+    bent = [[max(x - knot, 0.0) for knot in knots] for x, _ in points]
+    slopes = [0.0] * len(knots)
+    largest = sum(w * sum(b * b for b in row) for w, row in zip(weights, bent, strict=True)) + shrinkage
+
+    def base() -> float:
+        left = (
+            w * (y - sum(s * b for s, b in zip(slopes, row, strict=True)))
+            for w, row, (_, y) in zip(weights, bent, points, strict=True)
+        )
+        return sum(left) / total
+
+    for _ in range(20_000):
+        height = base()
+        errors = [
+            y - height - sum(s * b for s, b in zip(slopes, row, strict=True))
+            for row, (_, y) in zip(bent, points, strict=True)
+        ]
+        downhill = [
+            sum(w * error * row[at] for w, error, row in zip(weights, errors, bent, strict=True)) - shrinkage * slope
+            for at, slope in enumerate(slopes)
+        ]
+        slopes = [max(slope + step / largest, 0.0) for slope, step in zip(slopes, downhill, strict=True)]
+    return base(), slopes
+
+
+def survival(own: list[float], following: list[float]) -> list[tuple[float, float]]:
+    """By drafted token, the chance that it and all before are right, and that the next one is too; of each token's
+    logit, and of the next one's asked of it."""
+    chances = []
+    for count in range(1, len(own) + 1):
+        all_right = math.prod(1 / (1 + math.exp(-value)) for value in own[:count])
+        chances.append((all_right, all_right / (1 + math.exp(-following[count - 1]))))
+    return chances
+
+
 def network_output(weights: list[list[list[float]]], biases: list[list[float]], values: list[float]) -> float:
     """Dense layers with ReLU between them, number by number."""
     for layer, (matrix, bias) in enumerate(zip(weights, biases, strict=True)):
@@ -58,14 +100,3 @@ def network_output(weights: list[list[list[float]]], biases: list[list[float]], 
             outputs.append(total if layer == len(weights) - 1 else max(total, 0.0))
         values = outputs
     return values[0]
-
-
-def gap_by_bins(probabilities: list[float], outcomes: list[int], num_bins: int) -> float:
-    """Expected calibration error over equal-count bins; the number of examples must be a multiple of num_bins."""
-    pairs = sorted(zip(probabilities, outcomes, strict=True), key=lambda pair: pair[0])
-    size = len(pairs) // num_bins
-    gaps = []
-    for number in range(num_bins):
-        part = pairs[number * size : (number + 1) * size]
-        gaps.append(abs(sum(p for p, _ in part) / size - sum(y for _, y in part) / size))
-    return sum(gaps) / num_bins
