@@ -140,14 +140,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=20)
     add_out_argument(parser)
     arguments = parser.parse_args()
-    load_generator(arguments)
-    pair = ModelPair.load(
-        arguments.target,
-        arguments.draft,
-        precision=arguments.precision,
-        draft_precision=arguments.draft_precision,
-        device=arguments.device,
-    )
+    pair = load_generator(arguments).pair
     calibrated = Calibration.load(arguments.calibration).apply()
     settings = settings_of(calibrated, arguments.keep_rates)
     asked = {"default @ 0.2": PrefillConfig(), "calibrated": calibrated}

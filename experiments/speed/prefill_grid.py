@@ -133,14 +133,7 @@ def main() -> None:
     parser.add_argument("--no-memory", action="store_true", help="leave peak memory out")
     arguments = parser.parse_args()
     settings = settings_of(arguments)
-    load_generator(arguments)
-    pair = ModelPair.load(
-        arguments.target,
-        arguments.draft,
-        precision=arguments.precision,
-        draft_precision=arguments.draft_precision,
-        device=arguments.device,
-    )
+    pair = load_generator(arguments).pair
     lengths = []
     for num_tokens in arguments.tokens:
         row = bench(pair, make_prompt(pair.tokenizer, num_tokens), settings, arguments.repeats)
