@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 from spec_stack.config import MAX_GAMMA, DecodeConfig, PrefillConfig, SessionConfig
 from spec_stack.controller.base import Policy
 from spec_stack.controller.registry import BATCH_POLICIES, make_batch_policy
+from spec_stack.settings.options import documented, meaning, option
 
 ENVIRONMENT = "SPEC_STACK_SGLANG"
 NONE = "none"
@@ -26,40 +27,60 @@ same, and what the new turn wants of the dropped text comes back. afresh: the wh
 that the server remembers changes a reply."""
 
 
+@documented
 @dataclass(frozen=True)
 class ServerConfig:
-    """The server's defaults. Raises ValueError, saying what to change.
+    """The server's defaults. Raises ValueError, saying what to change."""
 
-    prefill: how prompts are scored and pruned; its min_prompt_tokens is the length from which they are, and with
-        on_scoring_error="raise" an error while a prompt is scored ends the server, as tests want it.
-    policy: one of BATCH_POLICIES. policy_options: its options as `make_batch_policy` takes them.
-    gammas: the numbers of draft tokens a step may use. Buffers, and on CUDA one set of graphs each, are made for
-        every one at launch; 0 is plain decoding.
-    max_gamma_by_batch_size: from so many requests on, the largest gamma of a step. A step's graphs are captured for
-        the batch sizes at which its gamma may be used, so this is also what the graphs cost in memory and launch time.
-    prefill_decode_interval: decode steps between two prefill batches, and between a prefill batch and a part of a
-        scoring, while requests run on a server that prunes; `--prefill-decode-interval` goes over it. With 0 all chunks
-        of a prompt are prefilled in a row, which is its soonest and the running requests' longest wait.
-    calibration: a file of `spec-stack calibrate`, or the folder it lies in, whose settings take the place of prefill's
-        defaults; None is the one beside the draft, if any, and "none" is none.
-    predictor: a file that `train_controller` made, for the policy `speckv`; None is the one beside the draft, if any,
-        and "none" is none: a ridge is learned online.
-    follow_up: one of FOLLOW_UPS. recall: what comes back of dropped text under "recall", with a session's options.
-    draft_pool_tokens: tokens that the draft's own KV pool holds, of all conversations together. A prompt longer than
-        that is prefilled densely. SGLang sizes its own pools by the memory that is left.
-    """
-
-    prefill: PrefillConfig = field(default_factory=PrefillConfig)
-    policy: str = "throughput"
-    policy_options: Mapping[str, Any] = field(default_factory=dict)
-    gammas: tuple[int, ...] = (0, 1, 2, 4, 8)
-    max_gamma_by_batch_size: Mapping[int, int] = field(default_factory=lambda: {9: 4, 33: 2})
-    prefill_decode_interval: int = 1
-    calibration: str | None = None
-    predictor: str | None = None
-    follow_up: str = FOLLOW_UPS[0]
-    recall: SessionConfig = field(default_factory=lambda: SessionConfig(**_RECALL))
-    draft_pool_tokens: int = 65_536
+    prefill: PrefillConfig = field(
+        default_factory=PrefillConfig,
+        metadata={
+            "help": "how prompts are scored and pruned; with on_scoring_error='raise' an error while a prompt is "
+            "scored ends the server, as tests want it"
+        },
+    )
+    policy: str = option("throughput", f"name of what decides how many tokens are drafted: {', '.join(BATCH_POLICIES)}")
+    policy_options: Mapping[str, Any] = field(
+        default_factory=dict, metadata={"help": "the policy's options, as `make_batch_policy` takes them"}
+    )
+    gammas: tuple[int, ...] = option(
+        (0, 1, 2, 4, 8),
+        "draft tokens that a step may use; buffers, and on CUDA one set of graphs each, are made for every one at "
+        "launch; 0 is plain decoding",
+    )
+    max_gamma_by_batch_size: Mapping[int, int] = field(
+        default_factory=lambda: {9: 4, 33: 2},
+        metadata={
+            "help": "from so many requests on, the largest gamma of a step. A step's graphs are captured for the batch "
+            "sizes at which its gamma may be used, so this is also what the graphs cost in memory and launch time"
+        },
+    )
+    prefill_decode_interval: int = option(
+        1,
+        "decode steps between two prefill batches, and between a prefill batch and a part of a scoring, while requests "
+        "run on a server that prunes; `--prefill-decode-interval` goes over it. With 0 all chunks of a prompt are "
+        "prefilled in a row, which is its soonest and the running requests' longest wait",
+    )
+    calibration: str | None = option(
+        None,
+        "a file of `spec-stack calibrate` for this pair, or its folder, whose settings take the place of prefill's "
+        "defaults, or 'none'; without it the one beside the draft, if any",
+    )
+    predictor: str | None = option(
+        None,
+        "a file that train_controller made, for the policy speckv, or 'none'; without it the one beside the draft, if "
+        "any, else a ridge is learned online",
+    )
+    follow_up: str = option(FOLLOW_UPS[0], f"what becomes of the text of earlier turns: {', '.join(FOLLOW_UPS)}")
+    recall: SessionConfig = field(
+        default_factory=lambda: SessionConfig(**_RECALL),
+        metadata={"help": "what comes back of dropped text under 'recall', with a session's options"},
+    )
+    draft_pool_tokens: int = option(
+        65_536,
+        "tokens that the draft's own KV pool holds, of all conversations together. A prompt longer than that is "
+        "prefilled densely. SGLang sizes its own pools by the memory that is left",
+    )
 
     def __post_init__(self) -> None:
         whole = all(isinstance(gamma, int) and not isinstance(gamma, bool) for gamma in self.gammas)
@@ -175,72 +196,38 @@ class _Remember(argparse.Action):
         os.environ[ENVIRONMENT] = json.dumps({**_read_environment(), self.dest.removeprefix("spec_stack_"): values})
 
 
+# How each flag is read, and what stands for its value; default and meaning are the field's.
+_FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "keep_rate": (float, "SHARE"),
+    "min_prompt_tokens": (int, "TOKENS"),
+    "policy": (str, "NAME"),
+    "gammas": (int, "N"),
+    "calibration": (str, "FILE"),
+    "predictor": (str, "FILE"),
+    "follow_up": (str, "RULE"),
+    "draft_pool_tokens": (int, "TOKENS"),
+}
+_OF_PREFILL = ("keep_rate", "min_prompt_tokens")
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the --spec-stack-* flags; their defaults are ServerConfig's."""
+    """Add the --spec-stack-* flags."""
     group = parser.add_argument_group("spec_stack", "with --speculative-algorithm SPEC_STACK")
-    defaults = ServerConfig()
     # SUPPRESS keeps them out of the namespace: SGLang's own record has no such fields.
     common: dict[str, Any] = {"action": _Remember, "default": argparse.SUPPRESS}
+    for name, (read, metavar) in _FLAGS.items():
+        config: type = PrefillConfig if name in _OF_PREFILL else ServerConfig
+        default = getattr(config, name)
+        if name == "gammas":
+            common_of, default = {**common, "nargs": "+"}, " ".join(map(str, default))
+        else:
+            common_of = common
+        shown = meaning(config, name) + ("" if default is None else f" (default {default})")
+        flag = f"--spec-stack-{name.replace('_', '-')}"
+        group.add_argument(flag, type=read, metavar=metavar, help=shown.replace("%", "%%"), **common_of)
+    settings = ", ".join([*_OF_PREFILL, *(entry.name for entry in fields(ServerConfig))])
     group.add_argument(
-        "--spec-stack-keep-rate",
-        type=float,
-        metavar="SHARE",
-        help=f"share of a long prompt that the target prefills (default {defaults.prefill.keep_rate})",
-        **common,
-    )
-    group.add_argument(
-        "--spec-stack-min-prompt-tokens",
-        type=int,
-        metavar="TOKENS",
-        help=f"prompts from this length on are pruned (default {defaults.prefill.min_prompt_tokens})",
-        **common,
-    )
-    group.add_argument(
-        "--spec-stack-policy",
-        metavar="NAME",
-        help=f"decides how many tokens are drafted: {', '.join(BATCH_POLICIES)} (default {defaults.policy})",
-        **common,
-    )
-    group.add_argument(
-        "--spec-stack-gammas",
-        type=int,
-        nargs="+",
-        metavar="N",
-        help=f"draft tokens a step may use (default {' '.join(map(str, defaults.gammas))})",
-        **common,
-    )
-    group.add_argument(
-        "--spec-stack-calibration",
-        metavar="FILE",
-        help="made by `spec-stack calibrate` for this pair, or none (default: the one in the draft's folder, if any)",
-        **common,
-    )
-    group.add_argument(
-        "--spec-stack-predictor",
-        metavar="FILE",
-        help="made by train_controller, for the policy speckv, or none (default: the one in the draft's folder)",
-        **common,
-    )
-    group.add_argument(
-        "--spec-stack-follow-up",
-        metavar="RULE",
-        help=f"what becomes of the text of earlier turns: {', '.join(FOLLOW_UPS)} (default {defaults.follow_up})",
-        **common,
-    )
-    group.add_argument(
-        "--spec-stack-draft-pool-tokens",
-        type=int,
-        metavar="TOKENS",
-        help=f"tokens that the draft's own KV pool holds (default {defaults.draft_pool_tokens})",
-        **common,
-    )
-    group.add_argument(
-        "--spec-stack-config",
-        metavar="FILE",
-        help="JSON with any of: keep_rate, min_prompt_tokens, prefill, policy, policy_options, gammas, "
-        "max_gamma_by_batch_size, prefill_decode_interval, calibration, predictor, follow_up, "
-        "recall, draft_pool_tokens; flags go over it",
-        **common,
+        "--spec-stack-config", metavar="FILE", help=f"JSON with any of: {settings}; flags go over it", **common
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import threading
 import time
 from dataclasses import dataclass, field
@@ -152,9 +151,6 @@ def test_random_conversations_get_the_references_tokens_and_the_numbers_add_up(
     assert pool["num_pinned"] == 0
     traffic.check_tokens()
     traffic.check_numbers(before)
-    rates = [float(rate) for rate in re.findall(r"accept rate: ([\d.]+)", server.log.read_text(errors="replace"))]
-    assert rates
-    assert max(rates) <= 1, "divided by the gamma of one moment it would be over 1"
     num_after = server.state()["num_requests"]
     assert num_after["failed"] == num_before["failed"]
 
