@@ -38,11 +38,11 @@ MAX_LOOKED_UP = 64
 MAX_LOOK_AHEAD = 64
 PRECISIONS = ("fp32", "fp16", "bf16", "int8", "nf4")
 OTHER_PRECISION = "other"
-"""What records call a precision of no name of ours: a checkpoint stored quantized in another way."""
+"""A precision that has no name here, as records say it: a checkpoint stored quantized in another way."""
 # Logits divided by less overflow; what is meant is greedy.
 MIN_TEMPERATURE = 1e-3
 DEFAULT_MAX_TOKENS = 256
-"""What max_tokens=None asks for where the models have positions for it."""
+"""The number that max_tokens=None asks for where the models have positions for it."""
 MAX_LOGPROBS = 100
 MAX_SAMPLES = 128
 

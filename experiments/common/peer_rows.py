@@ -85,5 +85,5 @@ def kvpress_row(row: Mapping[str, Any], predicted: str, keep_rate: float) -> dic
 
 
 def kvpress_prompt(row: Mapping[str, Any]) -> str:
-    """What such a row asks: the context, the question, and what the answer begins with."""
+    """The prompt of such a row: the context, the question, and what the answer begins with."""
     return f"{row['context']}{row['question']}{row['answer_prefix']}"

@@ -53,7 +53,7 @@ class Result:
 
     @classmethod
     def read(cls, path: Path) -> Result:
-        """Of a file of experiments/results."""
+        """Read a file of experiments/results."""
         content: Any = json.loads(path.read_text(encoding="utf-8"))
         described = content if isinstance(content, dict) else {}
         # A file of several pairs says it pair by pair, the newest first.
@@ -75,7 +75,7 @@ class Result:
         )
 
     def why_stale(self, pair: str) -> str:
-        """What speaks against it, today's pair given; empty where nothing does."""
+        """Say what speaks against it, today's pair given; empty where nothing does."""
         uses_pair = self.name not in _OF_NO_PAIR
         if uses_pair and self.pair and self.pair != pair:
             return "made with another pair"
@@ -153,7 +153,7 @@ def _script_of(experiment: str) -> str:
 
 
 def _changed_since(commit: str, paths: list[str] | tuple[str, ...]) -> bool:
-    """Whether a file differs from what it was at a commit."""
+    """Return whether a file differs from what it was at a commit."""
     return _git("diff", "--quiet", commit, "--", *paths) != 0
 
 

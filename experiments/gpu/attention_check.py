@@ -1,4 +1,4 @@
-"""Whether chunked sparse prefill is right on a device, by each attention there is: against fp32 without a cache.
+"""Checks that chunked sparse prefill is right on a device, by each attention there is: against fp32 without a cache.
 
 The trap: transformers reads positions with gaps as borders between packed sequences; in its masks where there is
 neither cache nor mask, and in its FlashAttention calls even where there is a cache. Tokens then see their own run

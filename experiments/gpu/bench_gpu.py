@@ -1,4 +1,4 @@
-"""What sparse prefill and speculation cost on a GPU, at real model shapes with random weights made on the device.
+"""Cost of sparse prefill and speculation on a GPU, at real model shapes with random weights made on the device.
 
 Weights change no cost but the number of accepted tokens, so nothing here speaks of acceptance or quality. Measured:
 whether chunked sparse prefill is right there (`gpu_attention_check.py`); what reading the signals back costs per

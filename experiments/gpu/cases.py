@@ -1,4 +1,4 @@
-"""What `bench_gpu.py` measures, one function a case. Each prints its table and returns plain values.
+"""The cases of `bench_gpu.py`, one function a case. Each prints its table and returns plain values.
 
 Peak memory foreseen for llama-8b in bf16 at 131,008 tokens, on top of 16.1 and 2.5 GB of weights:
     dense, pieces of 8,192   17.2 GB of cache, 0.5 while a layer's is copied to grow, 0.7 of activations: 37 in all
@@ -131,7 +131,7 @@ def bench_prefill(models: Models, length: int, repeats: int, budget: Budget, war
 def bench_decode(
     models: Models, role: str, precision: str, cached: int, repeats: int, budget: Budget
 ) -> dict[str, Any]:
-    """What a block of 1 to 9 tokens costs over a cache; of 1 and 2 for the draft, which reads the last token or two."""
+    """Time a block of 1 to 9 tokens over a cache; of 1 and 2 for the draft, which is fed the last token or two."""
     model = models.draft() if role == "draft" else models.target(precision)
     install(model)
     prompt = random_prompt(cached, models.shape.target.vocab_size)

@@ -92,7 +92,7 @@ def make_tasks(pair: ModelPair, texts: Sequence[str], num_tokens: int, count: in
 
 
 def see(pair: ModelPair, task: Task, calibrated: Any, seed: int) -> Seen:
-    """What rules are shown of a task, with the draft's pass."""
+    """Return what rules are shown of a task, with the draft's pass."""
     text = task.haystack.content
     if getattr(pair.tokenizer, "chat_template", None):
         messages = [{"role": "user", "content": text}]

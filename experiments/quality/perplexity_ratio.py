@@ -34,7 +34,7 @@ from spec_stack.prefill.scoring import score_prompt
 def perplexity(
     pair: ModelPair, context: list[int], positions: Sequence[int], following: list[int], prefill_chunk: int
 ) -> float:
-    """Of the tokens that follow a context, some positions of which are prefilled."""
+    """The perplexity of the tokens that follow a context, some positions of which are prefilled."""
     target = pair.open_target(prefill_chunk)
     later = range(len(context), len(context) + len(following) - 1)
     rows = target.forward([*(context[at] for at in positions), *following[:-1]], [*positions, *later], len(following))

@@ -34,7 +34,7 @@ def fact_span(generator: SpecStackGenerator, fact: HiddenFact) -> tuple[int, int
 
 
 def ask(generator: SpecStackGenerator, fact: HiddenFact, keep_rate: float) -> tuple[bool, bool]:
-    """Whether the answer was right, and whether the target prefilled the whole fact."""
+    """Return whether the answer was right, and whether the target prefilled the whole fact."""
     read: set[int] = set()
     handle = generator.target.register_forward_pre_hook(
         lambda module, args, kwargs: read.update(kwargs["position_ids"][0].tolist()), with_kwargs=True

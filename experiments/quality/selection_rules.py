@@ -37,7 +37,7 @@ _RARE, _HOPS, _HOP_WORTH = range(2, 5), 5, 0.8
 
 @dataclass
 class Seen:
-    """What there is to choose by.
+    """The evidence to choose by.
 
     Attributes
     ----------
@@ -124,7 +124,7 @@ def last_queries(layers: Sequence[ScoredLayer], look_ahead: bool) -> list[Scored
 
 
 def by_name(seen: Seen, config: PrefillConfig) -> torch.Tensor:
-    """What the library's rule of this name says (config.scorer)."""
+    """Ask the library's rule of this name (config.scorer)."""
     attention = None
     if seen.layers:
         attention = CapturedAttention(dict(enumerate(last_queries(seen.layers, config.look_ahead > 0))))

@@ -47,7 +47,7 @@ CONTROLS = ("random", "most recent")
 
 
 def settings_of(calibrated: PrefillConfig, keep_rates: Sequence[float]) -> dict[str, PrefillConfig]:
-    """What is compared, by name: the paper's rule, the calibrated setting, and that with one part taken away."""
+    """The settings to compare, by name: the paper's rule, the calibrated setting, and that with one part taken away."""
     settings: dict[str, PrefillConfig] = {}
     for rate in keep_rates:
         whole = replace(calibrated, keep_rate=rate)
@@ -115,7 +115,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def answers(generators: dict[str, SpecStackGenerator], haystack: Haystack, prompt: Prompt) -> dict[str, bool]:
-    """Whether each generator's answer contains what was hidden; "dense" is that of any of them without pruning."""
+    """Return by name whether a generator's answer has what was hidden; "dense" is any of them without pruning."""
     options: dict[str, Any] = {"input_ids": prompt.token_ids, "max_tokens": 32}
     dense = next(iter(generators.values())).generate(specprefill=False, **options).text
     right = {"dense": haystack.answer in dense}

@@ -62,7 +62,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 @dataclass
 class Outcome:
-    """What came of a conversation.
+    """The outcome of a conversation.
 
     num_turns: questions in which a tool was called. num_calls: calls that came parsed. num_unparsed: answers in text
     that look like a call. cached, new: prompt tokens that the server had, and had not, one entry per request.
@@ -142,7 +142,7 @@ def converse(client: OpenAI, streams: bool, first_choice: str) -> Outcome:
 
 
 def _result(call: dict[str, Any]) -> Any:
-    """What a tool says; raises for arguments that are no JSON object, and tells the model of a wrong call."""
+    """Call a tool; raises for arguments that are no JSON object, and tells the model of a wrong call."""
     arguments = json.loads(call["function"]["arguments"])
     try:
         return FUNCTIONS[call["function"]["name"]](**arguments)

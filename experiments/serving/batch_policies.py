@@ -57,7 +57,7 @@ POLICIES = ("throughput", *SIGNAL_POLICIES, "ema", "heuristic")
 
 @dataclass
 class Arm:
-    """What the requests ask for, and how its batches went: the seconds of each, of all the tokens and the gammas."""
+    """A variant of the requests, and how its batches went: the seconds of each, of all the tokens and the gammas."""
 
     custom: dict[str, Any]
     seconds: list[float] = field(default_factory=list)
@@ -151,7 +151,7 @@ def compare(
 def follows_signals(
     gammas: Sequence[int], lags: Sequence[int], confidences: Sequence[Sequence[float]]
 ) -> list[tuple[float, int]]:
-    """Of one reply, (mean confidence of the newest proposal known, gamma chosen) of every step that knew of one."""
+    """Return one reply's (mean confidence of the newest proposal known, gamma chosen), for steps that knew of one."""
     pairs = []
     for step, (gamma, lag) in enumerate(zip(gammas, lags, strict=True)):
         if step >= lag and confidences[step - lag]:

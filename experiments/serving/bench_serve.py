@@ -39,7 +39,7 @@ _GREEDY: dict[str, Any] = {"model": "spec-stack", "temperature": 0}
 
 @dataclass(frozen=True)
 class Load:
-    """What is sent. num_requests: of all clients together."""
+    """The requests. num_requests: of all clients together."""
 
     num_clients: int = 8
     num_requests: int = 200
@@ -49,7 +49,7 @@ class Load:
 
 @dataclass
 class Outcome:
-    """What came of it.
+    """The outcome.
 
     counts: requests by kind. num_wrong: answers other than the generator's. num_unexpected: what else went wrong.
     """
@@ -171,7 +171,7 @@ def run_load(url: str, generator: SpecStackGenerator, load: Load) -> Outcome:
 
 
 def _becomes_idle(url: str, seconds: float = 30.0) -> bool:
-    """Whether nothing runs or waits any more."""
+    """Return whether nothing runs or waits any more."""
     end = monotonic() + seconds
     while monotonic() < end:
         with urlopen(f"{url}/metrics", timeout=60) as response:
@@ -183,7 +183,7 @@ def _becomes_idle(url: str, seconds: float = 30.0) -> bool:
 
 
 def in_use_mb() -> float:
-    """What is resident once the allocator has given back what is free: what it holds back grows by chance."""
+    """Return what is resident once the allocator has given back what is free: what it holds back grows by chance."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     return float(psutil.Process().memory_info().rss) / 1e6

@@ -101,7 +101,7 @@ class Prompts:
         return str(self._tokenizer.decode(ids))
 
     def follow_up(self, number: int) -> list[int]:
-        """What comes after a reply: what the template ends it with, and the next question."""
+        """The text after a reply: what the template ends it with, and the next question."""
         reply = "the reply before"
         messages = [
             {"role": "user", "content": "?"},

@@ -36,7 +36,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Conversations:
-    """What is said. lengths: shortest and longest document of a first turn; thinking_s: mean of an exponential."""
+    """Their sizes. lengths: shortest and longest document of a first turn; thinking_s: mean of an exponential."""
 
     lengths: tuple[int, int]
     system_tokens: int

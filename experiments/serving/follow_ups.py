@@ -95,8 +95,8 @@ class Talk:
         return self._history
 
     def go_on(self, text: str, reply_text: str = "") -> int:
-        """What the template ends the reply with, and the user's next turn; where these begin. reply_text: what was
-        replied, where nobody was asked."""
+        """Append what the template ends the reply with, and the user's next turn; return where these begin. reply_text:
+        what was replied, where nobody was asked."""
         if reply_text:
             self._history += self._tokenizer(reply_text, add_special_tokens=False).input_ids
         start = len(self._history)
@@ -112,7 +112,7 @@ class Talk:
 
 
 class Script:
-    """What is said, the same to every arm. Every document begins with a number of its own."""
+    """The texts, the same to every arm. Every document begins with a number of its own."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -226,7 +226,7 @@ def pool_state(port: int) -> dict[str, Any]:
 
 
 def short(found: Any) -> Any:
-    """Of timed turns, the mean over clients by turn."""
+    """Return, of timed turns, the mean over clients by turn."""
     if not isinstance(found, list):
         return found
     by_turn = list(zip(*found, strict=True))

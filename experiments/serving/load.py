@@ -1,4 +1,4 @@
-"""What a serving benchmark sends, and what its replies amount to. No SGLang here."""
+"""The requests of a serving benchmark, and what its replies amount to. No SGLang here."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Workload:
-    """What is sent, whatever the mode. lengths: shortest and longest document, in tokens, of the long requests."""
+    """The requests, whatever the mode. lengths: shortest and longest document, in tokens, of the long requests."""
 
     lengths: tuple[int, int]
     short_share: float
@@ -120,7 +120,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def figures(replies: Sequence[Reply], timeout_s: float) -> dict[str, float]:
-    """What one server did at one rate. Seconds are infinite where that many requests were not answered."""
+    """The account of one server at one rate. Seconds are infinite where that many requests were not answered."""
     columns = {
         "ttft_s": [reply.ttft_s for reply in replies],
         "seconds_per_token": [reply.seconds_per_token for reply in replies],

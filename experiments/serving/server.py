@@ -85,7 +85,7 @@ class SglangServer:
 
     @property
     def pid(self) -> int:
-        """Of the launched process, whose children are SGLang's others. Raises ServerError before it runs."""
+        """Process id of what was launched, whose children are SGLang's others. Raises ServerError before it runs."""
         if self._process is None:
             raise ServerError("the server does not run")
         return self._process.pid

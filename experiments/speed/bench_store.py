@@ -1,4 +1,4 @@
-"""What remembering prompts outside sessions costs and spares: time to first token with a store and without.
+"""Cost and gain of remembering prompts outside sessions: time to first token with a store and without.
 
 Cases: a prompt that shares nothing with any before, one that is asked again, and another question behind the same
 system message and document. Interleaved, medians. Ends in one JSON line.

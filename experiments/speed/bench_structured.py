@@ -49,7 +49,7 @@ NAMES = ("Alice", "Bob", "Carla", "David", "Emma", "Frank", "Grace", "Henry", "I
 
 
 def is_valid(text: str) -> bool:
-    """Whether an answer fits the schema, without the library that made it."""
+    """Return whether an answer fits the schema, without the library that made it."""
     try:
         answer = json.loads(text)
     except ValueError:

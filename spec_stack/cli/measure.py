@@ -19,7 +19,7 @@ from spec_stack.hf.prompt import PromptSource, encode_prompt
 
 Timer = Callable[[], float]
 LENGTH = 512
-"""Of the shorter prompt."""
+"""Length of the shorter prompt."""
 _LONGEST = 8192
 # Seconds of the shorter prompt from which the longer one is twice as long, not four times; and those up to which the
 # longer one may grow on, since what is foretold is the better for it.

@@ -98,7 +98,7 @@ class SelectionRule(ABC):
     """Scores the units of a prompt. One object serves many prompts, so it keeps nothing of them."""
 
     needs_attention: ClassVar[bool] = True
-    """Whether the draft goes over the whole prompt for it. Without, pruning costs no pass of the draft."""
+    """True where the draft goes over the whole prompt for it. Without, pruning costs no pass of the draft."""
 
     @abstractmethod
     def score(self, evidence: Evidence, units: Units, config: PrefillConfig) -> torch.Tensor:

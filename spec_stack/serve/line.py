@@ -34,7 +34,7 @@ class Failure:
 
 
 Delivery = Piece | Failure | None
-"""What comes back of a request; None after the last."""
+"""An answer's next piece; None after the last."""
 
 
 @dataclass(eq=False)

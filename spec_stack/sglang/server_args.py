@@ -22,7 +22,7 @@ SIGNAL_POLICIES = ("speckv", "confidence")
 # What was given stays where it is, in the radix cache too: rewriting what is behind is measured for sessions alone.
 _RECALL: dict[str, Any] = {"order": "written"}
 FOLLOW_UPS = ("recall", "freeze", "afresh")
-"""What becomes of the text of earlier turns. freeze: what was kept stays, what was dropped stays away. recall: the
+"""Rules for the text of earlier turns. freeze: what was kept stays, what was dropped stays away. recall: the
 same, and what the new turn wants of the dropped text comes back. afresh: the whole prompt is selected anew, and nothing
 that the server remembers changes a reply."""
 

@@ -1,4 +1,4 @@
-"""What becomes of a request once its prompt is decided: what SGLang is given of it, and the report."""
+"""Carries out what was decided for a request: what SGLang is given of its prompt, and the report."""
 
 from __future__ import annotations
 

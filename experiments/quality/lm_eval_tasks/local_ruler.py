@@ -38,7 +38,7 @@ def process_results(doc: Row, results: Sequence[str]) -> dict[str, float]:
 
 
 def mean_of_length(scores: Sequence[float]) -> float:
-    """Of the documents of one length; -1 where there are none."""
+    """The mean over the documents of one length; -1 where there are none."""
     own = [score for score in scores if score != -1]
     return sum(own) / len(own) if own else -1.0
 
