@@ -77,6 +77,8 @@ class PrefillConfig:
 
     # Which of the fields below were given, in whatever way. Not a setting; it has to stand first (`remembers_given`).
     given: tuple[str, ...] = field(default=(), kw_only=True, repr=False, compare=False)
+    # The calibration that completed it, in words. Not a setting either.
+    calibrated_by: str = field(default="", kw_only=True, repr=False, compare=False)
     keep_rate: float | KeepCurve = option(
         0.2,
         "share of the prompt that the target prefills, over 0 to 1; 1.0 is dense prefill. Or a curve: (num_tokens, "

@@ -25,7 +25,7 @@ ALLOWED = {
     "tokenizers": {"types", "prefill", "hf"},
     "engine": {"config", "settings", "types", "clock", "controller", "decode", "prefill", "hf", "tokenizers"},
     "api": {"config", "types", "controller", "offline.records", "prefill", "hf", "engine"},
-    "calibrate": {"config", "types", "decode", "prefill", "hf", "engine"},
+    "calibrate": {"config", "settings", "types", "decode", "prefill", "hf", "engine"},
     "serve": {
         "config",
         "settings",

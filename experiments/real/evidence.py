@@ -5,6 +5,7 @@ of its tokens). Rules: the paper's, BM25, the default, chosen heads, and each pa
 by drawing documents again. Needs no model. Prints a table, ends in one JSON line.
 
     python -m experiments.real.evidence --data DATA --target TARGET --captures FOLDER --num-tokens 2048
+        [--calibration FILE]
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from experiments.real.evidence_prompts import OTHER_WORDS
 from spec_stack import PrefillConfig
 from spec_stack.hf.loading import load_tokenizer
 from spec_stack.prefill.attention import CapturedAttention
+from spec_stack.prefill.calibration import Calibration
 from spec_stack.prefill.registry import needs_attention
 from spec_stack.prefill.rule import Evidence
 from spec_stack.prefill.selection import select
@@ -96,7 +98,14 @@ def _with_importance(evidence: Evidence, config: PrefillConfig) -> Evidence:
     """The same with its importance, which many settings share, computed once."""
     if evidence.attention is None:
         return evidence
-    key = id(evidence.attention), config.scoring_heads, config.head_vote, config.skipped_layers, config.pool_kernel
+    key = (
+        id(evidence.attention),
+        config.scoring_heads,
+        config.head_vote,
+        config.skipped_layers,
+        config.pool_kernel,
+        config.forced_tokens,
+    )
     if key not in _importances:
         _importances[key] = evidence.attention.importance(config)
     return replace(evidence, importance=_importances[key])
@@ -127,7 +136,7 @@ def table(rows: Mapping[str, Mapping[float, list[float]]], sources: Sequence[str
 def by_kind(rows: Mapping[str, Mapping[float, list[float]]], kinds: Sequence[str]) -> dict[str, Any]:
     """Print recall by kind at 0.1 and 0.2 of some rules; the same as plain values."""
     report: dict[str, Any] = {}
-    shown = [name for name in ("paper", "BM25, lines", "default", "heads") if name in rows]
+    shown = [name for name in ("paper", "BM25, lines", "default", "heads", "calibrated") if name in rows]
     for kind in dict.fromkeys(kinds):
         own = [at for at, each in enumerate(kinds) if each == kind]
         cells = {
@@ -144,6 +153,7 @@ def main() -> None:
     add_arguments(parser)
     parser.add_argument("--captures", type=Path, required=True, help="folder that captures.py wrote")
     parser.add_argument("--heads", help="chosen heads as layer.head,layer.head; 'qwen' for those of the 0.5B")
+    parser.add_argument("--calibration", type=Path, help="file of `spec-stack calibrate`, judged beside the rules")
     parser.add_argument("--told", action="store_true", help="tell the words' rules where the question is, exactly")
     parser.add_argument("--only", help="rules to judge, by a part of their names")
     add_out_argument(parser)
@@ -152,7 +162,10 @@ def main() -> None:
     if arguments.heads:
         pairs = [each.split(".") for each in arguments.heads.split(",")] if arguments.heads != "qwen" else []
         heads = [(int(layer), int(head)) for layer, head in pairs] or QWEN_HEADS
-    chosen = {name: config for name, config in rules(heads).items() if (arguments.only or "") in name}
+    known = rules(heads)
+    if arguments.calibration:
+        known["calibrated"] = Calibration.load(arguments.calibration).apply()
+    chosen = {name: config for name, config in known.items() if (arguments.only or "") in name}
     rates = QMSUM_RATES if arguments.qmsum else RATES
     rows: dict[str, dict[float, list[float]]] = {name: {rate: [] for rate in rates} for name in chosen}
     kinds: list[str] = []

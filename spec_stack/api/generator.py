@@ -25,6 +25,7 @@ from spec_stack.hf.loading import ASSETS, DeviceMap
 from spec_stack.hf.precision import precision_named
 from spec_stack.hf.prompt import Message
 from spec_stack.prefill.calibration import find_calibration
+from spec_stack.prefill.shipped import find_shipped, sketch
 from spec_stack.types import GenerationResult, StepOutput
 
 if TYPE_CHECKING:
@@ -141,8 +142,8 @@ class SpecStackGenerator(Answering):
             Lay weights out for the CPU beforehand, which makes them unfit for saving; None does so wherever it works.
         calibration : str, Path or bool, optional
             A file that `spec-stack calibrate` made for this pair. It takes the place of defaults of `PrefillConfig`;
-            what `config` sets otherwise stays. None takes the one that lies in the draft's folder, if any; False takes
-            none.
+            what `config` sets otherwise stays. None takes the one that lies in the draft's folder, or else the one that
+            ships for this draft, if any; False takes none.
         dtype : str or torch.dtype, optional
             `precision` as transformers calls it: "bfloat16", torch.float16, …
         device_map : str or mapping, optional
@@ -300,19 +301,22 @@ def _calibrated(
 ) -> SpecStackConfig:
     """The configuration, completed by a calibration where there is one.
 
-    One that was named and does not fit the pair is refused; one that merely lies beside the draft is left aside.
+    One that was named and does not fit the pair is refused; one that merely lies beside the draft is left aside, and
+    the one that ships for this draft, if any, takes its place.
     """
     config = _checked(config)
+    if named is False:
+        return config
     calibration = find_calibration(ASSETS / "draft" if draft is None else draft, named)
-    if calibration is None:
-        return config
-    problem = calibration.check(text_config(pair.target.config), text_config(pair.draft.config))
-    if not problem:
-        return replace(config, prefill=calibration.complete(config.prefill))
-    if named is None or named is True:
+    shapes = text_config(pair.target.config), text_config(pair.draft.config)
+    problem = "" if calibration is None else calibration.check(*shapes)
+    if problem and not (named is None or named is True):
+        raise ValueError(f"{named}: {problem}; calibrate this pair")
+    if problem:
         warn_caller(f"the calibration beside the draft is left aside: {problem}")
-        return config
-    raise ValueError(f"{named}: {problem}; calibrate this pair")
+    if calibration is None or problem:
+        calibration = find_shipped(shapes[1], sketch(pair.draft.get_input_embeddings().weight))
+    return config if calibration is None else replace(config, prefill=calibration.complete(config.prefill))
 
 
 def _checked(config: SpecStackConfig | None) -> SpecStackConfig:

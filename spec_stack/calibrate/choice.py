@@ -1,186 +1,204 @@
-"""Choose, of the settings that were tried, the cheapest that keeps enough."""
+"""Choose heads and a setting by what was judged, and say what the choice keeps. Pure.
+
+How it is used: `choose(cases, margin)`. A setting is tried with heads that were ranked on the other families of
+prompts; the guard then compares what was chosen with the default on prompts that chose nothing.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from statistics import fmean
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import Any
 
-from spec_stack.calibrate.costs import Costs
-from spec_stack.calibrate.needles import IN_OTHER_WORDS
+from spec_stack.calibrate.heads import WORDS, Case, Head, Ranks, Setting, need, settings_of
 from spec_stack.config import PrefillConfig
-from spec_stack.prefill.calibration import Point, describe_setting
 
-# Shares that are tried; the largest is the default, which sets the recall to be reached.
-RATES = (0.02, 0.03, 0.04, 0.05, 0.06, 0.07, 0.085, 0.1, 0.125, 0.15, 0.2)
-PAPER = PrefillConfig.full_look_ahead()
-# Recall that a pool of kinds may lose against the paper's rule, at the rates that are chosen.
-GUARD = 0.05
-# Recall over chance, and over what so few prompts may show, under which a draft is said to find nothing.
-_TELLS_APART = 0.1
-# By kind and prompt: the smallest keep_rate that keeps each line of the prompt's evidence.
-Needed = dict[str, list[list[float]]]
-
-
-def recall_at(needed: Needed, keep_rate: float) -> float:
-    """Mean over the kinds, and in them over the prompts, of the share of a prompt's lines that are kept."""
-    return fmean(recall_by_kind(needed, keep_rate).values())
-
-
-def recall_by_kind(needed: Needed, keep_rate: float) -> dict[str, float]:
-    return {
-        kind: fmean(fmean(float(rate <= keep_rate) for rate in rates) for rates in prompts)
-        for kind, prompts in needed.items()
-    }
+RATES = (0.04, 0.05, 0.06, 0.07, 0.085, 0.1, 0.125, 0.15, 0.2)
+"""Shares that may be kept; the largest is the default, by which recall is judged."""
+_USUAL = RATES[-1]
+# At these a setting is judged, so that a lower share counts as well as a larger one.
+_JUDGED_AT = (0.05, 0.1, 0.15, 0.2)
+# Recall that a setting of fewer layers may lose against the best, and that a draft's pass has to earn over words alone.
+_TIE = 0.02
+_EARNED = 0.05
+# Prompts under which nothing is chosen, and a length says nothing.
+_FEWEST = 8
+_FEWEST_OF_LENGTH = 4
+# By rule, the share that each prompt needs.
+Needs = dict[str, list[float]]
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The chosen setting; recall by kind, its own and that of the paper's rule; what was measured; what to know."""
+    """The fields of PrefillConfig that were chosen, and what it keeps.
 
-    config: PrefillConfig
-    kinds: Mapping[str, tuple[float, float]]
-    points: Sequence[Point]
+    Attributes
+    ----------
+    recalls
+        By rule ("chosen", "default", "BM25") and prompt, whether all of the evidence is kept: by the chosen one at its
+        own share, by the others at 0.2.
+    curves
+        By rule and length, recall at every share of `RATES`.
+    head_recall
+        Recall at 0.2 of every head alone.
+    """
+
+    settings: Mapping[str, Any]
+    recalls: Mapping[str, Sequence[bool]]
+    curves: Mapping[str, Mapping[int, Sequence[float]]]
+    head_recall: Mapping[Head, float]
     notes: Sequence[str]
 
+    @property
+    def keeps(self) -> str:
+        """What it would choose, in few words."""
+        if not self.recalls:
+            return "too little to choose by"
+        heads = self.settings.get("scoring_heads")
+        what = self.settings.get("scorer", "the default")
+        if heads:
+            what += f" of {len(heads)} heads, {1 + max(layer for layer, _ in heads)} layers"
+        shares = ", ".join(f"{name} {fmean(values):.0%}" for name, values in self.recalls.items())
+        return f"{what}; kept: {shares}"
 
-def choose(needed: Mapping[int, Mapping[PrefillConfig, Needed]], costs: Costs, chance: float, margin: float) -> Choice:
-    """The cheapest setting that is within the margin of the best recall at the default's share, at every length.
 
-    Over all lengths, no pool of kinds may be kept less well than by the paper's rule, but for `GUARD`.
+def choose(cases: Sequence[Case], margin: float) -> Choice:
+    """The setting that keeps the most of the evidence, or words alone, or what there is by default.
+
+    Parameters
+    ----------
+    cases
+        All that was judged so far.
+    margin
+        Recall that the share kept at a length may lose against 0.2.
     """
-    lengths = sorted(needed)
-    usual = RATES[-1]
-    notes = []
-    settings = list(needed[lengths[0]])
-    # Few enough that the best of them is not the best by luck; their heads were found on other prompts.
-    plain = [config for config in settings if replace(config, scoring_heads=None) == PAPER]
-    num_prompts = sum(len(prompts) for by_setting in needed.values() for prompts in by_setting[plain[0]].values())
-    best_attention = max(_over_lengths(needed, config, usual) for config in plain)
-    if best_attention < chance + _TELLS_APART + 1 / math.sqrt(num_prompts):
-        settings = [config for config in settings if config.scorer == "anchors"]
-        notes.append(
-            f"The draft cannot retrieve: its best heads keep {best_attention:.0%} of the evidence at keep_rate "
-            f"{usual}, and chance {chance:.0%}. Anchors alone score the prompt, and paraphrases will not be found."
-        )
-    best = {length: max(recall_at(needed[length][config], usual) for config in settings) for length in lengths}
-    by_paper = {length: recall_by_kind(needed[length][PAPER], usual) for length in lengths}
-    pools = {name: _pool_recall(by_paper, kinds) for name, kinds in _pools(by_paper[lengths[0]]).items()}
-    chosen: tuple[float, PrefillConfig, dict[int, float]] | None = None
-    for config in settings:
-        rates = _rates_of(needed, config, {length: best[length] - margin for length in lengths}, pools)
-        if rates is None:
-            continue
-        cost = sum(math.log(costs.ttft(config, n, rates[n]) / costs.target(n)) for n in lengths) / len(lengths)
-        if chosen is None or cost < chosen[0]:
-            chosen = cost, config, rates
-    if chosen is None:
-        raise ValueError(
-            f"no setting is within {margin} of the best recall and within {GUARD} of the paper's rule for every pool "
-            "of kinds; more prompts per length, or a larger margin, leave more to choose from"
-        )
-    _, config, rates = chosen
-    found = config
-    config = replace(config, keep_rate=tuple((length, rates[length]) for length in lengths))
-    even = _break_even(config, costs, lengths[-1], notes)
-    if even < lengths[0]:
-        notes.append(f"Time is gained from about {even} tokens on; what is kept was not tried under {lengths[0]}.")
-    config = replace(config, min_prompt_tokens=max(even, lengths[0]))
-    by_choice = {length: recall_by_kind(needed[length][found], rates[length]) for length in lengths}
-    kinds = {kind: (_pool_recall(by_choice, [kind]), _pool_recall(by_paper, [kind])) for kind in by_paper[lengths[0]]}
-    ours, papers = (fmean(values) for values in zip(*kinds.values(), strict=True))
-    notes.append(
-        f"Evidence kept: {ours:.0%} by the chosen setting, {papers:.0%} by the paper's rule at keep_rate {usual}, "
-        f"{chance:.0%} by chance at that rate."
-    )
-    always = (PAPER, found)
-    points = [point for n in lengths for point in _points(needed[n], costs, n, always)]
-    return Choice(config, kinds, points, notes)
-
-
-def _points(
-    needed: Mapping[PrefillConfig, Needed], costs: Costs, num_tokens: int, always: Sequence[PrefillConfig]
-) -> list[Point]:
-    """Every rate of some settings; of the others those that no point of the same scorer beats in recall and in time."""
-    points = []
-    for scorer in ("attention", "anchors", "fused"):
-        made = [
-            (config, Point(describe_setting(config), num_tokens, rate, recall_at(rates, rate), ttft))
-            for config, rates in needed.items()
-            if config.scorer == scorer
-            for rate in RATES
-            for ttft in [costs.ttft(config, num_tokens, rate)]
-        ]
-        best = -1.0
-        for config, point in sorted(made, key=lambda each: (each[1].ttft_s, -each[1].recall)):
-            if point.recall > best or config in always:
-                points.append(point)
-            best = max(best, point.recall)
-    return points
-
-
-def _over_lengths(
-    needed: Mapping[int, Mapping[PrefillConfig, Needed]], config: PrefillConfig, keep_rate: float
-) -> float:
-    return fmean(recall_at(by_setting[config], keep_rate) for by_setting in needed.values())
-
-
-def _pools(kinds: Collection[str]) -> dict[str, list[str]]:
-    """Kinds that are judged together, since few prompts are of one kind."""
-    pools = {
-        "the question's words": [kind for kind in kinds if kind not in IN_OTHER_WORDS],
-        "other words": [kind for kind in kinds if kind in IN_OTHER_WORDS],
+    first = min((case.task.num_tokens for case in cases), default=0)
+    choosing = [case for case in cases if not case.task.is_guard and case.task.num_tokens == first]
+    if len(choosing) < _FEWEST or len({case.task.kind for case in choosing}) < 2:
+        few = f"{len(choosing)} prompts are too few to choose by, so the default stays; more time gives more of them."
+        return Choice({}, {}, {}, {}, [few])
+    heads = [(int(layer), int(head)) for layer, head in choosing[0].judged.heads]
+    ranks = Ranks(choosing, heads)
+    found = _best_setting(choosing, ranks)
+    needs = {
+        "chosen": [ranks.needs(found, case) for case in cases],
+        "default": [need(case, case.judged.default) for case in cases],
+        "BM25": [need(case, case.judged.words) for case in cases],
     }
-    return {name: members for name, members in pools.items() if members}
+    notes: list[str] = []
+    found = _if_earned(found, needs, notes)
+    settings = _if_guarded(found.fields([heads[row] for row in ranks.best(found)]), cases, needs, notes)
+    curve = _keep_curve(cases, needs["chosen"], needs["default"], margin)
+    if settings and curve:
+        settings["keep_rate"] = curve if len(curve) > 1 else curve[0][1]
+    own = PrefillConfig(keep_rate=settings.get("keep_rate", _USUAL))
+    rates = {name: [_USUAL] * len(cases) for name in needs}
+    rates["chosen"] = [own.rate_for(case.task.num_tokens) for case in cases]
+    recalls = {name: [each <= rate for each, rate in zip(needs[name], rates[name], strict=True)] for name in needs}
+    return Choice(settings, recalls, _curves(cases, needs), _by_head(choosing, heads), notes)
 
 
-def _pool_recall(by_length: Mapping[int, Mapping[str, float]], kinds: Sequence[str]) -> float:
-    return fmean(recalls[kind] for recalls in by_length.values() for kind in kinds if kind in recalls)
+def _best_setting(cases: Sequence[Case], ranks: Ranks) -> Setting:
+    """The setting with the fewest layers of those that are about as good as the best."""
+    worth = {
+        setting: _balanced(cases, [_worth(ranks.needs(setting, case)) for case in cases])
+        for setting in settings_of(ranks.heads)
+    }
+    best = max(worth.values())
+    good = [setting for setting, value in worth.items() if value >= best - _TIE]
+    return min(good, key=lambda setting: (ranks.cost(setting), -worth[setting]))
 
 
-def _rates_of(
-    needed: Mapping[int, Mapping[PrefillConfig, Needed]],
-    config: PrefillConfig,
-    wanted: Mapping[int, float],
-    pools: Mapping[str, float],
-) -> dict[int, float] | None:
-    """By length the smallest shares that keep enough in all, and as much of every pool as the paper's rule does."""
-    for least in RATES:
-        rates = _least_rates(needed, config, wanted, least)
-        if rates is None:
-            return None
-        recalls = {length: recall_by_kind(needed[length][config], rate) for length, rate in rates.items()}
-        by_pool = _pools(recalls[min(recalls)])
-        if all(_pool_recall(recalls, by_pool[name]) >= paper - GUARD for name, paper in pools.items()):
-            return rates
-    return None
+def _if_earned(found: Setting, needs: Needs, notes: list[str]) -> Setting:
+    """The setting, or words alone where the draft's pass does not keep more than BM25, by more than chance and by
+    enough to pay for it; `needs` is changed to what is taken."""
+    gains = [_worth(ours) - _worth(words) for ours, words in zip(needs["chosen"], needs["BM25"], strict=True)]
+    shown = (
+        f"{_recall(needs['chosen'], _USUAL):.0%} of the evidence at {_USUAL}, BM25 {_recall(needs['BM25'], _USUAL):.0%}"
+    )
+    if found != WORDS and fmean(gains) >= max(_EARNED, stdev(gains) / math.sqrt(len(gains))):
+        notes.append(f"The draft earns its pass: it keeps {shown}.")
+        return found
+    if found == WORDS:
+        notes.append("The draft does not earn its pass: no setting of its heads keeps more than BM25, which is chosen.")
+    else:
+        notes.append(f"The draft does not earn its pass: it keeps {shown}, which costs nothing and is chosen.")
+    needs["chosen"] = needs["BM25"]
+    return WORDS
 
 
-def _least_rates(
-    needed: Mapping[int, Mapping[PrefillConfig, Needed]],
-    config: PrefillConfig,
-    wanted: Mapping[int, float],
-    least: float,
-) -> dict[int, float] | None:
-    """By length the smallest share, `least` or more, whose recall is as wanted; a longer prompt needs no larger one."""
-    rates: dict[int, float] = {}
-    for length in sorted(needed, reverse=True):
-        enough = [rate for rate in RATES if rate >= least and recall_at(needed[length][config], rate) >= wanted[length]]
-        if not enough:
-            return None
-        least = rates[length] = enough[0]
-    return rates
+def _if_guarded(settings: dict[str, Any], cases: Sequence[Case], needs: Needs, notes: list[str]) -> dict[str, Any]:
+    """What was chosen, or nothing where prompts that chose nothing keep less by it than by the default; `needs` is
+    changed to what is taken."""
+    guard = [at for at, case in enumerate(cases) if case.task.is_guard]
+    ours, default = (_recall([needs[name][at] for at in guard], _USUAL) for name in ("chosen", "default"))
+    shown = f"on {len(guard)} prompts that chose nothing, it keeps {ours:.0%} at {_USUAL}, the default {default:.0%}"
+    if ours >= default:
+        notes.append(f"The guard: {shown}.")
+        return settings
+    notes.append(f"The default stays: {shown}.")
+    needs["chosen"] = needs["default"]
+    return {}
 
 
-def _break_even(config: PrefillConfig, costs: Costs, longest: int, notes: list[str]) -> int:
-    """The shortest prompt whose first token comes at least a tenth sooner."""
-    lengths = [round(256 * 2 ** (step / 2)) for step in range(40)]
-    for length in lengths:
-        rate = max(config.rate_for(length), (config.keep_first + config.keep_last) * config.chunk_size / length)
-        if costs.ttft(config, length, min(1.0, rate)) < 0.9 * costs.target(length):
-            return length
-        if length > longest:
-            break
-    notes.append("Sparse prefill gains nothing at the lengths that were tried; no prompt is pruned unless asked to.")
-    return 1 << 30
+def _worth(need: float) -> float:
+    return fmean(need <= rate for rate in _JUDGED_AT)
+
+
+def _balanced(cases: Sequence[Case], values: Sequence[float]) -> float:
+    """Mean over the families of the mean over their prompts."""
+    by_kind: dict[str, list[float]] = {}
+    for case, value in zip(cases, values, strict=True):
+        by_kind.setdefault(case.task.kind, []).append(value)
+    return fmean(fmean(own) for own in by_kind.values())
+
+
+def _recall(needs: Sequence[float], keep_rate: float) -> float:
+    return fmean(need <= keep_rate for need in needs) if needs else 0.0
+
+
+def _keep_curve(
+    cases: Sequence[Case], chosen: Sequence[float], default: Sequence[float], margin: float
+) -> tuple[tuple[int, float], ...]:
+    """By length the smallest share whose recall is within the margin of that at 0.2, and no less than the default's
+    there. A longer prompt has no larger one, and no fewer tokens kept."""
+    curve: list[tuple[int, float]] = []
+    least = RATES[0]
+    for length in sorted({case.task.num_tokens for case in cases}, reverse=True):
+        own = [at for at, case in enumerate(cases) if case.task.num_tokens == length]
+        if len(own) < _FEWEST_OF_LENGTH:
+            continue
+        ours, theirs = ([values[at] for at in own] for values in (chosen, default))
+        best = _recall(ours, _USUAL)
+        wanted = max(best - margin, min(best, _recall(theirs, _USUAL))) - 1e-9
+        least = next(rate for rate in RATES if rate >= least and _recall(ours, rate) >= wanted)
+        curve.insert(0, (length, least))
+    for at in range(1, len(curve)):
+        (before, rate), (length, own_rate) = curve[at - 1], curve[at]
+        fewest = next(each for each in RATES if each >= min(rate, rate * before / length))
+        curve[at] = length, max(own_rate, fewest)
+    return tuple(curve)
+
+
+def _by_head(cases: Sequence[Case], heads: Sequence[Head]) -> dict[Head, float]:
+    """Recall at the usual share of every head alone."""
+    alone = [(case.judged.alone["prompt"] <= _USUAL).tolist() for case in cases]
+    return {head: fmean(float(found[row]) for found in alone) for row, head in enumerate(heads)}
+
+
+def _curves(cases: Sequence[Case], needs: Mapping[str, Sequence[float]]) -> dict[str, dict[int, list[float]]]:
+    lengths = sorted({case.task.num_tokens for case in cases})
+    return {
+        name: {
+            length: [
+                _recall(
+                    [need for need, case in zip(values, cases, strict=True) if case.task.num_tokens == length], rate
+                )
+                for rate in RATES
+            ]
+            for length in lengths
+        }
+        for name, values in needs.items()
+    }

@@ -1,35 +1,68 @@
-"""The prompts of a calibration: needles hidden in texts, in the pair's own tokens."""
+"""The prompts of a calibration: needles hidden in texts, in the pair's own tokens, in the order in which they come.
+
+How it is used: `plan(lengths, count)` says which prompts there are; `PromptMaker(pair, documents, seed).make(task)`
+makes one of them, the same one every time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from spec_stack.calibrate.needles import IN_OTHER_WORDS, WORDINGS, Haystack, Span, make_haystacks
+from spec_stack.calibrate.documents import default_documents
+from spec_stack.calibrate.families import FAMILIES, make_prompt_text
+from spec_stack.calibrate.needles import Haystack, Span
+from spec_stack.config import PrefillConfig
 from spec_stack.engine.pair import ModelPair
 from spec_stack.types import DraftTokenization
 
-LOOK_AHEADS = (8, 2)
 # What fits models that are made for less than the longest length, needle and template included.
 _SHARE_OF_LIMIT = 0.9
-# A needle in other words than its question's is what anchors cannot find: a quarter of the prompts, a kind among eight.
-_SHARE_IN_OTHER_WORDS = 0.25
+# Every fourth prompt of the first length chooses nothing, nor does any of the others.
+_GUARD_EVERY = 4
+_OTHERS_SHARE = 4
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A haystack in tokens. spans: half-open, of the evidence."""
+    """A haystack in tokens. spans: half-open, of the evidence; turn: of what the user sent."""
 
     token_ids: list[int]
     spans: tuple[Span, ...]
     tokenization: DraftTokenization | None
     kind: str = ""
+    turn: Span | None = None
+
+
+@dataclass(frozen=True)
+class Task:
+    """One prompt that is to be judged: its length, about, its family and which of it. is_guard: chooses nothing."""
+
+    num_tokens: int
+    kind: str
+    number: int
+    is_guard: bool
+
+
+def plan(lengths: Sequence[int], count: int) -> list[Task]:
+    """The prompts in order: those of the shortest length, families in turn, then a quarter as many of every other
+    length, lengths in turn. `count` is the number at the shortest."""
+    kinds, first, others = list(FAMILIES), min(lengths), sorted(set(lengths) - {min(lengths)})
+    tasks = []
+    for at in range(count):
+        turn, which = divmod(at, len(kinds))
+        tasks.append(Task(first, kinds[which], turn, (turn + which) % _GUARD_EVERY == _GUARD_EVERY - 1))
+    for at in range(max(1, count // _OTHERS_SHARE)):
+        # Neighbours in the list are alike (a log, and a log in other words).
+        which = at * 3 % len(kinds)
+        tasks += [Task(length, kinds[which], count + at, True) for length in others]
+    return tasks
 
 
 def fitting(pair: ModelPair, lengths: Sequence[int]) -> list[int]:
     """The lengths that the pair can score, the longer ones cut to what fits. Raises ValueError where none is left."""
-    limit = min(pair.max_positions) - 2 * max(LOOK_AHEADS)
+    limit = min(pair.max_positions) - 2 * PrefillConfig.look_ahead
     longest = min(limit, pair.scoring_limit or limit)
     fitting = {length for length in lengths if length <= _SHARE_OF_LIMIT * longest}
     cut = round(_SHARE_OF_LIMIT * longest)
@@ -41,24 +74,41 @@ def fitting(pair: ModelPair, lengths: Sequence[int]) -> list[int]:
     return sorted(fitting)
 
 
-def make_prompts(pair: ModelPair, texts: Sequence[str], num_tokens: int, count: int, seed: int) -> Iterator[Prompt]:
-    """Needles hidden in so many tokens of text, through the chat template where there is one."""
-    sample = "\n".join(text[:4000] for text in texts)
-    per_token = len(sample) / max(1, len(pair.tokenizer(sample, add_special_tokens=False, verbose=False).input_ids))
-    same_words = {kind: wordings for kind, wordings in WORDINGS.items() if kind not in IN_OTHER_WORDS}
-    other_words = {kind: WORDINGS[kind] for kind in IN_OTHER_WORDS}
-    num_characters, num_other = round(num_tokens * per_token), max(1, round(_SHARE_IN_OTHER_WORDS * count))
-    haystacks = make_haystacks(texts, num_characters, count - num_other, seed, same_words)
-    haystacks += make_haystacks(texts, num_characters, num_other, seed + 1, other_words)
-    for haystack in haystacks:
-        prompt = encode_haystack(pair.tokenizer, haystack)
-        prompt_ids = prompt.token_ids
-        tokenization, problem = pair.tokenize_for_draft(prompt_ids)
+class PromptMaker:
+    """Makes the prompts of a plan.
+
+    Parameters
+    ----------
+    pair
+        With a tokenizer.
+    documents
+        Texts to hide needles in; none is the standard library's source and manuals.
+    seed
+        Draws the needles.
+    """
+
+    def __init__(self, pair: ModelPair, documents: Sequence[str], seed: int) -> None:
+        self._pair, self._seed = pair, seed
+        made = default_documents()
+        code, manuals = made[: len(made) // 2], made[len(made) // 2 :]
+        own = [text for text in documents if text.strip()]
+        if documents and not own:
+            raise ValueError("no text to hide needles in; give documents that are not empty")
+        self._texts = {"text": own or manuals, "code": own or code}
+
+    def make(self, task: Task) -> Prompt:
+        """Make a prompt, at most as long as asked for but for its needle's distractors. Raises ValueError where the
+        draft cannot score it."""
+        tokenizer = self._pair.tokenizer
+        size = 3 * task.num_tokens
+        # Twice is enough: the second time the tokens of such a text are known.
+        for _ in range(2):
+            prompt = encode_haystack(tokenizer, make_prompt_text(task.kind, task.number, self._seed, self._texts, size))
+            size = round(size * 0.98 * task.num_tokens / len(prompt.token_ids))
+        tokenization, problem = self._pair.tokenize_for_draft(prompt.token_ids)
         if problem:
             raise ValueError(f"the draft cannot score prompts: {problem}")
-        longest = max(len(prompt_ids), 0 if tokenization is None else len(tokenization.token_ids))
-        if longest + max(LOOK_AHEADS) < min(pair.max_positions):
-            yield replace(prompt, tokenization=tokenization)
+        return replace(prompt, tokenization=tokenization)
 
 
 def encode_haystack(tokenizer: Any, haystack: Haystack) -> Prompt:
@@ -66,15 +116,18 @@ def encode_haystack(tokenizer: Any, haystack: Haystack) -> Prompt:
     if getattr(tokenizer, "chat_template", None):
         messages = [{"role": "user", "content": haystack.content}]
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     else:
         text = haystack.content
-        encoded = tokenizer(text, return_offsets_mapping=True)
+        encoded = tokenizer(text, return_offsets_mapping=True, verbose=False)
     # A template may trim the ends of what it is given, never the middle.
     base = text.find(haystack.document.strip()) - (len(haystack.document) - len(haystack.document.lstrip()))
     offsets = encoded["offset_mapping"]
-    spans = []
-    for start, stop in haystack.spans:
+
+    def tokens(start: int, stop: int) -> Span:
         inside = [at for at, (low, high) in enumerate(offsets) if low < stop + base and high > start + base]
-        spans.append((inside[0], inside[-1] + 1))
-    return Prompt(list(encoded["input_ids"]), tuple(spans), None, haystack.kind)
+        return inside[0], inside[-1] + 1
+
+    spans = tuple(tokens(*span) for span in haystack.spans)
+    turn = tokens(0, len(haystack.content.rstrip()))
+    return Prompt(list(encoded["input_ids"]), spans, None, haystack.kind, turn)

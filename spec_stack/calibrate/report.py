@@ -3,39 +3,53 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import replace
 from pathlib import Path
 
-from spec_stack.calibrate.choice import PAPER
 from spec_stack.config import how_to_install
-from spec_stack.prefill.calibration import HEAD_RATE, Calibration, Point, describe_setting
+from spec_stack.prefill.calibration import Calibration, describe_setting
+
+_SHOWN_HEADS = 8
+_COLOURS = {"default": "black", "BM25": "tab:orange"}
 
 
 def format_calibration(calibration: Calibration) -> str:
-    """Return what was chosen, as a table for a terminal."""
+    """Return what was chosen and what it keeps, as a table for a terminal."""
     config = calibration.apply()
-    chosen = describe_setting(replace(config, keep_rate=0.2, min_prompt_tokens=2048))
-    lines = [f"{'tokens':>7}  {'keep_rate':>9}  {'recall':>6}  {'TTFT':>8}  {'vs dense':>8}  setting"]
-    for length, dense in calibration.dense_s.items():
-        lines.append(f"{length:7d}  {1:9.2f}  {1:6.0%}  {dense * 1e3:5.0f} ms  {1:7.1f}x  dense")
-        rows = [(describe_setting(PAPER), 0.2), (chosen, config.rate_for(length))]
-        for setting, rate in rows:
-            point = next(
-                each
-                for each in calibration.points
-                if (each.setting, each.num_tokens, each.keep_rate) == (setting, length, rate)
-            )
-            lines.append(
-                f"{length:7d}  {rate:9.2f}  {point.recall:6.0%}  {point.ttft_s * 1e3:5.0f} ms  "
-                f"{dense / point.ttft_s:7.1f}x  {setting}"
-            )
-    lines += ["", f"{'evidence kept, by kind':24s}{'chosen':>8}{'default':>9}"]
-    lines += [f"{kind:24s}{ours:8.0%}{papers:9.0%}" for kind, (ours, papers) in calibration.kinds.items()]
-    ranked = sorted(calibration.head_recall.items(), key=lambda item: -item[1])
-    shown = [f"{name} {recall:.0%}" for name, recall in ranked[:8]]
-    lines += ["", f"heads alone at keep_rate {HEAD_RATE} (layer.head): {', '.join(shown)}"]
-    lines += [f"prompts from {config.min_prompt_tokens} tokens on are pruned", *calibration.notes]
+    lines = [f"chosen: {describe_setting(config)}"]
+    if config.scoring_heads:
+        named = ", ".join(f"{layer}.{head}" for layer, head in config.scoring_heads)
+        lines.append(f"heads (layer.head): {named}; {1 + max(layer for layer, _ in config.scoring_heads)} layers run")
+    if calibration.points:
+        lines += ["", *_by_length(calibration), "", *_by_kind(calibration)]
+    ranked = sorted(calibration.head_recall.items(), key=lambda item: -item[1])[:_SHOWN_HEADS]
+    if ranked:
+        lines += ["", "heads alone, kept at 0.2: " + ", ".join(f"{name} {recall:.0%}" for name, recall in ranked)]
+    lines += ["", f"prompts from {config.min_prompt_tokens} tokens on are pruned", *calibration.notes]
+    if calibration.unfinished:
+        lines.append(f"{calibration.num_prompts} prompts were judged; {calibration.unfinished} are left.")
     return "\n".join(lines)
+
+
+def _by_length(calibration: Calibration) -> list[str]:
+    """What is kept at every length and share, by rule."""
+    rates = list(dict.fromkeys(point.keep_rate for point in calibration.points))
+    found = {(point.setting, point.num_tokens, point.keep_rate): point.recall for point in calibration.points}
+    lines = [f"{'evidence kept at':32}" + "".join(f"{rate:7.3g}" for rate in rates)]
+    for setting, length in dict.fromkeys((point.setting, point.num_tokens) for point in calibration.points):
+        cells = [found.get((setting, length, rate)) for rate in rates]
+        shown = "".join(f"{'':7}" if cell is None else f"{cell:7.0%}" for cell in cells)
+        name = setting if setting in ("default", "BM25") else f"chosen, at {calibration.apply().rate_for(length):.3g}"
+        lines.append(f"{length:7d} tokens  {name:16}{shown}")
+    return lines
+
+
+def _by_kind(calibration: Calibration) -> list[str]:
+    names = list(dict.fromkeys(name for shares in calibration.kinds.values() for name in shares if name != "prompts"))
+    lines = [f"{'by kind':24}{'prompts':>8}{''.join(f'{name:>9}' for name in names)}     lost"]
+    for kind, shares in calibration.kinds.items():
+        cells = "".join(f"{shares.get(name, 0):9.0%}" for name in names)
+        lines.append(f"{kind:24}{shares.get('prompts', 0):8.0f}{cells}{1 - shares.get('chosen', 0):9.0%}")
+    return lines
 
 
 def check_plots() -> None:
@@ -45,7 +59,7 @@ def check_plots() -> None:
 
 
 def plot_calibration(calibration: Calibration, path: str | Path) -> None:
-    """Recall against time to first token, a panel per length, the chosen point marked; written to an image file.
+    """Recall against the share kept, a panel per length, the chosen share marked; written to an image file.
 
     Raises
     ------
@@ -55,34 +69,17 @@ def plot_calibration(calibration: Calibration, path: str | Path) -> None:
     check_plots()
     from matplotlib.figure import Figure
 
-    config = calibration.apply()
-    chosen = describe_setting(replace(config, keep_rate=0.2, min_prompt_tokens=2048))
-    figure = Figure(figsize=(5 * len(calibration.dense_s), 4), layout="constrained")
-    for column, (length, dense) in enumerate(calibration.dense_s.items(), start=1):
-        axes = figure.add_subplot(1, len(calibration.dense_s), column)
+    lengths = list(dict.fromkeys(point.num_tokens for point in calibration.points))
+    figure = Figure(figsize=(5 * max(1, len(lengths)), 4), layout="constrained")
+    for column, length in enumerate(lengths, start=1):
+        axes = figure.add_subplot(1, len(lengths), column)
         points = [point for point in calibration.points if point.num_tokens == length]
-        groups = {"attention": "tab:blue", "anchors": "tab:orange", "fused": "tab:green"}
-        for name, colour in groups.items():
-            own = [point for point in points if _scorer_of(point) == name]
-            axes.scatter(
-                [dense / point.ttft_s for point in own],
-                [point.recall for point in own],
-                5,
-                colour,
-                alpha=0.3,
-                label=name,
-            )
-        for setting, label, colour in (("default", "the paper's rule", "black"), (chosen, "chosen setting", "tab:red")):
-            line = sorted((dense / point.ttft_s, point.recall) for point in points if point.setting == setting)
-            axes.plot([x for x, _ in line], [y for _, y in line], color=colour, marker=".", label=label)
-        rate = config.rate_for(length)
-        for point in points:
-            if point.setting == chosen and point.keep_rate == rate:
-                axes.scatter([dense / point.ttft_s], [point.recall], 160, marker="*", color="tab:red", zorder=3)
-        axes.set(title=f"{length} tokens", xlabel="dense TTFT / TTFT", ylabel="evidence kept", ylim=(0, 1))
+        for setting in dict.fromkeys(point.setting for point in points):
+            line = [(point.keep_rate, point.recall) for point in points if point.setting == setting]
+            is_chosen = setting not in _COLOURS
+            label = "chosen" if is_chosen else setting
+            axes.plot(*zip(*line, strict=True), color=_COLOURS.get(setting, "tab:red"), marker=".", label=label)
+        axes.axvline(calibration.apply().rate_for(length), color="tab:red", linestyle=":")
+        axes.set(title=f"{length} tokens", xlabel="share kept", ylabel="evidence kept", ylim=(0, 1.02))
         axes.legend(fontsize="small")
     figure.savefig(path, dpi=120)
-
-
-def _scorer_of(point: Point) -> str:
-    return next((name for name in ("anchors", "fused") if f"scorer={name}" in point.setting), "attention")

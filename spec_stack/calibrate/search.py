@@ -1,229 +1,244 @@
-"""Finds the cheapest settings of a pair's sparse prefill that keep what a question is about.
+"""Finds which heads of a draft find what a question is about, and how small a share of a prompt they need.
 
-Needles of many kinds are hidden in long texts, in the user's own tokenizer. The draft scores them in every way there
-is (windows, first layers, heads, neighbours, anchors), which tells how small a share of the prompt still holds the
-evidence; the parts of the time to first token are measured on this machine. Of all settings whose recall is within a
-margin of the best, and that keep neither the evidence that shares its question's words nor the one in other words less
-well than the paper's rule does, the cheapest is chosen.
+One dense pass of the draft a prompt; every setting is judged by what is kept of that pass, without another. What was
+judged lies in a working folder, from which an interrupted calibration goes on. The target's weights are not needed.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
-from itertools import product
-from time import perf_counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import fmean
+from tempfile import TemporaryDirectory
+from time import monotonic
+from typing import Any
 
-import torch
-
-from spec_stack.calibrate.choice import PAPER, RATES, Needed, choose, recall_at
-from spec_stack.calibrate.costs import Plan, Progress, measure, silent
-from spec_stack.calibrate.documents import default_documents
-from spec_stack.calibrate.prompts import LOOK_AHEADS, Prompt, fitting, make_prompts
+from spec_stack.calibrate.choice import RATES, Choice, choose
+from spec_stack.calibrate.config import CalibrateConfig
+from spec_stack.calibrate.heads import Case
+from spec_stack.calibrate.judged import SHARES, Judged, judge
+from spec_stack.calibrate.prompts import Prompt, PromptMaker, Task, fitting, plan
 from spec_stack.config import PrefillConfig
-from spec_stack.decode.propose import propose
-from spec_stack.decode.sampler import Sampler
 from spec_stack.engine.pair import ModelPair
 from spec_stack.hf.architectures import text_config
-from spec_stack.prefill.alignment import map_importance
-from spec_stack.prefill.calibration import CHOSEN, HEAD_RATE, MARGIN, Calibration, fingerprint
-from spec_stack.prefill.importance import attention_to_prompt, pool
-from spec_stack.prefill.rule import Evidence
-from spec_stack.prefill.rules.anchors import ByAnchors
-from spec_stack.prefill.rules.attention import with_neighbours
-from spec_stack.prefill.rules.fused import fuse
-from spec_stack.prefill.scoring import look_at
-from spec_stack.prefill.units import Chunks
+from spec_stack.prefill.calibration import Calibration, Point, describe_setting, fingerprint
+from spec_stack.prefill.cost import Shape, break_even
+from spec_stack.prefill.shipped import sketch
+from spec_stack.prefill.units import make_units
 
-LENGTHS = (2048, 4096, 8192, 16384)
-WINDOWS = (None, 64, 256)
-_SHARES = (0.0, 0.5)
-_WEIGHTS = (1.0, 2.0, 4.0)
+# Of the budget, for the prompts of the shortest length, where there are others; and for the last words.
+_SHARE_OF_FIRST = 0.75
+_RESERVE = 0.02
+_NEVER = 1 << 30
+# Raise it where a judged prompt would be another: by its rules, or by what its file holds.
+_FORMAT = 1
+Progress = Callable[[int, int, str], None]
 
-Head = tuple[int, int]
+
+def silent(done: int, total: int, what: str) -> None:
+    """No progress."""
+
+
+class _BudgetSpentError(Exception):
+    """The time is over in the middle of a pass."""
 
 
 def calibrate(
     pair: ModelPair,
     *,
     documents: Sequence[str] = (),
-    lengths: Sequence[int] = LENGTHS,
-    prompts_per_length: int = 32,
-    margin: float = MARGIN,
-    seed: int = 0,
+    lengths: Sequence[int] = CalibrateConfig.lengths,
+    prompts_per_length: int = CalibrateConfig.prompts,
+    margin: float = CalibrateConfig.margin,
+    seed: int = CalibrateConfig.seed,
+    budget_s: float = CalibrateConfig.budget_s,
+    work: str | Path | None = None,
     progress: Progress = silent,
 ) -> Calibration:
-    """Choose how this pair prefills sparsely, on this machine.
+    """Choose how this pair prefills sparsely.
 
     Parameters
     ----------
     pair
-        With a tokenizer.
+        With a tokenizer. Of its target only the configuration is used (`ModelPair.load(..., target_weights=False)`).
     documents
         Texts to hide needles in, the user's own at best; none is source code and manuals of the standard library.
     lengths
         Of the prompts, in tokens. Those that the models are not made for become one that just fits them.
     prompts_per_length
-        More make the choice surer, and take longer.
+        At the shortest length, where heads and setting are chosen; a quarter as many at the others, which tell the
+        share to keep. More make the choice surer, and take longer.
     margin
-        Recall that may be given up against the best found at keep_rate 0.2. Against the paper's rule at that rate no
-        pool of kinds (evidence in the question's words, and in others) may lose more than 0.05.
+        Recall that may be given up, by a smaller share, against what the chosen setting keeps at 0.2.
     seed
         Draws the needles.
+    budget_s
+        Seconds, after which it chooses by what it has.
+    work : str or Path, optional
+        A folder, made where it is missing, in which every judged prompt is kept at once; a later call with the same
+        draft, texts and seed takes it from there. None keeps nothing.
     progress
-        Told what is done, of how much, and what comes next.
+        Told how many prompts are judged, of how many, and what would be chosen now.
 
     Returns
     -------
     Calibration
-        To be saved beside the draft, or applied to a PrefillConfig.
+        To be saved beside the draft, or applied to a PrefillConfig. `unfinished` says how many prompts are left.
 
     Raises
     ------
     ValueError
-        Without a tokenizer, or where no length fits the models.
+        Without a tokenizer, where no length fits the models, and for numbers out of their range.
     """
-    started = perf_counter()
+    started = monotonic()
+    CalibrateConfig(tuple(lengths), prompts_per_length, margin, budget_s, seed)
     if pair.tokenizer is None:
         raise ValueError("calibration writes its prompts in words; give the pair a tokenizer")
-    lengths = fitting(pair, lengths)
-    texts = list(documents) or default_documents()
-    ways = _ways(pair)
-    plan = Plan(len(lengths) * prompts_per_length + prompts_per_length + len(ways) + 3, progress)
+    tasks = plan(fitting(pair, lengths), prompts_per_length)
+    maker = PromptMaker(pair, documents, seed)
+    weights = sketch(pair.draft.get_input_embeddings().weight)
+    identity = json.dumps([fingerprint(text_config(pair.draft.config)), weights])
+    with TemporaryDirectory() as nowhere:
+        folder = Path(work or nowhere)
+        folder.mkdir(parents=True, exist_ok=True)
+        held = {file.stem.rpartition("-")[0] for file in folder.glob("*.safetensors")}
+        clock = _Budget(started, budget_s, tasks)
+        cases: list[Case] = []
+        preview = _Preview(margin)
+        for task in tasks:
+            # To make a prompt takes time too, and nothing comes of it where it can be neither judged nor found.
+            if not (clock.has_time(task) or _prefix(task) in held):
+                continue
+            prompt = maker.make(task)
+            file = folder / f"{_prefix(task)}-{_digest(pair, prompt, identity)}.safetensors"
+            judged = Judged.load(file) if file.is_file() else clock.judge(pair, task, prompt)
+            if judged is None:
+                continue
+            if not file.is_file():
+                judged.save(file)
+            cases.append(Case(task, judged))
+            progress(len(cases), len(tasks), f"{task.num_tokens} tokens, {task.kind}: {preview.of(cases)}")
+    choice = choose(cases, margin)
+    return _result(pair, cases, choice, margin, weights, len(tasks) - len(cases), monotonic() - started)
 
-    alone: dict[Head, Needed] = {}
-    for prompt in make_prompts(pair, texts, lengths[0], prompts_per_length, seed):
-        plan.step("asking every head alone")
-        for head, vote in _votes(pair, prompt, ways[0]).items():
-            means = Chunks(len(prompt.token_ids), ways[0].chunk_size).means(_joined([vote], prompt))
-            _add(alone.setdefault(head, {}), prompt, _needed(prompt, ways[0], means))
-    head_recall = {head: recall_at(alone[head], HEAD_RATE) for head in sorted(alone)}
-    head_sets = _head_sets(head_recall)
-    ways = [way for way in ways if way.scoring_layers is None or _finds(way.scoring_layers, head_recall)]
 
-    needed: dict[int, dict[PrefillConfig, Needed]] = {length: {} for length in lengths}
-    chance: Needed = {}
-    for length in lengths:
-        for prompt in make_prompts(pair, texts, length, prompts_per_length, seed + length):
-            plan.step(f"scoring prompts of about {length} tokens")
-            _add(chance, prompt, _needed(prompt, ways[0], _random_scores(prompt, ways[0])))
-            for config, scores in _settings(pair, prompt, ways, head_sets):
-                _add(needed[length].setdefault(config, {}), prompt, _needed(prompt, config, scores))
-        if not needed[length]:
-            raise ValueError(f"no prompt of about {length} tokens fits the models; give shorter lengths")
-    costs = measure(pair, ways, lengths[-1], plan)
-    choice = choose(needed, costs, recall_at(chance, RATES[-1]), margin)
-    plan.step("done")
+class _Preview:
+    """Says what would be chosen now, no more often than costs a tenth of the time."""
+
+    def __init__(self, margin: float) -> None:
+        self._margin, self._next, self._text = margin, 0.0, ""
+
+    def of(self, cases: Sequence[Case]) -> str:
+        begun = monotonic()
+        if begun >= self._next:
+            self._text = choose(cases, self._margin).keeps
+            self._next = monotonic() + 10 * (monotonic() - begun)
+        return self._text
+
+
+class _Budget:
+    """Judges prompts while there is time, by what those before have taken."""
+
+    def __init__(self, started: float, seconds: float, tasks: Sequence[Task]) -> None:
+        lengths = [task.num_tokens for task in tasks]
+        self._first = min(lengths)
+        self._end = started + (1 - _RESERVE) * seconds
+        share = _SHARE_OF_FIRST if max(lengths) > self._first else 1.0
+        self._end_of_first = started + share * (1 - _RESERVE) * seconds
+        # Seconds a token, and tokens, of the pass before.
+        self._before = 0.0, 1
+
+    def has_time(self, task: Task) -> bool:
+        """Return whether a prompt of this length may be judged by the end, as far as is known."""
+        end = self._end_of_first if task.num_tokens == self._first else self._end
+        return monotonic() + self._expected(task.num_tokens) < end
+
+    def judge(self, pair: ModelPair, task: Task, prompt: Prompt) -> Judged | None:
+        """Judge a prompt; None where there is no time for it."""
+        if not self.has_time(task):
+            return None
+        begun = monotonic()
+        try:
+            judged = judge(pair, prompt, self._stop_late)
+        except _BudgetSpentError:
+            return None
+        num_tokens = len(prompt.token_ids)
+        self._before = (monotonic() - begun) / num_tokens, num_tokens
+        return judged
+
+    def _expected(self, num_tokens: int) -> float:
+        a_token, at = self._before
+        # Attention grows with the length, and is a part of a pass.
+        return a_token * num_tokens * math.sqrt(max(1.0, num_tokens / at))
+
+    def _stop_late(self, num_tokens: int, share_done: float) -> None:
+        if monotonic() > self._end:
+            raise _BudgetSpentError
+
+
+def _prefix(task: Task) -> str:
+    return f"{task.num_tokens}-{task.kind.replace(', ', '-').replace(' ', '-')}-{task.number}"
+
+
+def _digest(pair: ModelPair, prompt: Prompt, identity: str) -> str:
+    """Tell a judged prompt from that of another draft, text or rule of units."""
+    ids = prompt.token_ids
+    borders = make_units(len(ids), pair.pieces(ids), SHARES).borders
+    what = json.dumps([identity, ids, prompt.spans, borders, _FORMAT])
+    return hashlib.sha256(what.encode()).hexdigest()[:16]
+
+
+def _result(
+    pair: ModelPair,
+    cases: Sequence[Case],
+    choice: Choice,
+    margin: float,
+    weights: Sequence[float],
+    unfinished: int,
+    seconds: float,
+) -> Calibration:
+    target, draft = (text_config(model.config) for model in (pair.target, pair.draft))
+    settings, notes = dict(choice.settings), list(choice.notes)
+    if settings:
+        settings["min_prompt_tokens"] = _shortest(target, draft, PrefillConfig(**settings), cases, notes)
+    setting = {"chosen": describe_setting(PrefillConfig(**settings)), "default": "default", "BM25": "BM25"}
+    kinds = {}
+    for kind in dict.fromkeys(case.task.kind for case in cases):
+        own = [at for at, case in enumerate(cases) if case.task.kind == kind]
+        shares = {name: fmean(values[at] for at in own) for name, values in choice.recalls.items()}
+        if shares:
+            kinds[kind] = shares | {"prompts": len(own)}
     return Calibration(
-        settings={name: getattr(choice.config, name) for name in CHOSEN},
-        target=fingerprint(text_config(pair.target.config)),
-        draft=fingerprint(text_config(pair.draft.config)),
+        settings=settings,
+        target=fingerprint(target),
+        draft=fingerprint(draft),
         margin=margin,
-        dense_s={length: costs.target(length) for length in lengths},
-        head_recall={f"{layer}.{head}": recall for (layer, head), recall in head_recall.items()},
-        kinds=choice.kinds,
-        points=choice.points,
-        notes=choice.notes,
-        seconds=perf_counter() - started,
+        weights=weights,
+        head_recall={f"{layer}.{head}": recall for (layer, head), recall in choice.head_recall.items()},
+        kinds=kinds,
+        points=[
+            Point(setting[name], length, rate, recall)
+            for name, by_length in choice.curves.items()
+            for length, recalls in by_length.items()
+            for rate, recall in zip(RATES, recalls, strict=True)
+        ],
+        notes=notes,
+        seconds=seconds,
+        num_prompts=len(cases),
+        unfinished=unfinished,
     )
 
 
-def _add(needed: Needed, prompt: Prompt, rates: list[float]) -> None:
-    needed.setdefault(prompt.kind, []).append(rates)
-
-
-def _ways(pair: ModelPair) -> list[PrefillConfig]:
-    """How the draft may go through a prompt. The first one is the paper's."""
-    num_layers = int(text_config(pair.draft.config).num_hidden_layers)
-    exits = sorted({max(1, num_layers // 4), max(1, num_layers // 2)} - {num_layers})
-    return [
-        *(replace(PAPER, draft_window=window) for window in WINDOWS),
-        *(replace(PAPER, draft_window=WINDOWS[-1], scoring_layers=num) for num in exits),
-    ]
-
-
-def _votes(pair: ModelPair, prompt: Prompt, way: PrefillConfig) -> dict[Head, torch.Tensor]:
-    """Pooled attention (num_queries, num_tokens) to the prompt of every head of the draft, in the draft's tokens."""
-    draft = pair.open_draft(way.prefill_chunk, prompt.tokenization)
-    ids, end_ids = prompt.token_ids, pair.end_ids
-    look_ahead = partial(propose, draft, sampler=Sampler(), end_ids=end_ids)
-    seen, _ = look_at(draft, ids, look_ahead, way, prompt.tokenization, way.scoring_layers)
-    votes = {}
-    for layer, (queries, keys, scaling, *rest) in seen.layers.items():
-        attention = attention_to_prompt(queries, keys, scaling, rest[0] if rest else None, seen.num_asking)
-        pooled = pool(attention, way.pool_kernel).cpu()
-        votes.update({(layer, head): pooled[head] for head in range(len(pooled))})
-    return votes
-
-
-def _joined(votes: Sequence[torch.Tensor], prompt: Prompt) -> torch.Tensor:
-    """Importance (num_prompt_tokens,) from the votes of some heads, each (num_queries, num_draft_tokens)."""
-    best = votes[0]
-    for vote in votes[1:]:
-        best = torch.maximum(best, vote)
-    importance = best.mean(dim=0)
-    return importance if prompt.tokenization is None else map_importance(importance, prompt.tokenization.ranges)
-
-
-def _head_sets(recall: Mapping[Head, float]) -> list[tuple[Head, ...] | None]:
-    """Who might vote: all, and the few best."""
-    ranked = sorted(recall, key=lambda head: (-recall[head], head))
-    sets: list[tuple[Head, ...] | None] = [None]
-    for count in (1, 2, 4, 8):
-        chosen = tuple(sorted(ranked[:count]))
-        if count < len(ranked) and chosen not in sets:
-            sets.append(chosen)
-    return sets
-
-
-def _finds(num_layers: int, recall: Mapping[Head, float]) -> bool:
-    """Return whether some head of the first layers retrieves at all; else they would only stir the other votes."""
-    early = [value for (layer, _), value in recall.items() if layer < num_layers]
-    return bool(early) and max(early) >= max(recall.values()) / 2
-
-
-def _settings(
-    pair: ModelPair, prompt: Prompt, ways: Sequence[PrefillConfig], head_sets: Sequence[tuple[Head, ...] | None]
-) -> Iterator[tuple[PrefillConfig, torch.Tensor]]:
-    """Every setting that is tried, and what it makes of this prompt: scores (num_chunks,)."""
-    chunks, evidence = Chunks(len(prompt.token_ids), PAPER.chunk_size), Evidence(prompt.token_ids)
-    anchors = {share: ByAnchors().score(evidence, chunks, replace(PAPER, neighbour_share=share)) for share in _SHARES}
-    for share, scores in anchors.items():
-        yield replace(PAPER, scorer="anchors", neighbour_share=share), scores
-    for way in ways:
-        votes = _votes(pair, prompt, way)
-        for heads, look_ahead in product(head_sets, LOOK_AHEADS):
-            voters = [head for head in votes if heads is None or head in heads]
-            if not voters or (heads is not None and len(voters) < len(heads)):
-                continue
-            # A look-ahead asks from the prompt's last token on, the first layers up to it.
-            asking = slice(look_ahead + 1) if way.scoring_layers is None else slice(-look_ahead - 1, None)
-            importance = _joined([votes[head][asking] for head in voters], prompt)
-            means = chunks.means(importance)
-            for share in _SHARES:
-                config = replace(way, scoring_heads=heads, look_ahead=look_ahead, neighbour_share=share)
-                attention = with_neighbours(means, share)
-                yield config, attention
-                for weight in _WEIGHTS:
-                    fused = fuse(anchors[share], attention, weight)
-                    yield replace(config, scorer="fused", anchor_weight=weight), fused
-
-
-def _needed(prompt: Prompt, config: PrefillConfig, scores: torch.Tensor) -> list[float]:
-    """For every line of evidence the smallest keep_rate that keeps all of its tokens."""
-    num_chunks, size = len(scores), config.chunk_size
-    forced = {*range(config.keep_first), *range(num_chunks - config.keep_last, num_chunks)}
-    order = [chunk for chunk in torch.argsort(scores, descending=True, stable=True).tolist() if chunk not in forced]
-    budget = dict.fromkeys(forced, 0) | {chunk: len(forced) + rank for rank, chunk in enumerate(order, start=1)}
-    return [
-        max(budget[chunk] for chunk in range(start // size, (stop - 1) // size + 1)) / num_chunks
-        for start, stop in prompt.spans
-    ]
-
-
-def _random_scores(prompt: Prompt, config: PrefillConfig) -> torch.Tensor:
-    """Return what a vote by chance looks like."""
-    num_chunks = math.ceil(len(prompt.token_ids) / config.chunk_size)
-    return torch.rand(num_chunks, generator=torch.Generator().manual_seed(len(prompt.token_ids)))
+def _shortest(target: Any, draft: Any, config: PrefillConfig, cases: Sequence[Case], notes: list[str]) -> int:
+    """The shortest prompt that is pruned: none that was not tried, and none that gains nothing by the counted cost."""
+    tried = min(case.task.num_tokens for case in cases)
+    try:
+        even = break_even(Shape.of(target), Shape.of(draft), config)
+    except ValueError:
+        return tried
+    if not even:
+        notes.append("Sparse prefill gains nothing at any length: the draft costs as much as it saves.")
+    return max(even or _NEVER, tried)

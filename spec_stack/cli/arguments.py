@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from spec_stack import __version__
+from spec_stack.calibrate.config import CalibrateConfig
 from spec_stack.cli.chat import read_document
 from spec_stack.config import (
     MAX_GAMMA,
@@ -32,7 +33,6 @@ from spec_stack.config import (
 )
 from spec_stack.controller.registry import POLICIES
 from spec_stack.decode.registry import PROPOSERS
-from spec_stack.prefill.calibration import MARGIN
 from spec_stack.serve.config import ServeConfig
 from spec_stack.settings.options import meaning
 
@@ -151,15 +151,28 @@ def build_parser() -> argparse.ArgumentParser:
     demo.add_argument("--json", action="store_true", help="print the report as JSON")
 
     calibrate = commands.add_parser(
-        "calibrate", help="find the cheapest sparse prefill that keeps what questions are about"
+        "calibrate",
+        help="find the heads of the draft that find what questions are about, and how little of a prompt they need",
+        description="One pass of the draft a prompt; the target's weights are not loaded. What was judged is kept, so "
+        "that a call that was ended goes on where it was.",
     )
     _add_pair_arguments(calibrate)
     calibrate.add_argument("--documents", type=Path, help="folder of your texts, to hide needles in (.txt, .md, .py)")
-    calibrate.add_argument("--lengths", type=int, nargs="+", help="of the prompts, in tokens")
-    calibrate.add_argument("--prompts", type=int, default=32, help="per length; more are surer (%(default)s)")
-    calibrate.add_argument("--margin", type=float, default=MARGIN, help="recall given up for time (%(default)s)")
+    _add_calibrate_argument(calibrate, "lengths", type=int, nargs="+")
+    _add_calibrate_argument(calibrate, "prompts", type=int)
+    _add_calibrate_argument(calibrate, "margin", type=float)
+    _add_calibrate_argument(calibrate, "seed", type=int)
+    calibrate.add_argument(
+        "--budget",
+        type=float,
+        default=CalibrateConfig.budget_s / 60,
+        help="minutes after which it chooses by what it has (default: %(default)g)",
+    )
     calibrate.add_argument("--out", type=Path, help="file or folder for the result (default: the draft's folder)")
-    calibrate.add_argument("--plot", type=Path, help="picture of recall against time to first token")
+    calibrate.add_argument(
+        "--work", type=Path, help="folder for what was judged (default: beside the result, until all is judged)"
+    )
+    calibrate.add_argument("--plot", type=Path, help="picture of recall against the share kept")
 
     explain = commands.add_parser(
         "explain", help="a page of what was kept of a prompt, who wrote each token, and where the time went"
@@ -233,8 +246,16 @@ def _add_pair_arguments(parser: argparse.ArgumentParser) -> None:
         _add_option(parser, LoadConfig, name, metavar="|".join(("auto", *PRECISIONS)))
     parser.add_argument("--device", help="cpu, cuda, cuda:1, … (default: CUDA where there is one)")
     parser.add_argument(
-        "--calibration", help="file of `spec-stack calibrate`, or none (default: the one in the draft's folder, if any)"
+        "--calibration",
+        help="file of `spec-stack calibrate`, or none (default: the one beside the draft, or what ships for it)",
     )
+
+
+def _add_calibrate_argument(parser: argparse.ArgumentParser, name: str, **how: Any) -> None:
+    default = getattr(CalibrateConfig, name)
+    shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
+    help_text = f"{meaning(CalibrateConfig, name)} (default: {shown})".replace("%", "%%")
+    parser.add_argument(f"--{name}", default=default, help=help_text, **how)
 
 
 def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:

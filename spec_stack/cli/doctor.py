@@ -24,6 +24,7 @@ from spec_stack.hf.precision import (
 from spec_stack.hf.prepack import can_prepack
 from spec_stack.prefill.calibration import Calibration, describe_setting, find_calibration
 from spec_stack.prefill.cost import Shape, break_even, expected_gain
+from spec_stack.prefill.shipped import find_shipped, sketch_of_files
 from spec_stack.tokenizers.vocabulary import Vocabulary, compare
 
 _PACKAGES = ("spec-stack", "torch", "transformers", "tokenizers", "safetensors", "numpy")
@@ -113,16 +114,17 @@ def _describe_predictor(file: Path) -> str:
 
 
 def _describe_prefill(draft: str, target_config: Any, draft_config: Any) -> tuple[str, str]:
-    """The calibration, and what sparse prefill gains: as measured where it was, else as counted."""
+    """The calibration, and what sparse prefill gains, as counted."""
     target, drafting = (architectures.text_config(config) for config in (target_config, draft_config))
     calibration = find_calibration(draft)
     problem = "" if calibration is None else calibration.check(target, drafting)
-    if calibration is not None and not problem:
-        return _describe_calibration(calibration), _describe_measured(calibration)
-    counted = _describe_counted(target, drafting, PrefillConfig())
-    if problem:
-        return f"left aside: {problem}", counted
-    return "none: the paper's rule; `spec-stack calibrate` finds the settings for this pair and machine", counted
+    if calibration is None or problem:
+        calibration = find_shipped(drafting, sketch_of_files(draft))
+    counted = _describe_counted(target, drafting, PrefillConfig() if calibration is None else calibration.apply())
+    aside = f"left aside: {problem}" if problem else ""
+    if calibration is not None:
+        return "; ".join(filter(None, [aside, _describe_calibration(calibration)])), counted
+    return aside or "none; `spec-stack calibrate` finds the settings for this draft", counted
 
 
 def _describe_counted(target: Any, draft: Any, prefill: PrefillConfig) -> str:
@@ -145,18 +147,7 @@ def _describe_counted(target: Any, draft: Any, prefill: PrefillConfig) -> str:
 
 def _describe_calibration(calibration: Calibration) -> str:
     prefill = calibration.apply()
-    return f"{describe_setting(prefill)}; prompts of {prefill.min_prompt_tokens} tokens or more"
-
-
-def _describe_measured(calibration: Calibration) -> str:
-    prefill = calibration.apply()
-    setting = describe_setting(prefill)
-    gains = [
-        f"{calibration.dense_s[point.num_tokens] / point.ttft_s:.1f}x at {point.num_tokens} tokens"
-        for point in calibration.points
-        if point.setting == setting and point.keep_rate == prefill.rate_for(point.num_tokens)
-    ]
-    return f"measured where it was calibrated: TTFT sooner by {', '.join(gains)}"
+    return f"{calibration.origin}: {describe_setting(prefill)}; prompts of {prefill.min_prompt_tokens} tokens or more"
 
 
 def _version(package: str) -> str | None:

@@ -6,11 +6,12 @@ import argparse
 import io
 import json
 import os
+import shutil
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, TextIO
 
 from spec_stack.cli.arguments import (
@@ -199,10 +200,12 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 
 def _calibrate(arguments: argparse.Namespace) -> int:
+    from spec_stack.calibrate.config import CalibrateConfig
     from spec_stack.calibrate.report import check_plots, format_calibration, plot_calibration
-    from spec_stack.calibrate.search import LENGTHS, calibrate
+    from spec_stack.calibrate.search import calibrate
     from spec_stack.engine.pair import ModelPair
 
+    started = monotonic()
     out = arguments.out or arguments.draft
     if out is None or not (Path(out).is_dir() or Path(out).parent.is_dir()):
         raise ValueError("say with --out which file or folder the result goes to")
@@ -211,34 +214,52 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     if arguments.plot is not None:
         check_plots()
         check_writable(arguments.plot)
-    if arguments.prompts < 1 or not 0 <= arguments.margin < 1:
-        raise ValueError("--prompts must be 1 or more, and --margin from 0 to under 1")
+    lengths = tuple(arguments.lengths)
+    CalibrateConfig(lengths, arguments.prompts, arguments.margin, 60 * arguments.budget, arguments.seed)
     documents = read_documents(arguments.documents)
+    work = arguments.work or _work_beside(Path(out))
     pair = ModelPair.load(
         arguments.target,
         arguments.draft,
         precision=arguments.precision,
         draft_precision=arguments.draft_precision,
         device=arguments.device,
+        target_weights=False,
     )
 
     def show(done: int, total: int, what: str) -> None:
-        print(f"\r[{done:3d}/{total}] {what:60.60}", end="", file=sys.stderr, flush=True)
+        spent = monotonic() - started
+        print(f"[{done:3d}/{total}, {spent:4.0f} s] {what}", file=sys.stderr, flush=True)
 
     calibration = calibrate(
         pair,
         documents=documents,
-        lengths=arguments.lengths or LENGTHS,
+        lengths=lengths,
         prompts_per_length=arguments.prompts,
         margin=arguments.margin,
+        seed=arguments.seed,
+        # To load a model is part of what the user waits for.
+        budget_s=max(0.001, 60 * arguments.budget - (monotonic() - started)),
+        work=work,
         progress=show,
     )
-    print(file=sys.stderr)
     print(format_calibration(calibration))
-    print(f"kept in {calibration.save(out)}, after {calibration.seconds:.0f} s")
+    print(f"kept in {calibration.save(out)}, after {monotonic() - started:.0f} s")
+    if calibration.unfinished:
+        print(f"what was judged is in {work}: the same command goes on from there; delete it when it is not needed")
+    elif arguments.work is None:
+        shutil.rmtree(work, ignore_errors=True)
     if arguments.plot is not None:
         plot_calibration(calibration, arguments.plot)
     return 0
+
+
+def _work_beside(out: Path) -> Path:
+    """Where a calibration keeps what it judged, where nobody says."""
+    from spec_stack.prefill.calibration import FILE_NAME
+
+    file = out / FILE_NAME if out.is_dir() else out
+    return file.with_suffix(".work")
 
 
 def _explain(arguments: argparse.Namespace) -> int:

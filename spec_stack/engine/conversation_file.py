@@ -22,6 +22,7 @@ from spec_stack.prefill.calibration import fingerprint
 
 VERSION = 1
 _KIND = "spec_stack session"
+_NO_SETTINGS = ("given", "calibrated_by")
 _NUM_PROBED = 8
 # Of the largest logit: what another kernel, thread count or device may change of one.
 _TOLERANCE = 0.01
@@ -201,7 +202,7 @@ def _made_with(pair: ModelPair, prefill: PrefillConfig) -> dict[str, Any]:
         "precision": pair.precision,
         "draft_precision": pair.draft_precision,
         "tokenizer": _tokenizer_hash(pair.tokenizer),
-        "prefill": {name: value for name, value in asdict(prefill).items() if name != "given"},
+        "prefill": {name: value for name, value in asdict(prefill).items() if name not in _NO_SETTINGS},
     }
     loaded: dict[str, Any] = json.loads(json.dumps(values))
     return loaded

@@ -115,10 +115,12 @@ class ModelPair:
         prepack_linears: bool | None = None,
         hub: HubConfig | None = None,
         device_map: DeviceMap | None = None,
+        target_weights: bool = True,
     ) -> ModelPair:
         """Load a pair from folders or hub ids, the embedded one where neither is named.
 
-        The options are those of `SpecStackGenerator.from_pretrained`. All that can be refused is refused before the
+        The options are those of `SpecStackGenerator.from_pretrained`; target_weights=False reads the draft alone, for
+        whoever needs the target's tokenizer and shape and no more. All that can be refused is refused before the
         weights are read; raises ValueError as `hf.loading.open_pair` and `assemble` do.
         """
         found = open_pair(
@@ -126,7 +128,7 @@ class ModelPair:
         )
         sizes = (text_config(config).vocab_size for config in found.configs)
         vocabulary = compare(*found.tokenizers, *sizes)
-        models = found.load_models()
+        models = found.load_models(target_weights)
         of_target, of_draft = (each.name for each in found.precisions)
         return cls._of(*models, *found.tokenizers, vocabulary, of_target, of_draft, found.predictors)
 

@@ -67,18 +67,24 @@ class FoundPair:
     hub: HubConfig
     device_map: DeviceMap | None = None
 
-    def load_models(self) -> tuple[PreTrainedModel, PreTrainedModel]:
-        """Read the weights. Raises ValueError where they cannot be read or do not fit on the device."""
+    def load_models(self, target_weights: bool = True) -> tuple[PreTrainedModel, PreTrainedModel]:
+        """Read the weights, those of the target unless told not to: it is then a shell on the meta device.
+
+        Raises ValueError where they cannot be read or do not fit on the device.
+        """
         of_target, of_draft = self.precisions
         device_map = self.device_map
         first, second = self.configs
-        target = _load_model(self.sources[0], of_target, self.device, self.hub.options("target"), device_map, first)
+        if target_weights:
+            target = _load_model(self.sources[0], of_target, self.device, self.hub.options("target"), device_map, first)
+        else:
+            target = _shell(first)
         # The parts of a mapping have the target's names.
         shared = device_map if isinstance(device_map, str) else None
-        on = self.device if device_map is None else target.device
+        on = self.device if device_map is None or not target_weights else target.device
         draft = _load_model(self.sources[1], of_draft, on, self.hub.options("draft"), shared, second)
         for model, is_packed in zip((target, draft), self.packs, strict=True):
-            if is_packed:
+            if is_packed and model.device.type != "meta":
                 prepack(model)
         return target, draft
 
@@ -274,6 +280,15 @@ def open_pair(
         hub=hub,
         device_map=device_map,
     )
+
+
+def _shell(config: Any) -> PreTrainedModel:
+    """A model without weights, which tells its shape and what ends its text."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    return model
 
 
 def _load_model(

@@ -11,13 +11,9 @@ from typing import Any
 from spec_stack.config import PrefillConfig
 
 FILE_NAME = "spec_stack_calibration.json"
-VERSION = 2
+VERSION = 3
 # What a calibration of version 1 was made with, before there were lines.
 _WITH_CHUNKS = {"unit": "chunks", "scoring_queries": "look_ahead", "skipped_layers": 0, "head_vote": "max"}
-MARGIN = 0.1
-"""Recall that is given up for time against the best setting."""
-HEAD_RATE = 0.2
-"""The share kept at which heads are judged by themselves."""
 # What a calibration decides; everything else stays as it was configured.
 CHOSEN = (
     "keep_rate",
@@ -51,16 +47,13 @@ class Point:
     keep_rate
         The share kept.
     recall
-        Share of the evidence's lines of which every token was kept.
-    ttft_s
-        Seconds to the first token, from the measured costs of its parts.
+        Share of the prompts of whose evidence every token was kept.
     """
 
     setting: str
     num_tokens: int
     keep_rate: float
     recall: float
-    ttft_s: float
 
 
 @dataclass(frozen=True)
@@ -72,31 +65,40 @@ class Calibration:
     settings
         Values of PrefillConfig, by name; of those in `CHOSEN`.
     target, draft
-        What identifies the models (see `fingerprint`).
+        What identifies the models (see `fingerprint`); an empty target is any.
     margin
-        Recall that was given up for time, at most.
-    dense_s
-        Seconds of dense prefill, by length.
+        Recall that was given up for a smaller share, at most.
+    weights
+        A sketch of the draft's weights (`prefill.shipped.sketch`).
     head_recall
         Recall at keep_rate 0.2 of every (layer, head) of the draft alone.
     kinds
-        By kind of evidence, over all lengths: recall of the chosen setting, and of the paper's rule at keep_rate 0.2.
+        By kind of evidence: recall of what was "chosen" and, at 0.2, of the "default" and "BM25"; how many "prompts".
     points
         What was measured, for the table and the plot.
     notes
         What the user should know, in sentences.
+    seconds
+        That the last call took.
+    num_prompts, unfinished
+        How many prompts were judged, and how many were left when the time was over.
+    origin
+        Where it is from, in words; no part of the file.
     """
 
     settings: Mapping[str, Any]
     target: Mapping[str, Any]
     draft: Mapping[str, Any]
     margin: float
-    dense_s: Mapping[int, float] = field(default_factory=dict)
+    weights: Sequence[float] = ()
     head_recall: Mapping[str, float] = field(default_factory=dict)
-    kinds: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    kinds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     points: Sequence[Point] = ()
     notes: Sequence[str] = ()
     seconds: float = 0.0
+    num_prompts: int = 0
+    unfinished: int = 0
+    origin: str = field(default="", compare=False)
 
     def apply(self, config: PrefillConfig | None = None) -> PrefillConfig:
         """The configuration with what was chosen in place of its own."""
@@ -104,20 +106,22 @@ class Calibration:
 
     def complete(self, config: PrefillConfig) -> PrefillConfig:
         """Return the configuration with what was chosen for every field that it was not given."""
-        return replace(config, **{name: value for name, value in self.settings.items() if name not in config.given})
+        chosen = {name: value for name, value in self.settings.items() if name not in config.given}
+        return replace(config, **chosen, calibrated_by=self.origin)
 
     def check(self, target: Any, draft: Any) -> str:
         """Why it does not hold for models of these transformers configurations; empty where it does."""
         for role, made_for, config in (("target", self.target, target), ("draft", self.draft, draft)):
             given = fingerprint(config)
-            if dict(made_for) != given:
+            if made_for and dict(made_for) != given:
                 return f"it was made for another {role}: {dict(made_for)}, not {given}"
         return ""
 
     def save(self, path: str | Path) -> Path:
         """Write it to a file, or into a folder under its usual name; the file's path."""
         file = Path(path) / FILE_NAME if Path(path).is_dir() else Path(path)
-        file.write_text(json.dumps({"version": VERSION, **asdict(self)}, indent=1) + "\n", encoding="utf-8")
+        values = {name: value for name, value in asdict(self).items() if name != "origin"}
+        file.write_text(json.dumps({"version": VERSION, **values}) + "\n", encoding="utf-8")
         return file
 
     @classmethod
@@ -133,18 +137,17 @@ class Calibration:
         try:
             values = json.loads(file.read_text(encoding="utf-8"))
             version = values.pop("version")
-            if version not in (1, VERSION):
+            if version not in (1, 2, VERSION):
                 raise ValueError("it is of another version; calibrate again")
-            if version == 1:
-                values["settings"] = _WITH_CHUNKS | values["settings"]
+            if version < VERSION:
+                values = _from_before(values, version)
             unknown = set(values["settings"]) - set(CHOSEN)
             if unknown:
                 raise ValueError(f"it sets {sorted(unknown)}")
             values["settings"] = {name: _frozen(value) for name, value in values["settings"].items()}
-            values["dense_s"] = {int(length): seconds for length, seconds in values["dense_s"].items()}
-            values["kinds"] = {kind: tuple(pair) for kind, pair in values["kinds"].items()}
+            values["weights"] = tuple(values["weights"])
             values["points"] = [Point(**point) for point in values["points"]]
-            calibration = cls(**values)
+            calibration = cls(**values, origin=file.name)
             calibration.apply()
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"cannot take {file} for a calibration: {error}") from error
@@ -178,6 +181,15 @@ def fingerprint(config: Any) -> dict[str, Any]:
     """Return what tells a model's shape from another's, of its transformers text configuration."""
     names = ("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
     return {name: getattr(config, name, None) for name in names}
+
+
+def _from_before(values: dict[str, Any], version: int) -> dict[str, Any]:
+    """The values of a file that told times as well, and the paper's rule in the default's place."""
+    settings = _WITH_CHUNKS | values["settings"] if version == 1 else values["settings"]
+    points = [{name: each for name, each in point.items() if name != "ttft_s"} for point in values["points"]]
+    kinds = {kind: {"chosen": ours, "default": papers} for kind, (ours, papers) in values["kinds"].items()}
+    kept = {name: value for name, value in values.items() if name != "dense_s"}
+    return kept | {"settings": settings, "points": points, "kinds": kinds, "weights": ()}
 
 
 def _frozen(value: Any) -> Any:

@@ -42,9 +42,10 @@ def decide_scoring(
         return False, f"off: no more than {num_prunable} of {num_new_tokens} {text} tokens could be pruned"
     if needs_attention(config.scorer) and not sees_whole(config, num_draft_tokens, scoring_limit):
         return False, f"off: every attention layer of the draft slides over {scoring_limit} tokens, and none sees more"
+    by = f"; calibrated by {config.calibrated_by}" if config.calibrated_by else ""
     if specprefill is True:
-        return True, "on: the call asked for it"
-    return True, f"on: the {text} has min_prompt_tokens={config.min_prompt_tokens} or more"
+        return True, f"on: the call asked for it{by}"
+    return True, f"on: the {text} has min_prompt_tokens={config.min_prompt_tokens} or more{by}"
 
 
 def sees_whole(config: PrefillConfig, num_draft_tokens: int, scoring_limit: int | None) -> bool:

@@ -39,13 +39,14 @@ def remembers_given(config: Config) -> Config:
     So a value that equals the default can be told from none, and holds beside a calibration. `dataclasses.replace`
     hands on what was given before, and adds what it changes.
     """
-    positional = [entry.name for entry in fields(config) if entry.name != "given"]
+    names = {entry.name for entry in fields(config)} - {"given"}
+    positional = [entry.name for entry in fields(config) if not entry.kw_only]
     make = config.__init__  # type: ignore[misc]
 
     @wraps(make)
     def remember(self: Any, *args: Any, **kwargs: Any) -> None:
         known = kwargs.get("given", ())
-        if not isinstance(known, tuple) or not set(known) <= set(positional):
+        if not isinstance(known, tuple) or not set(known) <= names:
             raise ValueError(f"given is found out, not set; leave it out, got {known!r}")
         make(self, *args, **kwargs)
         # `replace` gives its changes first, then all other fields in their order, of which `given` is the first.

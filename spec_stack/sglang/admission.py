@@ -62,15 +62,17 @@ class RequestPruner:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler: Any = scheduler
         draft = scheduler.draft_worker.draft_worker.draft_runner.model_config
+        source = scheduler.server_args.speculative_draft_model_path
         self.config = with_calibration(
-            with_predictor(ServerConfig.from_environment(), scheduler.server_args.speculative_draft_model_path),
-            scheduler.server_args.speculative_draft_model_path,
+            with_predictor(ServerConfig.from_environment(), source),
+            source,
             scheduler.model_config.hf_text_config,
             draft.hf_text_config,
+            num_ranks(),
         )
         self._refusal: str | None = scheduler.draft_worker.pruning_refusal
         if self._refusal is None and self.config.prefill.head_vote == "share" and num_ranks() > 1:
-            self._refusal = "the calibrated head_vote 'share' takes all heads on one rank; calibrate with 'max'"
+            self._refusal = "head_vote 'share' takes all heads on one rank; set 'max'"
         self.prunes = self._refusal is None
         self._template = ChatTurns.learn(self._scheduler.tokenizer, scheduler.server_args.chat_template)
         self._pieces = None if self._scheduler.tokenizer is None else Pieces(self._scheduler.tokenizer)

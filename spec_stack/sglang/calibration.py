@@ -9,23 +9,29 @@ from typing import Any
 
 from spec_stack.controller.predictor import find_predictor, load_step_predictor
 from spec_stack.prefill.calibration import find_calibration
+from spec_stack.prefill.shipped import find_shipped, sketch_of_files
 from spec_stack.sglang.server_args import NONE, ServerConfig
 from spec_stack.sglang.support import NAME
 
 logger = logging.getLogger(__name__)
 
 
-def with_calibration(config: ServerConfig, draft: str, target_config: Any, draft_config: Any) -> ServerConfig:
+def with_calibration(
+    config: ServerConfig, draft: str, target_config: Any, draft_config: Any, num_ranks: int = 1
+) -> ServerConfig:
     """The settings with what was calibrated where they have the defaults.
 
     Parameters
     ----------
     config
-        Its `calibration` names a file or folder, is "none", or None for what lies beside the draft.
+        Its `calibration` names a file or folder, is "none", or None for what lies beside the draft, or else ships for
+        it.
     draft
-        The draft's folder; a hub id has nothing beside it.
+        The draft's folder or hub id.
     target_config, draft_config
         The transformers text configurations.
+    num_ranks
+        That share the draft's heads. Over several the heads' shares have no mean, and their maximum takes its place.
 
     Raises
     ------
@@ -33,16 +39,23 @@ def with_calibration(config: ServerConfig, draft: str, target_config: Any, draft
         For one that is named and does not hold for these models. One that lies beside the draft is
         left aside then, and the log says why.
     """
-    found = find_calibration(draft, False if config.calibration == NONE else config.calibration)
-    if found is None:
+    if config.calibration == NONE:
         return config
-    problem = found.check(target_config, draft_config)
+    found = find_calibration(draft, config.calibration)
+    problem = "" if found is None else found.check(target_config, draft_config)
     if problem and config.calibration is not None:
         raise ValueError(f"{config.calibration}: {problem}; calibrate this pair, or leave --spec-stack-calibration out")
     if problem:
         logger.warning("%s: the calibration beside the draft is left aside: %s", NAME, problem)
+    if found is None or problem:
+        found = find_shipped(draft_config, sketch_of_files(draft))
+    if found is None:
         return config
-    return replace(config, prefill=found.complete(config.prefill))
+    logger.info("%s: prompts are pruned as calibrated by %s", NAME, found.origin)
+    prefill = found.complete(config.prefill)
+    if num_ranks > 1 and "head_vote" not in config.prefill.given:
+        prefill = replace(prefill, head_vote="max")
+    return replace(config, prefill=prefill)
 
 
 def with_predictor(config: ServerConfig, draft: str) -> ServerConfig:

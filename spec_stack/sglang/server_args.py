@@ -64,7 +64,7 @@ class ServerConfig:
     calibration: str | None = option(
         None,
         "a file of `spec-stack calibrate` for this pair, or its folder, whose settings take the place of prefill's "
-        "defaults, or 'none'; without it the one beside the draft, if any",
+        "defaults, or 'none'; without it the one beside the draft, or what ships for it",
     )
     predictor: str | None = option(
         None,
@@ -156,7 +156,7 @@ class ServerConfig:
         prefill = dict(_mapping("prefill", values.pop("prefill", {})))
         prefill.update({name: values.pop(name) for name in ("keep_rate", "min_prompt_tokens") if name in values})
         _refuse_unknown("", values, [entry.name for entry in fields(cls)])
-        _refuse_unknown("prefill.", prefill, [entry.name for entry in fields(PrefillConfig) if entry.name != "given"])
+        _refuse_unknown("prefill.", prefill, [entry.name for entry in fields(PrefillConfig) if not entry.kw_only])
         for name in ("keep_rate", "scoring_heads"):
             if isinstance(prefill.get(name), list):
                 # A curve, or (layer, head) pairs: JSON has lists for tuples.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from spec_stack.cli.demo import hide_fact
 from spec_stack.cli.doctor import diagnose
 from spec_stack.cli.main import main
 from spec_stack.hf.loading import ASSETS, load_config
-from spec_stack.prefill.calibration import FILE_NAME, Calibration, Point, fingerprint
+from spec_stack.prefill.calibration import FILE_NAME, Calibration, fingerprint
 from spec_stack.prefill.cost import Shape, break_even, expected_gain
 from tests.support.folders import copy_draft
 
@@ -38,16 +37,13 @@ def test_it_is_found_beside_the_draft_and_completes_the_configuration(folders: t
     assert "draft_window=64" in diagnose(*map(str, folders), "auto", "cpu")["calibration"]
 
 
-def test_the_doctor_tells_a_measured_gain_and_counts_one_where_nothing_was_measured(folders: tuple[Path, Path]) -> None:
-    file = folders[1] / FILE_NAME
-    setting = "draft_window=64, scorer=fused"
-    points = [Point(setting, 8192, 0.05, 0.8, 0.25), Point(setting, 8192, 0.1, 0.9, 0.5)]
-    replace(Calibration.load(file), dense_s={8192: 4.0}, points=points).save(file)
-    measured = diagnose(*map(str, folders), "auto", "cpu")["gain of sparse prefill"]
-    assert measured == "measured where it was calibrated: TTFT sooner by 16.0x at 8192 tokens"
-    file.unlink()
-    counted = diagnose(*map(str, folders), "auto", "cpu")["gain of sparse prefill"]
+def test_the_doctor_counts_what_a_calibration_or_the_default_gains(folders: tuple[Path, Path]) -> None:
     shapes = [Shape.of(load_config(str(folder))) for folder in folders]
+    calibrated = Calibration.load(folders[1]).apply()
+    counted = diagnose(*map(str, folders), "auto", "cpu")["gain of sparse prefill"]
+    assert f"{expected_gain(*shapes, 8192, calibrated).bound:.1f}x at 8192" in counted
+    (folders[1] / FILE_NAME).unlink()
+    counted = diagnose(*map(str, folders), "auto", "cpu")["gain of sparse prefill"]
     assert f"{expected_gain(*shapes, 8192, PrefillConfig()).bound:.1f}x at 8192" in counted
     assert f"from about {break_even(*shapes, PrefillConfig())} prompt tokens" in counted
     assert "32768" not in counted
@@ -58,9 +54,8 @@ def test_the_embedded_pair_s_own_is_taken_by_default_and_keeps_a_hidden_fact_of_
     generator = SpecStackGenerator.from_pretrained(device="cpu")
     assert generator.config.prefill == shipped.apply()
     assert shipped.apply() != PrefillConfig()
-    for ours, papers in shipped.kinds.values():
-        assert 0 <= ours <= 1
-        assert 0 <= papers <= 1
+    for shares in shipped.kinds.values():
+        assert all(0 <= shares[name] <= 1 for name in ("chosen", "default"))
     fact = hide_fact(generator.tokenizer, 8192, seed=0)
     result = generator.generate(messages=fact.messages, max_tokens=32)
     assert result.metrics.keep_rate < 0.2
@@ -93,9 +88,17 @@ def test_the_command_makes_one_that_the_library_takes(tmp_path: Path, capsys: py
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.md").write_text("".join(f"Line {n} of a long text about nothing.\n" for n in range(4000)))
     out = tmp_path / "made.json"
-    command = ["calibrate", "--lengths", "1024", "--prompts", "2", "--device", "cpu", "--out", str(out)]
-    assert main([*command, "--documents", str(tmp_path / "texts"), "--plot", str(tmp_path / "made.png")]) == 0
-    assert "vs dense" in capsys.readouterr().out
+    command = ["calibrate", "--lengths", "512", "1024", "--prompts", "12", "--device", "cpu", "--out", str(out)]
+    command += ["--documents", str(tmp_path / "texts")]
+    assert main([*command, "--budget", "0.0001"]) == 0
+    told = capsys.readouterr().out
+    assert "prompts are too few" in told
+    assert f"what was judged is in {tmp_path / 'made.work'}: the same command goes on" in told
+    assert main([*command, "--plot", str(tmp_path / "made.png")]) == 0
+    told = capsys.readouterr()
+    assert "lost" in told.out
+    assert "12/15" in told.err
+    assert not (tmp_path / "made.work").exists()
     assert (tmp_path / "made.png").stat().st_size > 1000
     assert main(["generate", "hello", "--max-tokens", "3", "--device", "cpu", "--calibration", str(out)]) == 0
 
@@ -104,7 +107,8 @@ def test_the_command_makes_one_that_the_library_takes(tmp_path: Path, capsys: py
     ("arguments", "message"),
     [
         ([], "--out"),
-        (["--out", "x.json", "--prompts", "0"], "--prompts"),
+        (["--out", "x.json", "--prompts", "0"], "prompts must be 1 or more"),
+        (["--out", "x.json", "--budget", "0"], "budget_s must be over 0"),
         (["--out", "x.json", "--documents", "nowhere"], "no folder"),
     ],
 )

@@ -1,0 +1,34 @@
+"""How much a calibration may take, and how sure it has to be. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from spec_stack.settings.options import documented, option
+
+
+@documented
+@dataclass(frozen=True)
+class CalibrateConfig:
+    """How much a calibration may take, and what it may give up."""
+
+    lengths: tuple[int, ...] = option(
+        (2048, 4096, 8192),
+        "of the prompts, in tokens; the shortest one chooses, the others tell how much to keep of longer prompts",
+    )
+    prompts: int = option(44, "prompts of the shortest length, of every other a quarter as many; more are surer")
+    margin: float = option(
+        0.1, "recall given up, by a smaller share, against what the chosen setting keeps at keep_rate 0.2"
+    )
+    budget_s: float = option(600.0, "seconds after which it chooses by what it has")
+    seed: int = option(0, "draws the prompts")
+
+    def __post_init__(self) -> None:
+        if not self.lengths or min(self.lengths) < 1:
+            raise ValueError(f"lengths must be one or more numbers of tokens, got {self.lengths}")
+        if self.prompts < 1:
+            raise ValueError(f"prompts must be 1 or more, got {self.prompts}")
+        if not 0 <= self.margin < 1:
+            raise ValueError(f"margin must be from 0 to under 1, got {self.margin}")
+        if not self.budget_s > 0:
+            raise ValueError(f"budget_s must be over 0, got {self.budget_s}; it is the seconds of one call")

@@ -1,0 +1,147 @@
+"""What is chosen of judged prompts: heads of other families, words where heads are noise, a share by length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from zlib import crc32
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spec_stack import PrefillConfig
+from spec_stack.calibrate.choice import choose
+from spec_stack.calibrate.families import FAMILIES
+from spec_stack.calibrate.heads import Case, Ranks, Setting, settings_of
+from spec_stack.calibrate.judged import Judged, needed
+from spec_stack.calibrate.prompts import Task, plan
+from spec_stack.prefill.units import Lines
+
+NUM_UNITS, TOKENS = 100, 20
+HEADS = [(layer, head) for layer in range(6) for head in range(4)]
+# Which of a prompt's scores find the evidence: some heads, and whether words do.
+Finds = Callable[[Task], tuple[Sequence[int], bool]]
+
+
+def judged_of(task: Task, heads: Sequence[int], words: bool, default: bool = False) -> Judged:
+    """A prompt of a hundred units, one of them the evidence, which these rows rank first and the others anywhere."""
+    random = torch.Generator().manual_seed(crc32(repr(task).encode()))
+    wanted = torch.zeros(NUM_UNITS, dtype=torch.bool)
+    at = int(torch.randint(30, 60, (), generator=random))
+    wanted[at] = True
+    shares = torch.rand(len(HEADS), NUM_UNITS, generator=random)
+    # Those that do not find it rank it last.
+    shares[:, at] = 0.0
+    shares[list(heads), at] = 30.0
+    scores = [torch.rand(NUM_UNITS, generator=random) for _ in range(2)]
+    for row, finds in enumerate((words, default)):
+        scores[row][at] = 30.0 if finds else -1.0
+    costs = torch.full((NUM_UNITS,), TOKENS)
+    sizes = torch.tensor([NUM_UNITS * TOKENS, 0])
+    return Judged(torch.tensor(HEADS), shares, shares / 2, scores[0], scores[1], costs, wanted, sizes)
+
+
+def cases_of(finds: Finds, lengths: Sequence[int] = (2048,), default: bool = False, count: int = 44) -> list[Case]:
+    return [Case(task, judged_of(task, *finds(task), default=default)) for task in plan(lengths, count)]
+
+
+@given(st.lists(st.integers(1, 30), min_size=3, max_size=40), st.integers(0, 10_000), st.integers(0, 3))
+def test_the_needed_share_keeps_the_evidence_and_so_does_every_larger_one(
+    sizes: list[int], seed: int, first: int
+) -> None:
+    borders = [0, *torch.tensor(sizes).cumsum(0).tolist()]
+    num_tokens, random = borders[-1], torch.Generator().manual_seed(seed)
+    config = PrefillConfig(chunk_size=1, keep_first=first, keep_last=1)
+    scores, unit = torch.rand(len(sizes), generator=random), seed % len(sizes)
+    forced = {*range(min(first, num_tokens)), num_tokens - 1}
+    units = Lines(borders)
+    costs = torch.tensor([sum(at not in forced for at in range(start, stop)) for start, stop in units])
+    wanted = torch.arange(len(sizes)) == unit
+    judged = Judged(
+        *[scores[None]] * 3, scores, scores, costs, wanted & (costs > 0), torch.tensor([num_tokens, len(forced)])
+    )
+    need = float(needed(judged, scores))
+    for share in (need, (need + 1) / 2, 1.0):
+        assert set(range(borders[unit], borders[unit + 1])) <= units.chosen(scores, config, share)
+    assert needed(judged, torch.stack([scores, scores])).tolist() == [need, need]
+
+
+def test_the_plan_goes_through_all_families_and_keeps_every_fourth_prompt_out_of_the_choice() -> None:
+    tasks = plan((2048, 4096, 8192), 44)
+    first = [task for task in tasks if task.num_tokens == 2048]
+    assert [task.kind for task in first[: len(FAMILIES)]] == list(FAMILIES)
+    assert sum(task.is_guard for task in first) == 11
+    assert {task.kind for task in first if task.is_guard} == {task.kind for task in first if not task.is_guard}
+    others = [task for task in tasks if task.num_tokens > 2048]
+    assert all(task.is_guard for task in others)
+    assert len(others) == 22
+    assert tasks == plan((8192, 2048, 4096), 44)
+
+
+def test_a_family_is_judged_by_heads_that_it_has_not_chosen() -> None:
+    own, common = 5, 9
+    cases = cases_of(lambda task: ([common, own] if task.kind == "log" else [common], False))
+    cases = [
+        Case(case.task, judged_of(case.task, [own], False)) if case.task.kind == "json" else case for case in cases
+    ]
+    ranks = Ranks([case for case in cases if not case.task.is_guard], HEADS)
+    setting = Setting(2)
+    assert ranks.best(setting) == [common, own]
+    assert own in ranks.best(setting, without=("log",))  # json has chosen it
+    assert own not in ranks.best(setting, without=("log", "json"))
+    log = next(case for case in cases if case.task.kind == "log" and not case.task.is_guard)
+    assert ranks.needs(Setting(1), log) < 0.1
+    json = next(case for case in cases if case.task.kind == "json" and not case.task.is_guard)
+    # Its own head is of no use to it, since no other family has found it by itself.
+    assert ranks.needs(Setting(1), json) == pytest.approx(float(needed(json.judged, json.judged.prompt[common])))
+
+
+def test_the_heads_that_find_are_chosen_and_no_layer_behind_them_is_run() -> None:
+    good = [8, 9, 13]
+    choice = choose(cases_of(lambda task: (good, False)), 0.1)
+    config = PrefillConfig(**choice.settings)
+    assert config.scoring_heads is not None
+    assert {HEADS[row] for row in good[:2]} & set(config.scoring_heads)
+    assert max(layer for layer, _ in config.scoring_heads) <= 3
+    assert (config.scoring_queries, config.head_vote, config.unit) == ("prompt", "share", "lines")
+    assert all(choice.recalls["chosen"])
+    assert "earns its pass" in choice.notes[0]
+    assert "The guard" in choice.notes[1]
+    assert choice.head_recall[HEADS[8]] == 1.0
+
+
+def test_bm25_is_chosen_where_the_heads_are_noise_and_said_so() -> None:
+    choice = choose(cases_of(lambda task: ([], task.kind != "paraphrase")), 0.1)
+    assert PrefillConfig(**choice.settings).scorer == "bm25"
+    assert "does not earn its pass" in choice.notes[0]
+    assert choice.recalls["chosen"] == choice.recalls["BM25"]
+
+
+def test_a_choice_that_keeps_less_than_the_default_on_prompts_that_chose_nothing_is_dropped() -> None:
+    choice = choose(cases_of(lambda task: ([] if task.is_guard else [8, 9], False), default=True), 0.1)
+    assert choice.settings == {}
+    assert "The default stays" in choice.notes[-1]
+    assert choice.recalls["chosen"] == choice.recalls["default"]
+
+
+def test_too_few_prompts_leave_the_default() -> None:
+    choice = choose(cases_of(lambda task: ([8], False))[:7], 0.1)
+    assert choice.settings == {}
+    assert "too few" in choice.notes[0]
+    assert choose([], 0.1).settings == {}
+
+
+def test_a_longer_prompt_keeps_no_larger_share_and_no_fewer_tokens() -> None:
+    curve = choose(cases_of(lambda task: ([8, 9, 10], True), (2048, 4096, 16384)), 0.1).settings["keep_rate"]
+    assert [length for length, _ in curve] == [2048, 4096, 16384]
+    rates = [rate for _, rate in curve]
+    assert rates == sorted(rates, reverse=True)
+    kept = [length * rate for length, rate in curve]
+    assert kept == sorted(kept)
+
+
+def test_no_more_than_24_settings_are_tried() -> None:
+    for num_layers, num_heads in ((2, 4), (1, 1), (24, 14), (30, 9)):
+        heads = [(layer, head) for layer in range(num_layers) for head in range(num_heads)]
+        assert 3 <= len(set(settings_of(heads))) == len(settings_of(heads)) <= 24

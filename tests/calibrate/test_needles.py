@@ -1,0 +1,111 @@
+"""Needles: where their lines stand, and what words they share with their questions."""
+
+from __future__ import annotations
+
+import random
+import re
+
+import pytest
+
+from experiments.quality.held_out_needles import HELD_OUT
+from spec_stack.calibrate.families import FAMILIES, make_prompt_text
+from spec_stack.calibrate.needles import IN_OTHER_WORDS, WORDINGS, hide, make_haystacks
+from spec_stack.calibrate.prompts import encode_haystack
+from spec_stack.engine.pair import ModelPair
+
+LINES = [f"line {number} of a text that says nothing" for number in range(400)]
+TEXTS = {"text": ["\n".join(LINES)], "code": ["\n".join(LINES)]}
+
+
+@pytest.fixture(scope="module")
+def pair() -> ModelPair:
+    return ModelPair.load(device="cpu", prepack_linears=False, target_weights=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "index", "held_out"),
+    [
+        (kind, index, held_out)
+        for held_out, wordings in ((False, WORDINGS), (True, HELD_OUT))
+        for kind in wordings
+        for index in range(len(wordings[kind]))
+    ],
+)
+def test_a_needle_s_lines_stand_where_the_haystack_says(kind: str, index: int, held_out: bool, pair: ModelPair) -> None:
+    needle = (HELD_OUT if held_out else WORDINGS)[kind][index](random.Random(3))
+    haystack = hide(kind, needle, LINES, random.Random(4))
+    assert tuple(haystack.document[start:stop] for start, stop in haystack.spans) == needle.evidence
+    assert all(line in haystack.document.split("\n") for line in (*needle.evidence, *needle.others, *LINES))
+    assert any(needle.answer in line for line in needle.evidence)
+    prompt = encode_haystack(pair.tokenizer, haystack)
+    for (start, stop), line in zip(prompt.spans, needle.evidence, strict=True):
+        assert line.strip() in pair.tokenizer.decode(prompt.token_ids[start:stop])
+        assert line not in pair.tokenizer.decode(prompt.token_ids[start + 1 : stop])
+
+
+def test_calibration_and_its_test_share_no_word_of_a_question_beside_common_ones() -> None:
+    def names(wordings: object) -> set[str]:
+        questions = [
+            wording(random.Random(seed)).question for kind in wordings.values() for wording in kind for seed in range(5)
+        ]  # type: ignore[attr-defined]
+        return {word.strip("?.,") for question in questions for word in question.split() if word[0].isupper()}
+
+    assert names(WORDINGS) & names(HELD_OUT) <= {"What", "Which", "List", "On", "Where", "Tell", "With", "How", "Who"}
+
+
+def test_a_needle_in_other_words_shares_no_word_with_its_question() -> None:
+    for kind in IN_OTHER_WORDS:
+        for wording in WORDINGS[kind]:
+            needle = wording(random.Random(5))
+            told, asked = (set(re.findall(r"\w+", text.lower())) for text in (needle.evidence[0], needle.question))
+            assert told & asked <= {"the"}, wording.__name__
+
+
+def test_haystacks_are_of_every_kind_and_the_same_for_the_same_seed() -> None:
+    made = make_haystacks(["\n".join(LINES)], 3000, 16, seed=5)
+    assert {haystack.kind for haystack in made} == set(WORDINGS)
+    assert made == make_haystacks(["\n".join(LINES)], 3000, 16, seed=5)
+    with pytest.raises(ValueError, match="no text"):
+        make_haystacks(["", "  "], 3000, 1, seed=5)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_every_wording_of_a_family_stands_whole_in_its_document(kind: str, pair: ModelPair) -> None:
+    family = FAMILIES[kind]
+    for number, wording in enumerate(family.wordings):
+        made = make_prompt_text(kind, number, 3, TEXTS, 4000)
+        assert made == make_prompt_text(kind, number, 3, TEXTS, 4000)
+        assert len(made.spans) == len(wording(random.Random(0)).evidence)
+        assert 3000 < len(made.document) < 9000
+        prompt = encode_haystack(pair.tokenizer, made)
+        for (first, last), (start, stop) in zip(made.spans, prompt.spans, strict=True):
+            assert made.document[first:last].strip() in pair.tokenizer.decode(prompt.token_ids[start:stop])
+        assert prompt.turn is not None
+        assert made.question in pair.tokenizer.decode(prompt.token_ids[prompt.turn[0] : prompt.turn[1]])
+
+
+def test_a_family_in_other_words_shares_no_telling_word_with_its_questions() -> None:
+    small = {
+        "the",
+        "a",
+        "of",
+        "it",
+        "who",
+        "where",
+        "when",
+        "was",
+        "has",
+        "in",
+        "to",
+        "is",
+        "be",
+        "what",
+        "that",
+        "and",
+    }
+    for kind, family in FAMILIES.items():
+        if family.in_other_words:
+            for wording in family.wordings:
+                needle = wording(random.Random(5))
+                told, asked = (set(re.findall(r"\w+", text.lower())) for text in (needle.evidence[0], needle.question))
+                assert told & asked <= small, (kind, needle)
