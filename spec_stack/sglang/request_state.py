@@ -25,7 +25,6 @@ by its length; covered: everything was protected or selected."""
 NESTED = "spec_stack"
 """The key of `custom_params` under which the options may stand by themselves, where an unknown one is refused."""
 
-
 # More than any model's context: a span that ends after it was meant otherwise.
 _MOST_TOKENS = 16_777_216
 
@@ -59,56 +58,58 @@ class RequestOptions:
         """
         if not isinstance(custom_params, Mapping):
             return cls()
-        values = {name: custom_params[name] for name in OPTIONS if custom_params.get(name) is not None}
-        nested = custom_params.get(NESTED)
-        if nested is not None:
-            if not isinstance(nested, Mapping):
-                raise ValueError(f"custom_params.{NESTED} must be an object of options, got {nested!r}")
-            unknown = [str(name) for name in nested if name not in OPTIONS]
-            if unknown:
-                raise ValueError(
-                    f"custom_params.{NESTED} has no option {', '.join(unknown)}; it has {', '.join(OPTIONS)}"
-                )
-            inside = {name: value for name, value in nested.items() if value is not None}
-            twice = [name for name in inside if name in values and values[name] != inside[name]]
-            if twice:
-                raise ValueError(
-                    f"custom_params and custom_params.{NESTED} give {', '.join(twice)} different values; give it once"
-                )
-            values |= inside
+        values = _given(custom_params)
         if "protect" in values:
             values["protect"] = _spans(values["protect"])
         options = cls(**values)
-        if not isinstance(options.specprefill, bool | None):
-            raise ValueError(f"specprefill must be true or false, got {options.specprefill!r}")
-        if not isinstance(options.explain, bool | None):
-            raise ValueError(f"explain must be true or false, got {options.explain!r}")
-        if not isinstance(options.signals, bool | None):
-            raise ValueError(f"signals must be true or false, got {options.signals!r}")
-        if options.keep_rate is not None:
-            replace(config.prefill, keep_rate=options.keep_rate)
-        if options.follow_up is not None and options.follow_up not in FOLLOW_UPS:
-            raise ValueError(f"follow_up must be one of {', '.join(FOLLOW_UPS)}, got {options.follow_up!r}")
-        if options.gamma is not None:
-            if type(options.gamma) is not int or options.gamma not in config.gammas:
-                raise ValueError(f"gamma must be one of the server's, {list(config.gammas)}, got {options.gamma!r}")
-            if options.policy not in (None, "fixed"):
+        options._check(config)
+        return options
+
+    def _check(self, config: ServerConfig) -> None:
+        for name in ("specprefill", "explain", "signals"):
+            if not isinstance(getattr(self, name), bool | None):
+                raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
+        # The configuration checks it.
+        self.prefill(config)
+        if self.follow_up is not None and self.follow_up not in FOLLOW_UPS:
+            raise ValueError(f"follow_up must be one of {', '.join(FOLLOW_UPS)}, got {self.follow_up!r}")
+        if self.gamma is not None:
+            if type(self.gamma) is not int or self.gamma not in config.gammas:
+                raise ValueError(f"gamma must be one of the server's, {list(config.gammas)}, got {self.gamma!r}")
+            if self.policy not in (None, "fixed"):
                 raise ValueError("gamma sets the fixed policy; give gamma or another policy, not both")
-        if options.policy is not None and (not isinstance(options.policy, str) or options.policy not in BATCH_POLICIES):
-            raise ValueError(f"policy must be one of {', '.join(BATCH_POLICIES)}, got {options.policy!r}")
-        asks = (
-            f"policy {options.policy!r}" if options.policy in SIGNAL_POLICIES else "signals" if options.signals else ""
-        )
+        if self.policy is not None and (not isinstance(self.policy, str) or self.policy not in BATCH_POLICIES):
+            raise ValueError(f"policy must be one of {', '.join(BATCH_POLICIES)}, got {self.policy!r}")
+        asks = f"policy {self.policy!r}" if self.policy in SIGNAL_POLICIES else "signals" if self.signals else ""
         if asks and not config.measures_signals:
             raise ValueError(
                 f"{asks} needs the draft's signals, which this server does not measure under its policy, "
                 f"{config.policy}; launch it with throughput, speckv or confidence"
             )
-        return options
 
     def prefill(self, config: ServerConfig) -> PrefillConfig:
         """The server's prefill configuration with this request's keep_rate."""
         return config.prefill if self.keep_rate is None else replace(config.prefill, keep_rate=self.keep_rate)
+
+
+def _given(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The options among a request's parameters, by name."""
+    values = {name: params[name] for name in OPTIONS if params.get(name) is not None}
+    nested = params.get(NESTED)
+    if nested is None:
+        return values
+    if not isinstance(nested, Mapping):
+        raise ValueError(f"custom_params.{NESTED} must be an object of options, got {nested!r}")
+    unknown = [str(name) for name in nested if name not in OPTIONS]
+    if unknown:
+        raise ValueError(f"custom_params.{NESTED} has no option {', '.join(unknown)}; it has {', '.join(OPTIONS)}")
+    inside = {name: value for name, value in nested.items() if value is not None}
+    twice = [name for name in inside if name in values and values[name] != inside[name]]
+    if twice:
+        raise ValueError(
+            f"custom_params and custom_params.{NESTED} give {', '.join(twice)} different values; give it once"
+        )
+    return values | inside
 
 
 def _spans(protect: object) -> tuple[Span, ...]:
