@@ -18,8 +18,8 @@ from spec_stack.config import PrefillConfig
 RATES = (0.04, 0.05, 0.06, 0.07, 0.085, 0.1, 0.125, 0.15, 0.2)
 """Shares that may be kept; the largest is the default, by which recall is judged."""
 _USUAL = RATES[-1]
-# At these a setting is judged, so that a lower share counts as well as a larger one.
-_JUDGED_AT = (0.05, 0.1, 0.15, 0.2)
+# Between these a setting is judged, so that a smaller share counts as well as a larger one.
+_JUDGED_FROM, _JUDGED_TO = 0.06, 0.25
 # Recall that a setting of fewer layers may lose against the best, and that a draft's pass has to earn over words alone.
 _TIE = 0.02
 _EARNED = 0.05
@@ -144,7 +144,8 @@ def _if_guarded(settings: dict[str, Any], cases: Sequence[Case], needs: Needs, n
 
 
 def _worth(need: float) -> float:
-    return fmean(need <= rate for rate in _JUDGED_AT)
+    """What a prompt adds to the mean recall over the shares at which settings are judged, halves counting alike."""
+    return min(1.0, max(0.0, math.log(_JUDGED_TO / need) / math.log(_JUDGED_TO / _JUDGED_FROM)))
 
 
 def _balanced(cases: Sequence[Case], values: Sequence[float]) -> float:

@@ -20,7 +20,7 @@ from spec_stack.config import PrefillConfig
 from spec_stack.prefill.rules.fused import fuse
 
 _NUM_HEADS = (2, 4, 8, 16)
-_WEIGHTS = (0.0, 0.5, 1.0)
+_WEIGHTS = (0.0, 0.25, 0.5)
 # Of the layers, for those whose heads may vote: fewer run sooner.
 _DEPTHS = (1.0, 0.67)
 Head = tuple[int, int]
