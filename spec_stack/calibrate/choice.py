@@ -115,16 +115,15 @@ def _if_earned(found: Setting, needs: Needs, notes: list[str]) -> Setting:
     """The setting, or words alone where the draft's pass does not keep more than BM25, by more than chance and by
     enough to pay for it; `needs` is changed to what is taken."""
     gains = [_worth(ours) - _worth(words) for ours, words in zip(needs["chosen"], needs["BM25"], strict=True)]
-    shown = (
-        f"{_recall(needs['chosen'], _USUAL):.0%} of the evidence at {_USUAL}, BM25 {_recall(needs['BM25'], _USUAL):.0%}"
-    )
-    if found != WORDS and fmean(gains) >= max(_EARNED, stdev(gains) / math.sqrt(len(gains))):
-        notes.append(f"The draft earns its pass: it keeps {shown}.")
+    gain, enough = fmean(gains), max(_EARNED, stdev(gains) / math.sqrt(len(gains)))
+    if found != WORDS and gain >= enough:
+        ours, words = (f"{_recall(needs[name], _USUAL):.0%}" for name in ("chosen", "BM25"))
+        notes.append(f"The draft earns its pass: it keeps {ours} of the evidence at {_USUAL}, BM25 {words}.")
         return found
-    if found == WORDS:
-        notes.append("The draft does not earn its pass: no setting of its heads keeps more than BM25, which is chosen.")
-    else:
-        notes.append(f"The draft does not earn its pass: it keeps {shown}, which costs nothing and is chosen.")
+    notes.append(
+        f"The draft does not earn its pass: the best setting of its heads keeps {max(gain, 0.0):.3f} more than BM25, as "
+        f"a mean over shares from {_JUDGED_FROM} to {_JUDGED_TO}, and {enough:.3f} would pay. BM25 is chosen."
+    )
     needs["chosen"] = needs["BM25"]
     return WORDS
 
