@@ -121,7 +121,7 @@ def _if_earned(found: Setting, needs: Needs, notes: list[str]) -> Setting:
         notes.append(f"The draft earns its pass: it keeps {ours} of the evidence at {_USUAL}, BM25 {words}.")
         return found
     notes.append(
-        f"The draft does not earn its pass: the best setting of its heads keeps {max(gain, 0.0):.3f} more than BM25, as "
+        f"The draft does not earn its pass: its heads keep {max(gain, 0.0):.3f} more than BM25 at best, as "
         f"a mean over shares from {_JUDGED_FROM} to {_JUDGED_TO}, and {enough:.3f} would pay. BM25 is chosen."
     )
     needs["chosen"] = needs["BM25"]
