@@ -23,6 +23,9 @@ _MOST_COUNTED = 16
 _LONGEST = 64
 _OWN_KEEP = 0.95
 _START_WEIGHT = 2.0
+# A look-up ends a draft where it is worth so many times what the draft would bring, and so many tokens more: of two
+# guesses the greater one is mostly too great.
+_TAKES_OVER = (1.5, 0.5)
 
 
 class Found(NamedTuple):
@@ -171,16 +174,29 @@ class LookupGate:
         wins = offer.gain > max(self._gain.value, 0.0)
         return wins != (self._num_settled % self.options.try_every == 0)
 
-    def takes_over(self, continuations: Sequence[Iterable[Found]], chance: float, with_next: float) -> bool:
-        """Return whether a look-up behind drafted tokens brings as much of the next one as the draft, whose forward it
-        saves.
+    def takes_over(
+        self, continuations: Sequence[Iterable[Found]], most: int, chance: float, with_next: float, num_drafted: int
+    ) -> bool:
+        """Return whether a look-up behind drafted tokens is worth what the draft would go on to bring, or more.
 
         chance, with_next: that the drafted tokens are all right, and that they and the draft's next one are.
         """
-        firsts = (next(iter(continuation), None) for continuation in continuations)
-        looked_up = max((self.chance(found, 0) for found in firsts if found is not None), default=0.0)
-        forward_s = self._cost.per_token_s() - self._cost.verify_per_token_s() if self._cost.ready else 0.0
-        return looked_up > 0 and chance * looked_up >= with_next - self._tokens_per_s * forward_s
+        offer = self._best(continuations, most, chance, num_drafted)
+        to_come = self._to_come(most, chance, with_next, num_drafted)
+        return bool(offer.found) and offer.gain >= _TAKES_OVER[0] * to_come + _TAKES_OVER[1]
+
+    def _to_come(self, most: int, chance: float, with_next: float, num_drafted: int) -> float:
+        """Tokens that the draft would gain, its time paid, if all its next tokens were as sure as the next one."""
+        if not self._cost.ready:
+            return with_next
+        gain, share = 0.0, with_next / chance
+        for place in range(most):
+            chance *= share
+            worth = chance - self._tokens_per_s * self._cost.per_token_s(num_drafted + place)
+            if worth <= 0:
+                break
+            gain += worth
+        return gain
 
     def tail(self, continuations: Sequence[Iterable[Found]], most: int, chance: float, num_drafted: int) -> Offer:
         """Return what is worth verifying behind so many drafted tokens that are all right with this chance. The gate

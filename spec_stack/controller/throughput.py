@@ -23,10 +23,12 @@ _TRY_SHARE = 0.016
 # Where drafting seems to bring less than this, one step in so many is plain: while all steps draft equally far, nothing
 # tells what a plain one would take.
 _CLEAR_SPEEDUP = 1.2
-_CHECK_EVERY = 16
+_CHECK_EVERY = 32
 # What a draft nobody has tried is taken to bring, worth so many plain steps, and its prefill to take of the target's.
 _START_SPEEDUP = 1.3
 _START_WEIGHT = 6.0
+# Tokens that the guess is worth that nothing is copied.
+_NOT_COPIED = 100.0
 # Plain steps' time of a request that count as much as all that was achieved before.
 _SHARED_WEIGHT = 32.0
 _TYPICAL_READ = 0.3
@@ -42,15 +44,17 @@ class _PrecisionState:
     """The measurements at one precision.
 
     achieved: of steps without a look-up. drafting: of those that drafted, by the draft's tokens alone. Both in tokens
-    per plain step, of this request first. copied: share of the tokens that were looked up. idle_s: of steps since the
-    draft was last measured. unrated: steps from before the costs are known, when there is no telling a stall from a
-    step. read_s: seconds per token that the draft has to catch up on.
+    per plain step, of this request first. copied: share of the tokens that were looked up. missed_s: what drafting
+    would have saved in this request's plain steps. idle_s: of steps since the draft was last measured. unrated: steps
+    from before the costs are known, when there is no telling a stall from a step. read_s: seconds per token that the
+    draft has to catch up on.
     """
 
     cost: StepCostModel
     achieved: RequestRate = field(default_factory=lambda: RequestRate(1.0, _START_WEIGHT, _SHARED_WEIGHT))
     drafting: RequestRate = field(default_factory=lambda: RequestRate(_START_SPEEDUP, _START_WEIGHT))
-    copied: RequestRate = field(default_factory=lambda: RequestRate(0.0, _START_WEIGHT))
+    copied: RequestRate = field(default_factory=lambda: RequestRate(0.0, _NOT_COPIED))
+    missed_s: float = 0.0
     idle_s: float = 0.0
     unrated: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=_MAX_UNRATED))
     read_s: float | None = None
@@ -60,6 +64,7 @@ class _PrecisionState:
         self.achieved.begin_request()
         self.drafting.begin_request()
         self.copied.begin_request()
+        self.missed_s = 0.0
 
     def observe_read(self, record: StepRecord) -> None:
         """Take in what it took the draft to catch up on many tokens."""
@@ -70,6 +75,8 @@ class _PrecisionState:
         """Take in the times of a decode step."""
         self.copied.add(record.num_accepted - record.num_drafted_accepted, record.num_tokens)
         self.idle_s = 0.0 if record.num_drafted else self.idle_s + record.seconds
+        if record.gamma == 0:
+            self.missed_s += record.seconds * max(1 - 1 / self.drafting.value, 0.0)
         caught_up_s = (self.read_s or 0.0) * max(record.num_unread - USUAL_UNREAD, 0)
         draft_s = max(record.draft_s - caught_up_s, 0.0)
         self.cost.observe(record.num_drafted, draft_s, record.verify_s, record.num_recomputed, record.num_looked_up)
@@ -130,7 +137,9 @@ class Throughput(Policy):
     expectation is an average of what this request showed, what all did, and a start; what was seen weighs less with
     every step that drafts nothing, so a useless draft is tried again after a time that grows with what it has lost.
     A draft that is many tokens behind, as after a dense prefill, drafts only where what the answer can still save is
-    more than catching up takes. How long answers are is learned, since max_tokens is but a bound.
+    more than catching up takes; where much has been copied lately, it waits until the plain steps without it have cost
+    that share of the catching up, since a text that look-ups write needs no draft. How long answers are is learned,
+    since max_tokens is but a bound.
 
     Parameters
     ----------
@@ -190,8 +199,11 @@ class Throughput(Policy):
             return False
         if read_s == 0.0:
             return True
-        left = self._answers.expected_left(context.max_gamma + 1) * (1 - state.copied.value)
-        return left * state.cost.base_s * (1 - 1 / speedup) > read_s
+        copied, saved_s = state.copied.value, state.cost.base_s * (1 - 1 / speedup)
+        if state.missed_s + saved_s < copied * read_s:
+            return False
+        left = self._answers.expected_left(context.max_gamma + 1) * (1 - copied)
+        return left * saved_s > read_s
 
     def _read_s(self, context: StepContext, state: _PrecisionState | None) -> float:
         """Seconds that catching up is expected to take the draft."""

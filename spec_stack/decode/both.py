@@ -37,18 +37,21 @@ class LookupThenModel:
             return Proposal(offer.token_ids, num_looked_up=len(offer.found), match_length=offer.match_length)
 
         def keep_drafting(signals: DraftSignals, token_ids: Sequence[int]) -> bool:
-            return guide.keep_drafting(signals) and not self._takes_over(token_ids, guide.chances(signals))
+            return guide.keep_drafting(signals) and not self._takes_over(token_ids, room, guide.chances(signals))
 
         drafted = self._model.propose(committed_ids, guide, keep_drafting)
+        if not drafted.token_ids and offer.found:
+            return Proposal(offer.token_ids, num_looked_up=len(offer.found), match_length=offer.match_length)
         return self._with_tail(drafted, guide, room)
 
     def observe(self, record: StepRecord) -> None:
         self._gate.observe(record)
 
-    def _takes_over(self, drafted_ids: Sequence[int], chances: tuple[float, float]) -> bool:
+    def _takes_over(self, drafted_ids: Sequence[int], room: int, chances: tuple[float, float]) -> bool:
         """Return whether the rest of a step is for the look-up, which costs no forward of the draft."""
         continuations = self._index.continuations(drafted_ids, self._end_ids)
-        return self._gate.takes_over(continuations, *chances)
+        num_drafted = len(drafted_ids)
+        return self._gate.takes_over(continuations, min(room - num_drafted, MAX_LOOKED_UP), *chances, num_drafted)
 
     def _with_tail(self, drafted: Proposal, guide: Guide, room: int) -> Proposal:
         """The drafted tokens and what the look-up would add to them."""

@@ -1,0 +1,73 @@
+"""Which of the two proposes: a look-up or the draft, which goes on to bring more, or must first read the prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from experiments.policies.simulated_pair import Costs, Text, run_text, run_texts
+from spec_stack.controller.base import StepContext
+from spec_stack.controller.lookup import Found, LookupGate
+from spec_stack.controller.registry import make_policy
+from spec_stack.controller.throughput import Throughput
+from tests.support.controller_data import step
+
+# A drafted token takes a quarter of a plain step, whatever is verified beside it.
+COSTS = Costs({1: 0.1, 17: 0.1}, drafted_s=0.025, read_s=0.0025, prefill_s=0.003)
+
+
+def taught_gate() -> LookupGate:
+    gate = LookupGate()
+    for gamma in (0, 4, 2) * 4:
+        gate.observe(step(gamma, gamma, draft_s=0.025 * gamma, verify_s=0.1))
+    return gate
+
+
+def found(num_tokens: int, length: int = 40) -> list[Iterator[Found]]:
+    """A continuation that was seen several times, and never another."""
+    return [iter([Found(token_id, length + token_id, 8, 0) for token_id in range(num_tokens)])]
+
+
+@pytest.mark.parametrize("with_next", [0.2, 0.95])
+def test_a_long_sure_look_up_takes_over_from_a_draft(with_next: float) -> None:
+    assert taught_gate().takes_over(found(16), 12, 0.96, with_next, 1)
+
+
+def test_a_single_looked_up_token_does_not_end_a_draft_that_would_go_on_for_long() -> None:
+    gate = taught_gate()
+    assert not gate.takes_over(found(1), 12, 0.97, 0.96, 1)
+    assert gate.takes_over(found(1), 12, 0.97, 0.02, 1)
+    assert not gate.takes_over([], 12, 0.97, 0.02, 1)
+
+
+def test_a_draft_that_has_to_read_waits_longer_where_much_was_copied_lately() -> None:
+    def steps_before_it_reads(num_copied: int) -> int:
+        policy = Throughput()
+        for gamma in (0, 4, 2) * 4:
+            policy.observe(step(gamma, gamma, draft_s=0.025 * gamma, verify_s=0.1))
+        policy._states["fp16"].copied.add(num_copied, 300)
+        policy._states["fp16"].read_s = 0.0025
+        for number in range(50):
+            context = StepContext(number, 200, None, "fp16", num_unread=400 + number)
+            if policy.choose(context):
+                return number
+            policy.observe(step(0, 0, verify_s=0.1))
+        return 50
+
+    waits = [steps_before_it_reads(num_copied) for num_copied in (0, 150, 280)]
+    assert waits[0] == 0
+    assert waits[0] < waits[1] <= waits[2] < 50
+
+
+def test_a_look_up_is_used_where_the_draft_does_not_want_to_propose() -> None:
+    copied = list(range(10, 90))
+    row = {
+        "task": "edit", "prompt": [1, *copied, 2, 10, 11, 12], "text": copied[3:], "draft": [7] * 77,
+        "conf": [0.4] * 77, "ent": [3.0] * 77, "tails": {},
+    }  # fmt: skip
+    text = Text.parse(row)
+    gate, policy = LookupGate(), make_policy("throughput")
+    for _ in range(3):
+        run = run_text(text, policy, "both", gate, COSTS)
+    assert run.decode_s < 0.3 * run_texts([text], lambda: make_policy("fixed", gamma=0), "model", COSTS)[0].decode_s
