@@ -118,116 +118,151 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"spec-stack {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
+    for add in (_add_generate, _add_chat, _add_demo, _add_calibrate, _add_explain, _add_serve, _add_doctor):
+        add(commands)
+    return parser
 
-    generate = commands.add_parser(
+
+def _add_generate(commands: Any) -> None:
+    parser = commands.add_parser(
         "generate",
         help="answer or continue a prompt, streamed",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    _add_pair_arguments(generate)
-    _add_generate_arguments(generate)
+    _add_pair_arguments(parser)
+    parser.add_argument(
+        "prompt", nargs="?", help="the prompt, behind what --file and standard input hold; - is standard input alone"
+    )
+    parser.add_argument(
+        "--file", type=Path, help="take the prompt, or what comes before it, from a file; - is standard input"
+    )
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument(
+        "--chat", action="store_true", help="send the prompt as a user message: the default for a chat model"
+    )
+    how.add_argument("--raw", action="store_true", help="go on with the prompt as it stands, also with a chat model")
+    parser.add_argument("--system", help="a system message; implies --chat")
+    parser.add_argument("--json-schema", type=Path, help="file with a JSON schema that the answer has to fit")
+    parser.add_argument("--regex", help="regular expression that the answer has to fit")
+    _add_answer_arguments(parser)
+    parser.add_argument("--records", type=Path, help="add a record per step to this .jsonl file")
+    parser.add_argument("--json", action="store_true", help="no stream: print text and metrics as one JSON object")
+    parser.add_argument("--stats", action="store_true", help="say on standard error what the answer cost")
 
-    chat = commands.add_parser("chat", help="a conversation, in which only what is new is prefilled")
-    _add_pair_arguments(chat)
-    chat.add_argument(
+
+def _add_chat(commands: Any) -> None:
+    parser = commands.add_parser("chat", help="a conversation, in which only what is new is prefilled")
+    _add_pair_arguments(parser)
+    parser.add_argument(
         "--file", type=Path, action="append", default=[], help="a document to talk about; may be repeated"
     )
-    chat.add_argument("--system", help="a system message")
-    _add_answer_arguments(chat)
+    parser.add_argument("--system", help="a system message")
+    _add_answer_arguments(parser)
     for name, kind in (
         ("restore_threshold", float),
         ("max_restored_chunks", int),
         ("restore_margin", int),
         ("anchor_threshold", float),
     ):
-        _add_option(chat, SessionConfig, name, type=kind)
+        _add_option(parser, SessionConfig, name, type=kind)
 
-    demo = commands.add_parser("demo", help="dense + plain against sparse + speculative on a long real document")
-    _add_pair_arguments(demo)
-    demo.add_argument("--tokens", type=int, default=DEMO_TOKENS, help="length of the document in tokens (%(default)s)")
-    demo.add_argument("--seed", type=int, default=0, help="which document and fact (%(default)s)")
-    demo.add_argument("--repeats", type=int, default=3, help="timed runs per mode (%(default)s)")
-    demo.add_argument("--json", action="store_true", help="print the report as JSON")
 
-    calibrate = commands.add_parser(
+def _add_demo(commands: Any) -> None:
+    parser = commands.add_parser("demo", help="dense + plain against sparse + speculative on a long real document")
+    _add_pair_arguments(parser)
+    parser.add_argument(
+        "--tokens", type=int, default=DEMO_TOKENS, help="length of the document in tokens (%(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="which document and fact (%(default)s)")
+    parser.add_argument("--repeats", type=int, default=3, help="timed runs per mode (%(default)s)")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+
+
+def _add_calibrate(commands: Any) -> None:
+    parser = commands.add_parser(
         "calibrate",
         help="find the heads of the draft that find what questions are about, and how little of a prompt they need",
         description="One pass of the draft a prompt; the target's weights are not loaded. What was judged is kept, so "
         "that a call that was ended goes on where it was.",
     )
-    _add_pair_arguments(calibrate)
-    calibrate.add_argument("--documents", type=Path, help="folder of your texts, to hide needles in (.txt, .md, .py)")
-    _add_calibrate_argument(calibrate, "lengths", type=int, nargs="+")
-    _add_calibrate_argument(calibrate, "prompts", type=int)
-    _add_calibrate_argument(calibrate, "margin", type=float)
-    _add_calibrate_argument(calibrate, "seed", type=int)
-    calibrate.add_argument(
+    _add_pair_arguments(parser)
+    parser.add_argument("--documents", type=Path, help="folder of your texts, to hide needles in (.txt, .md, .py)")
+    _add_calibrate_argument(parser, "lengths", type=int, nargs="+")
+    _add_calibrate_argument(parser, "prompts", type=int)
+    _add_calibrate_argument(parser, "margin", type=float)
+    _add_calibrate_argument(parser, "seed", type=int)
+    parser.add_argument(
         "--budget",
         type=float,
         default=CalibrateConfig.budget_s / 60,
         help="minutes after which it chooses by what it has (default: %(default)g)",
     )
-    calibrate.add_argument("--out", type=Path, help="file or folder for the result (default: the draft's folder)")
-    calibrate.add_argument(
+    parser.add_argument("--out", type=Path, help="file or folder for the result (default: the draft's folder)")
+    parser.add_argument(
         "--work", type=Path, help="folder for what was judged (default: beside the result, until all is judged)"
     )
-    calibrate.add_argument("--plot", type=Path, help="picture of recall against the share kept")
+    parser.add_argument("--plot", type=Path, help="picture of recall against the share kept")
 
-    explain = commands.add_parser(
+
+def _add_explain(commands: Any) -> None:
+    parser = commands.add_parser(
         "explain", help="a page of what was kept of a prompt, who wrote each token, and where the time went"
     )
-    _add_pair_arguments(explain)
-    explain.add_argument(
+    _add_pair_arguments(parser)
+    parser.add_argument(
         "prompt", nargs="?", help="the prompt, behind what --file and standard input hold; - is standard input alone"
     )
-    explain.add_argument("--file", type=Path, help="take the prompt, or what comes before it, from a file")
-    explain.add_argument("--chat", action="store_true", help="send the prompt as a user message")
-    explain.add_argument("--system", help="a system message; implies --chat")
-    explain.add_argument(
+    parser.add_argument("--file", type=Path, help="take the prompt, or what comes before it, from a file")
+    parser.add_argument("--chat", action="store_true", help="send the prompt as a user message")
+    parser.add_argument("--system", help="a system message; implies --chat")
+    parser.add_argument(
         "--turn", action="append", default=[], help="a user message after the prompt's answer, in a session; repeatable"
     )
-    explain.add_argument("--demo", action="store_true", help="the demo's document and question, in place of a prompt")
-    explain.add_argument("--compare", action="store_true", help="run it with dense prefill too, and show both")
-    explain.add_argument(
+    parser.add_argument("--demo", action="store_true", help="the demo's document and question, in place of a prompt")
+    parser.add_argument("--compare", action="store_true", help="run it with dense prefill too, and show both")
+    parser.add_argument(
         "--records", type=Path, action="append", help="show the runs of a file of records, and run nothing; repeatable"
     )
-    explain.add_argument("--request", help="with --records: the request to show (default: all)")
-    explain.add_argument("--out", type=Path, default=Path("explain.html"), help="the page (%(default)s)")
-    _add_answer_arguments(explain)
+    parser.add_argument("--request", help="with --records: the request to show (default: all)")
+    parser.add_argument("--out", type=Path, default=Path("explain.html"), help="the page (%(default)s)")
+    _add_answer_arguments(parser)
 
-    serve = commands.add_parser("serve", help="an OpenAI-compatible endpoint, for this machine unless told otherwise")
-    _add_pair_arguments(serve)
+
+def _add_serve(commands: Any) -> None:
+    parser = commands.add_parser("serve", help="an OpenAI-compatible endpoint, for this machine unless told otherwise")
+    _add_pair_arguments(parser)
     for name, read in SERVED.items():
-        _add_option(serve, ServeConfig, name, type=read)
+        _add_option(parser, ServeConfig, name, type=read)
     for name in SWITCHES:
-        _add_option(serve, ServeConfig, name, action="store_true")
-    _add_pruning_arguments(serve)
-    _add_option(serve, DecodeConfig, "policy", metavar="|".join(POLICIES))
-    _add_option(serve, DecodeConfig, "proposer", choices=["auto", *PROPOSERS])
-    serve.add_argument(
+        _add_option(parser, ServeConfig, name, action="store_true")
+    _add_pruning_arguments(parser)
+    _add_option(parser, DecodeConfig, "policy", metavar="|".join(POLICIES))
+    _add_option(parser, DecodeConfig, "proposer", choices=["auto", *PROPOSERS])
+    parser.add_argument(
         "--api-key",
         action="append",
         default=[],
         help="wanted of every request; may be repeated (or SPEC_STACK_API_KEY)",
     )
 
-    doctor = commands.add_parser("doctor", help="what is installed, and does this pair fit together")
-    _add_pair_arguments(doctor)
-    doctor.add_argument("--json", action="store_true", help="print the report as JSON")
-    doctor.add_argument(
+
+def _add_doctor(commands: Any) -> None:
+    parser = commands.add_parser("doctor", help="what is installed, and does this pair fit together")
+    _add_pair_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument(
         "--measure", action="store_true", help="load the pair and time it here: is it worth it, from what length on?"
     )
-    doctor.add_argument(
+    parser.add_argument(
         "--minutes", type=float, default=10.0, help="of --measure, about, on a machine that is idle (%(default)s)"
     )
-    doctor.add_argument(
+    parser.add_argument(
         "--sglang",
         action="store_true",
         help="check a launch of SGLang, without launching it",
     )
-    doctor.add_argument("server_args", nargs="*", metavar="-- SERVER_ARGS", help="with --sglang: its arguments")
-    return parser
+    parser.add_argument("server_args", nargs="*", metavar="-- SERVER_ARGS", help="with --sglang: its arguments")
 
 
 def _add_option(parser: argparse.ArgumentParser, config: type, name: str, **settings: Any) -> None:
@@ -256,27 +291,6 @@ def _add_calibrate_argument(parser: argparse.ArgumentParser, name: str, **how: A
     shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
     help_text = f"{meaning(CalibrateConfig, name)} (default: {shown})".replace("%", "%%")
     parser.add_argument(f"--{name}", default=default, help=help_text, **how)
-
-
-def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "prompt", nargs="?", help="the prompt, behind what --file and standard input hold; - is standard input alone"
-    )
-    parser.add_argument(
-        "--file", type=Path, help="take the prompt, or what comes before it, from a file; - is standard input"
-    )
-    how = parser.add_mutually_exclusive_group()
-    how.add_argument(
-        "--chat", action="store_true", help="send the prompt as a user message: the default for a chat model"
-    )
-    how.add_argument("--raw", action="store_true", help="go on with the prompt as it stands, also with a chat model")
-    parser.add_argument("--system", help="a system message; implies --chat")
-    parser.add_argument("--json-schema", type=Path, help="file with a JSON schema that the answer has to fit")
-    parser.add_argument("--regex", help="regular expression that the answer has to fit")
-    _add_answer_arguments(parser)
-    parser.add_argument("--records", type=Path, help="add a record per step to this .jsonl file")
-    parser.add_argument("--json", action="store_true", help="no stream: print text and metrics as one JSON object")
-    parser.add_argument("--stats", action="store_true", help="say on standard error what the answer cost")
 
 
 def _add_answer_arguments(parser: argparse.ArgumentParser) -> None:

@@ -239,11 +239,7 @@ class Request:
         prompt_ids, protected = encoded.token_ids, encoded.protected
         # The last token is always new: what comes after it is asked for.
         num_cached = min(num_shared(held_ids, prompt_ids), len(prompt_ids) - 1)
-        prefill = config.prefill
-        if options.prune is not None:
-            prefill = replace(prefill, prune=options.prune)
-        if options.keep_rate is not None:
-            prefill = replace(prefill, keep_rate=options.keep_rate)
+        prefill = _prefill_of(config.prefill, options)
         tokenization, obstacle = pair.tokenize_for_draft(prompt_ids)
         num_draft_tokens = len(prompt_ids) if tokenization is None else len(tokenization.token_ids)
         scores, reason = decide_scoring(
@@ -255,15 +251,14 @@ class Request:
             pair.scoring_limit,
             "new text" if num_cached else "prompt",
         )
-        notes = [uncopied_note(processors)]
         draft_limit = pair.max_positions[1]
         draft_room = max(0, draft_limit - num_draft_tokens)
+        notes = [uncopied_note(processors)]
         if num_draft_tokens > draft_limit:
             notes.append(f"the draft has {draft_limit} positions and sees the end of the prompt alone")
             if needs_attention(prefill.scorer):
-                obstacle = (
-                    obstacle or f"the prompt has {num_draft_tokens} tokens, and the draft {draft_limit} positions"
-                )
+                too_long = f"the prompt has {num_draft_tokens} tokens, and the draft {draft_limit} positions"
+                obstacle = obstacle or too_long
         if scores and obstacle:
             scores, reason = False, f"off: {obstacle}"
         if encoded.note:
@@ -272,12 +267,8 @@ class Request:
         if params.max_tokens is None:
             params = replace(params, max_tokens=min(max(DEFAULT_MAX_TOKENS, params.min_tokens), room))
         in_thought = pair.answer_format.begins_in_thought(encoded.text)
-        wanted, grammar = options.response_format, None
-        forced = pair.answer_format.forced_call(options.tool_choice, source.tools, in_thought)
-        if forced is not None and wanted is not None:
-            raise ValueError("give response_format or a forced tool_choice, not both")
-        if forced is not None or wanted is not None:
-            grammar = pair.grammars.compile(forced or wanted, stop_tokens.all_ids, len(prompt_ids))
+        wanted = _wanted_format(pair, source, options, in_thought)
+        grammar = None if wanted is None else pair.grammars.compile(wanted, stop_tokens.all_ids, len(prompt_ids))
         own = make_processors(params, len(prompt_ids), stop_tokens.all_ids, pair.target.device)
         # Where nothing can be proposed there is nothing to look ahead with either.
         most = min(room, draft_room, MAX_LOOK_AHEAD) if pair.vocabulary.can_propose else 0
@@ -313,6 +304,20 @@ class Request:
             progress=Progress(options.on_progress),
             clock=clock,
         )
+
+
+def _prefill_of(config: PrefillConfig, options: CallOptions) -> PrefillConfig:
+    """The configuration with what the call names of it."""
+    named = {name: getattr(options, name) for name in ("prune", "keep_rate") if getattr(options, name) is not None}
+    return replace(config, **named) if named else config
+
+
+def _wanted_format(pair: ModelPair, source: PromptSource, options: CallOptions, in_thought: bool) -> Any:
+    """What the answer has to be, None where it may be anything. Raises ValueError where two things are asked of it."""
+    forced = pair.answer_format.forced_call(options.tool_choice, source.tools, in_thought)
+    if forced is not None and options.response_format is not None:
+        raise ValueError("give response_format or a forced tool_choice, not both")
+    return forced or options.response_format
 
 
 def choose_proposer(asked: str, policy: str, can_propose: bool) -> str:
