@@ -101,14 +101,15 @@ def choose(cases: Sequence[Case], margin: float) -> Choice:
 
 
 def _best_setting(cases: Sequence[Case], ranks: Ranks) -> Setting:
-    """The setting with the fewest layers of those that are about as good as the best."""
+    """The setting with the fewest layers of those that are about as good as the best, and of equals one that listens
+    to words as well: these and attention fail on different prompts."""
     worth = {
         setting: _balanced(cases, [_worth(ranks.needs(setting, case)) for case in cases])
         for setting in settings_of(ranks.heads)
     }
     best = max(worth.values())
     good = [setting for setting, value in worth.items() if value >= best - _TIE]
-    return min(good, key=lambda setting: (ranks.cost(setting), -worth[setting]))
+    return min(good, key=lambda setting: (ranks.cost(setting), not setting.bm25_weight, -worth[setting]))
 
 
 def _if_earned(found: Setting, needs: Needs, notes: list[str]) -> Setting:

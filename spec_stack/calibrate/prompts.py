@@ -22,6 +22,8 @@ _SHARE_OF_LIMIT = 0.9
 # Every fourth prompt of the first length chooses nothing, nor does any of the others.
 _GUARD_EVERY = 4
 _OTHERS_SHARE = 4
+# Numbers of the others' prompts begin here, so that more prompts of the first length change none of them.
+_OTHERS_FROM = 1000
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ def plan(lengths: Sequence[int], count: int) -> list[Task]:
     for at in range(max(1, count // _OTHERS_SHARE)):
         # Neighbours in the list are alike (a log, and a log in other words).
         which = at * 3 % len(kinds)
-        tasks += [Task(length, kinds[which], count + at, True) for length in others]
+        tasks += [Task(length, kinds[which], _OTHERS_FROM + at, True) for length in others]
     return tasks
 
 
