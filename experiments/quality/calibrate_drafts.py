@@ -19,6 +19,7 @@ from experiments.common.environment import describe
 from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
 from experiments.quality.retokenize import drop_merges
+from spec_stack.calibrate.config import CalibrateConfig
 from spec_stack.calibrate.report import format_calibration
 from spec_stack.calibrate.search import calibrate
 from spec_stack.engine.pair import ModelPair
@@ -37,7 +38,7 @@ def with_random_weights(pair: ModelPair) -> ModelPair:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096], help="(%(default)s)")
-    parser.add_argument("--prompts", type=int, default=32, help="per length (%(default)s)")
+    parser.add_argument("--prompts", type=int, default=CalibrateConfig.prompts, help="of the first length (%(default)s)")
     parser.add_argument("--merges-dropped", type=float, default=0.1, help="share, of the other tokenizer (%(default)s)")
     parser.add_argument("--device")
     parser.add_argument("--threads", type=int, default=1)
