@@ -38,7 +38,7 @@ def with_random_weights(pair: ModelPair) -> ModelPair:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096], help="(%(default)s)")
-    parser.add_argument("--prompts", type=int, default=CalibrateConfig.prompts, help="of the first length (%(default)s)")
+    parser.add_argument("--prompts", type=int, default=CalibrateConfig.prompts, help="(%(default)s)")
     parser.add_argument("--merges-dropped", type=float, default=0.1, help="share, of the other tokenizer (%(default)s)")
     parser.add_argument("--device")
     parser.add_argument("--threads", type=int, default=1)
