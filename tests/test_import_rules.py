@@ -19,12 +19,23 @@ ALLOWED = {
     "settings": set(),
     "controller": {"config", "settings"},
     "prefill": {"config", "settings", "types", "controller.base"},
-    "decode": {"config", "settings", "types", "clock", "controller.base", "controller.lookup"},
+    "decode": {"config", "settings", "types", "clock", "warning", "controller.base", "controller.lookup"},
     "offline": {"config", "controller"},
-    "hf": {"config", "types", "controller", "decode"},
+    "hf": {"config", "types", "warning", "controller", "decode"},
     "tokenizers": {"types", "prefill", "hf"},
-    "engine": {"config", "settings", "types", "clock", "controller", "decode", "prefill", "hf", "tokenizers"},
-    "api": {"config", "types", "controller", "offline.records", "prefill", "hf", "engine"},
+    "engine": {
+        "config",
+        "settings",
+        "types",
+        "clock",
+        "warning",
+        "controller",
+        "decode",
+        "prefill",
+        "hf",
+        "tokenizers",
+    },
+    "api": {"config", "types", "warning", "controller", "offline.records", "prefill", "hf", "engine"},
     "calibrate": {"config", "settings", "types", "decode", "prefill", "hf", "engine"},
     "serve": {
         "config",
@@ -57,6 +68,7 @@ ALLOWED = {
     # Loose files.
     "config": {"settings"},
     "clock": set(),
+    "warning": set(),
     "types": {"config", "controller.base"},
     # The first two are loaded at once (they hold names alone), the others where they are asked for.
     "__init__": {

@@ -18,7 +18,6 @@ from spec_stack.controller.registry import policy_class
 from spec_stack.engine.engine import Engine
 from spec_stack.engine.pair import ModelPair
 from spec_stack.engine.request import Request
-from spec_stack.engine.warning import warn_caller
 from spec_stack.hf.architectures import text_config
 from spec_stack.hf.gguf import name_file
 from spec_stack.hf.loading import ASSETS, DeviceMap
@@ -27,6 +26,7 @@ from spec_stack.hf.prompt import Message
 from spec_stack.prefill.calibration import find_calibration
 from spec_stack.prefill.shipped import find_shipped, sketch
 from spec_stack.types import GenerationResult, StepOutput
+from spec_stack.warning import warn_caller
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

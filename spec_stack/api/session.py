@@ -16,10 +16,10 @@ from spec_stack.engine.conversation import Conversation
 from spec_stack.engine.conversation_file import SavedSession
 from spec_stack.engine.engine import Engine
 from spec_stack.engine.request import Request
-from spec_stack.engine.warning import OnceEach
 from spec_stack.hf.prompt import PromptSource, encode_prompt, num_shared
 from spec_stack.prefill.recall import dropped_positions
 from spec_stack.types import GenerationResult, StepOutput
+from spec_stack.warning import OnceEach
 
 
 class Session(Answering):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Collection, Sequence
 
 import torch
@@ -12,6 +11,7 @@ from spec_stack.controller.base import DraftSignals, StepRecord
 from spec_stack.decode.proposer import Guide, Means
 from spec_stack.decode.sampler import Sampler
 from spec_stack.types import Proposal, SteppableModel
+from spec_stack.warning import warn_caller
 
 KeepDrafting = Callable[[DraftSignals, Sequence[int]], bool]
 
@@ -139,10 +139,9 @@ class ModelProposer:
         proposal = propose(means.draft, committed_ids, gamma, means.sampler, means.end_ids, asked)
         if not proposal.is_finite:
             self._is_broken = True
-            warnings.warn(
+            warn_caller(
                 "the draft's logits are not finite; it proposes nothing for the rest of such requests (this is said "
-                "once; check the draft in a wider precision)",
-                stacklevel=2,
+                "once; check the draft in a wider precision)"
             )
         return proposal
 

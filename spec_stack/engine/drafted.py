@@ -11,8 +11,8 @@ from spec_stack.decode.sampler import Sampler
 from spec_stack.engine.caches import Caches
 from spec_stack.engine.pair import ModelPair
 from spec_stack.engine.request import Request
-from spec_stack.engine.warning import OnceEach
 from spec_stack.types import Metrics, Proposal, Selection
+from spec_stack.warning import OnceEach
 
 logger = logging.getLogger(__name__)
 

@@ -21,10 +21,10 @@ from spec_stack.engine.pair import ModelPair
 from spec_stack.engine.prefix_store import PrefixStore
 from spec_stack.engine.request import CallOptions, Request
 from spec_stack.engine.slotted_draft import draft_beside_dense
-from spec_stack.engine.warning import OnceEach
 from spec_stack.hf.model_sampling import ignored_sampling
 from spec_stack.hf.prompt import EncodedPrompt, PromptSource
 from spec_stack.types import StepOutput
+from spec_stack.warning import OnceEach
 
 
 class Engine:

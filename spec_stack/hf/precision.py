@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -21,6 +20,7 @@ from torch import nn
 from spec_stack.config import OTHER_PRECISION, PRECISIONS, LoadConfig, how_to_install
 from spec_stack.hf.architectures import text_config
 from spec_stack.hf.prepack import PrepackedLinear
+from spec_stack.warning import warn_caller
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -98,7 +98,7 @@ def resolve_precisions(
         "draft", load.draft_precision, target.name if target.name in DTYPES else None, draft_config, device
     )
     if device.type == "cpu" and "fp16" in (target.name, draft.name):
-        warnings.warn("fp16 prefill is very slow on a CPU; use bf16 or fp32 there", stacklevel=4)
+        warn_caller("fp16 prefill is very slow on a CPU; use bf16 or fp32 there")
     return target, draft
 
 

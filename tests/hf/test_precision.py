@@ -275,9 +275,10 @@ def test_an_unknown_precision_is_refused_at_construction(options: dict[str, str]
         LoadConfig(**options)
 
 
-def test_fp16_on_a_cpu_warns() -> None:
-    with pytest.warns(match="fp16 prefill is very slow on a CPU"):
+def test_fp16_on_a_cpu_warns_where_the_pair_is_asked_for() -> None:
+    with pytest.warns(match="fp16 prefill is very slow on a CPU") as warned:
         pair = ModelPair.load(device="cpu", precision="fp16")
+    assert warned[0].filename == __file__
     assert (pair.target.dtype, pair.draft.dtype) == (DTYPES["fp16"], DTYPES["fp16"])
 
 
