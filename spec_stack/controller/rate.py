@@ -37,6 +37,10 @@ class RequestRate:
         self._shared = _aged(self._shared, _KEEP, num_tokens, time)
         self._own = _aged(self._own, _KEEP, num_tokens, time)
 
+    def move_start(self, towards: float, share: float) -> None:
+        """Let the start lie nearer to another one: a first guess gives way to what a thing is known for."""
+        self._start += share * (towards - self._start)
+
     def fade(self) -> None:
         """Let what was seen weigh less against what will be."""
         self._shared = _aged(self._shared, _IDLE_KEEP)

@@ -8,7 +8,7 @@ from experiments.policies.simulate_floor import CASES, over_plain
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("num_tokens", [24, 64])
+@pytest.mark.parametrize("num_tokens", [24, 64, 128])
 def test_a_policy_that_knows_its_draft_is_never_much_slower_than_plain_decoding(case: str, num_tokens: int) -> None:
     # The first answers, in which it gets to know it, are in this.
     assert over_plain("throughput", CASES[case], num_tokens, is_fresh=False) > 0.975
