@@ -29,6 +29,7 @@ _START_SPEEDUP = 1.3
 _START_WEIGHT = 6.0
 # Share of a hopeful start that each step that drafts takes away; without, hope alone would have long prompts read.
 _START_GOES = 0.1
+_LATER_START = 1.1
 # Tokens that the guess is worth that nothing is copied.
 _NOT_COPIED = 100.0
 # Plain steps' time of a request that count as much as all that was achieved before.
@@ -100,7 +101,7 @@ class _PrecisionState:
         self.achieved.add(num_tokens, num_plain_steps)
         if step.num_drafted:
             self.drafting.add(num_tokens, num_plain_steps)
-            self.drafting.move_start(1.0, _START_GOES)
+            self.drafting.move_start(_LATER_START, _START_GOES)
         else:
             # What is known of drafting grows old while nothing is drafted, so that a try that succeeds counts.
             self.drafting.fade()
