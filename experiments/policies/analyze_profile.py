@@ -1,4 +1,4 @@
-"""What a profile says: the best gamma per task and precision, what signals foretell, what moves the optimum.
+"""Analyze a profile: the best gamma per task and precision, what signals foretell, what moves the optimum.
 
 RECORDS is a file of profile_steps.py. Four tables, each by precision:
 1. The fixed gamma with most tokens/s per task (the SpecKV paper's Table 1), and the share of bootstrap resamples of the
@@ -34,7 +34,7 @@ Table = dict[int, dict[str, tuple[int, float]]]
 
 
 def is_timed(record: StepRecord) -> bool:
-    """Whether no model prefilled the prompt in the step."""
+    """Tell whether no model prefilled the prompt in the step."""
     return not record.is_prefill and not record.draft_read_prompt
 
 
@@ -66,7 +66,7 @@ def best_gamma(table: Table, seed: int = 0) -> tuple[int, dict[int, float], dict
 
 
 def correlations(records: list[StepRecord], precision: str, seed: int = 0) -> dict[str, tuple[float, float, float]]:
-    """Of each signal with the acceptance rate, over steps, with a 95 % interval over prompts."""
+    """Correlate each signal with the acceptance rate, over steps, with a 95 % interval over prompts."""
     steps = [r for r in records if r.precision == precision and r.gamma and not r.is_prefill]
     rates = np.array([record.num_accepted / record.gamma for record in steps])
     prompts = sorted({record.request_id for record in steps})

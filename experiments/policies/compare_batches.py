@@ -1,4 +1,4 @@
-"""What a server's rule for gamma is worth at several batch sizes: replay of recorded texts side by side.
+"""Measure what a server's rule for gamma is worth at several batch sizes: replay of recorded texts side by side.
 
 RECORDS are files written by spec_stack.offline.records: greedy runs of the same prompts at several fixed gammas. A
 batch is filled from all prompts in a drawn order, as many times over as it has places, and stays full. Each rule sees

@@ -48,7 +48,7 @@ LEARNING = ("throughput", "bandit", "speckv")
 
 @dataclass
 class Data:
-    """What is evaluated; reserve as in `replay`. measured: tokens/s of the runs themselves, (precision, gamma).
+    """The records; reserve as in `replay`. measured: tokens/s of the runs themselves, (precision, gamma).
     table: the authors' step file, where it is theirs."""
 
     texts: list[ReplayText]

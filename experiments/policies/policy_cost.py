@@ -1,4 +1,4 @@
-"""What do a server's policies cost in processor time, by the number of requests at once?
+"""Measure what a server's policies cost in processor time, by the number of requests at once?
 
 Each policy decides for a batch of requests and is told what came of it, step after step, with drawn signals: what is
 timed is `choose` and `observe` alone, in microseconds of processor time a step. Medians over repeats, interleaved.

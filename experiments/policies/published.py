@@ -65,7 +65,7 @@ class Published:
 
 
 def is_published(paths: Sequence[Path]) -> bool:
-    """Whether this is the authors' folder (or their step file) and not records of ours."""
+    """Tell whether this is the authors' folder (or their step file) and not records of ours."""
     return len(paths) == 1 and (paths[0].is_dir() or paths[0].name == STEPS_FILE)
 
 

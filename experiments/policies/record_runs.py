@@ -50,7 +50,7 @@ def check_tokens(num_tokens: int) -> None:
 
 
 def summarise(records: list[StepRecord]) -> dict[str, float]:
-    """What the decode steps of some runs did and took, without the steps in which a model prefilled the prompt."""
+    """Tell what decode steps did and took, without the steps in which a model prefilled the prompt."""
     steps = [record for record in records if not record.is_prefill and not record.draft_read_prompt]
     num_tokens, num_drafted = sum(r.num_tokens for r in steps), sum(r.gamma for r in steps)
     draft_s, verify_s = sum(r.draft_s for r in steps), sum(r.verify_s for r in steps)

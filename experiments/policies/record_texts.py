@@ -42,7 +42,7 @@ def in_turns(prompts: Sequence[Prompt]) -> list[tuple[str, Prompt]]:
 
 @torch.inference_mode()
 def record_draft(draft: PreTrainedModel, prompt_ids: list[int], text_ids: list[int]) -> dict[str, Any]:
-    """What the draft thinks along a text, and behind each of its own wrong tokens.
+    """Record what the draft thinks along a text, and behind each of its own wrong tokens.
 
     Returns
     -------

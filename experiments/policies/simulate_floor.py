@@ -1,4 +1,4 @@
-"""What `throughput` costs where drafting does not pay, against plain decoding, with times that are known exactly.
+"""Measure what `throughput` costs where drafting does not pay, against plain decoding, with times known exactly.
 
 Forty answers of each length to a draft whose tokens are accepted with a known chance: steps take
 plain * (1 + 0.02 per verified token) and `ratio` * plain per drafted token, each with 10 % noise, and a draft that is

@@ -47,7 +47,7 @@ class Arm:
 
 
 def named(name: str, **options: object) -> Callable[[], Policy]:
-    """What makes a policy of the registry."""
+    """Return what makes a policy of the registry."""
     return lambda: make_policy(name, **options)
 
 
@@ -170,7 +170,7 @@ def _told(counts: dict[str, float] | None) -> str:
 
 
 def copy_then_prose(texts: Sequence[Text], costs: Costs) -> dict[str, float]:
-    """What a text loses by coming after one that copies: over all of copying texts and others, in pairs.
+    """Measure what a text loses by coming after one that copies: over all of copying texts and others, in pairs.
 
     Returns
     -------

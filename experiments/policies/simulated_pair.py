@@ -59,7 +59,7 @@ class Text:
 
     @classmethod
     def parse(cls, row: dict[str, Any]) -> Text:
-        """Of a line that `record_texts.py` wrote."""
+        """Read a line that `record_texts.py` wrote."""
         numbers: dict[int, int] = {}
 
         def renumbered(ids: Sequence[int]) -> list[int]:

@@ -70,7 +70,7 @@ def left_out_scores(make: Callable[[], Any], inputs: Array, outcomes: Array, gro
 
 
 def scores(said: Array, outcomes: Array) -> dict[str, float]:
-    """Of chances."""
+    """Score chances by log loss and AUC."""
     return {"log_loss": float(log_loss(outcomes, said)), "auc": float(roc_auc_score(outcomes, said))}
 
 

@@ -1,4 +1,4 @@
-"""What a target answers when it prefills what a rule kept, against all of the prompt, over what captures.py has kept.
+"""Measure what a target answers when it prefills what a rule kept, against all of the prompt, over captured prompts.
 
 Prompts with known evidence (evidence_prompts.py). Arms: dense, the paper's rule, BM25, the default, and a calibration
 where one is named, each at a keep rate. The target goes over the kept tokens at their own positions by transformers
@@ -41,7 +41,7 @@ DENSE = "dense"
 
 
 def arms_of(calibration: Path | None) -> dict[str, PrefillConfig | None]:
-    """What each arm keeps; None: everything."""
+    """Return what each arm keeps; None: everything."""
     default = PrefillConfig()
     found: dict[str, PrefillConfig | None] = {
         DENSE: None,
@@ -140,7 +140,7 @@ def _side_by_side(caches: Sequence[Any]) -> Any:
 
 
 def is_right(text: str, answers: Sequence[str]) -> bool:
-    """Whether a text holds all of the answers; commas between the digits of a number do not matter."""
+    """Tell whether a text holds all of the answers; commas between the digits of a number do not matter."""
     plain = "".join(
         char
         for at, char in enumerate(text)

@@ -110,7 +110,7 @@ class Draft:
 
 
 def read(path: Path) -> tuple[CapturedAttention, CapturedAttention]:
-    """What the prompt's own last tokens attended to, and what its last one and the look-ahead did."""
+    """Return what the prompt's own last tokens attended to, and what its last one and the look-ahead did."""
     found = load_file(path)
     layers = sorted({int(name.split(".")[0]) for name in found if name.endswith(".keys")})
     num_asking = int(found["num_asking"])
@@ -132,7 +132,7 @@ def read(path: Path) -> tuple[CapturedAttention, CapturedAttention]:
 
 
 def evidence_of(encoded: Encoded, attention: CapturedAttention | None) -> Evidence:
-    """What a rule is shown of a captured prompt."""
+    """Return what a rule is shown of a captured prompt."""
     return Evidence(encoded.token_ids, attention, encoded.question, encoded.pieces)
 
 

@@ -145,7 +145,7 @@ class Theirs:
 
 
 def make_arms(generator: SpecStackGenerator, num_tokens: int, gamma: int) -> dict[str, Callable[[], Ask]]:
-    """What makes each arm, by name."""
+    """Return what makes each arm, by name."""
     target, draft, policy = generator.target, generator.draft, DecodeConfig().policy
 
     def ours(proposer: str, policy: str, **options: int) -> Callable[[], Ask]:

@@ -1,4 +1,4 @@
-"""What of the evidence each selection rule keeps, over prompts that a draft has been over once (captures.py).
+"""Measure what of the evidence each selection rule keeps, over prompts that a draft has been over once (captures.py).
 
 Recall: the share of prompts of which every token of the evidence is kept (of QMSum, whose evidence is long, the share
 of its tokens). Rules: the paper's, BM25, the default, chosen heads, and each part of these taken away. Intervals: 95 %,

@@ -62,7 +62,7 @@ def program(task: dict[str, Any], answer: str) -> str:
 
 
 def passes(code: str) -> bool:
-    """Whether a program ends well, in a folder and a process of its own."""
+    """Tell whether a program ends well, in a folder and a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             ended = subprocess.run(

@@ -1,4 +1,4 @@
-"""What loading a pair takes in memory, and what rows of zeros save in a step of one token.
+"""Measure what loading a pair takes in memory, and what rows of zeros save in a step of one token.
 
 Memory: the largest resident size of this process after the pair is loaded, over what its weights take (the interpreter
 and the libraries counted in). Steps: one token, and two as after one drafted one, over a cache of --cached tokens, with

@@ -35,7 +35,7 @@ class Rows:
 
     @property
     def has_time(self) -> bool:
-        """Whether new work may begin."""
+        """Tell whether new work may begin."""
         return monotonic() < self._until
 
     def __contains__(self, key_and_arm: tuple[str, str]) -> bool:

@@ -38,7 +38,7 @@ DENSE, WHOLE = "dense", "target, whole"
 
 
 def settings_of(calibration: Path | None, keep_rates: list[float]) -> dict[str, PrefillConfig]:
-    """What is compared with dense prefill, by name."""
+    """Return what is compared with dense prefill, by name."""
     found = {"paper 0.2": replace(PrefillConfig.full_look_ahead(), keep_rate=0.2)}
     found |= {f"default {rate}": replace(PrefillConfig(), keep_rate=rate) for rate in keep_rates}
     if calibration:
@@ -96,7 +96,7 @@ class Bench:
 
 
 def measure(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What a run tells, with its seconds on the wall and of all cores."""
+    """Return what a run tells, with its seconds on the wall and of all cores."""
     wall, cpu = perf_counter(), process_time()
     told = run()
     return {"wall_s": perf_counter() - wall, "cpu_s": process_time() - cpu, **told}

@@ -53,7 +53,7 @@ class Choice:
 
     @property
     def keeps(self) -> str:
-        """What it would choose, in few words."""
+        """Say in few words what it would choose."""
         if not self.recalls:
             return "too little to choose by"
         heads = self.settings.get("scoring_heads")
@@ -130,7 +130,7 @@ def _if_earned(found: Setting, needs: Needs, notes: list[str]) -> Setting:
 
 
 def _if_guarded(settings: dict[str, Any], cases: Sequence[Case], needs: Needs, notes: list[str]) -> dict[str, Any]:
-    """What was chosen, or nothing where prompts that chose nothing keep less by it than by the default; `needs` is
+    """Return the choice, or nothing where prompts that chose nothing keep less by it than by the default; `needs` is
     changed to what is taken."""
     guard = [at for at, case in enumerate(cases) if case.task.is_guard]
     ours, default = (_recall([needs[name][at] for at in guard], _USUAL) for name in ("chosen", "default"))
@@ -144,7 +144,7 @@ def _if_guarded(settings: dict[str, Any], cases: Sequence[Case], needs: Needs, n
 
 
 def _worth(need: float) -> float:
-    """What a prompt adds to the mean recall over the shares at which settings are judged, halves counting alike."""
+    """Add a prompt to the mean recall over the shares at which settings are judged, halves counting alike."""
     return min(1.0, max(0.0, math.log(_JUDGED_TO / need) / math.log(_JUDGED_TO / _JUDGED_FROM)))
 
 

@@ -1,4 +1,4 @@
-"""What calibration asks about: families of needles, each in the kind of text in which such things stand. Pure text.
+"""The questions of calibration: families of needles, each in the kind of text in which such things stand. Pure text.
 
 How it is used: `make_prompt_text(family, number, seed, texts)` gives a long document with a needle in it, the same one
 every time. Prompts of one family look for evidence in one way, so heads are judged on families that did not choose

@@ -123,7 +123,7 @@ class Ranks:
         return need(case, setting.scores(case.judged, self.best(setting, without)))
 
     def cost(self, setting: Setting) -> float:
-        """What a setting takes: layers that run, with about what a look-ahead takes on top."""
+        """Count what a setting takes: layers that run, with about what a look-ahead takes on top."""
         if not setting.num_heads:
             return 0
         last = 1 + max(self.heads[row][0] for row in self.best(setting))

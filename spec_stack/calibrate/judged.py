@@ -132,7 +132,7 @@ def judge(pair: ModelPair, prompt: Prompt, on_piece: Callable[[int, float], None
 def _attend(
     pair: ModelPair, prompt: Prompt, on_piece: Callable[[int, float], None] | None
 ) -> tuple[CapturedAttention, CapturedAttention]:
-    """What the prompt's last tokens attend to, and what its very last one and the look-ahead do."""
+    """Return what the prompt's last tokens attend to, and what its very last one and the look-ahead do."""
     ids, num_tokens, look_ahead = prompt.token_ids, len(prompt.token_ids), PrefillConfig.look_ahead
     index = pair.open_index(PrefillConfig.prefill_chunk)
     index.on_piece = on_piece

@@ -201,7 +201,7 @@ WORDINGS: dict[str, tuple[Wording, ...]] = {
     "record": (_record,),
     "code": (_constant,),
 }
-"""What calibration hides, by kind. The same kinds in other words are for measuring what it chose."""
+"""The needles of calibration, by kind. The same kinds in other words are for measuring what it chose."""
 IN_OTHER_WORDS = frozenset({"paraphrase"})
 """Kinds whose evidence shares no telling word with the question."""
 

@@ -31,7 +31,7 @@ def format_calibration(calibration: Calibration) -> str:
 
 
 def _by_length(calibration: Calibration) -> list[str]:
-    """What is kept at every length and share, by rule."""
+    """Tell what is kept at every length and share, by rule."""
     rates = list(dict.fromkeys(point.keep_rate for point in calibration.points))
     found = {(point.setting, point.num_tokens, point.keep_rate): point.recall for point in calibration.points}
     lines = [f"{'evidence kept at':32}" + "".join(f"{rate:7.3g}" for rate in rates)]

@@ -1,4 +1,4 @@
-"""What `throughput` asks of a model of acceptance, and the regression by which models learn online."""
+"""The questions of `throughput` to a model of acceptance, and the regression by which models learn online."""
 
 from __future__ import annotations
 

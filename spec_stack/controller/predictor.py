@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 KIND = "step"
 FILE_NAME = "spec_stack_predictor.json"
-"""What `speckv` looks for beside a draft, as a calibration is."""
+"""The file that `speckv` looks for beside a draft, as a calibration is."""
 STEP_FEATURES = ("mean_entropy", "mean_confidence", "max_entropy", "min_confidence", "precision_code", "gamma")
 PRECISION_CODES = {"fp32": 0.0, "fp16": 0.0, "bf16": 0.0, "int8": 1.0, "nf4": 2.0}
 """The paper's ordinal code; precisions it did not measure share the unquantised one's."""

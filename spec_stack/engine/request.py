@@ -313,7 +313,7 @@ def _prefill_of(config: PrefillConfig, options: CallOptions) -> PrefillConfig:
 
 
 def _wanted_format(pair: ModelPair, source: PromptSource, options: CallOptions, in_thought: bool) -> Any:
-    """What the answer has to be, None where it may be anything. Raises ValueError where two things are asked of it."""
+    """Return the answer's format, None where it may be anything. Raises ValueError where two things are asked of it."""
     forced = pair.answer_format.forced_call(options.tool_choice, source.tools, in_thought)
     if forced is not None and options.response_format is not None:
         raise ValueError("give response_format or a forced tool_choice, not both")

@@ -1,4 +1,4 @@
-"""What others do for a batch, and what was done here before signals: for comparison with `throughput`, in replay."""
+"""Others' rules for a batch, and what was done here before signals: for comparison with `throughput`, in replay."""
 
 from __future__ import annotations
 
