@@ -37,10 +37,6 @@ class RequestRate:
         self._shared = _aged(self._shared, _KEEP, num_tokens, time)
         self._own = _aged(self._own, _KEEP, num_tokens, time)
 
-    def move_start(self, towards: float, share: float) -> None:
-        """Let the start lie nearer to another one: a first guess gives way to what a thing is known for."""
-        self._start += share * (towards - self._start)
-
     def fade(self) -> None:
         """Let what was seen weigh less against what will be."""
         self._shared = _aged(self._shared, _IDLE_KEEP)
@@ -49,8 +45,15 @@ class RequestRate:
     @property
     def value(self) -> float:
         """Tokens per unit of time."""
+        return self._from(self._start)
+
+    def without_hope(self, start: float) -> float:
+        """The same from a lower start, where anything was seen."""
+        return self._from(start) if self._shared[1] else self.value
+
+    def _from(self, start: float) -> float:
         tokens, time = self._shared
-        shared = (tokens + self._start * self._weight) / (time + self._weight)
+        shared = (tokens + start * self._weight) / (time + self._weight)
         tokens, time = self._own
         return (tokens + shared * self._shared_weight) / (time + self._shared_weight)
 

@@ -27,9 +27,8 @@ _CHECK_EVERY = 32
 # What a draft nobody has tried is taken to bring, worth so many plain steps, and its prefill to take of the target's.
 _START_SPEEDUP = 1.3
 _START_WEIGHT = 6.0
-# Share of a hopeful start that each step that drafts takes away; without, hope alone would have long prompts read.
-_START_GOES = 0.1
-_LATER_START = 1.1
+# The same once it was tried, where it would have to read a long prompt for it.
+_READ_SPEEDUP = 1.1
 # Tokens that the guess is worth that nothing is copied.
 _NOT_COPIED = 100.0
 # Plain steps' time of a request that count as much as all that was achieved before.
@@ -101,7 +100,6 @@ class _PrecisionState:
         self.achieved.add(num_tokens, num_plain_steps)
         if step.num_drafted:
             self.drafting.add(num_tokens, num_plain_steps)
-            self.drafting.move_start(_LATER_START, _START_GOES)
         else:
             # What is known of drafting grows old while nothing is drafted, so that a try that succeeds counts.
             self.drafting.fade()
@@ -203,6 +201,7 @@ class Throughput(Policy):
             return False
         if read_s == 0.0:
             return True
+        speedup = state.drafting.without_hope(_READ_SPEEDUP)
         copied, saved_s = state.copied.value, state.cost.base_s * (1 - 1 / speedup)
         if state.missed_s + saved_s < copied * read_s:
             return False
