@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# What of the evidence the calibrations that ship keep, of prompts that chose nothing; captures take about 12 CPU s a prompt.
+# DATA: the folder of texts (experiments/real/evidence_prompts.py). TARGET, QWEN, SMOLLM2: folders of models. OUT: for captures.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+: "${DATA:?}" "${TARGET:?}" "${QWEN:?}" "${SMOLLM2:?}" "${OUT:?}"
+export OMP_NUM_THREADS=1
+measure() { # draft, name of its calibration, name of the result, prompts of each kind
+  common=(--data "$DATA" --target "$TARGET" --num-tokens 2048 --per-kind "$4")
+  .venv/bin/python -m experiments.real.captures "${common[@]}" --draft "$1" --out "$OUT/$3" --seconds 36000
+  .venv/bin/python -m experiments.real.evidence "${common[@]}" --captures "$OUT/$3" \
+    --calibration "spec_stack/assets/calibrations/$2.json" --out "experiments/results/evidence_calibrated_$3_2k.json"
+}
+measure "$QWEN" qwen2.5-coder-0.5b qwen 9
+measure "$SMOLLM2" smollm2-135m smollm2 5
