@@ -66,7 +66,9 @@ def test_the_front_page_shows_the_committed_figures() -> None:
     kept = result("evidence_calibrated_qwen_2k")["recall"]
     shares = [kept["calibrated"][rate] for rate in ("0.1", "0.2")]
     assert " / ".join(f"{mean:.2f} [{low:.2f}, {high:.2f}]" for mean, low, high in shares) in text
-    others = [f"{kept[name]['0.1'][0]:.2f} / {kept[name]['0.2'][0]:.2f}" for name in ("default", "BM25, lines", "paper")]
+    others = [
+        f"{kept[name]['0.1'][0]:.2f} / {kept[name]['0.2'][0]:.2f}" for name in ("default", "BM25, lines", "paper")
+    ]
     assert ", ".join(others) in text
     costs = result("simulate_texts")["ratios"].values()
     gains = [[100 * each for each in cost["gains"]["throughput over best fixed"]["all"]] for cost in costs]
