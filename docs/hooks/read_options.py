@@ -25,7 +25,7 @@ class ReadOptions(griffe.Extension):
             if isinstance(call, griffe.ExprCall) and str(call.function) == "option":
                 default, meaning = call.arguments
                 attribute.value = default
-                rows.append(f"{attribute.name} : {attribute.annotation}\n    {ast.literal_eval(str(meaning))}")
+                rows.append(f"{attribute.name} : {attribute.annotation}\n    {_text(str(meaning))}")
         if rows:
             text = cls.docstring.value if cls.docstring is not None else ""
             section = "\n".join(["Parameters", "----------", *rows])
@@ -36,6 +36,18 @@ class ReadOptions(griffe.Extension):
             for parameter in function.parameters:
                 if isinstance(parameter.default, griffe.ExprAttribute):
                     parameter.default = _value(parameter.default, function)
+
+
+def _text(source: str) -> str:
+    """A string as written; what is only known at run time as the name of its constant."""
+    parsed = ast.parse(source, mode="eval").body
+    parts = parsed.values if isinstance(parsed, ast.JoinedStr) else [parsed]
+    return "".join(
+        str(part.value)
+        if isinstance(part, ast.Constant)
+        else "`" + next(node.id for node in ast.walk(part) if isinstance(node, ast.Name)) + "`"
+        for part in parts
+    )
 
 
 def _functions(item: griffe.Module | griffe.Class) -> Iterator[griffe.Function]:
