@@ -106,9 +106,20 @@ class Server:
                 time.sleep(0.5)
         raise ServerDiedError(f"not ready after {seconds} s\n{self.tail()}")
 
+    def rest(self) -> None:
+        """Stand still until `wake`: SGLang's scheduler spins while it waits, and tests beside it need the cores."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGSTOP)
+
+    def wake(self) -> None:
+        """Go on after `rest`."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGCONT)
+
     def stop(self) -> None:
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGTERM)
+            self.wake()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(20)
         with contextlib.suppress(ProcessLookupError):
@@ -327,8 +338,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One server for most tests: chunked prefill, radix cache, eight rows, metrics."""
+def _server_of_most_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     launcher = Launcher(tmp_path_factory)
     yield launcher(
         *("--max-total-tokens", "24000", "--chunked-prefill-size", "256", "--max-running-requests", "8"),
@@ -336,3 +346,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         *("--grammar-backend", "xgrammar", "--enable-metrics"),
     )
     launcher.stop()
+
+
+@pytest.fixture
+def server(_server_of_most_tests: Server) -> Iterator[Server]:
+    """One server for most tests: chunked prefill, radix cache, eight rows, metrics."""
+    _server_of_most_tests.wake()
+    yield _server_of_most_tests
+    _server_of_most_tests.rest()

@@ -1,4 +1,4 @@
-"""The draft's index arrays under original positions: SGLang 0.5.21's own kernel, in Triton's interpreter."""
+"""The draft's index arrays under original positions: SGLang's own kernel, in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -23,14 +23,20 @@ def indices(backend_class, positions, protected):
         draft_window_size=0, draft_sink_size=0, generate_draft_decode_kv_indices=kernel,
         req_to_token_pool=types.SimpleNamespace(req_to_token=table),
         kv_indptr=torch.zeros(STEPS, 4, dtype=torch.int32),
+        # From 0.5.22 on the rows come through a translator, which hands on the plain table of a static pool.
+        window_rail=False, cuda_graph_window_kv_indices=None, kv_index_translator=types.SimpleNamespace(
+            read_source=lambda plan, req_pool_indices, bs: types.SimpleNamespace(
+                ids=table, row_ids=req_pool_indices, row_stride=table.stride(0), entry_page_size=1, v2p=None
+            )
+        ),
     )
     backend.common_template = types.MethodType(backend_class.common_template, backend)
     if protected:
         assert protect_kv_lengths(backend) is backend
     batch = types.SimpleNamespace(
-        batch_size=3, seq_lens=torch.tensor(LENGTHS), seq_lens_sum=sum(LENGTHS),
+        batch_size=3, seq_lens=torch.tensor(LENGTHS), seq_lens_cpu=torch.tensor(LENGTHS), seq_lens_sum=sum(LENGTHS),
         req_pool_indices=torch.arange(3), positions=torch.tensor(positions),
-        spec_info=types.SimpleNamespace(is_draft_input=lambda: True),
+        spec_info=types.SimpleNamespace(is_draft_input=lambda: True), kv_loc_plan=None,
     )
     rows = torch.full((STEPS, 64), -1, dtype=torch.int64)
     backend.common_template(batch, rows, lambda step, batch: None)
