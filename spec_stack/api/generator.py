@@ -23,8 +23,7 @@ from spec_stack.hf.gguf import name_file
 from spec_stack.hf.loading import ASSETS, DeviceMap
 from spec_stack.hf.precision import precision_named
 from spec_stack.hf.prompt import Message
-from spec_stack.prefill.calibration import find_calibration
-from spec_stack.prefill.shipped import find_shipped, sketch
+from spec_stack.prefill.shipped import choose_calibration, sketch
 from spec_stack.types import GenerationResult, StepOutput
 from spec_stack.warning import warn_caller
 
@@ -305,17 +304,14 @@ def _calibrated(
     the one that ships for this draft, if any, takes its place.
     """
     config = _checked(config)
-    if named is False:
-        return config
-    calibration = find_calibration(ASSETS / "draft" if draft is None else draft, named)
-    shapes = text_config(pair.target.config), text_config(pair.draft.config)
-    problem = "" if calibration is None else calibration.check(*shapes)
-    if problem and not (named is None or named is True):
-        raise ValueError(f"{named}: {problem}; calibrate this pair")
+    calibration, problem = choose_calibration(
+        ASSETS / "draft" if draft is None else draft,
+        named,
+        (text_config(pair.target.config), text_config(pair.draft.config)),
+        lambda: sketch(pair.draft.get_input_embeddings().weight),
+    )
     if problem:
         warn_caller(f"the calibration beside the draft is left aside: {problem}")
-    if calibration is None or problem:
-        calibration = find_shipped(shapes[1], sketch(pair.draft.get_input_embeddings().weight))
     return config if calibration is None else replace(config, prefill=calibration.complete(config.prefill))
 
 

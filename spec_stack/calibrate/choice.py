@@ -144,7 +144,7 @@ def _if_guarded(settings: dict[str, Any], cases: Sequence[Case], needs: Needs, n
 
 
 def _worth(need: float) -> float:
-    """Add a prompt to the mean recall over the shares at which settings are judged, halves counting alike."""
+    """Give the mean recall of a prompt over the shares at which settings are judged, halves counting alike."""
     return min(1.0, max(0.0, math.log(_JUDGED_TO / need) / math.log(_JUDGED_TO / _JUDGED_FROM)))
 
 

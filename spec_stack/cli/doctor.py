@@ -22,9 +22,9 @@ from spec_stack.hf.precision import (
     unquantized_dtype,
 )
 from spec_stack.hf.prepack import can_prepack
-from spec_stack.prefill.calibration import Calibration, describe_setting, find_calibration
+from spec_stack.prefill.calibration import Calibration, describe_setting
 from spec_stack.prefill.cost import Shape, break_even, expected_gain
-from spec_stack.prefill.shipped import find_shipped, sketch_of_files
+from spec_stack.prefill.shipped import choose_calibration, sketch_of_files
 from spec_stack.tokenizers.vocabulary import Vocabulary, compare
 
 _PACKAGES = ("spec-stack", "torch", "transformers", "tokenizers", "safetensors", "numpy")
@@ -116,10 +116,7 @@ def _describe_predictor(file: Path) -> str:
 def _describe_prefill(draft: str, target_config: Any, draft_config: Any) -> tuple[str, str]:
     """The calibration, and what sparse prefill gains, as counted."""
     target, drafting = (architectures.text_config(config) for config in (target_config, draft_config))
-    calibration = find_calibration(draft)
-    problem = "" if calibration is None else calibration.check(target, drafting)
-    if calibration is None or problem:
-        calibration = find_shipped(drafting, sketch_of_files(draft))
+    calibration, problem = choose_calibration(draft, None, (target, drafting), lambda: sketch_of_files(draft))
     counted = _describe_counted(target, drafting, PrefillConfig() if calibration is None else calibration.apply())
     aside = f"left aside: {problem}" if problem else ""
     if calibration is not None:

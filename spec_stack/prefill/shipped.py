@@ -1,14 +1,15 @@
 """Calibrations that ship with the package, for known drafts: matched by configuration and weights.
 
-How it is used: `find_shipped(config, sketch(embedding))` for a draft that is loaded, `find_shipped(config,
-sketch_of_files(draft))` for one that is not. `docs/calibration.md` says how to add one.
+How it is used: `choose_calibration` settles which calibration holds for a pair: the one that is named, the one
+beside the draft, or the one that ships. Weights are told by `sketch(embedding)` for a draft that is loaded, by
+`sketch_of_files(draft)` for one that is not. `docs/calibration.md` says how to add one.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from spec_stack.prefill.calibration import Calibration, fingerprint
+from spec_stack.prefill.calibration import Calibration, find_calibration, fingerprint
 
 FOLDER = Path(__file__).resolve().parent.parent / "assets" / "calibrations"
 # Values of the embedding: so many rows, spread over the vocabulary, and so many columns of each.
@@ -72,6 +73,46 @@ def is_same(one: Sequence[float], other: Sequence[float]) -> bool:
         return False
     apart = sum((a - b) ** 2 for a, b in zip(one, other, strict=True))
     return apart <= _TOLERANCE**2 * max(sum(a * a for a in one), math.ulp(0.0))
+
+
+def choose_calibration(
+    draft: str | Path,
+    named: str | Path | bool | None,
+    configs: tuple[Any, Any],
+    weights: Callable[[], Sequence[float]],
+) -> tuple[Calibration | None, str]:
+    """The calibration that holds for a pair: the one that is named, else the one beside the draft, else what ships.
+
+    Parameters
+    ----------
+    draft
+        The draft's folder or hub id.
+    named
+        A file or folder; None and True name none, False takes none at all.
+    configs
+        The transformers text configurations of target and draft.
+    weights
+        Gives the draft's sketch, where it comes to that.
+
+    Returns
+    -------
+    tuple
+        The calibration or None; and why the one beside the draft is left aside, empty where it is not.
+
+    Raises
+    ------
+    ValueError
+        For one that is named and does not hold for these models, and for a file that is no calibration.
+    """
+    if named is False:
+        return None, ""
+    found = find_calibration(draft, named)
+    problem = "" if found is None else found.check(*configs)
+    if problem and not (named is None or named is True):
+        raise ValueError(f"{named}: {problem}; calibrate this pair, or name no calibration")
+    if found is None or problem:
+        found = find_shipped(configs[1], weights())
+    return found, problem
 
 
 def find_shipped(config: Any, weights: Sequence[float]) -> Calibration | None:

@@ -8,8 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from spec_stack.controller.predictor import find_predictor, load_step_predictor
-from spec_stack.prefill.calibration import find_calibration
-from spec_stack.prefill.shipped import find_shipped, sketch_of_files
+from spec_stack.prefill.shipped import choose_calibration, sketch_of_files
 from spec_stack.sglang.server_args import NONE, ServerConfig
 from spec_stack.sglang.support import NAME
 
@@ -39,16 +38,11 @@ def with_calibration(
         For one that is named and does not hold for these models. One that lies beside the draft is
         left aside then, and the log says why.
     """
-    if config.calibration == NONE:
-        return config
-    found = find_calibration(draft, config.calibration)
-    problem = "" if found is None else found.check(target_config, draft_config)
-    if problem and config.calibration is not None:
-        raise ValueError(f"{config.calibration}: {problem}; calibrate this pair, or leave --spec-stack-calibration out")
+    named = False if config.calibration == NONE else config.calibration
+    configs = target_config, draft_config
+    found, problem = choose_calibration(draft, named, configs, lambda: sketch_of_files(draft))
     if problem:
         logger.warning("%s: the calibration beside the draft is left aside: %s", NAME, problem)
-    if found is None or problem:
-        found = find_shipped(draft_config, sketch_of_files(draft))
     if found is None:
         return config
     logger.info("%s: prompts are pruned as calibrated by %s", NAME, found.origin)
