@@ -90,7 +90,7 @@ class PrefillConfig:
         "'chunks' of chunk_size tokens. Without a tokenizer there are no lines, and chunks take their place",
     )
     scoring_queries: ScoringQueries = option(
-        "look_ahead",
+        "prompt",
         "who asks what of the prompt matters: the last prompt token and the 'look_ahead', or the last look_ahead + 1 "
         "tokens of the 'prompt' itself, after which the first token does not wait for any look-ahead",
     )

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from experiments.common.environment import describe, note_pair
 from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
-from experiments.real.captures import Encoded, add_arguments, encode, evidence_of, file_of, prompts_of, read
+from experiments.real.captures import Encoded, add_arguments, encode, file_of, kept_positions, prompts_of, read
 from experiments.real.evidence import interval
 from experiments.real.evidence_prompts import EvidencePrompt
 from experiments.real.rows import Rows
@@ -32,10 +32,7 @@ from spec_stack import PrefillConfig
 from spec_stack.hf.loading import end_token_ids, load_tokenizer
 from spec_stack.hf.precision import DTYPES
 from spec_stack.hf.prepack import can_prepack, prepack
-from spec_stack.prefill.attention import CapturedAttention
 from spec_stack.prefill.calibration import Calibration
-from spec_stack.prefill.registry import needs_attention
-from spec_stack.prefill.selection import select
 
 DENSE = "dense"
 
@@ -53,16 +50,6 @@ def arms_of(calibration: Path | None) -> dict[str, PrefillConfig | None]:
         chosen = Calibration.load(calibration).apply()
         found |= {f"calibrated {rate}": replace(chosen, keep_rate=rate) for rate in (0.1, 0.2)}
     return found
-
-
-def positions_of(
-    encoded: Encoded, looks: Mapping[str, CapturedAttention], config: PrefillConfig | None
-) -> Sequence[int]:
-    """The tokens that an arm keeps."""
-    if config is None:
-        return range(len(encoded.token_ids))
-    attention = looks[config.scoring_queries] if needs_attention(config.scorer) else None
-    return select(evidence_of(encoded, attention), config).positions
 
 
 @dataclass
@@ -164,9 +151,8 @@ def run(arguments: argparse.Namespace, prompts: Sequence[EvidencePrompt], rows: 
         if not left or not rows.has_time:
             continue
         began, encoded = process_time(), encode(tokenizer, prompt)
-        own, ahead = read(file_of(arguments.captures, prompt))
-        looks = {"prompt": own, "look_ahead": ahead}
-        kept = {name: positions_of(encoded, looks, config) for name, config in left.items()}
+        looks, every = read(file_of(arguments.captures, prompt)), range(len(encoded.token_ids))
+        kept = {name: every if rule is None else kept_positions(encoded, looks, rule) for name, rule in left.items()}
         wanted = {at for start, stop in encoded.spans for at in range(start, stop)}
         texts = answer(target, tokenizer, encoded, kept, arguments.max_tokens)
         for (name, positions), text in zip(kept.items(), texts, strict=True):

@@ -9,35 +9,29 @@ has a file is left alone. `--limit` and `--seconds` bound a call, so that others
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic, process_time
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from experiments.common.script import run_script
 from experiments.real.evidence_prompts import EvidencePrompt, gold_turns, make_prompts
 from spec_stack import PrefillConfig
-from spec_stack.decode.propose import propose
-from spec_stack.decode.sampler import Sampler
-from spec_stack.hf.architectures import text_config
-from spec_stack.hf.attention import install
-from spec_stack.hf.loading import end_token_ids, load_tokenizer
-from spec_stack.hf.model import CachedModel
-from spec_stack.hf.prepack import can_prepack, prepack
+from spec_stack.calibrate.judged import attend, by_asker
+from spec_stack.config import ScoringQueries
+from spec_stack.engine.pair import ModelPair
 from spec_stack.prefill.attention import CapturedAttention
+from spec_stack.prefill.registry import needs_attention
 from spec_stack.prefill.rule import Evidence
+from spec_stack.prefill.selection import select
 from spec_stack.tokenizers.pieces import Pieces
-from spec_stack.tokenizers.translated_draft import TranslatedDraft
-from spec_stack.tokenizers.translation import Translation
-from spec_stack.tokenizers.vocabulary import compare
 
-_LOOK_AHEAD = PrefillConfig.look_ahead
+Looks = Mapping[ScoringQueries, CapturedAttention]
+Importance = Callable[[CapturedAttention, PrefillConfig], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -69,71 +63,51 @@ def encode(tokenizer: Any, prompt: EvidencePrompt) -> Encoded:
     return Encoded(ids, asked, [tokens(*span) for span in prompt.spans], Pieces(tokenizer).of(ids))
 
 
-class Draft:
-    """A draft by itself, in bf16, for prompts in a target's tokens."""
-
-    def __init__(self, target: Path, draft: Path) -> None:
-        self.tokenizer, own = load_tokenizer(str(target)), load_tokenizer(str(draft))
-        self.model: Any = AutoModelForCausalLM.from_pretrained(draft, dtype=torch.bfloat16, attn_implementation="sdpa")
-        self.model.eval()
-        install(self.model)
-        if can_prepack(self.model.device, torch.bfloat16):
-            prepack(self.model)
-        num_target = json.loads((target / "config.json").read_text(encoding="utf-8"))["vocab_size"]
-        self._num_target = int(num_target)
-        vocabulary = compare(self.tokenizer, own, self._num_target, text_config(self.model.config).vocab_size)
-        self.translation = Translation(self.tokenizer, own, vocabulary) if vocabulary.relation == "other" else None
-
-    def capture(self, token_ids: Sequence[int], window: int | None = None) -> dict[str, torch.Tensor]:
-        """Pass once over a prompt; queries and keys by layer, and of another tokenizer the ranges."""
-        tokenization = None if self.translation is None else self.translation.tokenize(token_ids)
-        draft: Any = CachedModel(self.model, 8192, self._num_target if tokenization is None else None)
-        if self.translation is not None and tokenization is not None:
-            draft = TranslatedDraft(draft, self.translation, tokenization)
-        start = len(token_ids) - _LOOK_AHEAD - 1
-        draft.prefill(token_ids[:start], range(start), window, PrefillConfig.draft_sinks)
-        with draft.capture() as captured:
-            draft.prefill(token_ids[start:-1], range(start, len(token_ids) - 1))
-            num_before = next(iter(captured.values())).queries[0].shape[1]
-            proposal = propose(draft, token_ids, _LOOK_AHEAD, Sampler(), end_token_ids(self.model))
-            num_asking = num_before + next(iter(captured.values())).queries[1].shape[1]
-            draft.forward(proposal.token_ids[-1:], [draft.next_position], 1)
-        num_draft_tokens = len(token_ids) if tokenization is None else len(tokenization.token_ids)
-        found = {"num_asking": torch.tensor(num_asking)}
-        if tokenization is not None:
-            found["ranges"] = torch.tensor(tokenization.ranges)
-        for index, layer in captured.items():
-            found[f"{index}.queries"] = torch.cat(layer.queries, dim=1).contiguous()
-            found[f"{index}.keys"] = layer.keys[:, :num_draft_tokens].contiguous()
-            found[f"{index}.scaling"] = torch.tensor(layer.scaling)
-        return found
+def write(path: Path, attention: CapturedAttention) -> None:
+    """Keep what a draft captured, whole or not at all."""
+    found = {"num_asking": torch.tensor(attention.num_asking)}
+    if attention.ranges is not None:
+        found["ranges"] = torch.tensor(attention.ranges)
+    for index, (queries, keys, scaling, _) in attention.layers.items():
+        found[f"{index}.queries"] = queries.contiguous()
+        found[f"{index}.keys"] = keys.contiguous()
+        found[f"{index}.scaling"] = torch.tensor(scaling)
+    save_file(found, path.with_suffix(".part"))
+    path.with_suffix(".part").rename(path)
 
 
-def read(path: Path) -> tuple[CapturedAttention, CapturedAttention]:
-    """Return what the prompt's own last tokens attended to, and what its last one and the look-ahead did."""
+def read(path: Path) -> Looks:
+    """Return what `write` kept, by who asks."""
     found = load_file(path)
-    layers = sorted({int(name.split(".")[0]) for name in found if name.endswith(".keys")})
-    num_asking = int(found["num_asking"])
+    layers = {
+        index: (found[f"{index}.queries"], found[f"{index}.keys"], float(found[f"{index}.scaling"]), None)
+        for index in sorted({int(name.split(".")[0]) for name in found if name.endswith(".keys")})
+    }
     ranges = [(start, stop) for start, stop in found["ranges"].tolist()] if "ranges" in found else None
-
-    def chosen(asking: slice, num_inside: int) -> CapturedAttention:
-        parts = {
-            index: (
-                found[f"{index}.queries"][:, asking],
-                found[f"{index}.keys"],
-                float(found[f"{index}.scaling"]),
-                None,
-            )
-            for index in layers
-        }
-        return CapturedAttention(parts, num_inside, ranges)
-
-    return chosen(slice(num_asking), num_asking), chosen(slice(num_asking - 1, None), 1)
+    return by_asker(CapturedAttention(layers, int(found["num_asking"]), ranges))
 
 
-def evidence_of(encoded: Encoded, attention: CapturedAttention | None) -> Evidence:
-    """Return what a rule is shown of a captured prompt."""
-    return Evidence(encoded.token_ids, attention, encoded.question, encoded.pieces)
+def kept_positions(
+    encoded: Encoded, looks: Looks, config: PrefillConfig, importance: Importance = CapturedAttention.importance
+) -> Sequence[int]:
+    """Return the tokens of a captured prompt that a rule keeps. It is told where the user's turn is, as on every route.
+
+    Parameters
+    ----------
+    encoded
+        The prompt.
+    looks
+        As `read` gives them.
+    config
+        The rule.
+    importance
+        Computes a look's importance.
+    """
+    attention = looks[config.scoring_queries] if needs_attention(config.scorer) else None
+    evidence = Evidence(encoded.token_ids, attention, (0, encoded.question[1]), encoded.pieces)
+    if attention is not None:
+        evidence = replace(evidence, importance=importance(attention, config))
+    return select(evidence, config).positions
 
 
 def prompts_of(arguments: argparse.Namespace, tokenizer: Any) -> Iterator[EvidencePrompt]:
@@ -203,19 +177,21 @@ def main() -> None:
     began, done = monotonic(), 0
     arguments.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
-    draft: Draft | None = None
-    for prompt in prompts_of(arguments, load_tokenizer(str(arguments.target))):
+    pair = ModelPair.load(
+        arguments.target, arguments.draft, precision="bf16", draft_precision="bf16", target_weights=False
+    )
+    for prompt in prompts_of(arguments, pair.tokenizer):
         path = file_of(arguments.out, prompt)
         if path.exists():
             continue
         if done == arguments.limit or monotonic() - began > arguments.seconds:
             print("stopped; call again for the rest", flush=True)
             return
-        draft = draft or Draft(arguments.target, arguments.draft)
-        encoded, started = encode(draft.tokenizer, prompt), process_time()
-        found = draft.capture(encoded.token_ids, arguments.window)
-        save_file(found, path.with_suffix(".part"))
-        path.with_suffix(".part").rename(path)
+        encoded, started = encode(pair.tokenizer, prompt), process_time()
+        tokenization, problem = pair.tokenize_for_draft(encoded.token_ids)
+        if problem:
+            raise ValueError(f"the draft cannot score prompts: {problem}")
+        write(path, attend(pair, encoded.token_ids, tokenization, window=arguments.window))
         done += 1
         print(f"{prompt.name:30s} {len(encoded.token_ids)} tokens {process_time() - started:.1f} CPU s", flush=True)
     print("all captured", flush=True)

@@ -23,15 +23,12 @@ import torch
 from experiments.common.environment import describe
 from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
-from experiments.real.captures import Encoded, add_arguments, encode, evidence_of, file_of, prompts_of, read
+from experiments.real.captures import Encoded, Looks, add_arguments, encode, file_of, kept_positions, prompts_of, read
 from experiments.real.evidence_prompts import OTHER_WORDS
 from spec_stack import PrefillConfig
 from spec_stack.hf.loading import load_tokenizer
 from spec_stack.prefill.attention import CapturedAttention
 from spec_stack.prefill.calibration import Calibration
-from spec_stack.prefill.registry import needs_attention
-from spec_stack.prefill.rule import Evidence
-from spec_stack.prefill.selection import select
 
 RATES = (0.05, 0.1, 0.2, 0.3)
 QMSUM_RATES = (0.0625, 0.125, 0.25, 0.5)
@@ -51,20 +48,12 @@ def rules(heads: Sequence[tuple[int, int]] | None) -> dict[str, PrefillConfig]:
         "default": default,
         "default - lines": replace(default, unit="chunks"),
         "default - skipped layers": replace(default, skipped_layers=0),
-        "default, the prompt asks": replace(default, scoring_queries="prompt"),
+        "default, the look-ahead asks": replace(default, scoring_queries="look_ahead"),
         "default, shares": replace(default, head_vote="share"),
-        "default, shares, the prompt asks": replace(default, head_vote="share", scoring_queries="prompt"),
         "default + BM25": replace(default, scorer="attention_bm25"),
-        "default + BM25, the prompt asks": replace(default, scorer="attention_bm25", scoring_queries="prompt"),
     }
     if heads:
-        whole = replace(
-            default,
-            scoring_heads=tuple(heads),
-            scoring_queries="prompt",
-            head_vote="share",
-            scorer="attention_bm25",
-        )
+        whole = replace(default, scoring_heads=tuple(heads), head_vote="share", scorer="attention_bm25")
         found |= {
             "heads": whole,
             "heads - BM25": replace(whole, scorer="attention"),
@@ -77,16 +66,9 @@ def rules(heads: Sequence[tuple[int, int]] | None) -> dict[str, PrefillConfig]:
     return found
 
 
-def kept_share(
-    encoded: Encoded, looks: Mapping[str, CapturedAttention], config: PrefillConfig, rate: float, told: bool
-) -> float:
-    """The share of the evidence's tokens that is kept."""
-    attention = looks[config.scoring_queries] if needs_attention(config.scorer) else None
-    evidence = evidence_of(encoded, attention)
-    if not told:
-        # The user's whole turn, which ends with the question.
-        evidence = replace(evidence, question=(0, encoded.question[1]))
-    kept = set(select(_with_importance(evidence, config), replace(config, keep_rate=rate)).positions)
+def kept_share(encoded: Encoded, looks: Looks, config: PrefillConfig, rate: float) -> float:
+    """Return the share of the evidence's tokens that is kept."""
+    kept = {*kept_positions(encoded, looks, replace(config, keep_rate=rate), _importance)}
     wanted = {at for start, stop in encoded.spans for at in range(start, stop)}
     return len(wanted & kept) / len(wanted)
 
@@ -94,12 +76,10 @@ def kept_share(
 _importances: dict[tuple[Any, ...], torch.Tensor] = {}
 
 
-def _with_importance(evidence: Evidence, config: PrefillConfig) -> Evidence:
-    """The same with its importance, which many settings share, computed once."""
-    if evidence.attention is None:
-        return evidence
+def _importance(attention: CapturedAttention, config: PrefillConfig) -> torch.Tensor:
+    """A look's importance, which many settings share, computed once."""
     key = (
-        id(evidence.attention),
+        id(attention),
         config.scoring_heads,
         config.head_vote,
         config.skipped_layers,
@@ -107,8 +87,8 @@ def _with_importance(evidence: Evidence, config: PrefillConfig) -> Evidence:
         config.forced_tokens,
     )
     if key not in _importances:
-        _importances[key] = evidence.attention.importance(config)
-    return replace(evidence, importance=_importances[key])
+        _importances[key] = attention.importance(config)
+    return _importances[key]
 
 
 def interval(values: Sequence[float], sources: Sequence[str], seed: int = 0) -> tuple[float, float, float]:
@@ -154,7 +134,6 @@ def main() -> None:
     parser.add_argument("--captures", type=Path, required=True, help="folder that captures.py wrote")
     parser.add_argument("--heads", help="chosen heads as layer.head,layer.head; 'qwen' for those of the 0.5B")
     parser.add_argument("--calibration", type=Path, help="file of `spec-stack calibrate`, judged beside the rules")
-    parser.add_argument("--told", action="store_true", help="tell the words' rules where the question is, exactly")
     parser.add_argument("--only", help="rules to judge, by a part of their names")
     add_out_argument(parser)
     arguments = parser.parse_args()
@@ -175,11 +154,11 @@ def main() -> None:
         path = file_of(arguments.captures, prompt)
         if not path.exists() or len(kinds) == arguments.limit:
             continue
-        encoded, (own, ahead) = encode(tokenizer, prompt), read(path)
+        encoded, looks = encode(tokenizer, prompt), read(path)
         _importances.clear()
         for name, config in chosen.items():
             for rate in rates:
-                share = kept_share(encoded, {"prompt": own, "look_ahead": ahead}, config, rate, arguments.told)
+                share = kept_share(encoded, looks, config, rate)
                 rows[name][rate].append(share if arguments.qmsum else float(share == 1))
         kinds.append(prompt.kind)
         sources.append(prompt.source)

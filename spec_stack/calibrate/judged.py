@@ -6,7 +6,7 @@ would hold the evidence if its units were ranked by such scores. Files of `Judge
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from spec_stack.calibrate.prompts import Prompt
-from spec_stack.config import PrefillConfig
+from spec_stack.config import PrefillConfig, ScoringQueries
 from spec_stack.decode.propose import propose
 from spec_stack.decode.sampler import Sampler
 from spec_stack.engine.pair import ModelPair
@@ -23,6 +23,7 @@ from spec_stack.prefill.attention import CapturedAttention
 from spec_stack.prefill.registry import make_rule
 from spec_stack.prefill.rule import Evidence
 from spec_stack.prefill.units import Units, forced_ends, make_units
+from spec_stack.types import DraftTokenization
 
 SHARES = PrefillConfig(scoring_queries="prompt", head_vote="share")
 """How heads are judged: by their mean shares, over lines."""
@@ -106,12 +107,12 @@ def judge(pair: ModelPair, prompt: Prompt, on_piece: Callable[[int, float], None
     on_piece
         As `hf.model.CachedModel` has it; what it raises ends the pass.
     """
-    own, ahead = _attend(pair, prompt, on_piece)
+    looks = by_asker(attend(pair, prompt.token_ids, prompt.tokenization, on_piece))
     pieces = pair.pieces(prompt.token_ids)
     units = make_units(len(prompt.token_ids), pieces, SHARES)
     turn = None if prompt.turn is None else (prompt.turn[0], prompt.turn[1])
-    evidence = Evidence(prompt.token_ids, ahead, turn, pieces)
-    shares = {name: look.shares(SHARES) for name, look in (("prompt", own), ("look_ahead", ahead))}
+    evidence = Evidence(prompt.token_ids, looks[PrefillConfig.scoring_queries], turn, pieces)
+    shares = {name: look.shares(SHARES) for name, look in looks.items()}
     forced = forced_ends(units.num_tokens, SHARES)
     free = torch.tensor([at in forced for at in range(units.num_tokens)])
     wanted = torch.zeros(units.num_tokens, dtype=torch.bool)
@@ -129,27 +130,51 @@ def judge(pair: ModelPair, prompt: Prompt, on_piece: Callable[[int, float], None
     )
 
 
-def _attend(
-    pair: ModelPair, prompt: Prompt, on_piece: Callable[[int, float], None] | None
-) -> tuple[CapturedAttention, CapturedAttention]:
-    """Return what the prompt's last tokens attend to, and what its very last one and the look-ahead do."""
-    ids, num_tokens, look_ahead = prompt.token_ids, len(prompt.token_ids), PrefillConfig.look_ahead
+def attend(
+    pair: ModelPair,
+    token_ids: Sequence[int],
+    tokenization: DraftTokenization | None,
+    on_piece: Callable[[int, float], None] | None = None,
+    window: int | None = None,
+) -> CapturedAttention:
+    """Pass the draft once over a prompt, for `by_asker`: the queries of the prompt's last tokens, then a look-ahead's.
+
+    Parameters
+    ----------
+    pair
+        Its target's weights are not used.
+    token_ids, tokenization
+        The prompt, and how the draft splits it where its tokens are others.
+    on_piece
+        As `hf.model.CachedModel` has it; what it raises ends the pass.
+    window
+        As `PrefillConfig.draft_window`.
+    """
+    num_tokens, look_ahead = len(token_ids), PrefillConfig.look_ahead
     index = pair.open_index(PrefillConfig.prefill_chunk)
     index.on_piece = on_piece
-    draft = pair.view_draft(index, prompt.tokenization)
+    draft = pair.view_draft(index, tokenization)
     start = max(0, num_tokens - look_ahead - 1)
-    draft.prefill(ids[:start], range(start))
+    draft.prefill(token_ids[:start], range(start), window, PrefillConfig.draft_sinks)
     with draft.capture() as captured:
-        draft.prefill(ids[start:-1], range(start, num_tokens - 1))
+        draft.prefill(token_ids[start:-1], range(start, num_tokens - 1))
         num_forwards = len(next(iter(captured.values())).queries)
-        proposal = propose(draft, ids, look_ahead, Sampler(), pair.end_ids)
+        proposal = propose(draft, token_ids, look_ahead, Sampler(), pair.end_ids)
         # The last token of the prompt is the first that the proposal goes over.
         num_asking = sum(part.shape[1] for part in next(iter(captured.values())).queries[: num_forwards + 1])
         draft.forward(proposal.token_ids[-1:], [draft.next_position], 1)
-    own = prompt.tokenization
-    num_draft_tokens = num_tokens if own is None else len(own.token_ids)
-    whole = CapturedAttention.of(captured, num_draft_tokens, num_asking, None if own is None else own.ranges)
-    return _asked_by(whole, slice(num_asking), num_asking), _asked_by(whole, slice(num_asking - 1, None), 1)
+    num_draft_tokens = num_tokens if tokenization is None else len(tokenization.token_ids)
+    ranges = None if tokenization is None else tokenization.ranges
+    return CapturedAttention.of(captured, num_draft_tokens, num_asking, ranges)
+
+
+def by_asker(attention: CapturedAttention) -> dict[ScoringQueries, CapturedAttention]:
+    """What the prompt's last tokens attend to, and what its very last one and the look-ahead do, of one pass."""
+    own = attention.num_asking
+    return {
+        "prompt": _asked_by(attention, slice(own), own),
+        "look_ahead": _asked_by(attention, slice(own - 1, None), 1),
+    }
 
 
 def _asked_by(attention: CapturedAttention, asking: slice, num_asking: int) -> CapturedAttention:
