@@ -274,12 +274,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="most tokens of an answer (%(default)s)")
     parser.add_argument("--max-prompt-tokens", type=int, default=400, help="longer ones lose their middle")
     parser.add_argument("--gamma", type=int, default=3, help="of the arm fixed: the best one in the simulator")
-    parser.add_argument("--seconds", type=float, help="as --minutes, in seconds")
     parser.add_argument("--leave-out", nargs="*", type=Path, default=[], help="recorded texts: not their prompts")
     add_out_argument(parser)
     arguments = parser.parse_args()
-    minutes = arguments.minutes if arguments.seconds is None else arguments.seconds / 60
-    rows, names = Rows(arguments.rows, minutes), [name for name in ARMS if name in (PLAIN, *arguments.arms)]
+    rows, names = Rows(arguments.rows, arguments.minutes), [name for name in ARMS if name in (PLAIN, *arguments.arms)]
     generator = load_generator(arguments)
     known = read_known(generator.tokenizer, arguments.leave_out)
     prompts = choose(arguments.prompts, arguments.per_task, known)[: arguments.limit]

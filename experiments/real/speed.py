@@ -13,7 +13,7 @@ Ends in one JSON line.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from experiments.common.memory import peak_over, reset_peak
 from experiments.common.pair_arguments import add_pair_arguments, load_generator
 from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
-from experiments.real.rows import Rows, add_row_arguments
+from experiments.real.rows import Row, Rows, add_row_arguments
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
 from spec_stack.cli.demo import hide_fact
 from spec_stack.hf.loading import load_tokenizer
@@ -35,6 +35,8 @@ from spec_stack.prefill.calibration import Calibration
 from spec_stack.prefill.registry import needs_attention
 
 DENSE, WHOLE = "dense", "target, whole"
+_PLAIN: Mapping[str, Any] = {"specprefill": False, "gamma": 0, "proposer": "model"}
+_SPARSE: Mapping[str, Any] = {"specprefill": True}
 
 
 def settings_of(calibration: Path | None, keep_rates: list[float]) -> dict[str, PrefillConfig]:
@@ -57,21 +59,20 @@ class Bench:
     def parts(self, prompt: list[int]) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
         """Everything that is measured over a prompt, in turn."""
         first = next(iter(self.generators.values()))
-        yield DENSE, partial(self._answer, first, prompt, False)
+        yield DENSE, partial(self._answer, first, prompt, _PLAIN)
         yield WHOLE, partial(self._target, first, prompt, range(len(prompt)))
         for name, generator in self.generators.items():
-            yield name, partial(self._answer, generator, prompt, True)
-            yield f"draft, {name}", partial(self._draft, generator, prompt)
+            answer, draft, kept = arms(name)
+            yield answer, partial(self._answer, generator, prompt, _SPARSE)
+            yield draft, partial(self._draft, generator, prompt)
             # As many tokens as are kept, at positions as far apart.
             num_kept = round(generator.config.prefill.keep_rate * len(prompt))
             spread = [at * len(prompt) // num_kept for at in range(num_kept)]
-            yield f"kept, {name}", partial(self._target, generator, prompt, spread)
+            yield kept, partial(self._target, generator, prompt, spread)
 
-    def _answer(self, generator: SpecStackGenerator, prompt: list[int], is_sparse: bool) -> dict[str, Any]:
+    def _answer(self, generator: SpecStackGenerator, prompt: list[int], options: Mapping[str, Any]) -> dict[str, Any]:
         before = reset_peak(generator.target.device)
-        options: dict[str, Any] = {"specprefill": True} if is_sparse else {"specprefill": False, "gamma": 0}
-        plain: dict[str, Any] = {} if is_sparse else {"proposer": "model"}
-        result = generator.generate(input_ids=prompt, max_tokens=self.max_tokens, ignore_eos=True, **options, **plain)
+        result = generator.generate(input_ids=prompt, max_tokens=self.max_tokens, ignore_eos=True, **options)
         metrics = result.metrics
         return {
             "ttft_s": metrics.ttft_s,
@@ -102,43 +103,54 @@ def measure(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     return {"wall_s": perf_counter() - wall, "cpu_s": process_time() - cpu, **told}
 
 
-def report_of(rows: Rows, settings: dict[str, PrefillConfig], lengths: list[int], repeats: int) -> dict[str, Any]:
-    """Medians by length and setting."""
+def report_of(rows: Rows, settings: Iterable[str], lengths: Sequence[int], repeats: int) -> dict[str, Any]:
+    """Print medians by length and setting; the same as plain values. Repeats that are not whole are left out."""
     report: dict[str, Any] = {}
     for num_tokens in lengths:
-        keys = [f"{num_tokens}/{repeat}" for repeat in range(repeats)]
-
-        def of(arm: str, name: str, keys: list[str] = keys) -> list[float]:
-            own = rows.of_arm(arm)
-            return [own[key][name] for key in keys if key in own]
-
-        if not of(WHOLE, "wall_s") or not all(of(f"kept, {name}", "wall_s") for name in settings):
+        every = [f"{num_tokens}/{repeat}" for repeat in range(repeats)]
+        keys = [
+            key for key in every if all((key, arm) in rows for name in settings for arm in (DENSE, WHOLE, *arms(name)))
+        ]
+        if not keys:
             continue
-        own: dict[str, Any] = {"n": len(of(DENSE, "ttft_s")), "dense_ttft_s": median(of(DENSE, "ttft_s"))}
-        own |= {"dense_total_s": median(of(DENSE, "total_s")), "peak_mb": median(of(DENSE, "peak_mb"))}
-        print(f"{num_tokens} tokens: dense {own['dense_ttft_s']:.1f} s, peak {own['peak_mb']:.0f} MB")
-        whole = median(of(WHOLE, "wall_s"))
+        dense, whole = ([rows.of_arm(arm)[key] for key in keys] for arm in (DENSE, WHOLE))
+        own: dict[str, Any] = {"n": len(keys)}
+        own |= {f"dense_{name}": _median(dense, name) for name in ("ttft_s", "total_s", "peak_mb")}
+        print(f"{num_tokens} tokens: dense {own['dense_ttft_s']:.1f} s, peak {own['dense_peak_mb']:.0f} MB")
         for name in settings:
-            ratios = [a / b for a, b in zip(of(DENSE, "ttft_s"), of(name, "ttft_s"), strict=False)]
-            totals = [a / b for a, b in zip(of(DENSE, "total_s"), of(name, "total_s"), strict=False)]
-            r, s = (median(of(f"{part}, {name}", "wall_s")) / whole for part in ("draft", "kept"))
-            own[name] = {
-                "ttft_s": median(of(name, "ttft_s")),
-                "ttft_ratio": [median(ratios), min(ratios), max(ratios)],
-                "total_ratio": [median(totals), min(totals), max(totals)],
-                "r": r,
-                "s": s,
-                "share_of_bound": median(ratios) * (r + s),
-                "keep_rate": median(of(name, "keep_rate")),
-                "peak_mb": median(of(name, "peak_mb")),
-            }
-            print(
-                f"  {name:16s}{own[name]['ttft_s']:6.1f} s  {median(ratios):5.2f}x [{min(ratios):.2f}, "
-                f"{max(ratios):.2f}]  r {r:.2f} s {s:.2f} {own[name]['share_of_bound']:4.0%} of the bound  whole "
-                f"answer {median(totals):.2f}x  peak {own[name]['peak_mb']:.0f} MB"
-            )
+            own[name] = compare(dense, whole, *([rows.of_arm(arm)[key] for key in keys] for arm in arms(name)))
+            print(f"  {name:16s}" + told(own[name]))
         report[str(num_tokens)] = own
     return report
+
+
+def arms(setting: str) -> tuple[str, str, str]:
+    """The arms of a setting: its answers, and the bare forwards that bound them."""
+    return setting, f"draft, {setting}", f"kept, {setting}"
+
+
+def compare(dense: list[Row], whole: list[Row], sparse: list[Row], draft: list[Row], kept: list[Row]) -> dict[str, Any]:
+    """Return a setting's medians; of ratios the median, the least and the most."""
+    r, s = (_median(part, "wall_s") / _median(whole, "wall_s") for part in (draft, kept))
+    found: dict[str, Any] = {name: _median(sparse, name) for name in ("ttft_s", "keep_rate", "peak_mb")}
+    for name in ("ttft", "total"):
+        ratios = [one[f"{name}_s"] / other[f"{name}_s"] for one, other in zip(dense, sparse, strict=True)]
+        found[f"{name}_ratio"] = [median(ratios), min(ratios), max(ratios)]
+    return {**found, "r": r, "s": s, "share_of_bound": found["ttft_ratio"][0] * (r + s)}
+
+
+def told(found: Mapping[str, Any]) -> str:
+    """Return a setting's line of the table."""
+    middle, least, most = found["ttft_ratio"]
+    return (
+        f"{found['ttft_s']:6.1f} s  {middle:5.2f}x [{least:.2f}, {most:.2f}]  r {found['r']:.2f} s {found['s']:.2f} "
+        f"{found['share_of_bound']:4.0%} of the bound  whole answer {found['total_ratio'][0]:.2f}x  peak "
+        f"{found['peak_mb']:.0f} MB"
+    )
+
+
+def _median(rows: Iterable[Row], name: str) -> float:
+    return float(median(row[name] for row in rows))
 
 
 def main() -> None:

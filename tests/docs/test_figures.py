@@ -61,7 +61,7 @@ def test_as_many_facts_were_found_as_the_pages_say() -> None:
 
 
 def test_the_front_page_shows_the_committed_figures() -> None:
-    """Replayed answers: the draft alone over the best fixed gamma, and the default over plain decoding; evidence."""
+    """Replayed answers: the draft alone over the best fixed gamma, and the default over plain decoding; evidence; memory."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     kept = result("evidence_calibrated_qwen_2k")["recall"]
     shares = [kept["calibrated"][rate] for rate in ("0.1", "0.2")]
@@ -70,6 +70,8 @@ def test_the_front_page_shows_the_committed_figures() -> None:
         f"{kept[name]['0.1'][0]:.2f} / {kept[name]['0.2'][0]:.2f}" for name in ("default", "BM25, lines", "paper")
     ]
     assert ", ".join(others) in text
+    memory = result("real_load")["memory_mb"]
+    assert f"({memory['weights'] / 1000:.1f} GB of weights) | {memory['peak'] / 1000:.1f} GB |" in text
     costs = result("simulate_texts")["ratios"].values()
     gains = [[100 * each for each in cost["gains"]["throughput over best fixed"]["all"]] for cost in costs]
     assert " / ".join(f"{mean:+.1f} % [{low:.1f}, {high:.1f}]" for mean, low, high in gains) in text
