@@ -74,9 +74,9 @@ def _check(arguments: list[str], report: dict[str, Any]) -> None:
         path = resolved.tokenizer_path or resolved.model_path
         tokenizer = get_tokenizer(path, trust_remote_code=resolved.trust_remote_code)
     report["vocabularies"] = _vocabularies(models, tokenizer, resolved)
-    texts = (model.hf_text_config for model in models)
+    target_text, draft_text = (model.hf_text_config for model in models)
     draft = resolved.speculative_draft_model_path
-    config = with_calibration(with_predictor(config, draft), draft, *texts)
+    config = with_calibration(with_predictor(config, draft), draft, target_text, draft_text, resolved.tp_size)
     refusal = pruning_refusal(resolved, *models)
     turns = ChatTurns.learn(tokenizer, resolved.chat_template)
     report["prompts"] = pruning_note(config, refusal, turns.unrecognised)

@@ -61,7 +61,7 @@ def test_as_many_facts_were_found_as_the_pages_say() -> None:
 
 
 def test_the_front_page_shows_the_committed_figures() -> None:
-    """Replayed answers: the draft alone over the best fixed gamma, and the default over plain decoding; evidence; memory."""
+    """Replayed answers: the draft over the best fixed gamma, the default over plain decoding; evidence; memory."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     kept = result("evidence_calibrated_qwen_2k")["recall"]
     shares = [kept["calibrated"][rate] for rate in ("0.1", "0.2")]
