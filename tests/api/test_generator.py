@@ -88,7 +88,7 @@ def test_an_end_token_inside_an_accepted_run_cuts_like_plain_decoding(target: Pr
 
 
 def test_the_look_ahead_ends_at_an_end_token(target: PreTrainedModel, draft: PreTrainedModel) -> None:
-    config = SpecStackConfig(PrefillConfig(chunk_size=8))
+    config = SpecStackConfig(PrefillConfig(chunk_size=8, scoring_queries="look_ahead"))
     prompt = random_prompt(100)
     first = next(SpecStackGenerator(target, draft, config=config).stream(input_ids=prompt, specprefill=True)).record
     assert first.gamma == 8
@@ -171,7 +171,7 @@ def poison(model: PreTrainedModel, is_poisoned: Any) -> Any:
 def test_an_error_while_scoring_falls_back_to_dense_with_one_warning(
     target: PreTrainedModel, draft: PreTrainedModel
 ) -> None:
-    config = SpecStackConfig(PrefillConfig(chunk_size=8))
+    config = SpecStackConfig(PrefillConfig(chunk_size=8, scoring_queries="look_ahead"))
     generator = SpecStackGenerator(target, draft, config=config)
     prompt = random_prompt(100)
     dense = generator.generate(input_ids=prompt, max_tokens=10, specprefill=False)
@@ -197,7 +197,7 @@ def test_an_error_while_scoring_is_logged_with_its_traceback_or_raised_on_reques
     target: PreTrainedModel, draft: PreTrainedModel, caplog: pytest.LogCaptureFixture
 ) -> None:
     options: dict[str, Any] = {"input_ids": random_prompt(100), "max_tokens": 3, "specprefill": True}
-    poison(draft, lambda size: size == 99)
+    poison(draft, lambda size: size == 99 - PrefillConfig.look_ahead)
     with pytest.warns(UserWarning, match="out of memory"):
         SpecStackGenerator(target, draft).generate(**options, keep_rate=0.1)
     assert [record.levelname for record in caplog.records] == ["ERROR"]
@@ -469,7 +469,9 @@ def test_the_look_ahead_stays_within_the_models_positions(embedded: SpecStackGen
     target, draft = make_model(seed=1), make_model(seed=2)
     for model in (target, draft):
         model.config.max_position_embeddings = 203
-    generator = SpecStackGenerator(target, draft, config=SpecStackConfig(PrefillConfig(chunk_size=8)))
+    generator = SpecStackGenerator(
+        target, draft, config=SpecStackConfig(PrefillConfig(chunk_size=8, scoring_queries="look_ahead"))
+    )
     first = next(generator.stream(input_ids=random_prompt(200), max_tokens=2, specprefill=True))
     assert first.record.gamma == 3
 
@@ -484,7 +486,9 @@ def test_the_limit_is_the_targets_and_inclusive(target: PreTrainedModel, draft: 
 
 def test_a_fallback_starts_from_a_fresh_draft(target: PreTrainedModel) -> None:
     twin = make_model(seed=1)
-    generator = SpecStackGenerator(target, twin, config=SpecStackConfig(PrefillConfig(chunk_size=8)))
+    generator = SpecStackGenerator(
+        target, twin, config=SpecStackConfig(PrefillConfig(chunk_size=8, scoring_queries="look_ahead"))
+    )
     calls = iter(range(1000))
 
     def fail(module: torch.nn.Module, args: Any) -> None:

@@ -25,7 +25,7 @@ CALIBRATED: dict[str, Any] = {
     "neighbour_share": 0.5,
     "scorer": "fused",
     "unit": "chunks",
-    "scoring_queries": "prompt",
+    "scoring_queries": "look_ahead",
     "skipped_layers": 1,
     "head_vote": "share",
     "bm25_weight": 0.7,

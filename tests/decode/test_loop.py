@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from spec_stack import DraftSignals, Policy, PrefillConfig, SpecStackConfig, SpecStackGenerator, StepContext, StepRecord
+from spec_stack.config import DraftContext, ScoringQueries
 from spec_stack.decode.propose import entropy_and_confidence, propose
 from spec_stack.decode.sampler import Sampler
 from spec_stack.hf.attention import install
@@ -92,26 +93,35 @@ def test_a_policy_that_changes_its_mind_every_step_changes_no_token(
 
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("draft_context", ["full", "kept"])
-@pytest.mark.parametrize("look_ahead", [0, 1, 8])
+@pytest.mark.parametrize(
+    ("queries", "look_ahead"), [("look_ahead", 0), ("look_ahead", 1), ("look_ahead", 8), ("prompt", 8)]
+)
 def test_after_sparse_prefill_the_tokens_are_those_of_the_pruned_prompt(
-    draft: str, draft_context: str, look_ahead: int, target: PreTrainedModel
+    draft: str, draft_context: DraftContext, queries: ScoringQueries, look_ahead: int, target: PreTrainedModel
 ) -> None:
     prompt = random_prompt(120)
     prefill = PrefillConfig(
-        keep_rate=0.3, look_ahead=look_ahead, chunk_size=8, skipped_layers=0, draft_context=draft_context
+        keep_rate=0.3,
+        scoring_queries=queries,
+        look_ahead=look_ahead,
+        chunk_size=8,
+        skipped_layers=0,
+        draft_context=draft_context,
     )
     generator = SpecStackGenerator(target, DRAFTS[draft](target), config=SpecStackConfig(prefill))
     outputs = list(generator.stream(input_ids=prompt, max_tokens=30, specprefill=True, policy=RandomGamma(0)))
     tokens = [token for output in outputs for token in output.token_ids]
 
-    model = CachedModel(generator.draft, 4096)
-    look = propose(model, prompt, look_ahead, Sampler(), ())
-    scores = reference.importance(_eager_copy(generator.draft), prompt, look.token_ids, pool_kernel=prefill.pool_kernel)
+    ahead = look_ahead if queries == "look_ahead" else 0
+    look = propose(CachedModel(generator.draft, 4096), prompt, ahead, Sampler(), ())
+    num_tail = 1 if queries == "look_ahead" else look_ahead + 1
+    eager = _eager_copy(generator.draft)
+    scores = reference.importance(eager, prompt, look.token_ids, prefill.pool_kernel, num_tail=num_tail)
     positions = reference.selected_positions(scores, 0.3, 8, 1, 2)
     kept = [prompt[position] for position in positions]
     assert tokens == reference.sparse_greedy(make_model(seed=1), kept, positions, len(prompt), 30)
     first = outputs[0].record
-    assert (first.is_prefill, first.gamma) == (True, look_ahead)
+    assert (first.is_prefill, first.gamma) == (True, ahead)
     metrics = outputs[-1].metrics
     assert metrics is not None
     assert metrics.num_kept_tokens == len(positions)
@@ -178,7 +188,9 @@ def test_scoring_leaves_the_draft_with_its_context_and_the_look_ahead(
 ) -> None:
     install(draft)
     model, prompt = CachedModel(draft, 4096), random_prompt(160)
-    config = PrefillConfig(keep_rate=0.3, chunk_size=8, look_ahead=4, draft_context=draft_context)
+    config = PrefillConfig(
+        keep_rate=0.3, chunk_size=8, scoring_queries="look_ahead", look_ahead=4, draft_context=draft_context
+    )
     look_ahead = partial(propose, model, sampler=Sampler(), end_ids=())
     selection, _ = score_prompt(model, prompt, look_ahead, config)
     num_read = len(selection.positions) if draft_context == "kept" else 160
@@ -200,7 +212,7 @@ def test_the_draft_is_fed_only_what_it_has_not_seen(target: PreTrainedModel, dra
 
 
 def test_a_record_counts_only_what_was_handed_out(target: PreTrainedModel) -> None:
-    config = SpecStackConfig(PrefillConfig(chunk_size=8, keep_rate=0.99))
+    config = SpecStackConfig(PrefillConfig(chunk_size=8, keep_rate=0.99, scoring_queries="look_ahead"))
     result = SpecStackGenerator(target, DRAFTS["equal"](target), config=config).generate(
         input_ids=random_prompt(60), max_tokens=3, specprefill=True, return_records=True
     )

@@ -93,7 +93,7 @@ def test_a_prompt_asked_again_is_read_by_neither_model() -> None:
     assert again.metrics.specprefill
     assert sum(sizes["draft"]) < 12
     assert sum(sizes["target"]) < 12
-    assert sizes["target"][0] == 1 + SPARSE.look_ahead
+    assert sizes["target"][0] == 1
 
 
 def test_what_is_shared_is_what_the_selections_have_in_common() -> None:

@@ -50,14 +50,18 @@ def scored(draft: CachedModel, config: PrefillConfig):  # type: ignore[no-untype
 
 
 @pytest.mark.parametrize("prefill_chunk", [4096, 31])
-def test_a_windowed_draft_selects_by_the_scores_of_an_explicit_mask(prefill_chunk: int) -> None:
-    config = PrefillConfig(**BASE, draft_window=16, draft_sinks=4, prefill_chunk=prefill_chunk)  # type: ignore[arg-type]
+@pytest.mark.parametrize(("queries", "num_tail"), [("prompt", 5), ("look_ahead", 1)])
+def test_a_windowed_draft_selects_by_the_scores_of_an_explicit_mask(
+    queries: str, num_tail: int, prefill_chunk: int
+) -> None:
+    asked = {**BASE, "scoring_queries": queries}
+    config = PrefillConfig(**asked, draft_window=16, draft_sinks=4, prefill_chunk=prefill_chunk)  # type: ignore[arg-type]
     selection, proposal = scored(open_draft(prefill_chunk), config)
-    window = reference_architectures.WindowedPrefill(len(PROMPT) - 1, 16, 4)
+    window = reference_architectures.WindowedPrefill(len(PROMPT) - num_tail, 16, 4)
     eager = make_model(implementation="eager")
-    expected = reference.importance(eager, PROMPT, proposal.token_ids, 5, prefill=window)
+    expected = reference.importance(eager, PROMPT, proposal.token_ids, 5, num_tail=num_tail, prefill=window)
     assert list(selection.positions) == reference.selected_positions(expected, 0.3, 8, 1, 2)
-    dense, _ = scored(open_draft(), PrefillConfig(**BASE))  # type: ignore[arg-type]
+    dense, _ = scored(open_draft(), PrefillConfig(**asked))  # type: ignore[arg-type]
     assert list(dense.positions) != list(selection.positions)
 
 
