@@ -28,7 +28,6 @@ BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 _OF_NO_PAIR = frozenset(
     {
         "as_published",
-        "bench_encoding",
         "bench_session_random",
         "evaluate_policies_published",
         "policy_cost",

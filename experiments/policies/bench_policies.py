@@ -178,7 +178,7 @@ def main() -> None:
         parser.error(str(error))
     generator = load_generator(arguments)
     if generator.precision in QUANTIZED:
-        parser.error("transformers is run in a dtype here; bench_precisions.py compares int8 and nf4")
+        parser.error("transformers is run in a dtype here; profile_steps.py records int8 and nf4")
     target, draft = (
         AutoModelForCausalLM.from_pretrained(model.name_or_path, dtype=model.dtype).to(model.device).eval()
         for model in (generator.target, generator.draft)

@@ -8,7 +8,7 @@ speed favours none. Greedy, dense prefill, past the end-of-sequence token.
 --out gets the records (numbers rounded to what the clock and the file size are worth) and, beside them in a .json file,
 the settings and every run whose tokens differ from plain decoding's at the same precision, with the gap between the
 target's two logits where they part. Both are written after every prompt: the same command goes on where it stopped.
-Prints what each precision did, ends in one JSON line. analyze_profile.py makes tables of the records.
+Prints what each precision did, ends in one JSON line. evaluate_policies.py replays the records.
 
     profile_steps.py [TASK=FILE ...] --precisions bf16 int8 nf4 --gammas 0 1 2 4 6 8 --out records.parquet
 """

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from experiments.common.environment import describe
 from experiments.common.pair_arguments import add_pair_arguments, load_generator
 from experiments.common.script import run_script
-from experiments.quality.selection_suite import read_texts
+from experiments.quality.held_out_texts import read_texts
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from experiments.common.environment import describe
 from experiments.common.pair_arguments import add_pair_arguments, load_generator
 from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
-from experiments.quality.selection_suite import MODULES, read_texts
+from experiments.quality.held_out_texts import MODULES, read_texts
 from spec_stack import PrefillConfig
 from spec_stack.decode.propose import propose
 from spec_stack.decode.sampler import Sampler

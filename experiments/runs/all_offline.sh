@@ -29,17 +29,11 @@ part() {
     mv "$results/$name.json.unfinished" "$results/$name.json"
 }
 
-part retrieval experiments/runs/retrieval.sh
-part cross_tokenizer experiments/runs/cross_tokenizer.sh
-part selection_suite experiments/runs/selection_suite.sh
 part session_suite experiments/runs/session_suite.sh
-part head_to_head experiments/runs/head_to_head.sh
 part bench_latency experiments/runs/bench_latency.sh
 part prefill_grid experiments/runs/prefill_grid.sh
-part draft_context experiments/runs/draft_context.sh
 part bench_prepack experiments/runs/bench_prepack.sh
 part decode_collapse experiments/runs/decode_collapse.sh
-part speed_bench experiments/runs/speed_bench.sh
 part compare_batches experiments/runs/compare_batches.sh
 if [ -n "${DATA:-}" ]; then
     part bench_policies experiments/runs/bench_policies.sh "$DATA"

@@ -10,5 +10,3 @@ results=experiments/results
   --out $results/bench_session_agent.json "$@"
 .venv/bin/python -m experiments.speed.bench_session --random --agent --tokens 3000 --turns 8 --conversations 1 --no-warm-up \
   --arms kept sparse session --max-tokens 16 --out $results/bench_session_random.json "$@"
-.venv/bin/python -m experiments.speed.bench_encoding --out $results/bench_encoding.json
-.venv/bin/python -m experiments.speed.bench_store --out $results/bench_store.json

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Profile the embedded pair at every precision, one thread, nothing else running: about 10 minutes, two thirds of it
+# Profile the embedded pair at every precision, one thread, nothing else running: under 10 minutes, most of it
 # recording (24 prompts, 4 precisions, 6 gammas and 2 random runs, 80 tokens each). Interrupted while recording, it goes on
 # where it stopped. Leaves profile.parquet (records), profile.json (settings and differing runs), a .json per step (its
 # last line) and the predictor that the embedded pair's `speckv` uses (spec_stack/assets/draft/spec_stack_predictor.json).
@@ -23,7 +23,5 @@ keep() {
 keep profile_steps policies.profile_steps --precisions "${precisions[@]}" --gammas 0 1 2 4 6 8 --random 2 \
     --per-task 6 --tokens 80 --threads 1 --out "$out/profile.parquet"
 keep block_rounding exactness.block_rounding --precisions "${precisions[@]}" --threads 1
-keep profile_tables policies.analyze_profile "$out/profile.parquet"
 keep profile_training policies.train_controller "$out/profile.parquet" --policies random --out "${TMPDIR:-/tmp}/predictors" --ship "$ship"
-keep profile_speeds speed.bench_precisions "$out/profile.parquet" --per-task 4 --tokens 64 --repeats 5 --threads 1
 keep profile_replay policies.evaluate_policies "$out/profile.parquet"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# A 1B/3B pair on one CUDA card at fp16, int8 and nf4: acceptance and times at every fixed gamma, then the live policies
-# beside the best of them. Not measured yet: about 25 minutes are expected on a card of 24 GB or more, most of it recording.
+# A 1B/3B pair on one CUDA card at fp16, int8 and nf4: acceptance and times at every fixed gamma, then the policies in replay
+# of these records. Not measured yet: under 25 minutes are expected on a card of 24 GB or more, most of it recording.
 # TARGET, DRAFT, PRECISIONS, PYTHON, OUT and DEVICE may be set; an interrupted recording goes on where it stopped.
 #     profile_grid_gpu.sh                  the pair below, which has to be on this machine
 #     SMALL=1 DEVICE=cpu PRECISIONS="fp32 int8" TARGET= DRAFT= profile_grid_gpu.sh    a dry run with the embedded pair
@@ -15,10 +15,8 @@ export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 models=(--device "${DEVICE:-cuda}")
 if [ -n "$TARGET" ]; then models+=(--target "$TARGET" --draft "$DRAFT" --draft-precision fp16); fi
 profile=(--gammas 0 2 4 6 8 --random 2 --per-task 6 --tokens 96)
-live=(--per-task 4 --tokens 96 --repeats 3)
 if [ -n "${SMALL:-}" ]; then
     profile=(--gammas 0 2 --random 1 --per-task 2 --tokens 28)
-    live=(--per-task 1 --tokens 6 --repeats 1)
 fi
 mkdir -p "$OUT"
 
@@ -30,6 +28,4 @@ keep() {
 
 keep profile_steps_gpu policies.profile_steps "${models[@]}" --precisions "${precisions[@]}" "${profile[@]}" \
     --out "$OUT/profile_gpu.parquet"
-keep profile_tables_gpu policies.analyze_profile "$OUT/profile_gpu.parquet"
-keep profile_speeds_gpu speed.bench_precisions "$OUT/profile_gpu.parquet" "${models[@]}" "${live[@]}" \
-    --policies throughput speckv confidence
+keep profile_replay_gpu policies.evaluate_policies "$OUT/profile_gpu.parquet"

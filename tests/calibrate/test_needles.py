@@ -7,7 +7,6 @@ import re
 
 import pytest
 
-from experiments.quality.held_out_needles import HELD_OUT
 from spec_stack.calibrate.families import FAMILIES, make_prompt_text
 from spec_stack.calibrate.needles import IN_OTHER_WORDS, WORDINGS, hide, make_haystacks
 from spec_stack.calibrate.prompts import encode_haystack
@@ -23,16 +22,10 @@ def pair() -> ModelPair:
 
 
 @pytest.mark.parametrize(
-    ("kind", "index", "held_out"),
-    [
-        (kind, index, held_out)
-        for held_out, wordings in ((False, WORDINGS), (True, HELD_OUT))
-        for kind in wordings
-        for index in range(len(wordings[kind]))
-    ],
+    ("kind", "index"), [(kind, index) for kind in WORDINGS for index in range(len(WORDINGS[kind]))]
 )
-def test_a_needle_s_lines_stand_where_the_haystack_says(kind: str, index: int, held_out: bool, pair: ModelPair) -> None:
-    needle = (HELD_OUT if held_out else WORDINGS)[kind][index](random.Random(3))
+def test_a_needle_s_lines_stand_where_the_haystack_says(kind: str, index: int, pair: ModelPair) -> None:
+    needle = WORDINGS[kind][index](random.Random(3))
     haystack = hide(kind, needle, LINES, random.Random(4))
     assert tuple(haystack.document[start:stop] for start, stop in haystack.spans) == needle.evidence
     assert all(line in haystack.document.split("\n") for line in (*needle.evidence, *needle.others, *LINES))
@@ -41,16 +34,6 @@ def test_a_needle_s_lines_stand_where_the_haystack_says(kind: str, index: int, h
     for (start, stop), line in zip(prompt.spans, needle.evidence, strict=True):
         assert line.strip() in pair.tokenizer.decode(prompt.token_ids[start:stop])
         assert line not in pair.tokenizer.decode(prompt.token_ids[start + 1 : stop])
-
-
-def test_calibration_and_its_test_share_no_word_of_a_question_beside_common_ones() -> None:
-    def names(wordings: object) -> set[str]:
-        questions = [
-            wording(random.Random(seed)).question for kind in wordings.values() for wording in kind for seed in range(5)
-        ]  # type: ignore[attr-defined]
-        return {word.strip("?.,") for question in questions for word in question.split() if word[0].isupper()}
-
-    assert names(WORDINGS) & names(HELD_OUT) <= {"What", "Which", "List", "On", "Where", "Tell", "With", "How", "Who"}
 
 
 def test_a_needle_in_other_words_shares_no_word_with_its_question() -> None:

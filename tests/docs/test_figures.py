@@ -50,16 +50,6 @@ def test_the_page_of_results_shows_the_committed_figures(figures: Any) -> None:
     assert [figure for figure in figures() if figure not in text] == []
 
 
-def test_as_many_facts_were_found_as_the_pages_say() -> None:
-    rows = result("retrieval")["rows"]
-    right = {rate: [row["right"] for row in rows if row["keep_rate"] == rate] for rate in (1.0, 0.3, 0.2, 0.1)}
-    assert all(row["prompts"] == 20 for row in rows)
-    assert [row["tokens"] for row in rows if row["keep_rate"] == 1.0] == [2000, 4000, 8200]
-    page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
-    for rate, found in right.items():
-        assert f"| {'1.0 (dense)' if rate == 1 else rate} | {' / '.join(map(str, found))} |" in page
-
-
 def test_the_front_page_shows_the_committed_figures() -> None:
     """Replayed answers: the draft over the best fixed gamma, the default over plain decoding; evidence; memory."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The profile of precisions: resumable records, honest differences, and tables that follow from the records."""
+"""The profile of precisions: resumable records, honest differences, and what is made of the records."""
 
 from __future__ import annotations
 
@@ -10,20 +10,18 @@ from argparse import Namespace
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from experiments.common.prompt_files import choose_prompts
-from experiments.policies import analyze_profile, bench_floor, profile_steps, train_controller
-from experiments.speed import bench_lookup, bench_precisions
+from experiments.policies import bench_floor, profile_steps, train_controller
+from experiments.speed import bench_lookup
 from spec_stack import SpecStackGenerator, StepRecord
 from spec_stack.controller.predictor import load_step_predictor
 from spec_stack.controller.registry import make_policy
 from spec_stack.offline.records import read_records
-from spec_stack.offline.replay import StepCosts
 from tests.support import reference
-from tests.support.controller_data import Greedy, context
+from tests.support.controller_data import context
 
 NUM_TOKENS = 28
 SMALL = ["--precisions", "fp32", "nf4", "--gammas", "0", "2", "4", "--random", "1", "--per-task", "1"]
@@ -130,51 +128,8 @@ def test_a_block_tells_which_runs_part_from_plain_decoding(embedded: SpecStackGe
     assert not differences[0].is_tie
 
 
-def test_the_best_gamma_is_that_of_most_tokens_per_second() -> None:
-    records = []
-    for number in range(8):
-        text = Greedy(number, p_right=0.9)
-        for gamma in (0, 2, 4, 8):
-            records += text.record(f"p{number}", gamma, precision="bf16", costs=StepCosts(0.0, 0.01, 0.03, 0.001))
-    best, speeds, shares = analyze_profile.best_gamma(analyze_profile.fixed_runs(records, "bf16"))
-    for gamma, speed in speeds.items():
-        mine = [record for record in records if record.policy == f"fixed-{gamma}"]
-        seconds = sum(record.draft_s + record.verify_s for record in mine)
-        assert speed == pytest.approx(sum(record.num_tokens for record in mine) / seconds)
-    assert speeds[best] == max(speeds.values())
-    assert sum(shares.values()) == pytest.approx(1)
-    assert max(shares, key=shares.__getitem__) == best
-
-
-def test_correlations_are_those_of_the_steps_that_drafted() -> None:
-    records = [
-        record for number in range(6) for record in Greedy(number).record(f"p{number}", 4, precision="int8", prefill=8)
-    ]
-    found, low, high = analyze_profile.correlations(records, "int8")["min_confidence"]
-    drafted = [record for record in records if record.gamma and not record.is_prefill]
-    rates = [record.num_accepted / record.gamma for record in drafted]
-    assert found == pytest.approx(np.corrcoef([min(r.signals.confidence) for r in drafted], rates)[0, 1])
-    assert low < found < high
-
-
 @pytest.mark.slow
-def test_the_tables_the_speeds_and_the_predictor_come_from_the_file(
-    profile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run(analyze_profile, profile, monkeypatch=monkeypatch)
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert set(result["table_1"]["nf4"]) == {"code", "math", "chat", "summary", "all"}
-    assert {row["runs"] for row in result["greedy"].values()} == {12}
-    assert result["greedy"]["fp32"]["differ"] == 0
-    assert result["causes"]["best_gamma"]["fp32"]["nf4"] in (0, 2, 4)
-
-    options = ["--per-task", 1, "--tokens", 6, "--repeats", 1, "--policies", "throughput", "speckv"]
-    run(bench_precisions, profile, *options, monkeypatch=monkeypatch)
-    speeds = json.loads(capsys.readouterr().out.splitlines()[-1])["result"]
-    assert set(speeds["nf4"]["over_best_fixed"]) == {"plain", "best fixed", "throughput", "speckv"}
-    assert set(speeds) == {"fp32", "nf4"}
-    assert speeds["nf4"]["target_mb"] < speeds["fp32"]["target_mb"]
-
+def test_the_predictor_comes_from_the_file(profile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = ["--policies", "random", "--folds", "2", "--out", tmp_path / "all", "--ship", tmp_path / "ship"]
     run(train_controller, profile, *options, monkeypatch=monkeypatch)
     assert load_step_predictor(tmp_path / "ship").card.num_prompts == 4
@@ -192,9 +147,9 @@ def test_the_grid_for_a_card_runs_from_end_to_end_on_a_cpu(tmp_path: Path) -> No
     script = Path(profile_steps.__file__).parents[1] / "runs" / "profile_grid_gpu.sh"
     small = {"SMALL": "1", "DEVICE": "cpu", "PRECISIONS": "fp32 int8", "TARGET": "", "OUT": str(tmp_path)}
     subprocess.run(["bash", str(script)], env={**os.environ, **small, "PYTHON": sys.executable}, check=True)
-    speeds = json.loads((tmp_path / "profile_speeds_gpu.json").read_text())["result"]
-    assert set(speeds) == {"fp32", "int8"}
-    assert set(speeds["int8"]["over_plain"]) == {"plain", "best fixed", "throughput", "speckv", "confidence"}
+    replayed = json.loads((tmp_path / "profile_replay_gpu.json").read_text())["summary"]
+    assert set(replayed) == {"fp32", "int8"}
+    assert {"fixed-0", "best-fixed", "throughput", "speckv", "confidence"} <= set(replayed["int8"])
 
 
 @pytest.mark.slow

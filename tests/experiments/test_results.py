@@ -8,7 +8,7 @@ import pytest
 from experiments.common.environment import describe, fingerprint, note_pair, pair_fingerprint
 from experiments.common.results import BEGIN, END, Result, _git, read_all, table, with_table
 
-RESULT = Result("retrieval", "c", "experiments/quality/retrieval.py", "2026-01-01", "HEAD", "m", "")
+RESULT = Result("session_suite", "c", "experiments/quality/session_suite.py", "2026-01-01", "HEAD", "m", "")
 
 
 def test_a_fingerprint_follows_the_weights_and_nothing_else(tmp_path: Path) -> None:
