@@ -41,8 +41,8 @@ _SPARSE: Mapping[str, Any] = {"specprefill": True}
 
 def settings_of(calibration: Path | None, keep_rates: list[float]) -> dict[str, PrefillConfig]:
     """Return what is compared with dense prefill, by name."""
-    found = {"paper 0.2": replace(PrefillConfig.full_look_ahead(), keep_rate=0.2)}
-    found |= {f"default {rate}": replace(PrefillConfig(), keep_rate=rate) for rate in keep_rates}
+    default, paper = PrefillConfig(), PrefillConfig.full_look_ahead()
+    found = {f"paper {paper.keep_rate}": paper, f"default {default.keep_rate}": default}
     if calibration:
         chosen = Calibration.load(calibration).apply()
         found |= {f"calibrated {rate}": replace(chosen, keep_rate=rate) for rate in keep_rates}
@@ -158,13 +158,17 @@ def main() -> None:
     add_pair_arguments(parser)
     add_row_arguments(parser)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 2048, 4096, 8192], help="(%(default)s)")
-    parser.add_argument("--keep-rates", type=float, nargs="+", default=[0.1, 0.2], help="(%(default)s)")
+    parser.add_argument("--keep-rates", type=float, nargs="+", default=[0.1], help="of the calibration (%(default)s)")
     parser.add_argument("--calibration", type=Path, help="a calibration's file, or the folder it lies in")
+    parser.add_argument("--only", default="", help="settings to measure, by a part of their names")
     parser.add_argument("--max-tokens", type=int, default=32, help="length of the answers (%(default)s)")
     parser.add_argument("--repeats", type=int, default=3)
     add_out_argument(parser)
     arguments = parser.parse_args()
-    settings = settings_of(arguments.calibration, arguments.keep_rates)
+    every = settings_of(arguments.calibration, arguments.keep_rates)
+    settings = {name: config for name, config in every.items() if arguments.only in name}
+    if not settings:
+        parser.error(f"--only {arguments.only} is a part of none of {', '.join(every)}")
     rows = Rows(arguments.rows, arguments.minutes)
     loaded = load_generator(arguments)
     other = load_tokenizer(str(arguments.draft)) if loaded.pair.translation is not None else None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -202,8 +202,6 @@ WORDINGS: dict[str, tuple[Wording, ...]] = {
     "code": (_constant,),
 }
 """The needles of calibration, by kind. The same kinds in other words are for measuring what it chose."""
-IN_OTHER_WORDS = frozenset({"paraphrase"})
-"""Kinds whose evidence shares no telling word with the question."""
 
 
 def hide(kind: str, needle: Needle, lines: Sequence[str], rng: random.Random) -> Haystack:
@@ -225,50 +223,3 @@ def hide(kind: str, needle: Needle, lines: Sequence[str], rng: random.Random) ->
             pieces.append(text)
             length += len(text) + 1
     return Haystack(kind, "\n".join(pieces), needle.question, needle.answer, tuple(spans))
-
-
-def make_haystacks(
-    texts: Sequence[str],
-    num_characters: int,
-    count: int,
-    seed: int,
-    wordings: Mapping[str, Sequence[Wording]] = WORDINGS,
-) -> list[Haystack]:
-    """Haystacks of all kinds in turn.
-
-    Parameters
-    ----------
-    texts
-        What to hide in; each is cut where a random line begins, and repeated from its start where it is too short.
-    num_characters
-        Length of the text without the needle.
-    count
-        How many.
-    seed
-        Draws everything.
-    wordings
-        Kinds and their wordings.
-
-    Raises
-    ------
-    ValueError
-        Without any text.
-    """
-    usable = [text for text in texts if text.strip()]
-    if not usable:
-        raise ValueError("no text to hide needles in; give documents that are not empty")
-    rng = random.Random(seed)
-    kinds = list(wordings)
-    made = []
-    for index in range(count):
-        kind = kinds[index % len(kinds)]
-        wording = wordings[kind][index // len(kinds) % len(wordings[kind])]
-        made.append(hide(kind, wording(rng), _cut(rng.choice(usable), num_characters, rng), rng))
-    return made
-
-
-def _cut(text: str, num_characters: int, rng: random.Random) -> list[str]:
-    """Lines of about so many characters together, from a random line on."""
-    text = text * (num_characters // len(text) + 2)
-    start = rng.randrange(len(text) - num_characters)
-    return text[start : start + num_characters].split("\n")
