@@ -1,7 +1,7 @@
 """Keeps on disk what a draft captured of a prompt, so that another rule over it costs milliseconds, not a pass.
 
 One dense pass a prompt: the queries of its last tokens and of a look-ahead, and the keys of all layers. Resumable: what
-has a file is left alone. `--limit` and `--seconds` bound a call, so that others may use the machine between two.
+has a file is left alone. `--limit` and `--minutes` bound a call, so that others may use the machine between two.
 
     python -m experiments.real.captures --data DATA --target TARGET --draft DRAFT --out FOLDER --num-tokens 2048
 """
@@ -172,11 +172,12 @@ def main() -> None:
     parser.add_argument("--draft", type=Path, required=True, help="folder of the draft")
     parser.add_argument("--out", type=Path, required=True, help="folder for the captures")
     parser.add_argument("--window", type=int, help="window that the draft prefills with; none by default")
-    parser.add_argument("--seconds", type=float, default=480, help="time after which no prompt is begun (%(default)s)")
+    parser.add_argument("--minutes", type=float, default=1e6, help="begin no prompt after so many")
+    parser.add_argument("--threads", type=int, default=1, help="torch threads (%(default)s)")
     arguments = parser.parse_args()
     began, done = monotonic(), 0
     arguments.out.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(1)
+    torch.set_num_threads(arguments.threads)
     pair = ModelPair.load(
         arguments.target, arguments.draft, precision="bf16", draft_precision="bf16", target_weights=False
     )
@@ -184,7 +185,7 @@ def main() -> None:
         path = file_of(arguments.out, prompt)
         if path.exists():
             continue
-        if done == arguments.limit or monotonic() - began > arguments.seconds:
+        if done == arguments.limit or monotonic() - began > 60 * arguments.minutes:
             print("stopped; call again for the rest", flush=True)
             return
         encoded, started = encode(pair.tokenizer, prompt), process_time()

@@ -5,12 +5,17 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 : "${DATA:?}" "${TARGET:?}" "${QWEN:?}" "${SMOLLM2:?}" "${OUT:?}"
 export OMP_NUM_THREADS=1
-measure() { # draft, name of its calibration, name of the result, tokens, prompts of each kind, more
-  common=(--data "$DATA" --target "$TARGET" --num-tokens "$4" --per-kind "$5")
-  .venv/bin/python -m experiments.real.captures "${common[@]}" --draft "$1" --out "$OUT/$3" --seconds 36000
-  .venv/bin/python -m experiments.real.evidence "${common[@]}" --captures "$OUT/$3" "${@:6}" \
+captured=() judged=(--heads qwen) # options of each of the two scripts
+measure() { # draft, name of its calibration, name of the result, tokens, prompts of each kind, options of both scripts
+  common=(--data "$DATA" --target "$TARGET" --num-tokens "$4" --per-kind "$5" "${@:6}")
+  .venv/bin/python -m experiments.real.captures "${common[@]}" "${captured[@]}" --draft "$1" --out "$OUT/$3"
+  .venv/bin/python -m experiments.real.evidence "${common[@]}" "${judged[@]}" --captures "$OUT/$3" \
     --calibration "spec_stack/assets/calibrations/$2.json" --out "experiments/results/evidence_calibrated_$3.json"
 }
-measure "$QWEN" qwen2.5-coder-0.5b qwen_2k 2048 9 --heads qwen
-measure "$QWEN" qwen2.5-coder-0.5b qwen_4k 4096 3 --heads qwen
+measure "$QWEN" qwen2.5-coder-0.5b qwen_2k 2048 9
+measure "$QWEN" qwen2.5-coder-0.5b qwen_4k 4096 3
+measure "$QWEN" qwen2.5-coder-0.5b qmsum 4096 9 --qmsum
+captured=(--window 512)
+measure "$QWEN" qwen2.5-coder-0.5b qwen_4k_window_512 4096 3
+captured=() judged=()
 measure "$SMOLLM2" smollm2-135m smollm2_2k 2048 5
