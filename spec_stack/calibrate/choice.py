@@ -123,22 +123,23 @@ def _if_earned(found: Setting, needs: Needs, notes: list[str]) -> Setting:
         return found
     notes.append(
         f"The draft does not earn its pass: its heads keep {max(gain, 0.0):.3f} more than BM25 at best, as "
-        f"a mean over shares from {_JUDGED_FROM} to {_JUDGED_TO}, and {enough:.3f} would pay. BM25 is chosen."
+        f"a mean over shares from {_JUDGED_FROM} to {_JUDGED_TO}, and {enough:.3f} would pay. BM25 alone does."
     )
     needs["chosen"] = needs["BM25"]
     return WORDS
 
 
 def _if_guarded(settings: dict[str, Any], cases: Sequence[Case], needs: Needs, notes: list[str]) -> dict[str, Any]:
-    """Return the choice, or nothing where prompts that chose nothing keep less by it than by the default; `needs` is
-    changed to what is taken."""
+    """Return the choice, or nothing where prompts that chose nothing keep less by it than by the default, over all the
+    shares; `needs` is changed to what is taken."""
     guard = [at for at, case in enumerate(cases) if case.task.is_guard]
-    ours, default = (_recall([needs[name][at] for at in guard], _USUAL) for name in ("chosen", "default"))
-    shown = f"on {len(guard)} prompts that chose nothing, it keeps {ours:.0%} at {_USUAL}, the default {default:.0%}"
-    if ours >= default:
+    own = {name: [needs[name][at] for at in guard] for name in ("chosen", "default")}
+    kept, usual = (f"{_recall(own[name], _USUAL):.0%}" for name in own)
+    shown = f"on {len(guard)} prompts that chose nothing, it keeps {kept} at {_USUAL}, the default {usual}"
+    if sum(map(_worth, own["chosen"])) >= sum(map(_worth, own["default"])):
         notes.append(f"The guard: {shown}.")
         return settings
-    notes.append(f"The default stays: {shown}.")
+    notes.append(f"The default stays, better over all shares: {shown}.")
     needs["chosen"] = needs["default"]
     return {}
 
