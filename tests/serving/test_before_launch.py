@@ -59,9 +59,17 @@ def test_the_doctor_says_what_a_launch_would_do(tmp_path: Path) -> None:
     ("arguments", "problem"),
     [
         ((*_PAIR, *_SPEC_STACK, *_CPU, "--speculative-use-rejection-sampling"), "--speculative-use-rejection-sampling"),
-        ((*_PAIR, *_SPEC_STACK, *_CPU, "--spec-stack-keep-rate", "2"), "keep_rate must be in (0, 1]"),
-        ((*_PAIR, *_CPU), "add --speculative-algorithm SPEC_STACK"),
-        ((*_PAIR, "--spec-stack-keeprate", "1"), "unrecognized arguments: --spec-stack-keeprate"),
+        pytest.param(
+            (*_PAIR, *_SPEC_STACK, *_CPU, "--spec-stack-keep-rate", "2"),
+            "keep_rate must be in (0, 1]",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param((*_PAIR, *_CPU), "add --speculative-algorithm SPEC_STACK", marks=pytest.mark.nightly),
+        pytest.param(
+            (*_PAIR, "--spec-stack-keeprate", "1"),
+            "unrecognized arguments: --spec-stack-keeprate",
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_the_doctor_says_why_a_launch_would_end(tmp_path: Path, arguments: tuple[str, ...], problem: str) -> None:
@@ -70,7 +78,7 @@ def test_the_doctor_says_why_a_launch_would_end(tmp_path: Path, arguments: tuple
     assert problem in report["problem"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_doctor_tells_padded_embeddings_from_another_tokenizer(tmp_path: Path) -> None:
     draft = tmp_path / "draft"
     shutil.copytree(ASSETS / "draft", draft)

@@ -134,6 +134,7 @@ def test_a_conversation_that_outgrows_the_drafts_pool_goes_on_from_what_was_kept
     assert reply["output_ids"] == reference.tokens_over(longer, report["kept_spans"], 8)
 
 
+@pytest.mark.nightly
 def test_without_positions_in_the_key_no_server_starts(launch: Any) -> None:
     """The control for the radix keys: the test support takes the positions out of them, and the self-test sees it."""
     with pytest.raises(ServerDiedError, match="RadixKey does not hold the tokens with their positions"):
@@ -209,7 +210,7 @@ def test_a_server_takes_the_calibration_that_lies_beside_its_draft(launch: Any, 
 @pytest.mark.parametrize(
     "chosen",
     [
-        {"scoring_layers": 1, "draft_window": 96, "draft_sinks": 32},
+        pytest.param({"scoring_layers": 1, "draft_window": 96, "draft_sinks": 32}, marks=pytest.mark.nightly),
         # As a calibration chooses: shares of chosen heads, asked by the prompt's own end, and words.
         {
             "scoring_heads": [[0, 1], [1, 2]],

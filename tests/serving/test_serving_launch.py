@@ -78,7 +78,7 @@ def _padded(model: Path, folder: Path, num_rows: int, factor: float) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("wider", ["target", "draft"])
+@pytest.mark.parametrize("wider", ["target", pytest.param("draft", marks=pytest.mark.nightly)])
 def test_a_pair_with_one_tokenizer_and_padded_embeddings_starts(
     launch: Any, reference: Reference, tmp_path: Path, wider: str
 ) -> None:

@@ -75,7 +75,7 @@ def test_the_drafts_signals_are_those_of_transformers_on_the_same_context(
     assert worst < 1e-5
 
 
-@pytest.mark.parametrize("num_requests", [1, 4, 8])
+@pytest.mark.parametrize("num_requests", [1, pytest.param(4, marks=pytest.mark.nightly), 8])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_policies_that_follow_signals_change_gamma_and_no_token(
     server: Server, reference: Reference, policy: str, num_requests: int
