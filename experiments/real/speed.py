@@ -39,13 +39,18 @@ _PLAIN: Mapping[str, Any] = {"specprefill": False, "gamma": 0, "proposer": "mode
 _SPARSE: Mapping[str, Any] = {"specprefill": True}
 
 
-def settings_of(calibration: Path | None, keep_rates: list[float]) -> dict[str, PrefillConfig]:
+def settings_of(
+    calibration: Path | None, keep_rates: Sequence[float], windows: Sequence[int]
+) -> dict[str, PrefillConfig]:
     """Return what is compared with dense prefill, by name."""
     default, paper = PrefillConfig(), PrefillConfig.full_look_ahead()
     found = {f"paper {paper.keep_rate}": paper, f"default {default.keep_rate}": default}
     if calibration:
         chosen = Calibration.load(calibration).apply()
-        found |= {f"calibrated {rate}": replace(chosen, keep_rate=rate) for rate in keep_rates}
+        calibrated = {f"calibrated {rate}": replace(chosen, keep_rate=rate) for rate in keep_rates}
+        found |= calibrated
+        for window in windows:
+            found |= {f"{name}, window {window}": replace(it, draft_window=window) for name, it in calibrated.items()}
     return found
 
 
@@ -160,12 +165,15 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 2048, 4096, 8192], help="(%(default)s)")
     parser.add_argument("--keep-rates", type=float, nargs="+", default=[0.1], help="of the calibration (%(default)s)")
     parser.add_argument("--calibration", type=Path, help="a calibration's file, or the folder it lies in")
+    parser.add_argument(
+        "--windows", type=int, nargs="+", default=[], help="of the draft, beside none, under a calibration"
+    )
     parser.add_argument("--only", default="", help="settings to measure, by a part of their names")
     parser.add_argument("--max-tokens", type=int, default=32, help="length of the answers (%(default)s)")
     parser.add_argument("--repeats", type=int, default=3)
     add_out_argument(parser)
     arguments = parser.parse_args()
-    every = settings_of(arguments.calibration, arguments.keep_rates)
+    every = settings_of(arguments.calibration, arguments.keep_rates, arguments.windows)
     settings = {name: config for name, config in every.items() if arguments.only in name}
     if not settings:
         parser.error(f"--only {arguments.only} is a part of none of {', '.join(every)}")
