@@ -112,19 +112,18 @@ def report_of(rows: Rows, settings: Iterable[str], lengths: Sequence[int], repea
     """Print medians by length and setting; the same as plain values. Repeats that are not whole are left out."""
     report: dict[str, Any] = {}
     for num_tokens in lengths:
-        every = [f"{num_tokens}/{repeat}" for repeat in range(repeats)]
-        keys = [
-            key for key in every if all((key, arm) in rows for name in settings for arm in (DENSE, WHOLE, *arms(name)))
-        ]
+        keys = [f"{num_tokens}/{repeat}" for repeat in range(repeats)]
+        keys = [key for key in keys if (key, DENSE) in rows and (key, WHOLE) in rows]
         if not keys:
             continue
-        dense, whole = ([rows.of_arm(arm)[key] for key in keys] for arm in (DENSE, WHOLE))
-        own: dict[str, Any] = {"n": len(keys)}
-        own |= {f"dense_{name}": _median(dense, name) for name in ("ttft_s", "total_s", "peak_mb")}
+        dense = [rows.of_arm(DENSE)[key] for key in keys]
+        own: dict[str, Any] = {f"dense_{name}": _median(dense, name) for name in ("ttft_s", "total_s", "peak_mb")}
         print(f"{num_tokens} tokens: dense {own['dense_ttft_s']:.1f} s, peak {own['dense_peak_mb']:.0f} MB")
         for name in settings:
-            own[name] = compare(dense, whole, *([rows.of_arm(arm)[key] for key in keys] for arm in arms(name)))
-            print(f"  {name:16s}" + told(own[name]))
+            both = [key for key in keys if all((key, arm) in rows for arm in arms(name))]
+            if both:
+                own[name] = compare(*([rows.of_arm(arm)[key] for key in both] for arm in (DENSE, WHOLE, *arms(name))))
+                print(f"  {name:28s}" + told(own[name]))
         report[str(num_tokens)] = own
     return report
 
@@ -141,14 +140,14 @@ def compare(dense: list[Row], whole: list[Row], sparse: list[Row], draft: list[R
     for name in ("ttft", "total"):
         ratios = [one[f"{name}_s"] / other[f"{name}_s"] for one, other in zip(dense, sparse, strict=True)]
         found[f"{name}_ratio"] = [median(ratios), min(ratios), max(ratios)]
-    return {**found, "r": r, "s": s, "share_of_bound": found["ttft_ratio"][0] * (r + s)}
+    return {"n": len(sparse), **found, "r": r, "s": s, "share_of_bound": found["ttft_ratio"][0] * (r + s)}
 
 
 def told(found: Mapping[str, Any]) -> str:
     """Return a setting's line of the table."""
     middle, least, most = found["ttft_ratio"]
     return (
-        f"{found['ttft_s']:6.1f} s  {middle:5.2f}x [{least:.2f}, {most:.2f}]  r {found['r']:.2f} s {found['s']:.2f} "
+        f"n={found['n']} {found['ttft_s']:6.1f} s  {middle:5.2f}x [{least:.2f}, {most:.2f}]  r {found['r']:.2f} s {found['s']:.2f} "
         f"{found['share_of_bound']:4.0%} of the bound  whole answer {found['total_ratio'][0]:.2f}x  peak "
         f"{found['peak_mb']:.0f} MB"
     )
