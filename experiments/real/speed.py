@@ -122,7 +122,8 @@ def report_of(rows: Rows, settings: Iterable[str], lengths: Sequence[int], repea
         for name in settings:
             both = [key for key in keys if all((key, arm) in rows for arm in arms(name))]
             if both:
-                own[name] = compare(*([rows.of_arm(arm)[key] for key in both] for arm in (DENSE, WHOLE, *arms(name))))
+                parts = ([rows.of_arm(arm)[key] for key in both] for arm in (DENSE, WHOLE, *arms(name)))
+                own[name] = compare(*parts)
                 print(f"  {name:28s}" + told(own[name]))
         report[str(num_tokens)] = own
     return report
@@ -164,9 +165,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 2048, 4096, 8192], help="(%(default)s)")
     parser.add_argument("--keep-rates", type=float, nargs="+", default=[0.1], help="of the calibration (%(default)s)")
     parser.add_argument("--calibration", type=Path, help="a calibration's file, or the folder it lies in")
-    parser.add_argument(
-        "--windows", type=int, nargs="+", default=[], help="of the draft, beside none, under a calibration"
-    )
+    parser.add_argument("--windows", type=int, nargs="+", default=[], help="of a calibrated draft, beside none")
     parser.add_argument("--only", default="", help="settings to measure, by a part of their names")
     parser.add_argument("--max-tokens", type=int, default=32, help="length of the answers (%(default)s)")
     parser.add_argument("--repeats", type=int, default=3)
