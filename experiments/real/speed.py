@@ -148,9 +148,9 @@ def told(found: Mapping[str, Any]) -> str:
     """Return a setting's line of the table."""
     middle, least, most = found["ttft_ratio"]
     return (
-        f"n={found['n']} {found['ttft_s']:6.1f} s  {middle:5.2f}x [{least:.2f}, {most:.2f}]  r {found['r']:.2f} s {found['s']:.2f} "
-        f"{found['share_of_bound']:4.0%} of the bound  whole answer {found['total_ratio'][0]:.2f}x  peak "
-        f"{found['peak_mb']:.0f} MB"
+        f"n={found['n']} {found['ttft_s']:6.1f} s  {middle:5.2f}x [{least:.2f}, {most:.2f}]  "
+        f"r {found['r']:.2f} s {found['s']:.2f} {found['share_of_bound']:4.0%} of the bound  "
+        f"whole answer {found['total_ratio'][0]:.2f}x  peak {found['peak_mb']:.0f} MB"
     )
 
 
