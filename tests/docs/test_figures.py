@@ -60,6 +60,12 @@ def test_the_front_page_shows_the_committed_figures() -> None:
         f"{kept[name]['0.1'][0]:.2f} / {kept[name]['0.2'][0]:.2f}" for name in ("default", "BM25, lines", "paper")
     ]
     assert ", ".join(others) in text
+    lengths = result("real_speed")["lengths"]
+    for name in ("calibrated 0.1", "calibrated 0.1, window 512"):
+        assert " / ".join(f"{each[name]['ttft_ratio'][0]:.2f}" for each in lengths.values()) + "×" in text
+    answers = result("real_answers")["arms"]
+    names = ("dense", "default 0.2", "calibrated 0.1", "paper 0.2")
+    assert f"| {', '.join(str(round(answers[name]['right'][0] * answers[name]['n'])) for name in names)} |" in text
     memory = result("real_load")["memory_mb"]
     assert f"({memory['weights'] / 1000:.1f} GB of weights) | {memory['peak'] / 1000:.1f} GB |" in text
     costs = result("simulate_texts")["ratios"].values()
