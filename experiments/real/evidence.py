@@ -26,18 +26,17 @@ from experiments.common.script import run_script
 from experiments.real.captures import Encoded, Looks, add_arguments, encode, file_of, kept_positions, prompts_of, read
 from experiments.real.evidence_prompts import OTHER_WORDS
 from spec_stack import PrefillConfig
+from spec_stack.cli.arguments import heads
 from spec_stack.hf.loading import load_tokenizer
 from spec_stack.prefill.attention import CapturedAttention
 from spec_stack.prefill.calibration import Calibration
 
 RATES = (0.05, 0.1, 0.2, 0.3)
 QMSUM_RATES = (0.0625, 0.125, 0.25, 0.5)
-# Qwen2.5-Coder 0.5B, chosen on other documents and wordings.
-QWEN_HEADS = ((13, 0), (13, 13), (14, 9), (15, 9), (15, 12), (16, 6), (16, 7), (15, 7))
 _DRAWS = 2000
 
 
-def rules(heads: Sequence[tuple[int, int]] | None) -> dict[str, PrefillConfig]:
+def rules(chosen: Sequence[tuple[int, int]] | None) -> dict[str, PrefillConfig]:
     """The rules by name; those with chosen heads where some are given."""
     paper, default = PrefillConfig.full_look_ahead(), PrefillConfig()
     found = {
@@ -52,8 +51,8 @@ def rules(heads: Sequence[tuple[int, int]] | None) -> dict[str, PrefillConfig]:
         "default, shares": replace(default, head_vote="share"),
         "default + BM25": replace(default, scorer="attention_bm25"),
     }
-    if heads:
-        whole = replace(default, scoring_heads=tuple(heads), head_vote="share", scorer="attention_bm25")
+    if chosen:
+        whole = replace(default, scoring_heads=tuple(chosen), head_vote="share", scorer="attention_bm25")
         found |= {
             "heads": whole,
             "heads - BM25": replace(whole, scorer="attention"),
@@ -132,16 +131,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
     parser.add_argument("--captures", type=Path, required=True, help="folder that captures.py wrote")
-    parser.add_argument("--heads", help="chosen heads as layer.head,layer.head; 'qwen' for those of the 0.5B")
+    parser.add_argument("--heads", type=heads, help="chosen heads as layer.head,layer.head")
     parser.add_argument("--calibration", type=Path, help="file of `spec-stack calibrate`, judged beside the rules")
     parser.add_argument("--only", help="rules to judge, by a part of their names")
     add_out_argument(parser)
     arguments = parser.parse_args()
-    heads: Sequence[tuple[int, int]] | None = None
-    if arguments.heads:
-        pairs = [each.split(".") for each in arguments.heads.split(",")] if arguments.heads != "qwen" else []
-        heads = [(int(layer), int(head)) for layer, head in pairs] or QWEN_HEADS
-    known = rules(heads)
+    known = rules(arguments.heads)
     if arguments.calibration:
         known["calibrated"] = Calibration.load(arguments.calibration).apply()
     chosen = {name: config for name, config in known.items() if (arguments.only or "") in name}

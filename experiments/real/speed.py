@@ -39,15 +39,13 @@ _PLAIN: Mapping[str, Any] = {"specprefill": False, "gamma": 0, "proposer": "mode
 _SPARSE: Mapping[str, Any] = {"specprefill": True}
 
 
-def settings_of(
-    calibration: Path | None, keep_rates: Sequence[float], windows: Sequence[int]
-) -> dict[str, PrefillConfig]:
+def settings_of(calibration: Path | None, rates: Sequence[float], windows: Sequence[int]) -> dict[str, PrefillConfig]:
     """Return what is compared with dense prefill, by name."""
     default, paper = PrefillConfig(), PrefillConfig.full_look_ahead()
     found = {f"paper {paper.keep_rate}": paper, f"default {default.keep_rate}": default}
     if calibration:
         chosen = Calibration.load(calibration).apply()
-        calibrated = {f"calibrated {rate}": replace(chosen, keep_rate=rate) for rate in keep_rates}
+        calibrated = {f"calibrated {rate}": replace(chosen, keep_rate=rate) for rate in rates}
         found |= calibrated
         for window in windows:
             found |= {f"{name}, window {window}": replace(it, draft_window=window) for name, it in calibrated.items()}

@@ -5,7 +5,8 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 : "${DATA:?}" "${TARGET:?}" "${QWEN:?}" "${SMOLLM2:?}" "${OUT:?}"
 export OMP_NUM_THREADS=1
-captured=() judged=(--heads qwen) # options of each of the two scripts
+# Options of each of the two scripts; the heads were chosen by hand on other documents and wordings.
+captured=() judged=(--heads 13.0,13.13,14.9,15.9,15.12,16.6,16.7,15.7)
 measure() { # draft, name of its calibration, name of the result, tokens, prompts of each kind, options of both scripts
   common=(--data "$DATA" --target "$TARGET" --num-tokens "$4" --per-kind "$5" "${@:6}")
   .venv/bin/python -m experiments.real.captures "${common[@]}" "${captured[@]}" --draft "$1" --out "$OUT/$3"
