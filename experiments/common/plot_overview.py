@@ -21,13 +21,13 @@ _OTHERS, _OURS, _SMALL = "#9aa5a3", "#00796b", "#555555"
 
 @dataclass(frozen=True)
 class Chart:
-    """One panel. bars: label to the lowest and the highest figure measured, in the order they are drawn; the last is
-    this package's. digits: after the point."""
+    """One panel. bars: label to figure, in the order they are drawn; the last is this package's. digits: after the
+    point."""
 
     title: str
     unit: str
     note: str
-    bars: Mapping[str, tuple[float, float]]
+    bars: Mapping[str, float]
     digits: int
 
 
@@ -64,21 +64,21 @@ def charts() -> list[Chart]:
             "Time to first token",
             "seconds, lower is better",
             f"{num_tokens:,}-token prompt; behind a name, the share kept",
-            {name: (value, value) for name, value in ttft.items()},
+            ttft,
             1,
         ),
         Chart(
             "Evidence kept",
             "% of prompts whose evidence is kept whole",
             f"{evidence['n']} prompts of 2K in unseen wordings, 10 % kept",
-            {name: (value, value) for name, value in kept.items()},
+            kept,
             0,
         ),
         Chart(
             "Decoding",
             "over plain decoding, the same tokens",
             f"{texts['texts']} recorded answers, replayed at this pair's costs",
-            {name: (value, value) for name, value in decoding.items()},
+            decoding,
             2,
         ),
     ]
@@ -100,23 +100,19 @@ def draw(to: Path) -> None:
     panels = charts()
     figure, axes = plt.subplots(1, len(panels), figsize=(11, 3.7), layout="constrained")
     for axis, chart in zip(axes, panels, strict=True):
-        lowest, highest = zip(*chart.bars.values(), strict=True)
         places = range(len(chart.bars))
         colours = [_OTHERS] * (len(chart.bars) - 1) + [_OURS]
-        axis.bar(places, lowest, color=colours, width=0.62)
-        # What only some of the rounds reached.
-        axis.bar(places, highest, color=colours, width=0.62, alpha=0.45)
-        for place, (low, high) in zip(places, chart.bars.values(), strict=True):
-            text = f"{high:.{chart.digits}f}" if low == high else f"{low:.{chart.digits}f} to {high:.{chart.digits}f}"
-            axis.text(place, high, text, ha="center", va="bottom", fontweight="bold")
+        axis.bar(places, list(chart.bars.values()), color=colours, width=0.62)
+        for place, value in enumerate(chart.bars.values()):
+            axis.text(place, value, f"{value:.{chart.digits}f}", ha="center", va="bottom", fontweight="bold")
         axis.set_xticks(places, [name.replace(" ", "\n", 1) for name in chart.bars])
-        axis.set_ylim(0, max(highest) * 1.15)
+        axis.set_ylim(0, max(chart.bars.values()) * 1.15)
         axis.set_yticks([])
         axis.spines[["top", "right", "left"]].set_visible(False)
         axis.tick_params(axis="x", length=0, labelsize=9)
         axis.set_title(f"{chart.title}\n\n", loc="left", fontweight="bold", fontsize=13)
         axis.text(0, 1.03, f"{chart.unit}\n{chart.note}", transform=axis.transAxes, fontsize=9.5, color=_SMALL)
-    caption = "Qwen2.5-Coder 1.5B with its 0.5B draft, bf16, on two cores of an AMD EPYC"
+    caption = "Qwen2.5-Coder 1.5B with its 0.5B draft, bf16, on AMD EPYC cores"
     figure.supxlabel(caption, fontsize=9.5, color=_SMALL, x=0.005, ha="left")
     to.parent.mkdir(parents=True, exist_ok=True)
     figure.get_layout_engine().set(wspace=0.06)

@@ -28,28 +28,19 @@ from experiments.real.captures import Encoded, add_arguments, encode, file_of, k
 from experiments.real.evidence import interval
 from experiments.real.evidence_prompts import EvidencePrompt
 from experiments.real.rows import Rows
+from experiments.real.settings import settings_of
 from spec_stack import PrefillConfig
 from spec_stack.hf.loading import end_token_ids, load_tokenizer
 from spec_stack.hf.precision import DTYPES
 from spec_stack.hf.prepack import can_prepack, prepack
-from spec_stack.prefill.calibration import Calibration
 
 DENSE = "dense"
 
 
 def arms_of(calibration: Path | None) -> dict[str, PrefillConfig | None]:
     """Return what each arm keeps; None: everything."""
-    default = PrefillConfig()
-    found: dict[str, PrefillConfig | None] = {
-        DENSE: None,
-        "paper 0.2": replace(PrefillConfig.full_look_ahead(), keep_rate=0.2),
-        "BM25 0.2": replace(default, scorer="bm25", keep_rate=0.2),
-        "default 0.2": replace(default, keep_rate=0.2),
-    }
-    if calibration:
-        chosen = Calibration.load(calibration).apply()
-        found |= {f"calibrated {rate}": replace(chosen, keep_rate=rate) for rate in (0.1, 0.2)}
-    return found
+    found = settings_of(calibration, (0.1, 0.2))
+    return {DENSE: None, "BM25 0.2": replace(found["default 0.2"], scorer="bm25"), **found}
 
 
 @dataclass

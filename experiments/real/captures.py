@@ -22,8 +22,11 @@ from experiments.common.script import run_script
 from experiments.real.evidence_prompts import EvidencePrompt, gold_turns, make_prompts
 from spec_stack import PrefillConfig
 from spec_stack.calibrate.judged import attend, by_asker
+from spec_stack.calibrate.needles import Haystack, Span
+from spec_stack.calibrate.prompts import encode_haystack
 from spec_stack.config import ScoringQueries
 from spec_stack.engine.pair import ModelPair
+from spec_stack.hf.loading import load_tokenizer
 from spec_stack.prefill.attention import CapturedAttention
 from spec_stack.prefill.registry import needs_attention
 from spec_stack.prefill.rule import Evidence
@@ -36,31 +39,19 @@ Importance = Callable[[CapturedAttention, PrefillConfig], torch.Tensor]
 
 @dataclass(frozen=True)
 class Encoded:
-    """A prompt in the target's tokens: where its question and its evidence are, and the text of every token."""
+    """A prompt in the target's tokens: where the user's turn and the evidence are, and the text of every token."""
 
     token_ids: list[int]
-    question: tuple[int, int]
-    spans: list[tuple[int, int]]
+    turn: Span | None
+    spans: Sequence[Span]
     pieces: list[str]
 
 
 def encode(tokenizer: Any, prompt: EvidencePrompt) -> Encoded:
     """Render a prompt as a user message, and find its parts among the tokens."""
-    content = f"{prompt.document}\n\n{prompt.question}"
-    messages = [{"role": "user", "content": content}]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    base = text.index(content.strip()) - (len(content) - len(content.lstrip()))
-
-    def tokens(start: int, stop: int) -> tuple[int, int]:
-        inside = [
-            at for at, (low, high) in enumerate(encoded.offset_mapping) if low < stop + base and high > start + base
-        ]
-        return inside[0], inside[-1] + 1
-
-    asked = tokens(len(prompt.document) + 2, len(content))
-    ids = list(encoded.input_ids)
-    return Encoded(ids, asked, [tokens(*span) for span in prompt.spans], Pieces(tokenizer).of(ids))
+    hidden = Haystack(prompt.kind, prompt.document, prompt.question, "", prompt.spans)
+    made = encode_haystack(tokenizer, hidden)
+    return Encoded(made.token_ids, made.turn, made.spans, Pieces(tokenizer).of(made.token_ids))
 
 
 def write(path: Path, attention: CapturedAttention) -> None:
@@ -104,7 +95,7 @@ def kept_positions(
         Computes a look's importance.
     """
     attention = looks[config.scoring_queries] if needs_attention(config.scorer) else None
-    evidence = Evidence(encoded.token_ids, attention, (0, encoded.question[1]), encoded.pieces)
+    evidence = Evidence(encoded.token_ids, attention, encoded.turn, encoded.pieces)
     if attention is not None:
         evidence = replace(evidence, importance=importance(attention, config))
     return select(evidence, config).positions
@@ -175,16 +166,18 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=1e6, help="begin no prompt after so many")
     parser.add_argument("--threads", type=int, default=1, help="torch threads (%(default)s)")
     arguments = parser.parse_args()
-    began, done = monotonic(), 0
+    began = monotonic()
     arguments.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(arguments.threads)
+    every = prompts_of(arguments, load_tokenizer(str(arguments.target)))
+    left = [prompt for prompt in every if not file_of(arguments.out, prompt).exists()]
+    if not left:
+        print("all captured", flush=True)
+        return
     pair = ModelPair.load(
         arguments.target, arguments.draft, precision="bf16", draft_precision="bf16", target_weights=False
     )
-    for prompt in prompts_of(arguments, pair.tokenizer):
-        path = file_of(arguments.out, prompt)
-        if path.exists():
-            continue
+    for done, prompt in enumerate(left):
         if done == arguments.limit or monotonic() - began > 60 * arguments.minutes:
             print("stopped; call again for the rest", flush=True)
             return
@@ -192,8 +185,7 @@ def main() -> None:
         tokenization, problem = pair.tokenize_for_draft(encoded.token_ids)
         if problem:
             raise ValueError(f"the draft cannot score prompts: {problem}")
-        write(path, attend(pair, encoded.token_ids, tokenization, window=arguments.window))
-        done += 1
+        write(file_of(arguments.out, prompt), attend(pair, encoded.token_ids, tokenization, window=arguments.window))
         print(f"{prompt.name:30s} {len(encoded.token_ids)} tokens {process_time() - started:.1f} CPU s", flush=True)
     print("all captured", flush=True)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -27,29 +27,16 @@ from experiments.common.pair_arguments import add_pair_arguments, load_generator
 from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
 from experiments.real.rows import Row, Rows, add_row_arguments
+from experiments.real.settings import settings_of
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
 from spec_stack.cli.demo import hide_fact
 from spec_stack.hf.loading import load_tokenizer
 from spec_stack.hf.prompt import encode_messages
-from spec_stack.prefill.calibration import Calibration
 from spec_stack.prefill.registry import needs_attention
 
 DENSE, WHOLE = "dense", "target, whole"
 _PLAIN: Mapping[str, Any] = {"specprefill": False, "gamma": 0, "proposer": "model"}
 _SPARSE: Mapping[str, Any] = {"specprefill": True}
-
-
-def settings_of(calibration: Path | None, rates: Sequence[float], windows: Sequence[int]) -> dict[str, PrefillConfig]:
-    """Return what is compared with dense prefill, by name."""
-    default, paper = PrefillConfig(), PrefillConfig.full_look_ahead()
-    found = {f"paper {paper.keep_rate}": paper, f"default {default.keep_rate}": default}
-    if calibration:
-        chosen = Calibration.load(calibration).apply()
-        calibrated = {f"calibrated {rate}": replace(chosen, keep_rate=rate) for rate in rates}
-        found |= calibrated
-        for window in windows:
-            found |= {f"{name}, window {window}": replace(it, draft_window=window) for name, it in calibrated.items()}
-    return found
 
 
 @dataclass
@@ -195,7 +182,7 @@ def main() -> None:
     # A process's first forward over a long text allocates what later ones find.
     loaded.generate(input_ids=prompts[min(prompts)], max_tokens=2, specprefill=False)
     for repeat in range(arguments.repeats):
-        for num_tokens in arguments.tokens:
+        for num_tokens in arguments.tokens[: arguments.limit]:
             for name, run in bench.parts(prompts[num_tokens]):
                 key = f"{num_tokens}/{repeat}"
                 if (key, name) in rows or not rows.has_time:

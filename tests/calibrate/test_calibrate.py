@@ -169,6 +169,10 @@ def test_what_is_judged_equals_what_the_selection_rule_gives(pair: ModelPair) ->
     evidence = Evidence(prompt.token_ids, seen, (prompt.turn[0], prompt.turn[1]), pieces)
     scores = make_rule(config.scorer).score(evidence, units, config)
     torch.testing.assert_close(setting.scores(judged, rows), scores, rtol=2e-3, atol=2e-3)
+    default = PrefillConfig()
+    seen, _ = look_at(pair.open_draft(8192), prompt.token_ids, lambda *_: pytest.fail("no look-ahead"), default)
+    expected = make_rule(default.scorer).score(replace(evidence, attention=seen), units, default)
+    torch.testing.assert_close(judged.default, expected, rtol=2e-3, atol=2e-3)
     evidence_units = {
         at for at, (start, stop) in enumerate(units) for low, high in prompt.spans if start < high and low < stop
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from zlib import crc32
 
 import pytest
@@ -123,6 +124,20 @@ def test_a_choice_that_keeps_less_than_the_default_on_prompts_that_chose_nothing
     assert choice.settings == {}
     assert "The default stays" in choice.notes[-1]
     assert choice.recalls["chosen"] == choice.recalls["default"]
+
+
+def test_the_guard_counts_smaller_shares_than_the_usual_one() -> None:
+    """The default keeps the evidence of all prompts, but needs nearly the usual share; the heads lose one family."""
+
+    def ranked_nineteenth(judged: Judged) -> Judged:
+        scores = judged.wanted.double()
+        scores[:18] = 2.0
+        return replace(judged, default=scores)
+
+    cases = cases_of(lambda task: ([] if task.is_guard and task.kind == "fact" else [8, 9], False))
+    choice = choose([replace(case, judged=ranked_nineteenth(case.judged)) for case in cases], 0.1)
+    assert choice.settings["scoring_heads"]
+    assert "The guard" in choice.notes[-1]
 
 
 def test_too_few_prompts_leave_the_default() -> None:
