@@ -16,6 +16,7 @@ from spec_stack.settings.checks import (
     require_int,
     require_number,
     require_one_of,
+    require_window,
 )
 from spec_stack.settings.curve import KeepCurve, rate_at, require_keep_rate
 from spec_stack.settings.options import documented, option, remembers_given
@@ -120,10 +121,11 @@ class PrefillConfig:
         "slots that the draft decodes over beside a dense target: the prompt's first, the newest text, and chunks that "
         "share rare words with it, chosen anew as the answer grows; for prompts of more than twice as many tokens",
     )
-    draft_window: int | None = option(
+    draft_window: int | tuple[int, int] | None = option(
         None,
-        "positions that a token sees, up to itself, while the draft prefills the prompt; None is dense, and quadratic. "
-        "Scoring queries and decoding see everything; layers with a smaller window keep it",
+        "positions that a token sees, up to itself, while the draft prefills the prompt; (8192, 512) is 512 of them in "
+        "prompts of 8,192 tokens and more; None is dense, and quadratic. Scoring queries and decoding see everything; "
+        "layers with a smaller window keep it",
     )
     draft_sinks: int = option(64, "positions at the prompt's beginning that are seen beside the draft_window")
     scoring_layers: int | None = option(
@@ -189,8 +191,7 @@ class PrefillConfig:
         require_one_of("prune", self.prune, get_args(Prune))
         require_int("draft_slots", self.draft_slots, 4)
         require_one_of("on_scoring_error", self.on_scoring_error, get_args(OnScoringError))
-        if self.draft_window is not None:
-            require_int("draft_window", self.draft_window, 1, hint="; None is dense")
+        require_window(self.draft_window)
         require_int("draft_sinks", self.draft_sinks, 0)
         if self.scoring_layers is not None:
             require_int("scoring_layers", self.scoring_layers, 1, hint="; None is all layers")
@@ -212,6 +213,13 @@ class PrefillConfig:
     def rate_for(self, num_prompt_tokens: int) -> float:
         """The keep_rate of a prompt of this length."""
         return rate_at(self.keep_rate, num_prompt_tokens)
+
+    def window_for(self, num_prompt_tokens: int) -> int | None:
+        """The window in which the draft prefills a prompt of this length; None is dense."""
+        if not isinstance(self.draft_window, tuple):
+            return self.draft_window
+        shortest, window = self.draft_window
+        return window if num_prompt_tokens >= shortest else None
 
     @property
     def asks_prompt(self) -> bool:

@@ -77,7 +77,8 @@ class Bench:
         config = generator.config.prefill
         draft = generator.pair.open_draft(config.prefill_chunk)
         if needs_attention(config.scorer):
-            draft.prefill(prompt, range(len(prompt)), config.draft_window, config.draft_sinks, config.num_asked_layers)
+            window = config.window_for(len(prompt))
+            draft.prefill(prompt, range(len(prompt)), window, config.draft_sinks, config.num_asked_layers)
         return {}
 
     def _target(self, generator: SpecStackGenerator, prompt: list[int], positions: Any) -> dict[str, Any]:

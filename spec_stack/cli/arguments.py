@@ -86,6 +86,12 @@ def heads(text: str) -> tuple[tuple[int, int], ...]:
     return tuple((int(layer), int(head)) for layer, head in pairs)
 
 
+def window(text: str) -> int | tuple[int, int]:
+    """Read "512", or "8192:512" for a window of 512 in prompts of 8,192 tokens and more."""
+    shortest, found, size = text.partition(":")
+    return (int(shortest), int(size)) if found else int(text)
+
+
 NONE = "none"
 # The flags of `PrefillConfig`: every field that a calibration decides, so that each can be set beside one.
 PRUNING: dict[str, Callable[[str], Any]] = {
@@ -93,7 +99,7 @@ PRUNING: dict[str, Callable[[str], Any]] = {
     "min_prompt_tokens": int,
     "look_ahead": int,
     "draft_slots": int,
-    "draft_window": _or_none(int),
+    "draft_window": _or_none(window),
     "draft_sinks": int,
     "scoring_layers": _or_none(int),
     "scoring_heads": _or_none(heads),

@@ -105,9 +105,8 @@ class StoredCaches(RequestCaches):
         prefill = request.prefill
         reads_whole = not request.scores or (prefill.scoring_layers is None and needs_attention(prefill.scorer))
         if reads_whole and self._draft_ids is not None:
-            running = store.take_index(self._draft_ids, draft_settings(prefill)) or pair.open_index(
-                prefill.prefill_chunk
-            )
+            settings = draft_settings(prefill, len(request.prompt_ids))
+            running = store.take_index(self._draft_ids, settings) or pair.open_index(prefill.prefill_chunk)
             # A state cannot go back to what two prompts share.
             if not running.is_stateful:
                 self._running, self.draft = running, pair.view_draft(running, request.tokenization)
@@ -165,8 +164,9 @@ class StoredCaches(RequestCaches):
         self.target.forget_from(len(self._request.prompt_ids))
         index = self._read
         # What the draft prefills in order to propose, it prefills without a window.
-        as_scored = self._request.prefill.draft_window is None and not self._request.scores
+        settings = draft_settings(self._request.prefill, len(self._request.prompt_ids))
+        as_scored = settings is None and not self._request.scores
         if index is None and as_scored and self._running is not None and self._draft_ids is not None:
             index = self._running
             index.forget_from(len(self._draft_ids))
-        self._store.put(StoredPrompt(self.target, index, draft_settings(self._request.prefill)))
+        self._store.put(StoredPrompt(self.target, index, settings))

@@ -23,13 +23,13 @@ class StoredPrompt:
         The slots of the prompt that were kept, by increasing position.
     index : CachedModel or None
         The draft over its own ids, the whole prompt or its beginning; None where it prefilled only parts of it.
-    prefilled_by : tuple
-        How the draft prefilled it: what of the configuration its keys depend on.
+    prefilled_by : tuple or None
+        How the draft prefilled it (`draft_settings`).
     """
 
     target: CachedModel
     index: CachedModel | None
-    prefilled_by: tuple[object, ...]
+    prefilled_by: tuple[int, int] | None
 
     @property
     def num_tokens(self) -> int:
@@ -54,9 +54,10 @@ class StoredPrompt:
         return self.index.token_ids[: other.index.num_cached] == other.index.token_ids
 
 
-def draft_settings(config: PrefillConfig) -> tuple[object, ...]:
-    """Return what the draft's keys of a prompt depend on beside its tokens."""
-    return config.draft_window, config.draft_sinks
+def draft_settings(config: PrefillConfig, num_tokens: int) -> tuple[int, int] | None:
+    """Return what the draft's keys of a prompt of this length depend on beside its tokens: window and sinks."""
+    window = config.window_for(num_tokens)
+    return None if window is None else (window, config.draft_sinks)
 
 
 class PrefixStore:
@@ -97,7 +98,7 @@ class PrefixStore:
             # Under the lock: nobody has forked it yet.
             prompt.compact()
 
-    def take_index(self, draft_ids: Sequence[int], prefilled_by: tuple[object, ...]) -> CachedModel | None:
+    def take_index(self, draft_ids: Sequence[int], prefilled_by: tuple[int, int] | None) -> CachedModel | None:
         """The draft with the longest beginning of these tokens that is stored, less their last one."""
         with self._lock:
             lengths = [

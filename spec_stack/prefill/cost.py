@@ -100,7 +100,8 @@ def expected_gain(
     rest = _without_logits(draft, round(kept))
     if not needs_attention(config.scorer):
         return Gain(rest / dense, s)
-    seen = None if config.draft_window is None else config.draft_window + config.draft_sinks
+    window = config.window_for(num_tokens)
+    seen = None if window is None else window + config.draft_sinks
     num_layers = num_layers_needed(config, draft.num_layers)
     if num_layers is None:
         return Gain(_without_logits(draft, num_tokens, seen) / dense, s)

@@ -92,7 +92,8 @@ def look_at(
     draft.rollback(max(0, draft.next_position - start))
     if draft.next_position < start:
         unseen = range(draft.next_position, start)
-        draft.prefill(prompt_ids[unseen.start : start], unseen, config.draft_window, config.draft_sinks, num_layers)
+        window = config.window_for(num_tokens)
+        draft.prefill(prompt_ids[unseen.start : start], unseen, window, config.draft_sinks, num_layers)
     if on_prefilled is not None:
         on_prefilled()
     proposal = Proposal()

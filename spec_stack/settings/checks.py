@@ -68,6 +68,18 @@ def require_heads(heads: object) -> None:
         require_int("a head of scoring_heads", head, 0)
 
 
+def require_window(window: object) -> None:
+    """Refuse what is neither a window, nor the shortest prompt that has one and that window, nor None."""
+    if window is None:
+        return
+    hint = f"draft_window must be a number of tokens, (num_tokens, window) or None, got {window!r}"
+    if isinstance(window, tuple):
+        require(len(window) == 2, hint)
+        require_int("the shortest prompt of draft_window", window[0], 0)
+        window = window[1]
+    require_int("draft_window", window, 1, hint="; None is dense")
+
+
 def require_bias(logit_bias: object) -> None:
     """Refuse what does not map token ids to numbers, of which -inf is one."""
     require(isinstance(logit_bias, Mapping), f"logit_bias must map token ids to what is added, got {logit_bias!r}")

@@ -7,7 +7,7 @@ its own KV pool, and no more of it than the pool lacks; of the engine's slots an
 from __future__ import annotations
 
 from array import array
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -116,7 +116,7 @@ class DraftScorer:
 
     def num_to_prefill(self, prompt: Prompt) -> int:
         """Tokens that the draft's pool lacks; the last one is asked again whatever the pool has."""
-        known = self._draft.index.num_shared(prompt.tenant, prompt.token_ids[:-1])
+        known = self._draft.index.num_shared(_walls(prompt), prompt.token_ids[:-1])
         return len(prompt.token_ids) - known
 
     def has_room(self, num_tokens: int) -> bool:
@@ -169,13 +169,13 @@ class DraftScorer:
         num_asking = max(num_recalling, num_selecting if question.selects else 1)
         look_ahead = self._look_ahead(prompt) if question.selects and not asks_itself else 0
         # Those that ask are asked again whatever the pool has: their queries are what scores.
-        window = _window(prompt.config)
-        lease = self._draft.index.lease(prompt.tenant, prompt.token_ids, num_tokens - num_asking)
+        window = _window(prompt)
+        lease = self._draft.index.lease(_walls(prompt), prompt.token_ids, num_tokens - num_asking)
         num_shared = num_agreed = lease.num_shared
         try:
             lease.extend(num_tokens - num_shared + look_ahead)
             slots = lease.slots
-            for stop in self._stops(num_shared, num_tokens, num_asking, prompt.config):
+            for stop in self._stops(num_shared, num_asking, prompt):
                 self._draft.forward(prompt.token_ids[num_agreed:stop], slots[:stop], window, num_layers)
                 yield
                 num_agreed = stop
@@ -214,14 +214,14 @@ class DraftScorer:
         finally:
             lease.keep(num_agreed)
 
-    def _stops(self, start: int, num_tokens: int, num_asking: int, config: PrefillConfig) -> range:
+    def _stops(self, start: int, num_asking: int, prompt: Prompt) -> range:
         """Where the parts end in which the draft prefills a text from `start` on, but the last one, whose queries ask.
 
         That one is a whole chunk, so that the look-ahead comes soon. Under a window it is those who ask alone: they see
         everything, and so are not left to the pool, where each token has seen what its window shows.
         """
-        chunk = self.chunk(config)
-        if config.draft_window is None:
+        chunk, num_tokens = self.chunk(prompt.config), len(prompt.token_ids)
+        if _window(prompt) is None:
             return range(num_tokens - (num_tokens - start - 1) // chunk * chunk, num_tokens, chunk)
         end = num_tokens - num_asking
         return range(end - (end - start - 1) // chunk * chunk, end + 1, chunk) if end > start else range(0)
@@ -266,8 +266,14 @@ class DraftScorer:
             current.wait_stream(stream)
 
 
-def _window(config: PrefillConfig) -> Window | None:
-    return None if config.draft_window is None else Window(config.draft_window, config.draft_sinks)
+def _window(prompt: Prompt) -> Window | None:
+    window = prompt.config.window_for(len(prompt.token_ids))
+    return None if window is None else Window(window, prompt.config.draft_sinks)
+
+
+def _walls(prompt: Prompt) -> Hashable:
+    """Return whose keys in the draft's pool are a prompt's own: its tenant's, and of them those of the same window."""
+    return prompt.tenant, _window(prompt)
 
 
 def _mean(best: torch.Tensor | None) -> torch.Tensor | None:

@@ -157,9 +157,9 @@ class ServerConfig:
         prefill.update({name: values.pop(name) for name in ("keep_rate", "min_prompt_tokens") if name in values})
         _refuse_unknown("", values, [entry.name for entry in fields(cls)])
         _refuse_unknown("prefill.", prefill, [entry.name for entry in fields(PrefillConfig) if not entry.kw_only])
-        for name in ("keep_rate", "scoring_heads"):
+        for name in ("keep_rate", "scoring_heads", "draft_window"):
             if isinstance(prefill.get(name), list):
-                # A curve, or (layer, head) pairs: JSON has lists for tuples.
+                # JSON has lists for tuples.
                 prefill[name] = tuple(tuple(pair) if isinstance(pair, list) else pair for pair in prefill[name])
         if "gammas" in values:
             values["gammas"] = _tuple("gammas", values["gammas"])

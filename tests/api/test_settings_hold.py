@@ -18,7 +18,7 @@ CALIBRATED: dict[str, Any] = {
     "keep_rate": ((1000, 0.3), (8000, 0.05)),
     "look_ahead": 3,
     "min_prompt_tokens": 777,
-    "draft_window": 99,
+    "draft_window": (5000, 99),
     "draft_sinks": 7,
     "scoring_layers": 1,
     "scoring_heads": ((0, 0),),
@@ -62,6 +62,12 @@ def test_a_flag_holds(name: str) -> None:
     assert getattr(CALIBRATION.complete(prefill_of(arguments)), name) == value
     plain = build_parser().parse_args(["generate", "x"])
     assert getattr(CALIBRATION.complete(prefill_of(plain)), name) == CALIBRATED[name]
+
+
+@pytest.mark.parametrize(("text", "window"), [("512", 512), ("8192:512", (8192, 512)), ("none", None)])
+def test_a_window_is_written_by_itself_or_behind_the_shortest_prompt(text: str, window: object) -> None:
+    arguments = build_parser().parse_args(["generate", "x", "--draft-window", text])
+    assert prefill_of(arguments).draft_window == window
 
 
 def test_heads_are_written_as_layer_and_head() -> None:

@@ -48,11 +48,12 @@ def prompts(seed: int) -> list[list[int]]:
         SPARSE,
         PrefillConfig(keep_rate=1.0),
         PrefillConfig(keep_rate=0.4, chunk_size=8, min_prompt_tokens=80, draft_window=32, draft_sinks=8),
+        PrefillConfig(keep_rate=0.4, chunk_size=8, min_prompt_tokens=80, draft_window=(170, 32), draft_sinks=8),
         PrefillConfig(keep_rate=0.4, chunk_size=8, min_prompt_tokens=80, draft_context="full"),
         PrefillConfig(keep_rate=0.4, chunk_size=8, min_prompt_tokens=80, scoring_layers=1),
         PrefillConfig(keep_rate=0.4, chunk_size=8, min_prompt_tokens=80, scorer="anchors"),
     ],
-    ids=["sparse", "dense", "window", "full context", "first layers", "anchors"],
+    ids=["sparse", "dense", "window", "window of long prompts", "full context", "first layers", "anchors"],
 )
 def test_a_store_changes_no_token(prefill: PrefillConfig, seed: int) -> None:
     stored, plain = make_generators(prefill)

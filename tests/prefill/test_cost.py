@@ -44,6 +44,8 @@ def test_a_window_early_exit_and_anchors_each_lower_r_and_leave_s() -> None:
     )
     assert dense[0] > windowed[0] > both[0] > anchors[0]
     assert dense[0] > exits[0] > both[0]
+    assert gain(draft_window=(1 << 20, 256)) == dense
+    assert gain(draft_window=(0, 256)) == windowed
     assert len({s for _, s in (dense, windowed, exits, both, anchors)}) == 1
 
 

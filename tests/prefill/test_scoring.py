@@ -65,6 +65,14 @@ def test_a_windowed_draft_selects_by_the_scores_of_an_explicit_mask(
     assert list(dense.positions) != list(selection.positions)
 
 
+def test_a_window_of_long_prompts_is_dense_in_shorter_ones() -> None:
+    kept = {
+        window: list(scored(open_draft(), PrefillConfig(**BASE, draft_window=window, draft_sinks=4))[0].positions)  # type: ignore[arg-type]
+        for window in (None, 16, (len(PROMPT), 16), (len(PROMPT) + 1, 16))
+    }
+    assert kept[len(PROMPT), 16] == kept[16] != kept[None] == kept[len(PROMPT) + 1, 16]
+
+
 @pytest.mark.parametrize("num_layers", [1, 2])
 def test_the_first_layers_score_as_in_a_plain_forward(num_layers: int) -> None:
     config = PrefillConfig(**BASE, scoring_layers=num_layers)  # type: ignore[arg-type]
