@@ -1,0 +1,75 @@
+"""A prompt on standard input: pipes and named pipes are read to their end, and a silent one is named."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from spec_stack.cli import arguments as module
+from spec_stack.cli.arguments import build_parser, read_prompt
+
+
+def parsed(*told: str) -> argparse.Namespace:
+    return build_parser().parse_args(["generate", *told])
+
+
+@pytest.fixture(params=["pipe", "fifo"])
+def ends(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[int, int]]:
+    """A reading and a writing end."""
+    if request.param == "pipe":
+        yield os.pipe()
+        return
+    path = tmp_path / "fifo"
+    os.mkfifo(path)
+    reading = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    writing = os.open(path, os.O_WRONLY)
+    os.set_blocking(reading, True)
+    yield reading, writing
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_what_comes_is_read_to_its_end_and_a_silent_pipe_is_named(
+    ends: tuple[int, int],
+    is_late: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(module, "_SILENT_S", 0.05)
+    reading, writing = ends
+
+    def write() -> None:
+        for part in (b"first ", b"second"):
+            os.write(writing, part)
+        os.close(writing)
+
+    with os.fdopen(reading) as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        writer = threading.Timer(0.4 if is_late else 0.0, write)
+        if is_late:
+            writer.start()
+        else:
+            write()
+        assert read_prompt(parsed()) == "first second"
+        if is_late:
+            writer.join()
+    assert ("waiting for standard input" in capsys.readouterr().err) == is_late
+
+
+def test_a_pipe_comes_before_the_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
+    os.write(writing, b"The document.")
+    os.close(writing)
+    with os.fdopen(reading) as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        assert read_prompt(parsed("The question?")) == "The document.\n\nThe question?"
+
+
+def test_what_is_no_pipe_and_no_file_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open(os.devnull) as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        assert read_prompt(parsed("The question?")) == "The question?"
