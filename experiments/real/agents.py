@@ -76,17 +76,15 @@ def ask(session: Session, messages: Sequence[Mapping[str, Any]], options: Mappin
     return {"ttft_s": first_s, "total_s": perf_counter() - began, **counted}
 
 
-def num_protected(generator: SpecStackGenerator, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> int:
-    """Tokens of the system message and the schemas: those that two conversations with other users share."""
-    ids = [
-        generator.tokenizer(
-            generator.tokenizer.apply_chat_template(
-                [messages[0], {"role": "user", "content": content}], tools=list(tools), tokenize=False
-            ),
-            add_special_tokens=False,
-        ).input_ids
+def shared_tokens(tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> int:
+    """Tokens of the system message and the schemas: those that two conversations of other users have in common."""
+    texts = [
+        tokenizer.apply_chat_template(
+            [messages[0], {"role": "user", "content": content}], tools=list(tools), tokenize=False
+        )
         for content in ("x", "7")
     ]
+    ids = [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
     return next(at for at, (one, other) in enumerate(zip(*ids, strict=False)) if one != other)
 
 
@@ -102,15 +100,21 @@ def close_halfway(session: Session, messages: Sequence[Mapping[str, Any]], optio
 
 
 def replay(
-    generator: SpecStackGenerator, key: str, row: Mapping[str, Any], rows: Rows, max_tokens: int
+    generator: SpecStackGenerator,
+    key: str,
+    row: Mapping[str, Any],
+    rows: Rows,
+    max_tokens: int,
+    only_cold: bool = False,
 ) -> list[dict[str, Any]]:
-    """One conversation through all arms, a row printed after every answer; they are kept when all are there."""
+    """One conversation through all arms, or the cold ones, a row printed after every answer; they are kept when all are
+    there."""
     tools = list(row.get("tools") or TOOLS)
     turns = turns_of(row)
     options: dict[str, dict[str, Any]] = {KEPT: {**_DENSE}, SESSION: {}}
     for each in options.values():
         each.update(tools=tools, max_tokens=max_tokens)
-    protected = num_protected(generator, turns[0], tools)
+    protected = shared_tokens(generator.tokenizer, turns[0], tools)
     found: list[dict[str, Any]] = []
 
     def note(arm: str, turn: int, session: Session, told: dict[str, Any]) -> None:
@@ -125,7 +129,7 @@ def replay(
 
     with generator.session() as kept, generator.session() as session:
         arms = {KEPT: kept, SESSION: session}
-        for turn, messages in enumerate(turns):
+        for turn, messages in enumerate([] if only_cold else turns):
             for arm in [*arms][:: -1 if turn % 2 else 1]:
                 note(arm, turn, arms[arm], ask(arms[arm], messages, options[arm]))
     last = len(turns) - 1
@@ -181,6 +185,8 @@ def main() -> None:
     add_row_arguments(parser)
     parser.add_argument("--most-tokens", type=int, default=1 << 30, help="pass over longer conversations")
     parser.add_argument("--max-tokens", type=int, default=4, help="of an answer; the log's own goes on (%(default)s)")
+    parser.add_argument("--cold", action="store_true", help="the last turns alone, from nothing")
+    parser.add_argument("--ids", nargs="+", help="of the conversations to replay; all where none are given")
     add_out_argument(parser)
     arguments = parser.parse_args()
     generator = load_generator(arguments, calibration=None)
@@ -192,7 +198,7 @@ def main() -> None:
     done = 0
     for key, row in conversations.items():
         turns = turns_of(row)
-        if (f"{key}/{len(turns) - 1}", "retried") in rows:
+        if (f"{key}/{len(turns) - 1}", "retried") in rows or (arguments.ids and key not in arguments.ids):
             continue
         text = generator.tokenizer.apply_chat_template(turns[-1], tools=row.get("tools") or TOOLS, tokenize=False)
         length = len(generator.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
@@ -201,7 +207,7 @@ def main() -> None:
             continue
         if done == arguments.limit or not rows.has_time:
             break
-        replay(generator, key, row, rows, arguments.max_tokens)
+        replay(generator, key, row, rows, arguments.max_tokens, arguments.cold)
         done += 1
     print_report({"experiment": "agents", **describe(), **report_of(rows)}, arguments.out)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from experiments.real.agents import KEPT, SESSION, num_protected, replay, report_of, turns_of
+from experiments.real.agents import KEPT, SESSION, replay, report_of, shared_tokens, turns_of
 from experiments.real.rows import Rows
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
 
@@ -66,5 +66,7 @@ def test_a_replay_prunes_what_is_new_and_nothing_of_system_and_tools(
 
 def test_what_is_protected_ends_where_two_users_part(generator: SpecStackGenerator) -> None:
     turns = turns_of(LOG)
-    without, with_tools = (num_protected(generator, turns[0], tools) for tools in ([], [{"type": "function"}]))
+    without, with_tools = (
+        shared_tokens(generator.tokenizer, turns[0], tools) for tools in ([], [{"type": "function"}])
+    )
     assert 0 < without <= with_tools
