@@ -154,7 +154,7 @@ def test_afresh_a_reply_does_not_depend_on_what_the_server_remembers(server: Ser
     follow_up = [*prompt, *reply["output_ids"], *_text(reference, 25, 831)]
     server.generate(follow_up[:-10], 4, specprefill=False)
     with_memory = server.generate(follow_up, 12, explain=True, follow_up="afresh")
-    server.post("/flush_cache", {})
+    server.flush()
     without = server.generate(follow_up, 12, explain=True, follow_up="afresh")
     assert _positions(with_memory) == _positions(without)
     assert with_memory["output_ids"] == without["output_ids"]

@@ -72,7 +72,7 @@ def test_an_empty_cache_and_a_pause_find_no_scoring_in_their_way(server: Server,
         _wait_until(lambda: server.state()["num_waiting_for_their_score"] == 1)
         assert server.post("/pause_generation", {"mode": "retract"})[0] == 200
         try:
-            assert server.post("/flush_cache", {})[0] == 200
+            server.flush()
         finally:
             assert server.post("/continue_generation", {})[0] == 200
         assert reply.result()["output_ids"] == reference.tokens(prompt, specprefill=True)[:8]

@@ -47,7 +47,7 @@ def test_the_drafts_signals_are_those_of_transformers_on_the_same_context(
     server: Server, reference: Reference, policy: str, num_requests: int
 ) -> None:
     """Requests come and go in a batch, and every one's signals are its own."""
-    server.post("/flush_cache", {})
+    server.flush()
     prompts = _prompts(reference, num_requests, seed=400)
     options = [
         {"max_new_tokens": 16 + 8 * index, "signals": True, "policy": policy, "specprefill": False}
