@@ -2,9 +2,9 @@
 
 Asks of texts that a target wrote at several precisions (`record_texts.py --precision …`), with one draft: how the
 draft's confidence and entropy go with what is accepted, how much of four tokens is, and which gamma is best, by tokens
-a step, as the paper counts, and by seconds. Replays the texts at fixed gammas (`simulated_pair.py`); prints the table
-with the paper's correlations beside it and ends in one JSON line. Seconds are those of one cost ratio for all
-precisions, so that what differs is acceptance.
+a step, as the paper counts, and by seconds. Prompts that one file lacks count for none. Replays the texts at fixed
+gammas (`simulated_pair.py`); prints the table with the paper's correlations beside it and ends in one JSON line.
+Seconds are those of one cost ratio for all precisions, so that what differs is acceptance.
 
     precisions.py fp16=texts.jsonl int8=texts_int8.jsonl nf4=texts_nf4.jsonl
 """
@@ -12,7 +12,8 @@ precisions, so that what differs is acceptance.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,23 @@ GAMMAS = (1, 2, 3, 4, 6, 8)
 # The paper's.
 RECORDED_GAMMAS = (2, 4, 6, 8)
 _DRAWS = 2000
+
+
+def read_common(files: Mapping[str, Path]) -> dict[str, list[Text]]:
+    """Return every precision's texts of the prompts that all files have. Raises ValueError where there are none."""
+    texts = {name: read_texts([path]) for name, path in files.items()}
+    prompts = {name: [tuple(row["prompt"]) for row in _rows(path) if row["text"]] for name, path in files.items()}
+    common = set.intersection(*map(set, prompts.values()))
+    if not common:
+        raise ValueError("the files have no prompt in common: record the same ones at every precision")
+    return {
+        name: [text for text, prompt in zip(found, prompts[name], strict=True) if prompt in common]
+        for name, found in texts.items()
+    }
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def runs_of(texts: Sequence[Text], costs: Costs) -> dict[int, list[Run]]:
@@ -92,11 +110,13 @@ def main() -> None:
     torch.set_num_threads(1)
     costs = Costs.at(arguments.ratio, read_costs(arguments.verify_ms))
     report: dict[str, Any] = {"experiment": "precisions", **describe(), "ratio": arguments.ratio, "precisions": {}}
+    files: dict[str, Path] = {}
     for named in arguments.texts:
         precision, found, path = named.partition("=")
         if not found:
             parser.error(f"{named!r} is not of the form PRECISION=FILE")
-        texts = read_texts([Path(path)])
+        files[precision] = Path(path)
+    for precision, texts in read_common(files).items():
         by_gamma = runs_of(texts, costs)
         own: dict[str, Any] = {"correlations": with_interval(by_gamma), "tasks": {}}
         told = "  ".join(

@@ -144,6 +144,13 @@ def replay(
     return found
 
 
+def prefilled_of(rows: Rows, row: Mapping[str, Any]) -> int:
+    """Tokens that the target prefilled for a turn: what it holds of the prompt now and did not, and what it rewrote."""
+    conversation, _, turn = row["key"].rpartition("/")
+    before = rows.of_arm(row["arm"]).get(f"{conversation}/{int(turn) - 1}", {})
+    return int(row["num_kept_tokens"] - before.get("num_kept_tokens", 0) + row["num_rewritten_tokens"])
+
+
 def report_of(rows: Rows) -> dict[str, Any]:
     """Print the ratios to the dense target, by kind of turn: median, least and most."""
     pairs = rows.pairs(SESSION, KEPT)
@@ -165,7 +172,7 @@ def report_of(rows: Rows) -> dict[str, Any]:
             "n": len(found),
             "ttft_ratio": [median(ratios), min(ratios), max(ratios)],
             "sum_s": sums,
-            "prefilled": sum(one["num_kept_tokens"] for one, _ in found),
+            "prefilled": sum(prefilled_of(rows, one) for one, _ in found),
         }
         middle, least, most = report[name]["ttft_ratio"]
         print(

@@ -13,11 +13,14 @@ from spec_stack.prefill.calibration import Calibration
 def settings_of(
     calibration: Path | None, rates: Sequence[float], windows: Sequence[int] = ()
 ) -> dict[str, PrefillConfig]:
-    """Return the paper's rule, the default, and a calibration at these rates, with these windows too, by name."""
+    """Return the paper's rule, the default, and a calibration at these rates, with these windows too, by name.
+
+    Windows are settings of their own: the calibration's is not applied.
+    """
     default, paper = PrefillConfig(), PrefillConfig.full_look_ahead()
     found = {f"paper {paper.keep_rate}": paper, f"default {default.keep_rate}": default}
     if calibration:
-        chosen = Calibration.load(calibration).apply()
+        chosen = replace(Calibration.load(calibration).apply(), draft_window=None)
         calibrated = {f"calibrated {rate}": replace(chosen, keep_rate=rate) for rate in rates}
         found |= calibrated
         for window in windows:

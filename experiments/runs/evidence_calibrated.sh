@@ -15,8 +15,13 @@ measure() { # draft, name of its calibration, name of the result, tokens, prompt
 }
 measure "$QWEN" qwen2.5-coder-0.5b qwen_2k 2048 9
 measure "$QWEN" qwen2.5-coder-0.5b qwen_4k 4096 3
+measure "$QWEN" qwen2.5-coder-0.5b qwen_8k 8192 2
 measure "$QWEN" qwen2.5-coder-0.5b qmsum 2048 9 --qmsum
-captured=(--window 512) judged=(--only calibrated)
+captured=(--window 512)
+measure "$QWEN" qwen2.5-coder-0.5b qwen_8k_window_512 8192 2
+judged=(--only calibrated)
 measure "$QWEN" qwen2.5-coder-0.5b qwen_4k_window_512 4096 3
+captured=(--window 1024)
+measure "$QWEN" qwen2.5-coder-0.5b qwen_4k_window_1024 4096 3
 captured=() judged=()
 measure "$SMOLLM2" smollm2-135m smollm2_2k 2048 5

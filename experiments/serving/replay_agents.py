@@ -76,7 +76,11 @@ def summarise(found: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]]) ->
     for arms in found.values():
         for turn, (own, dense) in enumerate(zip(arms[DEFAULT], arms[DENSE], strict=True)):
             pruned = own["given"] < own["num_tokens"] and own["outcome"] == "pruned"
-            kind = "first turns" if not turn else f"warm turns, {'pruned' if pruned else 'nothing pruned'}"
+            kind = (
+                "first turns, after which it is warm"
+                if not turn
+                else f"warm turns, {'pruned' if pruned else 'nothing pruned'}"
+            )
             kinds.setdefault(kind, []).append((own["ttft_s"], dense["ttft_s"]))
         cold, dense_cold = (arms[f"cold {arm}"][0]["ttft_s"] for arm in (DEFAULT, DENSE))
         kinds.setdefault("cold, whole conversation", []).append((cold, dense_cold))

@@ -16,6 +16,7 @@ from spec_stack.api.generator import SpecStackGenerator
 from spec_stack.config import MAX_LOOK_AHEAD
 from spec_stack.hf.architectures import text_config
 from spec_stack.hf.prompt import PromptSource, encode_prompt
+from spec_stack.prefill.registry import needs_attention
 
 Timer = Callable[[], float]
 LENGTH = 512
@@ -90,6 +91,8 @@ class Measured:
         That both models have.
     weight_bytes, cache_bytes : int
         Of both models: their weights, and their caches per token.
+    window_from : int or None
+        The shortest prompt with a window, where none that was run had one.
     """
 
     dense: dict[int, list[float]]
@@ -106,6 +109,7 @@ class Measured:
     max_positions: int = 0
     weight_bytes: int = 0
     cache_bytes: int = 0
+    window_from: int | None = None
 
     @property
     def dense_curve(self) -> Curve:
@@ -160,8 +164,13 @@ def measure(generator: SpecStackGenerator, minutes: float = 10.0, timer: Timer =
         Gives seconds; processor seconds where others use the machine.
     """
     until = perf_counter() + 40 * minutes
-    most = min(generator.pair.max_positions) - MAX_LOOK_AHEAD
-    prompt = long_prompt(generator, min(most, _LONGEST))
+    most = min(min(generator.pair.max_positions) - MAX_LOOK_AHEAD, _LONGEST)
+    window = generator.config.prefill.draft_window
+    window_from = window[0] if isinstance(window, tuple) and window[0] >= 2 * LENGTH else None
+    if window_from is not None:
+        # One curve is no use for prompts on both sides of a window's beginning.
+        most = min(most, window_from - 1)
+    prompt = long_prompt(generator, most)
     dense: dict[int, list[float]] = {}
     sparse: dict[int, list[float]] = {}
     draft: dict[int, list[float]] = {}
@@ -197,6 +206,7 @@ def measure(generator: SpecStackGenerator, minutes: float = 10.0, timer: Timer =
         min(pair.max_positions),
         pair.target_weight_bytes + pair.draft_weight_bytes,
         sum(_cache_bytes(model) for model in (pair.target, pair.draft)),
+        window_from,
     )
 
 
@@ -228,13 +238,17 @@ def ttft(generator: SpecStackGenerator, ids: list[int], is_sparse: bool, timer: 
 
 
 def _draft_pass(generator: SpecStackGenerator, ids: list[int], timer: Timer) -> float:
-    """The draft alone over a prompt, in its own tokens."""
+    """The draft alone over a prompt, in its own tokens, as scoring asks for it."""
     pair = generator.pair
     tokenization, _ = pair.tokenize_for_draft(ids)
     own_ids = ids if tokenization is None else list(tokenization.token_ids)
-    index = pair.open_index(generator.config.prefill.prefill_chunk)
+    config = generator.config.prefill
+    if not needs_attention(config.scorer):
+        return 0.0
+    index = pair.open_index(config.prefill_chunk)
+    window = config.window_for(len(ids))
     began = timer()
-    index.prefill(own_ids, range(len(own_ids)))
+    index.prefill(own_ids, range(len(own_ids)), window, config.draft_sinks, config.num_asked_layers)
     return timer() - began
 
 
@@ -349,5 +363,10 @@ def lines(measured: Measured) -> list[str]:
                 f"({seconds * low:.1f} to {seconds * high:.1f}), {dense.at(length) / seconds:.1f}x; memory up to "
                 f"{memory:.1f} GB"
             )
+    if measured.window_from is not None:
+        told.append(
+            f"from {measured.window_from} prompt tokens on the draft's pass has a window: the first token of such a "
+            "prompt comes sooner than this"
+        )
     told.append(verdict(measured))
     return told

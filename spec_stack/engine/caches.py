@@ -105,8 +105,7 @@ class StoredCaches(RequestCaches):
         prefill = request.prefill
         reads_whole = not request.scores or (prefill.scoring_layers is None and needs_attention(prefill.scorer))
         if reads_whole and self._draft_ids is not None:
-            settings = draft_settings(prefill, len(request.prompt_ids))
-            running = store.take_index(self._draft_ids, settings) or pair.open_index(prefill.prefill_chunk)
+            running = store.take_index(self._draft_ids, self._settings) or pair.open_index(prefill.prefill_chunk)
             # A state cannot go back to what two prompts share.
             if not running.is_stateful:
                 self._running, self.draft = running, pair.view_draft(running, request.tokenization)
@@ -114,6 +113,12 @@ class StoredCaches(RequestCaches):
     @property
     def num_cached(self) -> int:
         return self._num_reused
+
+    @property
+    def _settings(self) -> tuple[int, int] | None:
+        """What the draft's keys of this prompt depend on; what it prefills in order to propose has no window."""
+        request = self._request
+        return draft_settings(request.prefill, len(request.prompt_ids)) if request.scores else None
 
     @property
     def _draft_ids(self) -> Sequence[int] | None:
@@ -163,10 +168,7 @@ class StoredCaches(RequestCaches):
             return
         self.target.forget_from(len(self._request.prompt_ids))
         index = self._read
-        # What the draft prefills in order to propose, it prefills without a window.
-        settings = draft_settings(self._request.prefill, len(self._request.prompt_ids))
-        as_scored = settings is None and not self._request.scores
-        if index is None and as_scored and self._running is not None and self._draft_ids is not None:
+        if index is None and not self._request.scores and self._running is not None and self._draft_ids is not None:
             index = self._running
             index.forget_from(len(self._draft_ids))
-        self._store.put(StoredPrompt(self.target, index, settings))
+        self._store.put(StoredPrompt(self.target, index, self._settings))

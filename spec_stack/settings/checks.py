@@ -72,12 +72,11 @@ def require_window(window: object) -> None:
     """Refuse what is neither a window, nor the shortest prompt that has one and that window, nor None."""
     if window is None:
         return
-    hint = f"draft_window must be a number of tokens, (num_tokens, window) or None, got {window!r}"
-    if isinstance(window, tuple):
-        require(len(window) == 2, hint)
+    if isinstance(window, tuple) and len(window) == 2:
         require_int("the shortest prompt of draft_window", window[0], 0)
         window = window[1]
-    require_int("draft_window", window, 1, hint="; None is dense")
+    hint = "; (8192, 512) is 512 in prompts of 8,192 tokens and more, None is dense"
+    require_int("draft_window", window, 1, hint=hint)
 
 
 def require_bias(logit_bias: object) -> None:

@@ -634,7 +634,13 @@ def test_edits_and_forks_leave_a_draft_with_another_tokenizer_as_if_it_had_read_
 
 
 @pytest.mark.parametrize(
-    "options", [{"draft_window": 24, "draft_sinks": 8}, {"scorer": "anchors"}, {"scorer": "fused"}]
+    "options",
+    [
+        {"draft_window": 24, "draft_sinks": 8},
+        {"draft_window": (330, 24), "draft_sinks": 8},
+        {"scorer": "anchors"},
+        {"scorer": "fused"},
+    ],
 )
 @pytest.mark.parametrize("seed", range(8))
 def test_a_session_is_one_plain_forward_over_its_slots_with_a_window_and_with_anchors_too(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from spec_stack import SpecStackGenerator
+from spec_stack import SpecStackConfig, SpecStackGenerator
 from spec_stack.cli import measure as measuring
 from spec_stack.cli.doctor import diagnose
 from spec_stack.cli.main import main
@@ -95,6 +95,23 @@ def test_a_pair_is_run_in_a_moment(embedded: SpecStackGenerator, monkeypatch: py
     assert list(measured.plain) == list(measured.drafted) == ["code"]
     assert measured.num_proposed >= measured.num_accepted
     assert lines(measured)[-1].startswith(("worth it", "not worth it"))
+
+
+def test_a_window_of_longer_prompts_than_those_that_are_run_is_told(
+    embedded: SpecStackGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measuring, "LENGTH", 160)
+    monkeypatch.setattr(measuring, "_ANSWER_TOKENS", 6)
+    told = {}
+    for shortest in (100, 500):
+        prefill = replace(embedded.config.prefill, draft_window=(shortest, 64))
+        generator = SpecStackGenerator(
+            embedded.target, embedded.draft, embedded.tokenizer, config=SpecStackConfig(prefill)
+        )
+        ticks = count()
+        measured = measure(generator, minutes=1e-6, timer=lambda ticks=ticks: float(next(ticks)))  # type: ignore[misc]
+        told[shortest] = sorted(measured.dense), "has a window" in "\n".join(lines(measured))
+    assert told == {100: ([160, 640], False), 500: ([160, 499], True)}
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 
 from experiments.common import plot_overview, results
+from spec_stack.prefill.calibration import Calibration
 from tests.support.pages import ROOT
 
 
@@ -61,8 +62,11 @@ def test_the_front_page_shows_the_committed_figures() -> None:
     ]
     assert ", ".join(others) in text
     lengths = result("real_speed")["lengths"]
-    for name in ("calibrated 0.1", "calibrated 0.1, window 512"):
-        assert " / ".join(f"{each[name]['ttft_ratio'][0]:.2f}" for each in lengths.values()) + "×" in text
+    prefill = Calibration.load(plot_overview.CALIBRATION).apply()
+    windows = [prefill.window_for(int(length)) for length in lengths]
+    shipped = ["calibrated 0.1" + (f", window {window}" if window else "") for window in windows]
+    ratios = [lengths[length][name]["ttft_ratio"][0] for length, name in zip(lengths, shipped, strict=True)]
+    assert " / ".join(f"{ratio:.2f}" for ratio in ratios) + "×" in text
     answers = result("real_answers")["arms"]
     names = ("dense", "default 0.2", "calibrated 0.1", "paper 0.2")
     assert f"| {', '.join(str(round(answers[name]['right'][0] * answers[name]['n'])) for name in names)} |" in text
@@ -72,6 +76,11 @@ def test_the_front_page_shows_the_committed_figures() -> None:
     gains = [[100 * each for each in cost["gains"]["throughput over best fixed"]["all"]] for cost in costs]
     assert " / ".join(f"{mean:+.1f} % [{low:.1f}, {high:.1f}]" for mean, low, high in gains) in text
     assert " / ".join(f"{cost['speeds']['both']['all']:.2f}" for cost in costs) + "×" in text
+    live = {name: arm["speed_over_plain"] for name, arm in result("real_decode")["all"].items()}
+    default, low, high = live["default"]
+    assisted = max(arm[0] for name, arm in live.items() if name.startswith("assisted"))
+    others = f"{live['draft'][0]:.2f}; {live['look-up 10'][0]:.2f}, {assisted:.2f} |"
+    assert f"**{default:.2f}×** [{low:.2f}, {high:.2f}]; {others}" in text
 
 
 def test_the_picture_shows_the_committed_figures() -> None:

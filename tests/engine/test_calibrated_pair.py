@@ -17,7 +17,12 @@ from spec_stack.prefill.calibration import FILE_NAME, Calibration, fingerprint
 from spec_stack.prefill.cost import Shape, break_even, expected_gain
 from tests.support.folders import copy_draft
 
-SETTINGS = {"keep_rate": ((2048, 0.1), (8192, 0.05)), "draft_window": 64, "scorer": "fused", "min_prompt_tokens": 700}
+SETTINGS = {
+    "keep_rate": ((2048, 0.1), (8192, 0.05)),
+    "draft_window": (2048, 64),
+    "scorer": "fused",
+    "min_prompt_tokens": 700,
+}
 
 
 @pytest.fixture
@@ -33,8 +38,8 @@ def test_it_is_found_beside_the_draft_and_completes_the_configuration(folders: t
     assert found == PrefillConfig(**SETTINGS)  # type: ignore[arg-type]
     own = SpecStackConfig(PrefillConfig(keep_rate=0.5, chunk_size=16))
     mixed = SpecStackGenerator.from_pretrained(*folders, device="cpu", config=own).config.prefill
-    assert (mixed.keep_rate, mixed.chunk_size, mixed.draft_window) == (0.5, 16, 64)
-    assert "draft_window=64" in diagnose(*map(str, folders), "auto", "cpu")["calibration"]
+    assert (mixed.keep_rate, mixed.chunk_size, mixed.draft_window) == (0.5, 16, (2048, 64))
+    assert "draft_window=(2048, 64)" in diagnose(*map(str, folders), "auto", "cpu")["calibration"]
 
 
 def test_the_doctor_counts_what_a_calibration_or_the_default_gains(folders: tuple[Path, Path]) -> None:

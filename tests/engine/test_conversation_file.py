@@ -31,6 +31,17 @@ def saved(tmp_path: Path, generator: SpecStackGenerator, num_turns: int = 2) -> 
     return session, prompt, path
 
 
+def test_a_window_of_long_prompts_is_saved_and_compared(tmp_path: Path) -> None:
+    windowed = replace(SPARSE, draft_window=(100, 24), draft_sinks=8)
+    session, prompt, path = saved(tmp_path, make_generator(windowed))
+    loaded = make_generator(windowed).load_session(path)
+    expected = session.generate(input_ids=prompt, max_tokens=6).token_ids
+    assert loaded.generate(input_ids=prompt, max_tokens=6).token_ids == expected
+    for other in (24, (101, 24), None):
+        with pytest.raises(ValueError, match="draft_window"):
+            make_generator(replace(windowed, draft_window=other)).load_session(path)
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_a_loaded_session_goes_on_token_for_token(seed: int, tmp_path: Path) -> None:
     session, trace, path = make_generator().session(), Trace(seed, VOCAB, num_turns=6, document=300), tmp_path / "s"

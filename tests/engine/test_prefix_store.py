@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -95,6 +96,22 @@ def test_a_prompt_asked_again_is_read_by_neither_model() -> None:
     assert sum(sizes["draft"]) < 12
     assert sum(sizes["target"]) < 12
     assert sizes["target"][0] == 1
+
+
+def test_a_dense_prompt_asked_again_is_read_by_neither_model_where_scored_ones_have_a_window() -> None:
+    generator, _ = make_generators(replace(SPARSE, draft_window=32, draft_sinks=8))
+    sizes: list[int] = []
+    for model in (generator.target, generator.draft):
+        model.register_forward_pre_hook(
+            lambda module, args, kwargs: sizes.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+        )
+    prompt = random_prompt(200)
+    first = generator.generate(input_ids=prompt, max_tokens=6, specprefill=False, gamma=2, proposer="model")
+    assert sum(sizes) >= 399
+    sizes.clear()
+    again = generator.generate(input_ids=prompt, max_tokens=6, specprefill=False, gamma=2, proposer="model")
+    assert again.token_ids == first.token_ids
+    assert sum(sizes) < 50
 
 
 def test_what_is_shared_is_what_the_selections_have_in_common() -> None:

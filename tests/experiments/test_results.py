@@ -56,11 +56,11 @@ def test_a_file_of_several_pairs_says_where_its_newest_is_from(tmp_path: Path) -
 def test_every_committed_result_is_listed_once_and_where_it_belongs() -> None:
     results = read_all()
     assert "bench_latency" in {each.name for each in results}
-    page = f"a\n{BEGIN}\nold\n{END}\nb"
+    page = f"a\n{BEGIN}\nyesterday\n{END}\nb"
     renewed = with_table(page, results)
     assert renewed.startswith("a\n")
     assert renewed.endswith("\nb")
-    assert "old" not in renewed
+    assert "yesterday" not in renewed
     assert all(table(results).count(f"| {each.name} |") == 1 for each in results)
     with pytest.raises(ValueError, match="must hold"):
         with_table("no marks", results)
