@@ -22,11 +22,16 @@ from typing import Any
 import uvicorn
 from openai import OpenAI
 
+from experiments.common.environment import describe
+from experiments.common.report import add_out_argument, print_report
 from spec_stack import SpecStackGenerator
 from spec_stack.serve.app import build_app
 from spec_stack.serve.config import ServeConfig
 
-SYSTEM = "You are an assistant of a small company. Use the tools for every fact. Answer in one short sentence."
+SYSTEM = (
+    "You are an assistant of a small company. Look every fact up with a tool, once, and then answer from its result in "
+    "one short sentence."
+)
 QUESTIONS = (
     "Which department does Alice work in?",
     "And what does the weather look like in Vienna?",
@@ -157,6 +162,7 @@ def main() -> None:
     parser.add_argument("--precision", default="bf16")
     parser.add_argument("--choice", default="auto", choices=["auto", "required"], help="for a question's first request")
     parser.add_argument("--only", choices=["whole", "streamed"], help="one of the two runs")
+    add_out_argument(parser)
     arguments = parser.parse_args()
     generator = SpecStackGenerator.from_pretrained(
         arguments.target, arguments.draft, precision=arguments.precision, calibration=False
@@ -182,8 +188,8 @@ def main() -> None:
             )
     server.should_exit = True
     thread.join()
-    shown = {"choice": arguments.choice, "target": arguments.target.parent.name, "draft": arguments.draft.parent.name}
-    print(json.dumps(shown | {"runs": [asdict(outcome) for outcome in outcomes]}))
+    runs = [asdict(outcome) for outcome in outcomes]
+    print_report({"experiment": "agent_loop", **describe(), "choice": arguments.choice, "runs": runs}, arguments.out)
 
 
 if __name__ == "__main__":

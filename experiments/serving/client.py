@@ -36,16 +36,26 @@ class Answer:
 
 
 class Client:
-    """Asks a server on loopback by token ids. limit_s: how long it waits for the next piece of a reply."""
+    """Asks a server on loopback by token ids. limit_s: how long it waits for the next piece of a reply. extra_key: the
+    wall behind which its prompts stand; `explain` tells what a follow-up inherits behind one only."""
 
-    def __init__(self, port: int, limit_s: float = 300.0) -> None:
+    def __init__(self, port: int, limit_s: float = 300.0, extra_key: str | None = None) -> None:
         self._port = port
         self._limit_s = limit_s
+        self._wall = {} if extra_key is None else {"extra_key": extra_key}
 
-    def ask(self, input_ids: Sequence[int], num_new: int, answer: Answer | None = None, **custom: Any) -> Answer:
-        """Stream a greedy reply of num_new tokens; fills `answer` as it comes. Raises OSError where none does."""
+    def ask(
+        self,
+        input_ids: Sequence[int],
+        num_new: int,
+        answer: Answer | None = None,
+        may_end: bool = False,
+        **custom: Any,
+    ) -> Answer:
+        """Stream a greedy reply of num_new tokens, or of fewer where it may end; fills `answer` as it comes. Raises
+        OSError where none does."""
         answer = answer or Answer(perf_counter())
-        connection = self._send(input_ids, num_new, custom)
+        connection = self._send(input_ids, num_new, custom, may_end)
         reply = connection.getresponse()
         for line in reply:
             data = line.decode().removeprefix("data:").strip()
@@ -75,10 +85,13 @@ class Client:
             sleep(0.5)
         raise ServerError("the server does not empty its caches, since it is not idle")
 
-    def _send(self, input_ids: Sequence[int], num_new: int, custom: Mapping[str, Any]) -> http.client.HTTPConnection:
+    def _send(
+        self, input_ids: Sequence[int], num_new: int, custom: Mapping[str, Any], may_end: bool = False
+    ) -> http.client.HTTPConnection:
         connection = http.client.HTTPConnection(HOST, self._port, timeout=self._limit_s)
-        sampling = {"temperature": 0, "max_new_tokens": num_new, "ignore_eos": True, "custom_params": dict(custom)}
-        body = {"input_ids": list(input_ids), "sampling_params": sampling, "stream": True}
+        sampling = {"temperature": 0, "max_new_tokens": num_new, "ignore_eos": not may_end}
+        sampling["custom_params"] = dict(custom)
+        body = {"input_ids": list(input_ids), "sampling_params": sampling, "stream": True, **self._wall}
         connection.request("POST", "/generate", json.dumps(body), {"Content-Type": "application/json"})
         return connection
 

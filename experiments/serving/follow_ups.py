@@ -8,8 +8,8 @@ figure: on a busy machine compare arms, not times.
 
 - document: an 8K document, then short questions about it; 1 and 4 clients at once.
 - tools: 2K to 4K of new text a turn; 1 and 4 clients at once.
-- facts: 90 facts in a document, another one asked for in every turn: whether its line is among what the target was
-  given, whole, and whether the reply has its number (which is as much the target's skill as the rule's).
+- facts: 12 facts in a document of 4,200 tokens, another one asked for in every turn: whether its line is among what the
+  target was given, whole, and whether the reply is right (which is as much the target's skill as the rule's).
 - pool: what the draft's pool costs beside the target's, and what a follow-up costs whose text has left it.
 
 On a CPU it needs the stand-ins of tests/serving/support. Prints a line per part and arm with what it took, ends in one
@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import shlex
 import tempfile
 import urllib.request
@@ -38,6 +37,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
+from experiments.common.conversations import FAMILIES, make_conversation
 from experiments.common.environment import describe
 from experiments.common.report import print_report
 from experiments.common.script import run_script
@@ -50,8 +50,6 @@ DENSE, EARLIER, FREEZE, AFRESH, RECALL = "dense", "earlier", "freeze", "afresh",
 RULES = (FREEZE, AFRESH, RECALL)
 ARMS = (DENSE, *RULES, EARLIER)
 PARTS = ("document", "tools", "facts", "pool")
-_NAMES = ("Alice", "Bruno", "Chloe", "David", "Elena", "Felix", "Greta", "Hugo", "Irene", "Jonas")
-_COLOURS = ("red", "blue", "green", "amber", "black", "white", "violet", "silver", "brown")
 # All of them from the length on from which new text is pruned by default.
 _TOOL_TOKENS = (2200, 3000, 4000, 2500)
 
@@ -87,7 +85,9 @@ class Talk:
                 "outcome": report.get("outcome"),
             }
         )
-        self._history += answer.output_ids
+        # The mark that ends a reply comes with the next turn.
+        ended = len(answer.output_ids) and answer.output_ids[-1] in self._tokenizer.all_special_ids
+        self._history += answer.output_ids[:-1] if ended else answer.output_ids
         return answer
 
     @property
@@ -135,19 +135,6 @@ class Script:
     def text(self, num_tokens: int, number: int) -> str:
         return self._prompts.text(num_tokens, number)
 
-    def facts(self, number: int) -> tuple[str, list[tuple[str, str]]]:
-        """A document with 90 facts in it, each on a line of its own, and (line, question) of them in random order."""
-        rng = random.Random(number)
-        lines = [f"Document {number}:", *hide_fact(self.tokenizer, 2400, number).document.split("\n")]
-        facts = []
-        for name in _NAMES:
-            for colour in _COLOURS:
-                line = f"The {colour} code for {name} is {rng.randint(10000, 99999)}."
-                lines.insert(rng.randrange(1, len(lines) + 1), line)
-                facts.append((line, f"What is the {colour} code for {name}?"))
-        rng.shuffle(facts)
-        return "\n".join(lines), facts
-
     def span(self, ids: Sequence[int], line: str) -> tuple[int, int]:
         """Where a line stands in a prompt: the shortest run of tokens whose text has it."""
         text, ends = self._text(tuple(ids))
@@ -177,28 +164,28 @@ def timed_turns(arm: Arm, script: Script, num_clients: int, num_turns: int, tool
         return list(pool.map(one, range(num_clients)))
 
 
-def kept_lines(arm: Arm, script: Script, num_documents: int, num_turns: int) -> dict[str, Any]:
+def kept_lines(arm: Arm, script: Script, num_documents: int, num_turns: int, family: str) -> dict[str, Any]:
     """By turn, the shares of documents of which the target was given the line asked for, and of right replies."""
     held: list[list[bool]] = [[] for _ in range(num_turns)]
     right: list[list[bool]] = [[] for _ in range(num_turns)]
     num_kept: list[list[int]] = [[] for _ in range(num_turns)]
     for number in range(num_documents):
-        document, facts = script.facts(4000 + number)
-        first = script.chat(f"{document}\n\n{facts[0][1]}")
+        conversation = make_conversation(script.tokenizer, 4200, 12, 4000 + number, family)
+        first = script.chat(conversation.ask(0, [])[0]["content"])
         talk = Talk(arm, script.tokenizer, first)
         for turn in range(num_turns):
-            line = facts[turn][0]
-            answer = talk.ask(12, explain=True)
+            fact = conversation.facts[turn]
+            answer = talk.ask(24, may_end=True, explain=True)
             given = {
                 position
                 for start, stop in answer.meta_info["spec_stack"]["kept_spans"]
                 for position in range(start, stop)
             }
-            held[turn].append(set(range(*script.span(first, line))) <= given)
-            right[turn].append(line.rstrip(".").split()[-1] in script.tokenizer.decode(answer.output_ids))
-            num_kept[turn].append(talk.turns[-1]["kept"])
+            held[turn].append(set(range(*script.span(first, fact.text))) <= given)
+            right[turn].append(fact.answer in script.tokenizer.decode(answer.output_ids))
+            num_kept[turn].append(talk.turns[-1]["kept"] or talk.turns[-1]["prompt"])
             if turn + 1 < num_turns:
-                talk.go_on(facts[turn + 1][1])
+                talk.go_on(conversation.facts[turn + 1].question)
     shares = {name: [mean(turn) for turn in by_turn] for name, by_turn in (("held", held), ("right", right))}
     return {**shares, "kept": [mean(turn) for turn in num_kept], "num_documents": num_documents}
 
@@ -259,7 +246,7 @@ def run(options: argparse.Namespace, folder: Path, pair: tuple[str, str]) -> dic
     found: dict[str, dict[str, Any]] = {}
     with ExitStack() as servers:
         server = servers.enter_context(server_of(options, folder, pair, False))
-        client = Client(server.port)
+        client = Client(server.port, extra_key="follow-ups")
         customs = {DENSE: {"specprefill": False}, **{rule: {"follow_up": rule} for rule in RULES}}
         arms = {arm: Arm(client, customs[arm]) for arm in options.arms if arm != EARLIER}
         if EARLIER in options.arms:
@@ -274,7 +261,10 @@ def run(options: argparse.Namespace, folder: Path, pair: tuple[str, str]) -> dic
                 ARMS,
                 lambda arm, num=num: timed_turns(arm, script, num, options.tool_turns, True),
             )
-        parts["facts"] = RULES, lambda arm: kept_lines(arm, script, options.documents, options.fact_turns)
+        parts["facts"] = (
+            (DENSE, *RULES),
+            lambda arm: kept_lines(arm, script, options.documents, options.fact_turns, options.family),
+        )
         parts["pool"] = (RECALL,), lambda arm: fill_pool(arm, script, server.port, options.others)
         for arm in arms.values():
             arm.client.ask(script.document(300, 790), 8)
@@ -303,6 +293,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tool-turns", type=int, default=4, help="with tool output (default %(default)s)")
     parser.add_argument("--documents", type=int, default=20, help="with facts in them (default %(default)s)")
     parser.add_argument("--fact-turns", type=int, default=4, help="(default %(default)s)")
+    parser.add_argument("--family", choices=FAMILIES, default="codes", help="of facts (default %(default)s)")
     parser.add_argument("--others", type=int, default=12, help="most texts that fill the pool (default %(default)s)")
     parser.add_argument("--target", help="model folder or name (default: the embedded pair's)")
     parser.add_argument("--draft", help="model folder or name (default: the embedded pair's)")

@@ -119,7 +119,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "server.log"
         with SglangServer(launch, CPU_ENVIRONMENT, free_port(), log, 300) as server:
-            client = Client(server.port)
+            client = Client(server.port, extra_key="agents")
             for seed in (1, 2):
                 warm = tokenizer.apply_chat_template(hide_fact(tokenizer, 3000, seed).messages, tokenize=False)
                 client.ask(tokenizer(warm, add_special_tokens=False).input_ids, _NUM_NEW)

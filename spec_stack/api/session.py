@@ -95,7 +95,10 @@ class Session(Answering):
         return dropped_positions(held.held, len(held.token_ids))
 
     def num_continued(self, **prompt: Any) -> int:
-        """Tokens of the conversation where all of them are the beginning of a prompt; 0 where they are not.
+        """Tokens of the conversation that a prompt goes on from; 0 where it goes on from another one.
+
+        Those are all of them, or those up to where a client has written what came after the last question otherwise:
+        with its thoughts left out, or a call of a tool in other blanks.
 
         Parameters
         ----------
@@ -106,8 +109,12 @@ class Session(Answering):
         encoded = encode_prompt(pair.tokenizer, pair.vocab_size, PromptSource(**prompt), held.encoded)
         if held.unfinished is not None and held.unfinished.prompt_ids == encoded.token_ids:
             return len(encoded.token_ids)
-        num_held = len(held.token_ids)
-        return num_held if num_shared(held.token_ids, encoded.token_ids[:-1]) == num_held else 0
+        asked = held.encoded.question if held.encoded is not None else None
+        num_least = len(held.token_ids) if asked is None else asked[1]
+        num_continued = num_shared(held.token_ids, encoded.token_ids[:-1])
+        # A question that is asked again is no conversation: what comes back for it would change its answer.
+        is_asked_again = num_continued == len(encoded.token_ids) - 1 < len(held.token_ids)
+        return num_continued if num_continued >= num_least and not is_asked_again else 0
 
     def fork(self, config: SessionConfig | None = None) -> Session:
         """A session that goes on from here by itself; what both share is copied only when one of them goes on.

@@ -72,6 +72,11 @@ class ForcedCall:
     in_thought: bool = False
     name: ClassVar[str] = "a forced tool_choice"
 
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """What stands around a call, tokens of their own in many vocabularies."""
+        return tuple(mark for mark in (self.tools.opener, self.tools.closer) if mark)
+
     def compile(self, compiler: Any) -> Any:
         """Return the grammar of such an answer. Raises ValueError where the schemas make none."""
         from xgrammar import Grammar as Rules

@@ -17,14 +17,17 @@ from spec_stack.hf.answer_format import ForcedCall
 
 # Of compiled formats: who asks for many should not fill the memory with them.
 _MAX_CACHED_BYTES = 64 << 20
+# Tokens that a mark may begin with.
+_MOST_SPELLINGS = 16
 FORMATS = ("text", "json_object", "json_schema", "regex", "grammar")
 
 
 @dataclass(frozen=True)
 class SerializedFormat:
-    """A format that was compiled before, for the same tokenizer and end tokens."""
+    """A format that was compiled before, for the same tokenizer and end tokens, and its marks."""
 
     text: str
+    marks: tuple[str, ...] = ()
     name: ClassVar[str] = "response_format"
 
     def compile(self, compiler: Compiler) -> Any:
@@ -85,13 +88,16 @@ class Grammars:
         compiled = self._compiled(response_format, frozenset(end_ids))
         if compiled is None:
             return None
-        return Grammar(compiled, self._unspoken - frozenset(end_ids), self._vocab_size, num_prompt_tokens)
+        forbidden = self._unspoken - frozenset(end_ids)
+        return Grammar(
+            compiled, forbidden, self._vocab_size, num_prompt_tokens, self._ids_of(_marks_of(response_format))
+        )
 
     def serialized(self, response_format: object, end_ids: Collection[int]) -> SerializedFormat | None:
         """Compile a format in one process for another, which takes the result in its place; None where `compile` gives
         none. Raises ValueError as that does."""
         compiled = self._compiled(response_format, frozenset(end_ids))
-        return None if compiled is None else SerializedFormat(compiled.serialize_json())
+        return None if compiled is None else SerializedFormat(compiled.serialize_json(), _marks_of(response_format))
 
     def warm_up(self, end_ids: Collection[int]) -> None:
         """Do what the first format would wait for. Raises ValueError for a tokenizer that is foreign to xgrammar."""
@@ -130,12 +136,21 @@ class Grammars:
             self._compilers[end_ids] = Compiler(compiler, info)
         return self._compilers[end_ids]
 
+    def _ids_of(self, marks: Collection[str]) -> tuple[int, ...]:
+        """Those of these texts that are one token."""
+        added = getattr(self._tokenizer, "added_tokens_decoder", {})
+        return tuple(token_id for token_id, token in added.items() if token.content in marks and not token.special)
+
     @cached_property
     def _unspoken(self) -> frozenset[int]:
         """Special tokens, which have no text, and ids without a token."""
         added = getattr(self._tokenizer, "added_tokens_decoder", {})
         special = {token_id for token_id, token in added.items() if token.special}
         return frozenset(special) | frozenset(range(len(self._tokenizer), self._vocab_size))
+
+
+def _marks_of(response_format: object) -> tuple[str, ...]:
+    return response_format.marks if isinstance(response_format, SerializedFormat | ForcedCall) else ()
 
 
 def read_format(response_format: object) -> tuple[str, str]:
@@ -204,14 +219,23 @@ class Grammar:
         Width of the rows.
     num_prompt_tokens : int
         The text begins after them.
+    mark_ids : sequence of int
+        Tokens that are a whole mark: where little else may come, they do. Spelt in letters a mark reads alike, but a
+        model does not know it again in the next turn.
     """
 
     def __init__(
-        self, compiled: Any, forbidden: Collection[int], vocab_size: int, num_prompt_tokens: int, matcher: Any = None
+        self,
+        compiled: Any,
+        forbidden: Collection[int],
+        vocab_size: int,
+        num_prompt_tokens: int,
+        mark_ids: Sequence[int] = (),
+        matcher: Any = None,
     ) -> None:
         import xgrammar
 
-        self._compiled, self._forbidden = compiled, forbidden
+        self._compiled, self._forbidden, self._mark_ids = compiled, forbidden, mark_ids
         self._vocab_size = vocab_size
         self._num_prompt_tokens = num_prompt_tokens
         self._matcher = xgrammar.GrammarMatcher(compiled) if matcher is None else matcher
@@ -223,15 +247,18 @@ class Grammar:
 
     def fork(self) -> Grammar:
         """Another one, at the same place of the text."""
-        other = Grammar(
-            self._compiled, self._forbidden, self._vocab_size, self._num_prompt_tokens, self._matcher.fork()
-        )
+        other = self._made(self._matcher.fork())
         other._num_seen = self._num_seen
         return other
 
     def restart(self) -> Grammar:
         """Another one, at the beginning of the text."""
-        return Grammar(self._compiled, self._forbidden, self._vocab_size, self._num_prompt_tokens)
+        return self._made(None)
+
+    def _made(self, matcher: Any) -> Grammar:
+        return Grammar(
+            self._compiled, self._forbidden, self._vocab_size, self._num_prompt_tokens, self._mark_ids, matcher
+        )
 
     def mask(self, prefix_ids: Sequence[int], scores: torch.Tensor) -> torch.Tensor:
         """The scores (1, vocab), which are written on, with -inf for what may not come after these tokens."""
@@ -270,4 +297,23 @@ class Grammar:
         if self._allowed_after != self._num_seen:
             self._matcher.fill_next_token_bitmask(self._allowed)
             self._allowed_after = self._num_seen
+            self._take_mark()
         return True
+
+    def _take_mark(self) -> None:
+        """Where a mark or its spelling has to come, allow the mark alone."""
+        words = self._allowed[0].numpy()
+        for token_id in self._mark_ids:
+            word, bit = divmod(token_id, 32)
+            if int(words[word]) >> bit & 1 and _are_few(words):
+                words[:] = 0
+                # Words are signed.
+                words[word] = -(1 << 31) if bit == 31 else 1 << bit
+
+
+def _are_few(words: Any) -> bool:
+    """Return whether a mask allows no more tokens than a mark may begin with."""
+    occupied = words.nonzero()[0]
+    if len(occupied) > _MOST_SPELLINGS:
+        return False
+    return sum((int(words[at]) & 0xFFFFFFFF).bit_count() for at in occupied) <= _MOST_SPELLINGS

@@ -36,9 +36,9 @@ class SessionStore:
     def lend(self, client: str, prompt: EncodedPrompt) -> Iterator[Session]:
         """The session of this client that has dealt with the longest beginning of a prompt, else a new one.
 
-        A session is of use only where all that it holds is a beginning of the prompt, and only to the client whose it
-        is: what another one has written must not change an answer, nor how soon it comes. One in which an answer
-        failed is not kept.
+        A session is of use only where the prompt goes on from its last question, and only to the client whose it is:
+        what another one has written must not change an answer, nor how soon it comes. One in which an answer failed is
+        not kept.
         """
         session = self._take(client, prompt) or self._generator.session()
         try:

@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
+from experiments.common.conversations import make_conversation
 from experiments.serving.client import Answer
 from experiments.serving.follow_ups import Arm, Script, Talk, short
 
@@ -15,15 +16,13 @@ ASSETS = Path(__file__).resolve().parents[2] / "spec_stack" / "assets"
 
 def test_every_fact_is_found_where_it_stands_in_the_prompt() -> None:
     script = Script(AutoTokenizer.from_pretrained(ASSETS / "target"))
-    document, facts = script.facts(4000)
-    ids = script.chat(f"{document}\n\n{facts[0][1]}")
-    assert len({line for line, _ in facts}) == len(facts) == 90
-    for line, question in facts[::15]:
-        start, stop = script.span(ids, line)
+    conversation = make_conversation(script.tokenizer, 2000, 12, 4000, "mixed")
+    ids = script.chat(conversation.ask(0, [])[0]["content"])
+    for fact in conversation.facts[::5]:
+        start, stop = script.span(ids, fact.text)
         text = script.tokenizer.decode(ids[start:stop])
-        assert line in text
-        assert len(text) < len(line) + 12
-        assert question.removeprefix("What is ").rstrip("?") in line.replace("The", "the")
+        assert fact.text in text
+        assert len(text) < len(fact.text) + 12
 
 
 class _Echo:

@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LogitsProcessorList
+from transformers import AutoTokenizer, LogitsProcessorList
 
 from spec_stack import SpecStackGenerator
-from spec_stack.hf.structured import read_format
+from spec_stack.hf.answer_format import ForcedCall, ToolFormat
+from spec_stack.hf.loading import ASSETS
+from spec_stack.hf.structured import Grammars, read_format
 from tests.support import reference
 
 xgrammar = pytest.importorskip("xgrammar", reason="needs the extra `structured`")
@@ -144,6 +146,29 @@ def test_the_draft_keeps_to_the_grammar_and_certain_tokens_cost_it_nothing(embed
         assert record_size >= 1
     # Every proposed token had a forward of its own, but for those beside which nothing is allowed.
     assert len(sizes) <= result.metrics.num_proposed
+
+
+def test_a_forced_calls_marks_are_the_tokens_that_the_template_writes() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS / "target")
+    tokenizer.add_tokens(["<tool_call>", "</tool_call>"])
+    vocab_size, end_ids = len(tokenizer), [tokenizer.eos_token_id]
+    grammars = Grammars(tokenizer, vocab_size)
+    written = ToolFormat('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>")
+    schema = '{"type": "object", "properties": {"q": {"type": "string"}}, "required": ["q"]}'
+    ids = tokenizer('<tool_call>\n{"name": "f", "arguments": {"q": "<a"}}\n</tool_call>', add_special_tokens=False)
+    ids = ids.input_ids
+    marks = [tokenizer.convert_tokens_to_ids(mark) for mark in ("<tool_call>", "</tool_call>")]
+    assert [ids[0], ids[-1]] == marks
+    forced = ForcedCall(written, {"f": schema})
+    again = grammars.serialized(forced, end_ids)
+    for grammar in (grammars.compile(forced, end_ids, 0), grammars.compile(again, end_ids, 0)):
+        assert grammar is not None
+        for one in (grammar.restart().fork(), grammar):
+            allowed = [one.mask(ids[:at], torch.zeros(1, vocab_size))[0] > -torch.inf for at in range(len(ids))]
+            assert all(row[token_id] for row, token_id in zip(allowed, ids, strict=True))
+            assert [at for at, row in enumerate(allowed) if row[marks].any() and row.sum() == 1] == [0, len(ids) - 1]
+            # In the argument's text they are as good as any other.
+            assert max(int(row.sum()) for row in allowed) > 100
 
 
 def test_in_a_session_every_answer_begins_its_grammar_anew(embedded: SpecStackGenerator) -> None:

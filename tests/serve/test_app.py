@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from http.client import HTTPConnection
 from time import monotonic
 from typing import Any
@@ -12,8 +14,9 @@ from typing import Any
 import openai
 import pytest
 
-from spec_stack import SpecStackGenerator
+from spec_stack import PrefillConfig, SpecStackGenerator
 from spec_stack.serve.config import ServeConfig
+from spec_stack.serve.preparation import Nursery
 from tests.serve.conftest import Server
 
 Start = Callable[..., Server]
@@ -230,6 +233,35 @@ def test_a_prompt_is_tokenized_once_and_not_in_this_process(
             {"role": "user", "content": "Why?"},
         ]
     assert answer.usage.prompt_tokens_details.cached_tokens > 20
+
+
+@pytest.mark.parametrize("keep", ["1.0", "0.3"])
+def test_an_answer_that_its_client_has_written_otherwise_costs_that_answer_alone(
+    embedded: SpecStackGenerator, nursery: Nursery, keep: str
+) -> None:
+    config = replace(embedded.config, prefill=replace(PrefillConfig(), min_prompt_tokens=200, keep_rate=float(keep)))
+    generator = SpecStackGenerator(embedded.target, embedded.draft, embedded.tokenizer, config=config)
+    server = Server(generator, ServeConfig(), nursery)
+    try:
+        client = server.client()
+        document = "The shop opens at nine. It sells pens, paper and ink. " * 40
+        ask = partial(client.chat.completions.create, max_tokens=12, **GREEDY)
+        messages: list[Any] = [{"role": "user", "content": f"{document}\nWhat does it sell?"}]
+        first = ask(messages=messages)
+        again = ask(messages=messages)
+        assert again.choices[0].message.content == first.choices[0].message.content
+        assert again.usage.prompt_tokens_details.cached_tokens == 0
+        messages += [{"role": "assistant", "content": "Ink."}, {"role": "user", "content": "And when?"}]
+        longer = ask(messages=messages)
+        asked = generator.tokenizer.apply_chat_template(messages[:1], tokenize=True, return_dict=True)["input_ids"]
+        assert longer.usage.prompt_tokens_details.cached_tokens >= len(asked)
+        if keep == "1.0":
+            expected = generator.generate(messages=messages, max_tokens=12).text
+            assert longer.choices[0].message.content == expected
+        other = ask(messages=[{"role": "user", "content": f"{document}\nWhen does it open?"}])
+        assert other.usage.prompt_tokens_details.cached_tokens == 0
+    finally:
+        server.stop()
 
 
 def test_a_model_can_be_asked_about(start: Start) -> None:
