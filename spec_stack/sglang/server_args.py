@@ -19,8 +19,6 @@ ENVIRONMENT = "SPEC_STACK_SGLANG"
 NONE = "none"
 # Without the draft's signals these know nothing; `throughput` goes by acceptance alone then.
 SIGNAL_POLICIES = ("speckv", "confidence")
-# What was given stays where it is, in the radix cache too: rewriting what is behind is measured for sessions alone.
-_RECALL: dict[str, Any] = {"order": "written"}
 FOLLOW_UPS = ("recall", "freeze", "afresh")
 """Rules for the text of earlier turns. freeze: what was kept stays, what was dropped stays away. recall: the
 same, and what the new turn wants of the dropped text comes back. afresh: the whole prompt is selected anew, and nothing
@@ -73,7 +71,7 @@ class ServerConfig:
     )
     follow_up: str = option(FOLLOW_UPS[0], f"what becomes of the text of earlier turns: {', '.join(FOLLOW_UPS)}")
     recall: SessionConfig = field(
-        default_factory=lambda: SessionConfig(**_RECALL),
+        default_factory=SessionConfig,
         metadata={"help": "what comes back of dropped text under 'recall', with a session's options"},
     )
     draft_pool_tokens: int = option(
@@ -173,7 +171,7 @@ class ServerConfig:
             }
         recall = dict(_mapping("recall", values.pop("recall", {})))
         _refuse_unknown("recall.", recall, [entry.name for entry in fields(SessionConfig)])
-        return cls(prefill=PrefillConfig(**prefill), recall=SessionConfig(**{**_RECALL, **recall}), **values)
+        return cls(prefill=PrefillConfig(**prefill), recall=SessionConfig(**recall), **values)
 
     @classmethod
     def from_environment(cls) -> ServerConfig:
