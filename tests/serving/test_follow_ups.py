@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 import random
-import threading
+import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -229,18 +230,20 @@ def test_a_short_beginning_that_was_pruned_changes_no_selection(server: Server, 
 def test_a_question_does_not_wait_for_a_long_prompts_scoring(server: Server, reference: Reference) -> None:
     """The draft has little to read for it, so it is scored in the round whose prefill batch it goes into."""
     prompt, first = _first_turn(server, reference, 880)
-    long_prompt, ended = _document(reference, 3000, 881), []
+    question = [*prompt, *first["output_ids"], *_text(reference, 25, 882)]
+    ended: list[str] = []
 
-    def ask_long() -> None:
-        server.generate(long_prompt, 1, specprefill=True)
+    def ask_long(seed: int) -> None:
+        server.generate(_document(reference, 3000, seed), 1, specprefill=True)
         ended.append("long")
 
-    thread = threading.Thread(target=ask_long)
-    thread.start()
-    while not server.state()["num_waiting_for_their_score"]:
-        pass
-    reply = server.generate([*prompt, *first["output_ids"], *_text(reference, 25, 882)], 1, follow_up="recall")
-    ended.append("question")
-    thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(ask_long, seed) for seed in (881, 883, 884, 885)]
+        while server.state()["num_waiting_for_their_score"] < 2:
+            time.sleep(0.01)
+        reply = server.generate(question, 1, follow_up="recall")
+        ended.append("question")
+        for each in asked:
+            each.result()
     assert _report(reply)["num_draft_tokens"] < 60
-    assert ended == ["question", "long"]
+    assert ended[-1] == "long"
