@@ -477,7 +477,8 @@ class SessionConfig:
     order: WritingOrder = option(
         "position",
         "where what comes back is written: 'position' before the text behind all that was dropped (the last questions "
-        "and answers), which is prefilled again for it; 'written' after it, which costs less and is answered worse",
+        "and answers, 256 tokens at most), which is prefilled again for it; 'written' after it, which costs less and "
+        "is answered worse",
     )
     max_cached_tokens: int | None = option(
         None,

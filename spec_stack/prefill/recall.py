@@ -27,6 +27,8 @@ from spec_stack.types import Selection
 MOST_ASKING = 32
 """So many of the new text's last tokens ask for what was dropped: a question, or the end of it with the template's
 words."""
+MOST_REWRITTEN = 256
+"""Slots that are prefilled again behind what comes back, at most: the last questions and answers."""
 # Words of a question that stand so near to each other belong together; a word that occurs more than once in so many
 # units tells too little.
 _NEAR = 8
@@ -196,7 +198,8 @@ def order_slots(
     num_cached : int
         Tokens of earlier turns.
     order : {"position", "written"}
-        "position" ends what stays at the first slot behind all that was dropped; "written" keeps all of it.
+        "position" ends what stays at the first slot behind all that was dropped, or MOST_REWRITTEN slots ahead of the
+        end where that is nearer to it; "written" keeps all of it.
     owed : sequence of int
         Positions that were held, and have to be again.
 
@@ -209,6 +212,8 @@ def order_slots(
     if restored and order == "position":
         last_dropped = dropped_positions([*held, *owed], num_cached)[-1]
         num_staying = next((slot for slot, position in enumerate(held) if position > last_dropped), num_staying)
+        # After many turns of which nothing was dropped, all of them would stand behind it.
+        num_staying = max(num_staying, len(held) - MOST_REWRITTEN)
     return num_staying, sorted([*held[num_staying:], *restored, *owed])
 
 

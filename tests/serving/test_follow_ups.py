@@ -40,8 +40,9 @@ def _with_recalled(given: Sequence[int], recalled: Iterable[int], num_old: int) 
     if not recalled:
         return list(given)
     last_dropped = max(set(range(num_old)) - set(given))
-    stays = list(itertools.takewhile(lambda position: position < last_dropped, given))
-    return [*stays, *sorted([*given[len(stays) :], *recalled])]
+    num_before = len(list(itertools.takewhile(lambda position: position < last_dropped, given)))
+    num_staying = max(num_before, len(given) - 256)
+    return [*given[:num_staying], *sorted([*given[num_staying:], *recalled])]
 
 
 def _document(reference: Reference, num_tokens: int, seed: int) -> list[int]:
