@@ -12,7 +12,6 @@ Seconds are those of one cost ratio for all precisions, so that what differs is 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,7 +25,7 @@ from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
 from experiments.policies.reproduce import PAPER_CORRELATIONS
 from experiments.policies.simulate_texts import QWEN_VERIFY_MS, read_costs
-from experiments.policies.simulated_pair import Costs, Run, Text, read_texts, run_texts
+from experiments.policies.simulated_pair import Costs, Run, Text, read_rows, read_texts, run_texts
 from spec_stack.controller.base import StepRecord
 from spec_stack.controller.registry import make_policy
 
@@ -38,19 +37,11 @@ _DRAWS = 2000
 
 def read_common(files: Mapping[str, Path]) -> dict[str, list[Text]]:
     """Return every precision's texts of the prompts that all files have. Raises ValueError where there are none."""
-    texts = {name: read_texts([path]) for name, path in files.items()}
-    prompts = {name: [tuple(row["prompt"]) for row in _rows(path) if row["text"]] for name, path in files.items()}
-    common = set.intersection(*map(set, prompts.values()))
+    prompts = [{tuple(row["prompt"]) for row in read_rows(path)} for path in files.values()]
+    common = set.intersection(*prompts)
     if not common:
         raise ValueError("the files have no prompt in common: record the same ones at every precision")
-    return {
-        name: [text for text, prompt in zip(found, prompts[name], strict=True) if prompt in common]
-        for name, found in texts.items()
-    }
-
-
-def _rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return {name: read_texts([path], common) for name, path in files.items()}
 
 
 def runs_of(texts: Sequence[Text], costs: Costs) -> dict[int, list[Run]]:

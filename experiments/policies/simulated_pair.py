@@ -8,7 +8,7 @@ itself takes to compute is not counted.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,13 +82,19 @@ class Text:
         return [row[2] == token_id for row, token_id in zip(self.draft_rows, self.text_ids, strict=True)]
 
 
-def read_texts(paths: Sequence[Path]) -> list[Text]:
-    """The texts of some files. Raises ValueError naming a file that is none or holds none."""
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """A file's texts as they were recorded, without the empty ones."""
+    return [row for row in map(json.loads, path.read_text(encoding="utf-8").splitlines()) if row["text"]]
+
+
+def read_texts(paths: Sequence[Path], prompts: Collection[tuple[int, ...]] | None = None) -> list[Text]:
+    """The texts of some files, or of these prompts in them. Raises ValueError naming a file that is none or holds
+    none."""
     texts = []
     for path in paths:
         try:
-            rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-            texts += [Text.parse(row) for row in rows if row["text"]]
+            rows = [row for row in read_rows(path) if prompts is None or tuple(row["prompt"]) in prompts]
+            texts += [Text.parse(row) for row in rows]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"cannot read texts from {path}: {error!r}; record_texts.py makes such files") from error
     if len(texts) < 2:

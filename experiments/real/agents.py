@@ -151,6 +151,18 @@ def prefilled_of(rows: Rows, row: Mapping[str, Any]) -> int:
     return int(row["num_kept_tokens"] - before.get("num_kept_tokens", 0) + row["num_rewritten_tokens"])
 
 
+def compare(kind: str, seconds: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    """Print and return the ratios of some turns' first tokens to another arm's: median, least and most."""
+    ratios = [one / other for one, other in seconds]
+    sums = [sum(pair[side] for pair in seconds) for side in (0, 1)]
+    middle, least, most = median(ratios), min(ratios), max(ratios)
+    print(
+        f"{kind:28s} n={len(ratios):3d}  TTFT {middle:5.2f} of dense [{least:.2f}, {most:.2f}], "
+        f"in all {sums[0]:.1f} s of {sums[1]:.1f} s"
+    )
+    return {"n": len(ratios), "ttft_ratio": [middle, least, most], "sum_s": sums}
+
+
 def report_of(rows: Rows) -> dict[str, Any]:
     """Print the ratios to the dense target, by kind of turn: median, least and most."""
     pairs = rows.pairs(SESSION, KEPT)
@@ -166,20 +178,10 @@ def report_of(rows: Rows) -> dict[str, Any]:
     for name, found in kinds.items():
         if not found:
             continue
-        ratios = [one["ttft_s"] / other["ttft_s"] for one, other in found]
-        sums = [sum(pair[side]["ttft_s"] for pair in found) for side in (0, 1)]
-        report[name] = {
-            "n": len(found),
-            "ttft_ratio": [median(ratios), min(ratios), max(ratios)],
-            "sum_s": sums,
-            "prefilled": sum(prefilled_of(rows, one) for one, _ in found),
-        }
-        middle, least, most = report[name]["ttft_ratio"]
-        print(
-            f"{name:28s} n={len(found):3d}  TTFT {middle:5.2f} of dense [{least:.2f}, {most:.2f}], "
-            f"in all {sums[0]:.1f} s of {sums[1]:.1f} s"
-        )
-    lost = sum(row["system_tokens_lost"] for arm in (SESSION, f"cold {SESSION}") for row in rows.of_arm(arm).values())
+        report[name] = compare(name, [(one["ttft_s"], other["ttft_s"]) for one, other in found])
+        report[name]["prefilled"] = sum(prefilled_of(rows, one) for one, _ in found)
+    pruning = (SESSION, f"cold {SESSION}", "retried")
+    lost = sum(row["system_tokens_lost"] for arm in pruning for row in rows.of_arm(arm).values())
     restored = sum(row["num_restored_tokens"] for row in rows.of_arm(SESSION).values())
     print(f"tokens of system messages and schemas that were dropped: {lost}; tokens restored: {restored}")
     return {"kinds": report, "system_tokens_lost": lost, "restored": restored}

@@ -17,7 +17,6 @@ import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from transformers import AutoTokenizer
@@ -25,7 +24,7 @@ from transformers import AutoTokenizer
 from experiments.common.environment import describe
 from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
-from experiments.real.agents import TOOLS, shared_tokens, turns_of
+from experiments.real.agents import TOOLS, compare, shared_tokens, turns_of
 from experiments.serving.client import Answer, Client
 from experiments.serving.server import CPU_ARGUMENTS, CPU_ENVIRONMENT, SglangServer, free_port
 from spec_stack.cli.demo import hide_fact
@@ -85,14 +84,7 @@ def summarise(found: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]]) ->
         cold, dense_cold = (arms[f"cold {arm}"][0]["ttft_s"] for arm in (DEFAULT, DENSE))
         kinds.setdefault("cold, whole conversation", []).append((cold, dense_cold))
         kinds.setdefault("retried, over a cold turn", []).append((arms["retried"][0]["ttft_s"], cold))
-    report = {}
-    for kind, pairs in kinds.items():
-        ratios = [one / other for one, other in pairs]
-        report[kind] = {"n": len(pairs), "ttft_ratio": [median(ratios), min(ratios), max(ratios)]}
-        report[kind]["sum_s"] = [sum(pair[side] for pair in pairs) for side in (0, 1)]
-        print(
-            f"{kind:28s} n={len(pairs):3d}  TTFT {median(ratios):5.2f} of dense [{min(ratios):.2f}, {max(ratios):.2f}]"
-        )
+    report = {kind: compare(kind, pairs) for kind, pairs in kinds.items()}
     lost = sum(row["system_tokens_lost"] for arms in found.values() for rows in arms.values() for row in rows)
     print(f"tokens of system messages and schemas that were dropped: {lost}")
     return {"kinds": report, "system_tokens_lost": lost}

@@ -239,12 +239,11 @@ def ttft(generator: SpecStackGenerator, ids: list[int], is_sparse: bool, timer: 
 
 def _draft_pass(generator: SpecStackGenerator, ids: list[int], timer: Timer) -> float:
     """The draft alone over a prompt, in its own tokens, as scoring asks for it."""
-    pair = generator.pair
-    tokenization, _ = pair.tokenize_for_draft(ids)
-    own_ids = ids if tokenization is None else list(tokenization.token_ids)
-    config = generator.config.prefill
+    pair, config = generator.pair, generator.config.prefill
     if not needs_attention(config.scorer):
         return 0.0
+    tokenization, _ = pair.tokenize_for_draft(ids)
+    own_ids = ids if tokenization is None else list(tokenization.token_ids)
     index = pair.open_index(config.prefill_chunk)
     window = config.window_for(len(ids))
     began = timer()

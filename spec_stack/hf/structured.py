@@ -274,15 +274,8 @@ class Grammar:
         """The one token that may come after these, where no other may."""
         if not self._advance(prefix_ids):
             return None
-        words = self._allowed[0].numpy()
-        occupied = words.nonzero()[0]
-        if len(occupied) != 1:
-            return None
-        bits = int(words[occupied[0]]) & 0xFFFFFFFF
-        if bits & (bits - 1):
-            return None
-        token_id = int(occupied[0]) * 32 + bits.bit_length() - 1
-        return None if token_id in self._forbidden else token_id
+        allowed = self._few_allowed()
+        return allowed[0] if len(allowed) == 1 and allowed[0] not in self._forbidden else None
 
     def _advance(self, prefix_ids: Sequence[int]) -> bool:
         """Take in the tokens not seen yet, and find what may follow; False after the end of the text."""
@@ -302,18 +295,21 @@ class Grammar:
 
     def _take_mark(self) -> None:
         """Where a mark or its spelling has to come, allow the mark alone."""
-        words = self._allowed[0].numpy()
+        if not self._mark_ids:
+            return
+        allowed = self._few_allowed()
         for token_id in self._mark_ids:
-            word, bit = divmod(token_id, 32)
-            if int(words[word]) >> bit & 1 and _are_few(words):
+            if token_id in allowed:
+                words = self._allowed[0].numpy()
                 words[:] = 0
                 # Words are signed.
-                words[word] = -(1 << 31) if bit == 31 else 1 << bit
+                words[token_id // 32] = -(1 << 31) if token_id % 32 == 31 else 1 << token_id % 32
 
-
-def _are_few(words: Any) -> bool:
-    """Return whether a mask allows no more tokens than a mark may begin with."""
-    occupied = words.nonzero()[0]
-    if len(occupied) > _MOST_SPELLINGS:
-        return False
-    return sum((int(words[at]) & 0xFFFFFFFF).bit_count() for at in occupied) <= _MOST_SPELLINGS
+    def _few_allowed(self) -> list[int]:
+        """The tokens that may come next, where they are no more than a mark may begin with; else none."""
+        words = self._allowed[0].numpy()
+        occupied = words.nonzero()[0]
+        if len(occupied) > _MOST_SPELLINGS:
+            return []
+        allowed = [32 * int(at) + bit for at in occupied for bit in range(32) if int(words[at]) >> bit & 1]
+        return allowed if len(allowed) <= _MOST_SPELLINGS else []

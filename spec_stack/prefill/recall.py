@@ -16,7 +16,7 @@ from itertools import zip_longest
 
 import torch
 
-from spec_stack.config import PrefillConfig, SessionConfig, WritingOrder
+from spec_stack.config import MOST_REWRITTEN, PrefillConfig, SessionConfig, WritingOrder
 from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.rule import Evidence
 from spec_stack.prefill.rules.anchors import MAX_OCCURRENCES, ByAnchors, add_votes
@@ -27,8 +27,6 @@ from spec_stack.types import Selection
 MOST_ASKING = 32
 """So many of the new text's last tokens ask for what was dropped: a question, or the end of it with the template's
 words."""
-MOST_REWRITTEN = 256
-"""Slots that are prefilled again behind what comes back, at most: the last questions and answers."""
 # Words of a question that stand so near to each other belong together; a word that occurs more than once in so many
 # units tells too little.
 _NEAR = 8

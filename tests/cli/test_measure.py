@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from spec_stack import SpecStackConfig, SpecStackGenerator
+from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
 from spec_stack.cli import measure as measuring
 from spec_stack.cli.doctor import diagnose
 from spec_stack.cli.main import main
@@ -95,6 +95,28 @@ def test_a_pair_is_run_in_a_moment(embedded: SpecStackGenerator, monkeypatch: py
     assert list(measured.plain) == list(measured.drafted) == ["code"]
     assert measured.num_proposed >= measured.num_accepted
     assert lines(measured)[-1].startswith(("worth it", "not worth it"))
+
+
+def test_the_drafts_pass_is_of_the_layers_that_scoring_asks_for_and_none_where_words_decide(
+    embedded: SpecStackGenerator,
+) -> None:
+    behind: list[int] = []
+    hook = embedded.draft.model.layers[1].input_layernorm.register_forward_hook(lambda *_: behind.append(1))
+    found = {}
+    for name, changes in (
+        ("all", {}),
+        ("first", {"scoring_heads": ((0, 0),), "head_vote": "share"}),
+        ("words", {"scorer": "bm25"}),
+    ):
+        prefill = replace(PrefillConfig(), **changes)
+        generator = SpecStackGenerator(
+            embedded.target, embedded.draft, embedded.tokenizer, config=SpecStackConfig(prefill)
+        )
+        behind.clear()
+        ticks = count()
+        found[name] = measuring._draft_pass(generator, [5] * 40, lambda ticks=ticks: float(next(ticks))), bool(behind)
+    hook.remove()
+    assert found == {"all": (1.0, True), "first": (1.0, False), "words": (0.0, False)}
 
 
 def test_a_window_of_longer_prompts_than_those_that_are_run_is_told(

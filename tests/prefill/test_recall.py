@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from spec_stack.prefill.recall import MOST_REWRITTEN, order_slots
+from spec_stack.config import MOST_REWRITTEN
+from spec_stack.prefill.recall import order_slots
 from tests.support.reference_session import slots_with_restored
 
 

@@ -238,13 +238,14 @@ def test_a_question_does_not_wait_for_a_long_prompts_scoring(server: Server, ref
         server.generate(_document(reference, 3000, seed), 1, specprefill=True)
         ended.append("long")
 
-    with ThreadPoolExecutor(4) as pool:
-        asked = [pool.submit(ask_long, seed) for seed in (881, 883, 884, 885)]
-        while server.state()["num_waiting_for_their_score"] < 2:
+    with ThreadPoolExecutor(6) as pool:
+        asked = [pool.submit(ask_long, seed) for seed in range(883, 889)]
+        while server.state()["num_waiting_for_their_score"] < 4 and not all(each.done() for each in asked):
             time.sleep(0.01)
         reply = server.generate(question, 1, follow_up="recall")
         ended.append("question")
         for each in asked:
             each.result()
     assert _report(reply)["num_draft_tokens"] < 60
-    assert ended[-1] == "long"
+    # Those that were as good as done may end before it does.
+    assert ended.index("question") <= 2
