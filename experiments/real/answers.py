@@ -62,13 +62,14 @@ class Target:
         self.end_ids = frozenset(end_token_ids(self.model))
 
     @torch.inference_mode()
-    def prefill(self, token_ids: Sequence[int], positions: Sequence[int]) -> Prefilled:
-        """Go over some tokens of a prompt."""
-        cache = DynamicCache(config=self.model.config)
+    def prefill(self, token_ids: Sequence[int], positions: Sequence[int], cache: Any = None) -> Prefilled:
+        """Go over some tokens of a prompt; `cache` holds those before, where there are some."""
+        cache = DynamicCache(config=self.model.config) if cache is None else cache
+        held = cache.get_seq_length()
         made = self.model(
             torch.tensor([[token_ids[position] for position in positions]]),
             # Without a mask transformers takes gaps between positions for several texts in one row.
-            attention_mask=torch.ones(1, len(positions), dtype=torch.long),
+            attention_mask=torch.ones(1, held + len(positions), dtype=torch.long),
             position_ids=torch.tensor([list(positions)]),
             past_key_values=cache,
             logits_to_keep=1,

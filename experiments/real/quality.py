@@ -1,0 +1,213 @@
+"""LongBench by its own metrics: what a target answers from what a rule kept, over what it answers from everything.
+
+Arms: dense; dense in another rounding (the last tokens in a pass of their own, as behind a kept prefix), which says
+how much a score moves by nothing; random lines and BM25 at 0.2; the default and a calibration at several keep rates.
+The draft goes over every prompt once, and what it captured is kept (captures.py); the target goes over the kept tokens
+at their own positions by transformers alone, greedily; the arms of a prompt decode side by side. Answers are as long as
+LongBench lets them be, or `--max-tokens` where that is less. A row is printed after every prompt; a run goes on where
+it ended. Intervals: 95 %, by drawing prompts again, paired with dense. Ends in one JSON line.
+
+    python -m experiments.real.quality dev.jsonl --target TARGET --draft DRAFT --captures FOLDER --rows ROWS.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from time import process_time
+from typing import Any
+
+import numpy as np
+import torch
+
+from experiments.common.environment import describe, note_pair
+from experiments.common.report import add_out_argument, print_report
+from experiments.common.script import run_script
+from experiments.real.answers import DENSE, Prefilled, Target
+from experiments.real.captures import Encoded, kept_positions, read, write
+from experiments.real.longbench import LongBenchTask, read_tasks, score
+from experiments.real.rows import Rows, add_row_arguments
+from spec_stack import PrefillConfig
+from spec_stack.calibrate.judged import attend
+from spec_stack.engine.pair import ModelPair
+from spec_stack.hf.loading import load_tokenizer
+from spec_stack.hf.prompt import PromptSource, encode_prompt
+from spec_stack.prefill.attention import CapturedAttention
+from spec_stack.prefill.calibration import Calibration
+from spec_stack.tokenizers.pieces import Pieces
+
+NOISE, RANDOM = "dense, other rounding", "random 0.2"
+_SECOND_PASS = 256
+_DRAWS = 4000
+
+
+def arms_of(calibration: Path | None) -> dict[str, PrefillConfig | None]:
+    """What each arm keeps; None: everything."""
+    default = PrefillConfig()
+    at_0_2 = replace(default, keep_rate=0.2)
+    found: dict[str, PrefillConfig | None] = {DENSE: None, NOISE: None, RANDOM: at_0_2}
+    found["BM25 0.2"] = replace(at_0_2, scorer="bm25")
+    found |= {f"default {rate}": replace(default, keep_rate=rate) for rate in (0.1, 0.2, 0.3)}
+    if calibration:
+        chosen = replace(Calibration.load(calibration).apply(), draft_window=None)
+        found |= {f"calibrated {rate}": replace(chosen, keep_rate=rate) for rate in (0.1, 0.2)}
+    return found
+
+
+def encode(tokenizer: Any, task: LongBenchTask) -> Encoded:
+    """A prompt as LongBench asks it: as a user's message, or as plain text."""
+    messages = None if task.is_raw else [{"role": "user", "content": task.prompt}]
+    made = encode_prompt(
+        tokenizer, len(tokenizer), PromptSource(prompt=task.prompt if task.is_raw else None, messages=messages)
+    )
+    return Encoded(made.token_ids, made.question, (), Pieces(tokenizer).of(made.token_ids))
+
+
+def capture(arguments: argparse.Namespace, tasks: Sequence[LongBenchTask]) -> None:
+    """Pass the draft over the prompts that it has not been over."""
+    left = [task for task in tasks if not file_of(arguments.captures, task).exists()]
+    if not left:
+        return
+    arguments.captures.mkdir(parents=True, exist_ok=True)
+    precision = arguments.precision
+    pair = ModelPair.load(
+        arguments.target, arguments.draft, precision=precision, draft_precision=precision, target_weights=False
+    )
+    for task in left:
+        began, token_ids = process_time(), encode(pair.tokenizer, task).token_ids
+        tokenization, problem = pair.tokenize_for_draft(token_ids)
+        if problem:
+            raise ValueError(f"the draft cannot score prompts: {problem}")
+        write(file_of(arguments.captures, task), attend(pair, token_ids, tokenization))
+        print(f"{task.name:24s} captured  {len(token_ids)} tokens  {process_time() - began:.0f} CPU s", flush=True)
+
+
+def file_of(folder: Path, task: LongBenchTask) -> Path:
+    return folder / f"{task.name}.safetensors"
+
+
+def _random(attention: CapturedAttention, config: PrefillConfig) -> torch.Tensor:
+    num_tokens = len(attention.importance(config))
+    return torch.rand(num_tokens, generator=torch.Generator().manual_seed(num_tokens))
+
+
+def prefill(target: Target, encoded: Encoded, captures: Path, arms: Mapping[str, PrefillConfig | None]) -> list[Any]:
+    """The target over what each arm keeps, and how many tokens that is."""
+    looks, ids, made = read(captures), encoded.token_ids, {}
+    for name, config in arms.items():
+        if config is not None:
+            importance = _random if name == RANDOM else CapturedAttention.importance
+            positions = kept_positions(encoded, looks, config, importance)
+            made[name] = (target.prefill(ids, positions), len(positions))
+        elif name == NOISE:
+            made[name] = (_again(target, encoded, made[DENSE][0]), len(ids))
+        else:
+            made[name] = (target.prefill(ids, range(len(ids))), len(ids))
+    return list(made.values())
+
+
+def _again(target: Target, encoded: Encoded, dense: Prefilled) -> Prefilled:
+    """The same prompt, its last tokens in a pass of their own."""
+    start = max(1, len(encoded.token_ids) - _SECOND_PASS)
+    cache = copy.deepcopy(dense.cache)
+    cache.crop(start - len(encoded.token_ids))
+    return target.prefill(encoded.token_ids, range(start, len(encoded.token_ids)), cache)
+
+
+def run(arguments: argparse.Namespace, tasks: Sequence[LongBenchTask], rows: Rows, names: Sequence[str]) -> None:
+    """Answer what is left of the prompts."""
+    tokenizer, target = load_tokenizer(str(arguments.target)), Target(arguments.target, arguments.precision)
+    every = arms_of(arguments.calibration)
+    for task in tasks:
+        left = {name: every[name] for name in names if (task.name, name) not in rows}
+        if NOISE in left:
+            left = {DENSE: None} | left
+        if not left or not rows.has_time:
+            continue
+        began, encoded = process_time(), encode(tokenizer, task)
+        prefilled = prefill(target, encoded, file_of(arguments.captures, task), left)
+        most = min(task.max_tokens, arguments.max_tokens)
+        answers = target.decode([arm for arm, _ in prefilled], most)
+        for name, (_, num_kept), answer in zip(left, prefilled, answers, strict=True):
+            text = tokenizer.decode(answer, skip_special_tokens=True)
+            if (task.name, name) not in rows:
+                found = {"task": task.task, "num_tokens": len(encoded.token_ids), "num_kept": num_kept}
+                rows.add(task.name, name, {**found, "score": round(score(task, text), 4), "text": text})
+        told = "  ".join(f"{name} {rows.of_arm(name)[task.name]['score']:.2f}" for name in left)
+        print(f"{task.name:24s}{told}  {process_time() - began:.0f} CPU s", flush=True)
+
+
+def summary(rows: Rows, names: Sequence[str]) -> dict[str, Any]:
+    """Mean scores by arm and task, each arm over dense, paired."""
+    report: dict[str, Any] = {}
+    for name in names:
+        pairs = rows.pairs(DENSE, name)
+        if not pairs:
+            continue
+        scores = np.array([[dense["score"], row["score"]] for dense, row in pairs])
+        drawn = scores[np.random.default_rng(0).integers(len(scores), size=(_DRAWS, len(scores)))].mean(1)
+        over, ratio = np.percentile(drawn[:, 1] - drawn[:, 0], [2.5, 97.5]), scores[:, 1].mean() / scores[:, 0].mean()
+        ratios = np.percentile(drawn[:, 1] / drawn[:, 0], [2.5, 97.5])
+        by_task = {
+            task: [
+                sum(row["task"] == task for _, row in pairs),
+                round(float(np.mean([row["score"] for _, row in pairs if row["task"] == task])), 3),
+            ]
+            for task in sorted({row["task"] for _, row in pairs})
+        }
+        report[name] = {
+            "n": len(pairs),
+            "score": round(float(scores[:, 1].mean()), 4),
+            "over_dense": [round(float(each), 4) for each in (scores[:, 1].mean() - scores[:, 0].mean(), *over)],
+            "share_of_dense": [round(float(each), 3) for each in (ratio, *ratios)],
+            "kept": round(sum(row["num_kept"] for _, row in pairs) / sum(row["num_tokens"] for _, row in pairs), 3),
+            "same_text": sum(dense["text"] == row["text"] for dense, row in pairs),
+            "by_task": by_task,
+        }
+        share = "{:.3f} [{:.3f}, {:.3f}]".format(*report[name]["share_of_dense"])
+        tasks = "  ".join(f"{task} {mean:.2f} ({n})" for task, (n, mean) in by_task.items())
+        print(f"{name:22s} n={len(pairs):3d}  score {scores[:, 1].mean():.3f}  of dense {share}  {tasks}")
+    return report
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", type=Path, help="file of LongBench's prompts")
+    parser.add_argument("--target", type=Path, required=True, help="folder of the target")
+    parser.add_argument("--draft", type=Path, required=True, help="folder of the draft")
+    parser.add_argument("--captures", type=Path, required=True, help="folder for what the draft captures")
+    parser.add_argument("--calibration", type=Path, help="a calibration's file or folder, for two more arms")
+    parser.add_argument("--arms", nargs="+", help="arms to run, dense first (default: all)")
+    parser.add_argument("--from-tokens", type=int, default=0, help="pass over shorter prompts")
+    parser.add_argument("--to-tokens", type=int, default=4096, help="longest prompt (%(default)s)")
+    parser.add_argument("--precision", choices=["fp32", "bf16"], default="bf16")
+    parser.add_argument("--max-tokens", type=int, default=512, help="longest answer (%(default)s)")
+    parser.add_argument("--threads", type=int, default=1, help="torch threads (%(default)s)")
+    add_row_arguments(parser)
+    add_out_argument(parser)
+    arguments = parser.parse_args()
+    note_pair(str(arguments.target), str(arguments.draft))
+    known = list(arms_of(arguments.calibration))
+    names = arguments.arms or known
+    if unknown := set(names) - set(known):
+        raise ValueError(f"no such arms: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    fitting = [task for task in read_tasks(arguments.data) if arguments.from_tokens <= task.num_tokens]
+    tasks = sorted((task for task in fitting if task.num_tokens <= arguments.to_tokens), key=lambda it: it.num_tokens)
+    tasks = tasks[: arguments.limit]
+    rows = Rows(arguments.rows, arguments.minutes)
+    left = [task for task in tasks if any((task.name, name) not in rows for name in names)]
+    if left:
+        torch.set_num_threads(arguments.threads)
+        capture(arguments, left)
+        run(arguments, left, rows, names)
+    num_left = sum((task.name, name) not in rows for task in tasks for name in names)
+    lengths = {"from_tokens": arguments.from_tokens, "to_tokens": arguments.to_tokens}
+    report = {"experiment": "longbench", **describe(), **lengths, "max_tokens": arguments.max_tokens}
+    print_report({**report, "num_left": num_left, "arms": summary(rows, names)}, arguments.out)
+
+
+if __name__ == "__main__":
+    run_script(main)
