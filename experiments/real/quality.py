@@ -149,8 +149,11 @@ def summary(rows: Rows, names: Sequence[str]) -> dict[str, Any]:
             continue
         scores = np.array([[dense["score"], row["score"]] for dense, row in pairs])
         drawn = scores[np.random.default_rng(0).integers(len(scores), size=(_DRAWS, len(scores)))].mean(1)
-        over, ratio = np.percentile(drawn[:, 1] - drawn[:, 0], [2.5, 97.5]), scores[:, 1].mean() / scores[:, 0].mean()
-        ratios = np.percentile(drawn[:, 1] / drawn[:, 0], [2.5, 97.5])
+        over, ratio = (
+            np.percentile(drawn[:, 1] - drawn[:, 0], [2.5, 97.5]),
+            scores[:, 1].mean() / max(1e-9, scores[:, 0].mean()),
+        )
+        ratios = np.percentile(drawn[:, 1] / np.maximum(drawn[:, 0], 1e-9), [2.5, 97.5])
         by_task = {
             task: [
                 sum(row["task"] == task for _, row in pairs),
