@@ -1,8 +1,9 @@
 """Where the committed results come from, and which of them are stale.
 
 A result is stale where it was made with another pair than today's embedded one, or where its script has changed since
-the commit it was made at. Lists all of experiments/results; --write puts the table into docs/results.md, --stale prints
-the names of stale ones alone, and ends with status 1 if there are any.
+the commit it was made at. Lists all of experiments/results; --write puts the table into docs/results-sources.md and the
+rows of headlines.py into docs/results.md, --stale prints the names of stale ones alone, and ends with status 1 if there
+are any.
 
     python -m experiments.common.results [--write] [--stale]
 """
@@ -18,11 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from experiments.common import headlines
 from experiments.common.environment import pair_fingerprint
 from experiments.common.script import run_script
 
 ROOT = Path(__file__).parents[2]
-RESULTS, RUNS, PAGE = ROOT / "experiments" / "results", ROOT / "experiments" / "runs", ROOT / "docs" / "results.md"
+RESULTS, RUNS = ROOT / "experiments" / "results", ROOT / "experiments" / "runs"
+PAGE, SOURCES = ROOT / "docs" / "results.md", ROOT / "docs" / "results-sources.md"
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 # In these the embedded pair's weights have no part: random models, models of their own, published records, encoding.
 _OF_NO_PAIR = frozenset(
@@ -117,12 +120,19 @@ def table(results: list[Result]) -> str:
     return "\n".join(lines)
 
 
-def with_table(page: str, results: list[Result]) -> str:
-    """The page with the table between its marks. Raises ValueError where it has none."""
+def pages(results: list[Result]) -> dict[Path, str]:
+    """The two pages as they ought to be."""
+    rows = headlines.table({each.name: each.commit for each in results})
+    tables = {PAGE: rows, SOURCES: table(results)}
+    return {path: with_table(path.read_text(encoding="utf-8"), own) for path, own in tables.items()}
+
+
+def with_table(page: str, rows: str) -> str:
+    """A page with a table between its marks. Raises ValueError where it has none."""
     if page.count(BEGIN) != 1 or page.count(END) != 1:
         raise ValueError(f"the page must hold {BEGIN} and {END} once each")
     before, rest = page.split(BEGIN)
-    return f"{before}{BEGIN}\n{table(results)}\n{END}{rest.split(END)[1]}"
+    return f"{before}{BEGIN}\n{rows}\n{END}{rest.split(END)[1]}"
 
 
 def _command_of(name: str, experiment: str, command: str) -> str:
@@ -167,7 +177,7 @@ def _git_output(*arguments: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="renew the table of docs/results.md")
+    parser.add_argument("--write", action="store_true", help="renew the tables of the two pages")
     parser.add_argument("--stale", action="store_true", help="print the names of stale results")
     arguments = parser.parse_args()
     results, pair = read_all(), pair_fingerprint()
@@ -175,7 +185,8 @@ def main() -> None:
         for path in sorted(RESULTS.glob("*.json")):
             note_where_recorded(path)
         results = read_all()
-        PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), results), encoding="utf-8")
+        for path, text in pages(results).items():
+            path.write_text(text, encoding="utf-8")
     stale = {each.name: reason for each in results if (reason := each.why_stale(pair))}
     if arguments.stale:
         print("\n".join(f"{name}: {reason}" for name, reason in stale.items()))

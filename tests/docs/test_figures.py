@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from experiments.common import plot_overview, results
+from experiments.common import headlines, plot_overview, results
 from spec_stack.prefill.calibration import Calibration
 from tests.support.pages import ROOT
 
@@ -47,7 +47,7 @@ def replayed() -> list[str]:
 
 @pytest.mark.parametrize("figures", [latency, decoding, on_other_prompts, replayed])
 def test_the_page_of_results_shows_the_committed_figures(figures: Any) -> None:
-    text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "results-embedded.md").read_text(encoding="utf-8")
     assert [figure for figure in figures() if figure not in text] == []
 
 
@@ -89,10 +89,13 @@ def test_the_picture_shows_the_committed_figures() -> None:
     assert shown == json.loads(plot_overview.data(plot_overview.charts())), "run experiments/common/plot_overview.py"
 
 
-def test_the_page_of_results_says_where_each_of_them_is_from() -> None:
-    page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
-    expected = results.with_table(page, results.read_all())
-    assert page == expected, "run python -m experiments.common.results --write"
+def test_the_pages_of_results_are_what_the_files_say() -> None:
+    for path, expected in results.pages(results.read_all()).items():
+        assert path.read_text(encoding="utf-8") == expected, "run python -m experiments.common.results --write"
+
+
+def test_every_row_of_results_names_a_script_that_is_there() -> None:
+    assert [row.run for row in headlines.ROWS if not (results.RUNS / f"{row.run}.sh").is_file()] == []
 
 
 def test_the_page_of_results_begins_with_what_was_never_measured() -> None:

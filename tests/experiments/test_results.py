@@ -57,13 +57,14 @@ def test_every_committed_result_is_listed_once_and_where_it_belongs() -> None:
     results = read_all()
     assert "bench_latency" in {each.name for each in results}
     page = f"a\n{BEGIN}\nyesterday\n{END}\nb"
-    renewed = with_table(page, results)
+    renewed = with_table(page, "today")
     assert renewed.startswith("a\n")
     assert renewed.endswith("\nb")
     assert "yesterday" not in renewed
+    assert "today" in renewed
     assert all(table(results).count(f"| {each.name} |") == 1 for each in results)
     with pytest.raises(ValueError, match="must hold"):
-        with_table("no marks", results)
+        with_table("no marks", "today")
 
 
 def test_every_committed_result_has_its_command_and_its_commit() -> None:

@@ -1,0 +1,196 @@
+"""The ten rows that docs/results.md begins with: what was measured of a real pair, written from the committed results.
+
+A row names the script that made it and its result files, which know their commits. `experiments.common.results --write`
+puts the table into the page. To add a row: a function that makes the figure of the files' contents, and a line in ROWS.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spec_stack.prefill.calibration import Calibration
+
+RESULTS = Path(__file__).parents[1] / "results"
+CALIBRATION = Path(__file__).parents[2] / "spec_stack" / "assets" / "calibrations" / "qwen2.5-coder-0.5b.json"
+Content = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was measured, its script in experiments/runs, its files, and what makes figure and n of them."""
+
+    what: str
+    run: str
+    files: tuple[str, ...]
+    figure: Callable[..., str]
+    n: Callable[..., str]
+
+
+def load(name: str) -> Any:
+    """A committed result."""
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def around(values: list[float], form: str = ".2f") -> str:
+    """A figure with its range or interval."""
+    middle, low, high = (format(value, form) for value in values)
+    return middle if low == high else f"{middle} [{low}, {high}]"
+
+
+def shipped(content: Content) -> dict[str, Content]:
+    """The calibration's rows by length, with the window that ships for that length."""
+    prefill = Calibration.load(CALIBRATION).apply()
+    found = {}
+    for length, own in content["lengths"].items():
+        window = prefill.window_for(int(length))
+        found[length] = own["calibrated 0.1" + (f", window {window}" if window else "")]
+    return found
+
+
+def _times_sooner(*contents: Content) -> str:
+    rows = {length: row for content in contents for length, row in shipped(content).items()}
+    return ", ".join(
+        f"{int(length) // 1024}K {around(rows[length]['ttft_ratio'])}×" for length in sorted(rows, key=int)
+    )
+
+
+def _small_draft(*contents: Content) -> str:
+    rows = {length: own["calibrated 0.1"] for content in contents for length, own in content["lengths"].items()}
+    return ", ".join(
+        f"{int(length) // 1024}K {around(rows[length]['ttft_ratio'])}×" for length in sorted(rows, key=int)
+    )
+
+
+def _repeats(*contents: Content) -> str:
+    return ", ".join(
+        str(max(part["n"] for part in own.values() if isinstance(part, dict)))
+        for _, own in sorted((pair for content in contents for pair in content["lengths"].items()), key=_length)
+    )
+
+
+def _length(pair: tuple[str, Any]) -> int:
+    return int(pair[0])
+
+
+def _evidence(*contents: Content) -> str:
+    return "; ".join(
+        f"{content['num_tokens'] // 1024}K "
+        + " / ".join(around(content["recall"]["calibrated"][rate]) for rate in ("0.1", "0.2"))
+        for content in contents
+    )
+
+
+def _rivals(content: Content) -> str:
+    names = ("default", "BM25, lines", "paper")
+    return ", ".join(" / ".join(f"{content['recall'][name][rate][0]:.2f}" for rate in ("0.1", "0.2")) for name in names)
+
+
+def _answers(content: Content) -> str:
+    arms = content["arms"]
+    names = ("dense", "default 0.2", "calibrated 0.2", "calibrated 0.1", "BM25 0.2", "paper 0.2")
+    return ", ".join(str(round(arms[name]["right"][0] * arms[name]["n"])) for name in names)
+
+
+def _decoding(content: Content) -> str:
+    arms = {name: arm["speed_over_plain"] for name, arm in content["all"].items()}
+    assisted = max(arm[0] for name, arm in arms.items() if name.startswith("assisted"))
+    return (
+        f"{around(arms['default'])}; {around(arms['draft'])}; Transformers {around(arms['look-up 10'])}, {assisted:.2f}"
+    )
+
+
+def _replayed(content: Content) -> str:
+    gains = [cost["gains"]["throughput over best fixed"]["all"] for cost in content["ratios"].values()]
+    return ", ".join(f"{around([100 * each for each in gain], '+.1f')} %" for gain in gains)
+
+
+def _conversations(content: Content) -> str:
+    dense, session = content["summary"]
+    return f"{session['right']:.3f}; {dense['right']:.3f}; difference {around(session['less_dense'], '+.3f')}"
+
+
+def _agents(cold: Content, warm: Content) -> str:
+    first = cold["kinds"]["cold, whole conversation"]["ttft_ratio"]
+    later = warm["kinds"]["warm turns, nothing pruned"]["ttft_ratio"]
+    # Sooner by the largest ratio is the least.
+    sooner = [1 / first[0], 1 / first[2], 1 / first[1]]
+    return f"{around(sooner)}× sooner; {around(later)} of a kept dense cache"
+
+
+_LENGTHS = ("evidence_calibrated_qwen_2k", "evidence_calibrated_qwen_4k", "evidence_calibrated_qwen_8k")
+ROWS = (
+    Row(
+        "Time to first token, dense over calibrated at 0.1, 0.5B draft",
+        "real_speed",
+        ("real_speed",),
+        _times_sooner,
+        _repeats,
+    ),
+    Row("the same, SmolLM2 135M as the draft", "real_speed", ("real_speed_smollm2",), _small_draft, _repeats),
+    Row(
+        "Prompts whose evidence is kept whole, calibrated, 0.1 / 0.2 kept",
+        "evidence_calibrated",
+        _LENGTHS,
+        _evidence,
+        lambda *contents: ", ".join(str(content["n"]) for content in contents),
+    ),
+    Row(
+        "at 2K: default, BM25, the paper's rule",
+        "evidence_calibrated",
+        _LENGTHS[:1],
+        _rivals,
+        lambda content: str(content["n"]),
+    ),
+    Row(
+        "Right answers at 2K: dense, default 0.2, calibrated 0.2 and 0.1, BM25 0.2, the paper's rule 0.2",
+        "real_answers",
+        ("real_answers",),
+        _answers,
+        lambda content: str(content["arms"]["dense"]["n"]),
+    ),
+    Row(
+        "Decoding over plain: default; draft alone; Transformers' look-up, its best assisted",
+        "real_decode",
+        ("real_decode",),
+        _decoding,
+        lambda content: str(content["num_prompts"]),
+    ),
+    Row(
+        "The draft alone over the best fixed gamma, a drafted token at 0.45, 0.25, 0.1 of a step, replayed",
+        "simulate_texts",
+        ("simulate_texts",),
+        _replayed,
+        lambda content: str(content["texts"]),
+    ),
+    Row(
+        "Right answers in conversations of five turns over 3K: session, 0.1 kept; dense",
+        "session_suite_real",
+        ("session_suite_real",),
+        _conversations,
+        lambda content: str(content["summary"][0]["asked"]),
+    ),
+    Row(
+        "Recorded agents: cold turns at 8K and 11K; later turns of which nothing is pruned",
+        "real_agents",
+        ("real_agents_cold", "real_agents"),
+        _agents,
+        lambda cold, warm: (
+            f"{cold['kinds']['cold, whole conversation']['n']}, {warm['kinds']['warm turns, nothing pruned']['n']}"
+        ),
+    ),
+)
+
+
+def table(commits: Mapping[str, str]) -> str:
+    """Return the rows in Markdown. commits: of each result file the one that it was made at."""
+    lines = ["| what | figure | n | made by |", "|---|---|---|---|"]
+    for row in ROWS:
+        contents = [load(name) for name in row.files]
+        made_at = ", ".join(f"`{commit}`" for commit in dict.fromkeys(commits[name] for name in row.files))
+        made_by = f"`experiments/runs/{row.run}.sh`, {made_at}"
+        lines.append(f"| {row.what} | {row.figure(*contents)} | {row.n(*contents)} | {made_by} |")
+    return "\n".join(lines)
