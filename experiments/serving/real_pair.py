@@ -1,0 +1,185 @@
+"""A real pair on SGLang servers: what each turn of a conversation waits for, and whether its tokens are right.
+
+Each arm is a server of its own: "off" (no speculation, none of ours), "STANDALONE" (SGLang's own, same draft) and
+"SPEC_STACK" at its defaults, with the calibration that ships for the draft. All run at once and sleep while they have
+nothing to do; every turn goes to one arm after the other, in an order that rotates. A conversation is a document of a
+length with facts in it, one asked for in every turn, and goes on from its arm's own replies. A row is printed after
+every reply: seconds to its first streamed chunk, tokens cached and given to the target, whether the fact is in it.
+Afterwards, with `--check`, first replies beside Transformers' greedy text over the same tokens at the same positions:
+where they part, the token and the gap of the two logits, a tie or not. Ends in one JSON line. On a CPU it needs the
+stand-ins of tests/serving/support.
+
+    python -m experiments.serving.real_pair --target TARGET --draft DRAFT --tokens 2048 4096
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from experiments.common.conversations import Conversation, make_conversation
+from experiments.common.environment import describe, note_pair
+from experiments.common.report import add_out_argument, print_report
+from experiments.common.script import run_script
+from experiments.real.answers import Target
+from experiments.serving.client import Answer, Client
+from experiments.serving.traffic import OFF, SPEC_STACK, STANDALONE, Arms, server_of
+from spec_stack.hf.loading import load_tokenizer
+from spec_stack.hf.prompt import encode_messages
+
+ARMS = (OFF, STANDALONE, SPEC_STACK)
+Row = dict[str, Any]
+
+
+def row_of(answer: Answer, text: str, prompt: Sequence[int], wanted: str) -> Row:
+    """What a reply waited for, and what its report says."""
+    report = answer.meta_info.get("spec_stack", {})
+    return {
+        "ttft_s": answer.ttft_s,
+        "num_tokens": len(prompt),
+        "cached": answer.meta_info["cached_tokens"],
+        "given": report.get("num_kept_tokens") or len(prompt),
+        "scored": report.get("num_scored_tokens", 0),
+        "is_right": wanted in text,
+        "kept_spans": report.get("kept_spans"),
+        "prompt_ids": list(prompt),
+        "output_ids": list(answer.output_ids),
+    }
+
+
+def converse(
+    arms: Arms, tokenizer: Any, conversation: Conversation, num_turns: int, num_new: int
+) -> Iterator[tuple[str, int, Row]]:
+    """The turns of a conversation, each by all arms before the next, as arm, turn and row."""
+    arms.forget()
+    histories: dict[str, list[dict[str, str]]] = {arm: [] for arm in arms.clients}
+    for turn in range(num_turns):
+        for arm, client in arms.in_turn():
+            messages = conversation.ask(turn, histories[arm])
+            prompt = encode_messages(tokenizer, messages)[0]
+            answer = client.ask(prompt, num_new, may_end=True, **({"explain": True} if arm == SPEC_STACK else {}))
+            text = tokenizer.decode(answer.output_ids, skip_special_tokens=True)
+            histories[arm] = [*messages, {"role": "assistant", "content": text}]
+            yield arm, turn, row_of(answer, text, prompt, conversation.facts[turn].answer)
+
+
+@torch.inference_mode()
+def parting(target: Target, row: Row) -> list[float] | None:
+    """Where a first reply parts from Transformers' greedy text, and the two logits' gap; None where it does not."""
+    ids, spans = row["prompt_ids"], row["kept_spans"]
+    positions = [at for start, stop in spans for at in range(start, stop)] if spans else list(range(len(ids)))
+    output = row["output_ids"]
+    prefilled = target.prefill(ids, positions)
+    (wanted,) = target.decode([prefilled], len(output))
+    at = next((index for index, (a, b) in enumerate(zip(wanted, output, strict=False)) if a != b), None)
+    if at is None:
+        return None
+    tokens = [ids[position] for position in positions] + wanted[:at]
+    places = [*positions, *range(len(ids), len(ids) + at)]
+    made = target.model(
+        torch.tensor([tokens]),
+        attention_mask=torch.ones(1, len(tokens), dtype=torch.long),
+        position_ids=torch.tensor([places]),
+        logits_to_keep=1,
+    )
+    logits = made.logits[0, -1].float()
+    return [float(at), float(logits[wanted[at]] - logits[output[at]])]
+
+
+def summarise(rows: Mapping[str, Mapping[str, Sequence[Sequence[Row]]]]) -> dict[str, Any]:
+    """Print, by length and turn, medians by arm and the ratio to SPEC_STACK's, with least and most; the same as values.
+
+    rows: by length and arm, the turns of each conversation.
+    """
+    report: dict[str, Any] = {}
+    for length, by_arm in rows.items():
+        own = by_arm[SPEC_STACK]
+        for turn in range(len(own[0])):
+            told: dict[str, Any] = {"n": len(own)}
+            for arm, every in by_arm.items():
+                ratios = [other[turn]["ttft_s"] / ours[turn]["ttft_s"] for other, ours in zip(every, own, strict=True)]
+                told[arm] = {
+                    "ttft_s": median(each[turn]["ttft_s"] for each in every),
+                    "over_spec_stack": [median(ratios), min(ratios), max(ratios)],
+                    "given": median(each[turn]["given"] for each in every),
+                    "right": sum(each[turn]["is_right"] for each in every),
+                }
+            report[f"{length}, turn {turn + 1}"] = told
+            line = "  ".join(
+                f"{arm} {one['ttft_s']:.2f} s ({one['over_spec_stack'][0]:.2f}x, {one['right']} right)"
+                for arm, one in told.items()
+                if arm != "n"
+            )
+            print(f"{length} tokens, turn {turn + 1}, n={len(own)}: {line}", flush=True)
+    return report
+
+
+def check(folder: str, rows: Mapping[str, Mapping[str, Sequence[Sequence[Row]]]], precision: str) -> dict[str, Any]:
+    """Compare first replies with Transformers; print and return where they part."""
+    target = Target(Path(folder), precision)
+    report: dict[str, Any] = {}
+    for length, by_arm in rows.items():
+        for arm, every in by_arm.items():
+            partings = [parting(target, turns[0]) for turns in every]
+            num_tokens = sum(len(turns[0]["output_ids"]) for turns in every)
+            report[f"{length}, {arm}"] = {"n": len(every), "tokens": num_tokens, "partings": partings}
+            same = sum(each is None for each in partings)
+            print(f"{length} tokens, {arm}: {same} of {len(every)} first replies the same, {partings}", flush=True)
+    return report
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", required=True, help="folder of the target")
+    parser.add_argument("--draft", required=True, help="folder of the draft")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 4096], help="of the documents (%(default)s)")
+    parser.add_argument("--conversations", type=int, default=5, help="of each length (%(default)s)")
+    parser.add_argument("--turns", type=int, default=3, help="of each conversation (%(default)s)")
+    parser.add_argument("--max-tokens", type=int, default=16, help="of a reply (%(default)s)")
+    parser.add_argument("--precision", choices=["fp32", "bf16"], default="bf16")
+    parser.add_argument("--check", action="store_true", help="compare first replies with Transformers' greedy text")
+    parser.add_argument("--device", default="cpu", help="(%(default)s)")
+    parser.add_argument("--chunk", type=int, default=2048, help="--chunked-prefill-size (%(default)s)")
+    parser.add_argument("--start-limit", type=float, default=300, metavar="S", help="(%(default)s)")
+    parser.add_argument("--server-args", default="", metavar="'--FLAG VALUE …'", help="more launch arguments for all")
+    add_out_argument(parser)
+    arguments = parser.parse_args()
+    note_pair(arguments.target, arguments.draft)
+    tokenizer = load_tokenizer(arguments.target)
+    dtype = {"fp32": "float32", "bf16": "bfloat16"}[arguments.precision]
+    arguments.server_args = f"--dtype {dtype} {arguments.server_args}"
+    rows: dict[str, dict[str, list[list[Row]]]] = {}
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        pair = arguments.target, arguments.draft
+        servers = {arm: stack.enter_context(server_of(arm, arguments, Path(folder), pair)) for arm in ARMS}
+        arms = Arms({arm: Client(server.port, extra_key="real") for arm, server in servers.items()})
+        warm = make_conversation(tokenizer, min(arguments.tokens), 2, 0, "mixed")
+        for client in arms.clients.values():
+            client.ask(encode_messages(tokenizer, warm.ask(0, []))[0], 4)
+        for num_tokens in arguments.tokens:
+            found: dict[str, list[list[Row]]] = {arm: [] for arm in ARMS}
+            for seed in range(arguments.conversations):
+                conversation = make_conversation(tokenizer, num_tokens, 8, 5000 + seed, "mixed")
+                for every in found.values():
+                    every.append([])
+                for arm, turn, row in converse(arms, tokenizer, conversation, arguments.turns, arguments.max_tokens):
+                    found[arm][-1].append(row)
+                    shown = {name: row[name] for name in ("ttft_s", "cached", "given", "scored", "is_right")}
+                    print(f"{num_tokens:6d} {seed:3d} {turn + 1}  {arm:12s}{shown}", flush=True)
+            rows[str(num_tokens)] = found
+    report = {"experiment": "real_pair", **describe(), "sglang": version("sglang"), "turns": summarise(rows)}
+    if arguments.check:
+        report["first_replies"] = check(arguments.target, rows, arguments.precision)
+    print_report(report, arguments.out)
+
+
+if __name__ == "__main__":
+    run_script(main)
