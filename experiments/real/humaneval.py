@@ -4,9 +4,9 @@ Every task is asked once per arm, greedily, as EvalPlus asks chat models: the pr
 begun with one. *batched* is transformers' own generate over several tasks at once, with no part of this package but
 the layout of the weights: the cheapest way to see that weights and template are right. *plain* decodes without a
 draft, *spec* with one; prompts are prefilled densely in both. An answer passes where the task's own tests do, run in a
-process of their own with limits of time and memory. Where plain and spec part, the row says at which token and how far
-apart the two logits were. A row is printed after every answer; the last line is one of JSON, with pass@1 and its 95 %
-interval (Wilson).
+process of their own with limits of time and memory. Where spec parts from plain (from batched, where plain was not
+run), or plain from batched, the row says at which token and how far apart the two logits were. A row is printed after
+every answer; the last line is one of JSON, with pass@1 and its 95 % interval (Wilson).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import resource
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from time import process_time
 from typing import Any
@@ -37,7 +38,8 @@ from spec_stack.hf.precision import DTYPES
 from spec_stack.hf.prepack import can_prepack, prepack
 from spec_stack.hf.prompt import PromptSource, encode_prompt
 
-ARMS = ("batched", "plain", "spec")
+BATCHED = "batched"
+ARMS = (BATCHED, "plain", "spec")
 _ASK = "Please provide a self-contained Python script that solves the following problem in a markdown code block:"
 _BEGIN = (
     "Below is a Python script with a self-contained function that solves the problem and passes corresponding tests:\n"
@@ -154,7 +156,7 @@ def run_batches(arguments: argparse.Namespace, tasks: list[dict[str, Any]], rows
         batch, tasks = tasks[: arguments.batch], tasks[arguments.batch :]
         prompts = [encode(tokenizer, task) for task in batch]
         for task, row in zip(batch, ask_batch(model, tokenizer, prompts, arguments.max_tokens), strict=True):
-            keep(rows, task, "batched", row)
+            keep(rows, task, BATCHED, row)
 
 
 def run_single(arguments: argparse.Namespace, tasks: list[dict[str, Any]], rows: Rows) -> None:
@@ -166,9 +168,11 @@ def run_single(arguments: argparse.Namespace, tasks: list[dict[str, Any]], rows:
             if (task["task_id"], arm) in rows or not rows.has_time:
                 continue
             row = ask(generator, prompt_ids, arm, arguments.max_tokens)
-            plain = rows.of_arm("plain").get(task["task_id"])
-            if arm == "spec" and plain is not None:
-                row["divergence"] = first_divergence(generator, prompt_ids, plain["token_ids"], row["token_ids"])
+            wanted = rows.of_arm("plain" if arm == "spec" else BATCHED).get(task["task_id"])
+            wanted = wanted or rows.of_arm(BATCHED).get(task["task_id"])
+            if wanted is not None:
+                row["compared_with"] = wanted["arm"]
+                row["divergence"] = first_divergence(generator, prompt_ids, wanted["token_ids"], row["token_ids"])
             keep(rows, task, arm, row)
 
 
@@ -189,20 +193,29 @@ def summary(rows: Rows) -> dict[str, Any]:
             passed = sum(row["passed"] for row in done)
             low, high = binomtest(passed, len(done)).proportion_ci(method="wilson")
             report[arm] = {"n": len(done), "pass_at_1": passed / len(done), "interval": [low, high]}
+    for arm in ("plain", "spec"):
+        compared = [row for row in rows.of_arm(arm).values() if "compared_with" in row]
+        if compared:
+            parted = {row["key"]: [row["compared_with"], *row["divergence"]] for row in compared if row["divergence"]}
+            report[arm] |= {"compared": len(compared), "divergences": parted}
+    spec = rows.of_arm("spec").values()
+    if spec:
+        report["spec"]["pooled_acceptance"] = _pooled(spec, "num_accepted", "num_proposed")
+        report["spec"]["pooled_tokens_per_step"] = sum(len(row["token_ids"]) for row in spec) / _sum(spec, "num_steps")
     both = rows.pairs("plain", "spec")
     if both:
-        parted = [other for _, other in both if other.get("divergence")]
-        proposed = sum(row["num_proposed"] for _, row in both)
-        report["spec_over_plain"] = {
-            "n": len(both),
-            "same_tokens": sum(plain["token_ids"] == spec["token_ids"] for plain, spec in both),
-            "divergences": {row["key"]: row["divergence"] for row in parted},
-            "cpu_ratio": sum(plain["cpu_s"] for plain, _ in both) / sum(spec["cpu_s"] for _, spec in both),
-            "pooled_acceptance": sum(row["num_accepted"] for _, row in both) / max(1, proposed),
-            "pooled_tokens_per_step": sum(len(row["token_ids"]) for _, row in both)
-            / sum(row["num_steps"] for _, row in both),
-        }
+        cpu_ratio = sum(plain["cpu_s"] for plain, _ in both) / sum(row["cpu_s"] for _, row in both)
+        report["spec_over_plain"] = {"n": len(both), "cpu_ratio": cpu_ratio}
     return report
+
+
+def _sum(rows: Iterable[dict[str, Any]], name: str) -> float:
+    return float(sum(row[name] for row in rows))
+
+
+def _pooled(rows: Iterable[dict[str, Any]], part: str, whole: str) -> float:
+    rows = list(rows)
+    return _sum(rows, part) / max(1.0, _sum(rows, whole))
 
 
 def main() -> None:
@@ -216,13 +229,13 @@ def main() -> None:
     add_out_argument(parser)
     parser.add_argument("--batch", type=int, default=12, help="tasks of the batched arm at once (%(default)s)")
     arguments = parser.parse_args()
-    if "batched" in arguments.arms and len(arguments.arms) > 1:
+    if BATCHED in arguments.arms and len(arguments.arms) > 1:
         raise ValueError("run the batched arm alone: it loads the target without the package")
     tasks = read_tasks(arguments.tasks)[:: arguments.every][: arguments.limit]
     rows = Rows(arguments.rows, arguments.minutes)
     left = [task for task in tasks if any((task["task_id"], arm) not in rows for arm in arguments.arms)]
     if left:
-        (run_batches if arguments.arms == ["batched"] else run_single)(arguments, left, rows)
+        (run_batches if arguments.arms == [BATCHED] else run_single)(arguments, left, rows)
     num_left = sum((task["task_id"], arm) not in rows for task in tasks for arm in arguments.arms)
     print_report({"experiment": "humaneval", **describe(), "num_left": num_left, **summary(rows)}, arguments.out)
 
