@@ -1,8 +1,7 @@
 """LongBench by its own metrics: what a target answers from what a rule kept, over what it answers from everything.
 
 Arms: dense; dense in another rounding (the last tokens in a pass of their own, as behind a kept prefix), which says
-how much a score moves by nothing; random lines, the newest text, half of it newest, and BM25 at 0.2; the default and a
-calibration at several keep rates.
+how much a score moves by nothing; random lines and BM25 at 0.2; the default and a calibration at several keep rates.
 The draft goes over every prompt once, and what it captured is kept (captures.py); the target goes over the kept tokens
 at their own positions by transformers alone, greedily; the arms of a prompt decode side by side. Answers are as long as
 LongBench lets them be, or `--max-tokens` where that is less. A row is printed after every prompt; a run goes on where
@@ -45,13 +44,11 @@ _SECOND_PASS = 256
 _DRAWS = 4000
 
 
-def arms_of(calibration: Path | None, num_tokens: int) -> dict[str, PrefillConfig | None]:
-    """What each arm keeps of a prompt; None: everything."""
+def arms_of(calibration: Path | None) -> dict[str, PrefillConfig | None]:
+    """What each arm keeps; None: everything."""
     default = PrefillConfig()
     at_0_2 = replace(default, keep_rate=0.2)
     found: dict[str, PrefillConfig | None] = {DENSE: None, NOISE: None, RANDOM: at_0_2}
-    for name, share in (("newest 0.2", 0.2), ("half newest 0.2", 0.1)):
-        found[name] = replace(at_0_2, keep_last=max(at_0_2.keep_last, round(share * num_tokens / at_0_2.chunk_size)))
     found["BM25 0.2"] = replace(at_0_2, scorer="bm25")
     found |= {f"default {rate}": replace(default, keep_rate=rate) for rate in (0.1, 0.2, 0.3)}
     if calibration:
@@ -123,8 +120,8 @@ def _again(target: Target, encoded: Encoded, dense: Prefilled) -> Prefilled:
 def run(arguments: argparse.Namespace, tasks: Sequence[LongBenchTask], rows: Rows, names: Sequence[str]) -> None:
     """Answer what is left of the prompts."""
     tokenizer, target = load_tokenizer(str(arguments.target)), Target(arguments.target, arguments.precision)
+    every = arms_of(arguments.calibration)
     for task in tasks:
-        every = arms_of(arguments.calibration, task.num_tokens)
         left = {name: every[name] for name in names if (task.name, name) not in rows}
         if NOISE in left:
             left = {DENSE: None} | left
@@ -152,8 +149,10 @@ def summary(rows: Rows, names: Sequence[str]) -> dict[str, Any]:
             continue
         scores = np.array([[dense["score"], row["score"]] for dense, row in pairs])
         drawn = scores[np.random.default_rng(0).integers(len(scores), size=(_DRAWS, len(scores)))].mean(1)
-        over = np.percentile(drawn[:, 1] - drawn[:, 0], [2.5, 97.5])
-        ratio = scores[:, 1].mean() / max(1e-9, scores[:, 0].mean())
+        over, ratio = (
+            np.percentile(drawn[:, 1] - drawn[:, 0], [2.5, 97.5]),
+            scores[:, 1].mean() / max(1e-9, scores[:, 0].mean()),
+        )
         ratios = np.percentile(drawn[:, 1] / np.maximum(drawn[:, 0], 1e-9), [2.5, 97.5])
         by_task = {
             task: [
@@ -194,7 +193,7 @@ def main() -> None:
     add_out_argument(parser)
     arguments = parser.parse_args()
     note_pair(str(arguments.target), str(arguments.draft))
-    known = list(arms_of(arguments.calibration, 1))
+    known = list(arms_of(arguments.calibration))
     names = arguments.arms or known
     if unknown := set(names) - set(known):
         raise ValueError(f"no such arms: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
