@@ -62,19 +62,18 @@ class Target:
         self.end_ids = frozenset(end_token_ids(self.model))
 
     @torch.inference_mode()
-    def prefill(self, token_ids: Sequence[int], positions: Sequence[int], cache: Any = None) -> Prefilled:
-        """Go over some tokens of a prompt; `cache` holds those before, where there are some."""
-        cache = DynamicCache(config=self.model.config) if cache is None else cache
-        held = cache.get_seq_length()
+    def prefill(self, token_ids: Sequence[int], positions: Sequence[int], shift: int = 0) -> Prefilled:
+        """Go over some tokens of a prompt, at positions `shift` further on."""
+        cache = DynamicCache(config=self.model.config)
         made = self.model(
             torch.tensor([[token_ids[position] for position in positions]]),
             # Without a mask transformers takes gaps between positions for several texts in one row.
-            attention_mask=torch.ones(1, held + len(positions), dtype=torch.long),
-            position_ids=torch.tensor([list(positions)]),
+            attention_mask=torch.ones(1, len(positions), dtype=torch.long),
+            position_ids=torch.tensor([[position + shift for position in positions]]),
             past_key_values=cache,
             logits_to_keep=1,
         )
-        return Prefilled(cache, int(made.logits[0, -1].argmax()), positions[-1] + 1)
+        return Prefilled(cache, int(made.logits[0, -1].argmax()), positions[-1] + shift + 1)
 
     @torch.inference_mode()
     def decode(self, arms: Sequence[Prefilled], max_tokens: int) -> list[list[int]]:

@@ -27,6 +27,12 @@ def test_arms_side_by_side_answer_as_each_alone(target: Target) -> None:
         assert answer == reference.sparse_greedy(model, ids, positions, 60, 12)
 
 
+def test_shifted_positions_answer_as_unshifted_ones(target: Target) -> None:
+    prompt = random_prompt(60)
+    plain, shifted = target.decode([target.prefill(prompt, range(60)), target.prefill(prompt, range(60), 7)], 12)
+    assert plain == shifted
+
+
 def test_an_answer_is_right_where_it_holds_all_parts() -> None:
     assert is_right("It was 4,250 euros, due on friday.", ("4250", "Friday"))
     assert not is_right("It was 4,250 euros.", ("4250", "Friday"))
