@@ -1,7 +1,7 @@
 """LongBench by its own metrics: what a target answers from what a rule kept, over what it answers from everything.
 
 Arms: dense; dense at positions a few further on, which rotary attention does not see but rounds otherwise, so that it
-says how much a score moves by nothing; random lines and BM25 at 0.2; the default and a calibration at several keep rates.
+says how much a score moves by nothing; random lines and BM25 at 0.2; the default and a calibration at several rates.
 The draft goes over every prompt once, and what it captured is kept (captures.py); the target goes over the kept tokens
 at their own positions by transformers alone, greedily; the arms of a prompt decode side by side. Answers are as long as
 LongBench lets them be, or `--max-tokens` where that is less. A row is printed after every prompt; a run goes on where
