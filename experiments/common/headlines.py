@@ -103,9 +103,15 @@ def _decoding(content: Content) -> str:
     )
 
 
-def _replayed(content: Content) -> str:
-    gains = [cost["gains"]["throughput over best fixed"]["all"] for cost in content["ratios"].values()]
-    return ", ".join(f"{around([100 * each for each in gain], '+.1f')} %" for gain in gains)
+def _longbench(content: Content) -> str:
+    names = ("default 0.2", "calibrated 0.2", "calibrated 0.1", "BM25 0.2", "random 0.2", "dense, other rounding")
+    return "; ".join(around(content["arms"][name]["share_of_dense"]) for name in names)
+
+
+def _humaneval(content: Content) -> str:
+    shares = [around([content[arm]["pass_at_1"], *content[arm]["interval"]]) for arm in ("batched", "spec")]
+    gaps = [gap for *_, gap in content["spec"]["divergences"].values()]
+    return f"{'; '.join(shares)}; {len(gaps)} part, by {max(gaps, default=0.0):.3g} of a logit at most"
 
 
 def _conversations(content: Content) -> str:
@@ -153,18 +159,25 @@ ROWS = (
         lambda content: str(content["arms"]["dense"]["n"]),
     ),
     Row(
+        "LongBench's scores to 4K over dense: default 0.2, calibrated 0.2 and 0.1, BM25, random, another rounding",
+        "real_quality",
+        ("longbench",),
+        _longbench,
+        lambda content: str(content["arms"]["dense"]["n"]),
+    ),
+    Row(
+        "HumanEval, pass@1 (its makers: 0.707): Transformers alone; with the draft; texts that part",
+        "real_humaneval",
+        ("humaneval",),
+        _humaneval,
+        lambda content: f"{content['batched']['n']}, {content['spec']['n']}",
+    ),
+    Row(
         "Decoding over plain: default; draft alone; Transformers' look-up, its best assisted",
         "real_decode",
         ("real_decode",),
         _decoding,
         lambda content: str(content["num_prompts"]),
-    ),
-    Row(
-        "The draft alone over the best fixed gamma, a drafted token at 0.45, 0.25, 0.1 of a step, replayed",
-        "simulate_texts",
-        ("simulate_texts",),
-        _replayed,
-        lambda content: str(content["texts"]),
     ),
     Row(
         "Right answers in conversations of five turns over 3K: session, 0.1 kept; dense",

@@ -10,14 +10,11 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from experiments.common.headlines import load, shipped
 from experiments.common.script import run_script
-from spec_stack.prefill.calibration import Calibration
 
 ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "experiments" / "results"
-CALIBRATION = ROOT / "spec_stack" / "assets" / "calibrations" / "qwen2.5-coder-0.5b.json"
 _OTHERS, _OURS, _SMALL = "#9aa5a3", "#00796b", "#555555"
 
 
@@ -33,20 +30,14 @@ class Chart:
     digits: int
 
 
-def _read(name: str) -> dict[str, Any]:
-    result: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-    return result
-
-
 def charts() -> list[Chart]:
     """The three figures that matter most, as `experiments/results` has them."""
-    speed = _read("real_speed")["lengths"]
-    num_tokens = max(int(length) for length in speed)
-    seconds = speed[str(num_tokens)]
+    speed = load("real_speed")
+    num_tokens = max(int(length) for length in speed["lengths"])
+    seconds = speed["lengths"][str(num_tokens)]
     ttft = {"dense": seconds["dense_ttft_s"], "paper 0.2": seconds["paper 0.2"]["ttft_s"]}
-    window = Calibration.load(CALIBRATION).apply().window_for(num_tokens)
-    ttft |= {"calibrated 0.1": seconds["calibrated 0.1" + (f", window {window}" if window else "")]["ttft_s"]}
-    evidence = _read("evidence_calibrated_qwen_2k")
+    ttft |= {"calibrated 0.1": shipped(speed)[str(num_tokens)]["ttft_s"]}
+    evidence = load("evidence_calibrated_qwen_2k")
     names = {
         "paper": "paper's rule",
         "BM25, lines": "BM25, no\u00a0draft",
@@ -54,7 +45,7 @@ def charts() -> list[Chart]:
         "calibrated": "calibrated",
     }
     kept = {shown: evidence["recall"][name]["0.1"][0] * 100 for name, shown in names.items()}
-    live = _read("real_decode")
+    live = load("real_decode")
     speed_of = {name: arm["speed_over_plain"][0] for name, arm in live["all"].items()}
     decoding = {"plain": speed_of["plain"]}
     # At the best of its settings.

@@ -9,7 +9,6 @@ import pytest
 from PIL import Image
 
 from experiments.common import headlines, plot_overview, results
-from spec_stack.prefill.calibration import Calibration
 from tests.support.pages import ROOT
 
 
@@ -52,7 +51,7 @@ def test_the_page_of_results_shows_the_committed_figures(figures: Any) -> None:
 
 
 def test_the_front_page_shows_the_committed_figures() -> None:
-    """Replayed answers: the draft over the best fixed gamma, the default over plain decoding; evidence; memory."""
+    """Evidence, answers, LongBench, HumanEval, first tokens by pair, decoding, memory."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     kept = result("evidence_calibrated_qwen_2k")["recall"]
     shares = [kept["calibrated"][rate] for rate in ("0.1", "0.2")]
@@ -61,21 +60,23 @@ def test_the_front_page_shows_the_committed_figures() -> None:
         f"{kept[name]['0.1'][0]:.2f} / {kept[name]['0.2'][0]:.2f}" for name in ("default", "BM25, lines", "paper")
     ]
     assert ", ".join(others) in text
-    lengths = result("real_speed")["lengths"]
-    prefill = Calibration.load(plot_overview.CALIBRATION).apply()
-    windows = [prefill.window_for(int(length)) for length in lengths]
-    shipped = ["calibrated 0.1" + (f", window {window}" if window else "") for window in windows]
-    ratios = [lengths[length][name]["ttft_ratio"][0] for length, name in zip(lengths, shipped, strict=True)]
+    ratios = [row["ttft_ratio"][0] for row in headlines.shipped(result("real_speed")).values()]
     assert " / ".join(f"{ratio:.2f}" for ratio in ratios) + "×" in text
+    small = [length["calibrated 0.1"]["ttft_ratio"][0] for length in result("real_speed_smollm2")["lengths"].values()]
+    assert " / ".join(f"{ratio:.2f}" for ratio in small) + "× / not run" in text
+    smallest = result("evidence_calibrated_smollm2_2k")["recall"]["calibrated"]
+    assert f"not run | {smallest['0.1'][0]:.2f} / {smallest['0.2'][0]:.2f} |" in text
     answers = result("real_answers")["arms"]
     names = ("dense", "default 0.2", "calibrated 0.1", "paper 0.2")
     assert f"| {', '.join(str(round(answers[name]['right'][0] * answers[name]['n'])) for name in names)} |" in text
     memory = result("real_load")["memory_mb"]
     assert f"({memory['weights'] / 1000:.1f} GB of weights) | {memory['peak'] / 1000:.1f} GB |" in text
-    costs = result("simulate_texts")["ratios"].values()
-    gains = [[100 * each for each in cost["gains"]["throughput over best fixed"]["all"]] for cost in costs]
-    assert " / ".join(f"{mean:+.1f} % [{low:.1f}, {high:.1f}]" for mean, low, high in gains) in text
-    assert " / ".join(f"{cost['speeds']['both']['all']:.2f}" for cost in costs) + "×" in text
+    scores = result("longbench")["arms"]
+    default, low, high = scores["default 0.2"]["share_of_dense"]
+    others = [scores[name]["share_of_dense"][0] for name in ("calibrated 0.2", "BM25 0.2", "random 0.2")]
+    assert f"| {default:.2f} [{low:.2f}, {high:.2f}], {', '.join(f'{each:.2f}' for each in others)} |" in text
+    tasks = result("humaneval")
+    assert f"| {tasks['batched']['pass_at_1']:.3f}, {tasks['spec']['pass_at_1']:.3f} |" in text
     live = {name: arm["speed_over_plain"] for name, arm in result("real_decode")["all"].items()}
     default, low, high = live["default"]
     assisted = max(arm[0] for name, arm in live.items() if name.startswith("assisted"))
