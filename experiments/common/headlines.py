@@ -109,8 +109,8 @@ def _longbench(content: Content) -> str:
 
 
 def _humaneval(content: Content) -> str:
-    shares = [around([content[arm]["pass_at_1"], *content[arm]["interval"]]) for arm in ("batched", "spec")]
-    gaps = [gap for *_, gap in content["spec"]["divergences"].values()]
+    shares = [around([content[arm]["pass_at_1"], *content[arm]["interval"]], ".3f") for arm in ("batched", "spec")]
+    gaps = [abs(gap) for *_, gap in content["spec"]["divergences"].values()]
     return f"{'; '.join(shares)}; {len(gaps)} part, by {max(gaps, default=0.0):.3g} of a logit at most"
 
 
