@@ -10,6 +10,7 @@ a tie of the precision is no error, anything else is. Prints a row per prompt, e
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,8 +41,9 @@ def transformers_text(generator: SpecStackGenerator, prompt: list[int], num_toke
 
 
 def prompts_of(generator: SpecStackGenerator, per_task: int, longest: int) -> list[list[int]]:
-    """The project's own prompts, and all of their texts as one."""
-    chosen = choose_prompts([], per_task)
+    """The project's own prompts, as plain text where there is no chat template, and all of their texts as one."""
+    has_template = bool(getattr(generator.tokenizer, "chat_template", None))
+    chosen = [replace(prompt, is_chat=prompt.is_chat and has_template) for prompt in choose_prompts([], per_task)]
     everything = "\n\n".join(prompt.text for prompt in choose_prompts([], 6))
     own = [prompt.encode(generator.tokenizer) for prompt in chosen]
     return [*own, (generator.tokenizer(everything).input_ids * 8)[:longest]]
