@@ -33,6 +33,7 @@ def test_code_is_judged_by_its_first_line_that_is_code() -> None:
 
 
 def test_summaries_are_judged_by_the_longest_common_sequence_of_words() -> None:
+    pytest.importorskip("rouge")
     task = replace(_TASK, task="samsum", answers=("tom buys a red car",))
     assert score(task, "tom sells a car\nsecond line") == pytest.approx(
         2 * (3 / 4) * (3 / 5) / (3 / 4 + 3 / 5), abs=1e-6
