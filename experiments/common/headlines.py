@@ -15,7 +15,8 @@ from typing import Any
 from spec_stack.prefill.calibration import Calibration
 
 RESULTS = Path(__file__).parents[1] / "results"
-CALIBRATION = Path(__file__).parents[2] / "spec_stack" / "assets" / "calibrations" / "qwen2.5-coder-0.5b.json"
+_CALIBRATIONS = Path(__file__).parents[2] / "spec_stack" / "assets" / "calibrations"
+CALIBRATION, _SMALLER = (_CALIBRATIONS / f"{name}.json" for name in ("qwen2.5-coder-0.5b", "smollm2-135m"))
 Content = Mapping[str, Any]
 
 
@@ -41,9 +42,9 @@ def around(values: list[float], form: str = ".2f") -> str:
     return middle if low == high else f"{middle} [{low}, {high}]"
 
 
-def shipped(content: Content) -> dict[str, Content]:
-    """The calibration's rows by length, with the window that ships for that length."""
-    prefill = Calibration.load(CALIBRATION).apply()
+def shipped(content: Content, calibration: Path = CALIBRATION) -> dict[str, Content]:
+    """A calibration's rows by length, with the window that ships for that length."""
+    prefill = Calibration.load(calibration).apply()
     found = {}
     for length, own in content["lengths"].items():
         window = prefill.window_for(int(length))
@@ -51,29 +52,22 @@ def shipped(content: Content) -> dict[str, Content]:
     return found
 
 
-def _times_sooner(*contents: Content) -> str:
-    rows = {length: row for content in contents for length, row in shipped(content).items()}
-    return ", ".join(
-        f"{int(length) // 1024}K {around(rows[length]['ttft_ratio'])}×" for length in sorted(rows, key=int)
-    )
+def _by_length(tell: Callable[[int, Content], str], calibration: Path) -> Callable[..., str]:
+    """What to tell of each length's row, the shortest first, of several files together."""
+
+    def told(*contents: Content) -> str:
+        rows = {int(length): row for content in contents for length, row in shipped(content, calibration).items()}
+        return ", ".join(tell(length, rows[length]) for length in sorted(rows))
+
+    return told
 
 
-def _small_draft(*contents: Content) -> str:
-    rows = {length: own["calibrated 0.1"] for content in contents for length, own in content["lengths"].items()}
-    return ", ".join(
-        f"{int(length) // 1024}K {around(rows[length]['ttft_ratio'])}×" for length in sorted(rows, key=int)
-    )
+def _times_sooner(calibration: Path) -> Callable[..., str]:
+    return _by_length(lambda length, row: f"{length // 1024}K {around(row['ttft_ratio'])}×", calibration)
 
 
-def _repeats(*contents: Content) -> str:
-    return ", ".join(
-        str(max(part["n"] for part in own.values() if isinstance(part, dict)))
-        for _, own in sorted((pair for content in contents for pair in content["lengths"].items()), key=_length)
-    )
-
-
-def _length(pair: tuple[str, Any]) -> int:
-    return int(pair[0])
+def _repeats(calibration: Path) -> Callable[..., str]:
+    return _by_length(lambda _, row: str(row["n"]), calibration)
 
 
 def _evidence(*contents: Content) -> str:
@@ -133,15 +127,15 @@ ROWS = (
         "Time to first token, dense over calibrated at 0.1, 0.5B draft",
         "real_speed",
         ("real_speed_1k", "real_speed"),
-        _times_sooner,
-        _repeats,
+        _times_sooner(CALIBRATION),
+        _repeats(CALIBRATION),
     ),
     Row(
         "the same, SmolLM2 135M as the draft",
         "real_speed",
         ("real_speed_smollm2_1k", "real_speed_smollm2"),
-        _small_draft,
-        _repeats,
+        _times_sooner(_SMALLER),
+        _repeats(_SMALLER),
     ),
     Row(
         "Prompts whose evidence is kept whole, calibrated, 0.1 / 0.2 kept",
@@ -169,7 +163,7 @@ ROWS = (
         "real_quality",
         ("longbench",),
         _longbench,
-        lambda content: str(content["arms"]["dense"]["n"]),
+        lambda content: f"{content['arms']['dense']['n']}; rounding {content['arms']['dense, other rounding']['n']}",
     ),
     Row(
         "HumanEval, pass@1 (its makers: 0.707): Transformers alone; with the draft; texts that part",

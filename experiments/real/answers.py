@@ -138,8 +138,8 @@ def run(arguments: argparse.Namespace, prompts: Sequence[EvidencePrompt], rows: 
     arms, tokenizer = arms_of(arguments.calibration), load_tokenizer(str(arguments.target))
     target = Target(arguments.target, arguments.precision)
     for prompt in prompts:
-        left = {name: config for name, config in arms.items() if (prompt.name, name) not in rows}
-        if not left or not rows.has_time:
+        left = rows.left(prompt.name, arms)
+        if not left:
             continue
         began, encoded = process_time(), encode(tokenizer, prompt)
         looks, every = read(file_of(arguments.captures, prompt)), range(len(encoded.token_ids))

@@ -168,9 +168,8 @@ def run_single(arguments: argparse.Namespace, tasks: list[dict[str, Any]], rows:
             if (task["task_id"], arm) in rows or not rows.has_time:
                 continue
             row = ask(generator, prompt_ids, arm, arguments.max_tokens)
-            wanted = rows.of_arm("plain" if arm == "spec" else BATCHED).get(task["task_id"])
-            wanted = wanted or rows.of_arm(BATCHED).get(task["task_id"])
-            if wanted is not None:
+            others = [rows.of_arm(name).get(task["task_id"]) for name in ARMS[: ARMS.index(arm)]]
+            if wanted := next(filter(None, reversed(others)), None):
                 row["compared_with"] = wanted["arm"]
                 row["divergence"] = first_divergence(generator, prompt_ids, wanted["token_ids"], row["token_ids"])
             keep(rows, task, arm, row)
@@ -200,22 +199,17 @@ def summary(rows: Rows) -> dict[str, Any]:
             report[arm] |= {"compared": len(compared), "divergences": parted}
     spec = rows.of_arm("spec").values()
     if spec:
-        report["spec"]["pooled_acceptance"] = _pooled(spec, "num_accepted", "num_proposed")
+        report["spec"]["pooled_acceptance"] = _sum(spec, "num_accepted") / max(1.0, _sum(spec, "num_proposed"))
         report["spec"]["pooled_tokens_per_step"] = sum(len(row["token_ids"]) for row in spec) / _sum(spec, "num_steps")
     both = rows.pairs("plain", "spec")
     if both:
-        cpu_ratio = sum(plain["cpu_s"] for plain, _ in both) / sum(row["cpu_s"] for _, row in both)
+        cpu_ratio = _sum((plain for plain, _ in both), "cpu_s") / _sum((row for _, row in both), "cpu_s")
         report["spec_over_plain"] = {"n": len(both), "cpu_ratio": cpu_ratio}
     return report
 
 
 def _sum(rows: Iterable[dict[str, Any]], name: str) -> float:
     return float(sum(row[name] for row in rows))
-
-
-def _pooled(rows: Iterable[dict[str, Any]], part: str, whole: str) -> float:
-    rows = list(rows)
-    return _sum(rows, part) / max(1.0, _sum(rows, whole))
 
 
 def main() -> None:

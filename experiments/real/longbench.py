@@ -7,10 +7,21 @@ import json
 import re
 import string
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
+from spec_stack.config import how_to_install
+
+KINDS = {
+    "code": frozenset({"lcc", "repobench-p"}),
+    "summaries": frozenset({"gov_report", "qmsum", "multi_news"}),
+    "dialogues": frozenset({"samsum"}),
+    "questions": frozenset({"narrativeqa", "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "musique", "triviaqa"}),
+    "classification": frozenset({"trec"}),
+    "retrieval and counting": frozenset({"passage_retrieval_en", "passage_count"}),
+}
 # Asked as plain text: they go on from examples or from code.
 _RAW = frozenset({"trec", "triviaqa", "samsum", "lcc", "repobench-p"})
 _FIRST_LINE = frozenset({"trec", "triviaqa", "samsum"})
@@ -18,7 +29,7 @@ _MAX_TOKENS = {
     **dict.fromkeys(("hotpotqa", "2wikimqa", "musique", "triviaqa", "passage_count", "passage_retrieval_en"), 32),
     **dict.fromkeys(("multifieldqa_en", "trec", "lcc", "repobench-p"), 64),
     **dict.fromkeys(("narrativeqa", "qasper", "samsum"), 128),
-    **dict.fromkeys(("gov_report", "qmsum", "multi_news"), 512),
+    **dict.fromkeys(KINDS["summaries"], 512),
 }
 
 
@@ -70,6 +81,12 @@ def score(task: LongBenchTask, text: str) -> float:
     return max(_METRICS[task.task](text, answer) for answer in task.answers)
 
 
+def check_metrics(tasks: Iterable[LongBenchTask]) -> None:
+    """Raise ValueError where a metric of some task is not installed, before anything is answered."""
+    if find_spec("rouge") is None and any(_METRICS.get(task.task) is _rouge_l for task in tasks):
+        raise ValueError(f"summaries are judged by the package rouge, which is missing: {how_to_install('longbench')}")
+
+
 def _words(text: str) -> list[str]:
     plain = "".join(char for char in text.lower() if char not in string.punctuation)
     return re.sub(r"\b(a|an|the)\b", " ", plain).split()
@@ -82,7 +99,7 @@ def _qa_f1(text: str, answer: str) -> float:
 
 
 def _rouge_l(text: str, answer: str) -> float:
-    # Summaries alone need it: `pip install '.[longbench]'`.
+    # Summaries alone need it, see check_metrics.
     from rouge import Rouge
 
     try:
@@ -114,11 +131,9 @@ def _number_share(text: str, wanted: str) -> float:
 
 
 _METRICS: dict[str, Callable[[str, str], float]] = {
-    **dict.fromkeys(
-        ("narrativeqa", "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "musique", "triviaqa"), _qa_f1
-    ),
-    **dict.fromkeys(("gov_report", "qmsum", "multi_news", "samsum"), _rouge_l),
-    **dict.fromkeys(("lcc", "repobench-p"), _code_similarity),
+    **dict.fromkeys(KINDS["questions"], _qa_f1),
+    **dict.fromkeys(KINDS["summaries"] | KINDS["dialogues"], _rouge_l),
+    **dict.fromkeys(KINDS["code"], _code_similarity),
     "passage_retrieval_en": _retrieval,
     "passage_count": _number_share,
 }

@@ -13,7 +13,7 @@ it ended. Intervals: 95 %, by drawing prompts again, paired with dense. Ends in 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from time import process_time
@@ -25,10 +25,11 @@ import torch
 from experiments.common.environment import describe, note_pair
 from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
-from experiments.real.answers import DENSE, Target
+from experiments.real.answers import DENSE, Prefilled, Target
 from experiments.real.captures import Encoded, kept_positions, read, write
-from experiments.real.longbench import LongBenchTask, read_tasks, score
-from experiments.real.rows import Rows, add_row_arguments
+from experiments.real.evidence import interval
+from experiments.real.longbench import KINDS, LongBenchTask, check_metrics, read_tasks, score
+from experiments.real.rows import Row, Rows, add_row_arguments
 from spec_stack import PrefillConfig
 from spec_stack.calibrate.judged import attend
 from spec_stack.engine.pair import ModelPair
@@ -93,26 +94,28 @@ def _random(attention: CapturedAttention, config: PrefillConfig) -> torch.Tensor
     return torch.rand(num_tokens, generator=torch.Generator().manual_seed(num_tokens))
 
 
-def prefill(target: Target, encoded: Encoded, captures: Path, arms: Mapping[str, PrefillConfig | None]) -> list[Any]:
+def prefill(
+    target: Target, encoded: Encoded, captures: Path, arms: Mapping[str, PrefillConfig | None]
+) -> list[tuple[Prefilled, int]]:
     """The target over what each arm keeps, and how many tokens that is."""
-    looks, ids, made = read(captures), encoded.token_ids, {}
+    looks, ids, made = read(captures), encoded.token_ids, []
     for name, config in arms.items():
+        positions: Sequence[int] = range(len(ids))
         if config is not None:
             importance = _random if name == RANDOM else CapturedAttention.importance
             positions = kept_positions(encoded, looks, config, importance)
-            made[name] = (target.prefill(ids, positions), len(positions))
-        else:
-            made[name] = (target.prefill(ids, range(len(ids)), _SHIFT if name == NOISE else 0), len(ids))
-    return list(made.values())
+        made.append((target.prefill(ids, positions, _SHIFT if name == NOISE else 0), len(positions)))
+    return made
 
 
 def run(arguments: argparse.Namespace, tasks: Sequence[LongBenchTask], rows: Rows, names: Sequence[str]) -> None:
     """Answer what is left of the prompts."""
     tokenizer, target = load_tokenizer(str(arguments.target)), Target(arguments.target, arguments.precision)
     every = arms_of(arguments.calibration)
+    wanted = {name: every[name] for name in names}
     for task in tasks:
-        left = {name: every[name] for name in names if (task.name, name) not in rows}
-        if not left or not rows.has_time:
+        left = rows.left(task.name, wanted)
+        if not left:
             continue
         began, encoded = process_time(), encode(tokenizer, task)
         prefilled = prefill(target, encoded, file_of(arguments.captures, task), left)
@@ -126,39 +129,48 @@ def run(arguments: argparse.Namespace, tasks: Sequence[LongBenchTask], rows: Row
         print(f"{task.name:24s}{told}  {process_time() - began:.0f} CPU s", flush=True)
 
 
+def compare(pairs: Sequence[tuple[Row, Row]]) -> dict[str, Any]:
+    """Scores of some prompts, and what they are over dense, with an interval."""
+    differences = [row["score"] - dense["score"] for dense, row in pairs]
+    over = interval(differences, [row["key"] for _, row in pairs])
+    return {
+        "n": len(pairs),
+        "score": round(float(np.mean([row["score"] for _, row in pairs])), 4),
+        "over_dense": [round(each, 4) for each in over],
+    }
+
+
+def share(pairs: Sequence[tuple[Row, Row]]) -> list[float]:
+    """An arm's score over dense, and its interval."""
+    scores = np.array([[dense["score"], row["score"]] for dense, row in pairs])
+    drawn = scores[np.random.default_rng(0).integers(len(scores), size=(_DRAWS, len(scores)))].mean(1)
+    middle, *ends = (own / max(1e-9, dense) for dense, own in (scores.mean(0), *drawn))
+    return [round(float(each), 3) for each in (middle, *np.percentile(ends, [2.5, 97.5]))]
+
+
 def summary(rows: Rows, names: Sequence[str]) -> dict[str, Any]:
-    """Mean scores by arm and task, each arm over dense, paired."""
+    """Mean scores by arm, kind and task, each arm over dense, paired."""
     report: dict[str, Any] = {}
     for name in names:
         pairs = rows.pairs(DENSE, name)
         if not pairs:
             continue
-        scores = np.array([[dense["score"], row["score"]] for dense, row in pairs])
-        drawn = scores[np.random.default_rng(0).integers(len(scores), size=(_DRAWS, len(scores)))].mean(1)
-        over, ratio = (
-            np.percentile(drawn[:, 1] - drawn[:, 0], [2.5, 97.5]),
-            scores[:, 1].mean() / max(1e-9, scores[:, 0].mean()),
-        )
-        ratios = np.percentile(drawn[:, 1] / np.maximum(drawn[:, 0], 1e-9), [2.5, 97.5])
-        by_task = {
-            task: [
-                sum(row["task"] == task for _, row in pairs),
-                round(float(np.mean([row["score"] for _, row in pairs if row["task"] == task])), 3),
-            ]
-            for task in sorted({row["task"] for _, row in pairs})
-        }
+
+        def only(names: Collection[str], pairs: Sequence[tuple[Row, Row]] = pairs) -> dict[str, Any]:
+            return compare([pair for pair in pairs if pair[1]["task"] in names])
+
+        tasks = {row["task"] for _, row in pairs}
         report[name] = {
-            "n": len(pairs),
-            "score": round(float(scores[:, 1].mean()), 4),
-            "over_dense": [round(float(each), 4) for each in (scores[:, 1].mean() - scores[:, 0].mean(), *over)],
-            "share_of_dense": [round(float(each), 3) for each in (ratio, *ratios)],
+            **compare(pairs),
+            "share_of_dense": share(pairs),
             "kept": round(sum(row["num_kept"] for _, row in pairs) / sum(row["num_tokens"] for _, row in pairs), 3),
             "same_text": sum(dense["text"] == row["text"] for dense, row in pairs),
-            "by_task": by_task,
+            "by_kind": {kind: only(own) for kind, own in KINDS.items() if tasks & own},
+            "by_task": {task: only({task}) for task in sorted(tasks)},
         }
-        share = "{:.3f} [{:.3f}, {:.3f}]".format(*report[name]["share_of_dense"])
-        tasks = "  ".join(f"{task} {mean:.2f} ({n})" for task, (n, mean) in by_task.items())
-        print(f"{name:22s} n={len(pairs):3d}  score {scores[:, 1].mean():.3f}  of dense {share}  {tasks}")
+        found, told = "{:.3f} [{:.3f}, {:.3f}]".format(*report[name]["share_of_dense"]), report[name]["by_kind"].items()
+        kinds = "  ".join(f"{kind} {own['score']:.2f} ({own['n']})" for kind, own in told)
+        print(f"{name:22s} n={len(pairs):3d}  score {report[name]['score']:.3f}  of dense {found}  {kinds}")
     return report
 
 
@@ -186,6 +198,7 @@ def main() -> None:
     fitting = [task for task in read_tasks(arguments.data) if arguments.from_tokens <= task.num_tokens]
     tasks = sorted((task for task in fitting if task.num_tokens <= arguments.to_tokens), key=lambda it: it.num_tokens)
     tasks = tasks[: arguments.limit]
+    check_metrics(tasks)
     rows = Rows(arguments.rows, arguments.minutes)
     left = [task for task in tasks if any((task.name, name) not in rows for name in names)]
     if left:

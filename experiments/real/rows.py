@@ -41,6 +41,10 @@ class Rows:
     def __contains__(self, key_and_arm: tuple[str, str]) -> bool:
         return key_and_arm in self._rows
 
+    def left(self, key: str, arms: Mapping[str, Any]) -> dict[str, Any]:
+        """The arms that have no row of a key yet; none where no new work may begin."""
+        return {arm: what for arm, what in arms.items() if (key, arm) not in self} if self.has_time else {}
+
     def add(self, key: str, arm: str, values: Mapping[str, Any]) -> Row:
         """Keep a row, on disk at once."""
         row = {"key": key, "arm": arm, **values}

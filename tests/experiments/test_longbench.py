@@ -1,4 +1,4 @@
-"""LongBench's metrics: what each counts, by hand; and a run over a tiny pair that goes on where it ended."""
+"""LongBench's metrics: what each counts, by hand; and a run over the embedded pair that goes on where it ended."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from experiments.real.longbench import LongBenchTask, read_tasks, score
+from experiments.real import longbench, quality
+from experiments.real.longbench import LongBenchTask, check_metrics, read_tasks, score
+from experiments.real.rows import Rows
+from spec_stack.hf.loading import resolve_pair
 
 _TASK = LongBenchTask("qasper", "0", "A question", ("The red car.", "a bicycle"), (), 10)
 
@@ -63,3 +66,44 @@ def test_a_file_is_read_with_its_classes(tmp_path: Path) -> None:
     first, second = read_tasks(path)
     assert (first.name, first.is_raw, first.max_tokens) == ("lcc-3", True, 64)
     assert (second.answers, second.classes) == (("Date",), ("Date",))
+
+
+def test_a_missing_metric_is_told_before_anything_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(longbench, "find_spec", lambda _: None)
+    check_metrics([_TASK])
+    with pytest.raises(ValueError, match=r"\[longbench\]"):
+        check_metrics([_TASK, replace(_TASK, task="samsum")])
+
+
+def test_a_run_answers_every_arm_once_and_goes_on_where_it_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "\n".join(f"The {word} stands in line {at} of the log." for at, word in enumerate(["car", "bird"] * 30))
+    tasks = [
+        {"task": task, "index": "0", "prompt": f"{text}\nWhere is it?", "gold": ["line"], "tokens": 900}
+        for task in ("qasper", "lcc")
+    ]
+    data, rows = tmp_path / "dev.jsonl", tmp_path / "rows.jsonl"
+    data.write_text("\n".join(map(json.dumps, tasks)), encoding="utf-8")
+    target, draft = map(str, resolve_pair(None, None))
+    captures, given = tmp_path / "captures", ["--precision", "fp32", "--max-tokens", "4"]
+    command = ["quality", str(data), "--target", target, "--draft", draft, "--captures", str(captures), *given]
+    monkeypatch.setattr("sys.argv", [*command, "--rows", str(rows), "--limit", "1"])
+    quality.main()
+    first = rows.read_text(encoding="utf-8")
+    arms = quality.arms_of(None)
+    assert len(first.splitlines()) == len(arms)
+    monkeypatch.setattr("sys.argv", [*command, "--rows", str(rows)])
+    quality.main()
+    assert rows.read_text(encoding="utf-8").startswith(first)
+    found = Rows(rows, 0)
+    for task in ("qasper-0", "lcc-0"):
+        kept = {arm: found.of_arm(arm)[task]["num_kept"] for arm in arms}
+        whole = found.of_arm(quality.DENSE)[task]["num_tokens"]
+        assert kept[quality.DENSE] == kept[quality.NOISE] == whole
+        assert kept["default 0.1"] < kept["default 0.2"] < kept["default 0.3"] < whole
+        # Whole lines, so the same share to within one of them.
+        assert all(abs(kept[arm] - 0.2 * whole) < 20 for arm in (quality.RANDOM, "BM25 0.2", "default 0.2"))
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert report["num_left"] == 0
+    assert report["arms"][quality.DENSE]["over_dense"] == [0, 0, 0]
