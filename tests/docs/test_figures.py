@@ -84,6 +84,34 @@ def test_the_front_page_shows_the_committed_figures() -> None:
     assert f"**{default:.2f}×** [{low:.2f}, {high:.2f}]; {others}" in text
 
 
+@pytest.mark.parametrize("pair", ["qwen_1_5b_qwen_0_5b", "qwen_1_5b_smol_135m", "qwen_0_5b_smol_135m"])
+def test_the_page_of_results_shows_what_the_doctor_foretold(pair: str) -> None:
+    found = result(f"foretell_{pair}")
+    off = {
+        (row["length"], row["sparse"]): f"{100 * (row['expected_s'] / row['measured_s'] - 1):+.0f}"
+        for row in found["rows"]
+    }
+    cells = " | ".join(f"{off[length, False]} / {off[length, True]} %" for length in (1024, 3072))
+    text = (ROOT / "docs" / "results-real.md").read_text(encoding="utf-8")
+    row = next(line for line in text.splitlines() if f"| {cells} |" in line)
+    assert row.endswith(f"| {found['wall_s'] / 60:.1f} min |")
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "name"),
+    [
+        ("qwen_1_5b", "Qwen2.5-Coder 1.5B"),
+        ("qwen_0_5b", "Qwen2.5-Coder 0.5B"),
+        ("smol_135m", "SmolLM2 135M (Llama)"),
+        ("gemma_270m", "Gemma 3 270M (windows of 512)"),
+    ],
+)
+def test_the_page_of_support_shows_what_pretrained_weights_answered(checkpoint: str, name: str) -> None:
+    runs = [result(f"pretrained_{checkpoint}_{precision}") for precision in ("fp32", "bf16")]
+    cells = [f"{own['same']['plain']} and {own['same']['speculation']} of {own['n']}" for own in runs]
+    assert f"| {' | '.join([name, *cells])} |" in (ROOT / "docs" / "support.md").read_text(encoding="utf-8")
+
+
 def test_the_picture_shows_the_committed_figures() -> None:
     with Image.open(ROOT / "docs" / "images" / "overview.png") as picture:
         shown = json.loads(picture.info["Description"])
