@@ -92,6 +92,8 @@ class StepRecord:
         Proposed tokens that were looked up, the last ones of the proposal.
     lag : int
         How many steps before this one the newest record was of when its gamma was chosen; see `StepContext.lag`.
+    num_target_slots, num_draft_slots, num_prefilled : int
+        As in `StepContext`, and the tokens that the target took in in a prefill step; 0 where nobody counts them.
     upcoming : DraftSignals or None
         Of tokens that the draft has made for the step after this one. A server's draft makes that step's first token
         while it catches up with this one.
@@ -118,6 +120,9 @@ class StepRecord:
     num_looked_up: int = 0
     lag: int = 1
     upcoming: DraftSignals | None = None
+    num_target_slots: int = 0
+    num_draft_slots: int = 0
+    num_prefilled: int = 0
 
     @property
     def seconds(self) -> float:
@@ -159,15 +164,18 @@ class StepContext:
     precision, task : str
         The target's precision, and the request's label.
     batch_size : int
-        Requests that take the step together; 1 outside a server.
+        Requests that take the step together, or the size of the captured graph that they run in; 1 outside a server.
     num_unread : int
         Committed tokens that the draft has not been fed, and has to be before it can draft: 1 in the usual step, the
         whole prompt after a dense prefill. 0 where nobody counts them.
+    num_target_slots, num_draft_slots : int
+        Tokens that the target attends to in this step, and that the draft does once it has caught up; 0 where nobody
+        counts them.
     lag : int
         How many steps before this one the newest record is of: 1, or more where a server begins a step before it knows
         how the last one went.
     members : tuple of BatchMember
-        The requests of a server's step, batch_size of them; empty where nobody names them.
+        The requests of a server's step, at most batch_size of them; empty where nobody names them.
     """
 
     step: int
@@ -179,6 +187,8 @@ class StepContext:
     num_unread: int = 0
     lag: int = 1
     members: tuple[BatchMember, ...] = ()
+    num_target_slots: int = 0
+    num_draft_slots: int = 0
 
 
 class Policy(ABC):

@@ -9,20 +9,24 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from spec_stack.config import DecodeConfig
 from spec_stack.controller.base import BatchMember, Policy, StepContext, StepRecord, check_gammas
-from spec_stack.controller.batch_cost import StepSeconds, stale_neighbour
+from spec_stack.controller.batch_cost import Floats, StepSeconds
 
-Floats = NDArray[np.float64]
 # Requests that are remembered; the longest silent one is forgotten first.
 _MAX_REQUESTS = 4096
+# Log seconds: what is as sure as this is not tried again for its own sake.
+_SURE = 0.15
+# One step in so many goes to the neighbour of the best that is least sure, since first steps may have misled.
+_PROBE_EVERY = 64
+# Steps in a row that left no seconds, as all do under a load of short replies, before trying comes to an end.
+_MOST_IN_VAIN = 20
 Known = TypeVar("Known")
 
 
@@ -60,18 +64,18 @@ class LastMembers:
 class BatchRule(Policy):
     """argmin over gamma of the sum over requests of a step's seconds over the tokens expected of it.
 
-    A subclass says what is expected. Costs are measured, per batch size; a gamma that was never tried there is.
+    A subclass says what is expected. Seconds are measured; a gamma that may well be the best, for all that is known of
+    its seconds, is tried.
 
     Parameters
     ----------
     gammas : tuple of int
         The candidates, 0 for plain decoding among them if it may be used.
     weight : float
-        Of the last step in a request's acceptance and in a gamma's seconds, in (0, 1].
-    trials : int
-        Steps each gamma is tried for at a new batch size.
-    probe_every : int
-        One step in this many measures a neighbour of the best gamma again, since times change with load and length.
+        Of the last step in a request's acceptance, in (0, 1].
+    profile : mapping, optional
+        Seconds of a step by batch size, by gamma, as /server_info of an earlier launch shows them: what is expected of
+        steps before any has run.
 
     Notes
     -----
@@ -84,22 +88,18 @@ class BatchRule(Policy):
 
     gammas: tuple[int, ...] = (0, 1, 2, 4, 8)
     weight: float = 0.1
-    trials: int = 2
-    probe_every: int = 32
+    profile: Mapping[Any, Mapping[Any, float]] | None = None
     _seconds: StepSeconds = field(init=False, repr=False)
     _num_chosen: int = field(init=False, repr=False, default=0)
+    _in_vain: int = field(init=False, repr=False, default=0)
     _last: LastMembers = field(init=False, repr=False, default_factory=LastMembers)
 
     def __post_init__(self) -> None:
         check_gammas("gammas", self.gammas)
         if not 0 < self.weight <= 1:
             raise ValueError(f"weight must be in (0, 1], got {self.weight}")
-        if self.trials < 1:
-            raise ValueError(f"trials must be 1 or more, got {self.trials}")
-        if self.probe_every < 2:
-            raise ValueError(f"probe_every must be 2 or more, got {self.probe_every}; or use the policy fixed")
-        self._seconds = StepSeconds(self.gammas, self.weight, self.trials)
         self._candidates = sorted(self.gammas)
+        self._seconds = StepSeconds(self._candidates, _checked_profile(self.profile))
 
     @abstractmethod
     def expected_accepted(self, context: StepContext, members: Sequence[BatchMember]) -> Floats:
@@ -115,28 +115,57 @@ class BatchRule(Policy):
         """Take in how a request's step went, in tokens."""
 
     def choose(self, context: StepContext) -> int:
-        """Try what was never tried at this batch size, else take the best, now and then a neighbour of it."""
-        costs = self._seconds.begin(context.step, context.precision, context.batch_size)
-        expected = self.expected_accepted(context, context.members or self._last.members)
-        usable = [gamma for gamma in self._candidates if gamma <= context.max_gamma]
+        """The best for all that is known, or a gamma that is as likely to be, for all that is not."""
+        members = context.members or self._last.members
+        self._seconds.begin(context.step, context.batch_size, len(context.members) or context.batch_size)
+        expected = self.expected_accepted(context, members)
+        usable = [at for at, gamma in enumerate(self._candidates) if gamma <= context.max_gamma]
         if not usable:
             return 0
-        untried = self._seconds.to_try(usable, costs)
-        if untried is not None:
-            return untried
-        known = [gamma for gamma in usable if costs[gamma].num_seen]
-        if not known:
-            # No step had known seconds, as under a load of short replies: the usual gamma then.
-            return max((gamma for gamma in usable if gamma <= DecodeConfig.gamma), default=usable[0])
-        seconds = np.array([costs[gamma].seconds for gamma in known])
-        best = known[int((seconds * (1 / (1 + expected[:, known])).sum(axis=0)).argmin())]
+        gammas = [self._candidates[at] for at in usable]
+        waits = self._seconds.expected(context.batch_size)[usable] * (1 / (1 + expected[:, gammas])).sum(axis=0)
+        best = int(waits.argmin())
+        self._in_vain += 1
+        if self._in_vain > _MOST_IN_VAIN and not self._seconds.num_seen:
+            # No step had known seconds: the usual gamma then.
+            return max((gamma for gamma in gammas if gamma <= DecodeConfig.gamma), default=gammas[0])
+        tried = self._to_try(self._seconds.doubt(context.batch_size, usable[best])[usable], np.log(waits / waits[best]))
+        return gammas[best if tried is None else tried]
+
+    def _to_try(self, doubt: Floats, worse: Floats) -> int | None:
+        """Which candidate is to be tried instead of the best, by how unsure its seconds are, and by how much worse it
+        looks, both as logarithms; None for none."""
+        best = int(worse.argmin())
         self._num_chosen += 1
-        return stale_neighbour(best, usable, costs) if self._num_chosen % self.probe_every == 0 else best
+        if self._num_chosen % _PROBE_EVERY == 0:
+            near = [at for at in (best - 1, best + 1) if 0 <= at < len(doubt)]
+            return max(near, key=lambda at: float(doubt[at]), default=None)
+        doubt = np.where((doubt > _SURE) & (worse < doubt), doubt, 0.0)
+        return int(doubt.argmax()) if doubt.any() and self._in_vain <= _MOST_IN_VAIN else None
 
     def observe(self, record: StepRecord) -> None:
         if record.is_prefill:
             return
         self._last.note(record)
         if math.isfinite(record.seconds):
-            self._seconds.observe(record.step, record.precision, record.gamma, record.seconds)
+            self._in_vain = 0
+            self._seconds.observe(record.step, record.gamma, record.seconds)
         self.learn(record)
+
+    def step_seconds(self, batch_sizes: Sequence[int]) -> dict[int, dict[int, float]]:
+        """What is known by now, as `profile` takes it; empty before any step's seconds are."""
+        if not self._seconds.num_seen:
+            return {}
+        rows = {size: self._seconds.expected(size).tolist() for size in batch_sizes}
+        return {size: dict(zip(self._candidates, row, strict=True)) for size, row in rows.items()}
+
+
+def _checked_profile(profile: Mapping[Any, Mapping[Any, float]] | None) -> dict[int, dict[int, float]]:
+    """With numbers for keys, which JSON has as strings."""
+    try:
+        found = {int(size): {int(g): float(s) for g, s in row.items()} for size, row in (profile or {}).items()}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"profile must map batch sizes to gammas to seconds: {error}") from error
+    if not all(size > 0 and 0 < s < math.inf for size, row in found.items() for s in row.values()):
+        raise ValueError("profile must hold batch sizes of 1 or more, and seconds over 0")
+    return found

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from spec_stack.controller.base import BatchMember, DraftSignals, StepContext, StepRecord
-from spec_stack.controller.batch_cost import MAX_PENDING
-from spec_stack.controller.batch_rule import BatchRule, Floats, PerRequest
+from spec_stack.controller.batch_cost import MAX_PENDING, Floats
+from spec_stack.controller.batch_rule import BatchRule, PerRequest
 from spec_stack.controller.predictor import step_features
 from spec_stack.controller.speckv import OnlineRidge, RatePredictor, rates_of
 

@@ -11,8 +11,8 @@ import numpy as np
 
 from spec_stack.controller.acceptance import logit
 from spec_stack.controller.base import BatchMember, StepContext, StepRecord
-from spec_stack.controller.batch_cost import MAX_PENDING
-from spec_stack.controller.batch_rule import BatchRule, Floats, PerRequest
+from spec_stack.controller.batch_cost import MAX_PENDING, Floats
+from spec_stack.controller.batch_rule import BatchRule, PerRequest
 
 _TYPICAL_ACCEPTANCE = 0.7
 # Odds of an acceptance seen as 0 or 1 would be infinite.
@@ -150,18 +150,20 @@ class BatchThroughput(BatchRule):
         return found
 
     def _learn_lessons(self) -> None:
-        features, outcomes = [], []
-        for places, row, num_accepted, judged in self._lessons:
-            lesson = np.empty((judged, len(_START)))
-            lesson[:, 0] = row[0] + places[:judged]
-            lesson[:, 1:5] = 0.0
-            lesson[0, 1], lesson[1:, 2] = row[1], row[1]
-            lesson[0, 3], lesson[1:, 4] = row[2], row[2]
-            lesson[:, 5], lesson[:, 6] = row[3], 1.0
-            features.append(lesson)
-            outcomes.append(np.arange(judged) < num_accepted)
+        """All at once: every judged place of every request is an example, its features in the order of `_START`."""
+        judged = np.array([count for *_, count in self._lessons])
+        owner = np.repeat(np.arange(len(judged)), judged)
+        place = np.arange(len(owner)) - np.repeat(judged.cumsum() - judged, judged)
+        rows = np.array([row for _, row, *_ in self._lessons])[owner]
+        is_first = (place == 0).astype(np.float64)
+        features = np.empty((len(owner), len(_START)))
+        features[:, 0] = rows[:, 0] + np.array([places for places, *_ in self._lessons])[owner, place]
+        features[:, 1], features[:, 2] = is_first * rows[:, 1], (1 - is_first) * rows[:, 1]
+        features[:, 3], features[:, 4] = is_first * rows[:, 2], (1 - is_first) * rows[:, 2]
+        features[:, 5], features[:, 6] = rows[:, 3], 1.0
+        accepted = np.array([num_accepted for _, _, num_accepted, _ in self._lessons])[owner]
         self._lessons.clear()
-        self._model.learn(np.concatenate(features), np.concatenate(outcomes).astype(np.float64))
+        self._model.learn(features, (place < accepted).astype(np.float64))
 
     def learn(self, record: StepRecord) -> None:
         known = self._requests.of(record.request_id)

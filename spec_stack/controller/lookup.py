@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from spec_stack.controller.acceptance import OnlineLogistic, sigmoid
 from spec_stack.controller.base import StepRecord
 from spec_stack.controller.cost import USUAL_UNREAD, StepCostModel
+from spec_stack.controller.lengths import ByLength
 from spec_stack.controller.rate import RequestRate
 
 _LEAST_REACH = 8
@@ -127,6 +129,8 @@ class LookupGate:
     def __init__(self, options: LookupOptions | None = None) -> None:
         self.options = options or LookupOptions()
         self._chances = OnlineLogistic(_START, self.options.trust, self.options.forgetting)
+        self._costs = ByLength(StepCostModel, deepcopy)
+        # At the last step's length.
         self._cost = StepCostModel()
         # In tokens per plain step; and what a step that goes to the draft gains, in tokens.
         self._rate = RequestRate(1.0, _START_WEIGHT)
@@ -226,6 +230,7 @@ class LookupGate:
 
     def observe(self, record: StepRecord) -> None:
         """Learn from a step; a prefill step says that a request begins."""
+        self._cost = self._costs.at(record)
         if record.is_prefill:
             self._own_right = self._own_expected = 0.0
             self._reach = 2 * _LEAST_REACH

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol, get_args
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 
 from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord, check_gamma, check_gammas
 from spec_stack.controller.cost import StepCostModel
+from spec_stack.controller.lengths import ByLength
 from spec_stack.controller.predictor import STEP_FEATURES, load_step_predictor, step_features
 from spec_stack.controller.probing import Probing
 
@@ -100,7 +102,9 @@ class SpecKV(Policy):
     _online: OnlineRidge | None = field(init=False, repr=False, default=None)
     _rates: RatePredictor = field(init=False, repr=False)
     _signals: DraftSignals | None = field(init=False, repr=False, default=None)
-    _costs: dict[str, StepCostModel] = field(init=False, repr=False, default_factory=dict)
+    _costs: ByLength[StepCostModel] = field(
+        init=False, repr=False, default_factory=lambda: ByLength(StepCostModel, deepcopy)
+    )
     _probing: Probing = field(init=False, repr=False, default_factory=Probing)
     _recent: float = field(init=False, repr=False, default=1.0)
 
@@ -122,8 +126,8 @@ class SpecKV(Policy):
         if self._online is not None and self._online.num_seen < self.explore:
             return self.gammas[self._online.num_seen % len(self.gammas)]
         expected = self._expected_tokens(self._signals, context.precision, self.gammas)
-        cost = self._costs.get(context.precision)
-        if self.objective == "per_step" or cost is None or not cost.ready:
+        cost = self._costs.at(context)
+        if self.objective == "per_step" or not cost.ready:
             return self.gammas[expected.index(max(expected))]
         rates = [
             self._calibrated(tokens) / cost.seconds(gamma) for tokens, gamma in zip(expected, self.gammas, strict=True)
@@ -147,8 +151,7 @@ class SpecKV(Policy):
         """Remember the step's signals for the next one, and learn how they foretold this one."""
         is_a_step = not record.is_prefill and not record.draft_read_prompt and not self._probing.is_waking
         if is_a_step and math.isfinite(record.seconds):
-            cost = self._costs.setdefault(record.precision, StepCostModel())
-            cost.observe(
+            self._costs.at(record).observe(
                 record.num_drafted, record.draft_s, record.verify_s, record.num_recomputed, record.num_looked_up
             )
         if not record.signals:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 
 from spec_stack.config import MAX_GAMMA
 from spec_stack.controller.acceptance import AcceptanceModel
 from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord, check_gamma
 from spec_stack.controller.cost import USUAL_UNREAD, CostOptions, StepCostModel
+from spec_stack.controller.lengths import ByLength
 from spec_stack.controller.rate import RequestRate
 from spec_stack.controller.survival import Survival
 
@@ -41,9 +43,13 @@ _FIRST_CAP = 1
 _MOST_NOISE = 1.5
 
 
+def _unrated() -> deque[StepRecord]:
+    return deque(maxlen=_MAX_UNRATED)
+
+
 @dataclass
-class _PrecisionState:
-    """The measurements at one precision.
+class _Measured:
+    """The measurements at one precision and length of the context.
 
     achieved: of steps without a look-up. drafting: of those that drafted, by the draft's tokens alone. Both in tokens
     per plain step, of this request first. copied: share of the tokens that were looked up. missed_s: what drafting
@@ -58,7 +64,7 @@ class _PrecisionState:
     copied: RequestRate = field(default_factory=lambda: RequestRate(0.0, _NOT_COPIED))
     missed_s: float = 0.0
     idle_s: float = 0.0
-    unrated: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=_MAX_UNRATED))
+    unrated: deque[StepRecord] = field(default_factory=_unrated)
     read_s: float | None = None
 
     def begin_request(self) -> None:
@@ -159,10 +165,11 @@ class Throughput(Policy):
     cold_threshold: float = 0.3
     cost: CostOptions = field(default_factory=CostOptions)
     acceptance: AcceptanceModel = field(default_factory=Survival, repr=False)
-    _states: dict[str, _PrecisionState] = field(init=False, repr=False, default_factory=dict)
+    _measured: ByLength[_Measured] = field(init=False, repr=False)
     _cap: int = field(init=False, repr=False, default=_FIRST_CAP)
     _answers: AnswerLength = field(init=False, repr=False, default_factory=AnswerLength)
-    _prefill_s: float = field(init=False, repr=False, default=0.0)
+    # The last prefill's seconds, and the tokens that the target took in.
+    _prefill: tuple[float, int] = field(init=False, repr=False, default=(0.0, 0))
     _num_since_plain: int = field(init=False, repr=False, default=0)
 
     name = "throughput"
@@ -171,25 +178,32 @@ class Throughput(Policy):
         check_gamma("max_gamma", self.max_gamma, least=1)
         if not 0 < self.cold_threshold < 1:
             raise ValueError(f"cold_threshold is a probability between 0 and 1, got {self.cold_threshold}")
+        self._measured = ByLength(lambda: _Measured(StepCostModel(self.cost)), deepcopy, self._renewed)
 
-    def threshold(self, precision: str, num_drafted: int = 0) -> float:
+    def _renewed(self, known: _Measured) -> _Measured:
+        """Make a start at a length far from all known: nobody knows what a step takes there, so it begins with
+        little."""
+        self._cap = _FIRST_CAP
+        return replace(deepcopy(known), cost=StepCostModel(self.cost), idle_s=0.0, missed_s=0.0, unrated=_unrated())
+
+    def threshold(self, context: StepContext, num_drafted: int = 0) -> float:
         """The probability below which a token beside so many others does not pay: tokens/s now achieved * its
         seconds."""
-        state = self._states.get(precision)
-        if state is None or not state.cost.ready:
+        state = self._measured.at(context)
+        if not state.cost.ready:
             return self.cold_threshold
         return state.achieved.value * state.cost.per_token_s(num_drafted) / state.cost.plain_s
 
     def choose(self, context: StepContext) -> int:
         self.acceptance.begin()
-        if not self._pays(context, self._states.get(context.precision)):
+        if not self._pays(context, self._measured.at(context)):
             return 0
         return min(self.max_gamma, self._cap)
 
-    def _pays(self, context: StepContext, state: _PrecisionState | None) -> bool:
+    def _pays(self, context: StepContext, state: _Measured) -> bool:
         """Return whether drafting is expected to save time, in this step and with what it has to catch up on."""
         read_s = self._read_s(context, state)
-        if state is None or not state.cost.ready_to_verify:
+        if not state.cost.ready_to_verify:
             return read_s == 0.0
         speedup = state.drafting.value
         if speedup <= _LEAST_SPEEDUP:
@@ -208,16 +222,18 @@ class Throughput(Policy):
         left = self._answers.expected_left(context.max_gamma + 1) * (1 - copied)
         return left * saved_s > read_s
 
-    def _read_s(self, context: StepContext, state: _PrecisionState | None) -> float:
+    def _read_s(self, context: StepContext, state: _Measured) -> float:
         """Seconds that catching up is expected to take the draft."""
         if context.num_unread <= _LONG_READ:
             return 0.0
-        if state is not None and state.read_s is not None:
+        if state.read_s is not None:
             return state.read_s * context.num_unread
-        return _TYPICAL_READ * self._prefill_s
+        seconds, num_tokens = self._prefill
+        share = min(context.num_unread / num_tokens, 1.0) if num_tokens else 1.0
+        return _TYPICAL_READ * seconds * share
 
     def keep_drafting(self, context: StepContext, signals: DraftSignals) -> bool:
-        return self.acceptance.extend(signals)[1] > self.threshold(context.precision, len(signals))
+        return self.acceptance.extend(signals)[1] > self.threshold(context, len(signals))
 
     def chances(self, signals: DraftSignals) -> tuple[float, float]:
         return self.acceptance.extend(signals)
@@ -227,8 +243,8 @@ class Throughput(Policy):
         self.acceptance.learn(record)
         self._answers.observe(record)
         if record.is_prefill:
-            self._prefill_s = record.verify_s if math.isfinite(record.verify_s) else 0.0
-            for state in self._states.values():
+            self._prefill = (record.verify_s if math.isfinite(record.verify_s) else 0.0), record.num_prefilled
+            for state in self._measured.values():
                 state.begin_request()
             return
         if record.num_drafted and self._cap < self.max_gamma:
@@ -238,9 +254,9 @@ class Throughput(Policy):
         if not math.isfinite(record.seconds):
             return
         has_read = record.draft_read_prompt or record.num_unread > _LONG_READ
-        if has_read and record.precision not in self._states:
+        found = self._measured.at(record)
+        if has_read and not found.cost.ready_to_verify:
             return
-        found = self._states.setdefault(record.precision, _PrecisionState(StepCostModel(self.cost)))
         if record.num_unread > _LONG_READ:
             found.observe_read(record)
         if not has_read:

@@ -82,6 +82,7 @@ def decode(
     last: StepRecord | None = None
     for step in count():
         num_seen, num_unread = draft.next_position, len(committed) - draft.next_position
+        num_target_slots, num_draft_slots = target.num_cached + len(unseen_ids), draft.num_cached + num_unread
         if last is not None:
             context = StepContext(
                 step=step,
@@ -90,6 +91,8 @@ def decode(
                 precision=labels.precision,
                 task=labels.task,
                 num_unread=num_unread,
+                num_target_slots=num_target_slots,
+                num_draft_slots=num_draft_slots,
             )
             with clock.measure("draft"):
                 proposal = proposer.propose(committed, Guide(policy, context, clock))
@@ -103,6 +106,7 @@ def decode(
 
         new_ids = [*proposal.token_ids[: verification.num_accepted], verification.next_token]
         token_ids, text, finish_reason = stopper.cut(new_ids)
+        num_prefilled = len(unseen_ids) if step == 0 else 0
         logprobs = None
         if num_logprobs is not None:
             logprobs = step_logprobs(logits, verification, sampler, new_ids, num_logprobs)[: len(token_ids)]
@@ -131,6 +135,9 @@ def decode(
             num_unread=num_unread if has_drafted else 0,
             proposer=proposal.proposer,
             num_looked_up=proposal.num_looked_up,
+            num_target_slots=num_target_slots,
+            num_draft_slots=num_draft_slots,
+            num_prefilled=num_prefilled,
         )
         with clock.measure("controller"):
             policy.observe(last)

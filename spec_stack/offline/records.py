@@ -262,7 +262,8 @@ def _problems(record: StepRecord) -> Iterator[tuple[str, str]]:
     known = (*PRECISIONS, OTHER_PRECISION)
     if record.precision not in known:
         yield "precision", f"unknown precision {record.precision!r}; known: {', '.join(known)}"
-    for name in ("step", "gamma", "num_accepted", "num_tokens", "num_recomputed", "num_unread", "num_looked_up"):
+    counts = ("step", "gamma", "num_accepted", "num_tokens", "num_recomputed", "num_unread", "num_looked_up")
+    for name in (*counts, "num_target_slots", "num_draft_slots", "num_prefilled"):
         if getattr(record, name) < 0:
             yield name, f"{getattr(record, name)} is not a count"
     if record.num_looked_up > record.gamma:

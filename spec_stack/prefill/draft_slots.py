@@ -6,19 +6,27 @@ from collections.abc import Sequence
 
 import numpy as np
 
+RENEW_EVERY = 64
+"""Tokens written until the slots are chosen anew while proposals hold."""
+RENEW_WHERE_WRONG = 8
+"""The same where half of the last proposal was wrong."""
+MOST_RESTORED = 64
+"""Most tokens that come back then."""
 # Tokens at the text's end whose words are looked for, and the distance over which a word's weight halves.
 _ASKED = 96
 _HALF_LIFE = 32
+# What is copied goes on behind the words found: the worth of the next chunk and of the one after it, over its own.
+_FOLLOWING = (0.8, 0.64)
 # Share of the slots that the newest text has; the chosen chunks have the rest.
-_NEWEST_SHARE = 0.5
+_NEWEST_SHARE = 0.25
 
 
-def choose_slots(text_ids: Sequence[int], num_slots: int, chunk_size: int, num_sinks: int) -> list[int]:
+def choose_slots(text_ids: Sequence[int] | np.ndarray, num_slots: int, chunk_size: int, num_sinks: int) -> list[int]:
     """The positions of a text that a draft is to see: the first, the newest, and chunks that share words with its end.
 
     A chunk is worth the sum over the words (tokens) of the text's end that it has, each by its inverse document
     frequency over the chunks (Robertson and Spärck Jones, https://doi.org/10.1002/asi.4630270302) squared, so that rare
-    words lead, and by how near to the end it stands.
+    words lead, and by how near to the end it stands; or a part of what the one or two before it are worth.
 
     Parameters
     ----------
@@ -64,5 +72,8 @@ def _chunk_scores(ids: np.ndarray, num_chunks: int, chunk_size: int) -> np.ndarr
     chunks, word = pairs // len(words), pairs % len(words)
     times = np.bincount(word, minlength=len(words))
     rarity = np.log1p((num_chunks - times + 0.5) / (times + 0.5)) ** 2 * 0.5 ** (nearest / _HALF_LIFE)
-    scores: np.ndarray = np.bincount(chunks, weights=rarity[word], minlength=num_chunks)
+    found: np.ndarray = np.bincount(chunks, weights=rarity[word], minlength=num_chunks)
+    scores = found.copy()
+    for after, share in enumerate(_FOLLOWING, 1):
+        scores[after:] = np.maximum(scores[after:], share * found[:-after])
     return scores

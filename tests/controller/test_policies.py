@@ -351,8 +351,8 @@ def test_throughput_threshold_is_the_rate_times_the_cost_of_a_token() -> None:
     for gamma in (2, 4, 1, 3, 5) * 20:
         policy.observe(step(gamma, gamma))
     tokens, seconds = 20 * (15 + 5), 20 * (0.01 * 15 + 0.03 * 5)
-    assert policy.threshold("fp16") == pytest.approx(tokens / seconds * 0.01, rel=0.1)
-    assert policy.threshold("int8") == policy.cold_threshold
+    assert policy.threshold(context()) == pytest.approx(tokens / seconds * 0.01, rel=0.1)
+    assert policy.threshold(context(precision="int8")) == policy.cold_threshold
 
 
 def test_prefill_records_leave_the_cost_estimates_alone() -> None:
@@ -361,7 +361,7 @@ def test_prefill_records_leave_the_cost_estimates_alone() -> None:
         policy.observe(step(8, 0, draft_s=3.0, verify_s=50.0, is_prefill=True))
         policy.observe(step(gamma, gamma))
         undisturbed.observe(step(gamma, gamma))
-    costs = [each._states["fp16"].cost for each in (policy, undisturbed)]
+    costs = [each._measured.at(context()).cost for each in (policy, undisturbed)]
     assert costs[0].seconds(4) == costs[1].seconds(4)
 
 
@@ -371,7 +371,7 @@ def test_throughput_follows_costs_that_change() -> None:
         for gamma in (2, 4, 1, 3, 5) * 40:
             policy.observe(step(gamma, gamma // 2, draft_s=draft_s * gamma))
     tokens, seconds = 5 + 6, 0.02 * 15 + 0.03 * 5
-    assert policy.threshold("fp16") == pytest.approx(tokens / seconds * 0.02, rel=0.15)
+    assert policy.threshold(context()) == pytest.approx(tokens / seconds * 0.02, rel=0.15)
 
 
 def test_no_policy_does_better_than_the_oracle() -> None:

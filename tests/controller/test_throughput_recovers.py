@@ -22,6 +22,7 @@ SHIPPED = Path(spec_stack.__file__).parent / "assets" / "draft" / "spec_stack_pr
 VERIFY_S, PER_TOKEN_S = 3e-3, 0.7e-3
 # Of a request; the draft has read the prompt of each.
 NUM_STEPS = 128
+USUAL = StepContext(1, 99, None, "fp32")
 
 
 class Machine:
@@ -96,26 +97,64 @@ def test_a_draft_that_was_slow_at_first_is_found_out_though_it_has_to_catch_up(
     assert sum(gamma > 0 for gamma in machine.gammas[-50:]) > 40
 
 
-def test_a_woken_draft_is_measured_in_the_next_step_or_woken_again_after_the_same_wait() -> None:
-    def steps(probing: Probing, num_unread: list[int]) -> list[str]:
-        done = []
-        for unread in num_unread:
-            probing.begin()
-            due = probing.is_due(0.0, 1.0, unread)
-            assert due or not probing.is_waking
-            done.append("wakes" if probing.is_waking else "measures" if due else "")
-        return done
+def probed(probing: Probing, num_unread: list[int]) -> list[str]:
+    """What becomes of steps before which the draft has so much to read; 0 where a look-up takes the step."""
+    done = []
+    for unread in num_unread:
+        if not unread:
+            done.append("looks up")
+            continue
+        probing.begin()
+        due = probing.is_due(0.0, 1.0, unread)
+        assert due or not probing.is_waking
+        done.append("wakes" if probing.is_waking else "measures" if due else "")
+    return done
 
-    idle = ["", "", ""]
-    assert steps(Probing(4, 64), [9] * 4 + [2] + [1] * 8) == [*idle, "wakes", "measures", *[""] * 7, "measures"]
-    # A look-up came between, so there is more to read again.
-    assert steps(Probing(4, 64), [9] * 9) == [*idle, "wakes", *idle, "wakes", ""]
-    # So did a step in which nobody asked.
-    probing = Probing(4, 64)
-    assert steps(probing, [9] * 4)[-1] == "wakes"
-    probing.begin()
-    assert not probing.is_waking
-    assert steps(probing, [2]) == [""]
+
+IDLE = ["", "", ""]
+
+
+def test_a_woken_draft_is_measured_in_the_next_step() -> None:
+    expected = [*IDLE, "wakes", "measures", *[""] * 7, "measures"]
+    assert probed(Probing(4, 64), [9] * 4 + [2] + [1] * 8) == expected
+
+
+@pytest.mark.parametrize("num_between", [1, 2, 3])
+def test_look_ups_between_the_two_steps_of_a_probe_do_not_cost_it_its_measurement(num_between: int) -> None:
+    between = [0, 9] * num_between
+    expected = [*IDLE, "wakes", *["looks up", "wakes"] * num_between, "measures", ""]
+    assert probed(Probing(4, 64), [9] * 4 + between + [2, 2]) == expected
+
+
+def test_a_probe_that_is_never_left_its_second_step_ends() -> None:
+    done = probed(Probing(4, 64), [9, 0] * 40)
+    asked = [each for each in done if each != "looks up"]
+    assert asked[:11] == [*IDLE, *["wakes"] * 4, *IDLE, "wakes"]
+
+
+def test_a_policy_measures_its_draft_though_a_look_up_follows_each_waking() -> None:
+    """But none follows at once on a look-up. Nobody asks the policy in their steps; without a measurement a draft that
+    has become quick is never found out."""
+    policy = SpecKV()
+    for _ in range(30):
+        policy.observe(record(num_accepted=0, num_tokens=1, draft_s=9 * VERIFY_S))
+    last, num_unread, was_waking, chosen = record(num_accepted=0, num_tokens=1), 20, False, []
+    for number in range(400):
+        if was_waking and num_unread != 5:
+            policy.observe(record(num_looked_up=4, signals=DraftSignals(), draft_s=0.0, proposer="lookup"))
+            num_unread, was_waking = 5, False
+            continue
+        gamma = policy.choose(StepContext(number, 99, last, "fp32", num_unread=num_unread))
+        was_waking = policy._probing.is_waking
+        read_s = 1e-3 * (num_unread - 1) if gamma else 0.0
+        policy.observe(
+            record(gamma=gamma, num_accepted=gamma, num_tokens=gamma + 1, draft_s=gamma * PER_TOKEN_S + read_s,
+                   signals=DraftSignals([1.0] * gamma, [0.9] * gamma), num_unread=num_unread if gamma else 0)
+        )  # fmt: skip
+        was_waking = was_waking and num_unread != 5
+        num_unread = 2 if gamma else num_unread + 1
+        chosen.append(gamma)
+    assert sum(gamma > 0 for gamma in chosen[-50:]) > 40
 
 
 def test_what_another_precision_costs_is_learned_right_after_a_draft_was_woken() -> None:
@@ -128,7 +167,27 @@ def test_what_another_precision_costs_is_learned_right_after_a_draft_was_woken()
     for _ in range(20):
         policy.choose(StepContext(1, 99, last, "bf16", num_unread=1))
         policy.observe(record(precision="bf16"))
-    assert policy._costs["bf16"].per_token_s() == pytest.approx(PER_TOKEN_S, rel=0.1)
+    assert policy._costs.at(record(precision="bf16")).per_token_s() == pytest.approx(PER_TOKEN_S, rel=0.1)
+
+
+def test_the_default_policy_measures_a_draft_that_has_read_much_in_the_next_step_it_is_asked_for() -> None:
+    """A look-up has come between; what it wrote is read at a known price."""
+    policy, num_unread, read = warm(num_accepted=0, num_tokens=1, draft_s=9 * VERIFY_S), 20, []
+    for number in range(200):
+        gamma = policy.choose(StepContext(number, 99, plain(number), "fp32", num_unread=num_unread))
+        read_s = 0.03e-3 * (num_unread - 1) if gamma else 0.0
+        policy.observe(
+            record(gamma=gamma, num_accepted=gamma, num_tokens=gamma + 1, draft_s=gamma * PER_TOKEN_S + read_s,
+                   signals=DraftSignals([1.0] * gamma, [0.9] * gamma), num_unread=num_unread if gamma else 0)
+        )  # fmt: skip
+        if gamma:
+            read.append((num_unread, policy._measured.at(USUAL).cost.per_token_s()))
+        policy.observe(record(gamma=16, num_looked_up=16, num_accepted=16, num_tokens=17, signals=DraftSignals(),
+                              draft_s=0.0, proposer="lookup"))  # fmt: skip
+        num_unread = 19 if gamma else num_unread + 18
+    (much, dear), (little, cheaper) = read[:2]
+    assert much > 100 > 32 > little
+    assert cheaper < 0.8 * dear
 
 
 @pytest.mark.parametrize("at", [1, 4, 50])
@@ -174,7 +233,7 @@ def warm(**changes: object) -> Throughput:
 )
 def test_the_time_of_reading_a_prompt_says_nothing_about_steps(changes: dict[str, object]) -> None:
     policy = warm()
-    state = policy._states["fp32"]
+    state = policy._measured.at(record())
     before = state.cost.seconds(4), state.drafting._shared
     policy.observe(record(**changes))
     assert (state.cost.seconds(4), state.drafting._shared) == before
@@ -182,13 +241,13 @@ def test_the_time_of_reading_a_prompt_says_nothing_about_steps(changes: dict[str
 
 def test_a_duration_that_is_no_number_is_left_out() -> None:
     policy = warm()
-    before = policy.threshold("fp32")
+    before = policy.threshold(USUAL)
     policy.observe(record(draft_s=float("nan")))
-    assert policy.threshold("fp32") == before
+    assert policy.threshold(USUAL) == before
 
 
 def test_the_policys_own_time_counts_into_what_is_achieved() -> None:
-    assert warm(controller_s=2e-3).threshold("fp32") < 0.9 * warm().threshold("fp32")
+    assert warm(controller_s=2e-3).threshold(USUAL) < 0.9 * warm().threshold(USUAL)
 
 
 def test_lent_policies_are_apart_by_options_and_in_time() -> None:
@@ -329,7 +388,7 @@ def test_a_request_that_copies_leaves_the_draft_as_it_was_for_the_next() -> None
     for each in (policy, fresh):
         last = opened(each)
         assert each.choose(StepContext(1, 99, last, "fp32", num_unread=1)) > 0
-    assert policy.threshold("fp32") == pytest.approx(fresh.threshold("fp32"), rel=0.05)
+    assert policy.threshold(USUAL) == pytest.approx(fresh.threshold(USUAL), rel=0.05)
 
 
 def test_a_sure_and_useless_draft_is_let_go_within_a_few_steps() -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
+
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -10,9 +14,10 @@ from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
 from spec_stack.engine.slotted_draft import SlottedDraft
 from spec_stack.hf.attention import install
 from spec_stack.hf.model import CachedModel
+from spec_stack.prefill.draft_slots import choose_slots
 from tests.support import reference
 from tests.support.models import make_model, random_prompt
-from tests.support.reference_slots import chosen_slots
+from tests.support.reference_slots import chosen_slots, logits_in_order_of_writing
 
 SLOTS = 32
 PREFILL = PrefillConfig(chunk_size=8, draft_slots=SLOTS, keep_rate=0.3, min_prompt_tokens=10_000)
@@ -66,11 +71,26 @@ def test_short_prompts_are_kept_whole(target: PreTrainedModel, draft: PreTrained
     assert max(record.num_unread for record in result.records or []) >= 2 * SLOTS
 
 
-def slotted(seed: int = 2, num_slots: int = SLOTS) -> tuple[SlottedDraft, list[int]]:
+class Noted(CachedModel):
+    """Notes what was held before every forward, what went in, and the last logits."""
+
+    def __init__(self, model: PreTrainedModel, prefill_chunk: int) -> None:
+        super().__init__(model, prefill_chunk)
+        self.writes: list[tuple[list[int], list[int], list[int], torch.Tensor]] = []
+
+    def forward(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> torch.Tensor:
+        held = list(self.positions)
+        logits = super().forward(token_ids, positions, num_logits)
+        self.writes.append((held, list(token_ids), list(positions), logits[-1]))
+        return logits
+
+
+def slotted(seed: int = 2, num_slots: int = SLOTS, **options: object) -> tuple[SlottedDraft, list[int]]:
     model = make_model(seed=seed)
     install(model)
     prompt = random_prompt(120)
-    return SlottedDraft(CachedModel(model, 64), prompt, num_slots, 8, 8), prompt
+    choose = partial(choose_slots, chunk_size=8, num_sinks=8)
+    return SlottedDraft(Noted(model, 64), prompt, num_slots, choose, **options), prompt  # type: ignore[arg-type]
 
 
 def test_the_first_logits_are_a_plain_forwards_over_the_chosen_tokens_at_their_positions() -> None:
@@ -85,6 +105,18 @@ def test_the_first_logits_are_a_plain_forwards_over_the_chosen_tokens_at_their_p
     assert draft.num_cached == len(slots)
 
 
+def test_slots_that_are_never_chosen_anew_are_chosen_once() -> None:
+    draft, prompt = slotted(renew_every=(1 << 30, 1 << 30))
+    start = draft.next_position
+    draft.forward(prompt[start:], range(start, len(prompt)), num_logits=1)
+    noted = draft._draft
+    assert isinstance(noted, Noted)
+    assert noted.writes[0][2] == chosen_slots(prompt, SLOTS, 8, 8)
+    draft.rollback(0)
+    draft.forward(prompt[40:60], range(len(prompt), len(prompt) + 20), num_logits=1)
+    assert noted.writes[1][2] == list(range(len(prompt), len(prompt) + 20))
+
+
 def test_slots_stay_bounded_however_long_the_answer_and_whatever_is_rejected() -> None:
     draft, text = slotted()
     for step, token in enumerate(random_prompt(300, seed=5)):
@@ -93,8 +125,52 @@ def test_slots_stay_bounded_however_long_the_answer_and_whatever_is_rejected() -
             draft.forward([drafted + 2], [draft.next_position], num_logits=1)
         draft.rollback(draft.next_position - len(text) + (step % 3 == 0))
         text.append(token)
-        assert draft.num_cached <= SLOTS + 32 + 8
+        assert draft.num_cached <= SLOTS + 64 + 8
         assert draft.next_position <= len(text)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_what_is_chosen_anew_sees_what_was_written_before_it_and_nothing_else(seed: int) -> None:
+    """By one forward over all that was ever written, with a mask that says what was held when."""
+    draft, text = slotted()
+    answer = [*random_prompt(60, seed), *text[24:60], *random_prompt(40, seed + 5), *text[64:90]]
+    for step, token in enumerate(answer):
+        draft.forward(text[draft.next_position :], range(draft.next_position, len(text)), num_logits=1)
+        for drafted in range(step % 3):
+            draft.forward([drafted + 2], [draft.next_position], num_logits=1)
+        draft.rollback(draft.next_position - len(text))
+        text.append(token)
+    noted = draft._draft
+    assert isinstance(noted, Noted)
+    came_back = [positions for held, _, positions, _ in noted.writes if held and positions[0] < max(held)]
+    assert came_back
+    expected = logits_in_order_of_writing(make_model(seed=2), [write[:3] for write in noted.writes])
+    torch.testing.assert_close(torch.stack([write[3] for write in noted.writes]), expected, atol=1e-4, rtol=1e-4)
+    for _, token_ids, positions, _ in noted.writes:
+        known = [(at, token) for at, token in zip(positions, token_ids, strict=True) if at < 120]
+        assert all(text[at] == token for at, token in known)
+
+
+@pytest.mark.parametrize(("num_right", "every"), [(4, 64), (3, 64), (2, 64), (1, 8), (0, 8)])
+def test_slots_are_chosen_anew_sooner_where_half_of_a_proposal_or_more_is_wrong(num_right: int, every: int) -> None:
+    draft, text = slotted()
+    chosen_at: list[int] = []
+
+    def choose(text_ids: Sequence[int], num_slots: int) -> list[int]:
+        chosen_at.append(len(text_ids))
+        return choose_slots(text_ids, num_slots, 8, 8)
+
+    draft._choose = choose
+    while len(text) < 320:
+        draft.forward(text[draft.next_position :], range(draft.next_position, len(text)), num_logits=1)
+        drafted = random_prompt(4, seed=len(text))
+        for token in drafted[:3]:
+            draft.forward([token], [draft.next_position], num_logits=1)
+        text += [*drafted[:num_right], 5]
+        draft.rollback(max(0, draft.next_position - len(text) + 1))
+    gaps = [after - before for before, after in pairwise(chosen_at)]
+    assert gaps
+    assert all(every <= gap <= every + 4 for gap in gaps)
 
 
 def test_a_draft_over_slots_goes_on_from_its_next_position() -> None:

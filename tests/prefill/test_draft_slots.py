@@ -27,7 +27,7 @@ def test_they_are_bounded_and_hold_the_first_and_the_newest_text(num_tokens: int
     assert len(slots) == len(set(slots)) <= 64
     assert slots == sorted(slots)
     assert slots[0] == 0
-    newest = min(num_tokens, 32)
+    newest = min(num_tokens, 16)
     assert slots[-newest:] == list(range(num_tokens - newest, num_tokens))
 
 
