@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from time import perf_counter
@@ -19,27 +19,23 @@ from typing import Any
 
 from spec_stack.prefill.decide import decide_scoring
 from spec_stack.sglang import self_test
-from spec_stack.sglang.active_gamma import num_overrides_kept
 from spec_stack.sglang.calibration import with_calibration, with_predictor
 from spec_stack.sglang.draft_pool import PoolFullError
+from spec_stack.sglang.drafting import drafting_of
 from spec_stack.sglang.follow_up import Beginning, Placement, Turns, new_spans, place
 from spec_stack.sglang.guards import harmless, note_failure, num_failures
-from spec_stack.sglang.launch_notes import (
-    DRAFT_AT_SLOTS,
-    drafting_note,
-    follow_up_note,
-    graphs_note,
-    prunes,
-    pruning_note,
-)
+from spec_stack.sglang.launch_notes import follow_up_note, prunes, pruning_note, slots_note
+from spec_stack.sglang.pooled_draft import PooledDraft
 from spec_stack.sglang.protocols import RunningRequest, Scheduler
 from spec_stack.sglang.ranks import all_say_yes, num_ranks
 from spec_stack.sglang.request_state import STATE, RequestOptions, dense_reason
 from spec_stack.sglang.rounds import Rounds
 from spec_stack.sglang.scoring import DraftScorer, Prompt, Question, Score, needs_the_draft
+from spec_stack.sglang.scoring_model import ScoringModel
 from spec_stack.sglang.server_args import ServerConfig
 from spec_stack.sglang.settling import Settler
-from spec_stack.sglang.support import NAME, draft_positions_are_mapped
+from spec_stack.sglang.support import NAME
+from spec_stack.sglang.threshold import with_threshold
 from spec_stack.sglang.waiting import Waiting
 from spec_stack.tokenizers.chat_turns import ChatTurns, Protected
 from spec_stack.tokenizers.pieces import Pieces
@@ -59,65 +55,69 @@ class RequestPruner:
     What could differ is a rank's own failure, and then none of them prunes.
     """
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, model: ScoringModel) -> None:
         self._scheduler: Any = scheduler
-        draft = scheduler.draft_worker.draft_worker.draft_runner.model_config
-        source = scheduler.server_args.speculative_draft_model_path
+        self._drafting = drafting_of(scheduler)
+        config = ServerConfig.from_environment()
         self.config = with_calibration(
-            with_predictor(ServerConfig.from_environment(), source),
-            source,
+            with_predictor(config, model.source) if config.scoring_model is None else config,
+            model.source,
             scheduler.model_config.hf_text_config,
-            draft.hf_text_config,
+            model.runner.model_config.hf_text_config,
             num_ranks(),
         )
-        self._refusal: str | None = scheduler.draft_worker.pruning_refusal
+        self._refusal = model.refusal
         if self._refusal is None and self.config.prefill.head_vote == "share" and num_ranks() > 1:
             self._refusal = "head_vote 'share' takes all heads on one rank; set 'max'"
-        self.prunes = self._refusal is None
+        # Beside a draft with slots of its own there is none that could score.
+        self.prunes = self._refusal is None and self.config.prefill.prune != "draft"
         self._template = ChatTurns.learn(self._scheduler.tokenizer, scheduler.server_args.chat_template)
         self._pieces = None if self._scheduler.tokenizer is None else Pieces(self._scheduler.tokenizer)
-        self._scorer = DraftScorer(scheduler)
+        self._scorer = DraftScorer(scheduler, model.pool)
         decode_interval = self.config.prefill_decode_interval if prunes(self.config, self._refusal) else 0
         self._rounds = Rounds(scheduler, decode_interval)
         # The same prompt comes again at once where n replies are asked for, and after a client's retry.
         self._remembered: OrderedDict[Prompt, tuple[Placement, str]] = OrderedDict()
         self._turns = Turns(_TURNS_PER_POOL * self.config.draft_pool_tokens)
-        self._settler = Settler(self.config, self._turns)
         self._waiting: list[Waiting] = []
         self._at_work: Waiting | None = None
         self._set_aside: list[RunningRequest] | None = None
-        scheduler.draft_worker.caches_emptied = self.forget
+        forget_with(scheduler.tree_cache, self.forget)
         if self.prunes:
-            seconds = self_test.run(scheduler, self._scorer, self.config.prefill)
+            seconds = self_test.run(scheduler, self._testing_scorer(model), self.config.prefill)
             logger.info("%s: a synthetic prompt went through every part in %.2f s", NAME, seconds)
+            self.config = with_threshold(self.config, scheduler.tp_worker.model_runner, model.runner)
+        self._settler = Settler(self.config, self._turns)
         self._announce()
+
+    def _testing_scorer(self, model: ScoringModel) -> DraftScorer:
+        """Where prompts are pruned on request alone, the pool's memory is taken when the first one asks."""
+        if prunes(self.config, self._refusal):
+            return self._scorer
+        return DraftScorer(self._scheduler, PooledDraft(model.runner, self_test.most_tokens(self.config.prefill)))
 
     @staticmethod
     def of(scheduler: Scheduler) -> RequestPruner | None:
-        """The scheduler's pruner, made where it has none yet; None where another algorithm runs."""
-        if scheduler.spec_algorithm.is_none() or getattr(scheduler.spec_algorithm, "name", "") != NAME:
-            return None
+        """The scheduler's pruner, made where it has none yet; None where no model scores."""
         pruner = getattr(scheduler, STATE, None)
-        if pruner is None:
-            pruner = RequestPruner(scheduler)
+        if pruner is None and (model := ScoringModel.of(scheduler)) is not None:
+            pruner = RequestPruner(scheduler, model)
             setattr(scheduler, STATE, pruner)
         return pruner
 
     def _announce(self) -> None:
         """Say once, at launch, what this server will do to prompts and how far it drafts."""
-        config, worker = self.config, self._scheduler.draft_worker
-        logger.info("%s: drafting: %s", NAME, drafting_note(config))
-        graphs = graphs_note(config, worker.batch_policy.graph_sizes)
-        memory = getattr(worker, "graph_memory_usage", None)
-        logger.info("%s: CUDA graphs: %s; memory of the draft's in GB: %s", NAME, graphs, memory)
+        config = self.config
+        self._drafting.announce(config, self._refusal)
         level = logging.WARNING if self._refusal or prunes(config, self._refusal) else logging.INFO
         logger.log(level, "%s: %s", NAME, pruning_note(config, self._refusal, self._template.unrecognised))
         if prunes(config, self._refusal):
             num_bytes = self._scorer.pool_state()["num_bytes"]
             num_tokens = self._scheduler.token_to_kv_pool_allocator.size
             logger.info("%s: %s", NAME, follow_up_note(config, num_bytes, num_tokens))
-        if prunes(config, self._refusal) and not draft_positions_are_mapped(worker.draft_worker.draft_runner):
-            logger.warning("%s: %s", NAME, DRAFT_AT_SLOTS)
+        slots = getattr(self._scheduler.draft_worker, "slots", None)
+        if slots is not None:
+            logger.info("%s: %s", NAME, slots_note(**slots.state()))
 
     # Arrival
 
@@ -214,6 +214,7 @@ class RequestPruner:
         return self.config.prefill.on_scoring_error == "raise"
 
     def _work(self) -> None:
+        self._drafting.next_round()
         self._turns.take_in_replies()
         if not self._waiting:
             return
@@ -276,7 +277,7 @@ class RequestPruner:
 
     def state(self) -> dict[str, Any]:
         """Settings and counters, as /server_info shows them."""
-        policy = self._scheduler.draft_worker.batch_policy
+        slots = getattr(self._scheduler.draft_worker, "slots", None)
         return {
             "settings": asdict(self.config),
             "prompts_are_pruned": self.prunes,
@@ -286,10 +287,8 @@ class RequestPruner:
             "num_waiting_for_their_score": len(self._waiting),
             "num_turns_remembered": len(self._turns),
             "draft_pool": self._scorer.pool_state() if self.prunes else {},
-            "num_steps": policy.num_steps,
-            "num_proposed": policy.num_proposed,
-            "num_accepted": policy.num_accepted,
-            "num_overrides_kept": num_overrides_kept(),
+            "draft_slots": slots.state() if slots is not None else {},
+            **self._drafting.state(),
             "num_failures": num_failures(),
         }
 
@@ -300,6 +299,7 @@ class RequestPruner:
         self._remembered.clear()
         self._turns.clear()
         self._scorer.forget()
+        self._drafting.forget()
 
     def _drop_those_gone(self) -> None:
         """Those that SGLang has aborted, timed out or refused are not in its queue any more."""
@@ -318,8 +318,7 @@ class RequestPruner:
     def _do_a_part(self, waiting: Waiting) -> None:
         """Take the scoring one part further; settle the request where it ends, well or not."""
         self._at_work = waiting
-        # Decode steps around this are not as slow as it makes them look.
-        self._scheduler.draft_worker.batch_policy.something_else_runs()
+        self._drafting.something_else_runs()
         started = perf_counter()
         score, failure = None, None
         try:
@@ -435,6 +434,9 @@ class RequestPruner:
         if len(self._remembered) > _MOST_REMEMBERED:
             self._remembered.popitem(last=False)
         self._settler.give_part(waiting, given, reason, score)
+        # Walls between tenants stand for drafts, too, which everybody may be proposed.
+        if not given.is_whole and not any(prompt.tenant):
+            self._drafting.read(prompt.token_ids, given.num_cached)
 
     def _pieces_of(self, prompt: Prompt) -> list[str] | None:
         """The text of every token, where whole lines are kept; None without a tokenizer, or for chunks."""
@@ -469,6 +471,18 @@ class RequestPruner:
         if request.sampling_params.ignore_eos:
             return ()
         return self._scheduler.model_config.hf_eos_token_id or ()
+
+
+def forget_with(tree_cache: Any, forget: Callable[[], None]) -> None:
+    """Have this called whenever SGLang empties a radix cache. Changes this object alone."""
+    reset = tree_cache.reset
+
+    def reset_all() -> None:
+        reset()
+        with harmless("forgetting what was cached", "it is forgotten as new texts come"):
+            forget()
+
+    tree_cache.reset = reset_all
 
 
 def _in_order(before: Sequence[RunningRequest], together: Sequence[RunningRequest]) -> list[RunningRequest]:

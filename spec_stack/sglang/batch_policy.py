@@ -13,6 +13,7 @@ import torch
 
 from spec_stack.config import MAX_GAMMA
 from spec_stack.controller.base import BatchMember, DraftSignals, Policy, StepContext, StepRecord
+from spec_stack.controller.batch_rule import BatchRule
 from spec_stack.sglang.guards import harmless
 from spec_stack.sglang.launch_notes import graph_sizes
 from spec_stack.sglang.penalties import count_anew, is_penalised
@@ -20,6 +21,9 @@ from spec_stack.sglang.protocols import RunningRequest
 from spec_stack.sglang.request_state import note_step, options_of
 from spec_stack.sglang.server_args import ServerConfig
 from spec_stack.sglang.signals import as_signals
+
+# Without captured graphs.
+_SHOWN_SIZES = (1, 2, 4, 8, 16, 32)
 
 
 @dataclass
@@ -109,24 +113,32 @@ class BatchPolicy:
 
     def get_steps_for_batch(self, batch_size: int) -> int:
         """The gamma of the step that begins now."""
-        gammas = self._config.gammas_at(self._padded(batch_size))
-        caps = [_cap(request) for request in self._requests]
+        padded = self._padded(batch_size)
+        gammas = self._config.gammas_at(padded)
+        caps = [0] * len(self._requests)
+        with harmless("reading requests' gammas", "the step drafts as little as it may"):
+            caps = [_cap(request) for request in self._requests]
         context = StepContext(
             step=self._number,
             max_gamma=gammas[-1],
             last=self._last,
             precision=self._precision,
-            batch_size=batch_size,
+            batch_size=padded,
             lag=len(self._pending) + 1,
             members=tuple(
                 BatchMember(str(request.rid), cap) for request, cap in zip(self._requests, caps, strict=True)
             ),
         )
-        policy, wanted = self._cautious, 0
+        policy, wanted, is_alike = self._cautious, 0, False
         with harmless("choosing gamma", "the step drafts as little as it may"):
-            policy, asked = self._rule(caps)
+            name, asked = self._rule(caps)
+            # Nothing of it can differ between ranks, so they need not ask each other.
+            is_alike = asked is not None or name == "fixed"
+            policy = self._policy(name)
             wanted = policy.choose(context) if asked is None else asked
-        gamma = self._agree(_largest_up_to(wanted, gammas))
+        gamma = _largest_up_to(wanted, gammas)
+        if not is_alike:
+            gamma = self._agree(gamma)
         self._pending.append(
             Pending(self._number, gamma, policy, list(self._requests), self._only_steps_ran, caps, context.lag)
         )
@@ -195,6 +207,12 @@ class BatchPolicy:
             upcoming=upcoming,
         )
 
+    def step_seconds(self) -> dict[int, dict[int, float]]:
+        """Seconds of a step by batch size, by gamma, as the server's policy knows them; empty where it has none."""
+        policy = self._policies.get(self._config.policy)
+        sizes = self.graph_sizes or _SHOWN_SIZES
+        return policy.step_seconds(sizes) if isinstance(policy, BatchRule) else {}
+
     # The worker's side
 
     def begin_step(self, requests: Sequence[RunningRequest]) -> None:
@@ -223,15 +241,15 @@ class BatchPolicy:
         for step in self._pending:
             step.follows_a_step = False
 
-    def _rule(self, caps: Sequence[int]) -> tuple[Policy, int | None]:
+    def _rule(self, caps: Sequence[int]) -> tuple[str, int | None]:
         if caps and not max(caps):
-            return self._policy("fixed"), 0
+            return "fixed", 0
         options = [options_of(request) for request in self._requests]
         asked = [option.gamma for option in options if option.gamma is not None]
         if asked and len(asked) == len(options):
-            return self._policy("fixed"), max(asked)
+            return "fixed", max(asked)
         names = {option.policy for option in options if option.policy is not None and option.gamma is None}
-        return self._policy(names.pop() if len(names) == 1 else self._config.policy), None
+        return (names.pop() if len(names) == 1 else self._config.policy), None
 
     def _policy(self, name: str) -> Policy:
         if name not in self._policies:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
@@ -25,7 +26,7 @@ from spec_stack.sglang.reports import (
     with_report,
 )
 from spec_stack.sglang.request_state import META_INFO, STATE, RequestOptions
-from spec_stack.sglang.server_args import ServerConfig, add_flags
+from spec_stack.sglang.server_args import ENVIRONMENT, ServerConfig, add_flags
 from spec_stack.sglang.support import NAME
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ _config = lru_cache(maxsize=1)(ServerConfig.from_environment)
 def _is_on() -> bool:
     from sglang.srt.runtime_context import get_spec
 
-    return bool(get_spec().speculative_algorithm == NAME)
+    return bool(get_spec().speculative_algorithm == NAME) or _config().scoring_model is not None
 
 
 def _add_flags(add: Callable[..., Any], parser: argparse.ArgumentParser) -> Any:
@@ -99,7 +100,8 @@ def _report(
         meta_info[META_INFO] = said
         meta_info["prompt_tokens"] = said["num_prompt_tokens"]
         if is_finished:
-            meta_info["metrics"] = vllm_metrics(said)
+            if metrics := vllm_metrics(said):
+                meta_info["metrics"] = metrics
             _books(manager).close(meta_info, said, is_counted=bool(state.obj.log_metrics))
 
 
@@ -138,6 +140,14 @@ def _show_state(get: Callable[..., Any], scheduler: Scheduler, *args: Any, **kwa
     return output
 
 
+def _load_before_the_pools(init: Callable[..., None], scheduler: Scheduler) -> None:
+    """Not guarded: a model that is named and cannot be used ends the launch."""
+    init(scheduler)
+    from spec_stack.sglang.scoring_model import load_beside
+
+    load_beside(scheduler, check)
+
+
 def _decide_at_the_queue(
     add: Callable[..., Any], scheduler: Scheduler, request: RunningRequest, *args: Any, **kwargs: Any
 ) -> Any:
@@ -153,6 +163,8 @@ def _decide_at_the_queue(
 def _score_between_batches(next_batch: Callable[..., Any], scheduler: Scheduler, *args: Any, **kwargs: Any) -> Any:
     pruner = RequestPruner.of(scheduler)
     if pruner is None:
+        if _config().scoring_model is not None:
+            raise RuntimeError(f"{NAME} cannot score: SGLang did not apply its hooks on {', '.join(HOOKS_BESIDE)}")
         return next_batch(scheduler, *args, **kwargs)
     pruner.work()
     with pruner.unscored_set_aside():
@@ -169,6 +181,13 @@ def _map_positions(init_new: Callable[..., Any], cls: type, batch: Any, runner: 
         mapped = positions_one_by_one(forward_batch, batch.reqs, runner)
     if mapped is not None:
         forward_batch.positions = mapped
+    slots = getattr(runner, STATE, None)
+    if slots is not None:
+        try:
+            slots.place(forward_batch, batch)
+        except Exception:
+            note_failure("placing the draft", "what it proposes is not accepted")
+            slots.place_nowhere(forward_batch)
     return forward_batch
 
 
@@ -188,11 +207,16 @@ HOOKS_FOR_NUMBERS: dict[str, Callable[..., Any]] = {
     f"{_SRT}.entrypoints.openai.serving_base.OpenAIServingBase.handle_request": _report_in_response,
     f"{_SRT}.managers.scheduler.Scheduler.get_internal_state": _show_state,
 }
+# Where there are settings, which may name a model that scores beside another's drafts.
+HOOKS_BESIDE: dict[str, Callable[..., Any]] = {
+    f"{_SRT}.managers.scheduler.Scheduler.maybe_init_draft_worker": _load_before_the_pools,
+}
 
 
 def register() -> None:
     """Hand the hooks to SGLang, which applies them once all plugins have been called."""
-    for target, hook in (HOOKS | HOOKS_FOR_NUMBERS).items():
+    beside = HOOKS_BESIDE if os.environ.get(ENVIRONMENT) else {}
+    for target, hook in (HOOKS | HOOKS_FOR_NUMBERS | beside).items():
         HookRegistry.register(target, hook, HookType.AROUND)
 
 

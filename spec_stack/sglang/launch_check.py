@@ -8,14 +8,13 @@ import io
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 from spec_stack.config import how_to_install
 from spec_stack.sglang.calibration import with_calibration, with_predictor
 from spec_stack.sglang.launch_notes import DRAFT_AT_SLOTS, drafting_note, graphs_note, pruning_note
 from spec_stack.sglang.server_args import ServerConfig
-from spec_stack.sglang.support import NAME, backend_maps_positions, pruning_refusal
+from spec_stack.sglang.support import NAME, backend_maps_positions, pruning_refusal, require_slots, scoring_refusal
 from spec_stack.tokenizers.chat_turns import ChatTurns
 
 
@@ -63,34 +62,47 @@ def _check(arguments: list[str], report: dict[str, Any]) -> None:
 
     load_plugins()
     server_args = _parse(arguments)
-    if str(server_args.speculative_algorithm).upper() != NAME:
-        raise ValueError(f"this launch does not use {NAME}; add --speculative-algorithm {NAME}")
+    algorithm = str(server_args.speculative_algorithm or "").upper()
     config = ServerConfig.from_environment()
+    if algorithm != NAME and config.scoring_model is None:
+        raise ValueError(
+            f"this launch does not use {NAME}; add --speculative-algorithm {NAME}, or --spec-stack-scoring-model to "
+            "prune prompts alone"
+        )
     server_args.resolve_once()
     resolved = resolving_view(server_args)
-    models = _model_configs(server_args, resolved.speculative_draft_model_path)
+    # Without its aliases.
+    algorithm = str(resolved.speculative_algorithm or "")
+    scoring = config.scoring_model or resolved.speculative_draft_model_path
+    models = _model_configs(server_args, scoring, is_draft=algorithm == NAME)
     tokenizer = None
     if not resolved.skip_tokenizer_init:
         path = resolved.tokenizer_path or resolved.model_path
         tokenizer = get_tokenizer(path, trust_remote_code=resolved.trust_remote_code)
-    report["vocabularies"] = _vocabularies(models, tokenizer, resolved)
+    report["vocabularies"] = _vocabularies(models, tokenizer, scoring, resolved.trust_remote_code)
     target_text, draft_text = (model.hf_text_config for model in models)
-    draft = resolved.speculative_draft_model_path
-    config = with_calibration(with_predictor(config, draft), draft, target_text, draft_text, resolved.tp_size)
-    refusal = pruning_refusal(resolved, *models)
+    if algorithm == NAME:
+        config, refusal = with_predictor(config, scoring), pruning_refusal(resolved, *models)
+    elif (refusal := scoring_refusal(resolved, algorithm, *models)) is not None:
+        raise ValueError(f"--spec-stack-scoring-model does not work here: {refusal}")
+    config = with_calibration(config, scoring, target_text, draft_text, resolved.tp_size)
+    if algorithm == NAME and config.prefill.prune == "draft":
+        require_slots(resolved, models[1])
     turns = ChatTurns.learn(tokenizer, resolved.chat_template)
     report["prompts"] = pruning_note(config, refusal, turns.unrecognised)
-    report["drafting"] = drafting_note(config)
+    report["drafting"] = drafting_note(config) if algorithm == NAME else f"{algorithm or 'none'}, by SGLang itself"
     decode = resolved.cuda_graph_config.decode
-    report["CUDA graphs"] = graphs_note(config, None if decode.backend == "disabled" else decode.bs or [])
     backend = resolved.decode_attention_backend or resolved.attention_backend
     report["attention"] = str(backend)
+    if resolved.disable_radix_cache:
+        report["warnings"].append("without the radix cache every turn of a conversation is prefilled, and pruned, anew")
+    if algorithm != NAME:
+        return
+    report["CUDA graphs"] = graphs_note(config, None if decode.backend == "disabled" else decode.bs or [])
     if refusal is None and not backend_maps_positions(resolved.speculative_draft_attention_backend or backend):
         report["warnings"].append(DRAFT_AT_SLOTS)
     if 0 in config.gammas and backend == "fa3":
         report["warnings"].append("before SGLang 0.5.23, FA3 has no CUDA graph for the draft's extension after a step")
-    if resolved.disable_radix_cache:
-        report["warnings"].append("without the radix cache every turn of a conversation is prefilled, and pruned, anew")
 
 
 def _parse(arguments: list[str]) -> Any:
@@ -109,32 +121,27 @@ def _parse(arguments: list[str]) -> Any:
         raise ValueError(reason.partition("error: ")[2] or reason) from end
 
 
-def _model_configs(server_args: Any, draft: str) -> tuple[Any, Any]:
+def _model_configs(server_args: Any, scoring: str, is_draft: bool) -> tuple[Any, Any]:
     from sglang.srt.configs.model_config import ModelConfig
 
-    return (
-        ModelConfig.from_server_args(server_args),
-        ModelConfig.from_server_args(server_args, model_path=draft, is_draft_model=True),
-    )
+    from spec_stack.sglang.scoring_model import read_config
+
+    target = ModelConfig.from_server_args(server_args)
+    if is_draft:
+        return target, ModelConfig.from_server_args(server_args, model_path=scoring, is_draft_model=True)
+    return target, read_config(scoring, server_args)
 
 
-def _vocabularies(models: tuple[Any, Any], tokenizer: Any, resolved: Any) -> str:
+def _vocabularies(models: tuple[Any, Any], tokenizer: Any, draft: str, trust_remote_code: bool) -> str:
     """Raises ValueError where they do not fit together."""
-    from spec_stack.sglang.padded_vocabulary import have_one_vocabulary
+    from spec_stack.sglang.padded_vocabulary import OTHER_TOKENIZER, have_one_vocabulary
 
     sizes = [model.vocab_size for model in models]
-    # The worker asks no more of models with equally many rows either.
+    # A server without a tokenizer takes the user's word, where the rows fit.
+    if (sizes[0] != sizes[1] or tokenizer is not None) and not have_one_vocabulary(tokenizer, draft, trust_remote_code):
+        raise ValueError(f"{draft} ({sizes[1]} embedding rows, the target {sizes[0]}): {OTHER_TOKENIZER}")
     if sizes[0] == sizes[1]:
         return f"{sizes[0]} embedding rows in both"
-    wanted = SimpleNamespace(
-        speculative_draft_model_path=resolved.speculative_draft_model_path,
-        trust_remote_code=resolved.trust_remote_code,
-    )
-    if not have_one_vocabulary(tokenizer, wanted):
-        raise ValueError(
-            f"target and draft have {sizes[0]} and {sizes[1]} embedding rows and other tokenizers; on a server they "
-            "must have one tokenizer"
-        )
     return f"one tokenizer, {sizes[0]} and {sizes[1]} embedding rows: the draft's are fitted to the target's"
 
 

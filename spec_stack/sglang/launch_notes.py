@@ -9,7 +9,7 @@ from spec_stack.sglang.server_args import ServerConfig
 
 def prunes(config: ServerConfig, refusal: str | None) -> bool:
     """Return whether any prompt of a server is pruned that no request asked for. refusal: why none may be, or None."""
-    return refusal is None and config.prefill.keep_rate != 1
+    return refusal is None and config.prefill.prune == "both" and config.prefill.keep_rate != 1
 
 
 def pruning_note(config: ServerConfig, refusal: str | None, unrecognised: str) -> str:
@@ -17,10 +17,14 @@ def pruning_note(config: ServerConfig, refusal: str | None, unrecognised: str) -
 
     unrecognised: what the chat template does not let be told from what users write, "" for nothing.
     """
+    prune = config.prefill.prune
+    if prune == "draft":
+        slots = config.prefill.draft_slots
+        return f"the target prefills densely; of prompts of over {2 * slots} tokens the draft has {slots} slots"
     if refusal is not None:
         return f"no prompt is pruned here, since {refusal}"
     if not prunes(config, refusal):
-        return "no prompt is pruned, since keep_rate is 1.0"
+        return f"no prompt is pruned, since {'keep_rate is 1.0' if prune == 'both' else f'prune is {prune!r}'}"
     from_length = config.prefill.min_prompt_tokens
     share = f"{100 * config.prefill.rate_for(from_length):.0f} %"
     longer = f"{100 * config.prefill.rate_for(4 * from_length):.0f} %"
@@ -43,6 +47,11 @@ def follow_up_note(config: ServerConfig, num_bytes: int, num_target_tokens: int)
         f"follow-ups: {config.follow_up}; the draft's own KV pool holds {config.draft_pool_tokens} tokens in "
         f"{num_bytes / 1e9:.2f} GB, the target's {num_target_tokens} tokens"
     )
+
+
+def slots_note(num_per_request: int, num_bytes: int, **counters: int) -> str:
+    """What a draft's own slots take on each rank."""
+    return f"the draft has {num_per_request} slots of its own for each request, {num_bytes / 1e9:.2f} GB in all"
 
 
 def graph_sizes(config: ServerConfig, sizes: Sequence[int], gamma: int) -> list[int]:

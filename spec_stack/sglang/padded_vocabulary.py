@@ -12,21 +12,24 @@ from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabPara
 from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
 logger = logging.getLogger(__name__)
+OTHER_TOKENIZER = (
+    "the small model has another tokenizer than the target; on a server the two must have one tokenizer: name a model "
+    "of the target's family"
+)
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
-def have_one_vocabulary(target_tokenizer: Any, server_args: Any) -> bool:
+def have_one_vocabulary(target_tokenizer: Any, draft: str, trust_remote_code: bool) -> bool:
     """Return whether every token has the same id in the draft's tokenizer; False where the server runs without one.
 
     SGLang loads none for the draft, so it is loaded here. A draft that comes without a tokenizer has its target's.
     """
     if target_tokenizer is None:
         return False
-    draft = server_args.speculative_draft_model_path
     if Path(draft).is_dir() and not any((Path(draft) / name).is_file() for name in _TOKENIZER_FILES):
         logger.info("%s has no tokenizer of its own, so its target's is taken for it", draft)
         return True
-    draft_tokenizer = get_tokenizer(draft, trust_remote_code=server_args.trust_remote_code)
+    draft_tokenizer = get_tokenizer(draft, trust_remote_code=trust_remote_code)
     return bool(target_tokenizer.get_vocab() == draft_tokenizer.get_vocab())
 
 

@@ -56,6 +56,10 @@ class PooledDraft:
         self._attention.allocate()
 
     @property
+    def device(self) -> str:
+        return str(self._runner.device)
+
+    @property
     def num_bytes(self) -> int:
         """The bytes of the buffers, on this rank; 0 before they are allocated."""
         return self._attention.num_bytes

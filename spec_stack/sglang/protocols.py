@@ -66,6 +66,7 @@ class Scheduler(Protocol):
     model_config: Any
     server_args: Any
     spec_algorithm: Any
+    tp_worker: Any
     draft_worker: Any
     req_to_token_pool: Any
     token_to_kv_pool_allocator: Any

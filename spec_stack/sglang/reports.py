@@ -43,9 +43,12 @@ class ReplyInfo:
 
     def meta_info(self, is_finished: bool) -> dict[str, Any] | None:
         """The report with the steps so far, at the end with every step's gamma, how many of it were accepted, and the
-        draft's signals where the request asked for them; None where none has come."""
+        draft's signals where the request asked for them; None where none has come. It has no steps where it has no
+        policy: they are another's."""
         if self._report is None:
             return None
+        if "policy" not in self._report:
+            return dict(self._report)
         steps: dict[str, Any] = (
             {"gamma_trace": list(self._gammas), "accepted_trace": list(self._accepted)} if is_finished else {}
         )
@@ -57,6 +60,8 @@ class ReplyInfo:
 
 def correct_acceptance(meta_info: dict[str, Any], report: Mapping[str, Any]) -> None:
     """Put right what SGLang computes from the widest gamma alone. Mutates meta_info."""
+    if "num_proposed" not in report:
+        return
     num_proposed, num_accepted = report["num_proposed"], report["num_accepted"]
     meta_info["spec_num_proposed_drafts"] = num_proposed
     meta_info["spec_num_correct_drafts"] = num_accepted
@@ -71,14 +76,16 @@ def vllm_metrics(report: Mapping[str, Any]) -> dict[str, Any]:
     Parameters
     ----------
     report
-        With its gamma_trace and accepted_trace.
+        With its gamma_trace and accepted_trace, if it has steps.
 
     Returns
     -------
     dict
-        acceptance_histogram[n] counts the steps with n accepted tokens; mean_acceptance_length has the target's own
-        token of each step in it.
+        Empty without steps. acceptance_histogram[n] counts the steps with n accepted tokens; mean_acceptance_length has
+        the target's own token of each step in it.
     """
+    if "gamma_trace" not in report:
+        return {}
     accepted, num_steps = report["accepted_trace"], len(report["gamma_trace"])
     num_proposed, num_accepted = report["num_proposed"], report["num_accepted"]
     return {
@@ -146,7 +153,8 @@ def reported_completion(response: Any, books: ReplyBooks) -> Any:
 
 
 def _shown(report: Mapping[str, Any]) -> dict[str, Any]:
-    return {"spec_stack": dict(report), "metrics": vllm_metrics(report)}
+    metrics = vllm_metrics(report)
+    return {"spec_stack": dict(report), **({"metrics": metrics} if metrics else {})}
 
 
 class ReplyMetrics:
@@ -184,9 +192,10 @@ class ReplyMetrics:
     def observe(self, report: Mapping[str, Any], num_cached: int) -> None:
         """Count a finished reply; report is its final one."""
         self._requests.labels(self._model_name, report["outcome"]).inc()
+        counts = {"num_proposed": 0, "num_accepted": 0, "cached_tokens": num_cached, **report}
         for name, counted in self._tokens.items():
-            counted.labels(self._model_name).inc(report.get(name, num_cached))
-        for gamma in report["gamma_trace"]:
+            counted.labels(self._model_name).inc(counts[name])
+        for gamma in report.get("gamma_trace", ()):
             self._gamma.labels(self._model_name).observe(gamma)
         if report["num_scored_tokens"]:
             self._scoring.labels(self._model_name).observe(report["scoring_s"])

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from spec_stack.config import PrefillConfig
+from spec_stack.config import PrefillConfig, Prune
 from spec_stack.controller.base import StepRecord
 from spec_stack.controller.registry import BATCH_POLICIES
 from spec_stack.prefill.alignment import Span
@@ -18,13 +18,15 @@ META_INFO = "spec_stack"
 """The key of a reply's meta info, and of what SGLang carries there token by token."""
 STATE = "spec_stack"
 """The attribute of SGLang's requests that holds their RequestState."""
-OPTIONS = ("specprefill", "keep_rate", "follow_up", "protect", "explain", "gamma", "policy", "signals")
+OPTIONS = ("specprefill", "keep_rate", "prune", "follow_up", "protect", "explain", "gamma", "policy", "signals")
 OUTCOMES = ("pruned", "not_wanted", "not_possible", "cached", "covered", "no_room", "failed")
 """Outcomes of a prompt, in few words: for counting, where the reason is for reading. not_wanted: by the request or
 by its length; covered: everything was protected or selected."""
 NESTED = "spec_stack"
 """The key of `custom_params` under which the options may stand by themselves, where an unknown one is refused."""
 
+# What means nothing where only the draft goes without a part of a prompt.
+_OF_SPARSE_PREFILL = ("keep_rate", "follow_up")
 # More than any model's context: a span that ends after it was meant otherwise.
 _MOST_TOKENS = 16_777_216
 
@@ -34,15 +36,17 @@ class RequestOptions:
     """A request's own wishes; None is the server's way.
 
     specprefill: prune this prompt (True: whatever its length, and whatever of it is cached), or do not.
-    keep_rate: share of it that the target prefills. follow_up: what becomes of the text of earlier turns.
-    protect: half-open token spans [start, stop) that are kept whole, in place of what the server recognises as system
-    messages and template. explain: report which spans were kept.
+    keep_rate: share of it that the target prefills. prune: who goes without a part of it, as far as the server can.
+    follow_up: what becomes of the text of earlier turns. protect: half-open token spans [start, stop) that are kept
+    whole, in place of what the server recognises as system messages and template. explain: report which spans were
+    kept.
     gamma, policy: how far to draft, as far as a batch allows: see `BatchPolicy`. signals: report the draft's confidence
     and entropy for every token it proposed.
     """
 
     specprefill: bool | None = None
     keep_rate: float | None = None
+    prune: Prune | None = None
     follow_up: str | None = None
     protect: tuple[Span, ...] | None = None
     explain: bool | None = None
@@ -70,9 +74,30 @@ class RequestOptions:
             if not isinstance(getattr(self, name), bool | None):
                 raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
         # The configuration checks it.
-        self.prefill(config)
+        prune = self.prefill(config).prune
+        if (prune == "draft") != (config.prefill.prune == "draft"):
+            raise ValueError(
+                f"prune={prune!r} cannot be had on this server, whose draft's slots are settled at launch: it was "
+                f"launched with --spec-stack-prune {config.prefill.prune}"
+            )
+        if self.specprefill and prune != "both":
+            whose = "this server's is" if self.prune is None else "yours is"
+            is_bound = config.prefill.prune == "draft"
+            remedy = "it was launched with --spec-stack-prune draft" if is_bound else "send prune='both'"
+            raise ValueError(f"specprefill=true prunes both models, and prune, {whose} {prune!r}; {remedy}")
+        if prune == "draft":
+            idle = [name for name in _OF_SPARSE_PREFILL if getattr(self, name) is not None]
+            if idle:
+                raise ValueError(
+                    f"{', '.join(idle)} set how prompts are pruned, and this server prunes its draft alone"
+                )
         if self.follow_up is not None and self.follow_up not in FOLLOW_UPS:
             raise ValueError(f"follow_up must be one of {', '.join(FOLLOW_UPS)}, got {self.follow_up!r}")
+        if config.scoring_model is not None:
+            asked = [name for name in ("gamma", "policy") if getattr(self, name) is not None]
+            asked += ["signals"] * bool(self.signals)
+            if asked:
+                raise ValueError(f"{', '.join(asked)} set how SPEC_STACK drafts, and on this server it does not")
         if self.gamma is not None:
             if type(self.gamma) is not int or self.gamma not in config.gammas:
                 raise ValueError(f"gamma must be one of the server's, {list(config.gammas)}, got {self.gamma!r}")
@@ -88,8 +113,9 @@ class RequestOptions:
             )
 
     def prefill(self, config: ServerConfig) -> PrefillConfig:
-        """The server's prefill configuration with this request's keep_rate."""
-        return config.prefill if self.keep_rate is None else replace(config.prefill, keep_rate=self.keep_rate)
+        """The server's prefill configuration with this request's keep_rate and prune."""
+        asked: dict[str, Any] = {"keep_rate": self.keep_rate, "prune": self.prune}
+        return replace(config.prefill, **{name: value for name, value in asked.items() if value is not None})
 
 
 def _given(params: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,6 +163,7 @@ class PrefillReport:
     num_scored_tokens: of which something was decided by their importance; num_draft_tokens: those of the prompt that
     the draft had to prefill for it. num_cached_tokens: that an earlier turn dealt with, kept or dropped, and that this
     one is built on; num_recalled_tokens: those of them that were dropped then and that the target is given now.
+    policy: None where SGLang's own algorithm, or none, decodes.
     """
 
     num_prompt_tokens: int
@@ -152,13 +179,14 @@ class PrefillReport:
     outcome: str
     keep_rate: float
     scoring_s: float
-    policy: str
+    policy: str | None
     kept_spans: tuple[Span, ...] | None = None
     longest_part_s: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what the reply says: kept_spans only where they were asked for."""
-        return {name: value for name, value in asdict(self).items() if name != "kept_spans" or value is not None}
+        """Return what the reply says: kept_spans only where they were asked for, no policy where there is none."""
+        optional = ("kept_spans", "policy")
+        return {name: value for name, value in asdict(self).items() if name not in optional or value is not None}
 
 
 @dataclass(frozen=True)
@@ -234,6 +262,7 @@ def dense_reason(request: RunningRequest) -> str | None:
         "return_routed_experts": "the prompt's routed experts were asked for",
         "return_indexer_topk": "the prompt's indexer output was asked for",
         "beam_group": "several beams are searched",
+        "lora_id": "a LoRA adapter was asked for",
         "bootstrap_room": "prefill and decode run on different servers",
     }
     return next((reason for name, reason in reasons.items() if getattr(request, name, None)), None)

@@ -86,12 +86,12 @@ def needs_the_draft(config: PrefillConfig) -> bool:
 
 
 class DraftScorer:
-    """Scores prompts with a scheduler's draft, one at a time. Raises whatever the engine raises."""
+    """Scores a scheduler's prompts, one at a time. Raises whatever the engine raises."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, pool: PooledDraft) -> None:
         self._scheduler: Any = scheduler
-        self._draft: PooledDraft = scheduler.draft_worker.pooled_draft
-        self._runner = scheduler.draft_worker.draft_worker.draft_runner
+        self._draft = pool
+        self._device = pool.device
 
     def num_cached(self, prompt: Prompt) -> int:
         """Tokens at the prompt's beginning whose KV the target has, were it prefilled densely."""
@@ -234,7 +234,7 @@ class DraftScorer:
         self, slots: Ints, layers: Mapping[int, LayerQueries], config: PrefillConfig, num_asking: int = 1
     ) -> torch.Tensor:
         """Pooled attention (n, num_tokens), the largest over those of this rank's heads that vote."""
-        where = torch.from_numpy(slots).to(self._runner.device)
+        where = torch.from_numpy(slots).to(self._device)
         return best_of_own_heads(self._draft, where, layers, config, own_rank(), num_asking)
 
     def chunk(self, config: PrefillConfig) -> int:
@@ -253,10 +253,10 @@ class DraftScorer:
     def _on_forward_stream(self) -> Iterator[None]:
         """Under overlap scheduling the last batch may still run: wait for it, and use the stream it runs on."""
         stream = getattr(self._scheduler, "forward_stream", None)
-        if stream is None or self._runner.device == "cpu":
+        if stream is None or self._device == "cpu":
             yield
             return
-        current = torch.get_device_module(self._runner.device).current_stream()
+        current = torch.get_device_module(self._device).current_stream()
         stream.wait_stream(current)
         try:
             with self._scheduler.forward_stream_ctx:

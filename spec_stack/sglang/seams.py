@@ -18,20 +18,32 @@ SEAMS: Mapping[str, tuple[str, ...]] = {
         "capture_hidden_mode",
     ),
     f"{_SRT}.mem_cache.base_prefix_cache.MatchPrefixParams": ("key",),
+    f"{_SRT}.mem_cache.base_prefix_cache.BasePrefixCache": ("reset",),
     f"{_SRT}.sampling.sampling_params.SamplingParams": (
         *("custom_params", "max_new_tokens", "min_new_tokens", "ignore_eos"),
         *("frequency_penalty", "presence_penalty", "repetition_penalty"),
     ),
     f"{_SRT}.sampling.sampling_batch_info.SamplingBatchInfo": ("acc_additive_penalties", "acc_scaling_penalties"),
     f"{_SRT}.speculative.eagle_info.EagleVerifyInput": ("retrieve_next_token", "draft_token", "draft_token_num"),
-    f"{_SRT}.speculative.eagle_info.EagleDraftInput": ("hidden_states",),
+    f"{_SRT}.speculative.eagle_info.EagleDraftInput": (
+        *("hidden_states", "topk_p", "topk_index", "bonus_tokens"),
+        *("num_tokens_per_req", "num_tokens_for_logprob_per_req"),
+    ),
+    f"{_SRT}.managers.schedule_batch.ScheduleBatch": (
+        *("req_pool_indices_cpu", "prefix_lens", "extend_lens", "seq_lens", "seq_lens_cpu", "seq_lens_sum"),
+        "out_cache_loc",
+    ),
+    f"{_SRT}.model_executor.pool_configurator.MemoryPoolConfig": ("max_total_num_tokens",),
+    f"{_SRT}.model_executor.model_runner_components.spec_aux_hidden_state.SpecAuxHiddenStateConfig": (
+        "eagle_draft_num_layers",
+    ),
     f"{_SRT}.managers.io_struct.BatchStrOutput": ("customized_info", "prompt_tokens", "cached_tokens"),
     f"{_SRT}.speculative.standalone_worker_v2.StandaloneWorkerV2": (
         *("_validate_vocab_compatibility", "apply_runtime_state", "init_cuda_graphs", "forward_batch_generation"),
-        *("verify", "clear_cache_pool", "on_verify_complete_cpu", "activate_step_by_batch"),
+        *("verify", "on_verify_complete_cpu", "activate_step_by_batch"),
     ),
     f"{_SRT}.speculative.standalone_worker_v2.StandaloneDraftWorker": (
-        *("init_attention_backend", "draft_forward", "_capture_cuda_graphs"),
+        *("alloc_memory_pool", "init_attention_backend", "draft_forward", "_capture_cuda_graphs"),
         *("_draft_extend_for_prefill", "_draft_extend_for_decode"),
     ),
 }

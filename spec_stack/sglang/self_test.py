@@ -44,6 +44,11 @@ def run(scheduler: Scheduler, scorer: DraftScorer, config: PrefillConfig) -> flo
     return perf_counter() - begun
 
 
+def most_tokens(config: PrefillConfig) -> int:
+    """Slots of a draft's pool that the prompt and its look-ahead take."""
+    return _NUM_CHUNKS * config.chunk_size + config.look_ahead + 1
+
+
 def _run(scheduler: Any, scorer: DraftScorer, config: PrefillConfig) -> None:
     token_ids = _synthetic_ids(scheduler, config)
     request = Req("self-test", "", array("q", token_ids), SamplingParams(max_new_tokens=1))

@@ -37,6 +37,11 @@ class ServerConfig:
             "scored ends the server, as tests want it"
         },
     )
+    scoring_model: str | None = option(
+        None,
+        "a small model that scores prompts and drafts nothing, while SGLang's own --speculative-algorithm, or none, "
+        "decodes; under SPEC_STACK the draft scores",
+    )
     policy: str = option("throughput", f"name of what decides how many tokens are drafted: {', '.join(BATCH_POLICIES)}")
     policy_options: Mapping[str, Any] = field(
         default_factory=dict, metadata={"help": "the policy's options, as `make_batch_policy` takes them"}
@@ -93,14 +98,20 @@ class ServerConfig:
                     "max_gamma_by_batch_size must map numbers of requests, 1 or more, to gammas, "
                     f"got {dict(self.max_gamma_by_batch_size)}"
                 )
-        for name in ("calibration", "predictor"):
+        for name, kinds in (
+            ("calibration", f"a file, a folder or {NONE!r}"),
+            ("predictor", f"a file, a folder or {NONE!r}"),
+            ("scoring_model", "a folder or a hub id"),
+        ):
             value = getattr(self, name)
             if not isinstance(value, str | None) or value == "":
-                raise ValueError(f"{name} must be a file, a folder or {NONE!r}, got {value!r}")
+                raise ValueError(f"{name} must be {kinds}, got {value!r}")
         if type(self.prefill_decode_interval) is not int or self.prefill_decode_interval < 0:
             raise ValueError(
                 f"prefill_decode_interval must be a number of steps, 0 or more, got {self.prefill_decode_interval!r}"
             )
+        if self.scoring_model is not None and self.prefill.prune == "draft":
+            raise ValueError("prune 'draft' is of SPEC_STACK's own draft, and beside a scoring_model there is none")
         if self.follow_up not in FOLLOW_UPS:
             raise ValueError(f"follow_up must be one of {', '.join(FOLLOW_UPS)}, got {self.follow_up!r}")
         if type(self.draft_pool_tokens) is not int or self.draft_pool_tokens < 1:
@@ -120,7 +131,7 @@ class ServerConfig:
     @property
     def measures_signals(self) -> bool:
         """Return whether the draft's signals are measured: where the server's policy uses them."""
-        return self.policy in ("throughput", *SIGNAL_POLICIES)
+        return self.scoring_model is None and self.policy in ("throughput", *SIGNAL_POLICIES)
 
     def make_policy(self, name: str) -> Policy:
         """A fresh policy that keeps to `gammas`. Raises ValueError for one that cannot decide for a batch."""
@@ -148,11 +159,19 @@ class ServerConfig:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> ServerConfig:
-        """From what flags or a file said: the fields above (prefill and recall as mappings of theirs), and keep_rate
-        and min_prompt_tokens, which go over prefill's. Raises ValueError for anything unknown."""
+        """From what flags or a file said: the fields above (prefill and recall as mappings of theirs), and those of
+        prefill's that have flags, which go over it. Raises ValueError for anything unknown, and for how to draft where
+        a scoring model leaves the drafts to others."""
         values = dict(values)
+        idle = [name for name in _OF_DRAFTING if name in values]
+        if values.get("scoring_model") is not None and idle:
+            raise ValueError(
+                f"{', '.join(idle)} set how SPEC_STACK drafts, and beside a scoring_model it does not; leave them out"
+            )
         prefill = dict(_mapping("prefill", values.pop("prefill", {})))
-        prefill.update({name: values.pop(name) for name in ("keep_rate", "min_prompt_tokens") if name in values})
+        prefill.update({name: values.pop(name) for name in _OF_PREFILL if name in values})
+        if "draft_slots" in prefill and prefill.get("prune") != "draft":
+            raise ValueError("draft_slots are those of prune 'draft'; add it, or leave draft_slots out")
         _refuse_unknown("", values, [entry.name for entry in fields(cls)])
         _refuse_unknown("prefill.", prefill, [entry.name for entry in fields(PrefillConfig) if not entry.kw_only])
         for name in ("keep_rate", "scoring_heads", "draft_window"):
@@ -194,10 +213,15 @@ class _Remember(argparse.Action):
         os.environ[ENVIRONMENT] = json.dumps({**_read_environment(), self.dest.removeprefix("spec_stack_"): values})
 
 
+# What means nothing beside a scoring model.
+_OF_DRAFTING = ("policy", "policy_options", "gammas", "max_gamma_by_batch_size", "predictor", "draft_slots")
 # How each flag is read, and what stands for its value; default and meaning are the field's.
 _FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
     "keep_rate": (float, "SHARE"),
     "min_prompt_tokens": (int, "TOKENS"),
+    "prune": (str, "WHO"),
+    "draft_slots": (int, "SLOTS"),
+    "scoring_model": (str, "PATH"),
     "policy": (str, "NAME"),
     "gammas": (int, "N"),
     "calibration": (str, "FILE"),
@@ -205,12 +229,14 @@ _FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
     "follow_up": (str, "RULE"),
     "draft_pool_tokens": (int, "TOKENS"),
 }
-_OF_PREFILL = ("keep_rate", "min_prompt_tokens")
+_OF_PREFILL = ("keep_rate", "min_prompt_tokens", "prune", "draft_slots")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the --spec-stack-* flags."""
-    group = parser.add_argument_group("spec_stack", "with --speculative-algorithm SPEC_STACK")
+    group = parser.add_argument_group(
+        "spec_stack", "with --speculative-algorithm SPEC_STACK, or with --spec-stack-scoring-model"
+    )
     # SUPPRESS keeps them out of the namespace: SGLang's own record has no such fields.
     common: dict[str, Any] = {"action": _Remember, "default": argparse.SUPPRESS}
     for name, (read, metavar) in _FLAGS.items():

@@ -92,7 +92,8 @@ class Settler:
         key, token_ids = PlacedKey.of(positions, request.extra_key), array("q", given.token_ids)
         lead = given.num_cached if given.inherits_all else protected_lead(prompt.protected)
         self._turns.add(prompt.tenant, prompt.token_ids, given.positions, request, lead)
-        request.origin_input_ids = request.origin_input_ids_unpadded = token_ids
+        # The unpadded ones stay whole: SGLang shows them to who turns ids into text, and to NGRAM.
+        request.origin_input_ids = token_ids
         request.full_untruncated_fill_ids = array("q")
         request.extra_key = key
         if request.logprob_start_len > 0:
@@ -134,7 +135,9 @@ class Settler:
         attach(request, state)
         self.num_by_outcome[state.report.outcome] += 1
 
-    def _policy(self, options: RequestOptions) -> str:
+    def _policy(self, options: RequestOptions) -> str | None:
+        if self._config.scoring_model is not None:
+            return None
         return "fixed" if options.gamma is not None else options.policy or self._config.policy
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from spec_stack.controller.base import DraftSignals
+from spec_stack.sglang.guards import harmless
 
 _LN_2 = math.log(2)
 
@@ -54,13 +55,14 @@ class DraftSignalBuffers:
         logits_processor.register_forward_hook(self._look)
 
     def _look(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        if self._place is not None:
-            self._measure(output, self.later[self._place])
-            self._place += 1
-        elif self._sees_catching_up:
-            self._seen = output
-        elif self._captures_catching_up:
-            self._measure(output, self._caught_up)
+        with harmless("measuring the draft's signals", "none are known of the step"):
+            if self._place is not None:
+                place, self._place = self._place, self._place + 1
+                self._measure(output, self.later[place])
+            elif self._sees_catching_up:
+                self._seen = output
+            elif self._captures_catching_up:
+                self._measure(output, self._caught_up)
 
     def _measure(self, output: Any, buffer: torch.Tensor) -> None:
         # A captured batch may be padded beyond the pool's rows.
@@ -97,6 +99,10 @@ class DraftSignalBuffers:
         finally:
             self._sees_catching_up = False
         output, self._seen = self._seen, None
+        with harmless("measuring the draft's signals", "none are known of the next step's first token"):
+            self._note_first(output, rows, has_graph)
+
+    def _note_first(self, output: Any, rows: torch.Tensor, has_graph: bool) -> None:
         if output is None:
             if has_graph:
                 self.first[rows] = self._caught_up[: rows.shape[0]]

@@ -1,6 +1,6 @@
 """The algorithm's name, the versions of SGLang it was made for, and what a server's models and modes allow.
 
-Drafting works wherever SGLang's STANDALONE does; pruning needs more.
+Drafting works wherever SGLang's STANDALONE does; pruning needs more, and may do without SPEC_STACK's drafts.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ _ARCHITECTURES = (
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
 )
+# SGLang's own algorithms beside which a model may score: their verifications make positions out of slots, request by
+# request alike, and that is where those are mapped.
+BESIDE = ("NGRAM", "STANDALONE", "EAGLE", "EAGLE3", "DFLASH")
 # Draft backends that take their KV lengths from seq_lens, or are made to (see positions.protect_kv_lengths).
-_MAPPED_DRAFT_BACKENDS = ("torch_native", "triton", "flashinfer", "fa3")
+MAPPED_DRAFT_BACKENDS = ("torch_native", "triton", "flashinfer", "fa3", "trtllm_mha")
 
 
 def check_version() -> None:
@@ -37,6 +40,11 @@ def check_version() -> None:
         raise RuntimeError(f"{NAME} was made for SGLang {supported}, and this is {installed}; install one of those")
 
 
+def attn_dp_size(args: Any) -> int:
+    """Groups that attend each to requests of their own; 0.5.22 says so by a number, and takes the old flag for it."""
+    return getattr(args, "attn_dp_size", None) or 1
+
+
 def num_matched(found: Any) -> int:
     """Tokens on the device that SGLang's cache has found; it says so by their number since 0.5.22, by their slots
     before."""
@@ -45,15 +53,15 @@ def num_matched(found: Any) -> int:
     return len(found.device_indices)
 
 
-def pruning_refusal(args: Any, target: Any, draft: Any) -> str | None:
+def pruning_refusal(args: Any, target: Any, draft: Any, role: str = "draft") -> str | None:
     """Why no prompt of a server may be pruned, or None. Unpruned prompts are drafted for all the same.
 
-    args: SGLang's resolved arguments; target, draft: its configurations of the models.
+    args: SGLang's resolved arguments; target, draft: its configurations of the models; role: what the second one is.
     """
-    for role, config in (("target", target), ("draft", draft)):
+    for name, config in (("target", target), (role, draft)):
         reason = _model_refusal(config)
         if reason is not None:
-            return f"the {role} {reason}"
+            return f"the {name} {reason}"
     if str(getattr(args, "disaggregation_mode", None) or "null") != "null":
         return "prefill and decode run on different servers"
     if (getattr(args, "dcp_size", None) or getattr(args, "decode_context_parallel_size", None) or 1) > 1:
@@ -63,6 +71,53 @@ def pruning_refusal(args: Any, target: Any, draft: Any) -> str | None:
     for flag in ("enable_hierarchical_cache", "enable_lmcache", "enable_flexkv", "kv_events_config"):
         if getattr(args, flag, None):
             return f"--{flag.replace('_', '-')} hashes radix keys in 32 bits, which have no room for a position"
+    return None
+
+
+def scoring_refusal(args: Any, algorithm: str, target: Any, scoring: Any) -> str | None:
+    """Why a model of its own cannot score prompts on a server that SPEC_STACK does not draft for, or None.
+
+    algorithm: the name of SGLang's own, "" for none. args: SGLang's resolved arguments; target, scoring: its
+    configurations of the models.
+    """
+    if algorithm and algorithm not in BESIDE:
+        return f"--speculative-algorithm {algorithm} is not one of {', '.join(BESIDE)}, nor left out"
+    if attn_dp_size(args) != 1:
+        return "--attn-dp-size is set; leave it out"
+    for flag, plain in (("pp_size", 1), ("enable_dp_attention", False), ("dllm_algorithm", None)):
+        if getattr(args, flag, plain) != plain:
+            return f"--{flag.replace('_', '-')} is set; leave it out"
+    if not target.is_generation:
+        return "the target does not generate text"
+    if scoring.context_len < target.context_len:
+        return (
+            f"it reads {scoring.context_len} tokens and the target {target.context_len}; "
+            f"add --context-length {scoring.context_len}"
+        )
+    return pruning_refusal(args, target, scoring, "scoring model")
+
+
+def require_slots(args: Any, draft: Any) -> None:
+    """Raise ValueError where a server's draft cannot decode over chosen slots of its own.
+
+    args: SGLang's arguments; draft: its configuration of the model.
+    """
+    refusal = _slots_refusal(args, draft)
+    if refusal is not None:
+        raise ValueError(f"--spec-stack-prune draft gives the draft its own slots, and {refusal}; leave it out")
+
+
+def _slots_refusal(args: Any, draft: Any) -> str | None:
+    reason = _model_refusal(draft)
+    if reason is not None:
+        return f"the draft {reason}"
+    if (getattr(args, "page_size", None) or 1) > 1:
+        return "a page of several slots cannot hold chosen tokens; --page-size 1 can"
+    if str(getattr(args, "disaggregation_mode", None) or "null") != "null":
+        return "prefill and decode run on different servers"
+    for flag in ("enable_hierarchical_cache", "enable_lmcache", "enable_flexkv"):
+        if getattr(args, flag, None):
+            return f"--{flag.replace('_', '-')} stores the draft's KV with the target's"
     return None
 
 
@@ -83,12 +138,14 @@ def _model_refusal(config: Any) -> str | None:
 
 
 def draft_positions_are_mapped(runner: Any) -> bool:
-    """Return whether the draft may run at original positions. On another backend it stays at its slots: replies are
-    the same, and fewer of its tokens are accepted."""
+    """Return whether the draft may run at original positions. On another backend, and under an algorithm of SGLang's
+    own, it stays at its slots: replies are the same, and fewer of its tokens are accepted."""
     args = runner.server_args
+    if str(args.speculative_algorithm).upper() != NAME:
+        return False
     backend = getattr(args, "speculative_draft_attention_backend", None) or runner.decode_attention_backend_str
     return backend_maps_positions(backend)
 
 
 def backend_maps_positions(backend: str) -> bool:
-    return backend in _MAPPED_DRAFT_BACKENDS
+    return backend in MAPPED_DRAFT_BACKENDS

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from sglang.srt.arg_groups.model_override_base import resolving_view
 from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.speculative import eagle_worker_v2
 from sglang.srt.speculative.adaptive_runtime_state import AdaptiveController
@@ -18,14 +18,15 @@ from spec_stack.sglang.active_gamma import forget_earlier_gammas_of_this_process
 from spec_stack.sglang.batch_policy import BatchPolicy, step_clock
 from spec_stack.sglang.calibration import with_predictor
 from spec_stack.sglang.guards import harmless
-from spec_stack.sglang.launch_notes import prunes
-from spec_stack.sglang.padded_vocabulary import fit_draft, have_one_vocabulary
-from spec_stack.sglang.pooled_draft import PooledDraft
+from spec_stack.sglang.padded_vocabulary import OTHER_TOKENIZER, fit_draft, have_one_vocabulary
 from spec_stack.sglang.positions import protect_kv_lengths
 from spec_stack.sglang.ranks import first_ranks_gamma
+from spec_stack.sglang.request_state import STATE
+from spec_stack.sglang.scoring_model import ScoringModel
 from spec_stack.sglang.server_args import ServerConfig
 from spec_stack.sglang.signals import DraftSignalBuffers, end_chains
-from spec_stack.sglang.support import pruning_refusal
+from spec_stack.sglang.slotted_draft import SlottedDraft
+from spec_stack.sglang.support import MAPPED_DRAFT_BACKENDS, draft_positions_are_mapped, require_slots
 
 logger = logging.getLogger(__name__)
 _SWITCH = "Switch adaptive runtime state"
@@ -34,13 +35,30 @@ _SWITCH = "Switch adaptive runtime state"
 class SpecStackDraftWorker(StandaloneDraftWorker):  # type: ignore[misc]
     """SGLang's, whose attention takes its KV lengths from lengths. Backends are made at launch, one per gamma.
 
-    signals: of the tokens it drafts, where the server's policy asks for them; None measures nothing.
+    signals: of the tokens it drafts, where the server's policy asks for them; None measures nothing. slots: where it
+    decodes over slots of its own; None shares the target's.
     """
 
     signals: DraftSignalBuffers | None = None
+    slots: SlottedDraft | None = None
+
+    def alloc_memory_pool(
+        self, memory_pool_config: Any = None, req_to_token_pool: Any = None, token_to_kv_pool_allocator: Any = None
+    ) -> None:
+        pools = memory_pool_config, req_to_token_pool
+        if self.slots is not None:
+            pools = self.slots.pools(memory_pool_config, req_to_token_pool)
+        super().alloc_memory_pool(*pools, token_to_kv_pool_allocator)
+        # By this one SGLang finds the target's slots.
+        self.req_to_token_pool = req_to_token_pool
 
     def init_attention_backend(self) -> None:
         super().init_attention_backend()
+        if self.slots is not None and not draft_positions_are_mapped(self.draft_runner):
+            raise ValueError(
+                "--spec-stack-prune draft needs a draft whose attention takes its lengths from lengths; name "
+                f"{', '.join(MAPPED_DRAFT_BACKENDS)} by --speculative-draft-attention-backend, or leave it out"
+            )
         protect_kv_lengths(self.draft_attn_backend)
 
     def measure_signals(self, max_gamma: int) -> None:
@@ -60,12 +78,21 @@ class SpecStackDraftWorker(StandaloneDraftWorker):  # type: ignore[misc]
         with self.signals.drafting() if self.signals is not None else nullcontext():
             return super().draft_forward(forward_batch)
 
-    def _draft_extend_for_prefill(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    def _draft_extend_for_prefill(
+        self, batch: Any, hidden_states: Any, next_token_ids: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if self.slots is not None and not batch.forward_mode.is_idle():
+            self.slots.note_prefill(batch)
+            return self.slots.no_proposal(next_token_ids)
         with self._catching_up(batch, has_graph=False):
-            return super()._draft_extend_for_prefill(batch, *args, **kwargs)
+            return super()._draft_extend_for_prefill(batch, hidden_states, next_token_ids, *args, **kwargs)
 
     def _draft_extend_for_decode(self, batch: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
-        with self._catching_up(batch, has_graph=self.cuda_graph_runner_for_draft_extend is not None):
+        own: AbstractContextManager[None] = nullcontext()
+        if self.slots is not None and not batch.forward_mode.is_idle():
+            own = self.slots.catching_up(batch, self.speculative_num_draft_tokens)
+            kwargs.pop("kv_loc_plan", None)
+        with self._catching_up(batch, has_graph=self.cuda_graph_runner_for_draft_extend is not None), own:
             result = super()._draft_extend_for_decode(batch, output, *args, **kwargs)
         # A captured graph hands the draft's hidden states out and a prefill does not, and what relays them between
         # steps wants them always or never. A standalone draft has no use for them.
@@ -80,7 +107,10 @@ class SpecStackDraftWorker(StandaloneDraftWorker):  # type: ignore[misc]
 
 
 class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
-    """Made by SGLang in each scheduler process. Raises RuntimeError where the plugin's hooks are not in place."""
+    """Made by SGLang in each scheduler process. Raises RuntimeError where the plugin's hooks are not in place, and
+    ValueError where the draft is to have its own slots and cannot."""
+
+    slots: SlottedDraft | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         hooks.check()
@@ -88,15 +118,13 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
         # SGLang's worker makes its draft worker by name, and its backends only later.
         self._draft_worker.__class__ = SpecStackDraftWorker
         runner, draft = self._target_worker.model_runner, self._draft_worker.draft_runner
-        self._config = config = with_predictor(
-            ServerConfig.from_environment(), self.server_args.speculative_draft_model_path
-        )
-        self.pruning_refusal = pruning_refusal(self.server_args, runner.model_config, draft.model_config)
-        self.pooled_draft = PooledDraft(draft, config.draft_pool_tokens)
-        if prunes(config, self.pruning_refusal):
-            # Weights are loaded, and SGLang has not sized its pools yet: it divides what memory is left.
-            self.pooled_draft.allocate()
-        self.caches_emptied: Callable[[], None] = lambda: None
+        source = self.server_args.speculative_draft_model_path
+        self._config = config = with_predictor(ServerConfig.from_environment(), source)
+        # The record holds what was typed; what SGLang and the algorithm made of it lies over it.
+        resolved = resolving_view(self.server_args)
+        self.scoring_model = ScoringModel(source, draft, runner.model_config, resolved, config)
+        if config.prefill.prune == "draft":
+            self._give_slots(draft, resolved)
         self.batch_policy = BatchPolicy(
             config,
             precision=str(runner.dtype).removeprefix("torch."),
@@ -107,25 +135,34 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
         # SGLang logs every change of gamma, which it expects now and then; here it is every step's business.
         logging.getLogger(eagle_worker_v2.__name__).addFilter(lambda entry: not entry.getMessage().startswith(_SWITCH))
 
+    def _give_slots(self, draft: Any, resolved: Any) -> None:
+        require_slots(resolved, draft.model_config)
+        config = self._config
+        self.slots = SlottedDraft(draft, config.prefill, config.gammas[-1], resolved.max_running_requests)
+        self._draft_worker.slots = self.slots
+        # Where `hooks` finds them.
+        setattr(draft, STATE, self.slots)
+        # SGLang would set as many tokens of the draft's aside as the target has.
+        self._target_worker.model_runner.spec_aux_config.eagle_draft_num_layers = 0
+
     def _validate_vocab_compatibility(self, target_vocab_size: int, target_tokenizer: Any) -> None:
         """STANDALONE wants as many embedding rows on both sides; one tokenizer is enough."""
         runner = self._draft_worker.draft_runner
         draft_vocab_size = runner.model_config.vocab_size
-        if draft_vocab_size == target_vocab_size or not have_one_vocabulary(target_tokenizer, self.server_args):
+        args = self.server_args
+        is_alike = have_one_vocabulary(target_tokenizer, args.speculative_draft_model_path, args.trust_remote_code)
+        if draft_vocab_size == target_vocab_size or not is_alike:
+            if target_tokenizer is not None and not is_alike:
+                raise ValueError(OTHER_TOKENIZER)
             super()._validate_vocab_compatibility(target_vocab_size, target_tokenizer)
             return
         logger.info("the draft's %d embedding rows are fitted to the target's %d", draft_vocab_size, target_vocab_size)
         fit_draft(runner.model, draft_vocab_size, target_vocab_size)
 
-    def clear_cache_pool(self) -> None:
-        """SGLang has emptied its caches."""
-        super().clear_cache_pool()
-        with harmless("forgetting what was cached", "it is forgotten as new texts come"):
-            self.caches_emptied()
-
     def apply_runtime_state(self, state: Any) -> None:
         super().apply_runtime_state(state)
-        forget_earlier_gammas_of_this_process()
+        with harmless("forgetting earlier gammas", "SGLang's record of them grows"):
+            forget_earlier_gammas_of_this_process()
 
     def init_cuda_graphs(self) -> None:
         # The pools are there by now, and no graph has been captured.
@@ -137,6 +174,8 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
             self.batch_policy.something_else_runs()
             return super().forward_batch_generation(batch, *args, **kwargs)
+        if self.slots is not None and not batch.forward_mode.is_idle():
+            self._begin_slots(batch, self.slots)
         self.batch_policy.begin_step(batch.reqs)
         signals, rows = self._draft_worker.signals, batch.req_pool_indices
         if signals is None or batch.forward_mode.is_idle():
@@ -149,6 +188,12 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
             if first is not None:
                 self.batch_policy.carry(signals.of_step(first, self.speculative_num_steps, rows))
         return result
+
+    def _begin_slots(self, batch: Any, slots: SlottedDraft) -> None:
+        if slots.has_new(batch):
+            self.batch_policy.something_else_runs()
+        with harmless("choosing the draft's slots", "it proposes what will not be accepted"):
+            slots.begin_step(batch, self._draft_worker.signals)
 
     def verify(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         if not batch.forward_mode.is_idle():

@@ -302,7 +302,7 @@ def reference() -> Reference:
 
 
 class Launcher:
-    """Starts servers with the plugin's algorithm, and stops all of them."""
+    """Starts servers with the plugin's algorithm, or a scoring model beside SGLang's own; stops all of them."""
 
     def __init__(self, folders: pytest.TempPathFactory) -> None:
         self._folders = folders
@@ -314,10 +314,14 @@ class Launcher:
         environment: Mapping[str, str] | None = None,
         wait: bool = True,
         command: Sequence[str] = LAUNCH_SERVER,
+        beside: Sequence[str] | None = None,
         **models: Path,
     ) -> Server:
+        """beside: the flags of SGLang's own algorithm, none for plain decoding, while the draft scores alone."""
         draft = models.get("draft", ASSETS / "draft")
         algorithm = ["--speculative-algorithm", "SPEC_STACK", "--speculative-draft-model-path", str(draft)]
+        if beside is not None:
+            algorithm = [*beside, "--spec-stack-scoring-model", str(draft)]
         log = self._folders.mktemp("server") / "log"
         server = Server(log, [*algorithm, *arguments], environment, models.get("target", ASSETS / "target"), command)
         self._started.append(server)

@@ -54,6 +54,16 @@ def test_the_doctor_says_what_a_launch_would_do(tmp_path: Path) -> None:
     assert report["CUDA graphs"] == "none"
 
 
+@pytest.mark.nightly
+def test_the_doctor_knows_a_scoring_model_beside_another_algorithm(tmp_path: Path) -> None:
+    scoring = ("--spec-stack-scoring-model", str(ASSETS / "draft"))
+    for algorithm, drafting in (((), "none"), (("--speculative-algorithm", "NGRAM"), "NGRAM")):
+        code, report = _doctor(tmp_path, *_PAIR[:2], *scoring, *algorithm, *_CPU)
+        assert (code, report["problem"], report["drafting"]) == (0, None, f"{drafting}, by SGLang itself")
+        assert "PROMPTS ARE PRUNED" in report["prompts"]
+        assert report["vocabularies"].startswith("4096 embedding rows")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "problem"),
@@ -64,7 +74,17 @@ def test_the_doctor_says_what_a_launch_would_do(tmp_path: Path) -> None:
             "keep_rate must be in (0, 1]",
             marks=pytest.mark.nightly,
         ),
+        pytest.param(
+            (*_PAIR, *_SPEC_STACK, *_CPU, "--spec-stack-prune", "draft", "--page-size", "16"),
+            "--page-size 1 can; leave it out",
+            marks=pytest.mark.nightly,
+        ),
         pytest.param((*_PAIR, *_CPU), "add --speculative-algorithm SPEC_STACK", marks=pytest.mark.nightly),
+        pytest.param(
+            (*_PAIR, *_SPEC_STACK, *_CPU, "--spec-stack-scoring-model", str(ASSETS / "draft")),
+            "SPEC_STACK scores with its draft",
+            marks=pytest.mark.nightly,
+        ),
         pytest.param(
             (*_PAIR, "--spec-stack-keeprate", "1"),
             "unrecognized arguments: --spec-stack-keeprate",
@@ -172,11 +192,11 @@ def test_sglang_takes_every_launch_that_the_page_shows(environment: Mapping[str,
     load_plugins()
     parsed = []
     for words in _commands():
-        if "--speculative-algorithm" in words:
+        if "--speculative-algorithm" in words or "--spec-stack-scoring-model" in words:
             parsed.append(prepare_server_args(words[words.index("--model-path") :]))
-    assert len(parsed) >= 4
-    assert {args.speculative_algorithm for args in parsed} == {"SPEC_STACK"}
-    assert all(args.speculative_draft_model_path for args in parsed)
+    assert len(parsed) >= 6
+    assert {args.speculative_algorithm for args in parsed} == {"SPEC_STACK", "NGRAM", None}
+    assert all(args.speculative_draft_model_path for args in parsed if args.speculative_algorithm == "SPEC_STACK")
 
 
 def test_sglangs_benchmark_has_every_flag_that_the_page_gives_it() -> None:

@@ -10,11 +10,32 @@ import pytest
 
 from .conftest import Reference, Server
 
-FAULTS = (
-    *("options", "deciding", "setting aside", "ordering", "round", "scoring", "placing", "forgetting", "state"),
-    *("key", "positions", "report", "books", "acceptance", "stream", "completion"),
-    *("choosing", "learning", "signals", "taking signals", "caps", "penalties"),
+# By the end of what is hooked. A launch's arguments are read before there is a server.
+BY_HOOK: dict[str, tuple[str, ...]] = {
+    "ServerArgs.add_cli_args": (),
+    "SamplingParams.verify": ("options",),
+    "Scheduler._add_request_to_queue": ("deciding",),
+    "Scheduler.get_next_batch_to_run": ("round", "setting aside", "ordering", "scoring", "placing"),
+    "RadixKey.__init__": ("key",),
+    "ForwardBatch.init_new": ("positions",),
+    "TokenizerManager.update_request_meta_info": ("report", "books"),
+    "TokenizerManager._calculate_spec_decoding_metrics": ("acceptance",),
+    "OpenAIServingBase.handle_request": ("stream", "completion"),
+    "Scheduler.get_internal_state": ("state",),
+}
+OF_THE_WORKER = (
+    *("choosing", "capping", "switching", "learning", "caps", "penalties", "forgetting"),
+    *("signals", "measuring signals", "catching up", "taking signals", "carrying signals"),
 )
+FAULTS = (*(fault for faults in BY_HOOK.values() for fault in faults), *OF_THE_WORKER)
+
+
+def test_every_hook_is_put_out_of_action_and_there_are_at_most_ten() -> None:
+    from spec_stack.sglang.hooks import HOOKS, HOOKS_FOR_NUMBERS
+
+    hooked = HOOKS | HOOKS_FOR_NUMBERS
+    assert {".".join(target.split(".")[-2:]) for target in hooked} == set(BY_HOOK)
+    assert len(hooked) <= 10
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +84,8 @@ def test_a_failure_costs_a_dense_prompt_or_a_number_and_never_the_server(
     assert faulty.is_alive, faulty.tail()
     log = faulty.log.read_text(errors="replace")
     assert f"RuntimeError: put out of action by a test: {fault}" in log
-    reply = faulty.generate(reference.prompt(500, seed=seed + 7), 4)
+    prompt = reference.prompt(500, seed=seed + 7)
+    reply = faulty.generate(prompt, 4, specprefill=True)
     assert reply["meta_info"]["spec_stack"]["outcome"] == "pruned"
+    assert reply["output_ids"] == reference.tokens(prompt, max_new_tokens=4, specprefill=True)
     assert faulty.state()["num_failures"]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 _PROGRAM = """
 import types, torch
@@ -60,3 +64,19 @@ def test_draft_index_arrays_count_slots_whatever_the_positions() -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "both agree" in done.stdout
+
+
+def test_trtllm_takes_no_lengths_from_positions() -> None:
+    """Of a batch's positions its draft backend asks how many there are, so they may be any. It runs on no CPU."""
+    folder = importlib.util.find_spec("sglang").submodule_search_locations[0]
+    source = Path(folder, "srt/layers/attention/trtllm_mha_backend.py").read_text()
+    uses = [
+        ast.unparse(parent)
+        for parent in ast.walk(ast.parse(source))
+        for child in ast.iter_child_nodes(parent)
+        if isinstance(child, ast.Attribute) and child.attr == "positions"
+    ]
+    assert set(uses) == {"forward_batch.positions.numel"}
+    overridden = re.search(r"class TRTLLMHAAttnMultiStepDraftBackend.*", source, re.DOTALL).group()
+    assert "def init_forward_metadata(" in overridden, "else it inherits one that does"
+    assert "common_template" not in overridden

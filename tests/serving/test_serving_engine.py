@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from spec_stack.config import PrefillConfig
 from spec_stack.prefill.calibration import find_calibration
 from spec_stack.sglang.server_args import ServerConfig
 
@@ -87,6 +89,13 @@ def test_scoring_needs_no_room_of_the_targets(small: Server, reference: Referenc
         assert running.result()["output_ids"] == reference.tokens(first, max_new_tokens=300)
     assert reply["meta_info"]["spec_stack"]["specprefill"] is True
     assert reply["output_ids"] == reference.tokens(second, specprefill=True)
+
+
+def test_a_launch_that_was_told_no_threshold_measures_where_pruning_pays(small: Server) -> None:
+    found = re.search(r"pruning pays (?:from (\d+) tokens|at no length)", small.log.read_text(errors="replace"))
+    assert found, small.tail()
+    threshold = small.state()["settings"]["prefill"]["min_prompt_tokens"]
+    assert threshold == (max(int(found[1]), PrefillConfig.min_prompt_tokens) if found[1] else 2**30)
 
 
 def test_scoring_leaves_others_all_of_their_cache(small: Server, reference: Reference) -> None:

@@ -24,6 +24,7 @@ class Traffic:
     reference: Reference
     num_requests: int
     seed: int
+    sets_gamma: bool = True
     replies: list[tuple[list[int], dict[str, Any]]] = field(default_factory=list)
     cut_short: list[dict[str, Any]] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
@@ -64,7 +65,7 @@ class Traffic:
                 "specprefill": rng.choice((None, None, True, False)),
                 "keep_rate": rng.choice((0.2, 0.4)),
                 "follow_up": rng.choice((None, "recall", "freeze", "afresh")),
-                "gamma": rng.choice((None, None, 0, 2, 8)),
+                "gamma": rng.choice((None, None, 0, 2, 8)) if self.sets_gamma else None,
                 "explain": True,
             }
             num_new = rng.choice((1, 7, 20))

@@ -51,7 +51,7 @@ def test_positions_mapped_one_by_one_are_the_same_positions(mode: str, is_draft:
     )
     runner: Any = SimpleNamespace(
         is_draft_worker=is_draft,
-        server_args=SimpleNamespace(speculative_draft_attention_backend=None),
+        server_args=SimpleNamespace(speculative_algorithm="SPEC_STACK", speculative_draft_attention_backend=None),
         decode_attention_backend_str="triton",
     )
     fast, slow = positions_of(batch, requests, runner), positions_one_by_one(batch, requests, runner)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from typing import Any
 
 from spec_stack.sglang.reports import ReplyBooks, ReplyInfo, correct_acceptance, vllm_metrics, with_report
@@ -12,7 +13,7 @@ from spec_stack.sglang.request_state import (
     note_step,
 )
 from tests.support import controller_data
-from tests.support.sglang_requests import request_of
+from tests.support.sglang_requests import request_of, state_of
 
 
 def test_what_travels_with_tokens_adds_up_to_the_reply() -> None:
@@ -32,6 +33,19 @@ def test_what_travels_with_tokens_adds_up_to_the_reply() -> None:
     assert unfinished == {key: value for key, value in info.items() if key not in ("gamma_trace", "accepted_trace")}
     assert (info["num_prompt_tokens"], info["num_kept_tokens"], info["specprefill"]) == (9, 4, True)
     assert (info["gamma_trace"], info["num_proposed"], info["num_accepted"]) == ([4, 0, 8], 12, 10)
+
+
+def test_of_steps_that_are_anothers_nothing_is_said() -> None:
+    report = {name: value for name, value in state_of().report.as_dict().items() if name != "policy"}
+    reply = ReplyInfo()
+    reply.add([report, None])
+    reply.add([])
+    said = reply.meta_info(is_finished=True)
+    assert said == report
+    meta_info = {"spec_accept_rate": 0.5}
+    correct_acceptance(meta_info, said)
+    assert (meta_info, vllm_metrics(said)) == ({"spec_accept_rate": 0.5}, {})
+    assert replace(state_of().report, policy=None).as_dict() == report
 
 
 def test_a_moving_gammas_acceptance_is_of_what_was_proposed() -> None:

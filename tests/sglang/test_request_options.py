@@ -40,6 +40,9 @@ CONFIG = ServerConfig()
         {"protect": [[-1, 3]]},
         {"protect": [[0, 1.5]]},
         {"protect": [[0, 10**9]]},
+        {"prune": "draft"},
+        {"prune": "target"},
+        {"specprefill": True, "prune": "none"},
         {"keep_rate": 0.2, "spec_stack": {"keep_rate": 0.3}},
         {"spec_stack": {"specprefil": True}},
         {"spec_stack": 3},
@@ -50,10 +53,43 @@ def test_an_option_out_of_range_is_refused_by_name(custom: dict[str, Any]) -> No
         RequestOptions.parse(custom, CONFIG)
 
 
+def test_nobody_sets_drafts_that_are_not_ours() -> None:
+    beside = ServerConfig(scoring_model="draft")
+    for name, value in {"gamma": 0, "policy": "ema", "signals": True}.items():
+        with pytest.raises(ValueError, match=f"{name} set how SPEC_STACK drafts"):
+            RequestOptions.parse({name: value}, beside)
+    assert RequestOptions.parse({"signals": False}, beside).signals is False
+    assert RequestOptions.parse({"keep_rate": 0.3}, beside).keep_rate == 0.3
+
+
 def test_the_launch_says_what_a_longer_prompt_keeps_where_a_curve_says_less() -> None:
     curve = replace(CONFIG.prefill, keep_rate=((2048, 0.2), (8192, 0.1)), min_prompt_tokens=2048)
     assert "about 20 % (10 % at 8192)." in pruning_note(replace(CONFIG, prefill=curve), None, "")
     assert "about 20 %." in pruning_note(CONFIG, None, "")
+
+
+@pytest.mark.parametrize("asked", [{}, {"prune": "draft"}, {"specprefill": False}, {"protect": [[0, 3]]}])
+def test_a_draft_with_slots_of_its_own_leaves_the_target_dense(asked: dict[str, Any]) -> None:
+    config = ServerConfig.from_mapping({"prune": "draft", "draft_slots": 256})
+    assert "of prompts of over 512 tokens the draft has 256 slots" in pruning_note(config, None, "")
+    assert RequestOptions.parse(asked, config).prefill(config).prune == "draft"
+    for other in ({"prune": "both"}, {"prune": "none"}, {"specprefill": True}):
+        with pytest.raises(ValueError, match="prune"):
+            RequestOptions.parse(other, config)
+    for name, value in {"keep_rate": 0.3, "follow_up": "afresh"}.items():
+        with pytest.raises(ValueError, match=f"{name} set how prompts are pruned"):
+            RequestOptions.parse({name: value}, config)
+
+
+def test_who_asks_for_a_pruned_prompt_is_told_what_stands_against_it() -> None:
+    for custom, config, named in (
+        ({"specprefill": True}, ServerConfig.from_mapping({"prune": "none"}), "this server's is 'none'"),
+        ({"specprefill": True, "prune": "none"}, CONFIG, "yours is 'none'"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            RequestOptions.parse(custom, config)
+    prunes_none = ServerConfig.from_mapping({"prune": "none"})
+    assert RequestOptions.parse({"specprefill": True, "prune": "both"}, prunes_none).specprefill
 
 
 @pytest.mark.parametrize("custom", [None, {}, {"mine": 3}, "text", {"keep_rate": None}])
@@ -122,6 +158,11 @@ def test_output_logprobs_and_nothing_special_need_no_whole_prompt(start: int) ->
         ({"prefill": {"scoring_layers": 0}}, "scoring_layers"),
         ({"prefill": {"scoring_heads": [[1]]}}, "scoring_heads"),
         ({"calibration": 3}, "calibration"),
+        ({"scoring_model": ""}, "scoring_model"),
+        ({"scoring_model": "draft", "gammas": [2], "policy": "ema"}, "policy, gammas set how SPEC_STACK drafts"),
+        ({"scoring_model": "draft", "prune": "draft"}, "prune 'draft' is of SPEC_STACK's own draft"),
+        ({"scoring_model": "draft", "draft_slots": 256}, "draft_slots set how SPEC_STACK drafts"),
+        ({"draft_slots": 256}, "draft_slots are those of prune 'draft'"),
         ({"keep_rate": [[0, 0.5]]}, "keep_rate"),
         ({"prefill": 3}, "prefill"),
         ({"colour": "red"}, "colour"),

@@ -63,6 +63,9 @@ def test_a_version_of_sglang_out_of_range_ends_a_launch_that_asks_for_the_algori
     monkeypatch.setattr(sys, "argv", ["launch_server", "--speculative-algorithm=SPEC_STACK"])
     with pytest.raises(SystemExit):
         plugin.register()
+    monkeypatch.setattr(sys, "argv", ["launch_server", "--spec-stack-scoring-model=draft"])
+    with pytest.raises(SystemExit):
+        plugin.register()
     monkeypatch.setattr(sys, "argv", ["launch_server", "--model-path", "spec_stack/assets/target"])
     with pytest.raises(RuntimeError, match="install one of those"):
         plugin.register()
@@ -72,6 +75,22 @@ def test_a_version_of_sglang_out_of_range_ends_a_launch_that_asks_for_the_algori
 def test_the_versions_in_range_pass(monkeypatch: pytest.MonkeyPatch, found: str) -> None:
     monkeypatch.setattr(support, "version", lambda name: found)
     support.check_version()
+
+
+def test_a_draft_gets_slots_of_its_own_where_it_can_read_them() -> None:
+    model = SimpleNamespace(
+        hf_config=SimpleNamespace(architectures=["Qwen3ForCausalLM"]), hf_text_config=SimpleNamespace()
+    )
+    sliding = SimpleNamespace(hf_config=model.hf_config, hf_text_config=SimpleNamespace(sliding_window=4096))
+    support.require_slots(SimpleNamespace(page_size=1), model)
+    for args, draft, said in (
+        (SimpleNamespace(page_size=16), model, "--page-size 1"),
+        (SimpleNamespace(page_size=None, enable_hierarchical_cache=True), model, "--enable-hierarchical-cache"),
+        (SimpleNamespace(disaggregation_mode="decode"), model, "different servers"),
+        (SimpleNamespace(), sliding, "sliding-window"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            support.require_slots(args, draft)
 
 
 def test_an_fp4_cache_keeps_prompts_whole_and_an_fp8_one_does_not() -> None:

@@ -1,16 +1,20 @@
 """A stand-in for the index helpers that SGLang imports from `sgl_kernel` on a CPU, for which no wheel exists.
 
 Plain torch, bookkeeping only: no attention, no norm, no matrix product. No operator is registered, so SGLang's own
-probe finds no AMX kernels and every layer runs its native path. Chains only: with topk over 1 the tree helpers refuse.
+probe finds no AMX kernels and every layer runs its native path. A draft model's proposals are chains only: with topk
+over 1 the helpers that build trees refuse. Trees that SGLang's NGRAM has made are read and verified.
 """
 
 from __future__ import annotations
 
 import ctypes
+import sys
 
 import torch
 
 __version__ = "0.0.0+cpu.test.support"
+# SGLang imports some of these from here.
+sys.modules[f"{__name__}.speculative"] = sys.modules[__name__]
 
 
 def assign_req_to_token_pool_cpu(rows, req_to_token, starts, ends, out_cache_loc, pool_len):
@@ -98,6 +102,33 @@ def build_tree_kernel_efficient_cpu(
             offset += num_tokens * width
 
 
+def reconstruct_indices_from_tree_mask(
+    tree_mask,
+    seq_lens,
+    positions,
+    retrive_index,
+    retrive_next_token,
+    retrive_next_sibling,
+    num_requests,
+    num_tokens,
+):
+    """A tree's pointers out of its mask: entry (i, j) says that node j is node i or comes before it."""
+    before = tree_mask.view(num_requests, num_tokens, num_tokens).bool().tril(-1)
+    retrive_index.copy_(torch.arange(num_requests * num_tokens).view(num_requests, num_tokens))
+    positions.view(num_requests, num_tokens).copy_(seq_lens[:, None] + before.sum(dim=-1))
+    retrive_next_token.fill_(-1)
+    retrive_next_sibling.fill_(-1)
+    for row in range(num_requests):
+        newest: dict[int, int] = {}
+        for node in range(1, num_tokens):
+            parent = int(before[row, node].nonzero()[-1])
+            if parent in newest:
+                retrive_next_sibling[row, newest[parent]] = node
+            else:
+                retrive_next_token[row, parent] = node
+            newest[parent] = node
+
+
 def verify_tree_greedy_cpu(
     predicts,
     accept_index,
@@ -108,20 +139,26 @@ def verify_tree_greedy_cpu(
     retrive_next_sibling,
     target_predict,
 ):
-    """Accept drafted tokens while they are what the target predicts; then one token of the target's own.
+    """Accept drafted tokens while one of them is what the target predicts; then one token of the target's own.
 
-    Follows a chain to where its pointers end (-1), as the CUDA kernel does.
+    Follows a tree's first children and their siblings to where its pointers end (-1), as the CUDA kernel does.
     """
     predicted = target_predict.reshape(-1).tolist()
     for row in range(candidates.shape[0]):
-        drafted, nodes, following = (each[row].tolist() for each in (candidates, retrive_index, retrive_next_token))
+        drafted, nodes, children, siblings = (
+            each[row].tolist() for each in (candidates, retrive_index, retrive_next_token, retrive_next_sibling)
+        )
+        at = accepted = 0
         accept_index[row, 0] = nodes[0]
-        accepted = 0
-        while following[accepted] != -1 and drafted[following[accepted]] == predicted[nodes[accepted]]:
-            predicts[nodes[accepted]] = predicted[nodes[accepted]]
-            accepted += 1
-            accept_index[row, accepted] = nodes[accepted]
-        predicts[nodes[accepted]] = predicted[nodes[accepted]]
+        while True:
+            predicts[nodes[at]] = predicted[nodes[at]]
+            child = children[at]
+            while child != -1 and drafted[child] != predicted[nodes[at]]:
+                child = siblings[child]
+            if child == -1:
+                break
+            at, accepted = child, accepted + 1
+            accept_index[row, accepted] = nodes[at]
         accept_token_num[row] = accepted
 
 

@@ -34,9 +34,16 @@ FAULTS = {
     "choosing": ("batch_policy", "BatchPolicy._policy"),
     "learning": ("batch_policy", "BatchPolicy._record"),
     "signals": ("batch_policy", "as_signals"),
+    "measuring signals": ("signals", "DraftSignalBuffers._measure"),
+    "catching up": ("signals", "DraftSignalBuffers._note_first"),
     "taking signals": ("signals", "DraftSignalBuffers.take_first"),
+    "carrying signals": ("signals", "DraftSignalBuffers.of_step"),
+    "capping": ("batch_policy", "_cap"),
+    "switching": ("worker", "forget_earlier_gammas_of_this_process"),
     "caps": ("worker", "end_chains"),
     "penalties": ("batch_policy", "BatchPolicy.count_penalties"),
+    "slots": ("draft_rows", "DraftRow.begin"),
+    "places": ("slotted_draft", "SlottedDraft.place"),
 }
 
 
@@ -52,6 +59,8 @@ def register():
         _fail_on(int(rank))
     if os.environ.get("SPEC_STACK_TEST_FAULTS"):
         _prepare_faults(Path(os.environ["SPEC_STACK_TEST_FAULTS"]))
+    if os.environ.get("SPEC_STACK_TEST_COUNT_KV"):
+        _count_written_slots()
     if os.environ.get("SPEC_STACK_TEST_BREAK_HOOK"):
         _break("ForwardBatch.init_new")
 
@@ -76,6 +85,19 @@ def _prepare_faults(chosen):
         is_bound = isinstance(found, classmethod)
         wrapped = faulty(name, found.__func__ if is_bound else found)
         setattr(owner, attribute, classmethod(wrapped) if is_bound else wrapped)
+
+
+def _count_written_slots():
+    """The state of a draft with slots of its own says how many slots of its pool have ever held something."""
+    from spec_stack.sglang.slotted_draft import SlottedDraft
+
+    state = SlottedDraft.state
+
+    def with_count(draft):
+        keys = draft._runner.token_to_kv_pool.get_key_buffer(0)
+        return {**state(draft), "num_written": int(keys.flatten(1).any(dim=1).sum()), "num_slots": len(keys)}
+
+    SlottedDraft.state = with_count
 
 
 def _fail_on(rank):
@@ -112,6 +134,7 @@ def _teach_attention():
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.speculative.ngram_info import NgramVerifyInput
 
     class SpeculativeAttention(TorchNativeAttnBackend):
         # Draft steps after the first see one more slot each; None is ordinary decoding.
@@ -169,6 +192,8 @@ def _teach_attention():
             self.token_to_kv_pool.set_kv_buffer(
                 layer, KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc), k, v
             )
+            if isinstance(forward_batch.spec_info, NgramVerifyInput):
+                return self._verify_trees(q, output, layer, forward_batch, width)
             self._run_sdpa_forward_extend(
                 q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
                 output.view(-1, layer.tp_q_head_num, layer.v_head_dim),
@@ -184,6 +209,29 @@ def _teach_attention():
                 enable_gqa=layer.tp_q_head_num != layer.tp_k_head_num,
                 causal=True,
             )
+            return output
+
+        def _verify_trees(self, q, output, layer, forward_batch, width):
+            """Each node sees the request's slots before the tree, and its own branch."""
+            branches = forward_batch.spec_info.custom_mask.view(-1, width, width).bool()
+            keys, values = (
+                get(layer.layer_id)
+                for get in (self.token_to_kv_pool.get_key_buffer, self.token_to_kv_pool.get_value_buffer)
+            )
+            queries = q.view(len(branches), width, layer.tp_q_head_num, layer.qk_head_dim)
+            outputs = output.view(len(branches), width, layer.tp_q_head_num, layer.v_head_dim)
+            rows, lengths = forward_batch.req_pool_indices.tolist(), forward_batch.seq_lens.tolist()
+            for at, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+                slots = self.req_to_token_pool.req_to_token[row, : length + width]
+                mask = torch.cat([torch.ones(width, length, dtype=torch.bool), branches[at]], dim=1)
+                outputs[at] = torch.nn.functional.scaled_dot_product_attention(
+                    queries[at].transpose(0, 1)[None],
+                    keys[slots].transpose(0, 1)[None],
+                    values[slots].transpose(0, 1)[None],
+                    attn_mask=mask,
+                    scale=layer.scaling,
+                    enable_gqa=layer.tp_q_head_num != layer.tp_k_head_num,
+                )[0].transpose(0, 1)
             return output
 
     class MultiStepDraft:

@@ -1,0 +1,127 @@
+"""The small model that scores a scheduler's prompts: SPEC_STACK's own draft, or one that does nothing else."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from sglang.srt.arg_groups.model_override_base import resolving_view
+from sglang.srt.configs.device_config import DeviceConfig
+from sglang.srt.configs.load_config import LoadConfig
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers.moe.utils import draft_model_build_scope
+from sglang.srt.model_loader import get_model
+
+from spec_stack.sglang.launch_notes import prunes
+from spec_stack.sglang.padded_vocabulary import OTHER_TOKENIZER, fit_draft, have_one_vocabulary
+from spec_stack.sglang.pooled_draft import PooledDraft
+from spec_stack.sglang.protocols import Scheduler
+from spec_stack.sglang.server_args import ServerConfig
+from spec_stack.sglang.support import NAME, pruning_refusal, scoring_refusal
+
+logger = logging.getLogger(__name__)
+_PLACE = "spec_stack_scoring_model"
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What a KV pool of our own needs of SGLang's ModelRunner, where a model has none: SGLang's model, loaded."""
+
+    model: torch.nn.Module
+    model_config: Any
+    device: str
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model_config.dtype  # type: ignore[no-any-return]
+
+
+class ScoringModel:
+    """A model that scores, with the KV of what it has read.
+
+    Parameters
+    ----------
+    source
+        Its folder or hub id.
+    runner
+        SGLang's ModelRunner of it, or its `Weights`.
+    target_config
+        SGLang's configuration of the target.
+    server_args
+        SGLang's own settings, resolved.
+    config
+        This server's.
+
+    Attributes
+    ----------
+    refusal
+        Why no prompt may be pruned by its scores, or None.
+    """
+
+    def __init__(self, source: str, runner: Any, target_config: Any, server_args: Any, config: ServerConfig) -> None:
+        self.source = source
+        self.runner = runner
+        self.refusal = pruning_refusal(server_args, target_config, runner.model_config)
+        self.pool = PooledDraft(runner, config.draft_pool_tokens)
+        if prunes(config, self.refusal):
+            # Weights are loaded, and SGLang has not sized its pools yet: it divides what memory is left.
+            self.pool.allocate()
+
+    @staticmethod
+    def of(scheduler: Scheduler) -> ScoringModel | None:
+        """Return the scheduler's; None where it has none, so that nothing of its prompts is pruned."""
+        found = getattr(scheduler, _PLACE, None)
+        return found if found is not None else getattr(scheduler.draft_worker, "scoring_model", None)
+
+
+def load_beside(scheduler: Any, check: Callable[[], None]) -> None:
+    """Load the model that the settings name into a scheduler whose algorithm is SGLang's own, or none. Mutates it.
+
+    Called when the target and the algorithm's own draft are loaded and SGLang has not sized its pools yet. check raises
+    where the plugin is not in place. Raises ValueError, saying what to change, where scoring cannot work beside this
+    launch.
+    """
+    config, args = ServerConfig.from_environment(), resolving_view(scheduler.server_args)
+    algorithm = _name_of(scheduler.spec_algorithm)
+    if algorithm == NAME:
+        return
+    if config.scoring_model is None:
+        logger.warning("settings of spec_stack are left aside: nothing names --spec-stack-scoring-model or %s", NAME)
+        return
+    check()
+    target = scheduler.tp_worker.model_runner
+    model_config = read_config(config.scoring_model, args)
+    refusal = scoring_refusal(args, algorithm, target.model_config, model_config)
+    if refusal is not None:
+        raise ValueError(f"--spec-stack-scoring-model does not work here: {refusal}")
+    sizes, tokenizer = (model_config.vocab_size, target.model_config.vocab_size), scheduler.tp_worker.tokenizer
+    # A server without a tokenizer takes the user's word, where the rows fit.
+    if (sizes[0] != sizes[1] or tokenizer is not None) and not have_one_vocabulary(
+        tokenizer, config.scoring_model, args.trust_remote_code
+    ):
+        raise ValueError(f"--spec-stack-scoring-model {config.scoring_model}: {OTHER_TOKENIZER}")
+    load_format = "dummy" if args.load_format == "dummy" else "auto"
+    with draft_model_build_scope():
+        model = get_model(
+            model_config=model_config,
+            load_config=LoadConfig(load_format=load_format, download_dir=args.download_dir),
+            device_config=DeviceConfig(target.device, target.gpu_id),
+        )
+    if sizes[0] != sizes[1]:
+        fit_draft(model, *sizes)
+    weights = Weights(model, model_config, target.device)
+    setattr(scheduler, _PLACE, ScoringModel(config.scoring_model, weights, target.model_config, args, config))
+    logger.info("%s: %s scores prompts, and %s decodes", NAME, config.scoring_model, algorithm or "plain decoding")
+
+
+def read_config(source: str, server_args: Any) -> Any:
+    """SGLang's configuration of a model that scores. What is set for the target alone does not hold for it."""
+    return ModelConfig(source, trust_remote_code=server_args.trust_remote_code, dtype=server_args.dtype)
+
+
+def _name_of(algorithm: Any) -> str:
+    """An algorithm of SGLang's, or one of a plugin, by the name that launches it; "" for none."""
+    return "" if algorithm.is_none() else str(algorithm.name)

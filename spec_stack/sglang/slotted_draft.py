@@ -1,0 +1,303 @@
+"""SGLang's draft over its own slots: chosen positions of each request's text, at most so many, whatever the length.
+
+SGLang's draft shares the target's slots, one for every token. Here it has a small KV pool and a request table of its
+own, in which each row of the request pool has its slots (see `draft_rows`). Its attention reads by that table and by
+the row's own length, so backends and captured graphs are SGLang's. The target, its cache and its batches know nothing
+of it::
+
+    target's row   0 1 2 3 4 5 6 7 8 9        the text's tokens, one slot each; 10 is the newest one, not yet in it
+    draft's row    0 1 4 5 8 9 10             chosen positions; shift 4: 10 stands at place 6
+
+The prompt goes through the draft as far as it is chosen, in the first step after its prefill, so that no first token
+waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.layers.moe.utils import speculative_moe_a2a_backend_context, speculative_moe_backend_context
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.speculative.eagle_info import EagleDraftInput
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+from spec_stack.config import PrefillConfig
+from spec_stack.sglang.draft_rows import DraftRow, Ints, Part, num_row_slots, text_of
+from spec_stack.sglang.signals import DraftSignalBuffers
+
+
+class SlottedDraft:
+    """The rows of one draft runner.
+
+    Parameters
+    ----------
+    runner
+        SGLang's ModelRunner of the draft, its weights loaded and its pools not yet made.
+    config : PrefillConfig
+        Its draft_slots and what they are chosen by.
+    max_gamma : int
+        The longest proposal.
+    num_requests : int
+        Most that run at once. Their slots' memory is taken here, before SGLang divides what is left, and given to the
+        draft's pool by `pools`.
+    """
+
+    def __init__(self, runner: Any, config: PrefillConfig, max_gamma: int, num_requests: int) -> None:
+        self._runner, self._config = runner, config
+        self.num_per_request = num_row_slots(config, max_gamma)
+        layers = [module for module in runner.model.modules() if isinstance(module, RadixAttention)]
+        width = sum(layer.tp_k_head_num * (layer.qk_head_dim + layer.v_head_dim) for layer in layers)
+        self.num_bytes = (num_requests + 1) * self.num_per_request * width * runner.dtype.itemsize
+        self._reserve = torch.empty(self.num_bytes, dtype=torch.uint8, device=runner.device)
+        self._rows: dict[int, DraftRow] = {}
+        self._num_prefilled: dict[int, int] = {}
+        self.num_most_held = self.num_renewals = self.num_restored = 0
+
+    def pools(self, config: Any, target_rows: ReqToTokenPool) -> tuple[Any, ReqToTokenPool]:
+        """The configuration of the draft's KV pool, and its table, for SGLang to make and use. Called once."""
+        del self._reserve
+        if self._runner.device != "cpu":
+            torch.get_device_module(self._runner.device).empty_cache()
+        num_rows, length = target_rows.req_to_token.shape
+        device = self._runner.device
+        own = ReqToTokenPool(num_rows, max(length, self.num_per_request), device, enable_memory_saver=False)
+        self._table = own.req_to_token
+        self._shifts = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self._shifts_cpu = torch.zeros(num_rows, dtype=torch.int64)
+        return replace(config, max_total_num_tokens=num_rows * self.num_per_request), own
+
+    def state(self) -> dict[str, int]:
+        """num_most_held: slots that one request has had in use when they were chosen."""
+        return {
+            "num_per_request": self.num_per_request,
+            "num_bytes": self.num_bytes,
+            "num_most_held": self.num_most_held,
+            "num_renewals": self.num_renewals,
+            "num_restored": self.num_restored,
+        }
+
+    # A request's beginning
+
+    def note_prefill(self, batch: Any) -> None:
+        """Told a batch of prompts, or of chunks of them, that the target has just prefilled."""
+        lengths = zip(batch.prefix_lens, batch.extend_lens, strict=True)
+        for row, (prefix, new) in zip(batch.req_pool_indices_cpu.tolist(), lengths, strict=True):
+            self._rows.pop(row, None)
+            self._num_prefilled[row] = prefix + new
+
+    def no_proposal(self, next_token_ids: torch.Tensor) -> EagleDraftInput:
+        """What SGLang wants of a draft's prefill, where the draft has seen nothing yet: its proposal is filled in
+        by `begin_step`."""
+        shape = (len(next_token_ids), 1)
+        return EagleDraftInput(
+            topk_p=torch.ones(shape, dtype=torch.float32, device=next_token_ids.device),
+            topk_index=torch.zeros(shape, dtype=torch.int64, device=next_token_ids.device),
+            bonus_tokens=next_token_ids,
+            num_tokens_per_req=1,
+            num_tokens_for_logprob_per_req=1,
+        )
+
+    def has_new(self, batch: Any) -> bool:
+        """Return whether the step that comes next is the first one of a request."""
+        return any(row not in self._rows for row in batch.req_pool_indices_cpu.tolist())
+
+    def begin_step(self, batch: Any, signals: DraftSignalBuffers | None) -> None:
+        """Choose slots for the requests of the step that comes next, where they have none or are to have others.
+
+        Mutates batch.spec_info for those that have none: the first token of their proposal.
+        """
+        renewed, new = _Parts(), [_Parts()]
+        for at, (row, request) in enumerate(zip(batch.req_pool_indices_cpu.tolist(), batch.reqs, strict=True)):
+            held = self._rows.get(row)
+            if held is None:
+                if new[-1].num_tokens >= self._config.prefill_chunk:
+                    new.append(_Parts())
+                held = self._new_row(row)
+                text = self._prefilled_of(batch, at, row)
+                new[-1].add(row, held.begin(text), np.append(text, 0), at)
+            elif held.is_due(len(request.origin_input_ids) + len(request.output_ids)):
+                text = text_of(request.origin_input_ids, request.output_ids)
+                part = held.renew(text)
+                self.num_renewals += 1
+                self.num_restored += len(part.positions)
+                if len(part.positions):
+                    renewed.add(row, part, text)
+            else:
+                continue
+            self._show(row, held)
+        while new and new[0].rows:
+            try:
+                self._begin(batch.spec_info, new[0], signals)
+            except Exception:
+                # Their next step tries again.
+                for row in (row for parts in new for row in parts.rows):
+                    del self._rows[row]
+                raise
+            new.pop(0)
+        if renewed.rows:
+            self._forward(renewed)
+
+    def _begin(self, proposals: Any, parts: _Parts, signals: DraftSignalBuffers | None) -> None:
+        newest = proposals.bonus_tokens[torch.tensor(parts.at, device=proposals.bonus_tokens.device)]
+        rows = torch.tensor(parts.rows, device=self._shifts.device)
+        with signals.catching_up(rows, has_graph=False) if signals is not None else nullcontext():
+            logits = self._forward(parts, newest)
+        proposals.topk_index[parts.at] = logits.argmax(dim=-1, keepdim=True)
+
+    def _prefilled_of(self, batch: Any, at: int, row: int) -> Ints:
+        """What the target has of a request's text. Where its first step has failed the host may not know the last few
+        tokens yet: 0 stands for them."""
+        text = text_of(batch.reqs[at].origin_input_ids, batch.reqs[at].output_ids)
+        num_tokens = self._num_prefilled.pop(row, None)
+        if num_tokens is None:
+            num_tokens = len(text) - 1 if batch.seq_lens_cpu is None else int(batch.seq_lens_cpu[at])
+        return np.append(text[:num_tokens], np.zeros(max(0, num_tokens - len(text)), dtype=np.int64))
+
+    def _new_row(self, row: int) -> DraftRow:
+        # Slot 0 is nobody's: padding is written there.
+        held = DraftRow(np.arange(self.num_per_request) + 1 + row * self.num_per_request, self._config)
+        self._rows[row] = held
+        # Should what comes fail, the row holds nothing that is right, at places that exist.
+        self._show(row, held)
+        return held
+
+    def _show(self, row: int, held: DraftRow) -> None:
+        """Let the draft read a row as it is now."""
+        self._table[row, : len(held.slots)] = torch.from_numpy(held.slots).to(self._table)
+        self._shifts[row] = self._shifts_cpu[row] = held.shift
+        self.num_most_held = max(self.num_most_held, held.num_held)
+
+    def _forward(self, work: _Parts, newest: torch.Tensor | None = None) -> torch.Tensor:
+        """Put parts of texts through the draft, all at once; the logits after each (n, vocab).
+
+        newest: (n,), the last token of each part where the host does not know it.
+        """
+        runner, device = self._runner, self._shifts.device
+        lengths = [len(part.positions) for part in work.parts]
+        before = [part.num_before for part in work.parts]
+        ends = [num_before + num_new for num_before, num_new in zip(before, lengths, strict=True)]
+        rows = torch.tensor(work.rows, device=device)
+        input_ids = torch.from_numpy(np.concatenate(work.token_ids)).to(device)
+        new_lengths = torch.tensor(lengths, dtype=torch.int32, device=device)
+        if newest is not None:
+            input_ids[new_lengths.long().cumsum(0) - 1] = newest.to(input_ids)
+        # What stands for an image is no token.
+        input_ids.clamp_(0, int(runner.model_config.vocab_size) - 1)
+        spans = zip(work.rows, before, ends, strict=True)
+        batch = ForwardBatch(
+            forward_mode=ForwardMode.EXTEND,
+            batch_size=len(lengths),
+            input_ids=input_ids,
+            req_pool_indices=rows,
+            seq_lens=torch.tensor(ends, device=device),
+            out_cache_loc=torch.cat([self._table[row, start:stop] for row, start, stop in spans]).long(),
+            seq_lens_sum=sum(ends),
+            seq_lens_cpu=torch.tensor(ends),
+            positions=torch.from_numpy(np.concatenate([part.positions for part in work.parts])).to(device),
+            extend_num_tokens=sum(lengths),
+            extend_seq_lens=new_lengths,
+            extend_prefix_lens=torch.tensor(before, dtype=torch.int32, device=device),
+            extend_start_loc=(new_lengths.cumsum(0) - new_lengths).int(),
+            extend_seq_lens_cpu=lengths,
+            extend_prefix_lens_cpu=before,
+            spec_algorithm=SpeculativeAlgorithm.NONE,
+            capture_hidden_mode=CaptureHiddenMode.NULL,
+        )
+        self._plan(batch)
+        moe = speculative_moe_backend_context(), speculative_moe_a2a_backend_context()
+        with torch.no_grad(), moe[0], moe[1], forward_context(ForwardContext(attn_backend=runner.attn_backend)):
+            runner.attn_backend.init_forward_metadata(batch)
+            logits: torch.Tensor = runner.model.forward(input_ids, batch.positions, batch).next_token_logits
+        return logits
+
+    def _plan(self, forward_batch: Any) -> None:
+        """Since 0.5.22 SGLang keeps a batch's slots in a plan, too."""
+        translator = self._runner.kv_index_translator
+        if hasattr(translator, "own_plan"):
+            translator.own_plan(forward_batch).bind(forward_batch, translator)
+
+    # A step
+
+    def place(self, forward_batch: Any, batch: Any) -> None:
+        """Give a forward of the draft its own lengths, slots and positions, where SGLang has put the target's.
+
+        Mutates forward_batch. A batch that catches up has its lengths and slots already (`catching_up`).
+        """
+        mode = forward_batch.forward_mode
+        shifts = self._shifts[forward_batch.req_pool_indices]
+        if mode.is_decode():
+            width = forward_batch.out_cache_loc.numel() // forward_batch.batch_size
+            lengths = self._lengths(batch)
+            forward_batch.seq_lens, forward_batch.seq_lens_cpu, forward_batch.seq_lens_sum = lengths
+            forward_batch.out_cache_loc = self._slots(batch, lengths[0], width)
+            self._plan(forward_batch)
+            positions = lengths[0] + shifts
+        elif mode.is_draft_extend_v2():
+            positions = forward_batch.positions.view(len(shifts), -1) + shifts[:, None]
+        else:
+            return
+        most = int(self._runner.model_config.context_len) - 1
+        forward_batch.positions = positions.reshape(-1).clamp(max=most).to(forward_batch.positions)
+
+    @contextmanager
+    def catching_up(self, batch: Any, num_tokens: int) -> Iterator[None]:
+        """For the block, a batch has the draft's lengths and slots: so many tokens of every request are taken in."""
+        names = ("seq_lens", "seq_lens_cpu", "seq_lens_sum", "out_cache_loc")
+        before = [getattr(batch, name) for name in names]
+        lengths = self._lengths(batch)
+        for name, value in zip(names, (*lengths, self._slots(batch, lengths[0], num_tokens)), strict=True):
+            setattr(batch, name, value)
+        try:
+            yield
+        finally:
+            for name, value in zip(names, before, strict=True):
+                setattr(batch, name, value)
+
+    def place_nowhere(self, forward_batch: Any) -> None:
+        """For when `place` failed: read and write the slot that is nobody's, so that the proposals are wrong ones."""
+        forward_batch.seq_lens = torch.ones_like(forward_batch.seq_lens)
+        forward_batch.out_cache_loc = torch.zeros_like(forward_batch.out_cache_loc)
+
+    def _lengths(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor | None, int | None]:
+        """The tokens that the draft has of each request: on the device, and on the host where SGLang knows it there.
+
+        The target has not seen the newest token, which the draft has.
+        """
+        lengths = batch.seq_lens + 1 - self._shifts[batch.req_pool_indices].to(batch.seq_lens)
+        if batch.seq_lens_cpu is None:
+            return lengths, None, None
+        on_host = batch.seq_lens_cpu + 1 - self._shifts_cpu[batch.req_pool_indices_cpu].to(batch.seq_lens_cpu)
+        return lengths, on_host, int(on_host.sum())
+
+    def _slots(self, batch: Any, lengths: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """Where the next tokens of every request go (batch * num_tokens,)."""
+        places = lengths.long()[:, None] + torch.arange(num_tokens, device=lengths.device)
+        slots: torch.Tensor = self._table[batch.req_pool_indices.long()[:, None], places]
+        return slots.reshape(-1).long()
+
+
+class _Parts:
+    """What goes through the draft together."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+        self.parts: list[Part] = []
+        self.token_ids: list[Ints] = []
+        self.at: list[int] = []
+        self.num_tokens = 0
+
+    def add(self, row: int, part: Part, text_ids: Ints, at: int = 0) -> None:
+        """at: the request's place in its batch, for who asks."""
+        self.rows.append(row)
+        self.parts.append(part)
+        self.token_ids.append(text_ids[part.positions])
+        self.at.append(at)
+        self.num_tokens += len(part.positions)

@@ -1,0 +1,182 @@
+"""A scoring model beside SGLang's own algorithms, or none: the target's tokens, whoever drafts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from spec_stack import PrefillConfig
+
+from .conftest import ASSETS, CONTEXT, MIN_PROMPT_TOKENS, Reference, Server, generate_body
+from .test_serving import kept_ids
+from .test_traffic import NUM_REQUESTS, Traffic
+
+_NGRAM = ("--speculative-algorithm", "NGRAM", "--speculative-ngram-capacity", "200000")
+_STANDALONE = (
+    *("--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", str(ASSETS / "draft")),
+    *("--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"),
+)
+_SIZES = (
+    *("--max-total-tokens", "16000", "--max-running-requests", "6", "--context-length", str(CONTEXT)),
+    *("--spec-stack-min-prompt-tokens", str(MIN_PROMPT_TOKENS), "--enable-metrics"),
+)
+# SGLang compiles NGRAM's trie at its first launch.
+_HAS_NGRAM = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
+_RETRACTIONS = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "6"}
+_TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "arguments", "environment"),
+    [
+        pytest.param(_NGRAM, ("--chunked-prefill-size", "256"), {}, id="ngram", marks=_HAS_NGRAM),
+        # Chunks of prompts ride with decoding requests, and steps begin before the last one's result.
+        pytest.param((), ("--chunked-prefill-size", "256", "--enable-mixed-chunk"), {}, id="none"),
+        pytest.param(_NGRAM, (), _RETRACTIONS, id="ngram-retracted", marks=[pytest.mark.nightly, _HAS_NGRAM]),
+        pytest.param((), ("--disable-overlap-schedule",), _RETRACTIONS, id="none-retracted", marks=pytest.mark.nightly),
+        pytest.param(_STANDALONE, (), {}, id="standalone", marks=pytest.mark.nightly),
+        pytest.param((), ("--tp-size", "2"), _TWO_RANKS, id="none-two-ranks", marks=pytest.mark.nightly),
+    ],
+)
+def test_prompts_are_pruned_whoever_drafts(
+    launch: Any, reference: Reference, algorithm: Sequence[str], arguments: Sequence[str], environment: dict[str, str]
+) -> None:
+    _check(launch(*_SIZES, *arguments, beside=algorithm, environment=environment), reference, environment)
+
+
+@pytest.mark.nightly
+def test_prompts_are_pruned_beside_a_head_of_the_target(launch: Any, reference: Reference, tmp_path: Path) -> None:
+    """A random head of EAGLE-3's shape: next to nothing of what it drafts is accepted, and all of it is verified."""
+    head = ("--speculative-draft-model-path", str(_random_head(tmp_path / "head")))
+    steps = ("--speculative-num-steps", "2", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "3")
+    _check(launch(*_SIZES, beside=("--speculative-algorithm", "EAGLE3", *head, *steps)), reference, {})
+
+
+def _random_head(folder: Path) -> Path:
+    config = json.loads((ASSETS / "target" / "config.json").read_text())
+    hidden, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    values = hidden * config["num_key_value_heads"] // config["num_attention_heads"]
+    shapes = {
+        **{"fc": (hidden, 3 * hidden), "lm_head": (vocab, hidden)},
+        **{f"midlayer.self_attn.{each}_proj": (values, 2 * hidden) for each in ("k", "v")},
+        **{"midlayer.self_attn.q_proj": (hidden, 2 * hidden), "midlayer.self_attn.o_proj": (hidden, hidden)},
+        **{"midlayer.mlp.down_proj": (hidden, inner)},
+        **{f"midlayer.mlp.{each}_proj": (inner, hidden) for each in ("gate", "up")},
+    }
+    norms = ("norm", *(f"midlayer.{each}" for each in ("hidden_norm", "input_layernorm", "post_attention_layernorm")))
+    noise = torch.Generator().manual_seed(3)
+    weights = {f"{name}.weight": 0.05 * torch.randn(shape, generator=noise) for name, shape in shapes.items()}
+    weights |= {f"{name}.weight": torch.ones(hidden) for name in norms}
+    folder.mkdir()
+    own = {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "tie_word_embeddings": False}
+    # SGLang's own three layers are no three in a target of six.
+    layers = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 4], "use_aux_hidden_state": True}}
+    (folder / "config.json").write_text(json.dumps({**config, **own, **layers, "draft_vocab_size": vocab}))
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def _check(server: Server, reference: Reference, environment: Mapping[str, str]) -> None:
+    _check_single_requests(server, reference)
+    _check_what_is_not_ours_to_set(server)
+    body = {**generate_body(reference.prompt(900, seed=44), 2000), "rid": "hangs up"}
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(server.post, "/generate", body)
+        while not asked.done():
+            # The first may come before the request does.
+            time.sleep(0.3)
+            server.post("/abort_request", {"rid": body["rid"]})
+    assert asked.result()[1]["meta_info"]["finish_reason"]["type"] == "abort"
+    traffic = Traffic(server, reference, NUM_REQUESTS // 5, seed=11, sets_gamma=False)
+    traffic.run()
+    assert not traffic.failures, traffic.failures[:3]
+    traffic.check_tokens()
+    assert {"pruned", "not_wanted"} <= {report["outcome"] for report in traffic.reports}
+    if environment is _RETRACTIONS:
+        retracted = [reply for _, reply in traffic.replies if reply["meta_info"]["num_retractions"]]
+        assert any(reply["meta_info"]["spec_stack"]["specprefill"] for reply in retracted)
+    pool = server.state()["draft_pool"]
+    assert (pool["num_held"] + pool["num_free"], pool["num_pinned"]) == (pool["num_tokens"], 0)
+    assert not server.state()["num_failures"]
+    server.flush()
+    state = server.state()
+    assert (state["num_turns_remembered"], state["draft_pool"]["num_held"]) == (0, 0)
+    server.stop()
+
+
+def _check_single_requests(server: Server, reference: Reference) -> None:
+    """Dense prompts as plain decoding has them, pruned ones and follow-ups as from the same kept positions."""
+    short, long = reference.prompt(200, seed=41), reference.prompt(900, seed=42)
+    dense, pruned = server.generate(short), server.generate(long, explain=True)
+    assert dense["output_ids"] == reference.tokens(short)
+    assert pruned["output_ids"] == reference.tokens(long, specprefill=True)
+    report = pruned["meta_info"]["spec_stack"]
+    kept = [long[position] for start, stop in report["kept_spans"] for position in range(start, stop)]
+    assert kept == kept_ids(reference, long, PrefillConfig(min_prompt_tokens=MIN_PROMPT_TOKENS))
+    assert report["outcome"] == "pruned"
+    assert pruned["meta_info"]["prompt_tokens"] == len(long)
+    again = server.generate(long)
+    assert again["output_ids"] == pruned["output_ids"]
+    # All but the last token; the tree of a head's caches has pairs of tokens, one fewer.
+    assert report["num_kept_tokens"] - again["meta_info"]["cached_tokens"] in (1, 2)
+    turn = [*long, *pruned["output_ids"], *reference.text_ids(40, seed=43)]
+    for rule in ("freeze", "recall"):
+        reply = server.generate(turn, 12, explain=True, follow_up=rule)
+        followed = reply["meta_info"]["spec_stack"]
+        assert followed["num_cached_tokens"] == len(long) + len(pruned["output_ids"]) - 1
+        # What comes back stands at its own place, so that what was behind it is prefilled again.
+        assert rule == "recall" or reply["meta_info"]["cached_tokens"] >= report["num_kept_tokens"] - 1
+        assert reply["output_ids"] == reference.tokens_over(turn, followed["kept_spans"], 12)
+    whole = server.generate(long, specprefill=False)
+    assert whole["output_ids"] == reference.tokens(long)
+
+
+def _check_what_is_not_ours_to_set(server: Server) -> None:
+    """The steps are another's: nothing is said of them, and nobody may set them."""
+    report = server.generate([5, 6, 7], 4)["meta_info"]["spec_stack"]
+    assert not {"policy", "gamma_trace", "num_proposed"} & set(report)
+    status, reply = server.post("/generate", generate_body([5, 6, 7], 4, gamma=2))
+    assert (status, "gamma" in reply["error"]["message"]) == (400, True)
+
+
+@pytest.mark.nightly
+@_HAS_NGRAM
+def test_ngram_drafts_from_the_dropped_text_of_a_prompt_without_walls(launch: Any, reference: Reference) -> None:
+    """The same replies in fewer steps; under the extra_key of these tests it has not read the prompt."""
+    server = launch(*_SIZES, beside=_NGRAM)
+    num_steps = {"tests": 0, None: 0}
+    for seed in range(8):
+        prompt, texts = reference.prompt(1500, seed=seed), []
+        for extra_key in num_steps:
+            server.flush()
+            body = generate_body(prompt, 80, specprefill=True) | {"extra_key": extra_key}
+            status, reply = server.post("/generate", body)
+            assert status == 200, reply
+            num_steps[extra_key] += reply["meta_info"]["spec_verify_ct"]
+            texts.append(reply["output_ids"])
+        assert texts[0] == texts[1]
+    assert num_steps[None] < num_steps["tests"]
+    server.stop()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("--speculative-algorithm", "NGRAM", "--spec-stack-gammas", "2"), "gammas set how SPEC_STACK drafts"),
+        (("--enable-hierarchical-cache",), "--enable-hierarchical-cache hashes radix keys"),
+    ],
+)
+def test_a_launch_that_cannot_score_ends_by_name(launch: Any, arguments: Sequence[str], named: str) -> None:
+    server = launch(*arguments, beside=(), wait=False)
+    assert server.exit_code(180) != 0
+    assert named in server.log.read_text(errors="replace")

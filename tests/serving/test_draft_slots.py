@@ -1,0 +1,224 @@
+"""A draft over slots of its own beside a dense target: the target's own tokens, and as few slots at any length."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Timer
+from typing import Any
+
+import pytest
+
+from spec_stack.prefill.draft_slots import RENEW_EVERY, choose_slots
+
+from .conftest import ASSETS, CONTEXT, Reference, Server, generate_body
+
+SLOTS = 128
+GAMMA = 4
+NUM_ROWS = 6
+FLAGS = (
+    *("--max-total-tokens", "24000", "--chunked-prefill-size", "256", "--max-running-requests", str(NUM_ROWS)),
+    *("--context-length", str(CONTEXT), "--spec-stack-prune", "draft", "--spec-stack-draft-slots", str(SLOTS)),
+)
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file that says what fails now."""
+    return tmp_path_factory.mktemp("faults") / "chosen"
+
+
+@pytest.fixture(scope="module")
+def slotted(launch: Any, faults: Path) -> Iterator[Server]:
+    """The target drafts for itself, so that over the whole text it accepts all that it proposes."""
+    environment = {"SPEC_STACK_TEST_COUNT_KV": "1", "SPEC_STACK_TEST_FAULTS": str(faults)}
+    server = launch(*FLAGS, draft=ASSETS / "target", environment=environment)
+    yield server
+    server.stop()
+
+
+def _report(reply: dict[str, Any]) -> dict[str, Any]:
+    return dict(reply["meta_info"]["spec_stack"])
+
+
+def _accepted(replies: list[dict[str, Any]]) -> float:
+    reports = [_report(reply) for reply in replies]
+    return sum(it["num_accepted"] for it in reports) / sum(it["num_proposed"] for it in reports)
+
+
+def test_a_request_holds_as_few_slots_of_the_drafts_at_any_length(slotted: Server, reference: Reference) -> None:
+    """Counted in the draft's buffers, which are empty at first."""
+    before, counted = slotted.state()["draft_slots"], []
+    assert before["num_written"] == 0
+    for num_tokens, seed in ((1000, 2), (3700, 3)):
+        prompt = reference.text_ids(num_tokens, seed)
+        reply = slotted.generate(prompt, 40, gamma=GAMMA)
+        assert reply["output_ids"] == reference.tokens(prompt, max_new_tokens=40)
+        counted.append(slotted.state()["draft_slots"])
+    assert [it["num_most_held"] for it in counted] == [SLOTS + 1, SLOTS + 1]
+    # A request that comes later may have another row.
+    first, second = (it["num_written"] for it in counted)
+    assert SLOTS <= first <= before["num_per_request"]
+    assert second <= 2 * before["num_per_request"]
+    took = f"{before['num_bytes'] / 1e9:.2f} GB in all"
+    said = f"the draft has {before['num_per_request']} slots of its own for each request, {took}"
+    assert said in slotted.log.read_text(errors="replace")
+    # The pool has room for its rows and for nothing else, whatever the target's has.
+    assert before["num_slots"] <= (NUM_ROWS + 1) * before["num_per_request"] + 1 < 24000 / 3
+
+
+def test_a_text_that_the_slots_hold_is_drafted_for_as_by_the_whole_draft(slotted: Server, reference: Reference) -> None:
+    prompt = reference.prompt(150, seed=1)
+    reply = slotted.generate(prompt, 60, gamma=GAMMA)
+    assert reply["output_ids"] == reference.tokens(prompt, max_new_tokens=60)
+    assert _report(reply)["num_accepted"] == _report(reply)["num_proposed"] > 40
+
+
+def test_the_first_proposal_is_the_drafts_over_the_chosen_positions(slotted: Server, reference: Reference) -> None:
+    """As plain Transformers drafts over them, the token after the prompt among them."""
+    found, expected = [], []
+    for seed in range(20, 26):
+        prompt = reference.prompt(400 + 100 * seed % 700, seed)
+        reply = slotted.generate(prompt, 12, gamma=GAMMA)
+        chosen = [*choose_slots(prompt, SLOTS, 32, 32), len(prompt)]
+        first, *others = reply["output_ids"]
+        drafted = reference.tokens_over([*prompt, first], [(at, at + 1) for at in chosen], GAMMA)
+        same = [mine == others[at] for at, mine in enumerate(drafted)]
+        expected.append((*same, False).index(False))
+        found.append(_report(reply)["accepted_trace"][0])
+    assert found == expected
+    assert len(set(found)) > 1
+
+
+def test_four_at_once_get_the_targets_tokens_while_their_slots_are_chosen_anew(
+    slotted: Server, reference: Reference
+) -> None:
+    """Of prompts that the slots hold, and of others; one of them outgrows its slots while it is answered."""
+    before = slotted.state()["draft_slots"]
+    prompts = [reference.prompt(num_tokens, 30 + at) for at, num_tokens in enumerate((210, 700, 1200, 1900))]
+    num_new = 5 * RENEW_EVERY
+    replies = slotted.generate_all([(prompt, {"max_new_tokens": num_new}) for prompt in prompts])
+    for prompt, reply in zip(prompts, replies, strict=True):
+        assert reply["output_ids"] == reference.tokens(prompt, max_new_tokens=num_new), len(prompt)
+    after = slotted.state()["draft_slots"]
+    assert after["num_renewals"] - before["num_renewals"] >= 3 * (num_new // RENEW_EVERY - 1)
+    assert after["num_restored"] > before["num_restored"]
+    assert after["num_most_held"] <= 2 * SLOTS + RENEW_EVERY + 1
+    assert _accepted(replies) > 0.2
+
+
+def test_a_growing_conversation_keeps_the_targets_cache_and_its_tokens(slotted: Server, reference: Reference) -> None:
+    slotted.flush()
+    history: list[int] = []
+    for turn in range(8):
+        prompt = [*history, *reference.text_ids(60 + 70 * (turn % 3), seed=50 + turn)]
+        reply = slotted.generate(prompt, 24)
+        assert reply["output_ids"] == reference.tokens(prompt, max_new_tokens=24), turn
+        # Of the newest token there may be no KV yet.
+        assert len(history) - 1 <= reply["meta_info"]["cached_tokens"] <= len(history)
+        history = [*prompt, *reply["output_ids"]]
+    assert len(history) > 4 * SLOTS
+
+
+def test_nothing_is_left_behind_by_aborts_and_an_emptied_cache(slotted: Server, reference: Reference) -> None:
+    prompts = [reference.prompt(300 + 200 * at, seed=70 + at) for at in range(3)]
+    for at, prompt in enumerate(prompts):
+        body = {**generate_body(prompt, 2000), "rid": f"aborted-{at}"}
+        Timer(0.3, slotted.post, ("/abort_request", {"rid": body["rid"]})).start()
+        status, reply = slotted.post("/generate", body)
+        assert status == 200
+        assert reply["meta_info"]["finish_reason"]["type"] == "abort"
+    slotted.flush()
+    replies = slotted.generate_all([(prompt, {"max_new_tokens": 12}) for prompt in prompts])
+    for prompt, reply in zip(prompts, replies, strict=True):
+        assert reply["output_ids"] == reference.tokens(prompt)[:12]
+    time.sleep(3)
+    # Idle, SGLang compares what its pools hold with what they should, and ends itself if they differ.
+    assert slotted.is_alive, slotted.tail()
+    state = slotted.state()
+    assert state["draft_slots"]["num_written"] < state["draft_slots"]["num_slots"]
+    assert not state["num_failures"]
+
+
+def test_a_request_says_who_is_pruned_as_far_as_the_launch_lets_it(slotted: Server, server: Server) -> None:
+    for asked, custom, status, said in (
+        (slotted, {"prune": "draft"}, 200, 'off: prune="draft" leaves the target dense'),
+        (slotted, {"prune": "both"}, 400, "launched with --spec-stack-prune draft"),
+        (slotted, {"specprefill": True}, 400, "launched with --spec-stack-prune draft"),
+        (server, {"prune": "none"}, 200, 'off: prune="none" leaves the target dense'),
+        (server, {"prune": "draft"}, 400, "launched with --spec-stack-prune both"),
+        (server, {"prune": "target"}, 400, "prune must be one of"),
+    ):
+        found, reply = asked.post("/generate", generate_body(list(range(20, 60)), 2, **custom))
+        assert found == status
+        assert said in (_report(reply)["specprefill_reason"] if status == 200 else str(reply))
+
+
+@pytest.mark.parametrize("fault", ["slots", "places"])
+def test_a_failure_costs_proposals_and_no_token(
+    slotted: Server, reference: Reference, faults: Path, fault: str
+) -> None:
+    prompts = [reference.prompt(num_tokens, seed=90 + at) for at, num_tokens in enumerate((500, 90))]
+    faults.write_text(fault)
+    try:
+        replies = slotted.generate_all([(prompt, {"max_new_tokens": 16, "gamma": GAMMA}) for prompt in prompts])
+    finally:
+        faults.write_text("")
+    for prompt, reply in zip(prompts, replies, strict=True):
+        assert reply["output_ids"] == reference.tokens(prompt)[:16]
+    assert _accepted(replies) < 0.2
+    again = slotted.generate(prompts[1], 16, gamma=GAMMA)
+    assert _report(again)["num_accepted"] == _report(again)["num_proposed"]
+
+
+@pytest.mark.nightly
+def test_retracted_requests_and_the_shipped_draft_get_the_targets_tokens(launch: Any, reference: Reference) -> None:
+    """SGLang's own switch forces a retraction every few steps: prompt and answer are prefilled again."""
+    server = launch(*FLAGS, environment={"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "6"})
+    prompts = [reference.prompt(200 + 250 * at, seed=110 + at) for at in range(NUM_ROWS)]
+    replies = server.generate_all([(prompt, {"max_new_tokens": 70}) for prompt in prompts])
+    for prompt, reply in zip(prompts, replies, strict=True):
+        assert reply["output_ids"] == reference.tokens(prompt, max_new_tokens=70), len(prompt)
+    assert any(reply["meta_info"]["num_retractions"] for reply in replies)
+    assert _accepted(replies) > 0.2
+    assert not server.state()["num_failures"]
+    server.stop()
+
+
+@pytest.mark.nightly
+def test_ranks_choose_alike(launch: Any, reference: Reference) -> None:
+    server = launch(*FLAGS, "--tp-size", "2", environment={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"})
+    prompts = [reference.prompt(400 + 600 * at, seed=120 + at) for at in range(2)]
+    replies = server.generate_all([(prompt, {"max_new_tokens": 50}) for prompt in prompts])
+    for prompt, reply in zip(prompts, replies, strict=True):
+        assert reply["output_ids"] == reference.tokens(prompt, max_new_tokens=50)
+    assert not server.state()["num_failures"]
+    server.stop()
+
+
+@pytest.mark.nightly
+def test_the_one_flag_is_enough(launch: Any, reference: Reference) -> None:
+    """SGLang's limit of requests, which the slots are counted by, is settled at launch where nobody gives it."""
+    flags = ("--max-total-tokens", "12000", "--context-length", str(CONTEXT), "--spec-stack-prune", "draft")
+    server = launch(*flags)
+    try:
+        prompt = reference.text_ids(1500, 5)
+        assert server.generate(prompt, 16)["output_ids"] == reference.tokens(prompt, max_new_tokens=16)
+        assert server.state()["draft_slots"]["num_per_request"] > 1024
+    finally:
+        server.stop()
+
+
+@pytest.mark.nightly
+def test_a_row_may_be_longer_than_the_longest_text(launch: Any, reference: Reference) -> None:
+    slots = ("--spec-stack-prune", "draft", "--spec-stack-draft-slots", str(CONTEXT // 2))
+    server = launch("--max-total-tokens", "12000", "--context-length", str(CONTEXT), *slots)
+    try:
+        prompt = reference.text_ids(600, 6)
+        reply = server.generate(prompt, 40, gamma=GAMMA)
+        assert reply["output_ids"] == reference.tokens(prompt, max_new_tokens=40)
+        assert _accepted([reply]) > 0.1
+        assert server.state()["draft_slots"]["num_per_request"] > CONTEXT
+    finally:
+        server.stop()

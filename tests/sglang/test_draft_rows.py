@@ -1,0 +1,93 @@
+"""A row's slots hold what they are said to hold, in the order of writing, and never more than a row has."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from spec_stack.config import PrefillConfig
+from spec_stack.prefill.draft_slots import MOST_RESTORED, RENEW_EVERY, choose_slots
+from spec_stack.sglang.draft_rows import DraftRow, num_row_slots
+
+CONFIG = PrefillConfig(draft_slots=96, chunk_size=16)
+MAX_GAMMA = 4
+
+
+class WrittenSlots:
+    """Slow reference: what every slot holds, told by following each write."""
+
+    def __init__(self, num_prompt_tokens: int, seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+        # Few words, so that chunks share them with what is written, and others at other times.
+        self.text = self.rng.integers(0, 60, num_prompt_tokens + 1)
+        self.row = DraftRow(1000 + self.rng.permutation(num_row_slots(CONFIG, MAX_GAMMA)), CONFIG)
+        self.positions: dict[int, int] = {}
+        part = self.row.begin(self.text[:-1])
+        assert part.num_before == 0
+        self._write(0, part.positions.tolist())
+
+    def _write(self, place: int, positions: list[int]) -> None:
+        for at, position in enumerate(positions):
+            self.positions[int(self.row.slots[place + at])] = position
+
+    @property
+    def num_held(self) -> int:
+        """As the engine counts it: by the target's length and the shift alone."""
+        return len(self.text) - self.row.shift
+
+    @property
+    def held(self) -> list[int]:
+        return [self.positions[int(slot)] for slot in self.row.slots[: self.num_held]]
+
+    def step(self) -> None:
+        """Draft as far as may be, accept some of it, and one token more."""
+        place, length = self.num_held, len(self.text)
+        self._write(place, list(range(length, length + MAX_GAMMA + 1)))
+        num_new = int(self.rng.integers(1, MAX_GAMMA + 2))
+        self.text = np.append(self.text, self.rng.integers(0, 60, num_new))
+
+    def renew(self, num_known: int) -> int:
+        part = self.row.renew(self.text[:num_known])
+        self._write(part.num_before, part.positions.tolist())
+        return len(part.positions)
+
+
+@pytest.mark.parametrize("num_prompt_tokens", [1, 90, 2 * 96, 2 * 96 + 1, 3000])
+@pytest.mark.parametrize("lag", [0, 2 * (MAX_GAMMA + 1)])
+def test_the_row_reads_chosen_positions_and_all_that_the_host_does_not_know_yet(
+    num_prompt_tokens: int, lag: int
+) -> None:
+    written = WrittenSlots(num_prompt_tokens, seed=num_prompt_tokens)
+    slots = sorted(written.row.slots.tolist())
+    num_renewals = num_restored = 0
+    for _ in range(200):
+        known = max(num_prompt_tokens, len(written.text) - lag)
+        if written.row.is_due(known):
+            before = set(written.held)
+            num_back = written.renew(known)
+            chosen = set(choose_slots(written.text[:known], 96, 16, 16))
+            newest = set(range(known, len(written.text)))
+            held = set(written.held)
+            assert before & chosen <= held <= chosen | newest
+            assert newest <= held
+            assert num_back <= MOST_RESTORED
+            num_renewals, num_restored = num_renewals + 1, num_restored + num_back
+        held_now = written.held
+        assert len(set(held_now)) == len(held_now)
+        assert len(written.text) - 1 in held_now
+        assert sorted(written.row.slots.tolist()) == slots
+        assert written.num_held + MAX_GAMMA + 1 <= len(slots)
+        written.step()
+    assert num_renewals >= 200 / RENEW_EVERY
+    assert num_restored > 0
+
+
+def test_a_text_of_twice_the_slots_is_held_whole_and_a_longer_one_is_not() -> None:
+    assert WrittenSlots(2 * 96, seed=1).held == list(range(2 * 96 + 1))
+    assert len(WrittenSlots(2 * 96 + 1, seed=1).held) <= 96 + 1
+
+
+def test_a_row_that_was_not_begun_is_never_chosen_anew() -> None:
+    row = DraftRow(np.arange(8), CONFIG)
+    assert row.shift == 0
+    assert not row.is_due(1_000_000)

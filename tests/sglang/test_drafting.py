@@ -1,0 +1,114 @@
+"""What is told to those who draft beside a scoring model, and which of them it may stand beside. No SGLang here."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from spec_stack.sglang.others_drafts import PART, OthersDrafts
+from spec_stack.sglang.support import BESIDE, draft_positions_are_mapped, scoring_refusal
+
+_DEPTH = 18
+
+
+class _Corpus:
+    """In the place of SGLang's trie of n-grams."""
+
+    def __init__(self) -> None:
+        self.parts: list[list[int]] = []
+
+    def batch_put(self, texts: list[list[int]]) -> None:
+        self.parts += texts
+
+
+@pytest.mark.parametrize("num_tokens", [1, PART, PART + 1, 3 * PART + 100])
+def test_ngram_reads_every_run_of_a_prompt_a_part_a_round(num_tokens: int) -> None:
+    corpus = _Corpus()
+    drafts = OthersDrafts("NGRAM", SimpleNamespace(ngram_corpus=corpus, max_trie_depth=_DEPTH))
+    text = list(range(num_tokens))
+    drafts.read(text, 0)
+    assert not corpus.parts
+    num_rounds = 0
+    while len(corpus.parts) == num_rounds:
+        drafts.next_round()
+        num_rounds += 1
+    assert num_rounds - 1 == -(-num_tokens // PART)
+    assert all(len(part) <= PART + _DEPTH for part in corpus.parts)
+    runs = {tuple(part[at : at + _DEPTH]) for part in corpus.parts for at in range(len(part))}
+    assert all(tuple(text[at : at + _DEPTH]) in runs for at in range(num_tokens))
+
+
+def test_what_ngram_is_yet_to_read_is_bounded_and_forgotten_with_the_caches() -> None:
+    corpus = _Corpus()
+    drafts = OthersDrafts("NGRAM", SimpleNamespace(ngram_corpus=corpus, max_trie_depth=_DEPTH))
+    drafts.read(range(1000 * PART), 0)
+    drafts.read(range(10 * PART), 9 * PART)
+    for _ in range(1000):
+        drafts.next_round()
+    assert len(corpus.parts) < 200
+    assert corpus.parts[-1][-1] == 10 * PART - 1
+    assert corpus.parts[-2][-1] == 1000 * PART - 1
+    drafts.read(range(PART), 0)
+    drafts.forget()
+    before = len(corpus.parts)
+    drafts.next_round()
+    assert len(corpus.parts) == before
+
+
+def test_an_algorithm_without_a_corpus_reads_nothing() -> None:
+    drafts = OthersDrafts("EAGLE3", SimpleNamespace())
+    drafts.read([1, 2, 3], 0)
+    drafts.next_round()
+    assert drafts.state() == {}
+
+
+def _model(context_len: int = 4096, architecture: str = "LlamaForCausalLM", is_generation: bool = True) -> Any:
+    return SimpleNamespace(
+        context_len=context_len,
+        is_generation=is_generation,
+        hf_config=SimpleNamespace(architectures=[architecture]),
+        hf_text_config=SimpleNamespace(),
+    )
+
+
+def _args(**changed: Any) -> Any:
+    return SimpleNamespace(pp_size=1, enable_dp_attention=False, dllm_algorithm=None, **changed)
+
+
+@pytest.mark.parametrize("algorithm", ["", *BESIDE])
+def test_a_model_scores_beside_none_and_beside_those_that_verify_slots(algorithm: str) -> None:
+    assert scoring_refusal(_args(), algorithm, _model(), _model()) is None
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "args", "target", "scoring", "named"),
+    [
+        ("DSPARK", {}, {}, {}, "--speculative-algorithm DSPARK"),
+        ("", {"pp_size": 2}, {}, {}, "--pp-size"),
+        ("NGRAM", {"enable_dp_attention": True}, {}, {}, "--enable-dp-attention"),
+        ("NGRAM", {"attn_dp_size": 2}, {}, {}, "--attn-dp-size"),
+        ("", {"dllm_algorithm": "LowConfidence"}, {}, {}, "--dllm-algorithm"),
+        ("", {}, {"is_generation": False}, {}, "does not generate"),
+        ("", {}, {"context_len": 8192}, {}, "add --context-length 4096"),
+        ("", {}, {"architecture": "DeepseekV3ForCausalLM"}, {}, "the target is a DeepseekV3ForCausalLM"),
+        ("", {}, {}, {"architecture": "GPT2LMHeadModel"}, "the scoring model is a GPT2LMHeadModel"),
+        ("NGRAM", {"enable_hierarchical_cache": True}, {}, {}, "--enable-hierarchical-cache"),
+    ],
+)
+def test_what_a_model_cannot_score_beside_is_refused_by_name(
+    algorithm: str, args: dict[str, Any], target: dict[str, Any], scoring: dict[str, Any], named: str
+) -> None:
+    changed = SimpleNamespace(**{**vars(_args()), **args})
+    refusal = scoring_refusal(changed, algorithm, _model(**target), _model(**scoring))
+    assert refusal is not None
+    assert named in refusal
+
+
+@pytest.mark.parametrize(("algorithm", "mapped"), [("SPEC_STACK", True), ("spec_stack", True), ("EAGLE3", False)])
+def test_only_drafts_whose_lengths_are_protected_leave_their_slots(algorithm: str, mapped: bool) -> None:
+    """SGLang's own Triton and FlashInfer drafts take positions for lengths."""
+    args = SimpleNamespace(speculative_algorithm=algorithm, speculative_draft_attention_backend=None)
+    runner: Any = SimpleNamespace(is_draft_worker=True, server_args=args, decode_attention_backend_str="triton")
+    assert draft_positions_are_mapped(runner) is mapped
