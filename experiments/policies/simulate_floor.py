@@ -3,7 +3,8 @@
 Forty answers of each length to a draft whose tokens are accepted with a known chance: steps take
 plain * (1 + 0.02 per verified token) and `ratio` * plain per drafted token, each with 10 % noise, and a draft that is
 behind takes 30 us a token to catch up. "running" keeps one policy, "fresh" makes one for every answer. Plain time over
-the policy's, prefill included. Takes under a minute; timing on a machine is bench_floor.py's.
+the policy's, prefill included. Then a conversation whose context grows over eight turns, and shrinks again: its steps
+take the longer the more slots each model attends to. Takes under a minute; timing on a machine is bench_floor.py's.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from experiments.common.script import run_script
@@ -21,13 +22,16 @@ from spec_stack.controller.registry import make_policy
 PLAIN_S = 3e-3
 READ_S = 30e-6
 LENGTHS = (8, 24, 128)
+TURNS = (1_000, 2_000, 4_000, 8_000, 32_000, 1_000, 16_000, 32_000)
 
 
 @dataclass(frozen=True)
 class Pair:
     """A draft: its seconds per token over a plain step's, what it says of its tokens, and the chance that it is right.
 
-    num_prompt_tokens: that it has to catch up on; prefill_s: what they take the target.
+    num_prompt_tokens: that it has to catch up on; prefill_s: what they take the target. per_slot: by what share of it a
+    forward of the target, and of the draft, takes longer for every slot that it attends to; draft_slots: at most so
+    many in the draft.
     """
 
     ratio: float
@@ -35,6 +39,8 @@ class Pair:
     accepted: Callable[[float], float]
     num_prompt_tokens: int = 0
     prefill_s: float = 3e-3
+    per_slot: tuple[float, float] = (0.0, 0.0)
+    draft_slots: int = 1 << 30
 
 
 def varied(rng: random.Random) -> float:
@@ -56,22 +62,38 @@ CASES = {
     "useless and sure, 1,800-token prompt": Pair(0.288, sure, lambda said: 0.02, 1800, 0.12),
     "good, 1,800-token prompt": Pair(0.288, varied, lambda said: said, 1800, 0.12),
 }
+# A draft of few layers over a long text is soon as dear as the target: what it drafts there is lost.
+GROWING = {
+    "full draft, good": Pair(0.2, varied, lambda said: said, per_slot=(1 / 4000, 1 / 800)),
+    "full draft, half as good": Pair(0.2, varied, lambda said: 0.5 * said, per_slot=(1 / 4000, 1 / 800)),
+    "chosen slots, good": Pair(0.2, varied, lambda said: said, per_slot=(1 / 4000, 1 / 800), draft_slots=512),
+}
 
 
-def answer(policy: Policy, pair: Pair, num_tokens: int, rng: random.Random) -> tuple[int, float]:
-    """Tokens after the first one, and seconds with the prefill."""
+def answer(
+    policy: Policy, pair: Pair, num_tokens: int, rng: random.Random, num_cached: int = 0
+) -> tuple[int, float, float]:
+    """Tokens after the first one, seconds with the prefill, and what the same takes without drafting; behind so many
+    tokens that target and draft have cached."""
+    num_draft_slots = min(num_cached, pair.draft_slots)
+    target_s, draft_s_each = (
+        PLAIN_S * ratio * (1 + share * slots)
+        for ratio, share, slots in zip((1.0, pair.ratio), pair.per_slot, (num_cached, num_draft_slots), strict=True)
+    )
 
     def record(step: int, signals: DraftSignals, num_accepted: int, draft_s: float, verify_s: float, num_unread: int,
                read_prompt: bool) -> StepRecord:  # fmt: skip
         gamma = len(signals)
         return StepRecord("r", step, policy.name, "fp32", "", step == 0, 1.0, gamma, num_accepted, num_accepted + 1,
-                          signals, draft_s, verify_s, 1e-5, read_prompt, 0, num_unread if gamma else 0)  # fmt: skip
+                          signals, draft_s, verify_s, 1e-5, read_prompt, 0, num_unread if gamma else 0,
+                          num_target_slots=num_cached, num_draft_slots=num_draft_slots)  # fmt: skip
 
     last = record(0, DraftSignals(), 0, 0.0, pair.prefill_s, 0, False)
     policy.observe(last)
     seconds, done, num_unread, step = pair.prefill_s, 1, pair.num_prompt_tokens + 1, 1
     while done < num_tokens:
-        context = StepContext(step, num_tokens - done - 1, last, "fp32", num_unread=num_unread)
+        context = StepContext(step, num_tokens - done - 1, last, "fp32", num_unread=num_unread,
+                              num_target_slots=num_cached, num_draft_slots=num_draft_slots)  # fmt: skip
         most = max(0, min(policy.choose(context), context.max_gamma, 16))
         signals, num_accepted, is_right = DraftSignals(), 0, True
         while len(signals) < most:
@@ -82,15 +104,15 @@ def answer(policy: Policy, pair: Pair, num_tokens: int, rng: random.Random) -> t
             if len(signals) < most and not policy.keep_drafting(context, signals):
                 break
         gamma = len(signals)
-        draft_s = (gamma * pair.ratio * PLAIN_S + READ_S * (num_unread - 1)) * rng.uniform(0.9, 1.1) if gamma else 0.0
-        verify_s = PLAIN_S * (1 + 0.02 * gamma) * rng.uniform(0.9, 1.1)
+        draft_s = (gamma * draft_s_each + READ_S * (num_unread - 1)) * rng.uniform(0.9, 1.1) if gamma else 0.0
+        verify_s = target_s * (1 + 0.02 * gamma) * rng.uniform(0.9, 1.1)
         read_prompt = gamma > 0 and 0 < pair.num_prompt_tokens < num_unread
         last = record(step, signals, num_accepted, draft_s, verify_s, num_unread, read_prompt)
         policy.observe(last)
         seconds += draft_s + verify_s
         done, step = done + num_accepted + 1, step + 1
         num_unread = 1 + int(num_accepted == gamma) if gamma else num_unread + 1
-    return done - 1, seconds
+    return done - 1, seconds, (done - 1) * target_s + pair.prefill_s
 
 
 def over_plain(name: str, pair: Pair, num_tokens: int, is_fresh: bool) -> float:
@@ -99,10 +121,22 @@ def over_plain(name: str, pair: Pair, num_tokens: int, is_fresh: bool) -> float:
     for _ in range(40):
         if is_fresh:
             policy = make_policy(name)
-        num_decoded, seconds = answer(policy, pair, num_tokens, rng)
-        plain += num_decoded * PLAIN_S + pair.prefill_s
+        _, seconds, plain_s = answer(policy, pair, num_tokens, rng)
+        plain += plain_s
         ours += seconds
     return plain / ours
+
+
+def turns_over_plain(
+    name: str, pair: Pair, lengths: Sequence[int] = TURNS, num_tokens: int = 128, num_seeds: int = 20
+) -> list[float]:
+    """Plain time over the policy's, by turn of a conversation over so many tokens, the first that the policy sees."""
+    ratios = []
+    for seed in range(num_seeds):
+        rng, policy = random.Random(seed), make_policy(name)
+        turns = [answer(policy, pair, num_tokens, rng, num_cached) for num_cached in lengths]
+        ratios.append([plain / ours for _, ours, plain in turns])
+    return [sum(turn) / num_seeds for turn in zip(*ratios, strict=True)]
 
 
 def main() -> None:
@@ -119,7 +153,13 @@ def main() -> None:
         print(
             f"{name:38s}" + "".join(f"{f'{running:.3f}, {fresh:.3f}':>28s}" for running, fresh in result[name].values())
         )
-    print(json.dumps({"experiment": "simulate_floor", "policy": arguments.policy, "result": result}))
+    print(f"\n{'a conversation of 128-token answers':38s}" + "".join(f"{length:>9,d}" for length in TURNS))
+    growing = {name: turns_over_plain(arguments.policy, pair) for name, pair in GROWING.items()}
+    for name, ratios in growing.items():
+        print(f"{name:38s}" + "".join(f"{ratio:9.3f}" for ratio in ratios))
+    print(
+        json.dumps({"experiment": "simulate_floor", "policy": arguments.policy, "result": result, "growing": growing})
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # A server's policies for gamma, live, at 1, 4 and 8 requests at once, on the embedded pair; the first argument is the
-# folder that holds the four published prompt files. About ten minutes on 2 cores with nothing else running. Once before:
+# folder that holds the four published prompt files. About an hour and a half on 2 cores with nothing else running, a third
+# of it with: --policies throughput heuristic --fixed 2 4 --no-plain --no-signals. Once before:
 #   make .venv-serving/.ready
 # That environment has stand-ins for what SGLang lacks on a CPU (see bench_serving.sh). SGLang's overlap is on, as by
 # default: --server-args --disable-overlap-schedule is the other way.

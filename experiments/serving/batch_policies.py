@@ -3,10 +3,10 @@
 Arms are what requests ask for, of one server: plain decoding (gamma 0), every fixed gamma of the defaults, and every
 policy. Two loads: closed batches, whose requests are sent together and all waited for, and a steady one, where as many
 clients ask for the next prompt each as soon as they have their reply. All requests of a batch ask for the same.
-Batches go to all arms in turn, in an order that rotates (under steady load, all prompts once are a batch); a
-policy keeps what it learned over the whole run, as on a server. An untimed round puts the prompts into the server's
-cache, so that the time of a batch, from sending it to its last token, is decoding. On a CPU the time is the CPU seconds
-of the server's scheduler, which other work on the machine does not change.
+Batches (under steady load, four prompts for each client) go to all arms in turn, in an order that rotates, over again
+until there are --batches; a policy keeps what it learned over the whole run, as on a server. An untimed round puts the
+prompts into the server's cache, so that the time of a batch, from sending it to its last token, is decoding. On a CPU
+the time is the CPU seconds of the server's scheduler, which other work on the machine does not change.
 
 Also, untimed: how each policy's gamma goes with what was known when it was chosen. Replies report every step's
 confidences, and how many steps earlier the newest known one was (the lag); "low" and "high" are the mean gammas after
@@ -51,6 +51,7 @@ from spec_stack.sglang.server_args import SIGNAL_POLICIES, ServerConfig
 
 PLAIN = "plain"
 LOADS = ("closed", "steady")
+_PER_CLIENT = 4
 Clock = Callable[[], float]
 POLICIES = ("throughput", *SIGNAL_POLICIES, "ema", "heuristic")
 
@@ -132,7 +133,8 @@ def compare(
     if options.no_plain:
         del arms[PLAIN]
     names = list(arms)
-    for at, batch in enumerate(tqdm(list(batches) * options.repeats, desc=f"{size} at once", leave=False)):
+    asked = [batches[at % len(batches)] for at in range(options.batches)]
+    for at, batch in enumerate(tqdm(asked, desc=f"{size} at once", leave=False)):
         turn = at % len(names)
         for name in [*names[turn:], *names[:turn]]:
             arms[name].ask(client, batch, options.tokens, clock=clock, at_once=size)
@@ -215,7 +217,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--fixed", nargs="+", type=int, default=[gamma for gamma in ServerConfig().gammas if gamma])
     parser.add_argument("--no-plain", action="store_true", help="leave plain decoding out, which is the slowest")
     parser.add_argument("--no-signals", action="store_true", help="leave out how gamma goes with the signals")
-    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--batches", type=int, default=24, help="of each load and size, by every arm (%(default)s)")
     parser.add_argument("--target", help="model folder or name (default: the embedded pair's)")
     parser.add_argument("--draft", help="model folder or name (default: the embedded pair's)")
     parser.add_argument("--device", default="cpu", help="(default %(default)s)")
@@ -223,8 +225,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--server-args", default="", metavar="'--FLAG VALUE …'", help="more launch arguments")
     add_out_argument(parser)
     options = parser.parse_args(argv)
-    if min(options.at_once) < 1 or options.tokens < 8 or options.repeats < 1:
-        parser.error("--at-once and --repeats must be 1 or more, --tokens 8 or more")
+    if min(options.at_once) < 1 or options.tokens < 8 or options.batches < 1:
+        parser.error("--at-once and --batches must be 1 or more, --tokens 8 or more")
     return options
 
 
@@ -250,7 +252,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             client = Client(server.port)
             clock = scheduler_clock(server) if options.device == "cpu" else perf_counter
             for load, size in [(load, size) for load in options.loads for size in options.at_once]:
-                step = size if load == "closed" else len(encoded)
+                step = size if load == "closed" else min(_PER_CLIENT * size, len(encoded))
                 batches = [encoded[at : at + step] for at in range(0, len(encoded) - step + 1, step)]
                 rows = found[f"{load} {size}"] = compare(client, batches, size, clock, options)
                 if load == "closed" and not options.no_signals:

@@ -3,13 +3,14 @@
 Each arm is a server of its own: "off" (no speculation, none of ours), "STANDALONE" (SGLang's own, same draft) and
 "SPEC_STACK" at its defaults, with the calibration that ships for the draft. All run at once and sleep while they have
 nothing to do; every turn goes to one arm after the other, in an order that rotates. A conversation is a document of a
-length with facts in it, one asked for in every turn, and goes on from its arm's own replies. A row is printed after
-every reply: seconds to its first streamed chunk, tokens cached and given to the target, whether the fact is in it.
-Afterwards, with `--check`, first replies beside Transformers' greedy text over the same tokens at the same positions:
-where they part, the token and the gap of the two logits, a tie or not. Ends in one JSON line. On a CPU it needs the
-stand-ins of tests/serving/support.
+length with facts in it, one asked for in every turn, and goes on from its arm's own replies. A line is printed after
+every reply: seconds to its first streamed chunk, tokens cached and given to the target, whether the fact is in it; what
+each server's processes hold then, shared pages shared out, after every conversation, which is a row of --rows for every
+arm. A run goes on after those it finds. Afterwards, with `--check`, first replies beside Transformers' greedy text over
+the same tokens at the same positions: where they part, the token and the gap of the two logits, a tie or not. Ends in
+one JSON line. On a CPU it needs the stand-ins of tests/serving/support.
 
-    python -m experiments.serving.real_pair --target TARGET --draft DRAFT --tokens 2048 4096
+    python -m experiments.serving.real_pair --target TARGET --draft DRAFT --rows real_pair.jsonl
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import psutil
 import torch
 
 from experiments.common.conversations import Conversation, make_conversation
@@ -30,6 +32,7 @@ from experiments.common.environment import describe, note_pair
 from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
 from experiments.real.answers import Target
+from experiments.real.rows import Rows
 from experiments.serving.client import Answer, Client
 from experiments.serving.traffic import OFF, SPEC_STACK, STANDALONE, Arms, server_of
 from spec_stack.hf.loading import load_tokenizer
@@ -66,9 +69,18 @@ def converse(
             messages = conversation.ask(turn, histories[arm])
             prompt = encode_messages(tokenizer, messages)[0]
             answer = client.ask(prompt, num_new, may_end=True, **({"explain": True} if arm == SPEC_STACK else {}))
+            ended = answer.meta_info["finish_reason"]
+            if ended["type"] == "abort":
+                raise ValueError(f"{arm}: {ended}; give its server more room (--server-args)")
             text = tokenizer.decode(answer.output_ids, skip_special_tokens=True)
             histories[arm] = [*messages, {"role": "assistant", "content": text}]
             yield arm, turn, row_of(answer, text, prompt, conversation.facts[turn].answer)
+
+
+def memory_mb(pid: int) -> float:
+    """What a process and its children hold, a page that several have counted once in all (Linux)."""
+    process = psutil.Process(pid)
+    return sum(one.memory_full_info().pss for one in (process, *process.children(recursive=True))) / 1e6
 
 
 @torch.inference_mode()
@@ -136,6 +148,32 @@ def check(folder: str, rows: Mapping[str, Mapping[str, Sequence[Sequence[Row]]]]
     return report
 
 
+def _key(num_tokens: int, seed: int) -> str:
+    return f"{num_tokens} {seed}"
+
+
+def serve(arguments: argparse.Namespace, tokenizer: Any, kept: Rows, left: Sequence[tuple[int, int]]) -> None:
+    """Have conversations, each of a length and a seed, with servers of all arms, and keep their rows."""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        pair = arguments.target, arguments.draft
+        servers = {arm: stack.enter_context(server_of(arm, arguments, Path(folder), pair)) for arm in ARMS}
+        arms = Arms({arm: Client(server.port, extra_key="real") for arm, server in servers.items()})
+        warm = make_conversation(tokenizer, min(arguments.tokens), 2, 0, "mixed")
+        for client in arms.clients.values():
+            client.ask(encode_messages(tokenizer, warm.ask(0, []))[0], 4)
+        for num_tokens, seed in left:
+            if not kept.has_time:
+                break
+            conversation = make_conversation(tokenizer, num_tokens, 8, seed, "mixed")
+            turns: dict[str, list[Row]] = {arm: [] for arm in ARMS}
+            for arm, turn, row in converse(arms, tokenizer, conversation, arguments.turns, arguments.max_tokens):
+                turns[arm].append(row)
+                shown = {name: row[name] for name in ("ttft_s", "cached", "given", "scored", "is_right")}
+                print(f"{num_tokens:6d} {seed:5d} {turn + 1}  {arm:12s}{shown}", flush=True)
+            for arm, found in turns.items():
+                kept.add(_key(num_tokens, seed), arm, {"turns": found, "memory_mb": memory_mb(servers[arm].pid)})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True, help="folder of the target")
@@ -145,6 +183,8 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3, help="of each conversation (%(default)s)")
     parser.add_argument("--max-tokens", type=int, default=16, help="of a reply (%(default)s)")
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="bf16")
+    parser.add_argument("--rows", type=Path, required=True, help="file of rows; a run goes on after those it holds")
+    parser.add_argument("--minutes", type=float, default=1e6, help="begin no conversation after so many (no limit)")
     parser.add_argument("--check", action="store_true", help="compare first replies with Transformers' greedy text")
     parser.add_argument("--device", default="cpu", help="(%(default)s)")
     parser.add_argument("--chunk", type=int, default=2048, help="--chunked-prefill-size (%(default)s)")
@@ -156,26 +196,29 @@ def main() -> None:
     tokenizer = load_tokenizer(arguments.target)
     dtype = {"fp32": "float32", "bf16": "bfloat16"}[arguments.precision]
     arguments.server_args = f"--dtype {dtype} {arguments.server_args}"
-    rows: dict[str, dict[str, list[list[Row]]]] = {}
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        pair = arguments.target, arguments.draft
-        servers = {arm: stack.enter_context(server_of(arm, arguments, Path(folder), pair)) for arm in ARMS}
-        arms = Arms({arm: Client(server.port, extra_key="real") for arm, server in servers.items()})
-        warm = make_conversation(tokenizer, min(arguments.tokens), 2, 0, "mixed")
-        for client in arms.clients.values():
-            client.ask(encode_messages(tokenizer, warm.ask(0, []))[0], 4)
-        for num_tokens in arguments.tokens:
-            found: dict[str, list[list[Row]]] = {arm: [] for arm in ARMS}
-            for seed in range(arguments.conversations):
-                conversation = make_conversation(tokenizer, num_tokens, 8, 5000 + seed, "mixed")
-                for every in found.values():
-                    every.append([])
-                for arm, turn, row in converse(arms, tokenizer, conversation, arguments.turns, arguments.max_tokens):
-                    found[arm][-1].append(row)
-                    shown = {name: row[name] for name in ("ttft_s", "cached", "given", "scored", "is_right")}
-                    print(f"{num_tokens:6d} {seed:3d} {turn + 1}  {arm:12s}{shown}", flush=True)
-            rows[str(num_tokens)] = found
-    report = {"experiment": "real_pair", **describe(), "sglang": version("sglang"), "turns": summarise(rows)}
+    kept = Rows(arguments.rows, arguments.minutes)
+    asked = [(num_tokens, 5000 + seed) for num_tokens in arguments.tokens for seed in range(arguments.conversations)]
+    left = [each for each in asked if any((_key(*each), arm) not in kept for arm in ARMS)]
+    if left and kept.has_time:
+        serve(arguments, tokenizer, kept, left)
+    rows: dict[str, dict[str, list[list[Row]]]] = {
+        str(num_tokens): {arm: [] for arm in ARMS} for num_tokens in arguments.tokens
+    }
+    memory: dict[str, float] = {}
+    for num_tokens, seed in asked:
+        for arm in ARMS:
+            if row := kept.of_arm(arm).get(_key(num_tokens, seed)):
+                rows[str(num_tokens)][arm].append(row["turns"])
+                memory[arm] = max(memory.get(arm, 0.0), row["memory_mb"])
+    rows = {num_tokens: found for num_tokens, found in rows.items() if found[SPEC_STACK]}
+    report = {
+        "experiment": "real_pair",
+        **describe(),
+        "sglang": version("sglang"),
+        "turns": summarise(rows),
+        "memory_mb": memory,
+    }
+    print("MB held at most: " + ", ".join(f"{arm} {value:.0f}" for arm, value in memory.items()), flush=True)
     if arguments.check:
         report["first_replies"] = check(arguments.target, rows, arguments.precision)
     print_report(report, arguments.out)

@@ -11,6 +11,9 @@ them alike. Every time is from sending a request to its first streamed chunk.
 - system and tools: 5K of system prompt and tool schemas, and a short question: how much of it is kept.
 - arrivals: a stream runs while one 8K prompt arrives, then five of 4K at once: the stream's longest gap, and what it
   may be: one chunk's work (a part of a scoring, or a prefill batch of the chunk size, whichever is longer) and a step.
+- lengths (asked for by --parts, with --arms off STANDALONE dense slots): documents of 1K to 8K, one and four at once:
+  seconds to the first token, tokens/s after it, the share of drafted tokens that is accepted, whether all tokens are
+  those of "off". "slots" is SPEC_STACK with `--spec-stack-prune draft`.
 - hang-ups: four clients send 8K prompts and close their connections; how long a short request waits then, alone and
   beside a stream.
 
@@ -52,6 +55,7 @@ from experiments.serving.server import (
 from spec_stack.hf.loading import resolve_pair
 
 ARMS = OFF, STANDALONE, DENSE, SPEC_STACK = "off", "STANDALONE", "dense", "SPEC_STACK"
+SLOTS = "slots"
 
 
 @dataclass
@@ -236,13 +240,49 @@ def hang_ups(client: Client, prompts: Prompts) -> dict[str, Any]:
     return found
 
 
+def by_length(arms: Arms, prompts: Prompts, lengths: Sequence[int], repeats: int, num_new: int = 128) -> dict[str, Any]:
+    """Medians over documents, by arm, length and how many are asked about at once."""
+    found: dict[str, Any] = {arm: {} for arm in arms.clients}
+    for length in lengths:
+        for num_at_once in (1, 4):
+            rows: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms.clients}
+            as_off = dict.fromkeys(arms.clients, True)
+            for repeat in range(repeats):
+                asked = [prompts.document(length, 900 + 10 * repeat + at) for at in range(num_at_once)]
+                tokens: dict[str, list[list[int]]] = {}
+                for arm, client in arms.in_turn():
+                    client.forget()
+                    with ThreadPoolExecutor(num_at_once) as pool:
+                        answers = list(pool.map(lambda prompt, client=client: client.ask(prompt, num_new), asked))
+                    tokens[arm] = [answer.output_ids for answer in answers]
+                    rows[arm] += [length_row(answer) for answer in answers]
+                as_off = {arm: is_so and tokens[arm] == tokens.get(OFF) for arm, is_so in as_off.items()}
+            for arm, measured in rows.items():
+                found[arm][f"{length} x {num_at_once}"] = {
+                    **{name: round(median(row[name] for row in measured), 4) for name in measured[0]},
+                    "as_off": as_off[arm],
+                }
+    return found
+
+
+def length_row(answer: Answer) -> dict[str, float]:
+    report = answer.meta_info.get("spec_stack", answer.meta_info)
+    seconds = answer.chunk_times[-1] - answer.chunk_times[0]
+    proposed, accepted = (report.get(name, 0) for name in ("num_proposed", "num_accepted"))
+    return {
+        "ttft_s": answer.ttft_s,
+        "tokens_per_s": (len(answer.output_ids) - 1) / seconds,
+        "accepted": accepted / proposed if proposed else report.get("spec_accept_rate", 0.0),
+    }
+
+
 def server_of(arm: str, options: argparse.Namespace, folder: Path, pair: tuple[str, str]) -> SglangServer:
     target, draft = pair
     arguments = ["--model-path", target, "--device", options.device, "--chunked-prefill-size", str(options.chunk)]
     arguments += CPU_ARGUMENTS if options.device == "cpu" else []
     # Servers that wait by looking again and again would take turns with the one that is measured.
     arguments += ["--sleep-on-idle", *shlex.split(options.server_args)]
-    algorithm = {STANDALONE: STANDALONE, DENSE: SPEC_STACK, SPEC_STACK: SPEC_STACK}.get(arm)
+    algorithm = {STANDALONE: STANDALONE, OFF: None}.get(arm, SPEC_STACK)
     if algorithm is not None:
         arguments += ["--speculative-algorithm", algorithm, "--speculative-draft-model-path", draft]
     if arm == STANDALONE:
@@ -250,6 +290,8 @@ def server_of(arm: str, options: argparse.Namespace, folder: Path, pair: tuple[s
         arguments += ["--speculative-eagle-topk", "1"]
     if arm == DENSE:
         arguments += ["--spec-stack-keep-rate", "1"]
+    if arm == SLOTS:
+        arguments += ["--spec-stack-prune", "draft"]
     environment = dict(CPU_ENVIRONMENT) if options.device == "cpu" else {}
     if algorithm != SPEC_STACK:
         environment["SGLANG_PLUGINS"] = other_plugins()
@@ -262,6 +304,7 @@ def run(options: argparse.Namespace, arms: Arms, prompts: Prompts) -> Iterator[t
         "conversations": lambda: conversations(arms, prompts, options.repeats, options.turns),
         "shared_system": lambda: shared_system(arms, prompts, options.clients),
         "system_and_tools": lambda: system_and_tools(arms, prompts),
+        "lengths": lambda: by_length(arms, prompts, options.lengths, options.repeats),
     }
     each: dict[str, Callable[[Client], Any]] = {
         "arrivals": lambda client: arrivals(client, prompts, options.chunk),
@@ -278,13 +321,14 @@ def run(options: argparse.Namespace, arms: Arms, prompts: Prompts) -> Iterator[t
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = ("conversations", "shared_system", "system_and_tools", "arrivals", "hang_ups")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
-    parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts))
+    parser.add_argument("--arms", nargs="+", choices=(*ARMS, SLOTS), default=list(ARMS))
+    parser.add_argument("--parts", nargs="+", choices=(*parts, "lengths"), default=list(parts))
     parser.add_argument("--target", help="model folder or name (default: the embedded pair's)")
     parser.add_argument("--draft", help="model folder or name (default: the embedded pair's)")
     parser.add_argument("--device", default="cpu", help="(default %(default)s)")
     parser.add_argument("--chunk", type=int, default=512, help="--chunked-prefill-size (default %(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="conversations of each kind (default %(default)s)")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1000, 2000, 4000, 8000], help="of documents")
     parser.add_argument("--turns", type=int, default=4, help="of each conversation (default %(default)s)")
     parser.add_argument("--clients", type=int, default=20, help="of one system prompt (default %(default)s)")
     parser.add_argument("--start-limit", type=float, default=300, metavar="S", help="(default %(default)s)")

@@ -1,0 +1,121 @@
+"""What a draft over chosen slots gets right of a target's answers to prompts that chose nothing about it.
+
+The answers are LongBench's, as the dense arm of quality.py gave them: documents to summarise, dialogues, code. The
+draft alone runs, fed the given answer in steps of --gamma tokens, over the whole prompt ("full"), a window of as many
+slots ("window") and the library's own slots, chosen anew as the answer grows ("chosen"). "right" is the share of places
+where its likeliest token is the answer's, "accepted" what a decoder with a fixed gamma would accept of its proposals.
+Text is tokenized again, which may split it otherwise than the target wrote it, alike for all. A row per prompt and arm;
+resumable.
+
+    python -m experiments.real.slots dev.jsonl --draft DRAFT --answers longbench.jsonl --rows ROWS.jsonl
+
+Prints a table, ends in one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from experiments.common.environment import describe
+from experiments.common.report import add_out_argument, print_report
+from experiments.common.script import run_script
+from experiments.real.answers import DENSE
+from experiments.real.longbench import read_tasks
+from experiments.real.quality import encode
+from experiments.real.rows import Rows, add_row_arguments
+from experiments.speed.draft_choice import interval, library_arms, right
+from spec_stack import PrefillConfig, SpecStackGenerator
+
+# Fewer tokens of an answer show nothing.
+_LEAST = 24
+
+
+def accepted(is_right: Sequence[bool], gamma: int) -> tuple[int, int]:
+    """Tokens accepted and proposed, were every step to propose gamma tokens and to end with one of the target's."""
+    at = num_accepted = num_proposed = 0
+    while at < len(is_right):
+        proposal = [*is_right[at : at + gamma], False]
+        num_right = proposal.index(False)
+        num_accepted, num_proposed = num_accepted + num_right, num_proposed + len(proposal) - 1
+        at += num_right + 1
+    return num_accepted, num_proposed
+
+
+def measure(arguments: argparse.Namespace, rows: Rows) -> None:
+    """Make the rows that are missing, as long as there is time."""
+    answers = {
+        row["key"]: row["text"]
+        for row in map(json.loads, arguments.answers.read_text(encoding="utf-8").splitlines())
+        if row["arm"] == DENSE
+    }
+    torch.set_num_threads(arguments.threads)
+    # The draft stands in for a target that never runs.
+    generator = SpecStackGenerator.from_pretrained(
+        arguments.draft, arguments.draft, precision=arguments.precision, calibration=False
+    )
+    config, arms = PrefillConfig(), library_arms(PrefillConfig())
+    num_done = 0
+    for task in tqdm(read_tasks(arguments.longbench)):
+        if task.name not in answers or num_done == arguments.limit:
+            continue
+        prompt = encode(generator.tokenizer, task).token_ids
+        answer = generator.tokenizer(answers[task.name], add_special_tokens=False).input_ids[: arguments.max_tokens]
+        if len(prompt) <= 2 * config.draft_slots or len(answer) < _LEAST:
+            continue
+        num_done += 1
+        for arm, open_draft in rows.left(task.name, arms).items():
+            found = right(open_draft(generator, prompt, config), prompt, answer, answer, arguments.gamma)
+            num_accepted, num_proposed = accepted(found, arguments.gamma)
+            values = {"num_right": sum(found), "num_accepted": num_accepted, "num_proposed": num_proposed}
+            rows.add(task.name, arm, {"num_tokens": len(prompt), "num_answer": len(answer), **values})
+
+
+def summarise(rows: Rows, arms: Sequence[str]) -> dict[str, Any]:
+    """By arm: mean shares over prompts, and 95 % of bootstrap samples of the difference to "full"."""
+    whole = rows.of_arm("full")
+    report: dict[str, Any] = {"n": len(whole)}
+    for arm in arms:
+        own = [(row, whole[key]) for key, row in rows.of_arm(arm).items() if key in whole]
+        found: dict[str, Any] = {}
+        for name, part, of in (("right", "num_right", "num_answer"), ("accepted", "num_accepted", "num_proposed")):
+            pairs = [(row[part] / row[of], other[part] / other[of]) for row, other in own]
+            found[name] = mean(one for one, _ in pairs)
+            found[f"{name}_over_full"] = interval([one - other for one, other in pairs])
+        report[arm] = found
+        print(
+            f"{arm:8s} right {found['right']:.3f}  accepted {found['accepted']:.3f}  over full: "
+            + ", ".join(
+                f"{low:+.3f} to {high:+.3f}" for low, high in (found[f"{n}_over_full"] for n in ("right", "accepted"))
+            )
+        )
+    return report
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("longbench", type=Path, help="prompts, as quality.py takes them")
+    parser.add_argument("--draft", required=True, help="folder of the draft")
+    parser.add_argument("--answers", type=Path, required=True, help="rows of quality.py, with its dense arm")
+    parser.add_argument("--precision", default="bf16", help="(%(default)s)")
+    parser.add_argument("--threads", type=int, default=1, help="(%(default)s)")
+    parser.add_argument("--gamma", type=int, default=4, help="(%(default)s)")
+    parser.add_argument("--max-tokens", type=int, default=64, help="of an answer (%(default)s)")
+    add_row_arguments(parser)
+    add_out_argument(parser)
+    arguments = parser.parse_args()
+    rows = Rows(arguments.rows, arguments.minutes)
+    measure(arguments, rows)
+    report = summarise(rows, list(library_arms(PrefillConfig())))
+    print_report({"experiment": "real_slots", **describe(), "gamma": arguments.gamma, **report}, arguments.out)
+
+
+if __name__ == "__main__":
+    run_script(main)
