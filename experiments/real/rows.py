@@ -63,11 +63,12 @@ class Rows:
         return [(row, others[key]) for key, row in self.of_arm(arm).items() if key in others]
 
 
-def add_row_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of every resumable script."""
+def add_row_arguments(parser: argparse.ArgumentParser, limited: bool = True) -> None:
+    """The options of every resumable script. limited: whether it takes as many prompts as there are."""
     parser.add_argument("--rows", type=Path, required=True, help="file of rows; a run goes on after those it holds")
-    parser.add_argument("--limit", type=int, help="most prompts (default: all)")
-    parser.add_argument("--minutes", type=float, default=1e6, help="begin no prompt after so many")
+    parser.add_argument("--minutes", type=float, default=1e6, help="begin no prompt after so many (no limit)")
+    if limited:
+        parser.add_argument("--limit", type=int, help="most prompts (default: all)")
 
 
 def first_divergence(

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # A real pair on SGLang servers, turn by turn, beside STANDALONE and no speculation: real_serving.sh TARGET DRAFT ROWS
-# About twenty minutes on two quiet cores; a run that ended goes on after the rows it finds. Once before: make .venv-serving/.ready
+# About half an hour on two quiet cores and the check; a run that ended goes on after the rows it finds.
+# Once before: make .venv-serving/.ready
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 PYTHON=${PYTHON:-.venv-serving/bin/python}

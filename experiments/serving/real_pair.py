@@ -32,14 +32,13 @@ from experiments.common.environment import describe, note_pair
 from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
 from experiments.real.answers import Target
-from experiments.real.rows import Rows
+from experiments.real.rows import Row, Rows, add_row_arguments
 from experiments.serving.client import Answer, Client
 from experiments.serving.traffic import OFF, SPEC_STACK, STANDALONE, Arms, server_of
 from spec_stack.hf.loading import load_tokenizer
 from spec_stack.hf.prompt import encode_messages
 
 ARMS = (OFF, STANDALONE, SPEC_STACK)
-Row = dict[str, Any]
 
 
 def row_of(answer: Answer, text: str, prompt: Sequence[int], wanted: str) -> Row:
@@ -148,12 +147,8 @@ def check(folder: str, rows: Mapping[str, Mapping[str, Sequence[Sequence[Row]]]]
     return report
 
 
-def _key(num_tokens: int, seed: int) -> str:
-    return f"{num_tokens} {seed}"
-
-
-def serve(arguments: argparse.Namespace, tokenizer: Any, kept: Rows, left: Sequence[tuple[int, int]]) -> None:
-    """Have conversations, each of a length and a seed, with servers of all arms, and keep their rows."""
+def serve(arguments: argparse.Namespace, tokenizer: Any, kept: Rows, left: Mapping[str, tuple[int, int]]) -> None:
+    """Have conversations, by key each of a length and a seed, with servers of all arms, and keep their rows."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         pair = arguments.target, arguments.draft
         servers = {arm: stack.enter_context(server_of(arm, arguments, Path(folder), pair)) for arm in ARMS}
@@ -161,7 +156,7 @@ def serve(arguments: argparse.Namespace, tokenizer: Any, kept: Rows, left: Seque
         warm = make_conversation(tokenizer, min(arguments.tokens), 2, 0, "mixed")
         for client in arms.clients.values():
             client.ask(encode_messages(tokenizer, warm.ask(0, []))[0], 4)
-        for num_tokens, seed in left:
+        for key, (num_tokens, seed) in left.items():
             if not kept.has_time:
                 break
             conversation = make_conversation(tokenizer, num_tokens, 8, seed, "mixed")
@@ -171,7 +166,26 @@ def serve(arguments: argparse.Namespace, tokenizer: Any, kept: Rows, left: Seque
                 shown = {name: row[name] for name in ("ttft_s", "cached", "given", "scored", "is_right")}
                 print(f"{num_tokens:6d} {seed:5d} {turn + 1}  {arm:12s}{shown}", flush=True)
             for arm, found in turns.items():
-                kept.add(_key(num_tokens, seed), arm, {"turns": found, "memory_mb": memory_mb(servers[arm].pid)})
+                kept.add(key, arm, {"turns": found, "memory_mb": memory_mb(servers[arm].pid)})
+
+
+def by_length(kept: Rows, asked: Mapping[str, tuple[int, int]]) -> dict[str, dict[str, list[list[Row]]]]:
+    """The turns of the conversations asked for that have been had, by length and arm.
+
+    Raises
+    ------
+    ValueError
+        Where there is none.
+    """
+    rows: dict[str, dict[str, list[list[Row]]]] = {}
+    for arm in ARMS:
+        had = kept.of_arm(arm)
+        for key, (num_tokens, _) in asked.items():
+            if key in had:
+                rows.setdefault(str(num_tokens), {}).setdefault(arm, []).append(had[key]["turns"])
+    if not rows:
+        raise ValueError("no conversation was had, and --rows holds none of those asked for; give it more --minutes")
+    return rows
 
 
 def main() -> None:
@@ -183,8 +197,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3, help="of each conversation (%(default)s)")
     parser.add_argument("--max-tokens", type=int, default=16, help="of a reply (%(default)s)")
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="bf16")
-    parser.add_argument("--rows", type=Path, required=True, help="file of rows; a run goes on after those it holds")
-    parser.add_argument("--minutes", type=float, default=1e6, help="begin no conversation after so many (no limit)")
+    add_row_arguments(parser, limited=False)
     parser.add_argument("--check", action="store_true", help="compare first replies with Transformers' greedy text")
     parser.add_argument("--device", default="cpu", help="(%(default)s)")
     parser.add_argument("--chunk", type=int, default=2048, help="--chunked-prefill-size (%(default)s)")
@@ -197,20 +210,13 @@ def main() -> None:
     dtype = {"fp32": "float32", "bf16": "bfloat16"}[arguments.precision]
     arguments.server_args = f"--dtype {dtype} {arguments.server_args}"
     kept = Rows(arguments.rows, arguments.minutes)
-    asked = [(num_tokens, 5000 + seed) for num_tokens in arguments.tokens for seed in range(arguments.conversations)]
-    left = [each for each in asked if any((_key(*each), arm) not in kept for arm in ARMS)]
+    sizes = [(num_tokens, 5000 + seed) for num_tokens in arguments.tokens for seed in range(arguments.conversations)]
+    asked = {f"{num_tokens} {seed}": (num_tokens, seed) for num_tokens, seed in sizes}
+    left = {key: size for key, size in asked.items() if any((key, arm) not in kept for arm in ARMS)}
     if left and kept.has_time:
         serve(arguments, tokenizer, kept, left)
-    rows: dict[str, dict[str, list[list[Row]]]] = {
-        str(num_tokens): {arm: [] for arm in ARMS} for num_tokens in arguments.tokens
-    }
-    memory: dict[str, float] = {}
-    for num_tokens, seed in asked:
-        for arm in ARMS:
-            if row := kept.of_arm(arm).get(_key(num_tokens, seed)):
-                rows[str(num_tokens)][arm].append(row["turns"])
-                memory[arm] = max(memory.get(arm, 0.0), row["memory_mb"])
-    rows = {num_tokens: found for num_tokens, found in rows.items() if found[SPEC_STACK]}
+    rows = by_length(kept, asked)
+    memory = {arm: max(row["memory_mb"] for key, row in kept.of_arm(arm).items() if key in asked) for arm in ARMS}
     report = {
         "experiment": "real_pair",
         **describe(),
