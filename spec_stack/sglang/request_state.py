@@ -82,8 +82,8 @@ class RequestOptions:
             )
         if self.specprefill and prune != "both":
             whose = "this server's is" if self.prune is None else "yours is"
-            is_bound = config.prefill.prune == "draft"
-            remedy = "it was launched with --spec-stack-prune draft" if is_bound else "send prune='both'"
+            # Past the check above, "draft" is the launch's.
+            remedy = "it was launched with --spec-stack-prune draft" if prune == "draft" else "send prune='both'"
             raise ValueError(f"specprefill=true prunes both models, and prune, {whose} {prune!r}; {remedy}")
         if prune == "draft":
             idle = [name for name in _OF_SPARSE_PREFILL if getattr(self, name) is not None]
