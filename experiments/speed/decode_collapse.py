@@ -392,7 +392,7 @@ def main() -> None:
         type=float,
         nargs=2,
         metavar=("FULL", "CHOSEN"),
-        help="with --random (default: the pair's own with the fixed gamma at its longest)",
+        help="of a step of each draft, which --random reckons with",
     )
     parser.add_argument("--no-pair", action="store_true", help="the random weights only")
     add_out_argument(parser)
@@ -409,10 +409,11 @@ def main() -> None:
         return
     if "plain" not in arguments.arms:
         raise ValueError("--arms needs plain, which the others are measured against")
+    if arguments.random is not None and arguments.tokens_per_step is None:
+        raise ValueError("--random needs --tokens-per-step, as a pretrained pair's run measured them")
     torch.set_num_threads(arguments.threads)
     result: dict[str, Any] = {}
     panels: dict[str, dict[str, dict[str, float]]] = {}
-    tokens_per_step = arguments.tokens_per_step
     if not arguments.no_pair:
         with tempfile.TemporaryDirectory() as folder:
             rows = Rows(arguments.rows or Path(folder) / "rows.jsonl", arguments.minutes)
@@ -423,19 +424,14 @@ def main() -> None:
             print(format_table(cells, policy if policy == "default" else f"gamma {arguments.gamma}"))
             panels[f"the pair, {policy}"] = pair_speeds(table, policy)
         print("first token over plain: " + "  ".join(f"{n}: {own['over_plain']:.3f}" for n, own in ttft.items()))
-        longest = list(table.get("fixed", {}).values())
-        if tokens_per_step is None and longest and {"full", "chosen"} <= longest[-1].keys():
-            tokens_per_step = [longest[-1][name]["tokens_per_step"] for name in ("full", "chosen")]
     if arguments.random is not None:
-        if tokens_per_step is None:
-            raise ValueError("--random needs --tokens-per-step where the pair is not measured with a fixed gamma")
         found = measure_random(
             arguments.random,
             arguments.layers,
             arguments.random_lengths,
             arguments.keep_rate,
             arguments.gamma,
-            tokens_per_step,
+            arguments.tokens_per_step,
         )
         result["random"] = found
         speeds = {length: row["tokens_per_s"] for length, row in found["table"].items()}
