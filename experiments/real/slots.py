@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -24,15 +24,16 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from experiments.common.environment import describe
+from experiments.common.environment import describe, note_pair
 from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
 from experiments.real.answers import DENSE
 from experiments.real.longbench import read_tasks
 from experiments.real.quality import encode
 from experiments.real.rows import Rows, add_row_arguments
-from experiments.speed.draft_choice import interval, library_arms, right
-from spec_stack import PrefillConfig, SpecStackGenerator
+from experiments.speed.draft_choice import CHOSEN, Open, arms, interval, right
+from spec_stack import PrefillConfig
+from spec_stack.engine.pair import ModelPair
 
 # Fewer tokens of an answer show nothing.
 _LEAST = 24
@@ -49,46 +50,70 @@ def accepted(is_right: Sequence[bool], gamma: int) -> tuple[int, int]:
     return num_accepted, num_proposed
 
 
-def measure(arguments: argparse.Namespace, rows: Rows) -> None:
-    """Make the rows that are missing, as long as there is time."""
-    answers = {
-        row["key"]: row["text"]
-        for row in map(json.loads, arguments.answers.read_text(encoding="utf-8").splitlines())
-        if row["arm"] == DENSE
-    }
+def dense_answers(path: Path) -> dict[str, str]:
+    """By prompt, what the dense arm of quality.py wrote.
+
+    Raises
+    ------
+    ValueError
+        Where the file has no row of that arm.
+    """
+    rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    answers = {row["key"]: row["text"] for row in rows if row["arm"] == DENSE}
+    if not answers:
+        raise ValueError(f"{path} has no answer of the arm {DENSE!r}; make it with quality.py --arms {DENSE}")
+    return answers
+
+
+def measure(arguments: argparse.Namespace, rows: Rows, open_drafts: Mapping[str, Open]) -> None:
+    """Make the rows that are missing, as long as there is time. open_drafts: by arm."""
+    answers = dense_answers(arguments.answers)
     torch.set_num_threads(arguments.threads)
-    # The draft stands in for a target that never runs.
-    generator = SpecStackGenerator.from_pretrained(
-        arguments.draft, arguments.draft, precision=arguments.precision, calibration=False
+    note_pair(arguments.draft, arguments.draft)
+    # The target, whose answers are given, never runs.
+    pair = ModelPair.load(
+        arguments.draft,
+        arguments.draft,
+        precision=arguments.precision,
+        draft_precision=arguments.precision,
+        target_weights=False,
     )
-    config, arms = PrefillConfig(), library_arms(PrefillConfig())
-    num_done = 0
+    config, num_done = PrefillConfig(), 0
     for task in tqdm(read_tasks(arguments.longbench)):
         if task.name not in answers or num_done == arguments.limit:
             continue
-        prompt = encode(generator.tokenizer, task).token_ids
-        answer = generator.tokenizer(answers[task.name], add_special_tokens=False).input_ids[: arguments.max_tokens]
+        prompt = encode(pair.tokenizer, task).token_ids
+        answer = pair.tokenizer(answers[task.name], add_special_tokens=False).input_ids[: arguments.max_tokens]
         if len(prompt) <= 2 * config.draft_slots or len(answer) < _LEAST:
             continue
         num_done += 1
-        for arm, open_draft in rows.left(task.name, arms).items():
-            found = right(open_draft(generator, prompt, config), prompt, answer, answer, arguments.gamma)
+        for arm, open_draft in rows.left(task.name, open_drafts).items():
+            found = right(open_draft(pair, prompt, config), prompt, answer, answer, arguments.gamma)
             num_accepted, num_proposed = accepted(found, arguments.gamma)
             values = {"num_right": sum(found), "num_accepted": num_accepted, "num_proposed": num_proposed}
             rows.add(task.name, arm, {"num_tokens": len(prompt), "num_answer": len(answer), **values})
 
 
-def summarise(rows: Rows, arms: Sequence[str]) -> dict[str, Any]:
-    """By arm: mean shares over prompts, and 95 % of bootstrap samples of the difference to "full"."""
-    whole = rows.of_arm("full")
-    report: dict[str, Any] = {"n": len(whole)}
-    for arm in arms:
-        own = [(row, whole[key]) for key, row in rows.of_arm(arm).items() if key in whole]
+def summarise(rows: Rows, of_arms: Sequence[str]) -> dict[str, Any]:
+    """By arm: mean shares over prompts, and 95 % of bootstrap samples of the difference to "full".
+
+    Raises
+    ------
+    ValueError
+        Where an arm and "full" have no prompt in common.
+    """
+    report: dict[str, Any] = {"n": len(rows.of_arm("full"))}
+    for arm in of_arms:
+        own = rows.pairs(arm, "full")
+        if not own:
+            raise ValueError(
+                f"no row of {arm}: --answers holds no long enough answer to one of these prompts, or --minutes ended"
+            )
         found: dict[str, Any] = {}
         for name, part, of in (("right", "num_right", "num_answer"), ("accepted", "num_accepted", "num_proposed")):
-            pairs = [(row[part] / row[of], other[part] / other[of]) for row, other in own]
-            found[name] = mean(one for one, _ in pairs)
-            found[f"{name}_over_full"] = interval([one - other for one, other in pairs])
+            shares = [(row[part] / row[of], other[part] / other[of]) for row, other in own]
+            found[name] = mean(one for one, _ in shares)
+            found[f"{name}_over_full"] = interval([one - other for one, other in shares])
         report[arm] = found
         print(
             f"{arm:8s} right {found['right']:.3f}  accepted {found['accepted']:.3f}  over full: "
@@ -112,8 +137,10 @@ def main() -> None:
     add_out_argument(parser)
     arguments = parser.parse_args()
     rows = Rows(arguments.rows, arguments.minutes)
-    measure(arguments, rows)
-    report = summarise(rows, list(library_arms(PrefillConfig())))
+    every = arms(PrefillConfig())
+    open_drafts = {"full": every["full"], "window": every["window"], "chosen": every[CHOSEN]}
+    measure(arguments, rows, open_drafts)
+    report = summarise(rows, list(open_drafts))
     print_report({"experiment": "real_slots", **describe(), "gamma": arguments.gamma, **report}, arguments.out)
 
 

@@ -32,6 +32,7 @@ from experiments.speed.draft_arms import NEVER, window_slots
 from spec_stack import PrefillConfig, SpecStackGenerator
 from spec_stack.decode.propose import propose
 from spec_stack.decode.sampler import Sampler
+from spec_stack.engine.pair import ModelPair
 from spec_stack.engine.slotted_draft import SlottedDraft
 from spec_stack.hf.model import CachedModel
 from spec_stack.prefill.draft_slots import MOST_RESTORED, RENEW_EVERY, RENEW_WHERE_WRONG, choose_slots
@@ -58,55 +59,48 @@ def targets_own(generator: SpecStackGenerator, prompt: list[int], answer: list[i
     return [int(token) for token in target.forward(ids, range(len(ids)), len(answer)).argmax(-1)]
 
 
-Open = Callable[[SpecStackGenerator, list[int], PrefillConfig], Any]
+Open = Callable[[ModelPair, list[int], PrefillConfig], Any]
 
 
 def _slotted(
     choose: Any,
     renew: tuple[int, int, int],
-    generator: SpecStackGenerator,
+    pair: ModelPair,
     prompt: list[int],
     config: PrefillConfig,
 ) -> SlottedDraft:
-    draft = generator.pair.open_index(config.prefill_chunk)
+    draft = pair.open_index(config.prefill_chunk)
     return SlottedDraft(draft, prompt, config.draft_slots, choose, renew[:2], renew[2])
 
 
-def _full(generator: SpecStackGenerator, prompt: list[int], config: PrefillConfig) -> CachedModel:
-    return generator.pair.open_index(config.prefill_chunk)
+def _full(pair: ModelPair, prompt: list[int], config: PrefillConfig) -> CachedModel:
+    return pair.open_index(config.prefill_chunk)
 
 
-def _by_attention(generator: SpecStackGenerator, prompt: list[int], config: PrefillConfig) -> CachedModel:
-    draft = generator.pair.open_index(config.prefill_chunk)
+def _by_attention(pair: ModelPair, prompt: list[int], config: PrefillConfig) -> CachedModel:
+    draft = pair.open_index(config.prefill_chunk)
     look_ahead = partial(propose, draft, sampler=Sampler(), end_ids=())
     scoring = PrefillConfig(keep_rate=config.draft_slots / len(prompt))
-    score_prompt(draft, prompt, look_ahead, scoring, (), None, None, generator.pair.pieces(prompt))
+    score_prompt(draft, prompt, look_ahead, scoring, (), None, None, pair.pieces(prompt))
     return draft
 
 
 _SOONER = ((8, 64), (16, 64), (8, 32), (16, 32))
+CHOSEN = f"{RENEW_EVERY}, {RENEW_WHERE_WRONG}, {MOST_RESTORED}"
+"""The arm of the library's own slots."""
 
 
-def library_arms(config: PrefillConfig) -> dict[str, Open]:
-    """The whole prompt, a window of as many slots as are chosen, and the slots that the library chooses."""
+def arms(config: PrefillConfig) -> dict[str, Open]:
     sinks = config.keep_first * config.chunk_size
     words = partial(choose_slots, chunk_size=config.chunk_size, num_sinks=sinks)
     return {
         "full": _full,
         "window": partial(_slotted, partial(window_slots, num_sinks=sinks), (32, 32, 64)),
-        "chosen": partial(_slotted, words, (RENEW_EVERY, RENEW_WHERE_WRONG, MOST_RESTORED)),
-    }
-
-
-def arms(config: PrefillConfig) -> dict[str, Open]:
-    words = partial(choose_slots, chunk_size=config.chunk_size, num_sinks=config.keep_first * config.chunk_size)
-    library = library_arms(config)
-    return {
-        **{name: library[name] for name in ("full", "window")},
         "attention": _by_attention,
         "once": partial(_slotted, words, (*NEVER, 64)),
         **{f"every {every}": partial(_slotted, words, (every, every, 64)) for every in (8, 32)},
         **{f"64, {every}, {most}": partial(_slotted, words, (64, every, most)) for every, most in _SOONER},
+        CHOSEN: partial(_slotted, words, (RENEW_EVERY, RENEW_WHERE_WRONG, MOST_RESTORED)),
     }
 
 
@@ -157,7 +151,7 @@ def main() -> None:
                 own = targets_own(generator, prompt, answer)
                 for name, open_draft in chosen.items():
                     started = process_time()
-                    draft = open_draft(generator, prompt, config)
+                    draft = open_draft(generator.pair, prompt, config)
                     draft.rollback(max(0, draft.next_position - len(prompt) + 1))
                     pieces: list[int] = []
                     draft.on_piece = lambda num_tokens, share, pieces=pieces: share < 1 or pieces.append(num_tokens)
