@@ -9,11 +9,7 @@ import pytest
 from PIL import Image
 
 from experiments.common import headlines, plot_overview, results
-from tests.support.pages import ROOT
-
-
-def result(name: str) -> Any:
-    return json.loads((ROOT / "experiments" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+from tests.support.pages import ROOT, result
 
 
 def latency() -> list[str]:
@@ -108,70 +104,6 @@ def test_the_page_of_support_shows_what_pretrained_weights_answered(checkpoint: 
     runs = [result(f"pretrained_{checkpoint}_{precision}") for precision in ("fp32", "bf16")]
     cells = [f"{own['same']['plain']} and {own['same']['speculation']} of {own['n']}" for own in runs]
     assert f"| {' | '.join([name, *cells])} |" in (ROOT / "docs" / "support.md").read_text(encoding="utf-8")
-
-
-def chosen_anew() -> list[str]:
-    found = result("draft_choice")["result"]
-    arms, kinds = ("full", "window", "attention", "once", "64, 8, 64"), ("go on", "quote", "topics")
-
-    def cell(length: int, arm: str) -> str:
-        shares = " / ".join(f"{100 * found[f'{length} {kind}'][arm]['right']:.0f}" for kind in kinds)
-        return f"**{shares}**" if arm == arms[-1] else shares
-
-    return [f"| {n:,} | " + " | ".join(cell(n, arm) for arm in arms) + " |" for n in (1500, 2000, 4000, 8000)]
-
-
-def by_length() -> list[str]:
-    fixed, default = (result("decode_collapse")["pair_table"][policy] for policy in ("fixed", "default"))
-    rows = []
-    for cell, arms in fixed.items():
-        length, _, kind = cell.partition(" ")
-        speeds = {
-            arm: f"{arms[arm]['over_plain']:.2f} / {default[cell][arm]['over_plain']:.2f}"
-            for arm in ("full", "window", "words", "attention", "chosen")
-        }
-        speeds["chosen"] = f"**{speeds['chosen']}**"
-        accepted = " / ".join(f"{100 * arms[arm]['acceptance_rate']:.0f}" for arm in ("full", "window", "chosen"))
-        name = f"{int(length):,}, {kind.replace('go on', 'goes on')}"
-        start = f"| {name} | {arms['plain']['tokens_per_s']:.3g} | "
-        rows.append(start + " | ".join(speeds.values()) + f" | {accepted} % |")
-    return rows
-
-
-def by_length_on_a_real_pair() -> list[str]:
-    found = result("decode_collapse_real")["pair_table"]["fixed"]
-    rows = []
-    for cell, arms in found.items():
-        length, _, kind = cell.partition(" ")
-        full, chosen = arms["full"], arms["chosen"]
-        values = [f"{int(length):,}, {kind.replace('go on', 'goes on')}", f"{arms['plain']['tokens_per_s']:.2f}"]
-        for name in ("over_plain", "over_plain_with_reading"):
-            values.append(f"{full[name]:.2f} / **{chosen[name]:.2f}**")
-        values.append(f"{full['reads_s']:.1f} / {chosen['reads_s']:.1f}")
-        values.append(f"{100 * full['acceptance_rate']:.0f} / {100 * chosen['acceptance_rate']:.0f} %")
-        rows.append("| " + " | ".join(values) + " |")
-    return rows
-
-
-def given_answers() -> list[str]:
-    found = result("real_slots")
-    ranges = [
-        f"({low:+.3f} to {high:+.3f})"
-        for low, high in (found[arm]["accepted_over_full"] for arm in ("chosen", "window"))
-    ]
-    full, chosen, window = (f"{found[arm]['accepted']:.3f}" for arm in ("full", "chosen", "window"))
-    return [
-        f"{full} with the whole prompt, **{chosen}** with chosen slots {ranges[0]}",
-        f"{window} with a window {ranges[1]}",
-    ]
-
-
-@pytest.mark.parametrize("rows", [chosen_anew, by_length, by_length_on_a_real_pair, given_answers])
-def test_the_page_of_long_contexts_has_the_committed_tables(rows: Any) -> None:
-    text = (ROOT / "docs" / "long-contexts.md").read_text(encoding="utf-8")
-    made = rows()
-    assert made
-    assert [row for row in made if row not in text] == []
 
 
 def test_the_picture_shows_the_committed_figures() -> None:

@@ -1,0 +1,129 @@
+"""The tables of the pages about long contexts and serving are those of experiments/results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from tests.support.pages import ROOT, result
+
+
+def named(cell: str) -> str:
+    """A cell as pages name it: "8000 go on" is "8,000, goes on"."""
+    length, _, kind = cell.partition(" ")
+    return f"{int(length):,}, {kind.replace('go on', 'goes on')}"
+
+
+def row(values: Iterable[str]) -> str:
+    return f"| {' | '.join(values)} |"
+
+
+def chosen_anew() -> list[str]:
+    found = result("draft_choice")["result"]
+    arms, kinds = ("full", "window", "attention", "once", "64, 8, 64"), ("go on", "quote", "topics")
+
+    def cell(length: int, arm: str) -> str:
+        shares = " / ".join(f"{100 * found[f'{length} {kind}'][arm]['right']:.0f}" for kind in kinds)
+        return f"**{shares}**" if arm == arms[-1] else shares
+
+    return [row([f"{n:,}", *(cell(n, arm) for arm in arms)]) for n in (1500, 2000, 4000, 8000)]
+
+
+def by_length() -> list[str]:
+    fixed, default = (result("decode_collapse")["pair_table"][policy] for policy in ("fixed", "default"))
+    rows = []
+    for cell, arms in fixed.items():
+        speeds = {
+            arm: f"{arms[arm]['over_plain']:.2f} / {default[cell][arm]['over_plain']:.2f}"
+            for arm in ("full", "window", "words", "attention", "chosen")
+        }
+        speeds["chosen"] = f"**{speeds['chosen']}**"
+        accepted = " / ".join(f"{100 * arms[arm]['acceptance_rate']:.0f}" for arm in ("full", "window", "chosen"))
+        rows.append(row([named(cell), f"{arms['plain']['tokens_per_s']:.3g}", *speeds.values(), f"{accepted} %"]))
+    return rows
+
+
+def by_length_on_a_real_pair() -> list[str]:
+    found = result("decode_collapse_real")["pair_table"]["fixed"]
+    rows = []
+    for cell, arms in found.items():
+        full, chosen = arms["full"], arms["chosen"]
+        values = [named(cell), f"{arms['plain']['tokens_per_s']:.2f}"]
+        for name in ("over_plain", "over_plain_with_reading"):
+            values.append(f"{full[name]:.2f} / **{chosen[name]:.2f}**")
+        values.append(f"{full['reads_s']:.1f} / {chosen['reads_s']:.1f}")
+        values.append(f"{100 * full['acceptance_rate']:.0f} / {100 * chosen['acceptance_rate']:.0f} %")
+        rows.append(row(values))
+    return rows
+
+
+def given_answers() -> list[str]:
+    found = result("real_slots")
+    ranges = [
+        f"({low:+.3f} to {high:+.3f})"
+        for low, high in (found[arm]["accepted_over_full"] for arm in ("chosen", "window"))
+    ]
+    full, chosen, window = (f"{found[arm]['accepted']:.3f}" for arm in ("full", "chosen", "window"))
+    return [
+        f"{full} with the whole prompt, **{chosen}** with chosen slots {ranges[0]}",
+        f"{window} with a window {ranges[1]}",
+    ]
+
+
+def by_size() -> list[str]:
+    rows = []
+    for length, own in result("decode_shapes")["random"]["table"].items():
+        whole, slots, speeds = own["full"], own["chosen"], own["tokens_per_s"]
+        steps = f"{1e3 * whole['target_1_s']:.0f} / {1e3 * whole['target_block_s']:.0f}"
+        drafts = f"{1e3 * whole['draft_1_s']:.0f} / **{1e3 * slots['draft_1_s']:.0f}**"
+        told = (f"{speeds['plain']:.2f}", f"{speeds['full']:.2f}", f"**{speeds['chosen']:.2f}**")
+        rows.append(row([f"{int(length) // 1000}K", steps, drafts, *told]))
+    return rows
+
+
+def on_a_server() -> list[str]:
+    arms = result("draft_slots_server")["parts"]["lengths"]
+    rows = []
+    for cell in arms["off"]:
+        length, _, at_once = cell.partition(" x ")
+        each = [own[cell] for own in arms.values()]
+        assert all(own["as_off"] for own in each)
+        *others, slots = (f"{own['tokens_per_s']:.1f}" for own in each)
+        accepted = " / ".join(f"{100 * own['accepted']:.0f}" for own in each[1:])
+        first = " / ".join(f"{own['ttft_s']:.1f}" for own in each)
+        rows.append(row([f"{int(length):,} × {at_once}", *others, f"**{slots}**", f"{accepted} %", first]))
+    return rows
+
+
+def turns_of_a_real_pair() -> list[str]:
+    rows = []
+    for cell, own in result("real_pair")["turns"].items():
+        length, turn = cell.split(", turn ")
+        waits = [f"{own['SPEC_STACK']['ttft_s']:.1f}"]
+        for arm in ("off", "STANDALONE"):
+            middle, least, most = own[arm]["over_spec_stack"]
+            waits.append(f"{own[arm]['ttft_s']:.1f} ({middle:.2f} [{least:.2f}, {most:.2f}])")
+        right = ", ".join(str(own[arm]["right"]) for arm in ("SPEC_STACK", "off", "STANDALONE"))
+        rows.append(row([f"{int(length):,}, {turn}", str(own["n"]), *waits, right]))
+    return rows
+
+
+def memory_of_a_real_pair() -> list[str]:
+    held = {arm: f"{value / 1e3:.1f}" for arm, value in result("real_pair")["memory_mb"].items()}
+    return [f"{held['SPEC_STACK']} GB, STANDALONE {held['STANDALONE']}, no speculation {held['off']}"]
+
+
+_TABLES = {
+    "long-contexts": (chosen_anew, by_length, by_length_on_a_real_pair, given_answers, by_size, on_a_server),
+    "serving": (turns_of_a_real_pair, memory_of_a_real_pair),
+}
+
+
+@pytest.mark.parametrize(("page", "rows"), [(page, each) for page, of_page in _TABLES.items() for each in of_page])
+def test_a_page_has_the_committed_tables(page: str, rows: Any) -> None:
+    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    made = rows()
+    assert made
+    assert [each for each in made if each not in text] == []
