@@ -3,8 +3,11 @@
 Forty answers of each length to a draft whose tokens are accepted with a known chance: steps take
 plain * (1 + 0.02 per verified token) and `ratio` * plain per drafted token, each with 10 % noise, and a draft that is
 behind takes 30 us a token to catch up. "running" keeps one policy, "fresh" makes one for every answer. Plain time over
-the policy's, prefill included. Then a conversation whose context grows over eight turns, and shrinks again: its steps
-take the longer the more slots each model attends to. Takes under a minute; timing on a machine is bench_floor.py's.
+the policy's, prefill included. Then answers behind 8,000 tokens of which the draft sees chosen slots, at a pretrained
+pair's costs: a drafted token takes 0.35 of a plain step, reading the slots nine, and texts of two kinds may come in
+turn; plain time over the policy's, without the prefill. Then a conversation whose context grows over eight turns, and
+shrinks again: its steps take the longer the more slots each model attends to. Takes under a minute; timing on a machine
+is bench_floor.py's.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from spec_stack.controller.registry import make_policy
 PLAIN_S = 3e-3
 READ_S = 30e-6
 LENGTHS = (8, 24, 128)
+SLOT_LENGTHS = (32, 96, 256)
 TURNS = (1_000, 2_000, 4_000, 8_000, 32_000, 1_000, 16_000, 32_000)
 
 
@@ -29,9 +33,9 @@ TURNS = (1_000, 2_000, 4_000, 8_000, 32_000, 1_000, 16_000, 32_000)
 class Pair:
     """A draft: its seconds per token over a plain step's, what it says of its tokens, and the chance that it is right.
 
-    num_prompt_tokens: that it has to catch up on; prefill_s: what they take the target. per_slot: by what share of it a
-    forward of the target, and of the draft, takes longer for every slot that it attends to; draft_slots: at most so
-    many in the draft.
+    num_prompt_tokens: that it has to catch up on, at read_s each; num_prefilled, prefill_s: what the target took in,
+    and its time. per_slot: by what share of it a forward of the target, and of the draft, takes longer for every slot
+    that it attends to; draft_slots: at most so many in the draft.
     """
 
     ratio: float
@@ -41,6 +45,8 @@ class Pair:
     prefill_s: float = 3e-3
     per_slot: tuple[float, float] = (0.0, 0.0)
     draft_slots: int = 1 << 30
+    read_s: float = READ_S
+    num_prefilled: int = 0
 
 
 def varied(rng: random.Random) -> float:
@@ -49,6 +55,17 @@ def varied(rng: random.Random) -> float:
 
 def sure(rng: random.Random) -> float:
     return 0.99
+
+
+def about(chance: float) -> Callable[[random.Random], float]:
+    """Confidences that vary widely about a mean."""
+    return lambda rng: min(max(rng.betavariate(2 * chance, 2 * (1 - chance)), 0.02), 0.995)
+
+
+def over_slots(chance: float) -> Pair:
+    """A draft of which that share is right, and which knows it."""
+    read_s, prefill_s = 9 * PLAIN_S / 512, 370 * PLAIN_S
+    return Pair(0.35, about(chance), lambda said: said, 512, prefill_s, read_s=read_s, num_prefilled=8000)
 
 
 CASES = {
@@ -61,6 +78,13 @@ CASES = {
     "temperature 1, half as good": Pair(0.288, varied, lambda said: 0.5 * said),
     "useless and sure, 1,800-token prompt": Pair(0.288, sure, lambda said: 0.02, 1800, 0.12),
     "good, 1,800-token prompt": Pair(0.288, varied, lambda said: said, 1800, 0.12),
+}
+SLOTS = {
+    "useless": [over_slots(0.05)],
+    "half right": [over_slots(0.55)],
+    "0.7 right": [over_slots(0.7)],
+    "0.9 right": [over_slots(0.9)],
+    "half and 0.9 right in turn": [over_slots(0.55), over_slots(0.9)],
 }
 # A draft of few layers over a long text is soon as dear as the target: what it drafts there is lost.
 GROWING = {
@@ -86,7 +110,8 @@ def answer(
         gamma = len(signals)
         return StepRecord("r", step, policy.name, "fp32", "", step == 0, 1.0, gamma, num_accepted, num_accepted + 1,
                           signals, draft_s, verify_s, 1e-5, read_prompt, 0, num_unread if gamma else 0,
-                          num_target_slots=num_cached, num_draft_slots=num_draft_slots)  # fmt: skip
+                          num_target_slots=num_cached, num_draft_slots=num_draft_slots,
+                          num_prefilled=0 if step else pair.num_prefilled)  # fmt: skip
 
     last = record(0, DraftSignals(), 0, 0.0, pair.prefill_s, 0, False)
     policy.observe(last)
@@ -104,7 +129,7 @@ def answer(
             if len(signals) < most and not policy.keep_drafting(context, signals):
                 break
         gamma = len(signals)
-        draft_s = (gamma * draft_s_each + READ_S * (num_unread - 1)) * rng.uniform(0.9, 1.1) if gamma else 0.0
+        draft_s = (gamma * draft_s_each + pair.read_s * (num_unread - 1)) * rng.uniform(0.9, 1.1) if gamma else 0.0
         verify_s = target_s * (1 + 0.02 * gamma) * rng.uniform(0.9, 1.1)
         read_prompt = gamma > 0 and 0 < pair.num_prompt_tokens < num_unread
         last = record(step, signals, num_accepted, draft_s, verify_s, num_unread, read_prompt)
@@ -125,6 +150,19 @@ def over_plain(name: str, pair: Pair, num_tokens: int, is_fresh: bool) -> float:
         plain += plain_s
         ours += seconds
     return plain / ours
+
+
+def slots_over_plain(name: str, pairs: Sequence[Pair], num_tokens: int, num_seeds: int = 5) -> list[float]:
+    """Plain time over the policy's for twenty answers to pairs in turn: the mean, least and most of seeds."""
+    ratios = []
+    for seed in range(num_seeds):
+        rng, policy = random.Random(seed), make_policy(name)
+        runs = [
+            (pair.prefill_s, answer(policy, pair, num_tokens, rng)) for pair in (pairs * 20)[seed % len(pairs) :][:20]
+        ]
+        plain, ours = (sum(run[at] - prefill_s for prefill_s, run in runs) for at in (2, 1))
+        ratios.append(plain / ours)
+    return [sum(ratios) / num_seeds, min(ratios), max(ratios)]
 
 
 def turns_over_plain(
@@ -153,12 +191,29 @@ def main() -> None:
         print(
             f"{name:38s}" + "".join(f"{f'{running:.3f}, {fresh:.3f}':>28s}" for running, fresh in result[name].values())
         )
+    print(f"\n{'slots of 8,000 tokens':38s}" + "".join(f"{f'{length} tokens':>24s}" for length in SLOT_LENGTHS))
+    slots = {
+        name: {length: slots_over_plain(arguments.policy, pairs, length) for length in SLOT_LENGTHS}
+        for name, pairs in SLOTS.items()
+    }
+    for name, row in slots.items():
+        print(
+            f"{name:38s}" + "".join(f"{f'{mean:.3f} [{low:.2f}, {high:.2f}]':>24s}" for mean, low, high in row.values())
+        )
     print(f"\n{'a conversation of 128-token answers':38s}" + "".join(f"{length:>9,d}" for length in TURNS))
     growing = {name: turns_over_plain(arguments.policy, pair) for name, pair in GROWING.items()}
     for name, ratios in growing.items():
         print(f"{name:38s}" + "".join(f"{ratio:9.3f}" for ratio in ratios))
     print(
-        json.dumps({"experiment": "simulate_floor", "policy": arguments.policy, "result": result, "growing": growing})
+        json.dumps(
+            {
+                "experiment": "simulate_floor",
+                "policy": arguments.policy,
+                "result": result,
+                "slots": slots,
+                "growing": growing,
+            }
+        )
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 _KEEP = 0.97
+"""Of what was seen, with every step that is taken in."""
 _IDLE_KEEP = 0.99
 
 
@@ -21,10 +22,12 @@ class RequestRate:
         The time that the start is worth.
     shared_weight : float
         The time that all requests' rate is worth beside this one's own.
+    keep : float
+        What is kept of the past with every step.
     """
 
-    def __init__(self, start: float, weight: float, shared_weight: float = 4.0) -> None:
-        self._start, self._weight, self._shared_weight = start, weight, shared_weight
+    def __init__(self, start: float, weight: float, shared_weight: float = 4.0, keep: float = _KEEP) -> None:
+        self._start, self._weight, self._shared_weight, self._keep = start, weight, shared_weight, keep
         self._shared = (0.0, 0.0)
         self._own = (0.0, 0.0)
 
@@ -34,8 +37,8 @@ class RequestRate:
 
     def add(self, num_tokens: float, time: float) -> None:
         """Take in a step."""
-        self._shared = _aged(self._shared, _KEEP, num_tokens, time)
-        self._own = _aged(self._own, _KEEP, num_tokens, time)
+        self._shared = _aged(self._shared, self._keep, num_tokens, time)
+        self._own = _aged(self._own, self._keep, num_tokens, time)
 
     def fade(self) -> None:
         """Let what was seen weigh less against what will be."""
@@ -45,15 +48,8 @@ class RequestRate:
     @property
     def value(self) -> float:
         """Tokens per unit of time."""
-        return self._from(self._start)
-
-    def without_hope(self, start: float) -> float:
-        """The same from a lower start, where anything was seen."""
-        return self._from(start) if self._shared[1] else self.value
-
-    def _from(self, start: float) -> float:
         tokens, time = self._shared
-        shared = (tokens + start * self._weight) / (time + self._weight)
+        shared = (tokens + self._start * self._weight) / (time + self._weight)
         tokens, time = self._own
         return (tokens + shared * self._shared_weight) / (time + self._shared_weight)
 

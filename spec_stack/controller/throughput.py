@@ -29,8 +29,10 @@ _CHECK_EVERY = 32
 # What a draft nobody has tried is taken to bring, worth so many plain steps, and its prefill to take of the target's.
 _START_SPEEDUP = 1.3
 _START_WEIGHT = 6.0
-# The same once it was tried, where it would have to read a long prompt for it.
-_READ_SPEEDUP = 1.1
+# The same guess of what answers gain with a draft, all their steps together, and what is kept of it with every step:
+# texts differ, so that an answer of a hundred tokens is no judge of the next.
+_ANSWER_WEIGHT = 64.0
+_ANSWER_KEEP = 0.998
 # Tokens that the guess is worth that nothing is copied.
 _NOT_COPIED = 100.0
 # Plain steps' time of a request that count as much as all that was achieved before.
@@ -51,33 +53,38 @@ def _unrated() -> deque[StepRecord]:
 class _Measured:
     """The measurements at one precision and length of the context.
 
-    achieved: of steps without a look-up. drafting: of those that drafted, by the draft's tokens alone. Both in tokens
-    per plain step, of this request first. copied: share of the tokens that were looked up. missed_s: what drafting
-    would have saved in this request's plain steps. idle_s: of steps since the draft was last measured. unrated: steps
-    from before the costs are known, when there is no telling a stall from a step. read_s: seconds per token that the
-    draft has to catch up on.
+    achieved: of steps without a look-up. drafting: of those that drafted, by the draft's tokens alone. with_draft: of
+    achieved, from a request's first drafted token on. All in tokens per plain step, of this request first. copied:
+    share of the tokens that were looked up. missed_s: what drafting would have saved in this request's plain steps.
+    idle_s: of steps since the draft was last measured. unrated: steps from before the costs are known, when there is no
+    telling a stall from a step. read_s: seconds per token that the draft has to catch up on. has_drafted: in this
+    request.
     """
 
     cost: StepCostModel
     achieved: RequestRate = field(default_factory=lambda: RequestRate(1.0, _START_WEIGHT, _SHARED_WEIGHT))
     drafting: RequestRate = field(default_factory=lambda: RequestRate(_START_SPEEDUP, _START_WEIGHT))
+    with_draft: RequestRate = field(
+        default_factory=lambda: RequestRate(_START_SPEEDUP, _ANSWER_WEIGHT, keep=_ANSWER_KEEP)
+    )
     copied: RequestRate = field(default_factory=lambda: RequestRate(0.0, _NOT_COPIED))
     missed_s: float = 0.0
     idle_s: float = 0.0
     unrated: deque[StepRecord] = field(default_factory=_unrated)
     read_s: float | None = None
+    has_drafted: bool = False
 
     def begin_request(self) -> None:
         """Make what the last request showed shared knowledge."""
-        self.achieved.begin_request()
-        self.drafting.begin_request()
-        self.copied.begin_request()
-        self.missed_s = 0.0
+        for rate in (self.achieved, self.drafting, self.with_draft, self.copied):
+            rate.begin_request()
+        self.missed_s, self.has_drafted = 0.0, False
 
     def observe_read(self, record: StepRecord) -> None:
         """Take in what it took the draft to catch up on many tokens."""
         seconds = max(record.draft_s - self.cost.draft_s(record.num_drafted), 0.0) / record.num_unread
         self.read_s = seconds if self.read_s is None else self.read_s + 0.3 * (seconds - self.read_s)
+        self.has_drafted = True
 
     def observe(self, record: StepRecord) -> None:
         """Take in the times of a decode step."""
@@ -104,6 +111,9 @@ class _Measured:
         num_plain_steps = min(max(step.seconds - caught_up_s - looked_up_s, 0.0), bound) / self.cost.plain_s
         num_tokens = step.num_drafted_accepted + 1
         self.achieved.add(num_tokens, num_plain_steps)
+        self.has_drafted |= step.num_drafted > 0
+        if self.has_drafted:
+            self.with_draft.add(num_tokens, num_plain_steps)
         if step.num_drafted:
             self.drafting.add(num_tokens, num_plain_steps)
         else:
@@ -112,23 +122,23 @@ class _Measured:
 
 
 class AnswerLength:
-    """How long answers usually are, since max_tokens is but a bound. Mutated by `observe`."""
+    """How long answers usually are, since max_tokens is but a bound, and this one is. Mutated by `observe`."""
 
     def __init__(self) -> None:
         self._typical = _TYPICAL_ANSWER
-        self._num_tokens = 0
+        self.num_tokens = 0
 
     def observe(self, record: StepRecord) -> None:
         """A prefill step ends the answer before it."""
         if record.is_prefill:
-            if self._num_tokens:
-                self._typical += 0.2 * (self._num_tokens - self._typical)
-            self._num_tokens = 0
-        self._num_tokens += record.num_tokens
+            if self.num_tokens:
+                self._typical += 0.2 * (self.num_tokens - self._typical)
+            self.num_tokens = 0
+        self.num_tokens += record.num_tokens
 
     def expected_left(self, most: int) -> float:
         """Tokens that are probably still to come; an answer that is longer than usual is taken to be half done."""
-        return min(float(most), max(self._typical - self._num_tokens, float(self._num_tokens)))
+        return min(float(most), max(self._typical - self.num_tokens, float(self.num_tokens)))
 
 
 @dataclass
@@ -145,9 +155,9 @@ class Throughput(Policy):
     expectation is an average of what this request showed, what all did, and a start; what was seen weighs less with
     every step that drafts nothing, so a useless draft is tried again after a time that grows with what it has lost.
     A draft that is many tokens behind, as after a dense prefill, drafts only where what the answer can still save is
-    more than catching up takes; where much has been copied lately, it waits until the plain steps without it have cost
-    that share of the catching up, since a text that look-ups write needs no draft. How long answers are is learned,
-    since max_tokens is but a bound.
+    more than catching up takes, by what whole answers gained with it; where much has been copied lately, it waits until
+    the plain steps without it have cost that share of the catching up, since a text that look-ups write needs no draft.
+    How long answers are is learned, since max_tokens is but a bound.
 
     Parameters
     ----------
@@ -206,17 +216,25 @@ class Throughput(Policy):
         if not state.cost.ready_to_verify:
             return read_s == 0.0
         speedup = state.drafting.value
-        if speedup <= _LEAST_SPEEDUP:
+        # Whether to read a prompt is told by whole answers, not by the last tokens of another text.
+        if speedup <= _LEAST_SPEEDUP and context.num_unread <= self._answers.num_tokens + _LONG_READ:
             self._num_since_plain = 0
-            return state.idle_s * _TRY_SHARE > state.cost.per_token_s() + read_s
+            return self._may_try(state, read_s)
         self._num_since_plain += 1
         if state.cost.ready and speedup < _CLEAR_SPEEDUP and self._num_since_plain > _CHECK_EVERY:
             self._num_since_plain = 0
             return False
-        if read_s == 0.0:
-            return True
-        speedup = state.drafting.without_hope(_READ_SPEEDUP)
-        copied, saved_s = state.copied.value, state.cost.base_s * (1 - 1 / speedup)
+        return read_s == 0.0 or self._may_try(state, read_s) or self._saves(context, state, read_s)
+
+    @staticmethod
+    def _may_try(state: _Measured, read_s: float) -> bool:
+        """Return whether so much time has gone by without the draft that one token of it may be tried."""
+        return state.idle_s * _TRY_SHARE > state.cost.per_token_s() + read_s
+
+    def _saves(self, context: StepContext, state: _Measured, read_s: float) -> bool:
+        """Return whether what is left of the answer is expected to save more than catching up takes."""
+        copied = state.copied.value
+        saved_s = state.cost.base_s * (1 - 1 / max(state.with_draft.value, 1.0))
         if state.missed_s + saved_s < copied * read_s:
             return False
         left = self._answers.expected_left(context.max_gamma + 1) * (1 - copied)

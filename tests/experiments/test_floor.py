@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from experiments.policies.simulate_floor import CASES, over_plain
+from experiments.policies.simulate_floor import CASES, SLOTS, over_plain, slots_over_plain
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -21,3 +21,11 @@ def test_a_good_draft_is_made_use_of_at_once_too() -> None:
 
 def test_a_policy_without_a_floor_is_caught() -> None:
     assert over_plain("confidence", CASES["useless and sure"], 24, is_fresh=False) < 0.5
+
+
+@pytest.mark.parametrize(
+    ("case", "least"), [("0.9 right", 1.45), ("half and 0.9 right in turn", 1.15), ("useless", 0.97)]
+)
+def test_slots_are_read_where_whole_answers_gain_by_it(case: str, least: float) -> None:
+    """One text on which the draft is no help does not end it for the next, and a useless one is seldom read."""
+    assert slots_over_plain("throughput", SLOTS[case], 96)[1] > least
