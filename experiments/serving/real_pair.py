@@ -137,9 +137,18 @@ def check(folder: str, rows: Mapping[str, Mapping[str, Sequence[Sequence[Row]]]]
     """Compare first replies with Transformers; print and return where they part."""
     target = Target(Path(folder), precision)
     report: dict[str, Any] = {}
+    # The same reply to the same prompt, as two arms without pruning should give it, is compared once.
+    known: dict[str, list[float] | None] = {}
+
+    def found(row: Row) -> list[float] | None:
+        key = repr([row[name] for name in ("prompt_ids", "kept_spans", "output_ids")])
+        if key not in known:
+            known[key] = parting(target, row)
+        return known[key]
+
     for length, by_arm in rows.items():
         for arm, every in by_arm.items():
-            partings = [parting(target, turns[0]) for turns in every]
+            partings = [found(turns[0]) for turns in every]
             num_tokens = sum(len(turns[0]["output_ids"]) for turns in every)
             report[f"{length}, {arm}"] = {"n": len(every), "tokens": num_tokens, "partings": partings}
             same = sum(each is None for each in partings)
