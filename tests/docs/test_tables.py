@@ -46,13 +46,14 @@ def by_length() -> list[str]:
 
 
 def by_length_on_a_real_pair() -> list[str]:
-    found = result("decode_collapse_real")["pair_table"]["fixed"]
+    fixed, default = (result("decode_collapse_real")["pair_table"][policy] for policy in ("fixed", "default"))
     rows = []
-    for cell, arms in found.items():
-        full, chosen = arms["full"], arms["chosen"]
+    for cell, arms in fixed.items():
         values = [named(cell), f"{arms['plain']['tokens_per_s']:.2f}"]
-        for name in ("over_plain", "over_plain_with_reading"):
-            values.append(f"{full[name]:.2f} / **{chosen[name]:.2f}**")
+        for own in (arms, default[cell]):
+            for name in ("over_plain", "over_plain_with_reading"):
+                values.append(f"{own['full'][name]:.2f} / **{own['chosen'][name]:.2f}**")
+        full, chosen = arms["full"], arms["chosen"]
         values.append(f"{full['reads_s']:.1f} / {chosen['reads_s']:.1f}")
         values.append(f"{100 * full['acceptance_rate']:.0f} / {100 * chosen['acceptance_rate']:.0f} %")
         rows.append(row(values))
