@@ -169,6 +169,18 @@ class Server:
         assert status == 200, reply
         return dict(reply)
 
+    def hang_up(self, input_ids: Sequence[int], **custom: Any) -> None:
+        """Ask for 2,000 tokens, and abort: again and again, since the first may come before the request does."""
+        body = {**generate_body(input_ids, 2000, **custom), "rid": f"hangs up {time.monotonic()}"}
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(self.post, "/generate", body)
+            while not asked.done():
+                time.sleep(0.3)
+                self.post("/abort_request", {"rid": body["rid"]})
+        status, reply = asked.result()
+        assert status == 200, reply
+        assert reply["meta_info"]["finish_reason"]["type"] == "abort"
+
     def chat(self, messages: Sequence[Mapping[str, str]], max_tokens: int = 24, **body: Any) -> dict[str, Any]:
         """A greedy chat completion; its one choice's meta info, with the text under "text"."""
         status, reply = self.post(

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -90,14 +88,7 @@ def _random_head(folder: Path) -> Path:
 def _check(server: Server, reference: Reference, environment: Mapping[str, str], num_uncached: int = 1) -> None:
     _check_single_requests(server, reference, num_uncached)
     _check_what_is_not_ours_to_set(server)
-    body = {**generate_body(reference.prompt(900, seed=44), 2000), "rid": "hangs up"}
-    with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(server.post, "/generate", body)
-        while not asked.done():
-            # The first may come before the request does.
-            time.sleep(0.3)
-            server.post("/abort_request", {"rid": body["rid"]})
-    assert asked.result()[1]["meta_info"]["finish_reason"]["type"] == "abort"
+    server.hang_up(reference.prompt(900, seed=44))
     traffic = Traffic(server, reference, NUM_REQUESTS // 5, seed=11, sets_gamma=False)
     traffic.run()
     assert not traffic.failures, traffic.failures[:3]

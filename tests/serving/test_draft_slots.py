@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from threading import Timer
 from typing import Any
 
 import pytest
@@ -123,12 +122,8 @@ def test_a_growing_conversation_keeps_the_targets_cache_and_its_tokens(slotted: 
 
 def test_nothing_is_left_behind_by_aborts_and_an_emptied_cache(slotted: Server, reference: Reference) -> None:
     prompts = [reference.prompt(300 + 200 * at, seed=70 + at) for at in range(3)]
-    for at, prompt in enumerate(prompts):
-        body = {**generate_body(prompt, 2000), "rid": f"aborted-{at}"}
-        Timer(0.3, slotted.post, ("/abort_request", {"rid": body["rid"]})).start()
-        status, reply = slotted.post("/generate", body)
-        assert status == 200
-        assert reply["meta_info"]["finish_reason"]["type"] == "abort"
+    for prompt in prompts:
+        slotted.hang_up(prompt)
     slotted.flush()
     replies = slotted.generate_all([(prompt, {"max_new_tokens": 12}) for prompt in prompts])
     for prompt, reply in zip(prompts, replies, strict=True):
