@@ -61,8 +61,8 @@ def test_prompts_of_clients_that_hang_up_are_not_scored(server: Server, referenc
     short = reference.prompt(40, seed=49)
     assert server.generate(short, 4)["output_ids"] == reference.tokens(short)[:4]
     _wait_until(lambda: server.state()["num_waiting_for_their_score"] == 0)
-    # The one that ran, and what a slow machine begins before it hears of the closed streams.
-    assert server.state()["num_requests"]["pruned"] <= before + 3
+    # The one that ran, and what a slow machine scores before it hears of the closed streams.
+    assert server.state()["num_requests"]["pruned"] <= before + len(clients) // 2
 
 
 def test_an_empty_cache_and_a_pause_find_no_scoring_in_their_way(server: Server, reference: Reference) -> None:
