@@ -21,6 +21,8 @@ _NOISE, _SHAPE, _DOUBLINGS, _OWN, _LEVEL = 0.15, 0.4, 2.5, 0.05, 4.0
 _PROFILE_NOISE = 0.08
 # From step to step: how far the level moves (load, longer texts), and the share of the shape that is forgotten.
 _MOVES, _FORGETS = 0.02, 0.0005
+# Once so many steps have been taken in, one in so many is, for all that passed: each costs a tenth of a millisecond.
+_MANY, _ONE_IN = 64, 4
 # Before anything is measured: a draft's forward takes so much of the target's, and so does every token over the first.
 _DRAFT_SHARE, _TOKEN_SHARE = 0.1, 0.02
 
@@ -56,7 +58,7 @@ class StepSeconds:
         self._log_seconds = np.log(np.array(forwards))
         self._begun: OrderedDict[int, tuple[int, int]] = OrderedDict()
         self._has_run: set[tuple[int, int]] = set()
-        self.num_seen = 0
+        self.num_seen = self.num_taken_in = 0
         for size, row in (profile or {}).items():
             for gamma, seconds in row.items():
                 if gamma in self._row:
@@ -99,6 +101,11 @@ class StepSeconds:
             self._has_run.add(shape)
             return
         self.num_seen += 1
+        if self.num_seen > _MANY:
+            if self.num_seen % _ONE_IN:
+                return
+            self._covariance += (_ONE_IN - 1) * self._drift
+        self.num_taken_in += 1
         self._covariance += self._drift
         self._take_in(batch_size, gamma, seconds * num_requests, _NOISE)
 
@@ -106,7 +113,7 @@ class StepSeconds:
         """One step of a Kalman filter."""
         at, weight = self._between(batch_size)
         at += self._row[gamma] * len(_SIZES)
-        shared = (1 - weight) * self._covariance[:, at] + weight * self._covariance[:, at + 1]
+        shared = (1 - weight) * self._covariance[at] + weight * self._covariance[at + 1]
         spread = (1 - weight) * shared[at] + weight * shared[at + 1] + noise**2
         expected = (1 - weight) * self._log_seconds[at] + weight * self._log_seconds[at + 1]
         furthest = 2 * math.sqrt(spread)

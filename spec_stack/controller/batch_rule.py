@@ -25,6 +25,8 @@ _MAX_REQUESTS = 4096
 _SURE = 0.15
 # One step in so many goes to the neighbour of the best that is least sure, since first steps may have misled.
 _PROBE_EVERY = 64
+# The share of the wait that another gamma must save: a change costs, and what is expected is never quite so.
+_WORTH_A_CHANGE = 0.03
 # Steps in a row that left no seconds, as all do under a load of short replies, before trying comes to an end.
 _MOST_IN_VAIN = 20
 Known = TypeVar("Known")
@@ -65,7 +67,7 @@ class BatchRule(Policy):
     """argmin over gamma of the sum over requests of a step's seconds over the tokens expected of it.
 
     A subclass says what is expected. Seconds are measured; a gamma that may well be the best, for all that is known of
-    its seconds, is tried.
+    its seconds, is tried. The last one holds where another saves too little.
 
     Parameters
     ----------
@@ -91,6 +93,9 @@ class BatchRule(Policy):
     profile: Mapping[Any, Mapping[Any, float]] | None = None
     _seconds: StepSeconds = field(init=False, repr=False)
     _num_chosen: int = field(init=False, repr=False, default=0)
+    # The newest that was chosen as the best, or as hardly worse.
+    _usual: int = field(init=False, repr=False, default=-1)
+    _num_considered: int = field(init=False, repr=False, default=-1)
     _in_vain: int = field(init=False, repr=False, default=0)
     _last: LastMembers = field(init=False, repr=False, default_factory=LastMembers)
 
@@ -125,19 +130,28 @@ class BatchRule(Policy):
         gammas = [self._candidates[at] for at in usable]
         waits = self._seconds.expected(context.batch_size)[usable] * (1 / (1 + expected[:, gammas])).sum(axis=0)
         best = int(waits.argmin())
+        if self._usual in gammas and (1 - _WORTH_A_CHANGE) * waits[gammas.index(self._usual)] < waits[best]:
+            best = gammas.index(self._usual)
+        self._usual = gammas[best]
         self._in_vain += 1
         if self._in_vain > _MOST_IN_VAIN and not self._seconds.num_seen:
-            # No step had known seconds: the usual gamma then.
+            # No step had known seconds: the default gamma then.
             return max((gamma for gamma in gammas if gamma <= DecodeConfig.gamma), default=gammas[0])
-        tried = self._to_try(self._seconds.doubt(context.batch_size, usable[best])[usable], np.log(waits / waits[best]))
+        self._num_chosen += 1
+        is_probe = self._num_chosen % _PROBE_EVERY == 0
+        if self._seconds.num_taken_in == self._num_considered and not is_probe:
+            # Nothing new is known of any gamma's seconds.
+            return gammas[best]
+        self._num_considered = self._seconds.num_taken_in
+        doubt = self._seconds.doubt(context.batch_size, usable[best])[usable]
+        tried = self._to_try(doubt, np.log(waits / waits[best]), is_probe)
         return gammas[best if tried is None else tried]
 
-    def _to_try(self, doubt: Floats, worse: Floats) -> int | None:
+    def _to_try(self, doubt: Floats, worse: Floats, is_probe: bool) -> int | None:
         """Which candidate is to be tried instead of the best, by how unsure its seconds are, and by how much worse it
         looks, both as logarithms; None for none."""
         best = int(worse.argmin())
-        self._num_chosen += 1
-        if self._num_chosen % _PROBE_EVERY == 0:
+        if is_probe:
             near = [at for at in (best - 1, best + 1) if 0 <= at < len(doubt)]
             return max(near, key=lambda at: float(doubt[at]), default=None)
         doubt = np.where((doubt > _SURE) & (worse < doubt), doubt, 0.0)

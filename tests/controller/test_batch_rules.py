@@ -88,6 +88,30 @@ def test_the_gamma_is_that_under_which_finite_answers_end_soonest() -> None:
         assert waits[policy.choose(_context(9, *members))] < 1.1 * min(waits.values())
 
 
+def test_gamma_changes_only_for_what_is_worth_a_change() -> None:
+    """Two gammas, by turns the better one: by a hundredth of the wait, then by a tenth."""
+    seconds = {gamma: 1.0 for gamma in (2, 4)}
+    policy = BatchThroughput(gammas=tuple(seconds), profile={1: seconds, 2: seconds})
+    member, better = BatchMember("a"), 0.01
+
+    def expected(context: StepContext, members: Sequence[BatchMember]) -> np.ndarray:
+        is_turn = context.step % 2 == 0
+        return np.array([[0, 0, 1 + better * is_turn, 1, 1 + better * (not is_turn)]])
+
+    policy.expected_accepted = expected  # type: ignore[method-assign]
+
+    def run(steps: range) -> list[int]:
+        chosen = []
+        for number in steps:
+            chosen.append(policy.choose(_context(number, member)))
+            policy.observe(_record(number, "a", chosen[-1], 1, 0.5, 1.0))
+        return chosen
+
+    assert len(set(run(range(10, 40)))) == 1
+    better = 0.2
+    assert run(range(40, 60)) == [2, 4] * 10
+
+
 def test_a_decision_and_what_is_learned_from_it_take_less_than_a_fifth_of_a_millisecond() -> None:
     policy = BatchThroughput()
     members = tuple(BatchMember(str(at)) for at in range(4))
