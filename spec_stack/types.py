@@ -64,6 +64,14 @@ class TargetModel(SteppableModel, Protocol):
         ...
 
 
+class DraftingModel(SteppableModel, Protocol):
+    """A model that proposes tokens in the decode loop."""
+
+    def num_unread(self, num_tokens: int) -> int:
+        """How many tokens it has to take in to have caught up with a text of so many."""
+        ...
+
+
 @dataclass(frozen=True)
 class Selection:
     """The prompt tokens that the target prefills, with their original positions.

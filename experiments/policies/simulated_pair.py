@@ -197,6 +197,9 @@ class SimulatedDraft:
     def num_cached(self) -> int:
         return len(self._fed)
 
+    def num_unread(self, num_tokens: int) -> int:
+        return num_tokens - len(self._fed)
+
     def forward(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> Any:
         self._now.seconds += self._costs.draft(len(token_ids))
         self._fed += token_ids

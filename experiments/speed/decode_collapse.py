@@ -38,6 +38,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
@@ -101,10 +102,17 @@ class Bench:
         self._now = process_time if arguments.cpu_seconds else perf_counter
         self._policies: dict[str, Any] = {}
 
-    def prefilled(self, ids: list[int]) -> CachedModel:
-        """The target with all of a prompt but its last token."""
-        target = self._generator.pair.open_target(PrefillConfig.prefill_chunk)
+    def prefilled(self, key: str, ids: list[int]) -> CachedModel:
+        """The target with all of a prompt but its last token; kept under the prompt's key where there is a folder for
+        it."""
+        target, folder = self._generator.pair.open_target(PrefillConfig.prefill_chunk), self._arguments.prefilled
+        file = None if folder is None else folder / f"{key.replace(' ', '_')}.safetensors"
+        if file is not None and file.exists():
+            return target.filled(load_file(file))
         target.prefill(ids[:-1], range(len(ids) - 1))
+        if file is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            save_file({name: tensor.contiguous() for name, tensor in target.contents().items()}, file)
         return target
 
     def decode(self, ids: list[int], name: str, policy: str, prefilled: CachedModel, max_tokens: int) -> dict[str, Any]:
@@ -156,8 +164,8 @@ def measure(generator: SpecStackGenerator, arguments: argparse.Namespace, rows: 
     limit = min(generator.pair.max_positions) - arguments.max_tokens
     for length in (min(length, limit) for length in arguments.lengths):
         for kind in arguments.kinds:
-            texts = documents(generator, length, arguments.prompts, kind)
-            keys = [f"{length} {kind} {index}" for index in range(len(texts))]
+            texts = documents(generator, length, arguments.first + arguments.prompts, kind)[arguments.first :]
+            keys = [f"{length} {kind} {arguments.first + index}" for index in range(len(texts))]
             runs = [(name, policy) for policy in arguments.policies for name in arguments.arms]
             for index, (key, ids) in enumerate(zip(keys, texts, strict=True)):
                 left = [run for run in runs[:: -1 if index % 2 else 1] if (key, " ".join(run)) not in rows]
@@ -171,7 +179,7 @@ def measure(generator: SpecStackGenerator, arguments: argparse.Namespace, rows: 
                     for name in dict.fromkeys(ttft):
                         seconds = [each for other, each in found if other == name]
                         rows.add(key, f"{name} ttft", {"ttft_s": min(seconds), "all_s": seconds})
-                prefilled = bench.prefilled(ids)
+                prefilled = bench.prefilled(key, ids)
                 for name, policy in tqdm(left, desc=key, leave=False):
                     if index == 0:
                         # Warms up, and the default policy gets to know its costs.
@@ -373,6 +381,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[1000, 2000, 4000, 8000, 16000], help="(%(default)s)")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="(%(default)s)")
     parser.add_argument("--prompts", type=int, default=4, help="per length and kind (%(default)s)")
+    parser.add_argument("--first", type=int, default=0, help="number of the first of them (%(default)s)")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="(%(default)s)")
     parser.add_argument("--policies", nargs="+", choices=["fixed", "default"], default=["fixed", "default"])
     parser.add_argument("--max-tokens", type=int, default=96, help="(%(default)s)")
@@ -381,6 +390,7 @@ def main() -> None:
     parser.add_argument("--ttft-repeats", type=int, default=2, help="per prompt of the first kind (%(default)s)")
     parser.add_argument("--cpu-seconds", action="store_true", help="count the process's own seconds")
     parser.add_argument("--rows", type=Path, help="file of rows; a run goes on after those it holds")
+    parser.add_argument("--prefilled", type=Path, help="folder that keeps targets' prefilled caches for a later run")
     parser.add_argument("--minutes", type=float, default=1e6, help="begin no run after so many")
     parser.add_argument("--random", choices=SHAPES, help="random weights at these sizes, beside the pair")
     parser.add_argument("--layers", type=int, nargs=2, default=(2, 1), help="kept of target and draft (%(default)s)")

@@ -29,7 +29,7 @@ def window_slots(text_ids: Sequence[int], num_slots: int, num_sinks: int) -> lis
 def _slotted(pair: ModelPair, request: Request, choose: Any, renew_every: tuple[int, int]) -> SlottedDraft:
     prefill = request.prefill
     draft = pair.open_index(prefill.prefill_chunk)
-    return SlottedDraft(draft, request.prompt_ids, prefill.draft_slots, choose, renew_every)
+    return SlottedDraft(draft, prefill.draft_slots, choose, renew_every)
 
 
 def _by_words(pair: ModelPair, request: Request, renew_every: tuple[int, int]) -> SlottedDraft:

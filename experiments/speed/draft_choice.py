@@ -70,7 +70,7 @@ def _slotted(
     config: PrefillConfig,
 ) -> SlottedDraft:
     draft = pair.open_index(config.prefill_chunk)
-    return SlottedDraft(draft, prompt, config.draft_slots, choose, renew[:2], renew[2])
+    return SlottedDraft(draft, config.draft_slots, choose, renew[:2], renew[2])
 
 
 def _full(pair: ModelPair, prompt: list[int], config: PrefillConfig) -> CachedModel:

@@ -15,6 +15,7 @@ from spec_stack.api.unknown_options import refuses_unknown_options
 from spec_stack.config import HubConfig, LoadConfig, SessionConfig, SpecStackConfig
 from spec_stack.controller.base import Policy
 from spec_stack.controller.registry import policy_class
+from spec_stack.decode.lookup_index import TextMemory
 from spec_stack.engine.engine import Engine
 from spec_stack.engine.pair import ModelPair
 from spec_stack.engine.request import Request
@@ -199,15 +200,17 @@ class SpecStackGenerator(Answering):
             "Threads may share one; another process makes its own with from_pretrained"
         )
 
-    def session(self, config: SessionConfig | None = None) -> Session:
+    def session(self, config: SessionConfig | None = None, memory: TextMemory | None = None) -> Session:
         """A conversation whose caches live on from call to call (see `Session`).
 
         Parameters
         ----------
         config : SessionConfig, optional
             What it keeps and restores; None is the generator's.
+        memory : TextMemory, optional
+            Answers of other sessions in which look-ups look too (see `Session`).
         """
-        return Session(self.engine, config)
+        return Session(self.engine, config, memory)
 
     def load_session(self, path: str | Path, config: SessionConfig | None = None) -> Session:
         """A session from a file of `Session.save`, which goes on as the saved one would have.

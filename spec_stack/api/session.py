@@ -12,6 +12,7 @@ from typing import Any
 
 from spec_stack.api.answering import Answering, Call
 from spec_stack.config import SessionConfig
+from spec_stack.decode.lookup_index import TextMemory
 from spec_stack.engine.conversation import Conversation
 from spec_stack.engine.conversation_file import SavedSession
 from spec_stack.engine.engine import Engine
@@ -42,6 +43,9 @@ class Session(Answering):
         Runs the requests: a generator's (`SpecStackGenerator.session` opens sessions).
     config : SessionConfig, optional
         What is kept and restored; None is the generator's.
+    memory : TextMemory, optional
+        Answers that look-ups may find beside the conversation's own, which it takes in too: share one between sessions
+        of the same person.
 
     Notes
     -----
@@ -63,7 +67,7 @@ class Session(Answering):
     True
     """
 
-    def __init__(self, engine: Engine, config: SessionConfig | None = None) -> None:
+    def __init__(self, engine: Engine, config: SessionConfig | None = None, memory: TextMemory | None = None) -> None:
         if config is not None and not isinstance(config, SessionConfig):
             raise ValueError(f"config must be a SessionConfig, got {type(config).__name__}")
         if engine.config.prefill.scoring_layers is not None:
@@ -73,7 +77,7 @@ class Session(Answering):
             )
         self.config = config or engine.config.session
         self._engine = engine
-        self._held: Conversation | None = Conversation(engine.pair, engine.config.prefill.prefill_chunk)
+        self._held: Conversation | None = Conversation(engine.pair, engine.config.prefill.prefill_chunk, memory)
         self._answering = threading.Lock()
         self._warnings = OnceEach()
         self.tells_of_beginnings = True
@@ -186,7 +190,10 @@ class Session(Answering):
 
     def _plan(self, call: Call) -> Request:
         held = self._conversation
-        request = self._engine.plan(call.source, call.params, call.options, held.token_ids, held.encoded)
+        asked = call.options.prune or self._engine.config.prefill.prune
+        # A dense target goes on from what it has read densely, and reads the rest again.
+        held_ids = held.token_ids if asked == "both" else held.token_ids[: held.num_dense]
+        request = self._engine.plan(call.source, call.params, call.options, held_ids, held.encoded)
         self._say_that_it_begins_anew(call, request)
         if request.num_cached and self._room(request) < 0:
             request = self._engine.plan(call.source, call.params, call.options, (), held.encoded)
@@ -201,10 +208,11 @@ class Session(Answering):
             or any(message["role"] == "assistant" for message in messages)
         ):
             return
-        if 2 * request.num_cached < len(request.prompt_ids):
+        num_continued = num_shared(held, request.prompt_ids)
+        if 2 * num_continued < len(request.prompt_ids):
             self._warnings.warn(
                 "anew",
-                f"this call shares {request.num_cached} of its {len(request.prompt_ids)} tokens with the conversation, "
+                f"this call shares {num_continued} of its {len(request.prompt_ids)} tokens with the conversation, "
                 "which begins anew with it: a session is given all messages every time, with its answers among them",
             )
 

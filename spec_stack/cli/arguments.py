@@ -55,6 +55,7 @@ SERVED: dict[str, Callable[[str], Any]] = {
     "max_queued_per_client": int,
     "max_choices": int,
     "max_sessions": int,
+    "remembered_tokens": int,
     "shutdown_s": float,
 }
 SWITCHES = ("allow_request_templates", "strip_special_tokens", "strict")

@@ -18,7 +18,8 @@ class LookupProposer:
 
     def propose(self, committed_ids: Sequence[int], guide: Guide) -> Proposal:
         """The likeliest continuation, as far as verifying it pays."""
-        self._index.extend(committed_ids[len(self._index) :])
+        with guide.clock.measure("controller"):
+            self._index.read(committed_ids)
         most = min(guide.context.max_gamma, MAX_LOOKED_UP)
         offer = self._gate.offer(self._index.continuations((), self._end_ids), most)
         return Proposal(offer.token_ids, num_looked_up=len(offer.found), match_length=offer.match_length)

@@ -127,24 +127,33 @@ class LookupIndex:
         if shared is not None:
             self._readers.append((Reader(shared), True))
         self._text: list[int] = []
+        self._may_differ = False
 
     def __len__(self) -> int:
         """Tokens of the text so far."""
         return len(self._text)
 
-    def begin(self, token_ids: Sequence[int]) -> None:
+    def reopen(self) -> None:
+        """Be told that what is read next may be another text than that so far."""
+        self._may_differ = True
+
+    def read(self, text_ids: Sequence[int]) -> None:
+        """Take in what is new of the text, given whole."""
+        if self._may_differ:
+            self._may_differ = False
+            self.begin(text_ids)
+        else:
+            self.extend(text_ids[len(self._text) :])
+
+    def begin(self, text_ids: Sequence[int]) -> None:
         """Go on with a text that may differ from the one so far: what both begin with is not taken in again, and
         what is no longer part of it can still be found."""
-        shared = 0
-        for mine, theirs in zip(self._text, token_ids, strict=False):
-            if mine != theirs:
-                break
-            shared += 1
-        if shared < len(self._text):
+        if list(text_ids[: len(self._text)]) != self._text:
+            pairs = enumerate(zip(self._text, text_ids, strict=False))
+            num_same = next((at for at, (mine, other) in pairs if mine != other), len(text_ids))
             self._own.begin_text()
-            shared = max(0, shared - _CONTEXT)
-            del self._text[shared:]
-        self.extend(token_ids[shared:])
+            del self._text[max(0, num_same - _CONTEXT) :]
+        self.extend(text_ids[len(self._text) :])
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Take in the next tokens of the text."""

@@ -13,7 +13,7 @@ from spec_stack.decode.proposer import Guide, Proposer
 from spec_stack.decode.sampler import Sampler
 from spec_stack.decode.stopping import Stopper
 from spec_stack.decode.verify import verify
-from spec_stack.types import Proposal, Selection, StepOutput, SteppableModel, TargetModel
+from spec_stack.types import DraftingModel, Proposal, Selection, StepOutput, TargetModel
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class RequestLabels:
 
 def decode(
     target: TargetModel,
-    draft: SteppableModel,
+    draft: DraftingModel,
     prompt_ids: Sequence[int],
     selection: Selection,
     proposal: Proposal,
@@ -48,7 +48,7 @@ def decode(
 
     Parameters
     ----------
-    target, draft : TargetModel, SteppableModel
+    target, draft : TargetModel, DraftingModel
         An empty target, and the draft as scoring left it. Both caches are advanced and rolled back.
     prompt_ids : sequence of int
         The whole prompt.
@@ -81,7 +81,7 @@ def decode(
     unseen_ids, unseen_positions = list(selection.token_ids), list(selection.positions)
     last: StepRecord | None = None
     for step in count():
-        num_seen, num_unread = draft.next_position, len(committed) - draft.next_position
+        num_seen, num_unread = draft.next_position, draft.num_unread(len(committed))
         num_target_slots, num_draft_slots = target.num_cached + len(unseen_ids), draft.num_cached + num_unread
         if last is not None:
             context = StepContext(

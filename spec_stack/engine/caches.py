@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from spec_stack.decode.lookup_index import LookupIndex
 from spec_stack.engine.pair import DraftModel, ModelPair
 from spec_stack.engine.prefix_store import PrefixStore, StoredPrompt, draft_settings
 from spec_stack.engine.request import Request
+from spec_stack.engine.slotted_draft import SlottedDraft, drafts_over_slots, open_slotted
 from spec_stack.hf.model import CachedModel
 from spec_stack.prefill.registry import needs_attention
 from spec_stack.prefill.scoring import LookAhead, score_prompt
@@ -15,10 +17,14 @@ from spec_stack.types import Proposal, Selection
 
 
 class Caches(Protocol):
-    """Target and draft with what they hold already, and how a request's prompt is taken into them."""
+    """Target and draft with what they hold already, and how a request's prompt is taken into them.
+
+    lookups: where look-ups look, which takes in the text when one is first asked for.
+    """
 
     target: CachedModel
     draft: DraftModel
+    lookups: LookupIndex
 
     @property
     def num_cached(self) -> int:
@@ -38,6 +44,10 @@ class Caches(Protocol):
         """Return what the target prefills without scoring."""
         ...
 
+    def beside_dense(self) -> DraftModel | SlottedDraft:
+        """The draft that decodes where nothing was scored: over all of the text, or over chosen slots of it."""
+        ...
+
     def reopen_draft(self) -> None:
         """Put an empty draft in the place of one that failed."""
         ...
@@ -49,6 +59,7 @@ class RequestCaches:
     def __init__(self, pair: ModelPair, request: Request) -> None:
         self._pair, self._request = pair, request
         self.target = pair.open_target(request.prefill.prefill_chunk)
+        self.lookups = LookupIndex()
         self.reopen_draft()
 
     @property
@@ -82,6 +93,14 @@ class RequestCaches:
 
     def take_all(self) -> Selection:
         return Selection.everything(self._request.prompt_ids)
+
+    def beside_dense(self) -> DraftModel | SlottedDraft:
+        index = self._index()
+        return open_slotted(self._request, index) if drafts_over_slots(self._pair, self._request, index) else self.draft
+
+    def _index(self) -> CachedModel:
+        """The draft over its own ids, with what it holds of the prompt's beginning."""
+        return self._pair.open_index(self._request.prefill.prefill_chunk)
 
     def reopen_draft(self) -> None:
         request, chunk = self._request, self._request.prefill.prefill_chunk
@@ -139,6 +158,9 @@ class StoredCaches(RequestCaches):
 
     def take_all(self) -> Selection:
         return self._take_over(super().take_all())
+
+    def _index(self) -> CachedModel:
+        return super()._index() if self._running is None else self._running
 
     def reopen_draft(self) -> None:
         self._running = self._read = None

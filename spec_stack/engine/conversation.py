@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from spec_stack.config import PrefillConfig, SessionConfig
+from spec_stack.decode.lookup_index import LookupIndex, TextMemory
 from spec_stack.engine.conversation_file import SavedSession
 from spec_stack.engine.pair import DraftModel, ModelPair
 from spec_stack.engine.request import Request
+from spec_stack.engine.slotted_draft import SlottedDraft, drafts_over_slots, open_slotted
 from spec_stack.hf.model import CachedModel
 from spec_stack.hf.prompt import EncodedPrompt, Span, num_shared
 from spec_stack.prefill.recall import dropped_positions, recall, select_turn, shared_words
@@ -63,6 +65,8 @@ class Conversation:
         The models.
     prefill_chunk : int
         Most tokens in one forward.
+    memory : TextMemory, optional
+        Earlier answers to the same person, in which look-ups look too; it takes in this conversation's.
 
     Attributes
     ----------
@@ -75,15 +79,21 @@ class Conversation:
     index
         The draft, over its own ids. Holds the tokens from the beginning on, maybe not yet the last ones; one with
         another tokenizer tokenizes every prompt anew, and holds what of it it had in common with the last one.
+    lookups
+        Where look-ups look: all turns so far.
+    slotted
+        The draft over chosen slots of the text, where a turn had one.
     """
 
-    def __init__(self, pair: ModelPair, prefill_chunk: int) -> None:
-        self._pair, self._prefill_chunk = pair, prefill_chunk
+    def __init__(self, pair: ModelPair, prefill_chunk: int, memory: TextMemory | None = None) -> None:
+        self._pair, self._prefill_chunk, self._memory = pair, prefill_chunk, memory
         self.token_ids: list[int] = []
         self.encoded: EncodedPrompt | None = None
         self.target = pair.open_target(prefill_chunk)
         self.index = pair.open_index(prefill_chunk)
         self.unfinished: Unfinished | None = None
+        self.lookups = LookupIndex(memory)
+        self.slotted: SlottedDraft | None = None
 
     @property
     def held(self) -> Sequence[int]:
@@ -93,12 +103,19 @@ class Conversation:
         """
         return self.target.positions if self.unfinished is None else self.unfinished.held
 
+    @property
+    def num_dense(self) -> int:
+        """Tokens at the beginning of which the target holds all, each written behind all before it."""
+        held = self.held
+        return next((slot for slot, position in enumerate(held) if slot != position), len(held))
+
     def fork(self) -> Conversation:
-        other = Conversation(self._pair, self._prefill_chunk)
+        other = Conversation(self._pair, self._prefill_chunk, self._memory)
         other.token_ids, other.encoded = list(self.token_ids), self.encoded
         other.target = self.target.fork()
         other.index = self.index.fork()
         other.unfinished = self.unfinished
+        other.slotted = self.slotted and self.slotted.fork()
         return other
 
     def saved(self, config: SessionConfig) -> SavedSession:
@@ -140,7 +157,10 @@ class Conversation:
         self.target.forget_from(last)
         if self._pair.translation is None:
             self.index.forget_from(min(num_shared(self.index.token_ids, request.prompt_ids), last))
-        return Turn(self._pair, request, config, room, self.target, self.index, owed, earlier)
+        self.lookups.reopen()
+        return Turn(
+            self._pair, request, config, room, self.target, self.index, self.lookups, self.slotted, owed, earlier
+        )
 
     def _go_back(self, num_cached: int) -> list[int]:
         """Forget all past so many tokens, and what an unfinished turn wrote; return what it has rolled back of them."""
@@ -153,7 +173,9 @@ class Conversation:
     def commit(self, request: Request, turn: Turn, answer_ids: Sequence[int], text: str | None) -> None:
         """Take in a turn's prompt and answer. text: the answer's, None where it is not that of its tokens."""
         token_ids = [*request.prompt_ids, *answer_ids]
-        self.index = turn.index
+        if self._memory is not None:
+            self._memory.remember(request.prompt_ids, answer_ids)
+        self.index, self.slotted = turn.index, turn.slotted
         # What comes after the last token has been asked for, but the token itself has been through no model.
         self.token_ids = token_ids[:-1]
         self.target.forget_from(len(self.token_ids))
@@ -176,7 +198,8 @@ class Conversation:
             self.token_ids, self.encoded = [], None
             self.target = self._pair.open_target(self._prefill_chunk)
         del self.token_ids[request.num_cached :]
-        self.index = turn.index
+        # In the middle of a forward nobody knows what it holds.
+        self.index, self.slotted = turn.index, None
         if self.index.is_stateful:
             self.index = self._pair.open_index(self._prefill_chunk)
         if not self.target.is_stateful:
@@ -199,12 +222,14 @@ class Turn:
         room: float,
         target: CachedModel,
         index: CachedModel,
+        lookups: LookupIndex,
+        slotted: SlottedDraft | None = None,
         owed: Sequence[int] = (),
         earlier: Unfinished | None = None,
     ) -> None:
         self._pair, self._request, self._config, self._room = pair, request, config, room
         self._owed, self._earlier = owed, earlier
-        self.target, self.index = target, index
+        self.target, self.index, self.lookups, self.slotted = target, index, lookups, slotted
         self.draft: DraftModel = pair.view_draft(index, request.tokenization)
         self._slots = list(target.positions)
         held = [*self._slots, *owed] if earlier is None else earlier.held
@@ -257,6 +282,16 @@ class Turn:
         if self._earlier is not None and self._earlier.planned is not None:
             return self._go_on(self._earlier, self._earlier.planned)
         return self._select(Evidence(self._request.prompt_ids))
+
+    def beside_dense(self) -> DraftModel | SlottedDraft:
+        request = self._request
+        if not drafts_over_slots(self._pair, request, self.index):
+            return self.draft
+        if self.slotted is None:
+            self.slotted = open_slotted(request, self.index)
+        else:
+            self.slotted.go_back(request.prompt_ids)
+        return self.slotted
 
     def _select(
         self, evidence: Evidence, restored: Sequence[int] = (), config: PrefillConfig | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 from spec_stack.config import SamplingParams, SpecStackConfig
 from spec_stack.controller.base import Policy
@@ -20,11 +20,19 @@ from spec_stack.engine.drawing import drawing_of, stopper_of
 from spec_stack.engine.pair import ModelPair
 from spec_stack.engine.prefix_store import PrefixStore
 from spec_stack.engine.request import CallOptions, Request
-from spec_stack.engine.slotted_draft import draft_beside_dense
 from spec_stack.hf.model_sampling import ignored_sampling
 from spec_stack.hf.prompt import EncodedPrompt, PromptSource
 from spec_stack.types import StepOutput
 from spec_stack.warning import OnceEach
+
+
+class Timed(Protocol):
+    """A model that counts the seconds inside it."""
+
+    @property
+    def forward_s(self) -> float:
+        """So far."""
+        ...
 
 
 class Engine:
@@ -102,9 +110,10 @@ class Engine:
         clock.resume()
         with self._pool.lend(request.policy) as policy, self._gates.lend() as gate:
             drawing = drawing_of(request, pair.target)
-            forward_s = -(caches.target.forward_s + caches.draft.forward_s)
+            forwards = ForwardSeconds(caches.target, caches.draft)
             drafted = draft_prompt(request, caches, drawing.look_ahead, self._warnings)
-            draft = caches.draft if drafted.num_scored_tokens else draft_beside_dense(pair, request, caches.draft)
+            draft = caches.draft if drafted.num_scored_tokens else caches.beside_dense()
+            forwards.count(draft)
             metrics = begin_metrics(request, drafted, pair, policy.name, drawing.seed)
             steps = decode(
                 target=caches.target,
@@ -114,7 +123,8 @@ class Engine:
                 proposal=drafted.proposal,
                 policy=policy,
                 proposer=make_proposer(
-                    request.proposer, Means(draft, drawing.sampler, request.stop_tokens.all_ids, gate)
+                    request.proposer,
+                    Means(draft, drawing.sampler, request.stop_tokens.all_ids, gate, caches.lookups),
                 ),
                 sampler=drawing.sampler,
                 stopper=stopper_of(request, pair.tokenizer),
@@ -130,7 +140,32 @@ class Engine:
                 if output.record.is_prefill:
                     metrics.scoring_s = output.record.draft_s
                 if output.finish_reason is not None:
-                    metrics.forward_s = forward_s + caches.target.forward_s + draft.forward_s
+                    metrics.forward_s = forwards.total_s
                     output = replace(output, metrics=metrics)
                 with clock.paused():
                     yield output
+
+
+class ForwardSeconds:
+    """The seconds inside models since each was first counted.
+
+    Parameters
+    ----------
+    *models
+        Anything with `forward_s`.
+    """
+
+    def __init__(self, *models: Timed) -> None:
+        self._begun: list[tuple[Timed, float]] = []
+        for model in models:
+            self.count(model)
+
+    def count(self, model: Timed) -> None:
+        """Count a model from now on; nothing where it is counted already."""
+        if all(model is not counted for counted, _ in self._begun):
+            self._begun.append((model, model.forward_s))
+
+    @property
+    def total_s(self) -> float:
+        """Of all of them together."""
+        return sum(model.forward_s - begun_s for model, begun_s in self._begun)

@@ -7,9 +7,10 @@ from functools import partial
 
 import torch
 
-from spec_stack.engine.pair import DraftModel, ModelPair
+from spec_stack.engine.pair import ModelPair
 from spec_stack.engine.request import Request
 from spec_stack.hf.model import CachedModel
+from spec_stack.hf.prompt import num_shared
 from spec_stack.hf.wrapped import WrappedDraft
 from spec_stack.prefill.draft_slots import MOST_RESTORED, RENEW_EVERY, RENEW_WHERE_WRONG, choose_slots
 
@@ -17,17 +18,15 @@ from spec_stack.prefill.draft_slots import MOST_RESTORED, RENEW_EVERY, RENEW_WHE
 class SlottedDraft(WrappedDraft):
     """Counts in the whole text and holds its sinks, its newest part and chunks that share words with what is written.
 
-    The prompt is known from the beginning; the first forward prefills no more of it than the slots. As the text grows,
-    the slots are chosen anew at the beginning of a step, soon where half of the last proposal or more was wrong: what
-    is no longer chosen is forgotten, what is chosen now is prefilled at its own positions, behind the older slots. What
-    a draft proposes is verified, so a bad choice costs speed alone.
+    The first forward takes in no more of the text than the slots. As the text grows, the slots are chosen anew at the
+    beginning of a step, soon where half of the last proposal or more was wrong: what is no longer chosen is forgotten,
+    what is chosen now is prefilled at its own positions, behind the older slots. What a draft proposes is verified, so
+    a bad choice costs speed alone.
 
     Parameters
     ----------
     draft : CachedModel
-        Empty, of the target's ids. Owned.
-    prompt_ids : sequence of int
-        The prompt.
+        Of the target's ids; empty, or with the text's beginning, of which it keeps what is chosen. Owned.
     num_slots : int
         Most slots when they are chosen; the text written since comes on top.
     choose : callable
@@ -43,7 +42,6 @@ class SlottedDraft(WrappedDraft):
     def __init__(
         self,
         draft: CachedModel,
-        prompt_ids: Sequence[int],
         num_slots: int,
         choose: Callable[[Sequence[int], int], list[int]],
         renew_every: tuple[int, int] = (RENEW_EVERY, RENEW_WHERE_WRONG),
@@ -52,18 +50,23 @@ class SlottedDraft(WrappedDraft):
         super().__init__(draft)
         self._num_slots, self._choose = num_slots, choose
         self._renew_every, self._max_restored = renew_every, max_restored
-        # All tokens before next_position. What the slots can hold of the prompt is left to be fed.
-        self._text = list(prompt_ids[: max(0, len(prompt_ids) - num_slots)])
-        self._num_when_chosen = 0
+        # All tokens before next_position; how many they were when slots were chosen, None where none are of this text.
+        self._text = list(draft.token_ids)
+        self._num_when_chosen: int | None = None
         self._begins_step = True
-        # Of the last step that drafted: whether it was mostly wrong, and the drafted tokens fed in it.
+        # Of the last step that drafted: whether it was mostly wrong, the drafted tokens fed in it, its last logits.
         self._is_wrong = False
         self._num_drafted = 0
+        self._unjudged: torch.Tensor | None = None
 
     @property
     def next_position(self) -> int:
         """Where in the text what it has yet to be fed begins. Of what comes before it holds the chosen slots."""
         return len(self._text)
+
+    def num_unread(self, num_tokens: int) -> int:
+        """Of what it has yet to be fed it takes in as much as is chosen."""
+        return min(num_tokens - len(self._text), self._num_slots)
 
     def forward(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> torch.Tensor:
         """Go on with the text; of a part that is longer than the slots, with the chosen positions of it.
@@ -72,27 +75,32 @@ class SlottedDraft(WrappedDraft):
         """
         if num_logits != 1 or list(positions) != list(range(len(self._text), len(self._text) + len(token_ids))):
             raise ValueError("a draft over chosen slots goes on from its next position and gives one row of logits")
-        self._text += token_ids
         wanted = list(positions)
+        self._text += token_ids
         if self._begins_step:
-            due = self._num_when_chosen + self._renew_every[self._is_wrong]
-            if not self._num_when_chosen or len(self._text) >= due:
+            if self._unjudged is not None:
+                # Its one token was never fed: what stands in its place now tells.
+                self._is_wrong = int(self._unjudged.argmax()) != token_ids[0]
+            if self._is_due(len(token_ids)):
                 wanted = self._renew()
             self._begins_step, self._num_drafted = False, 0
         else:
             self._num_drafted += len(token_ids)
-        return self._draft.forward([self._text[position] for position in wanted], wanted, num_logits=1)
+        logits = self._draft.forward([self._text[position] for position in wanted], wanted, num_logits=1)
+        self._unjudged = logits[0]
+        return logits
+
+    def _is_due(self, num_new: int) -> bool:
+        if self._num_when_chosen is None or num_new > self._num_slots:
+            return True
+        return len(self._text) >= self._num_when_chosen + self._renew_every[self._is_wrong]
 
     def _renew(self) -> list[int]:
         """Choose the slots anew and forget the others; the positions to prefill, earlier ones first."""
         chosen = self._choose(self._text, self._num_slots)
         held = {position: slot for slot, position in enumerate(self._draft.positions)}
-        first = not self._num_when_chosen
         self._num_when_chosen = len(self._text)
         newest = self._draft.next_position
-        if first:
-            self._draft.rollback(self._draft.num_cached)
-            return chosen
         missing = [position for position in chosen if position not in held]
         restored = [position for position in missing if position < newest][: self._max_restored]
         wanted = set(chosen)
@@ -104,23 +112,39 @@ class SlottedDraft(WrappedDraft):
         self._draft.rollback(num_tokens)
         del self._text[len(self._text) - num_tokens :]
         if self._num_drafted:
-            self._is_wrong = 2 * num_tokens >= self._num_drafted
+            self._is_wrong, self._unjudged = 2 * num_tokens >= self._num_drafted, None
         self._begins_step, self._num_drafted = True, 0
 
+    def go_back(self, prompt_ids: Sequence[int]) -> None:
+        """Go on with another prompt, of which what both begin with is known. Its slots are chosen in its first step."""
+        shared = min(num_shared(self._text, prompt_ids), len(prompt_ids) - 1)
+        self._draft.forget_from(shared)
+        del self._text[shared:]
+        self._num_when_chosen = self._unjudged = None
+        self._is_wrong = False
 
-def draft_beside_dense(pair: ModelPair, request: Request, whole: DraftModel) -> DraftModel | SlottedDraft:
-    """The draft for a request whose target takes in the whole prompt: `whole`, or one over chosen slots.
+    def fork(self) -> SlottedDraft:
+        """One that goes on from here by itself."""
+        other = SlottedDraft(self._draft.fork(), self._num_slots, self._choose, self._renew_every, self._max_restored)
+        other._text = list(self._text)
+        return other
+
+
+def drafts_over_slots(pair: ModelPair, request: Request, index: CachedModel) -> bool:
+    """Return whether a request whose target takes in the whole prompt has a draft over chosen slots.
 
     A prompt not much longer than the slots is kept whole, as is that of a draft which can drop none of it: one with a
     recurrent state, with another tokenizer, or without positions for it.
     """
     prefill = request.prefill
     is_short = len(request.prompt_ids) <= 2 * prefill.draft_slots
-    if prefill.prune == "none" or is_short or request.draft_start or pair.translation is not None:
-        return whole
-    draft = pair.open_index(prefill.prefill_chunk)
-    if not draft.can_restore:
-        return whole
+    has_all = prefill.prune == "none" or is_short or request.draft_start or pair.translation is not None
+    return not has_all and index.can_restore
+
+
+def open_slotted(request: Request, index: CachedModel) -> SlottedDraft:
+    """A draft over chosen slots, which takes those that the index has of the prompt from there. The index stays."""
+    prefill = request.prefill
     num_sinks = prefill.keep_first * prefill.chunk_size
     choose = partial(choose_slots, chunk_size=prefill.chunk_size, num_sinks=num_sinks)
-    return SlottedDraft(draft, request.prompt_ids, prefill.draft_slots, choose)
+    return SlottedDraft(index.fork(), prefill.draft_slots, choose)

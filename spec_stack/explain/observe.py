@@ -12,10 +12,12 @@ import torch
 from spec_stack.api.generator import SpecStackGenerator
 from spec_stack.config import SamplingParams, SpecStackConfig
 from spec_stack.controller.base import StepRecord
+from spec_stack.decode.lookup_index import LookupIndex
 from spec_stack.engine.caches import Caches
 from spec_stack.engine.engine import Engine
 from spec_stack.engine.pair import DraftModel, ModelPair
 from spec_stack.engine.request import CallOptions, Request
+from spec_stack.engine.slotted_draft import SlottedDraft
 from spec_stack.explain.data import STATE_LETTERS, PromptView, RunView, TurnView, step_of, written
 from spec_stack.hf.architectures import text_config
 from spec_stack.hf.model import CachedModel
@@ -71,6 +73,10 @@ class WatchedCaches:
         return self._caches.draft
 
     @property
+    def lookups(self) -> LookupIndex:
+        return self._caches.lookups
+
+    @property
     def num_cached(self) -> int:
         return self._caches.num_cached
 
@@ -85,6 +91,9 @@ class WatchedCaches:
     def take_all(self) -> Selection:
         self._seen.selection = self._caches.take_all()
         return self._seen.selection
+
+    def beside_dense(self) -> DraftModel | SlottedDraft:
+        return self._caches.beside_dense()
 
     def reopen_draft(self) -> None:
         self._caches.reopen_draft()

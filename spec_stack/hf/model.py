@@ -121,6 +121,10 @@ class CachedModel:
             return self._positions[-1] + 1
         return max(self._positions, default=-1) + 1
 
+    def num_unread(self, num_tokens: int) -> int:
+        """How many tokens it has to take in to have caught up with a text of so many."""
+        return num_tokens - self.next_position
+
     @property
     def positions(self) -> Sequence[int]:
         """Those of the cached tokens, in the order in which they were written."""

@@ -27,6 +27,15 @@ class WrappedDraft:
         return self._draft.num_cached
 
     @property
+    def next_position(self) -> int:
+        """The position in the text after that of the last cached token."""
+        return self._draft.next_position
+
+    def num_unread(self, num_tokens: int) -> int:
+        """How many tokens it has to take in to have caught up with a text of so many."""
+        return num_tokens - self.next_position
+
+    @property
     def num_layers(self) -> int:
         """Layers of the draft."""
         return self._draft.num_layers

@@ -59,6 +59,11 @@ class ServeConfig:
     max_sessions: int = option(
         8, "conversations whose caches are kept, the least recently used goes first; 0 keeps none"
     )
+    remembered_tokens: int = option(
+        65_536,
+        "tokens of earlier answers to a client that look-ups may find, some 200 bytes each, of as many clients as "
+        "conversations are kept; 0 remembers none",
+    )
     shutdown_s: float = option(10.0, "seconds that running requests have left when the server is told to end")
 
     def __post_init__(self) -> None:
@@ -69,6 +74,8 @@ class ServeConfig:
                 require_int(name, getattr(self, name), 1)
         require_int("port", self.port, 0, _MAX_PORT)
         require_int("max_sessions", self.max_sessions, 0)
+        if self.remembered_tokens:
+            require_int("remembered_tokens", self.remembered_tokens, 2)
         if isinstance(self.api_keys, str) or not all(isinstance(key, str) and key for key in self.api_keys):
             raise ValueError("api_keys must be a list of non-empty strings")
         if not (0 <= self.temperature < math.inf and 0 <= self.shutdown_s < math.inf):

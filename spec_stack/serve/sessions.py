@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from spec_stack.decode.lookup_index import TextMemory
 from spec_stack.hf.prompt import EncodedPrompt
 
 if TYPE_CHECKING:
@@ -21,11 +23,15 @@ class SessionStore:
     generator : SpecStackGenerator
         Opens them.
     max_sessions : int
-        Most that are kept; the least recently used is closed first.
+        Most that are kept; the least recently used is closed first. Answers are remembered of as many clients.
+    remembered_tokens : int
+        Tokens of a client's earlier answers in which look-ups of all of its conversations look; 0 remembers none.
     """
 
-    def __init__(self, generator: SpecStackGenerator, max_sessions: int) -> None:
-        self._generator, self._max = generator, max_sessions
+    def __init__(self, generator: SpecStackGenerator, max_sessions: int, remembered_tokens: int = 0) -> None:
+        self._generator, self._max, self._remembered_tokens = generator, max_sessions, remembered_tokens
+        # In the order of their last use.
+        self._memories: OrderedDict[str, TextMemory] = OrderedDict()
         # In the order of their last use.
         self._kept: list[tuple[str, Session]] = []
 
@@ -40,7 +46,8 @@ class SessionStore:
         what another one has written must not change an answer, nor how soon it comes. One in which an answer failed is
         not kept.
         """
-        session = self._take(client, prompt) or self._generator.session()
+        memory = self._memory_of(client)
+        session = self._take(client, prompt) or self._generator.session(memory=memory)
         try:
             yield session
         except Exception:
@@ -57,6 +64,17 @@ class SessionStore:
         for _, session in self._kept:
             session.close()
         self._kept = []
+        self._memories.clear()
+
+    def _memory_of(self, client: str) -> TextMemory | None:
+        """A client's earlier answers, nobody else's: what is found in them comes sooner."""
+        if not (self._remembered_tokens and self._max):
+            return None
+        memory = self._memories.setdefault(client, TextMemory(self._remembered_tokens))
+        self._memories.move_to_end(client)
+        if len(self._memories) > self._max:
+            self._memories.popitem(last=False)
+        return memory
 
     def _take(self, client: str, prompt: EncodedPrompt) -> Session | None:
         lengths = [session.num_continued(encoded=prompt) if owner == client else 0 for owner, session in self._kept]

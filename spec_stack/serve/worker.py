@@ -36,7 +36,7 @@ class Worker:
 
     def __init__(self, generator: SpecStackGenerator, config: ServeConfig) -> None:
         self.line = Line(config.max_queued, config.max_queued_per_client)
-        self.sessions = SessionStore(generator, config.max_sessions)
+        self.sessions = SessionStore(generator, config.max_sessions, config.remembered_tokens)
         self.meters = Meters(self.line.__len__, self.sessions.__len__)
         self._running: Job | None = None
         self._thread = threading.Thread(target=self._work, name="spec-stack-serve", daemon=True)

@@ -9,11 +9,12 @@ import pytest
 from transformers import PreTrainedModel
 
 from spec_stack import DecodeConfig, SpecStackConfig, SpecStackGenerator
+from spec_stack.api.session import Session
 from spec_stack.config import MAX_LOOKED_UP
 from spec_stack.controller.base import DraftSignals
 from spec_stack.controller.fixed import Fixed
 from spec_stack.controller.lookup import Found, LookupGate
-from spec_stack.decode.lookup_index import LookupIndex
+from spec_stack.decode.lookup_index import LookupIndex, TextMemory
 from spec_stack.decode.loop import RequestLabels, decode
 from spec_stack.decode.proposer import Means
 from spec_stack.decode.registry import make_proposer
@@ -241,3 +242,37 @@ def test_the_better_of_two_continuations_is_offered() -> None:
 def test_a_gate_takes_no_more_of_a_continuation_than_it_may_use() -> None:
     endless = iter(lambda: Found(7, 64, 16, 0), None)
     assert len(LookupGate().offer([endless], 5).found) == 5
+
+
+def test_a_sessions_look_ups_know_earlier_turns_and_a_shared_memory_other_sessions(
+    embedded: SpecStackGenerator,
+) -> None:
+    ids = embedded.tokenizer("def area(width, height):\n    return width * height\n\n\n").input_ids
+    memory = TextMemory(4000)
+
+    def known(session: Session) -> list[list[int]]:
+        """What is found after the bare prompt: in the session's own text, and in the shared one."""
+        lookups = session._conversation.lookups
+        lookups.reopen()
+        lookups.read(ids)
+        return [[found.token_id for found in islice(each, 8)] for each in lookups.continuations()]
+
+    with embedded.session(memory=memory) as first, embedded.session(memory=memory) as second:
+        answer = first.generate(input_ids=ids, max_tokens=24, proposer="lookup").token_ids
+        # The prompt without its answer: an earlier turn that is no part of the text any more.
+        assert known(first) == [answer[:8], answer[:8]]
+        assert known(second) == [[], answer[:8]]
+        assert second.generate(input_ids=ids, max_tokens=24, proposer="lookup").token_ids == answer
+        with second.fork() as fork:
+            assert known(fork)[1] == answer[:8]
+    with embedded.session(memory=TextMemory(4000)) as apart:
+        assert known(apart) == [[], []]
+
+
+def test_taking_in_a_long_prompt_is_no_reading_of_the_drafts(embedded: SpecStackGenerator) -> None:
+    ids = embedded.tokenizer("import os\nimport sys\n" * 400).input_ids
+    result = embedded.generate(
+        input_ids=ids, max_tokens=6, proposer="both", policy="throughput", prune="draft", return_records=True
+    )
+    first = next(record for record in result.records or [] if not record.is_prefill)
+    assert first.controller_s > 2e-6 * len(ids)

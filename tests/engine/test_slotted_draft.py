@@ -90,7 +90,7 @@ def slotted(seed: int = 2, num_slots: int = SLOTS, **options: object) -> tuple[S
     install(model)
     prompt = random_prompt(120)
     choose = partial(choose_slots, chunk_size=8, num_sinks=8)
-    return SlottedDraft(Noted(model, 64), prompt, num_slots, choose, **options), prompt  # type: ignore[arg-type]
+    return SlottedDraft(Noted(model, 64), num_slots, choose, **options), prompt  # type: ignore[arg-type]
 
 
 def test_the_first_logits_are_a_plain_forwards_over_the_chosen_tokens_at_their_positions() -> None:
@@ -173,10 +173,115 @@ def test_slots_are_chosen_anew_sooner_where_half_of_a_proposal_or_more_is_wrong(
     assert all(every <= gap <= every + 4 for gap in gaps)
 
 
+@pytest.mark.parametrize(("is_right", "every"), [(True, 64), (False, 8)])
+def test_one_token_a_step_tells_where_the_draft_is_wrong_too(is_right: bool, every: int) -> None:
+    draft, text = slotted()
+    chosen_at: list[int] = []
+
+    def choose(text_ids: Sequence[int], num_slots: int) -> list[int]:
+        chosen_at.append(len(text_ids))
+        return choose_slots(text_ids, num_slots, 8, 8)
+
+    draft._choose = choose
+    while len(text) < 320:
+        logits = draft.forward(text[draft.next_position :], range(draft.next_position, len(text)), num_logits=1)
+        draft.rollback(0)
+        guess = int(logits[0].argmax())
+        text.append(guess if is_right else (guess + 1) % 50)
+    assert all(every <= after - before <= every + 2 for before, after in pairwise(chosen_at[1:]))
+
+
+def test_what_was_looked_up_meanwhile_counts_as_read_no_further_than_the_slots_go() -> None:
+    draft, text = slotted()
+    assert draft.num_unread(len(text)) == SLOTS
+    draft.forward(text, range(len(text)), num_logits=1)
+    draft.rollback(0)
+    assert draft.num_unread(len(text) + 5) == 5
+    longer = [*text, *random_prompt(500, seed=9)]
+    assert draft.num_unread(len(longer)) == SLOTS
+    draft.forward(longer[len(text) :], range(len(text), len(longer)), num_logits=1)
+    noted = draft._draft
+    assert isinstance(noted, Noted)
+    assert len(noted.writes[-1][2]) <= SLOTS + 64
+    assert draft.num_cached <= SLOTS + 64
+
+
 def test_a_draft_over_slots_goes_on_from_its_next_position() -> None:
     draft, prompt = slotted()
     with pytest.raises(ValueError, match="next position"):
-        draft.forward(prompt, range(len(prompt)), num_logits=1)
+        draft.forward(prompt, range(1, len(prompt) + 1), num_logits=1)
+
+
+def test_slots_that_an_index_holds_are_not_read_again() -> None:
+    model = make_model(seed=2)
+    install(model)
+    prompt = random_prompt(120)
+    index = Noted(model, 64)
+    index.prefill(prompt[:110], range(110))
+    fork = Noted(model, 64)
+    fork.prefill(prompt[:110], range(110))
+    fork.writes.clear()
+    draft = SlottedDraft(fork, SLOTS, partial(choose_slots, chunk_size=8, num_sinks=8))
+    assert draft.next_position == 110
+    logits = draft.forward(prompt[110:], range(110, 120), num_logits=1)
+    assert fork.writes[0][2] == list(range(110, 120))
+    assert draft.num_cached == len(chosen_slots(prompt, SLOTS, 8, 8))
+    # What is held was written over the whole text, so this is no forward over the slots alone.
+    expected = index.forward(prompt[110:], range(110, 120), num_logits=1)
+    assert not torch.allclose(logits, expected, atol=1e-4)
+
+
+def test_a_later_turn_reads_what_is_new_and_keeps_its_slots(target: PreTrainedModel, draft: PreTrainedModel) -> None:
+    own = generator(target, draft)
+    history = random_prompt(100)
+    with own.session() as session:
+        for turn in range(4):
+            result = session.generate(input_ids=history, max_tokens=12, gamma=2, prune="draft", return_records=True)
+            assert result.token_ids == reference.greedy(make_model(seed=1), history, 12), turn
+            most = max(record.num_unread for record in result.records or [])
+            assert most == SLOTS if turn == 0 else most < 12
+            assert result.metrics.forward_s > 0
+            history = [*history, *result.token_ids, *random_prompt(6, seed=turn)]
+        with session.fork() as other:
+            longer = [*history, *random_prompt(40, seed=11)]
+            for each in (other, session):
+                assert each.generate(input_ids=longer, max_tokens=12, gamma=2).token_ids == reference.greedy(
+                    make_model(seed=1), longer, 12
+                )
+
+
+def test_a_conversation_that_outgrows_the_slots_takes_them_from_what_its_draft_has_read(
+    target: PreTrainedModel, draft: PreTrainedModel
+) -> None:
+    own = generator(target, draft)
+    prompt = random_prompt(2 * SLOTS - 20)
+    with own.session() as session:
+        first = session.generate(input_ids=prompt, max_tokens=12, gamma=2).token_ids
+        longer = [*prompt, *first, *random_prompt(10, seed=3)]
+        assert len(longer) > 2 * SLOTS
+        second = session.generate(input_ids=longer, max_tokens=12, gamma=2, return_records=True)
+    assert second.token_ids == reference.greedy(make_model(seed=1), longer, 12)
+    assert max(record.num_unread for record in second.records or []) < SLOTS
+
+
+@pytest.mark.parametrize("prune", ["draft", "none"])
+def test_a_turn_that_asks_for_a_dense_target_has_one_though_earlier_ones_were_pruned(
+    prune: str, target: PreTrainedModel, draft: PreTrainedModel
+) -> None:
+    own = generator(target, draft)
+    prompt = random_prompt(100)
+    with own.session() as session:
+        first = session.generate(input_ids=prompt, max_tokens=8, specprefill=True)
+        assert first.metrics.specprefill
+        longer = [*prompt, *first.token_ids, *random_prompt(20, seed=7)]
+        second = session.generate(input_ids=longer, max_tokens=30, prune=prune)  # type: ignore[arg-type]
+        assert session.num_dropped_tokens == 0
+        third = [*longer, *second.token_ids, *random_prompt(5, seed=8)]
+        again = session.generate(input_ids=third, max_tokens=10, prune=prune)  # type: ignore[arg-type]
+    assert second.token_ids == reference.greedy(make_model(seed=1), longer, 30)
+    assert second.metrics.num_kept_tokens == len(longer)
+    assert again.metrics.num_cached_tokens >= len(longer)
+    assert again.token_ids == reference.greedy(make_model(seed=1), third, 10)
 
 
 def test_a_session_and_a_stored_prompt_give_the_same(target: PreTrainedModel, draft: PreTrainedModel) -> None:

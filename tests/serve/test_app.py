@@ -17,6 +17,7 @@ import pytest
 from spec_stack import PrefillConfig, SpecStackGenerator
 from spec_stack.serve.config import ServeConfig
 from spec_stack.serve.preparation import Nursery
+from spec_stack.serve.sessions import SessionStore
 from tests.serve.conftest import Server
 
 Start = Callable[..., Server]
@@ -111,6 +112,36 @@ def test_a_conversation_goes_on_in_its_session_and_in_nobody_elses(embedded: Spe
     assert own.choices[0].message.content == foreign.choices[0].message.content == expected
     one.completions.create(prompt="import os", max_tokens=4, **GREEDY)
     assert until(lambda: len(server.worker.sessions) == 2)
+
+
+def test_answers_are_remembered_for_look_ups_client_by_client(embedded: SpecStackGenerator) -> None:
+    store, nothing = SessionStore(embedded, 2, 1000), SessionStore(embedded, 2, 0)
+    one, other = store._memory_of("one"), store._memory_of("other")
+    assert one is not None
+    assert one is not other
+    assert store._memory_of("one") is one
+    # Of two clients it remembers, the one that has been silent for longest is forgotten.
+    store._memory_of("third")
+    assert store._memory_of("one") is one
+    assert store._memory_of("other") is not other
+    assert nothing._memory_of("one") is None
+
+
+def test_a_clients_second_conversation_finds_what_the_first_was_answered(
+    embedded: SpecStackGenerator, start: Start
+) -> None:
+    server = start(max_sessions=1)
+    prompt = "def read_lines(path):\n"
+    answers, looked_up = [], []
+    for name in ("one", "other", "one"):
+        text = server.client(name).completions.create(prompt=prompt, max_tokens=48, **GREEDY)
+        answers.append(text.choices[0].text)
+        client = {memory: each.num_tokens for memory, each in server.worker.sessions._memories.items()}
+        looked_up.append(client)
+    assert answers[0] == answers[1] == answers[2] == embedded.generate(prompt, max_tokens=48).text
+    # With room for one client the second one's answers took the place of the first one's.
+    assert [len(each) for each in looked_up] == [1, 1, 1]
+    assert looked_up[0].keys() == looked_up[2].keys() != looked_up[1].keys()
 
 
 TOOLS: list[Any] = [
