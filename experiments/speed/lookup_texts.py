@@ -37,7 +37,9 @@ GRID = [(num_tokens, ngram) for num_tokens in (3, 5, 10, 20) for ngram in (2, 3)
 
 
 class Arm(Protocol):
-    """Proposes after a text that grows."""
+    """Proposes after a text that grows. accepted: tokens by where they were found."""
+
+    accepted: dict[str, int]
 
     def begin(self, prompt_ids: list[int]) -> None: ...
     def propose(self, ids: list[int], most: int) -> list[int]: ...
@@ -52,6 +54,7 @@ class Theirs:
         self._generator = PromptLookupCandidateGenerator(
             num_output_tokens=num_tokens, max_matching_ngram_size=ngram, max_length=1 << 30
         )
+        self.accepted = {"this text": 0}
 
     def begin(self, prompt_ids: list[int]) -> None:
         """Nothing is kept."""
@@ -61,7 +64,7 @@ class Theirs:
         return [int(token) for token in found[0, len(ids) :]][:most]
 
     def observe(self, num_proposed: int, num_accepted: int, seconds: float) -> None:
-        """Nothing is learned."""
+        self.accepted["this text"] += num_accepted
 
     def end(self, prompt_ids: list[int], answer_ids: list[int]) -> None:
         """Nothing is remembered."""
@@ -72,6 +75,9 @@ class Ours:
 
     def __init__(self, memory: TextMemory | None = None) -> None:
         self._gate, self._memory = LookupGate(), memory
+        self.accepted = {"this text": 0, "earlier answers": 0}
+        # Of the step under way.
+        self._source = "this text"
 
     def begin(self, prompt_ids: list[int]) -> None:
         self._index = LookupIndex(self._memory)
@@ -79,9 +85,12 @@ class Ours:
 
     def propose(self, ids: list[int], most: int) -> list[int]:
         self._index.extend(ids[len(self._index) :])
-        return self._gate.offer(self._index.continuations(), min(most, MAX_LOOKED_UP)).token_ids
+        offer = self._gate.offer(self._index.continuations(), min(most, MAX_LOOKED_UP))
+        self._source = "earlier answers" if any(each.is_shared for each in offer.found) else "this text"
+        return offer.token_ids
 
     def observe(self, num_proposed: int, num_accepted: int, seconds: float) -> None:
+        self.accepted[self._source] += num_accepted
         self._gate.observe(
             StepRecord(
                 "", 1, "", "fp32", "", False, 1.0, num_proposed, num_accepted, num_accepted + 1, DraftSignals(), 0.0,
@@ -151,13 +160,12 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     pairs = (each.partition(":") for each in arguments.block_s)
-    pairs = (each.partition(":") for each in arguments.block_s)
     known = sorted((int(tokens), float(seconds)) for tokens, _, seconds in pairs)
     verify_s = [float(np.interp(1 + num, *zip(*known, strict=True))) for num in range(MAX_LOOKED_UP + 1)]
     tuning, texts = read_texts(arguments.tune), read_texts(arguments.texts)[:: arguments.every]
     tuned = {pair: sum(run(Theirs(*pair), tuning, verify_s, "tuning").seconds.values()) for pair in GRID}
     best = min(tuned, key=tuned.__getitem__)
-    names = {
+    names: dict[str, Arm] = {
         f"transformers, {best[0]} tokens of {best[1]}-grams": Theirs(*best),
         "ours": Ours(),
         "ours, with earlier answers": Ours(TextMemory()),
@@ -172,11 +180,13 @@ def main() -> None:
             "over_transformers": ratios,
             "accepted_per_step": accepted,
             "accepted_per_step_all": sum(outcome.tokens.values()) / steps - 1,
+            "accepted_per_step_by_source": {source: num / steps for source, num in names[name].accepted.items()},
             "own_us_per_step": 1e6 * outcome.own_s / steps,
         }
         of_all, own_us = result[name]["accepted_per_step_all"], result[name]["own_us_per_step"]
         print(f"{name}: {ratios['mean']:.2f}x in the mean of tasks, {ratios['all']:.2f}x over all")
-        print(f"  accepted a step {of_all:.2f}; {own_us:.0f} us a step of its own")
+        sources = ", ".join(f"{source} {num / steps:.2f}" for source, num in names[name].accepted.items())
+        print(f"  accepted a step {of_all:.2f} ({sources}); {own_us:.0f} us a step of its own")
         print("  " + "  ".join(f"{task} {ratios[task]:.2f}x ({accepted[task]:.2f})" for task in accepted))
     line = {
         "experiment": "lookup_texts",
