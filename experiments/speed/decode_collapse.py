@@ -54,6 +54,7 @@ from spec_stack.calibrate.documents import MODULES, module_source
 from spec_stack.clock import Clock
 from spec_stack.controller.registry import make_policy
 from spec_stack.engine.caches import RequestCaches
+from spec_stack.engine.pair import ModelPair
 from spec_stack.engine.request import CallOptions
 from spec_stack.hf.attention import install
 from spec_stack.hf.cache import crop, new_cache
@@ -69,25 +70,25 @@ KINDS = ("go on", "asked")
 HEAD = 16
 
 
-def documents(generator: SpecStackGenerator, num_tokens: int, count: int, kind: str) -> list[list[int]]:
+def documents(pair: ModelPair, num_tokens: int, count: int, kind: str) -> list[list[int]]:
     """Token ids of as many texts of that length, of modules joined where one is too short."""
     found = []
     for index in range(count):
         ids: list[int] = []
         for step in range(len(MODULES)):
             source = module_source(MODULES[(index + step) % len(MODULES)])
-            ids += generator.tokenizer(source[: 6 * num_tokens], add_special_tokens=not ids, verbose=False).input_ids
+            ids += pair.tokenizer(source[: 6 * num_tokens], add_special_tokens=not ids, verbose=False).input_ids
             if len(ids) >= num_tokens:
                 break
         if len(ids) < num_tokens:
             raise ValueError(f"the modules have {len(ids)} tokens, fewer than the {num_tokens} asked for")
-        found.append(ids[:num_tokens] if kind == "go on" else _asked(generator, ids[:num_tokens]))
+        found.append(ids[:num_tokens] if kind == "go on" else _asked(pair, ids[:num_tokens]))
     return found
 
 
-def _asked(generator: SpecStackGenerator, ids: list[int]) -> list[int]:
+def _asked(pair: ModelPair, ids: list[int]) -> list[int]:
     """The text with the head of a function from the middle of it at its end."""
-    pieces = generator.pair.pieces(ids) or []
+    pieces = pair.pieces(ids) or []
     middle = range(len(ids) // 5, len(ids) * 3 // 5)
     heads = [at for at in middle if pieces[at].strip() == "def"] or [middle[0]]
     at = heads[len(heads) // 2]
@@ -164,7 +165,7 @@ def measure(generator: SpecStackGenerator, arguments: argparse.Namespace, rows: 
     limit = min(generator.pair.max_positions) - arguments.max_tokens
     for length in (min(length, limit) for length in arguments.lengths):
         for kind in arguments.kinds:
-            texts = documents(generator, length, arguments.first + arguments.prompts, kind)[arguments.first :]
+            texts = documents(generator.pair, length, arguments.first + arguments.prompts, kind)[arguments.first :]
             keys = [f"{length} {kind} {arguments.first + index}" for index in range(len(texts))]
             runs = [(name, policy) for policy in arguments.policies for name in arguments.arms]
             for index, (key, ids) in enumerate(zip(keys, texts, strict=True)):

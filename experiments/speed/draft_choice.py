@@ -141,7 +141,7 @@ def main() -> None:
     chosen = {name: arm for name, arm in arms(config).items() if name in (*(arguments.arms or arms(config)), "once")}
     result: dict[str, Any] = {}
     for length in arguments.lengths:
-        texts = documents(generator, length + ANSWER, arguments.texts, "go on")
+        texts = documents(generator.pair, length + ANSWER, arguments.texts, "go on")
         for kind in arguments.kinds:
             shares: dict[str, list[float]] = {}
             seconds: dict[str, float] = {}
