@@ -252,7 +252,7 @@ class DraftScorer:
     @contextmanager
     def _on_forward_stream(self) -> Iterator[None]:
         """Under overlap scheduling the last batch may still run: wait for it, and use the stream it runs on."""
-        stream = getattr(self._scheduler, "forward_stream", None)
+        stream = self._scheduler.forward_stream
         if stream is None or self._device == "cpu":
             yield
             return
