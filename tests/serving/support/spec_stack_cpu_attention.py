@@ -43,6 +43,7 @@ FAULTS = {
     "caps": ("worker", "end_chains"),
     "penalties": ("batch_policy", "count_anew"),
     "slots": ("draft_rows", "DraftRow.begin"),
+    "reading": ("slotted_draft", "SlottedDraft._forward"),
     "places": ("slotted_draft", "SlottedDraft.place"),
 }
 
