@@ -80,5 +80,3 @@ class Scheduler(Protocol):
     chunked_prefill_size: int | None
     prefill_decode_interval: int
     _prefill_decode_interval_remaining: int
-    forward_stream: Any
-    forward_stream_ctx: Any

@@ -37,7 +37,6 @@ SEAMS: Mapping[str, tuple[str, ...]] = {
     f"{_SRT}.model_executor.model_runner_components.spec_aux_hidden_state.SpecAuxHiddenStateConfig": (
         "eagle_draft_num_layers",
     ),
-    f"{_SRT}.runtime_context.RuntimeContext": ("_overrides_log",),
     f"{_SRT}.managers.io_struct.BatchStrOutput": ("customized_info", "prompt_tokens", "cached_tokens"),
     f"{_SRT}.speculative.standalone_worker_v2.StandaloneWorkerV2": (
         *("_validate_vocab_compatibility", "apply_runtime_state", "init_cuda_graphs", "forward_batch_generation"),
