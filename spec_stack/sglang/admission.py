@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from time import perf_counter
 from typing import Any
@@ -125,14 +125,20 @@ class RequestPruner:
         """Decide for a request that is about to be queued for the first time. Mutates it."""
         if getattr(request, STATE, None) is not None:
             return
+        failure: Exception | None = None
         try:
             self._decide(request)
         except Exception as error:
             if self._failures_end_it:
                 raise
             note_failure("deciding for a prompt", "it is prefilled densely")
+            failure = error
+        # Nothing of it is sure to be alike but that it failed everywhere: who has decided may have pruned.
+        if not all_say_yes(failure is None) and not all_say_yes(failure is not None):
+            raise RuntimeError("deciding for a prompt failed on a part of the ranks, which would go apart") from failure
+        if failure is not None:
             with harmless("reporting on a prompt", "its reply has no report"):
-                self._give_up(request, error)
+                self._give_up(request, failure)
 
     def _give_up(self, request: RunningRequest, error: Exception) -> None:
         """Prefill the prompt densely, of which nothing has been changed yet."""
@@ -175,7 +181,7 @@ class RequestPruner:
 
     def after_queueing(self, request: RunningRequest) -> None:
         """Keep a request out of the prefill batch that is being made, if it came while one is, and must be scored."""
-        with harmless("setting a request aside", "its prompt is prefilled densely"):
+        with self._guarded("setting a request aside", "its prompt is prefilled densely"):
             queue = self._scheduler.waiting_queue
             is_unscored = any(waiting.request is request for waiting in self._waiting)
             if self._set_aside is not None and is_unscored and queue and queue[-1] is request:
@@ -190,7 +196,8 @@ class RequestPruner:
         try:
             self._work()
         except Exception as error:
-            if self._failures_end_it:
+            # The others may wait in a collective of the part that this rank did not begin.
+            if self._failures_end_it or num_ranks() > 1:
                 raise
             note_failure("scoring", "the prompt is prefilled densely")
             self._release(error)
@@ -207,6 +214,11 @@ class RequestPruner:
                 with harmless("reporting on a prompt", "its reply has no report"):
                     self._give_up(waiting.request, error)
             self._waiting = [other for other in self._waiting if other is not waiting]
+
+    def _guarded(self, what: str, instead: str) -> AbstractContextManager[None]:
+        """Let a failure pass where there is one rank. Of several, one with another queue makes other batches, for which
+        the others wait for ever: there the server ends."""
+        return harmless(what, instead) if num_ranks() == 1 else nullcontext()
 
     @property
     def _failures_end_it(self) -> bool:
@@ -234,8 +246,8 @@ class RequestPruner:
         """Settle follow-ups of which the draft has little to prefill in the round whose prefill batch they go into."""
         if not self._rounds.may_prefill():
             return
-        left = min(_MOST_QUICK_TOKENS, self._scorer.chunk(self.config.prefill))
-        for waiting in [it for it in self._waiting if it.work is None and it.asks_little]:
+        left = most = min(_MOST_QUICK_TOKENS, self._scorer.chunk(self.config.prefill))
+        for waiting in [it for it in self._waiting if it.work is None and it.asks_little and not it.is_long]:
             if left <= 0:
                 break
             self._at_work = waiting
@@ -243,6 +255,7 @@ class RequestPruner:
                 self._waiting.remove(waiting)
                 continue
             num_tokens = self._scorer.num_to_prefill(waiting.prompt)
+            waiting.is_long = num_tokens > most
             # Where a longer prompt's scoring holds the draft's pool, it waits for its turn.
             if num_tokens <= left and waiting.asks_little and self._scorer.has_room(num_tokens):
                 left -= num_tokens
@@ -256,7 +269,7 @@ class RequestPruner:
         Afterwards they stand among the others where they stood.
         """
         before = list(self._scheduler.waiting_queue)
-        with harmless("setting requests aside", "their prompts are prefilled densely"):
+        with self._guarded("setting requests aside", "their prompts are prefilled densely"):
             self._set_unscored_aside(before)
         try:
             yield
@@ -264,7 +277,7 @@ class RequestPruner:
             aside, self._set_aside = self._set_aside, None
             if aside:
                 together = [*self._scheduler.waiting_queue, *aside]
-                with harmless("ordering the queue", "those that were set aside come last"):
+                with self._guarded("ordering the queue", "those that were set aside come last"):
                     together = _in_order(before, together)
                 self._scheduler.waiting_queue = together
 

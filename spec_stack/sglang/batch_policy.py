@@ -14,9 +14,9 @@ import torch
 from spec_stack.config import MAX_GAMMA
 from spec_stack.controller.base import BatchMember, DraftSignals, Policy, StepContext, StepRecord
 from spec_stack.controller.batch_rule import BatchRule
-from spec_stack.sglang.guards import harmless
+from spec_stack.sglang.guards import harmless, note_failure
 from spec_stack.sglang.launch_notes import graph_sizes
-from spec_stack.sglang.penalties import count_anew, is_penalised
+from spec_stack.sglang.penalties import count_anew, count_one_by_one, is_penalised
 from spec_stack.sglang.protocols import RunningRequest
 from spec_stack.sglang.request_state import note_step, options_of
 from spec_stack.sglang.server_args import ServerConfig
@@ -76,10 +76,11 @@ class BatchPolicy:
         self,
         config: ServerConfig,
         precision: str,
-        agree: Callable[[int], int] = lambda gamma: gamma,
+        agree: Callable[[int, bool], tuple[int, bool]] = lambda gamma, knows: (gamma, knows),
         clock: Callable[[], float] = perf_counter,
     ) -> None:
-        """agree makes the ranks of a group that must take the same step take one rank's choice."""
+        """agree makes the ranks of a group that must take the same step take one rank's gamma, and tells whether all of
+        them know their requests' caps. It is asked once in every step, whatever has failed."""
         self._config = config
         self._precision = precision
         self._agree = agree
@@ -115,9 +116,9 @@ class BatchPolicy:
         """The gamma of the step that begins now."""
         padded = self._padded(batch_size)
         gammas = self._config.gammas_at(padded)
-        caps = [0] * len(self._requests)
+        caps, knows = [0] * len(self._requests), False
         with harmless("reading requests' gammas", "the step drafts as little as it may"):
-            caps = [_cap(request) for request in self._requests]
+            caps, knows = [_cap(request) for request in self._requests], True
         context = StepContext(
             step=self._number,
             max_gamma=gammas[-1],
@@ -129,16 +130,15 @@ class BatchPolicy:
                 BatchMember(str(request.rid), cap) for request, cap in zip(self._requests, caps, strict=True)
             ),
         )
-        policy, wanted, is_alike = self._cautious, 0, False
+        policy, wanted = self._cautious, 0
         with harmless("choosing gamma", "the step drafts as little as it may"):
             name, asked = self._rule(caps)
-            # Nothing of it can differ between ranks, so they need not ask each other.
-            is_alike = asked is not None or name == "fixed"
             policy = self._policy(name)
             wanted = policy.choose(context) if asked is None else asked
-        gamma = _largest_up_to(wanted, gammas)
-        if not is_alike:
-            gamma = self._agree(gamma)
+        gamma, all_know = self._agree(_largest_up_to(wanted, gammas), knows)
+        if not all_know:
+            # Where one rank accepts nothing of a proposal, none may.
+            caps, gamma = [0] * len(caps), gammas[0]
         self._pending.append(
             Pending(self._number, gamma, policy, list(self._requests), self._only_steps_ran, caps, context.lag)
         )
@@ -224,12 +224,23 @@ class BatchPolicy:
         """The most tokens that may be accepted of each request's proposal, in the step that was chosen last."""
         return self._pending[-1].caps
 
-    def count_penalties(self, sampling_info: Any, newest: torch.Tensor) -> None:
-        """Make SGLang's penalties exact for the step that was chosen last; newest: (num_requests,), the tokens it goes
-        on from."""
-        step = self._pending[-1]
-        if any(is_penalised(request) for request in step.requests):
-            count_anew(sampling_info, step.requests, newest, lags=step.lag > 1)
+    def count_penalties(self, sampling_info: Any, newest: torch.Tensor, num_held: torch.Tensor) -> None:
+        """Make SGLang's penalties exact for the step that was chosen last.
+
+        newest: (num_requests,), the tokens it goes on from. num_held: (num_requests,), the tokens before them, prompts
+        and what was said.
+        """
+        requests = self._pending[-1].requests
+        if not any(is_penalised(request) for request in requests):
+            return
+        lengths = torch.tensor([len(request.origin_input_ids) for request in requests]).to(num_held.device)
+        num_said = num_held + 1 - lengths
+        try:
+            count_anew(sampling_info, requests, newest, num_said)
+        except Exception:
+            # With other penalties the text would be wrong, so there is a second way, slow and plain.
+            note_failure("counting penalties", "they are counted one by one")
+            count_one_by_one(sampling_info, requests, newest, num_said)
 
     def carry(self, signals: torch.Tensor) -> None:
         """Given the draft's signals in the step that was chosen last, which are read when its result is."""

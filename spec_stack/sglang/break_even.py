@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from time import perf_counter
 
 import numpy as np
@@ -11,58 +12,124 @@ import numpy as np
 from spec_stack.config import PrefillConfig
 from spec_stack.prefill.registry import needs_attention
 
-# Tokens of the forwards that are timed; short, since a large model on a CPU takes seconds for the longer one.
-LENGTHS = (128, 512)
-_REPEATS = 2
+# Tokens of the forwards that are timed, each tried where the ones before it do not tell what a token takes: a large
+# model on a CPU takes seconds for the second one.
+LENGTHS = (128, 512, 1024, 2048, 4096)
+_REPEATS = 3
+# While a device is busy launching kernels, tokens are free. Where a forward takes this many times as long as the
+# shortest, one of half its length is no longer bound by that, so what lies between the two is the tokens' own.
+_TELLING = 2.0
 _LONGEST = 131_072
+# Longer than any prompt.
+NEVER = 2**30
 Prefill = Callable[[int], None]
 
 
 @dataclass(frozen=True)
 class PrefillSeconds:
-    """Seconds of a prefill: base_s for the weights, per_token_s for every token."""
+    """Seconds of a prefill: base_s for the weights, per_token_s for every token. is_told: whether the lengths that were
+    timed tell what a token takes; else it takes less than shows."""
 
     base_s: float
     per_token_s: float
+    is_told: bool = True
 
     @classmethod
-    def measured(cls, prefill: Prefill, clock: Callable[[], float] = perf_counter) -> PrefillSeconds:
-        """The line through the quickest forwards of two lengths. prefill: runs so many tokens, and returns when it is
-        done; its first forward is not timed."""
-        prefill(LENGTHS[0])
-        quickest = []
-        for num_tokens in LENGTHS:
-            spent = []
-            for _ in range(_REPEATS):
-                begun = clock()
-                prefill(num_tokens)
-                spent.append(clock() - begun)
-            quickest.append(min(spent))
-        per_token_s = max(quickest[1] - quickest[0], 0.0) / (LENGTHS[1] - LENGTHS[0])
-        return cls(max(quickest[0] - LENGTHS[0] * per_token_s, 0.0), per_token_s)
+    def measured(
+        cls,
+        prefill: Prefill,
+        clock: Callable[[], float] = perf_counter,
+        most_tokens: int = LENGTHS[-1],
+        agree: Callable[[bool], bool] = bool,
+    ) -> PrefillSeconds:
+        """The line through the quickest forwards of the last two lengths.
+
+        Parameters
+        ----------
+        prefill
+            Runs so many tokens, and returns when it is done; the first forward of every length is not timed.
+        clock
+            Seconds.
+        most_tokens
+            That the model can take; at least the first two lengths are run.
+        agree
+            Makes the ranks of a group, which must run the same forwards, end with one another: whether all say so.
+        """
+        lengths = [*LENGTHS[:2], *(length for length in LENGTHS[2:] if length <= most_tokens)]
+        quickest = [_quickest(prefill, lengths[0], clock)]
+        is_told = False
+        for num_tokens in lengths[1:]:
+            quickest.append(_quickest(prefill, num_tokens, clock))
+            is_told = agree(quickest[-1] >= _TELLING * quickest[0])
+            if is_told:
+                break
+        (short, long), (before, last) = list(pairwise(lengths))[len(quickest) - 2], quickest[-2:]
+        per_token_s = max(last - before, 0.0) / (long - short)
+        return cls(max(last - long * per_token_s, 0.0), per_token_s, is_told)
 
     def at(self, num_tokens: float) -> float:
         return self.base_s + self.per_token_s * num_tokens
 
+    def of_layers(self, share: float) -> PrefillSeconds:
+        """Of a part of the layers alone."""
+        return PrefillSeconds(share * self.base_s, share * self.per_token_s, self.is_told)
+
+
+def _quickest(prefill: Prefill, num_tokens: int, clock: Callable[[], float]) -> float:
+    prefill(num_tokens)
+    spent = []
+    for _ in range(_REPEATS):
+        begun = clock()
+        prefill(num_tokens)
+        spent.append(clock() - begun)
+    return min(spent)
+
 
 def measured_break_even(
-    target: PrefillSeconds, draft: PrefillSeconds, config: PrefillConfig, drafts: bool = True
+    target: PrefillSeconds, draft: PrefillSeconds, config: PrefillConfig, drafts: bool = True, layers: float = 1.0
 ) -> int:
     """Return the shortest prompt that is ready sooner pruned than whole, in tokens; 0 where none is.
 
+    Parameters
+    ----------
+    target, draft
+        What was measured.
+    config
+        How prompts are scored, and how much of them is kept.
+    drafts
+        Whether the model that scores also drafts.
+    layers
+        Share of its layers that score.
+
     Notes
     -----
-    On a server a model that also drafts prefills every prompt whole: to score it, or else to draft behind it. So
-    pruning spares the target's prefill of what is dropped, and costs the draft a second prefill of what is kept, and a
-    look-ahead where one asks. A model that scores alone (drafts is False) prefills a prompt to score it and only then.
-    Attention's growth with length, which pruning spares too, is left out: a longer prompt gains more.
+    On a server a model that also drafts prefills every prompt whole to draft behind it. So pruning spares the target's
+    prefill of what is dropped, and the draft's too, and costs the draft's pass over the prompt by the layers that
+    score, and a look-ahead where one asks. A model that scores alone prefills a prompt to score it and only then.
+    Attention's growth with length, which pruning and the draft's window spare too, is left out: a longer prompt gains
+    more.
     """
-    looking = 0.0
-    if needs_attention(config.scorer) and not config.asks_prompt:
+    scoring, looking = draft.of_layers(layers), 0.0
+    if not needs_attention(config.scorer):
+        scoring = PrefillSeconds(0.0, 0.0)
+    elif not config.asks_prompt:
         looking = config.look_ahead * draft.at(1)
     for length in np.geomspace(256, _LONGEST, 73):
         num_tokens = round(float(length))
         kept = min(num_tokens, max(sum(config.forced_tokens), config.rate_for(num_tokens) * num_tokens))
-        if draft.at(kept if drafts else num_tokens) + looking < target.per_token_s * (num_tokens - kept):
+        cost = scoring.at(num_tokens) + looking
+        if drafts:
+            cost += draft.at(kept) - draft.at(num_tokens)
+        if cost < target.per_token_s * (num_tokens - kept):
             return num_tokens
     return 0
+
+
+def threshold_of(target: PrefillSeconds, draft: PrefillSeconds, even: int) -> tuple[int, str]:
+    """Return the least min_prompt_tokens, and what to say of it: NEVER where a draft is clearly too dear at any length,
+    0 where nothing can be told. even: what `measured_break_even` says."""
+    if not target.is_told or (not even and not draft.is_told):
+        return 0, "too little to tell where pruning pays, so min_prompt_tokens stays"
+    if even:
+        return even, f"pruning pays from {even} tokens on"
+    return NEVER, "pruning pays at no length, so prompts are pruned on request alone"

@@ -24,6 +24,9 @@ from spec_stack.prefill.units import make_units
 from spec_stack.sglang.draft_pool import Ints, num_common
 from spec_stack.sglang.protocols import RunningRequest
 
+# Turns that were forgotten, of which it is still known what they had kept from the first token on: a cache may hold it
+# for longer than the turn is remembered.
+_MOST_LEADS = 4096
 # A beginning counts from this part of the prompt on: one in four tokens.
 _LEAST_SHARE = 4
 
@@ -189,6 +192,7 @@ class Turns:
         self._most_tokens = most_tokens
         self._turns: OrderedDict[int, tuple[Hashable, _Turn]] = OrderedDict()
         self._answering: list[_Turn] = []
+        self._leads: OrderedDict[tuple[Hashable, bytes], int] = OrderedDict()
         self._next = 0
 
     def __len__(self) -> int:
@@ -212,9 +216,18 @@ class Turns:
         self._next += 1
         num_tokens = sum(len(kept.token_ids) for _, kept in self._turns.values())
         while num_tokens > self._most_tokens and len(self._turns) > 1:
-            _, (_, oldest) = self._turns.popitem(last=False)
+            _, (owner, oldest) = self._turns.popitem(last=False)
             num_tokens -= len(oldest.token_ids)
+            self._keep_lead(owner, oldest)
             oldest.request = None
+
+    def _keep_lead(self, owner: Hashable, turn: _Turn) -> None:
+        if turn.num_chosen == turn.num_unchosen:
+            return
+        lead = owner, turn.token_ids[: turn.num_chosen].tobytes()
+        self._leads[lead] = min(turn.num_unchosen, self._leads.pop(lead, turn.num_unchosen))
+        if len(self._leads) > _MOST_LEADS:
+            self._leads.popitem(last=False)
 
     def take_in_replies(self) -> None:
         """Called once per round of the scheduler, since requests do not live on after their end."""
@@ -225,6 +238,7 @@ class Turns:
     def clear(self) -> None:
         self._turns.clear()
         self._answering.clear()
+        self._leads.clear()
 
     def find(self, namespace: Hashable, prompt_ids: Sequence[int]) -> Beginning:
         """The longest beginning in common with a turn whose whole prompt is in it; of equal ones the newest. All but
@@ -256,6 +270,11 @@ class Turns:
         for _, turn, length in self._in_common(namespace, prompt_ids):
             if length < turn.num_prompt_tokens and min(length, turn.num_chosen) >= num_cached:
                 least = min(least, turn.num_unchosen)
+        # Nobody can go on from a turn that was forgotten, so its choice counts for nobody.
+        cached = np.asarray(prompt_ids[:num_cached], dtype=np.int64).tobytes()
+        for (owner, lead), num_unchosen in self._leads.items():
+            if owner == namespace and lead.startswith(cached):
+                least = min(least, num_unchosen)
         return least
 
     def _in_common(self, namespace: Hashable, prompt_ids: Sequence[int]) -> Iterator[tuple[int, _Turn, int]]:

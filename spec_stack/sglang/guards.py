@@ -25,7 +25,7 @@ def num_failures() -> dict[str, int]:
 def note_failure(what: str, instead: str) -> None:
     """Log the exception that is being handled, with its traceback, and what is done instead."""
     _counted[what] += 1
-    kind = what, repr(sys.exception())[:200]
+    kind = what, type(sys.exception()).__name__
     _logged[kind] += 1
     if _logged[kind] <= _MOST_TRACEBACKS:
         logger.exception("%s: %s failed; %s", NAME, what, instead)

@@ -6,23 +6,25 @@ with penalties drafts nothing here, and its penalties are counted anew from what
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from spec_stack.sglang.protocols import RunningRequest
+from spec_stack.sglang.protocols import RunningRequest, SamplingSettings
 
 
 def is_penalised(request: RunningRequest) -> bool:
     """Return whether what a request has said so far changes what it may say next."""
     asked = request.sampling_params
-    if asked.frequency_penalty or asked.presence_penalty or asked.repetition_penalty != 1:
-        return True
-    return len(request.output_ids) < asked.min_new_tokens
+    return _counts(asked) or len(request.output_ids) < asked.min_new_tokens
 
 
-def count_anew(sampling_info: Any, requests: Sequence[RunningRequest], newest: torch.Tensor, *, lags: bool) -> None:
+def count_anew(
+    sampling_info: Any, requests: Sequence[RunningRequest], newest: torch.Tensor, num_said: torch.Tensor
+) -> None:
     """Put the penalties of the token that each request says next right. Mutates SGLang's tensors of the batch.
 
     Parameters
@@ -32,29 +34,60 @@ def count_anew(sampling_info: Any, requests: Sequence[RunningRequest], newest: t
         which divide positive logits and multiply negative ones, each (num_requests, vocab) or None.
     newest
         (num_requests,): the last token that each request has said, on its device.
-    lags
-        Whether the host has not been told of that token yet, as under overlap scheduling.
+    num_said
+        (num_requests,): how many tokens it has said, on that device. The host may not have been told of the newest one
+        yet: under overlap scheduling, and after a prefill whose result is on its way.
     """
     for row, request in enumerate(requests):
         asked = request.sampling_params
-        if not (asked.frequency_penalty or asked.presence_penalty or asked.repetition_penalty != 1):
+        if not _counts(asked):
             continue
-        said = torch.tensor(list(request.output_ids), dtype=torch.int64).to(newest.device)
-        if lags or not len(said):
-            said = torch.cat([said, newest[row : row + 1].long()])
-        if sampling_info.acc_additive_penalties is not None:
-            _count_additive(sampling_info.acc_additive_penalties[row], said, asked)
-        if sampling_info.acc_scaling_penalties is not None:
-            scaling = sampling_info.acc_scaling_penalties[row]
-            scaling.fill_(1.0)
-            scaling[said] = float(asked.repetition_penalty)
+        known = torch.tensor(list(request.output_ids), dtype=torch.int64).to(newest.device)
+        said = torch.cat([known, newest[row : row + 1].long()])
+        # Whether the newest is new is known on the device alone, which is not waited for.
+        times = torch.ones(len(said), device=said.device)
+        times[-1] = (num_said[row] - len(known)).clamp(0, 1)
+        for penalties in _additive(sampling_info):
+            counts = torch.zeros_like(penalties[row]).index_add_(0, said, times.to(penalties.dtype))
+            penalty = -float(asked.frequency_penalty) * counts - float(asked.presence_penalty) * (counts > 0)
+            # SGLang forbids a reply to end too soon in the same tensor.
+            penalties[row] = penalty.masked_fill(torch.isneginf(penalties[row]), float("-inf"))
+        for scaling in _scaling(sampling_info):
+            counts = torch.zeros_like(scaling[row]).index_add_(0, said, times.to(scaling.dtype))
+            scaling[row] = torch.where(counts > 0, float(asked.repetition_penalty), 1.0)
 
 
-def _count_additive(penalties: torch.Tensor, said: torch.Tensor, asked: Any) -> None:
-    """Count one request's penalties (vocab,)."""
-    # SGLang forbids a reply to end too soon in the same tensor.
-    forbidden = torch.isneginf(penalties)
-    penalties.zero_()
-    penalties.index_add_(0, said, torch.full(said.shape, -float(asked.frequency_penalty), device=said.device))
-    penalties[torch.unique(said)] -= float(asked.presence_penalty)
-    penalties.masked_fill_(forbidden, float("-inf"))
+def count_one_by_one(
+    sampling_info: Any, requests: Sequence[RunningRequest], newest: torch.Tensor, num_said: torch.Tensor
+) -> None:
+    """The same as `count_anew`, token by token on the host: for when that failed. The device is waited for."""
+    for row, request in enumerate(requests):
+        asked = request.sampling_params
+        if not _counts(asked):
+            continue
+        said = Counter(request.output_ids)
+        if int(num_said[row]) > len(request.output_ids):
+            said[int(newest[row])] += 1
+        for penalties in _additive(sampling_info):
+            forbidden = {token for token, value in enumerate(penalties[row].tolist()) if value == -math.inf}
+            penalties[row] = 0.0
+            for token, times in said.items():
+                penalties[row, token] = -asked.frequency_penalty * times - asked.presence_penalty
+            for token in forbidden:
+                penalties[row, token] = -math.inf
+        for scaling in _scaling(sampling_info):
+            scaling[row] = 1.0
+            for token in said:
+                scaling[row, token] = asked.repetition_penalty
+
+
+def _counts(asked: SamplingSettings) -> bool:
+    return bool(asked.frequency_penalty or asked.presence_penalty or asked.repetition_penalty != 1)
+
+
+def _additive(sampling_info: Any) -> list[torch.Tensor]:
+    return [] if sampling_info.acc_additive_penalties is None else [sampling_info.acc_additive_penalties]
+
+
+def _scaling(sampling_info: Any) -> list[torch.Tensor]:
+    return [] if sampling_info.acc_scaling_penalties is None else [sampling_info.acc_scaling_penalties]

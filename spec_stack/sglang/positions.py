@@ -109,10 +109,19 @@ def slots_for_kv_lengths(forward_batch: Any, topk: int) -> Iterator[None]:
         forward_batch.positions = positions
 
 
-def protect_kv_lengths(backend: Any) -> Any:
-    """Make a multi-step draft backend build its indices from lengths. Changes this object alone, and returns it."""
+def protect_kv_lengths(backend: Any, must: bool = False) -> Any:
+    """Make a multi-step draft backend build its indices from lengths. Changes this object alone, and returns it.
+
+    backend: None where no step drafts more than one token. must: whether it is one that takes positions for lengths.
+    Raises RuntimeError where it must be protected and SGLang has renamed what would be.
+    """
     build: Callable[..., Any] | None = getattr(backend, "common_template", None)
     if build is None:
+        if must and backend is not None:
+            raise RuntimeError(
+                f"SGLang's {type(backend).__name__} has no common_template, by which its KV lengths are protected; "
+                "install a tested version"
+            )
         return backend
 
     def common_template(forward_batch: Any, *args: Any, **kwargs: Any) -> Any:

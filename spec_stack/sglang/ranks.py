@@ -15,14 +15,15 @@ def num_ranks() -> int:
     return int(get_tp_group().world_size)
 
 
-def first_ranks_gamma(gamma: int) -> int:
-    """Policies read clocks, so ranks would differ: the first rank decides for all."""
+def first_ranks_choice(gamma: int, knows: bool) -> tuple[int, bool]:
+    """The first rank's gamma, since policies read clocks, and whether all ranks know what their requests asked for."""
     group = get_tp_group()
     if group.world_size == 1:
-        return gamma
-    chosen = torch.tensor([gamma])
-    torch.distributed.broadcast(chosen, src=group.ranks[0], group=group.cpu_group)
-    return int(chosen)
+        return gamma, knows
+    others = torch.iinfo(torch.int64).max
+    chosen = torch.tensor([gamma if group.rank_in_group == 0 else others, int(knows)])
+    torch.distributed.all_reduce(chosen, op=torch.distributed.ReduceOp.MIN, group=group.cpu_group)
+    return int(chosen[0]), bool(chosen[1])
 
 
 def all_say_yes(answer: bool) -> bool:

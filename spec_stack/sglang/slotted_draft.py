@@ -114,6 +114,17 @@ class SlottedDraft:
 
         Mutates batch.spec_info for those that have none: the first token of their proposal.
         """
+        unread: set[int] = set()
+        try:
+            self._choose_and_read(batch, signals, unread)
+        except Exception:
+            # They are said to hold what the draft has not read; in their next step they begin anew.
+            for row in unread:
+                self._rows.pop(row, None)
+            raise
+
+    def _choose_and_read(self, batch: Any, signals: DraftSignalBuffers | None, unread: set[int]) -> None:
+        """unread: filled with the rows whose choice the draft has not read yet, and emptied as it does."""
         renewed, new = _Parts(), [_Parts()]
         for at, (row, request) in enumerate(zip(batch.req_pool_indices_cpu.tolist(), batch.reqs, strict=True)):
             held = self._rows.get(row)
@@ -122,28 +133,28 @@ class SlottedDraft:
                     new.append(_Parts())
                 held = self._new_row(row)
                 text = self._prefilled_of(batch, at, row)
+                unread.add(row)
                 new[-1].add(row, held.begin(text), np.append(text, 0), at)
             elif held.is_due(len(request.origin_input_ids) + len(request.output_ids)):
                 text = text_of(request.origin_input_ids, request.output_ids)
+                unread.add(row)
                 part = held.renew(text)
                 self.num_renewals += 1
                 self.num_restored += len(part.positions)
                 if len(part.positions):
                     renewed.add(row, part, text)
+                else:
+                    unread.discard(row)
             else:
                 continue
             self._show(row, held)
-        while new and new[0].rows:
-            try:
-                self._begin(batch.spec_info, new[0], signals)
-            except Exception:
-                # Their next step tries again.
-                for row in (row for parts in new for row in parts.rows):
-                    del self._rows[row]
-                raise
-            new.pop(0)
+        for parts in new:
+            if parts.rows:
+                self._begin(batch.spec_info, parts, signals)
+                unread.difference_update(parts.rows)
         if renewed.rows:
             self._forward(renewed)
+            unread.clear()
 
     def _begin(self, proposals: Any, parts: _Parts, signals: DraftSignalBuffers | None) -> None:
         newest = proposals.bonus_tokens[torch.tensor(parts.at, device=proposals.bonus_tokens.device)]

@@ -9,7 +9,8 @@ from importlib.metadata import version
 from typing import Any
 
 NAME = "SPEC_STACK"
-OLDEST, NEWEST = (0, 5, 20), (0, 5, 23)
+# That all of `tests/serving` has run on.
+VERSIONS = ("0.5.20", "0.5.21", "0.5.22", "0.5.23")
 
 # Rotary, full attention in every layer, one key per head and token in the KV pool.
 _ARCHITECTURES = (
@@ -28,15 +29,16 @@ _ARCHITECTURES = (
 # request alike, and that is where those are mapped.
 BESIDE = ("NGRAM", "STANDALONE", "EAGLE", "EAGLE3", "DFLASH")
 # Draft backends that take their KV lengths from seq_lens, or are made to (see positions.protect_kv_lengths).
+BUILT_FROM_POSITIONS = ("triton", "flashinfer")
 MAPPED_DRAFT_BACKENDS = ("torch_native", "triton", "flashinfer", "fa3", "trtllm_mha")
 
 
 def check_version() -> None:
     """Raise RuntimeError unless SGLang is one of the versions the hooks were made for."""
     installed = version("sglang")
-    numbers = tuple(int(part) for part in installed.split(".")[:3] if part.isdigit())
-    if not OLDEST <= numbers <= NEWEST:
-        supported = " to ".join(".".join(map(str, numbers)) for numbers in (OLDEST, NEWEST))
+    # What comes behind a plus sign names a build of the same source.
+    if installed.partition("+")[0] not in VERSIONS:
+        supported = f"{VERSIONS[0]} to {VERSIONS[-1]}"
         raise RuntimeError(f"{NAME} was made for SGLang {supported}, and this is {installed}; install one of those")
 
 

@@ -11,31 +11,35 @@ import numpy as np
 import torch
 
 from spec_stack.config import PrefillConfig
-from spec_stack.sglang.break_even import LENGTHS, Prefill, PrefillSeconds, measured_break_even
-from spec_stack.sglang.guards import harmless
+from spec_stack.sglang.break_even import Prefill, PrefillSeconds, measured_break_even, threshold_of
+from spec_stack.sglang.guards import note_failure
 from spec_stack.sglang.launch_notes import prunes
 from spec_stack.sglang.pooled_draft import PooledDraft
-from spec_stack.sglang.ranks import largest_of_all
+from spec_stack.sglang.ranks import all_say_yes, largest_of_all, num_ranks
 from spec_stack.sglang.server_args import ServerConfig
 from spec_stack.sglang.support import NAME
 
 logger = logging.getLogger(__name__)
-# Longer than any prompt.
-_NEVER = 2**30
 
 
 def with_threshold(config: ServerConfig, target: Any, scoring: Any) -> ServerConfig:
-    """Raise min_prompt_tokens to what was measured just now, unless it was given or calibrated.
+    """Raise min_prompt_tokens to what was measured just now, unless it was given, or set by a calibration.
 
     target, scoring: this rank's model runners, weights loaded. To be called by all ranks at once; the slowest one's
     threshold holds.
     """
     prefill = config.prefill
-    if not prunes(config, None) or prefill.calibrated_by or "min_prompt_tokens" in prefill.given:
+    # A calibration's own fields are among those that were given; those that ship set no shortest prompt.
+    if not prunes(config, None) or "min_prompt_tokens" in prefill.given:
         return config
     even = 0
-    with harmless("measuring where pruning pays", f"min_prompt_tokens stays {prefill.min_prompt_tokens}"):
+    try:
         even = _measured(target, scoring, prefill, drafts=config.scoring_model is None)
+    except Exception:
+        # The others wait in a collective of the very forward that this rank has left.
+        if num_ranks() > 1:
+            raise
+        note_failure("measuring where pruning pays", f"min_prompt_tokens stays {prefill.min_prompt_tokens}")
     even = int(largest_of_all(torch.tensor([even], device=target.device)))
     if even <= prefill.min_prompt_tokens:
         return config
@@ -43,25 +47,36 @@ def with_threshold(config: ServerConfig, target: Any, scoring: Any) -> ServerCon
 
 
 def _measured(target_runner: Any, scoring_runner: Any, config: PrefillConfig, drafts: bool) -> int:
+    """The threshold; 0 where it cannot be told."""
     with torch.no_grad():
-        target = PrefillSeconds.measured(_prefill_of(target_runner))
-        draft = PrefillSeconds.measured(_prefill_of(scoring_runner))
-    even = measured_break_even(target, draft, config, drafts)
+        target, draft = _seconds(target_runner), _seconds(scoring_runner)
+    num_layers = int(scoring_runner.model_config.hf_text_config.num_hidden_layers)
+    layers = min(config.num_asked_layers or num_layers, num_layers) / num_layers
+    threshold, found = threshold_of(target, draft, measured_break_even(target, draft, config, drafts, layers))
     logger.info(
-        "%s: a prefill takes the target %.4f s and %.1f µs a token, the draft %.4f s and %.1f µs: pruning pays %s",
+        "%s: a prefill takes the target %.4f s and %.1f µs a token, the draft %.4f s and %.1f µs: %s",
         *(NAME, target.base_s, 1e6 * target.per_token_s, draft.base_s, 1e6 * draft.per_token_s),
-        f"from {even} tokens on" if even else "at no length, so prompts are pruned on request alone",
+        found,
     )
-    return even or _NEVER
+    return threshold
+
+
+def _seconds(runner: Any) -> PrefillSeconds:
+    most_tokens = int(runner.model_config.context_len)
+    return PrefillSeconds.measured(_prefill_of(runner), most_tokens=most_tokens, agree=all_say_yes)
 
 
 def _prefill_of(runner: Any) -> Prefill:
-    """Prefill synthetic tokens in buffers that go with it."""
-    pool = PooledDraft(runner, LENGTHS[-1])
-    token_ids = array("q", [7 * at % min(int(runner.model_config.vocab_size), 1000) for at in range(LENGTHS[-1])])
+    """Prefill synthetic tokens in buffers that go with it, as long as the longest yet: few models need the longest."""
+    pools: dict[int, PooledDraft] = {}
+    num_ids = min(int(runner.model_config.vocab_size), 1000)
 
     def prefill(num_tokens: int) -> None:
-        following = pool.forward(token_ids[:num_tokens], np.arange(num_tokens))
+        if num_tokens not in pools:
+            pools.clear()
+            pools[num_tokens] = PooledDraft(runner, num_tokens)
+        token_ids = array("q", [7 * at % num_ids for at in range(num_tokens)])
+        following = pools[num_tokens].forward(token_ids, np.arange(num_tokens))
         if following is not None:
             # Asking for the number waits for the device.
             int(following)

@@ -18,7 +18,7 @@ class Waiting:
 
     beginning: what the prompt is built on. prunes: whether what comes after it is pruned; recalls: whether some of what
     it lacks may come back. reason: why the prompt may be pruned; why_new: why what comes after the beginning is, or is
-    not.
+    not. is_long: whether the draft has been found to lack too much of it for a round beside a prefill batch.
     """
 
     request: RunningRequest
@@ -33,6 +33,7 @@ class Waiting:
     work: Generator[None, None, Score] | None = None
     scoring_s: float = 0.0
     longest_part_s: float = 0.0
+    is_long: bool = False
 
     @property
     def asks_little(self) -> bool:

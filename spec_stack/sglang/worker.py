@@ -17,16 +17,21 @@ from spec_stack.sglang import hooks
 from spec_stack.sglang.active_gamma import forget_earlier_gammas_of_this_process
 from spec_stack.sglang.batch_policy import BatchPolicy, step_clock
 from spec_stack.sglang.calibration import with_predictor
-from spec_stack.sglang.guards import harmless
+from spec_stack.sglang.guards import harmless, note_failure
 from spec_stack.sglang.padded_vocabulary import OTHER_TOKENIZER, fit_draft, have_one_vocabulary
 from spec_stack.sglang.positions import protect_kv_lengths
-from spec_stack.sglang.ranks import first_ranks_gamma
+from spec_stack.sglang.ranks import first_ranks_choice, num_ranks
 from spec_stack.sglang.request_state import STATE
 from spec_stack.sglang.scoring_model import ScoringModel
 from spec_stack.sglang.server_args import ServerConfig
 from spec_stack.sglang.signals import DraftSignalBuffers, end_chains
 from spec_stack.sglang.slotted_draft import SlottedDraft
-from spec_stack.sglang.support import MAPPED_DRAFT_BACKENDS, draft_positions_are_mapped, require_slots
+from spec_stack.sglang.support import (
+    BUILT_FROM_POSITIONS,
+    MAPPED_DRAFT_BACKENDS,
+    draft_positions_are_mapped,
+    require_slots,
+)
 
 logger = logging.getLogger(__name__)
 _SWITCH = "Switch adaptive runtime state"
@@ -59,7 +64,9 @@ class SpecStackDraftWorker(StandaloneDraftWorker):  # type: ignore[misc]
                 "--spec-stack-prune draft needs a draft whose attention takes its lengths from lengths; name "
                 f"{', '.join(MAPPED_DRAFT_BACKENDS)} by --speculative-draft-attention-backend, or leave it out"
             )
-        protect_kv_lengths(self.draft_attn_backend)
+        args = self.draft_runner.server_args
+        name = args.speculative_draft_attention_backend or self.draft_runner.decode_attention_backend_str
+        protect_kv_lengths(self.draft_attn_backend, name in BUILT_FROM_POSITIONS)
 
     def measure_signals(self, max_gamma: int) -> None:
         """Measure them from now on. Graphs that are captured later hold it."""
@@ -128,7 +135,7 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
         self.batch_policy = BatchPolicy(
             config,
             precision=str(runner.dtype).removeprefix("torch."),
-            agree=first_ranks_gamma,
+            agree=first_ranks_choice,
             clock=step_clock(self.server_args.device),
         )
         self.adaptive_controller = AdaptiveController(self, self.batch_policy)
@@ -192,14 +199,19 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
     def _begin_slots(self, batch: Any, slots: SlottedDraft) -> None:
         if slots.has_new(batch):
             self.batch_policy.something_else_runs()
-        with harmless("choosing the draft's slots", "it proposes what will not be accepted"):
+        # One rank that leaves a forward of the draft would let the others wait in it for ever: then the server ends.
+        guard = harmless("choosing the draft's slots", "it proposes what will not be accepted")
+        with guard if num_ranks() == 1 else nullcontext():
             slots.begin_step(batch, self._draft_worker.signals)
 
     def verify(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         if not batch.forward_mode.is_idle():
-            with harmless("ending proposals at their caps", "they are verified whole"):
+            try:
                 end_chains(batch.spec_info.retrieve_next_token, self.batch_policy.caps)
+            except Exception:
+                # Verified whole, the text of whoever has penalties would be wrong.
+                note_failure("ending proposals at their caps", "none of their tokens is accepted")
+                batch.spec_info.retrieve_next_token[:, 0].fill_(-1)
             newest = batch.spec_info.draft_token[:: batch.spec_info.draft_token_num]
-            with harmless("counting penalties", "they are SGLang's own"):
-                self.batch_policy.count_penalties(batch.sampling_info, newest)
+            self.batch_policy.count_penalties(batch.sampling_info, newest, batch.seq_lens)
         return super().verify(batch, *args, **kwargs)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from spec_stack.config import PrefillConfig
 from spec_stack.prefill.draft_slots import RENEW_EVERY, choose_slots
+from spec_stack.sglang.draft_rows import num_row_slots
 
 from .conftest import ASSETS, CONTEXT, Reference, Server, generate_body
 
@@ -150,11 +155,13 @@ def test_a_request_says_who_is_pruned_as_far_as_the_launch_lets_it(slotted: Serv
         assert said in (_report(reply)["specprefill_reason"] if status == 200 else str(reply))
 
 
-@pytest.mark.parametrize("fault", ["slots", "places"])
+@pytest.mark.parametrize("fault", ["slots", "reading", "places"])
 def test_a_failure_costs_proposals_and_no_token(
     slotted: Server, reference: Reference, faults: Path, fault: str
 ) -> None:
-    prompts = [reference.prompt(num_tokens, seed=90 + at) for at, num_tokens in enumerate((500, 90))]
+    # Others for each fault: a row that is not read may still hold the text of who had it before.
+    seed = 90 + 2 * ("slots", "reading", "places").index(fault)
+    prompts = [reference.prompt(num_tokens, seed=seed + at) for at, num_tokens in enumerate((500, 90))]
     faults.write_text(fault)
     try:
         replies = slotted.generate_all([(prompt, {"max_new_tokens": 16, "gamma": GAMMA}) for prompt in prompts])
@@ -165,6 +172,34 @@ def test_a_failure_costs_proposals_and_no_token(
     assert _accepted(replies) < 0.2
     again = slotted.generate(prompts[1], 16, gamma=GAMMA)
     assert _report(again)["num_accepted"] == _report(again)["num_proposed"]
+
+
+def test_a_request_whose_slots_could_not_be_read_anew_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    from spec_stack.sglang.slotted_draft import SlottedDraft
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError("put out of action by a test")
+
+    config = PrefillConfig(draft_slots=96, chunk_size=16)
+    draft = SlottedDraft.__new__(SlottedDraft)
+    draft._config, draft.num_per_request = config, num_row_slots(config, GAMMA)
+    draft._rows, draft._num_prefilled = {}, {}
+    draft._table = torch.zeros((1, draft.num_per_request), dtype=torch.int32)
+    draft._shifts = draft._shifts_cpu = torch.zeros(1, dtype=torch.int64)
+    draft.num_most_held = draft.num_renewals = draft.num_restored = 0
+    words = random.Random(1)
+    request = SimpleNamespace(origin_input_ids=[words.randrange(60) for _ in range(3000)], output_ids=[1])
+    rows, length = torch.tensor([0]), torch.tensor([3000])
+    batch = SimpleNamespace(reqs=[request], req_pool_indices_cpu=rows, seq_lens_cpu=length, spec_info=None)
+    monkeypatch.setattr(SlottedDraft, "_begin", lambda *args: None)
+    draft.begin_step(batch, None)
+    assert not draft.has_new(batch)
+    request.output_ids += [words.randrange(60) for _ in range(2 * RENEW_EVERY)]
+    monkeypatch.setattr(SlottedDraft, "_forward", fail)
+    with pytest.raises(RuntimeError, match="by a test"):
+        draft.begin_step(batch, None)
+    assert draft.num_restored
+    assert draft.has_new(batch)
 
 
 @pytest.mark.nightly

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from .conftest import Reference, Server
+from .test_penalties import ask_penalised, expected_tokens
 
 # By the end of what is hooked. A launch's arguments are read before there is a server.
 BY_HOOK: dict[str, tuple[str, ...]] = {
@@ -61,6 +62,9 @@ def _ask(server: Server, reference: Reference, seed: int) -> list[dict[str, Any]
     for prompt, reply in zip(prompts, replies, strict=True):
         right = [reference.tokens(prompt, max_new_tokens=8, specprefill=pruned) for pruned in (False, True)]
         assert reply["output_ids"] in right
+    penalty = {"frequency_penalty": 0.5, "repetition_penalty": 1.1}
+    reply = ask_penalised(server, prompts[2], 12, penalty)
+    assert reply["output_ids"] == expected_tokens(reference, prompts[2], 12, penalty)
     text = reference.tokenizer.decode(prompts[2])
     body = {"model": "default", "prompt": text, "max_tokens": 4, "temperature": 0, "frequency_penalty": 0.5}
     assert server.post("/v1/completions", body)[0] == 200

@@ -20,7 +20,7 @@ KINDS: tuple[dict[str, float], ...] = (
 )
 
 
-def _expected(reference: Reference, prompt: Sequence[int], num_new: int, asked: Mapping[str, float]) -> list[int]:
+def expected_tokens(reference: Reference, prompt: Sequence[int], num_new: int, asked: Mapping[str, float]) -> list[int]:
     """Plain Transformers, token by token, and a count of what was said."""
     ids, said, cache = list(prompt), Counter[int](), DynamicCache()
     for _ in range(num_new):
@@ -36,7 +36,7 @@ def _expected(reference: Reference, prompt: Sequence[int], num_new: int, asked: 
     return ids[len(prompt) :]
 
 
-def _ask(server: Server, prompt: Sequence[int], num_new: int, asked: Mapping[str, float]) -> dict[str, Any]:
+def ask_penalised(server: Server, prompt: Sequence[int], num_new: int, asked: Mapping[str, float]) -> dict[str, Any]:
     body = generate_body(prompt, num_new)
     body["sampling_params"] |= asked
     status, reply = server.post("/generate", body)
@@ -51,8 +51,8 @@ def test_penalties_give_the_text_of_no_speculation(
     changed = 0
     for seed in range(6):
         prompt = reference.prompt(120 + 20 * seed, seed=900 + seed)
-        reply = _ask(server, prompt, 40, asked)
-        assert reply["output_ids"] == _expected(reference, prompt, 40, asked), seed
+        reply = ask_penalised(server, prompt, 40, asked)
+        assert reply["output_ids"] == expected_tokens(reference, prompt, 40, asked), seed
         assert not reply["meta_info"]["spec_stack"]["num_proposed"]
         changed += reply["output_ids"] != reference.tokens(prompt, max_new_tokens=40)
     assert changed
@@ -62,7 +62,9 @@ def test_who_asks_for_penalties_slows_nobody_beside_them(server: Server, referen
     prompts = [reference.prompt(150, seed=920 + at) for at in range(3)]
     asked: list[dict[str, float]] = [{"frequency_penalty": 0.5}, {}, {}]
     with ThreadPoolExecutor(3) as pool:
-        replies = list(pool.map(lambda pair: _ask(server, pair[0], 60, pair[1]), zip(prompts, asked, strict=True)))
+        replies = list(
+            pool.map(lambda pair: ask_penalised(server, pair[0], 60, pair[1]), zip(prompts, asked, strict=True))
+        )
     for prompt, it, reply in zip(prompts, asked, replies, strict=True):
-        assert reply["output_ids"] == _expected(reference, prompt, 60, it)
+        assert reply["output_ids"] == expected_tokens(reference, prompt, 60, it)
     assert [bool(reply["meta_info"]["spec_stack"]["num_proposed"]) for reply in replies] == [False, True, True]

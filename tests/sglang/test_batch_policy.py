@@ -11,6 +11,7 @@ import torch
 
 from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord
 from spec_stack.controller.registry import make_batch_policy
+from spec_stack.sglang import batch_policy
 from spec_stack.sglang.batch_policy import BatchPolicy
 from spec_stack.sglang.reports import ReplyInfo
 from spec_stack.sglang.request_state import (
@@ -117,30 +118,43 @@ def test_a_late_result_is_charged_to_its_own_batch_size() -> None:
     assert seconds[1][8] == pytest.approx(1, rel=0.1)
 
 
-@pytest.mark.parametrize(
-    ("policy", "asked", "times"),
-    [
-        ("throughput", None, 5),
-        ("throughput", 4, 0),
-        ("confidence", None, 5),
-        ("heuristic", None, 5),
-        ("fixed", None, 0),
-    ],
-)
-def test_ranks_ask_each_other_where_what_they_go_by_may_differ(policy: str, asked: int | None, times: int) -> None:
-    asks = []
-    gamma = BatchPolicy(ServerConfig(policy=policy), "fp32", agree=lambda chosen: asks.append(chosen) or chosen)
+@pytest.mark.parametrize(("policy", "asked"), [("throughput", None), ("throughput", 4), ("fixed", None)])
+@pytest.mark.parametrize("fails", [False, True])
+def test_ranks_ask_each_other_once_in_every_step(
+    monkeypatch: pytest.MonkeyPatch, policy: str, asked: int | None, fails: bool
+) -> None:
+    """Also where one cannot read its requests: else the other ranks would wait for it for ever."""
+    asks: list[bool] = []
+
+    def agree(gamma: int, knows: bool) -> tuple[int, bool]:
+        asks.append(knows)
+        return gamma, knows
+
+    def fail(request: object) -> int:
+        raise RuntimeError("broken")
+
+    if fails:
+        monkeypatch.setattr(batch_policy, "_cap", fail)
+    gamma = BatchPolicy(ServerConfig(policy=policy), "fp32", agree=agree)
     for _ in range(5):
         gamma.begin_step([request_of("a", RequestOptions(gamma=asked))])
         gamma.get_steps_for_batch(1)
         gamma.on_verify_complete([0], 1)
-    assert len(asks) == times
+    assert asks == [not fails] * 5
+
+
+def test_where_one_rank_cannot_read_its_requests_none_accepts_any_proposal() -> None:
+    """The others have chosen a gamma, and the failing one has its own caps of 0."""
+    gamma = BatchPolicy(ServerConfig(gammas=(1, 4)), "fp32", agree=lambda chosen, knows: (4, False))
+    gamma.begin_step([request_of("a"), request_of("b")])
+    assert gamma.get_steps_for_batch(2) == 1
+    assert gamma.caps == [0, 0]
 
 
 def test_a_choice_that_fails_is_agreed_on_all_the_same() -> None:
     """Else the other ranks would wait for this one for ever."""
     asks = []
-    gamma = BatchPolicy(ServerConfig(), "fp32", agree=lambda chosen: asks.append(chosen) or chosen)
+    gamma = BatchPolicy(ServerConfig(), "fp32", agree=lambda chosen, knows: (asks.append(chosen) or chosen, knows))
 
     class Broken(Policy):
         name = "throughput"
@@ -309,7 +323,9 @@ def test_a_policy_decides_only_where_all_that_ask_agree() -> None:
 
 def test_a_rank_takes_the_gamma_it_is_given() -> None:
     own = []
-    gamma = BatchPolicy(ServerConfig(), "fp32", agree=lambda chosen: own.append(chosen) or (0 if chosen else 8))
+    gamma = BatchPolicy(
+        ServerConfig(), "fp32", agree=lambda chosen, _: (own.append(chosen) or (0 if chosen else 8), True)
+    )
     gamma.begin_step([request_of("a")])
     assert gamma.get_steps_for_batch(1) == (0 if own[0] else 8)
 

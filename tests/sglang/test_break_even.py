@@ -2,25 +2,80 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from spec_stack.config import PrefillConfig
-from spec_stack.sglang.break_even import PrefillSeconds, measured_break_even
+from spec_stack.sglang.break_even import NEVER, PrefillSeconds, measured_break_even, threshold_of
 
 CONFIG = PrefillConfig(keep_rate=0.2)
 
 
+class Device:
+    """A clock that only forwards move. busy_s: what launching a forward's kernels takes, however few its tokens."""
+
+    def __init__(self, base_s: float, per_token_s: float, busy_s: float = 0.0) -> None:
+        self.now, self.lengths = 0.0, list[int]()
+        self._seconds = base_s, per_token_s, busy_s
+
+    def prefill(self, num_tokens: int) -> None:
+        base_s, per_token_s, busy_s = self._seconds
+        # The first forward of a length compiles, and another one stalls.
+        disturbed = num_tokens not in self.lengths or self.lengths.count(num_tokens) == 2
+        self.now += max(base_s + per_token_s * num_tokens, busy_s) + 5.0 * disturbed
+        self.lengths.append(num_tokens)
+
+    def measured(self, **options: Any) -> PrefillSeconds:
+        return PrefillSeconds.measured(self.prefill, clock=lambda: self.now, **options)
+
+
 def test_seconds_are_those_of_the_quickest_forwards() -> None:
-    """A clock that only forwards move; the first one compiles, and one in the middle stalls."""
-    now, num_run = 0.0, 0
-
-    def prefill(num_tokens: int) -> None:
-        nonlocal now, num_run
-        num_run += 1
-        now += 0.01 + 1e-4 * num_tokens + (5.0 if num_run in (1, 3) else 0.0)
-
-    seconds = PrefillSeconds.measured(prefill, clock=lambda: now)
+    device = Device(0.01, 1e-4)
+    seconds = device.measured()
     assert (seconds.base_s, seconds.per_token_s) == pytest.approx((0.01, 1e-4))
+    assert seconds.is_told
+    assert max(device.lengths) == 512
+
+
+@pytest.mark.parametrize("per_token_s", [5e-5, 2e-5, 1.1e-5])
+def test_where_launching_takes_longer_than_the_tokens_longer_forwards_are_timed(per_token_s: float) -> None:
+    seconds = Device(0.0, per_token_s, busy_s=0.02).measured()
+    assert seconds.is_told
+    assert seconds.per_token_s == pytest.approx(per_token_s)
+
+
+def test_what_no_length_tells_is_not_told() -> None:
+    assert not Device(0.0, 1e-6, busy_s=0.02).measured().is_told
+    short = Device(0.0, 1e-5, busy_s=0.02)
+    assert not short.measured(most_tokens=1024).is_told
+    assert max(short.lengths) == 1024
+
+
+def test_ranks_run_the_same_forwards_until_all_of_them_can_tell() -> None:
+    answers = iter([False, True])
+    device = Device(0.01, 1e-4)
+    assert device.measured(agree=lambda own: own and next(answers)).is_told
+    assert max(device.lengths) == 1024
+
+
+def test_only_a_draft_that_is_clearly_too_dear_ends_pruning() -> None:
+    told, untold = PrefillSeconds(0.01, 1e-4), PrefillSeconds(0.02, 0.0, is_told=False)
+    assert threshold_of(told, told, 3000)[0] == threshold_of(told, untold, 3000)[0] == 3000
+    assert threshold_of(told, told, 0)[0] == NEVER
+    assert (
+        threshold_of(told, untold, 0)[0] == threshold_of(untold, told, 0)[0] == threshold_of(untold, told, 3000)[0] == 0
+    )
+
+
+def test_a_pass_by_some_layers_or_by_none_pays_sooner() -> None:
+    target, draft = PrefillSeconds(0.01, 2e-5), PrefillSeconds(0.1, 1e-5)
+    whole, half = (measured_break_even(target, draft, CONFIG, layers=share) for share in (1.0, 0.5))
+    assert whole > half
+    slow = PrefillSeconds(0.1, 1e-3)
+    assert measured_break_even(target, slow, CONFIG, drafts=False) == 0
+    assert measured_break_even(target, slow, replace(CONFIG, scorer="bm25"), drafts=False)
 
 
 @pytest.mark.parametrize(

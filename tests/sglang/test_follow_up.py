@@ -103,6 +103,22 @@ def test_a_neighbour_who_asks_something_else_takes_nothing_over() -> None:
     assert turns.num_unchosen("other", [*document, 7, 8, 9], 40) == 40
 
 
+def test_what_a_forgotten_turn_had_kept_is_nobodys_dense_beginning() -> None:
+    """The cache may hold it for longer."""
+    turns = Turns(100)
+    document = list(range(100, 180))
+    turns.add("", [*document, 1, 2, 3], (*range(40), 82), Request(), num_unchosen=8)  # type: ignore[arg-type]
+    turns.add("", range(300, 390), (0, 89), Request())  # type: ignore[arg-type]
+    assert len(turns) == 1
+    assert turns.num_unchosen("", [*document, 7, 8, 9], 40) == 8
+    assert turns.num_unchosen("", [*document, 1, 2, 3, 7], 40) == 8
+    assert turns.num_unchosen("", [*document, 7, 8, 9], 80) == 80
+    assert turns.num_unchosen("", [*document[:20], 7, 8, 9], 20) == 8
+    assert turns.num_unchosen("other", [*document, 7, 8, 9], 40) == 40
+    turns.clear()
+    assert turns.num_unchosen("", [*document, 7, 8, 9], 40) == 40
+
+
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)).map(sorted), max_size=5))
 def test_the_protected_lead_is_the_first_run_of_protected_tokens(spans: list[list[int]]) -> None:
     inside = [any(start <= at < stop for start, stop in spans) for at in range(13)]

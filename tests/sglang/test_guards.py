@@ -27,6 +27,15 @@ def test_a_failure_ends_its_block_alone_and_leaves_its_traceback(caplog: pytest.
     assert "KeyError: 'from within'" in caplog.text
 
 
+def test_tracebacks_that_differ_by_a_number_alone_do_not_fill_the_disk(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.ERROR):
+        for number in range(50):
+            with harmless("a test of many", "nothing is lost"):
+                raise KeyError(number)
+    assert caplog.text.count("a test of many failed") == 20
+    assert num_failures()["a test of many"] == 50
+
+
 @given(st.sets(st.integers(0, 30), min_size=1).map(sorted), st.lists(st.integers(0, 4095), max_size=60))
 def test_a_key_made_token_by_token_is_the_same_key(kept: list[int], token_ids: list[int]) -> None:
     key = PlacedKey.of(PositionMap(kept, 40), None)

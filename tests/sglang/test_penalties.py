@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spec_stack.sglang.penalties import count_anew, is_penalised
+from spec_stack.sglang.penalties import count_anew, count_one_by_one, is_penalised
 from tests.support.sampling_settings import asked
 
 VOCABULARY = 7
@@ -20,19 +21,24 @@ _ASKED = st.builds(
 )
 
 
-@given(st.lists(st.tuples(st.lists(st.integers(0, 6), min_size=1, max_size=9), _ASKED), min_size=1), st.booleans())
-def test_every_token_that_was_said_counts_once(requests: list[tuple[list[int], Any]], lags: bool) -> None:
-    """Also where the host does not know the last one yet; rows without penalties are left alone."""
-    told = [said[:-1] if lags else said for said, _ in requests]
-    rows = [SimpleNamespace(output_ids=ids, sampling_params=it) for ids, (_, it) in zip(told, requests, strict=True)]
+@pytest.mark.parametrize("count", [count_anew, count_one_by_one])
+@given(st.lists(st.tuples(st.lists(st.integers(0, 6), min_size=1, max_size=9), _ASKED, st.booleans()), min_size=1))
+def test_every_token_that_was_said_counts_once(
+    count: Callable[..., None], requests: list[tuple[list[int], Any, bool]]
+) -> None:
+    """Also where the host does not know the last one yet, of some of a batch: under overlap, and after a retraction
+    while the prefill that repeats it is on its way. Rows without penalties are left alone."""
+    told = [said[:-1] if lags else said for said, _, lags in requests]
+    rows = [SimpleNamespace(output_ids=ids, sampling_params=it) for ids, (_, it, _) in zip(told, requests, strict=True)]
     info = SimpleNamespace(
         acc_additive_penalties=torch.full((len(rows), VOCABULARY), 9.0),
         acc_scaling_penalties=torch.full((len(rows), VOCABULARY), 9.0),
     )
     # SGLang forbids an end of the reply here.
     info.acc_additive_penalties[:, 3] = -torch.inf
-    count_anew(info, rows, torch.tensor([said[-1] for said, _ in requests]), lags=lags)
-    for row, (said, it) in enumerate(requests):
+    num_said = torch.tensor([len(said) for said, _, _ in requests])
+    count(info, rows, torch.tensor([said[-1] for said, _, _ in requests]), num_said)
+    for row, (said, it, _) in enumerate(requests):
         if not is_penalised(rows[row]):
             assert info.acc_additive_penalties[row, 0] == 9
             continue

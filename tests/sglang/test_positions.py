@@ -93,3 +93,12 @@ def test_a_protected_draft_backend_sees_lengths_only_while_it_builds() -> None:
         backend.common_template(batch)
     assert seen == [[30, 7]]
     assert batch.positions.tolist() == [90, 7]
+
+
+def test_a_draft_backend_whose_lengths_cannot_be_protected_ends_the_launch() -> None:
+    other = SimpleNamespace()
+    with pytest.raises(RuntimeError, match="no common_template"):
+        protect_kv_lengths(other, must=True)
+    assert protect_kv_lengths(other) is other
+    # Where no step drafts more than one token there is none.
+    assert protect_kv_lengths(None, must=True) is None

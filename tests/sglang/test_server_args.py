@@ -52,7 +52,7 @@ def test_a_broken_environment_is_named(monkeypatch: pytest.MonkeyPatch, value: s
         ServerConfig.from_environment()
 
 
-@pytest.mark.parametrize("found", ["0.5.19", "0.6.0", "0.5.24", "1.0", "0.5.post1"])
+@pytest.mark.parametrize("found", ["0.5.19", "0.6.0", "0.5.22.post1", "0.5.24", "1.0", "0.5.post1"])
 def test_a_version_of_sglang_out_of_range_ends_a_launch_that_asks_for_the_algorithm(
     monkeypatch: pytest.MonkeyPatch, found: str
 ) -> None:
@@ -71,8 +71,8 @@ def test_a_version_of_sglang_out_of_range_ends_a_launch_that_asks_for_the_algori
         plugin.register()
 
 
-@pytest.mark.parametrize("found", ["0.5.20", "0.5.21", "0.5.22.post1", "0.5.23"])
-def test_the_versions_in_range_pass(monkeypatch: pytest.MonkeyPatch, found: str) -> None:
+@pytest.mark.parametrize("found", ["0.5.20", "0.5.21", "0.5.22", "0.5.23", "0.5.23+cu130"])
+def test_the_versions_that_ran_pass(monkeypatch: pytest.MonkeyPatch, found: str) -> None:
     monkeypatch.setattr(support, "version", lambda name: found)
     support.check_version()
 

@@ -41,8 +41,9 @@ FAULTS = {
     "capping": ("batch_policy", "_cap"),
     "switching": ("worker", "forget_earlier_gammas_of_this_process"),
     "caps": ("worker", "end_chains"),
-    "penalties": ("batch_policy", "BatchPolicy.count_penalties"),
+    "penalties": ("batch_policy", "count_anew"),
     "slots": ("draft_rows", "DraftRow.begin"),
+    "reading": ("slotted_draft", "SlottedDraft._forward"),
     "places": ("slotted_draft", "SlottedDraft.place"),
 }
 
