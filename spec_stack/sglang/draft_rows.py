@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spec_stack.config import PrefillConfig
-from spec_stack.prefill.draft_slots import MOST_RESTORED, RENEW_EVERY, choose_slots
+from spec_stack.prefill.draft_slots import MOST_RESTORED, RENEW_EVERY, RENEW_WHERE_WRONG, choose_slots
 
 Ints = npt.NDArray[np.int64]
 # Steps whose tokens a row may have to take before the host can choose anew: the one that passes the mark, two whose
@@ -53,7 +53,7 @@ class DraftRow:
         self._held: Ints = slots[:0]
         # Tokens before this one are in `_held`, or dropped; it and the ones after it follow in the row.
         self._num_known = 0
-        self._due_at: int | None = None
+        self._has_begun = False
 
     @property
     def num_held(self) -> int:
@@ -72,9 +72,12 @@ class DraftRow:
         self._know(num_tokens + 1)
         return Part(np.append(positions, num_tokens), 0)
 
-    def is_due(self, num_tokens: int) -> bool:
-        """Return whether a text of so many tokens, as far as the host knows it, is to be chosen from anew."""
-        return self._due_at is not None and num_tokens >= self._due_at
+    def is_due(self, num_tokens: int, is_wrong: bool) -> bool:
+        """Return whether a text of so many tokens, as far as the host knows it, is to be chosen from anew: soon where
+        the draft is wrong."""
+        num_written = num_tokens - self._num_known
+        pace = RENEW_WHERE_WRONG if is_wrong else RENEW_EVERY
+        return self._has_begun and num_written >= pace and num_tokens >= self._num_whole
 
     def renew(self, text_ids: Ints) -> Part:
         """Choose the slots anew and free the others. What comes back, which may be nothing.
@@ -94,8 +97,7 @@ class DraftRow:
         return Part(restored, int(stays.sum()))
 
     def _know(self, num_tokens: int) -> None:
-        self._num_known = num_tokens
-        self._due_at = max(num_tokens + RENEW_EVERY, self._num_whole)
+        self._num_known, self._has_begun = num_tokens, True
 
     @property
     def _num_whole(self) -> int:

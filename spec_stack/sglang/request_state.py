@@ -242,6 +242,13 @@ def note_step(request: RunningRequest, record: StepRecord) -> None:
     carried += [figures, *[None] * record.num_accepted]
 
 
+def was_wrong(request: RunningRequest) -> bool:
+    """Return whether more than half of the newest proposal that is known of was wrong."""
+    carried = (request.customized_info or {}).get(META_INFO) or []
+    gamma, num_accepted = next((figures[:2] for figures in reversed(carried[1:]) if figures), (0, 0))
+    return 2 * num_accepted < gamma
+
+
 def dense_reason(request: RunningRequest) -> str | None:
     """Why this request's prompt must be prefilled densely, or None.
 

@@ -31,6 +31,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from spec_stack.config import PrefillConfig
 from spec_stack.sglang.draft_rows import DraftRow, Ints, Part, num_row_slots, text_of
+from spec_stack.sglang.request_state import was_wrong
 from spec_stack.sglang.signals import DraftSignalBuffers
 
 
@@ -135,7 +136,7 @@ class SlottedDraft:
                 text = self._prefilled_of(batch, at, row)
                 unread.add(row)
                 new[-1].add(row, held.begin(text), np.append(text, 0), at)
-            elif held.is_due(len(request.origin_input_ids) + len(request.output_ids)):
+            elif held.is_due(len(request.origin_input_ids) + len(request.output_ids), was_wrong(request)):
                 text = text_of(request.origin_input_ids, request.output_ids)
                 unread.add(row)
                 part = held.renew(text)

@@ -19,13 +19,16 @@ SLOTS = 32
 
 
 @pytest.mark.parametrize("policy", ["fixed", "default"])
-def test_every_draft_beside_a_dense_target_leaves_its_tokens(policy: str) -> None:
+def test_every_draft_beside_a_dense_target_leaves_its_tokens(policy: str, tmp_path: Path) -> None:
     prefill = PrefillConfig(chunk_size=8, draft_slots=SLOTS, min_prompt_tokens=10_000)
     own = SpecStackGenerator(make_model(seed=1), make_model(seed=2), config=SpecStackConfig(prefill=prefill))
-    bench = Bench(own, argparse.Namespace(cpu_seconds=True, keep_rate=0.2, gamma=3))
+    bench = Bench(own, argparse.Namespace(cpu_seconds=True, keep_rate=0.2, gamma=3, prefilled=tmp_path / "kept"))
     prompt = random_prompt(100)
     expected = reference.greedy(make_model(seed=1), prompt, 40)
-    prefilled = bench.prefilled(prompt)
+    bench.prefilled("100 go on 0", prompt)
+    # Taken from its file.
+    prefilled = bench.prefilled("100 go on 0", prompt)
+    assert prefilled.forward_s == 0
     for name in LOSSLESS:
         found = bench.decode(prompt, name, policy, prefilled, 40)
         assert found["token_ids"] == expected, name

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from spec_stack.config import PrefillConfig
-from spec_stack.prefill.draft_slots import MOST_RESTORED, RENEW_EVERY, choose_slots
+from spec_stack.prefill.draft_slots import MOST_RESTORED, RENEW_EVERY, RENEW_WHERE_WRONG, choose_slots
 from spec_stack.sglang.draft_rows import DraftRow, num_row_slots
 
 CONFIG = PrefillConfig(draft_slots=96, chunk_size=16)
@@ -60,9 +60,9 @@ def test_the_row_reads_chosen_positions_and_all_that_the_host_does_not_know_yet(
     written = WrittenSlots(num_prompt_tokens, seed=num_prompt_tokens)
     slots = sorted(written.row.slots.tolist())
     num_renewals = num_restored = 0
-    for _ in range(200):
+    for step in range(200):
         known = max(num_prompt_tokens, len(written.text) - lag)
-        if written.row.is_due(known):
+        if written.row.is_due(known, is_wrong=step % 50 < 10):
             before = set(written.held)
             num_back = written.renew(known)
             chosen = set(choose_slots(written.text[:known], 96, 16, 16))
@@ -90,4 +90,15 @@ def test_a_text_of_twice_the_slots_is_held_whole_and_a_longer_one_is_not() -> No
 def test_a_row_that_was_not_begun_is_never_chosen_anew() -> None:
     row = DraftRow(np.arange(8), CONFIG)
     assert row.shift == 0
-    assert not row.is_due(1_000_000)
+    assert not row.is_due(1_000_000, is_wrong=True)
+
+
+def test_slots_are_chosen_anew_sooner_where_half_of_a_proposal_was_wrong() -> None:
+    written = WrittenSlots(2 * 96 + 10, seed=1)
+    num_tokens = len(written.text)
+    for is_wrong, pace in ((True, RENEW_WHERE_WRONG), (False, RENEW_EVERY)):
+        assert not written.row.is_due(num_tokens + pace - 1, is_wrong)
+        assert written.row.is_due(num_tokens + pace + 1, is_wrong)
+    # What is held whole is not chosen from, however wrong the draft is.
+    short = WrittenSlots(100, seed=1)
+    assert not short.row.is_due(2 * 96 - 1, is_wrong=True)

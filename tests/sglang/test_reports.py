@@ -11,6 +11,7 @@ from spec_stack.sglang.reports import ReplyBooks, ReplyInfo, correct_acceptance,
 from spec_stack.sglang.request_state import (
     STATE,
     note_step,
+    was_wrong,
 )
 from tests.support import controller_data
 from tests.support.sglang_requests import request_of, state_of
@@ -100,3 +101,12 @@ def test_a_step_after_a_retraction_is_noted_at_its_own_token() -> None:
     request.output_ids = [1, 1, 1, 1, 1]
     note_step(request, controller_data.step(1, 1))
     assert request.customized_info[STATE][5] == [1, 1]
+
+
+def test_a_request_was_wrong_where_most_of_its_newest_known_proposal_was() -> None:
+    request = request_of("a")
+    assert not was_wrong(request)
+    for gamma, num_accepted, expected in ((4, 1, True), (4, 2, False), (1, 0, True), (0, 0, False), (1, 1, False)):
+        note_step(request, controller_data.step(gamma, num_accepted))
+        request.output_ids += [0] * (num_accepted + 1)
+        assert was_wrong(request) is expected
