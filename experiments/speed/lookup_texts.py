@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import process_time
@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from tqdm import tqdm
+from transformers import AutoTokenizer
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from experiments.common.environment import describe
@@ -32,6 +33,7 @@ from spec_stack.config import MAX_LOOKED_UP
 from spec_stack.controller.base import DraftSignals, StepRecord
 from spec_stack.controller.lookup import LookupGate
 from spec_stack.decode.lookup_index import LookupIndex, TextMemory
+from spec_stack.hf.prompt import encode_messages
 
 GRID = [(num_tokens, ngram) for num_tokens in (3, 5, 10, 20) for ngram in (2, 3)]
 
@@ -144,10 +146,21 @@ def run(arm: Arm, texts: Sequence[dict[str, Any]], verify_s: Sequence[float], na
     return outcome
 
 
-def read_texts(path: Path) -> list[dict[str, Any]]:
-    """Rows with more than one token of an answer."""
+def read_texts(path: Path, tokenizer: Any = None) -> list[dict[str, Any]]:
+    """Rows with more than one token of an answer; of recorded conversations every answer, tokenized."""
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if tokenizer is not None:
+        rows = [text for row in rows for text in answers_of(row, tokenizer)]
     return [row for row in rows if len(row["text"]) > 1]
+
+
+def answers_of(row: Mapping[str, Any], tokenizer: Any) -> Iterator[dict[str, Any]]:
+    """An agent's messages, each with the conversation before it; its task is the agent's name."""
+    for at, message in enumerate(row["messages"]):
+        if at and message["role"] == "assistant" and isinstance(message.get("content"), str):
+            prompt_ids = encode_messages(tokenizer, row["messages"][:at])[0]
+            text_ids = tokenizer(message["content"], add_special_tokens=False).input_ids
+            yield {"task": row["id"].partition("-")[0], "prompt": prompt_ids, "text": text_ids}
 
 
 def main() -> None:
@@ -155,6 +168,7 @@ def main() -> None:
     parser.add_argument("texts", type=Path)
     parser.add_argument("--tune", type=Path, required=True, help="texts on which transformers' setting is chosen")
     parser.add_argument("--block-s", nargs="+", required=True, metavar="TOKENS:SECONDS", help="verifications, measured")
+    parser.add_argument("--tokenizer", help="folder; the texts are then conversations, rows with messages")
     parser.add_argument("--every", type=int, default=1, help="one text in so many (%(default)s)")
     add_out_argument(parser)
     arguments = parser.parse_args()
@@ -162,7 +176,8 @@ def main() -> None:
     pairs = (each.partition(":") for each in arguments.block_s)
     known = sorted((int(tokens), float(seconds)) for tokens, _, seconds in pairs)
     verify_s = [float(np.interp(1 + num, *zip(*known, strict=True))) for num in range(MAX_LOOKED_UP + 1)]
-    tuning, texts = read_texts(arguments.tune), read_texts(arguments.texts)[:: arguments.every]
+    tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer) if arguments.tokenizer else None
+    tuning, texts = read_texts(arguments.tune), read_texts(arguments.texts, tokenizer)[:: arguments.every]
     tuned = {pair: sum(run(Theirs(*pair), tuning, verify_s, "tuning").seconds.values()) for pair in GRID}
     best = min(tuned, key=tuned.__getitem__)
     names: dict[str, Arm] = {
