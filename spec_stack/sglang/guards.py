@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -11,8 +12,10 @@ from contextlib import contextmanager
 from spec_stack.sglang.support import NAME
 
 logger = logging.getLogger(__name__)
-# Of every failure: what comes back at each step would fill the disk.
+# Of every failure: what comes back at each step would fill the disk. Messages that differ in numbers are one failure;
+# beyond so many failures their kind of exception alone tells them apart.
 _MOST_TRACEBACKS = 20
+_MOST_TOLD_APART = 1000
 _counted: Counter[str] = Counter()
 _logged: Counter[tuple[str, str]] = Counter()
 
@@ -25,7 +28,10 @@ def num_failures() -> dict[str, int]:
 def note_failure(what: str, instead: str) -> None:
     """Log the exception that is being handled, with its traceback, and what is done instead."""
     _counted[what] += 1
-    kind = what, type(sys.exception()).__name__
+    error = sys.exception()
+    kind = what, re.sub(r"\d+", "0", repr(error))[:200]
+    if kind not in _logged and len(_logged) >= _MOST_TOLD_APART:
+        kind = what, type(error).__name__
     _logged[kind] += 1
     if _logged[kind] <= _MOST_TRACEBACKS:
         logger.exception("%s: %s failed; %s", NAME, what, instead)

@@ -188,7 +188,8 @@ def test_a_request_whose_slots_could_not_be_read_anew_begins_anew(monkeypatch: p
     draft._shifts = draft._shifts_cpu = torch.zeros(1, dtype=torch.int64)
     draft.num_most_held = draft.num_renewals = draft.num_restored = 0
     words = random.Random(1)
-    request = SimpleNamespace(origin_input_ids=[words.randrange(60) for _ in range(3000)], output_ids=[1])
+    prompt = [words.randrange(60) for _ in range(3000)]
+    request = SimpleNamespace(origin_input_ids=prompt, output_ids=[1], customized_info=None)
     rows, length = torch.tensor([0]), torch.tensor([3000])
     batch = SimpleNamespace(reqs=[request], req_pool_indices_cpu=rows, seq_lens_cpu=length, spec_info=None)
     monkeypatch.setattr(SlottedDraft, "_begin", lambda *args: None)

@@ -34,6 +34,9 @@ def test_tracebacks_that_differ_by_a_number_alone_do_not_fill_the_disk(caplog: p
                 raise KeyError(number)
     assert caplog.text.count("a test of many failed") == 20
     assert num_failures()["a test of many"] == 50
+    with caplog.at_level(logging.ERROR), harmless("a test of many", "nothing is lost"):
+        raise KeyError("another failure")
+    assert "another failure" in caplog.text
 
 
 @given(st.sets(st.integers(0, 30), min_size=1).map(sorted), st.lists(st.integers(0, 4095), max_size=60))
