@@ -70,6 +70,8 @@ class Session(Answering):
     def __init__(self, engine: Engine, config: SessionConfig | None = None, memory: TextMemory | None = None) -> None:
         if config is not None and not isinstance(config, SessionConfig):
             raise ValueError(f"config must be a SessionConfig, got {type(config).__name__}")
+        if memory is not None and not isinstance(memory, TextMemory):
+            raise ValueError(f"memory must be a TextMemory, got {type(memory).__name__}")
         if engine.config.prefill.scoring_layers is not None:
             raise ValueError(
                 "a session's draft holds the whole conversation in all of its layers; open the generator with "
