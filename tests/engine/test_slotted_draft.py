@@ -151,9 +151,8 @@ def test_what_is_chosen_anew_sees_what_was_written_before_it_and_nothing_else(se
         assert all(text[at] == token for at, token in known)
 
 
-@pytest.mark.parametrize(("num_right", "every"), [(4, 64), (3, 64), (2, 64), (1, 8), (0, 8)])
-def test_slots_are_chosen_anew_sooner_where_half_of_a_proposal_or_more_is_wrong(num_right: int, every: int) -> None:
-    draft, text = slotted()
+def note_choices(draft: SlottedDraft) -> list[int]:
+    """The lengths of the text at which slots are chosen from now on."""
     chosen_at: list[int] = []
 
     def choose(text_ids: Sequence[int], num_slots: int) -> list[int]:
@@ -161,6 +160,13 @@ def test_slots_are_chosen_anew_sooner_where_half_of_a_proposal_or_more_is_wrong(
         return choose_slots(text_ids, num_slots, 8, 8)
 
     draft._choose = choose
+    return chosen_at
+
+
+@pytest.mark.parametrize(("num_right", "every"), [(4, 64), (3, 64), (2, 64), (1, 8), (0, 8)])
+def test_slots_are_chosen_anew_sooner_where_half_of_a_proposal_or_more_is_wrong(num_right: int, every: int) -> None:
+    draft, text = slotted()
+    chosen_at = note_choices(draft)
     while len(text) < 320:
         draft.forward(text[draft.next_position :], range(draft.next_position, len(text)), num_logits=1)
         drafted = random_prompt(4, seed=len(text))
@@ -176,13 +182,7 @@ def test_slots_are_chosen_anew_sooner_where_half_of_a_proposal_or_more_is_wrong(
 @pytest.mark.parametrize(("is_right", "every"), [(True, 64), (False, 8)])
 def test_one_token_a_step_tells_where_the_draft_is_wrong_too(is_right: bool, every: int) -> None:
     draft, text = slotted()
-    chosen_at: list[int] = []
-
-    def choose(text_ids: Sequence[int], num_slots: int) -> list[int]:
-        chosen_at.append(len(text_ids))
-        return choose_slots(text_ids, num_slots, 8, 8)
-
-    draft._choose = choose
+    chosen_at = note_choices(draft)
     while len(text) < 320:
         logits = draft.forward(text[draft.next_position :], range(draft.next_position, len(text)), num_logits=1)
         draft.rollback(0)
