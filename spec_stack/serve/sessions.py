@@ -70,8 +70,8 @@ class SessionStore:
         """A client's earlier answers, nobody else's: what is found in them comes sooner."""
         if not (self._remembered_tokens and self._max):
             return None
-        memory = self._memories.setdefault(client, TextMemory(self._remembered_tokens))
-        self._memories.move_to_end(client)
+        memory = self._memories.pop(client, None) or TextMemory(self._remembered_tokens)
+        self._memories[client] = memory
         if len(self._memories) > self._max:
             self._memories.popitem(last=False)
         return memory

@@ -53,7 +53,6 @@ class DraftRow:
         self._held: Ints = slots[:0]
         # Tokens before this one are in `_held`, or dropped; it and the ones after it follow in the row.
         self._num_known = 0
-        self._has_begun = False
 
     @property
     def num_held(self) -> int:
@@ -77,7 +76,7 @@ class DraftRow:
         the draft is wrong."""
         num_written = num_tokens - self._num_known
         pace = RENEW_WHERE_WRONG if is_wrong else RENEW_EVERY
-        return self._has_begun and num_written >= pace and num_tokens >= self._num_whole
+        return self._num_known > 0 and num_written >= pace and num_tokens >= self._num_whole
 
     def renew(self, text_ids: Ints) -> Part:
         """Choose the slots anew and free the others. What comes back, which may be nothing.
@@ -97,7 +96,7 @@ class DraftRow:
         return Part(restored, int(stays.sum()))
 
     def _know(self, num_tokens: int) -> None:
-        self._num_known, self._has_begun = num_tokens, True
+        self._num_known = num_tokens
 
     @property
     def _num_whole(self) -> int:
