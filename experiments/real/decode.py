@@ -3,8 +3,9 @@
 Every prompt goes through all arms, the order turning by one from prompt to prompt, so that a change of the machine's
 speed meets all of them; seconds are CPU seconds of whole calls, prefill included, since machines are shared. All arms
 run the same weights in the same layout. Ours keep over a run what they learn, as in a generator: *default* (draft and
-look-up), *draft* (the draft alone) and *fixed* (--gamma tokens a step, by the draft alone). Transformers': *assisted*
-(its dynamic rule), *assisted 3, 5, 10* (so many tokens a step) and *look-up 10*.
+look-up), *draft* (the draft alone), *fixed* (--gamma tokens a step, by the draft alone) and *own look-up* (no draft).
+Transformers': *assisted* (its dynamic rule), *assisted 3, 5, 10* (so many tokens a step), *look-up 10* and *look-up 10
+by 3-grams*, which was its best setting over recorded texts (`lookup_texts.py`).
 
 Greedy answers must be those of *plain*; where one parts from it, the row says at which token, and how far apart the
 two logits of a dense forward were there (a tie is 0 or a rounding's width). A table's row is printed after every
@@ -161,20 +162,26 @@ def make_arms(generator: SpecStackGenerator, num_tokens: int, gamma: int) -> dic
             assistant_confidence_threshold=0.0,
         )
 
+    def look_up(**options: int) -> Callable[[], Ask]:
+        return lambda: Theirs(target, num_tokens, options={"prompt_lookup_num_tokens": 10, **options})
+
     return {
         PLAIN: ours("model", "fixed", gamma=0),
         "assisted": assisted(),
         "assisted 3": constant(3),
         "assisted 5": constant(5),
         "assisted 10": constant(10),
-        "look-up 10": lambda: Theirs(target, num_tokens, options={"prompt_lookup_num_tokens": 10}),
+        "look-up 10": look_up(),
+        "look-up 10 by 3-grams": look_up(max_matching_ngram_size=3),
         "default": ours("both", policy),
         "draft": ours("model", policy),
         "fixed": ours("model", "fixed", gamma=gamma),
+        "own look-up": ours("lookup", policy),
     }
 
 
-ARMS = (PLAIN, "assisted", "assisted 3", "assisted 5", "assisted 10", "look-up 10", "default", "draft", "fixed")
+THEIRS = ("assisted", "assisted 3", "assisted 5", "assisted 10", "look-up 10", "look-up 10 by 3-grams")
+ARMS = (PLAIN, *THEIRS, "default", "draft", "fixed", "own look-up")
 
 
 def as_chat(prompt: Prompt) -> Prompt:
@@ -244,7 +251,7 @@ def summary(rows: Rows, arms: Sequence[str]) -> dict[str, Any]:
             report[task][name] = found
             speed, low, high = found["speed_over_plain"]
             print(
-                f"  {name:14s}{speed:6.2f} [{low:.2f}, {high:.2f}]  "
+                f"  {name:22s}{speed:6.2f} [{low:.2f}, {high:.2f}]  "
                 f"{found['acceptance']:.2f}  {found['tokens_per_step']:.2f}  {found['cpu_s']:.1f} s"
             )
     return report

@@ -113,6 +113,9 @@ class Prompts:
         ids = self._tokenizer(document, add_special_tokens=False).input_ids[:num_tokens]
         return str(self._tokenizer.decode(ids))
 
+    def words(self, token_ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+
     def follow_up(self, number: int) -> list[int]:
         """The text after a reply: what the template ends it with, and the next question."""
         reply = "the reply before"

@@ -6,9 +6,9 @@ nothing to do; every turn goes to one arm after the other, in an order that rota
 length with facts in it, one asked for in every turn, and goes on from its arm's own replies. A line is printed after
 every reply: seconds to its first streamed chunk, tokens cached and given to the target, whether the fact is in it; what
 each server's processes hold then, shared pages shared out, after every conversation, which is a row of --rows for every
-arm. A run goes on after those it finds. Afterwards, with `--check`, first replies beside Transformers' greedy text over
-the same tokens at the same positions: where they part, the token and the gap of the two logits, a tie or not. Ends in
-one JSON line. On a CPU it needs the stand-ins of tests/serving/support.
+arm. A run goes on after those it finds. Afterwards, with `--check`, every reply beside Transformers' greedy text over
+the same tokens at the same positions, in the order in which the server wrote them: where they part, the token and the
+gap of the two logits, a tie or not. Ends in one JSON line. On a CPU it needs the stand-ins of tests/serving/support.
 
     python -m experiments.serving.real_pair --target TARGET --draft DRAFT --rows real_pair.jsonl
 """
@@ -84,7 +84,11 @@ def memory_mb(pid: int) -> float:
 
 @torch.inference_mode()
 def parting(target: Target, row: Row) -> list[float] | None:
-    """Where a first reply parts from Transformers' greedy text, and the two logits' gap; None where it does not."""
+    """Where a reply parts from Transformers' greedy text, and the two logits' gap; None where it does not.
+
+    A later turn's tokens are computed at once, each over those that were written before it, as the server's cache has
+    them.
+    """
     ids, spans = row["prompt_ids"], row["kept_spans"]
     positions = [at for start, stop in spans for at in range(start, stop)] if spans else list(range(len(ids)))
     output = row["output_ids"]
@@ -108,11 +112,11 @@ def parting(target: Target, row: Row) -> list[float] | None:
 def summarise(rows: Mapping[str, Mapping[str, Sequence[Sequence[Row]]]]) -> dict[str, Any]:
     """Print, by length and turn, medians by arm and the ratio to SPEC_STACK's, with least and most; the same as values.
 
-    rows: by length and arm, the turns of each conversation.
+    rows: by length and arm, the turns of each conversation; without SPEC_STACK's the last arm stands in its place.
     """
     report: dict[str, Any] = {}
     for length, by_arm in rows.items():
-        own = by_arm[SPEC_STACK]
+        own = by_arm.get(SPEC_STACK, list(by_arm.values())[-1])
         for turn in range(len(own[0])):
             told: dict[str, Any] = {"n": len(own)}
             for arm, every in by_arm.items():
@@ -134,7 +138,7 @@ def summarise(rows: Mapping[str, Mapping[str, Sequence[Sequence[Row]]]]) -> dict
 
 
 def check(folder: str, rows: Mapping[str, Mapping[str, Sequence[Sequence[Row]]]], precision: str) -> dict[str, Any]:
-    """Compare first replies with Transformers; print and return where they part."""
+    """Compare replies with Transformers, turn by turn; print and return where they part."""
     target = Target(Path(folder), precision)
     report: dict[str, Any] = {}
     # The same reply to the same prompt, as two arms without pruning should give it, is compared once.
@@ -148,11 +152,13 @@ def check(folder: str, rows: Mapping[str, Mapping[str, Sequence[Sequence[Row]]]]
 
     for length, by_arm in rows.items():
         for arm, every in by_arm.items():
-            partings = [found(turns[0]) for turns in every]
-            num_tokens = sum(len(turns[0]["output_ids"]) for turns in every)
-            report[f"{length}, {arm}"] = {"n": len(every), "tokens": num_tokens, "partings": partings}
-            same = sum(each is None for each in partings)
-            print(f"{length} tokens, {arm}: {same} of {len(every)} first replies the same, {partings}", flush=True)
+            for turn in range(len(every[0])):
+                partings = [found(turns[turn]) for turns in every]
+                num_tokens = sum(len(turns[turn]["output_ids"]) for turns in every)
+                name = f"{length}, turn {turn + 1}, {arm}"
+                report[name] = {"n": len(every), "tokens": num_tokens, "partings": partings}
+                same = sum(each is None for each in partings)
+                print(f"{name}: {same} of {len(every)} replies the same, {partings}", flush=True)
     return report
 
 
@@ -160,7 +166,7 @@ def serve(arguments: argparse.Namespace, tokenizer: Any, kept: Rows, left: Mappi
     """Have conversations, by key each of a length and a seed, with servers of all arms, and keep their rows."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         pair = arguments.target, arguments.draft
-        servers = {arm: stack.enter_context(server_of(arm, arguments, Path(folder), pair)) for arm in ARMS}
+        servers = {arm: stack.enter_context(server_of(arm, arguments, Path(folder), pair)) for arm in arguments.arms}
         arms = Arms({arm: Client(server.port, extra_key="real") for arm, server in servers.items()})
         warm = make_conversation(tokenizer, min(arguments.tokens), 2, 0, "mixed")
         for client in arms.clients.values():
@@ -169,7 +175,7 @@ def serve(arguments: argparse.Namespace, tokenizer: Any, kept: Rows, left: Mappi
             if not kept.has_time:
                 break
             conversation = make_conversation(tokenizer, num_tokens, 8, seed, "mixed")
-            turns: dict[str, list[Row]] = {arm: [] for arm in ARMS}
+            turns: dict[str, list[Row]] = {arm: [] for arm in arguments.arms}
             for arm, turn, row in converse(arms, tokenizer, conversation, arguments.turns, arguments.max_tokens):
                 turns[arm].append(row)
                 shown = {name: row[name] for name in ("ttft_s", "cached", "given", "scored", "is_right")}
@@ -178,7 +184,9 @@ def serve(arguments: argparse.Namespace, tokenizer: Any, kept: Rows, left: Mappi
                 kept.add(key, arm, {"turns": found, "memory_mb": memory_mb(servers[arm].pid)})
 
 
-def by_length(kept: Rows, asked: Mapping[str, tuple[int, int]]) -> dict[str, dict[str, list[list[Row]]]]:
+def by_length(
+    kept: Rows, asked: Mapping[str, tuple[int, int]], arms: Sequence[str]
+) -> dict[str, dict[str, list[list[Row]]]]:
     """The turns of the conversations asked for that have been had, by length and arm.
 
     Raises
@@ -187,7 +195,7 @@ def by_length(kept: Rows, asked: Mapping[str, tuple[int, int]]) -> dict[str, dic
         Where there is none.
     """
     rows: dict[str, dict[str, list[list[Row]]]] = {}
-    for arm in ARMS:
+    for arm in arms:
         had = kept.of_arm(arm)
         for key, (num_tokens, _) in asked.items():
             if key in had:
@@ -201,13 +209,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True, help="folder of the target")
     parser.add_argument("--draft", required=True, help="folder of the draft")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="(%(default)s)")
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 4096], help="of the documents (%(default)s)")
     parser.add_argument("--conversations", type=int, default=5, help="of each length (%(default)s)")
     parser.add_argument("--turns", type=int, default=3, help="of each conversation (%(default)s)")
     parser.add_argument("--max-tokens", type=int, default=16, help="of a reply (%(default)s)")
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="bf16")
     add_row_arguments(parser, limited=False)
-    parser.add_argument("--check", action="store_true", help="compare first replies with Transformers' greedy text")
+    parser.add_argument("--check", action="store_true", help="compare replies with Transformers' greedy text")
     parser.add_argument("--device", default="cpu", help="(%(default)s)")
     parser.add_argument("--chunk", type=int, default=2048, help="--chunked-prefill-size (%(default)s)")
     parser.add_argument("--start-limit", type=float, default=300, metavar="S", help="(%(default)s)")
@@ -221,11 +230,13 @@ def main() -> None:
     kept = Rows(arguments.rows, arguments.minutes)
     sizes = [(num_tokens, 5000 + seed) for num_tokens in arguments.tokens for seed in range(arguments.conversations)]
     asked = {f"{num_tokens} {seed}": (num_tokens, seed) for num_tokens, seed in sizes}
-    left = {key: size for key, size in asked.items() if any((key, arm) not in kept for arm in ARMS)}
+    left = {key: size for key, size in asked.items() if any((key, arm) not in kept for arm in arguments.arms)}
     if left and kept.has_time:
         serve(arguments, tokenizer, kept, left)
-    rows = by_length(kept, asked)
-    memory = {arm: max(row["memory_mb"] for key, row in kept.of_arm(arm).items() if key in asked) for arm in ARMS}
+    rows = by_length(kept, asked, arguments.arms)
+    memory = {
+        arm: max(row["memory_mb"] for key, row in kept.of_arm(arm).items() if key in asked) for arm in arguments.arms
+    }
     report = {
         "experiment": "real_pair",
         **describe(),
@@ -235,7 +246,7 @@ def main() -> None:
     }
     print("MB held at most: " + ", ".join(f"{arm} {value:.0f}" for arm, value in memory.items()), flush=True)
     if arguments.check:
-        report["first_replies"] = check(arguments.target, rows, arguments.precision)
+        report["replies"] = check(arguments.target, rows, arguments.precision)
     print_report(report, arguments.out)
 
 

@@ -14,6 +14,8 @@ them alike. Every time is from sending a request to its first streamed chunk.
 - lengths (asked for by --parts, with --arms off STANDALONE dense slots): documents of 1K to 8K, one and four at once:
   seconds to the first token, tokens/s after it, the share of drafted tokens that is accepted, whether all tokens are
   those of "off". "slots" is SPEC_STACK with `--spec-stack-prune draft`.
+- growing (asked for by --parts, same arms): a conversation to which every turn adds 1,000 tokens of text and a
+  question: by turn the same values. All arms go on from the replies of "off", or of the first arm without it.
 - hang-ups: four clients send 8K prompts and close their connections; how long a short request waits then, alone and
   beside a stream.
 
@@ -265,6 +267,35 @@ def by_length(arms: Arms, prompts: Prompts, lengths: Sequence[int], repeats: int
     return found
 
 
+def growing(arms: Arms, prompts: Prompts, num_turns: int, repeats: int, num_new: int = 64) -> dict[str, Any]:
+    """Medians over conversations by arm and turn, each beginning with the tokens of its prompt."""
+    rows: dict[str, list[list[dict[str, float]]]] = {arm: [[] for _ in range(num_turns)] for arm in arms.clients}
+    as_off = {arm: [True] * num_turns for arm in arms.clients}
+    for at in range(repeats):
+        arms.forget()
+        messages: list[dict[str, str]] = []
+        for turn in range(num_turns):
+            text = prompts.text(1000, 1400 + num_turns * at + turn)
+            messages.append({"role": "user", "content": f"{text}\n\nWhat does part {turn} of this say?"})
+            prompt = prompts.chat(messages)
+            answers = {arm: client.ask(prompt, num_new) for arm, client in arms.in_turn()}
+            lead = answers.get(OFF, next(iter(answers.values())))
+            for arm, answer in answers.items():
+                rows[arm][turn].append({"num_tokens": len(prompt), **length_row(answer)})
+                as_off[arm][turn] &= OFF in answers and answer.output_ids == lead.output_ids
+            messages.append({"role": "assistant", "content": prompts.words(lead.output_ids)})
+    return {
+        arm: {
+            f"turn {turn + 1}": {
+                **{name: round(median(row[name] for row in own), 4) for name in own[0]},
+                "as_off": as_off[arm][turn],
+            }
+            for turn, own in enumerate(of_arm)
+        }
+        for arm, of_arm in rows.items()
+    }
+
+
 def length_row(answer: Answer) -> dict[str, float]:
     report = answer.meta_info.get("spec_stack", answer.meta_info)
     seconds = answer.chunk_times[-1] - answer.chunk_times[0]
@@ -305,6 +336,7 @@ def run(options: argparse.Namespace, arms: Arms, prompts: Prompts) -> Iterator[t
         "shared_system": lambda: shared_system(arms, prompts, options.clients),
         "system_and_tools": lambda: system_and_tools(arms, prompts),
         "lengths": lambda: by_length(arms, prompts, options.lengths, options.repeats),
+        "growing": lambda: growing(arms, prompts, options.turns, options.repeats),
     }
     each: dict[str, Callable[[Client], Any]] = {
         "arrivals": lambda client: arrivals(client, prompts, options.chunk),
@@ -322,7 +354,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = ("conversations", "shared_system", "system_and_tools", "arrivals", "hang_ups")
     parser.add_argument("--arms", nargs="+", choices=(*ARMS, SLOTS), default=list(ARMS))
-    parser.add_argument("--parts", nargs="+", choices=(*parts, "lengths"), default=list(parts))
+    parser.add_argument("--parts", nargs="+", choices=(*parts, "lengths", "growing"), default=list(parts))
     parser.add_argument("--target", help="model folder or name (default: the embedded pair's)")
     parser.add_argument("--draft", help="model folder or name (default: the embedded pair's)")
     parser.add_argument("--device", default="cpu", help="(default %(default)s)")

@@ -182,9 +182,9 @@ def measure(generator: SpecStackGenerator, arguments: argparse.Namespace, rows: 
                         rows.add(key, f"{name} ttft", {"ttft_s": min(seconds), "all_s": seconds})
                 prefilled = bench.prefilled(key, ids)
                 for name, policy in tqdm(left, desc=key, leave=False):
-                    if index == 0:
+                    if index == 0 and arguments.warm_up:
                         # Warms up, and the default policy gets to know its costs.
-                        bench.decode(ids, name, policy, prefilled, min(32, arguments.max_tokens))
+                        bench.decode(ids, name, policy, prefilled, min(arguments.warm_up, arguments.max_tokens))
                     if rows.has_time:
                         rows.add(
                             key, f"{name} {policy}", bench.decode(ids, name, policy, prefilled, arguments.max_tokens)
@@ -386,6 +386,9 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="(%(default)s)")
     parser.add_argument("--policies", nargs="+", choices=["fixed", "default"], default=["fixed", "default"])
     parser.add_argument("--max-tokens", type=int, default=96, help="(%(default)s)")
+    parser.add_argument(
+        "--warm-up", type=int, default=32, help="tokens of a run before the first of each cell and arm (%(default)s)"
+    )
     parser.add_argument("--keep-rate", type=float, default=PrefillConfig.keep_rate, help="of sparse prefill")
     parser.add_argument("--gamma", type=int, default=4, help="where it is fixed (%(default)s)")
     parser.add_argument("--ttft-repeats", type=int, default=2, help="per prompt of the first kind (%(default)s)")

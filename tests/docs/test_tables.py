@@ -116,7 +116,23 @@ def memory_of_a_real_pair() -> list[str]:
     return [f"{held['SPEC_STACK']} GB, STANDALONE {held['STANDALONE']}, no speculation {held['off']}"]
 
 
+def looked_up_live() -> list[str]:
+    found = result("lookup_live")
+    tasks = {name: arms for name, arms in found.items() if isinstance(arms, dict) and "own look-up" in arms}
+    over = {name: arms["look-up 10 by 3-grams"]["cpu_s"] / arms["own look-up"]["cpu_s"] for name, arms in tasks.items()}
+    of_all, own = over.pop("all"), tasks["all"]["own look-up"]
+    speed, low, high = own["speed_over_plain"]
+    assert own["same_tokens"] == found["num_prompts"] == 130
+    return [
+        f"**{sum(over.values()) / len(over):.2f}** times as",
+        f"{of_all:.2f} over all; most {max(over.values()):.2f}",
+        f"least {min(over.values()):.2f}",
+        f"{speed:.2f} [{low:.2f}, {high:.2f}] times as fast as plain",
+    ]
+
+
 _TABLES = {
+    "lookup": (looked_up_live,),
     "long-contexts": (chosen_anew, by_length, by_length_on_a_real_pair, given_answers, by_size, on_a_server),
     "serving": (turns_of_a_real_pair, memory_of_a_real_pair),
 }
