@@ -118,12 +118,31 @@ class Offer:
         return [each.token_id for each in self.found]
 
 
+@dataclass
+class _Own:
+    """What a request's looked-up tokens from one place came to. Mutated by `learn`.
+
+    Parameters
+    ----------
+    right, expected : float
+        How many were right, and how many were expected to be.
+    """
+
+    right: float = 0.0
+    expected: float = 0.0
+
+    def learn(self, is_right: bool, chance: float) -> None:
+        self.right = _OWN_KEEP * self.right + is_right
+        self.expected = _OWN_KEEP * self.expected + chance
+
+
 class LookupGate:
     """Learns how far look-ups are right, what the draft gains instead, and what both cost. One request at a time.
 
     The chance that a looked-up token is right, those before it being so, is a logistic model of how long the match is,
     how often the token followed it and how often another did; brought down, or up, by what such chances came to in this
-    request, so that prose is not judged by the copying that went before it.
+    request, so that prose is not judged by the copying that went before it. The text's own and other requests' texts
+    are judged apart: what another request wrote is mostly right or mostly wrong for a whole answer.
     """
 
     def __init__(self, options: LookupOptions | None = None) -> None:
@@ -136,8 +155,8 @@ class LookupGate:
         self._rate = RequestRate(1.0, _START_WEIGHT)
         self._gain = RequestRate(1.0, _START_WEIGHT)
         self._num_settled = 0
-        # Of this request's looked-up tokens: how many were right, and how many were expected to be.
-        self._own_right = self._own_expected = 0.0
+        # By whether they were found in another request's text.
+        self._own = {False: _Own(), True: _Own()}
         self._offer = Offer()
         self._tail: Sequence[Found] = ()
         # Tokens that a look-up may have: grows while they are all right, and falls towards what was.
@@ -146,7 +165,8 @@ class LookupGate:
     def chance(self, found: Found, place: int) -> float:
         """That a looked-up token is right, the `place` ones before it being so."""
         trust = self.options.own_trust
-        share = (self._own_right + trust) / (self._own_expected + trust)
+        own = self._own[found.is_shared]
+        share = (own.right + trust) / (own.expected + trust)
         return min(self._typical_chance(found, place) * share, 0.999)
 
     def _typical_chance(self, found: Found, place: int) -> float:
@@ -232,7 +252,7 @@ class LookupGate:
         """Learn from a step; a prefill step says that a request begins."""
         self._cost = self._costs.at(record)
         if record.is_prefill:
-            self._own_right = self._own_expected = 0.0
+            self._own = {False: _Own(), True: _Own()}
             self._reach = 2 * _LEAST_REACH
             self._rate.begin_request()
             self._gain.begin_request()
@@ -261,8 +281,7 @@ class LookupGate:
             self._reach = max(_LEAST_REACH, (self._reach + 2 * num_accepted) // 2)
         for place, found in enumerate(looked_up[: num_accepted + 1]):
             is_right = place < num_accepted
-            self._own_right = _OWN_KEEP * self._own_right + is_right
-            self._own_expected = _OWN_KEEP * self._own_expected + self._typical_chance(found, place)
+            self._own[found.is_shared].learn(is_right, self._typical_chance(found, place))
             self._chances.learn(_features(found, place), is_right)
 
     def _learn_gain(self, record: StepRecord) -> None:

@@ -223,6 +223,19 @@ def test_the_gate_learns_which_look_ups_are_right() -> None:
     assert len(gate.offer([found(64)], 64).found) >= 8
 
 
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_wrong_look_ups_from_one_place_do_not_make_those_from_the_other_doubted(is_shared: bool) -> None:
+    gate = LookupGate()
+    here, there = (found(1)[0]._replace(is_shared=shared) for shared in (is_shared, not is_shared))
+    looked = replace(step(1, 0, draft_s=0.0), signals=DraftSignals(), num_looked_up=1, proposer="lookup")
+    # That the model of all requests learns is not what is asked here: the two places' chances over each other.
+    before = gate.chance(there, 0) / gate.chance(here, 0)
+    for _ in range(10):
+        gate.offer([[here]], 1)
+        gate.observe(looked)
+    assert gate.chance(there, 0) / gate.chance(here, 0) > 1.5 * before
+
+
 def test_longer_more_frequent_and_less_disputed_tokens_are_held_likelier() -> None:
     gate = LookupGate()
     for worse, better in (
