@@ -368,7 +368,11 @@ class SamplingParams:
     temperature: float = option(0.0, "0 is greedy")
     top_k: int = option(0, "draw among this many most likely tokens; 0 is off")
     top_p: float = option(1.0, "draw among the most likely tokens with this share of the probability; 1.0 is off")
-    seed: int | None = option(None, "makes a sampled request reproducible under a policy that does not watch the clock")
+    seed: int | None = option(
+        None,
+        "makes a sampled request reproducible, under a policy that does not watch the clock and without look-ups; a "
+        "call that names neither gets both",
+    )
     stop: str | Sequence[str] = option(
         (),
         "strings that end the text; they are not part of it. One that is a special token of the tokenizer ends it as "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import islice
 from threading import RLock
+from weakref import WeakKeyDictionary
 
 from spec_stack.controller.lookup import Found
 from spec_stack.decode.suffixes import START, Place, Step, SuffixAutomaton
@@ -79,14 +80,16 @@ class Reader:
 
     def __init__(self, memory: TextMemory) -> None:
         self._memory = memory
-        self._places: list[tuple[SuffixAutomaton, Place]] = []
+        # A text that rests keeps nothing alive that its memory has let go.
+        self._places: WeakKeyDictionary[SuffixAutomaton, Place] = WeakKeyDictionary()
 
     def advance(self, token_ids: Sequence[int]) -> None:
         """Go on by tokens that are certain."""
         if len(token_ids) > _LONGEST:
-            self._places, token_ids = [], token_ids[-_LONGEST:]
+            self._places.clear()
+            token_ids = token_ids[-_LONGEST:]
         with self._memory.lock:
-            self._places = self._after(token_ids)
+            self._places = WeakKeyDictionary(self._after(token_ids))
 
     def continuation(self, tail_ids: Sequence[int]) -> Iterator[Step]:
         """Return what most often followed the longest end of the text and its uncertain tail that anything followed,
@@ -100,10 +103,9 @@ class Reader:
                 step = automaton.next(step.place)
 
     def _after(self, token_ids: Sequence[int]) -> list[tuple[SuffixAutomaton, Place]]:
-        known = {id(automaton): place for automaton, place in self._places}
         found = []
         for automaton in self._memory.automata:
-            place = known.get(id(automaton), START)
+            place = self._places.get(automaton, START)
             for token_id in token_ids:
                 place = automaton.follow(place, token_id)
             found.append((automaton, place))

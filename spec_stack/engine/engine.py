@@ -80,8 +80,9 @@ class Engine:
         if options.keep_rate not in (None, 1) and options.specprefill is None and not (request.scores or held_ids):
             self._warnings.warn(
                 "keep_rate",
-                f"keep_rate={options.keep_rate} is not applied ({request.reason}); specprefill=True prunes a prompt "
-                "whatever its length",
+                f"keep_rate={options.keep_rate} is not applied ({request.reason}); "
+                + ("" if request.prefill.prune == "both" else 'prune="both" with ')
+                + "specprefill=True prunes a prompt whatever its length",
             )
         return request
 

@@ -230,8 +230,11 @@ class Request:
             params = complete_sampling(pair.target.generation_config, params)
         processors = check_processors(options.logits_processor)
         stop_tokens, stop_strings = _what_stops(pair, params)
-        policy = pool.choose(options.policy, options.gamma, params.seed is not None and params.temperature > 0)
-        asked = config.decode.proposer if options.proposer is None else options.proposer
+        is_seeded = params.seed is not None and params.temperature > 0
+        policy = pool.choose(options.policy, options.gamma, is_seeded)
+        # How far a look-up goes is told by the clock, as a clock policy's gamma is.
+        by_default = "model" if is_seeded and options.policy is None else config.decode.proposer
+        asked = by_default if options.proposer is None else options.proposer
         proposer = choose_proposer(asked, policy.name, pair.vocabulary.can_propose)
         if not pair.vocabulary.can_propose:
             policy = pool.choose(gamma=0)

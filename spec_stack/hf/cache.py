@@ -153,7 +153,8 @@ def num_slots(cache: DynamicCache) -> int | None:
 
 def keep_slots(cache: DynamicCache, slots: Sequence[int], device: torch.device) -> None:
     """Keep only these slots of every attention layer."""
-    index = torch.tensor(slots, device=device)
+    # Of no slots at all the type would be another.
+    index = torch.tensor(slots, dtype=torch.long, device=device)
     for layer in _attention_layers(cache):
         layer.keys = layer.keys.index_select(2, index)
         layer.values = layer.values.index_select(2, index)

@@ -29,7 +29,9 @@ def decide_scoring(
         raise ValueError(f"specprefill must be True, False or None (by length), got {specprefill!r}")
     if config.prune != "both":
         if specprefill is True:
-            raise ValueError(f'specprefill=True prunes both models, prune="{config.prune}" does not; drop one of them')
+            raise ValueError(
+                f'specprefill=True prunes both models, prune="{config.prune}" does not; give prune="both" with it'
+            )
         return False, f'off: prune="{config.prune}" leaves the target dense'
     num_prunable = num_new_tokens - sum(stop - start for start, stop in protected)
     if specprefill is False:

@@ -46,7 +46,7 @@ class SessionStore:
         what another one has written must not change an answer, nor how soon it comes. One in which an answer failed is
         not kept.
         """
-        memory = self._memory_of(client)
+        memory = self._memories.get(client) or self._new_memory()
         session = self._take(client, prompt) or self._generator.session(memory=memory)
         try:
             yield session
@@ -55,9 +55,9 @@ class SessionStore:
             raise
         except BaseException:
             # A client who has gone leaves a conversation that can go on.
-            self._keep(client, session)
+            self._keep(client, session, memory)
             raise
-        self._keep(client, session)
+        self._keep(client, session, memory)
 
     def close(self) -> None:
         """Close all of them."""
@@ -66,15 +66,9 @@ class SessionStore:
         self._kept = []
         self._memories.clear()
 
-    def _memory_of(self, client: str) -> TextMemory | None:
-        """A client's earlier answers, nobody else's: what is found in them comes sooner."""
-        if not (self._remembered_tokens and self._max):
-            return None
-        memory = self._memories.pop(client, None) or TextMemory(self._remembered_tokens)
-        self._memories[client] = memory
-        if len(self._memories) > self._max:
-            self._memories.popitem(last=False)
-        return memory
+    def _new_memory(self) -> TextMemory | None:
+        """For a client's earlier answers, nobody else's: what is found in them comes sooner."""
+        return TextMemory(self._remembered_tokens) if self._remembered_tokens and self._max else None
 
     def _take(self, client: str, prompt: EncodedPrompt) -> Session | None:
         lengths = [session.num_continued(encoded=prompt) if owner == client else 0 for owner, session in self._kept]
@@ -83,7 +77,13 @@ class SessionStore:
             return None
         return self._kept.pop(best)[1]
 
-    def _keep(self, client: str, session: Session) -> None:
+    def _keep(self, client: str, session: Session, memory: TextMemory | None) -> None:
+        # Both in one order, so that whose session is kept is remembered too.
+        if memory is not None:
+            self._memories[client] = memory
+            self._memories.move_to_end(client)
+            if len(self._memories) > self._max:
+                self._memories.popitem(last=False)
         self._kept.append((client, session))
         while len(self._kept) > self._max:
             self._kept.pop(0)[1].close()

@@ -126,6 +126,20 @@ def test_a_policy_chosen_for_the_generator_is_not_replaced_by_a_seed(
     assert SpecStackGenerator(target, draft, policy="throughput").generate(**options).metrics.policy == "fixed-4"
 
 
+@pytest.mark.parametrize("proposer", ["both", "lookup"])
+def test_a_seed_holds_whatever_the_generators_proposer_is(
+    proposer: str, target: PreTrainedModel, draft: PreTrainedModel
+) -> None:
+    config = SpecStackConfig(decode=DecodeConfig(proposer=proposer))
+    options: dict[str, Any] = {"input_ids": [5, 6, 7] * 8, "max_tokens": 8, "temperature": 1.0}
+    seeded = SpecStackGenerator(target, draft, config=config)
+    assert seeded.generate(seed=1, **options).metrics.proposer == "model"
+    assert seeded.generate(**options).metrics.proposer == proposer
+    # What the call names holds.
+    assert seeded.generate(seed=1, proposer=proposer, **options).metrics.proposer == proposer
+    assert seeded.generate(seed=1, policy="ema", **options).metrics.proposer == proposer
+
+
 def test_top_k_one_is_greedy(embedded: SpecStackGenerator) -> None:
     greedy = embedded.generate(CODE, max_tokens=30, ignore_eos=True)
     sampled = embedded.generate(CODE, max_tokens=30, temperature=1.5, top_k=1, seed=3, ignore_eos=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator
 from itertools import islice
+from weakref import ref
 
 import pytest
 from hypothesis import given
@@ -129,6 +131,22 @@ def test_a_memory_is_bounded_and_keeps_the_newest_half(max_tokens: int) -> None:
         assert ids(index.continuations()[1], 1) == [999 - max_tokens // 2 + 3]
     index.extend([5])
     assert ids(index.continuations()[1], 1) == []
+
+
+def test_texts_that_rest_keep_nothing_alive_that_their_memory_has_let_go() -> None:
+    memory, resting, seen = TextMemory(100), [], []
+    for start in range(6):
+        index = LookupIndex(memory)
+        index.extend([1, 2, 3])
+        resting.append(index)
+        memory.extend(range(100 * start, 100 * start + 120))
+        seen += [ref(automaton) for automaton in memory.automata if all(each() is not automaton for each in seen)]
+    gc.collect()
+    assert len(seen) > 6
+    assert {each() for each in seen} - {None} == set(memory.automata)
+    # One of them finds what has come since all the same.
+    resting[0].extend([610, 611])
+    assert ids(resting[0].continuations()[1], 2) == [612, 613]
 
 
 def test_a_text_over_its_own_bound_goes_on_from_its_newest_part() -> None:

@@ -117,6 +117,21 @@ def test_slots_that_are_never_chosen_anew_are_chosen_once() -> None:
     assert noted.writes[1][2] == list(range(len(prompt), len(prompt) + 20))
 
 
+def test_a_choice_that_keeps_no_slot_held_is_a_forward_over_the_chosen_tokens_alone() -> None:
+    draft, text = slotted()
+    draft._choose = lambda text_ids, num_slots: list(range(len(text_ids) - num_slots, len(text_ids)))
+    for grown in (text, [*text, *random_prompt(2 * SLOTS, seed=3)]):
+        start = draft.next_position
+        logits = draft.forward(grown[start:], range(start, len(grown)), num_logits=1)
+        draft.rollback(0)
+    slots = list(range(len(grown) - SLOTS, len(grown)))
+    assert draft._draft.positions == slots
+    expected = make_model(seed=2)(
+        input_ids=torch.tensor([[grown[slot] for slot in slots]]), position_ids=torch.tensor([slots])
+    ).logits[0, -1]
+    torch.testing.assert_close(logits[0], expected, atol=1e-4, rtol=1e-4)
+
+
 def test_slots_stay_bounded_however_long_the_answer_and_whatever_is_rejected() -> None:
     draft, text = slotted()
     for step, token in enumerate(random_prompt(300, seed=5)):

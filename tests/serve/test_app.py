@@ -15,6 +15,7 @@ import openai
 import pytest
 
 from spec_stack import PrefillConfig, SpecStackGenerator
+from spec_stack.hf.prompt import EncodedPrompt
 from spec_stack.serve.config import ServeConfig
 from spec_stack.serve.preparation import Nursery
 from spec_stack.serve.sessions import SessionStore
@@ -116,15 +117,28 @@ def test_a_conversation_goes_on_in_its_session_and_in_nobody_elses(embedded: Spe
 
 def test_answers_are_remembered_for_look_ups_client_by_client(embedded: SpecStackGenerator) -> None:
     store, nothing = SessionStore(embedded, 2, 1000), SessionStore(embedded, 2, 0)
-    one, other = store._memory_of("one"), store._memory_of("other")
-    assert one is not None
-    assert one is not other
-    assert store._memory_of("one") is one
+    prompt = EncodedPrompt([5, 6, 7], [])
+
+    def answer(client: str) -> None:
+        with store.lend(client, prompt):
+            pass
+
+    answer("one")
+    answer("other")
+    memories = dict(store._memories)
+    assert memories["one"] is not memories["other"]
+    answer("one")
+    # Who has got no answer takes nobody's place.
+    for client in ("refused", "refused too"):
+        with pytest.raises(ZeroDivisionError), store.lend(client, prompt):
+            _ = 1 / 0
+    assert dict(store._memories) == memories
     # Of two clients it remembers, the one that has been silent for longest is forgotten.
-    store._memory_of("third")
-    assert store._memory_of("one") is one
-    assert store._memory_of("other") is not other
-    assert nothing._memory_of("one") is None
+    answer("third")
+    assert store._memories["one"] is memories["one"]
+    assert store._memories.keys() == {"one", "third"}
+    with nothing.lend("one", prompt):
+        assert not nothing._memories
 
 
 def test_a_clients_second_conversation_finds_what_the_first_was_answered(
