@@ -116,6 +116,33 @@ def memory_of_a_real_pair() -> list[str]:
     return [f"{held['SPEC_STACK']} GB, STANDALONE {held['STANDALONE']}, no speculation {held['off']}"]
 
 
+def looked_up_in_texts() -> list[str]:
+    rows = []
+    for name in ("lookup_texts", "lookup_texts_real", "lookup_texts_sessions"):
+        for arm, own in list(result(name)["result"].items())[1:]:
+            over = {task: value for task, value in own["over_transformers"].items() if task not in ("mean", "all")}
+            mean, of_all = (own["over_transformers"][each] for each in ("mean", "all"))
+            ends = [
+                f"{over[task]:.2f} ({task})"
+                for task in (max(over, key=over.__getitem__), min(over, key=over.__getitem__))
+            ]
+            accepted, shared = own["accepted_per_step_all"], own["accepted_per_step_by_source"]["earlier answers"]
+            told = f"{accepted:.2f} ({shared:.2f})" if shared else f"{accepted:.2f}"
+            rows.append(
+                row(
+                    [
+                        "",
+                        arm.replace("ours, ", "").replace("ours", "look-ups"),
+                        f"**{mean:.2f}**",
+                        f"{of_all:.2f}",
+                        *ends,
+                        told,
+                    ]
+                ).replace("|  |", "| |")
+            )
+    return rows
+
+
 def looked_up_live() -> list[str]:
     found = result("lookup_live")
     tasks = {name: arms for name, arms in found.items() if isinstance(arms, dict) and "own look-up" in arms}
@@ -132,7 +159,7 @@ def looked_up_live() -> list[str]:
 
 
 _TABLES = {
-    "lookup": (looked_up_live,),
+    "lookup": (looked_up_in_texts, looked_up_live),
     "long-contexts": (chosen_anew, by_length, by_length_on_a_real_pair, given_answers, by_size, on_a_server),
     "serving": (turns_of_a_real_pair, memory_of_a_real_pair),
 }
