@@ -60,6 +60,34 @@ def by_length_on_a_real_pair() -> list[str]:
     return rows
 
 
+def all_arms_on_a_real_pair() -> list[str]:
+    rows = []
+    for cell, arms in result("decode_collapse_real_fp32")["pair_table"]["fixed"].items():
+        names = ("full", "window", "words", "attention", "chosen")
+        speeds = [f"{arms[name]['over_plain']:.2f}" for name in names]
+        speeds[-1] = f"**{speeds[-1]}**"
+        reading = " / ".join(f"{arms[name]['over_plain_with_reading']:.2f}" for name in ("full", "words", "chosen"))
+        accepted = " / ".join(f"{100 * arms[name]['acceptance_rate']:.0f}" for name in names)
+        assert all(arms[name]["same_tokens"] == arms[name]["n"] == 2 for name in names)
+        rows.append(row([named(cell), f"{arms['plain']['tokens_per_s']:.2f}", *speeds, reading, f"{accepted} %"]))
+    return rows
+
+
+def a_growing_conversation() -> list[str]:
+    arms = result("growing_server")["parts"]["growing"]
+    rows = []
+    for turn, own in arms["off"].items():
+        each = [of_arm[turn] for of_arm in arms.values()]
+        assert all(one["as_off"] for one in each)
+        *others, slots = (f"{one['tokens_per_s']:.1f}" for one in each)
+        accepted = " / ".join(f"{100 * one['accepted']:.0f}" for one in each[1:])
+        first = " / ".join(f"{one['ttft_s']:.2f}" for one in each)
+        rows.append(
+            row([f"{turn.split()[1]}, {own['num_tokens']:,.0f}", *others, f"**{slots}**", f"{accepted} %", first])
+        )
+    return rows
+
+
 def given_answers() -> list[str]:
     found = result("real_slots")
     ranges = [
@@ -160,7 +188,10 @@ def looked_up_live() -> list[str]:
 
 _TABLES = {
     "lookup": (looked_up_in_texts, looked_up_live),
-    "long-contexts": (chosen_anew, by_length, by_length_on_a_real_pair, given_answers, by_size, on_a_server),
+    "long-contexts": (
+        *(chosen_anew, by_length, by_length_on_a_real_pair, all_arms_on_a_real_pair),
+        *(given_answers, by_size, on_a_server, a_growing_conversation),
+    ),
     "serving": (turns_of_a_real_pair, memory_of_a_real_pair),
 }
 
