@@ -144,6 +144,11 @@ def memory_of_a_real_pair() -> list[str]:
     return [f"{held['SPEC_STACK']} GB, STANDALONE {held['STANDALONE']}, no speculation {held['off']}"]
 
 
+def later_replies_of_a_real_pair() -> list[str]:
+    partings = [one for own in result("real_pair_replies")["replies"].values() for one in own["partings"]]
+    return [f"{sum(one is None for one in partings)} of {len(partings)}\nreplies of three turns each"]
+
+
 def looked_up_in_texts() -> list[str]:
     rows = []
     for name in ("lookup_texts", "lookup_texts_real", "lookup_texts_sessions"):
@@ -192,7 +197,7 @@ _TABLES = {
         *(chosen_anew, by_length, by_length_on_a_real_pair, all_arms_on_a_real_pair),
         *(given_answers, by_size, on_a_server, a_growing_conversation),
     ),
-    "serving": (turns_of_a_real_pair, memory_of_a_real_pair),
+    "serving": (turns_of_a_real_pair, memory_of_a_real_pair, later_replies_of_a_real_pair),
 }
 
 
