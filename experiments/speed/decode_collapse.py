@@ -42,7 +42,7 @@ from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
-from experiments.common.environment import describe
+from experiments.common.environment import describe, note_pair
 from experiments.common.pair_arguments import add_pair_arguments, load_generator
 from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
@@ -395,7 +395,7 @@ def main() -> None:
     parser.add_argument("--cpu-seconds", action="store_true", help="count the process's own seconds")
     parser.add_argument("--rows", type=Path, help="file of rows; a run goes on after those it holds")
     parser.add_argument("--prefilled", type=Path, help="folder that keeps targets' prefilled caches for a later run")
-    parser.add_argument("--minutes", type=float, default=1e6, help="begin no run after so many")
+    parser.add_argument("--minutes", type=float, default=1e6, help="begin no run after so many; 0 sums up --rows")
     parser.add_argument("--random", choices=SHAPES, help="random weights at these sizes, beside the pair")
     parser.add_argument("--layers", type=int, nargs=2, default=(2, 1), help="kept of target and draft (%(default)s)")
     parser.add_argument(
@@ -431,7 +431,11 @@ def main() -> None:
     if not arguments.no_pair:
         with tempfile.TemporaryDirectory() as folder:
             rows = Rows(arguments.rows or Path(folder) / "rows.jsonl", arguments.minutes)
-            measure(load_generator(arguments), arguments, rows)
+            # With --minutes 0 what there is is summed up, and no model is loaded for it.
+            if rows.has_time:
+                measure(load_generator(arguments), arguments, rows)
+            elif arguments.target and arguments.draft:
+                note_pair(arguments.target, arguments.draft)
         table, ttft = summed_up(rows, arguments), first_tokens(rows)
         result |= {"pair_table": table, "ttft": ttft, "max_tokens": arguments.max_tokens}
         for policy, cells in table.items():
