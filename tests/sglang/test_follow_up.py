@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -79,6 +81,18 @@ def test_a_reply_is_taken_in_when_it_has_ended_without_its_last_token() -> None:
     request.has_finished = True
     turns.take_in_replies()
     assert turns.find("", [1, 2, 3, 7, 8, 9, 4]) == Beginning(5, (0, 2, 3, 4))
+
+
+def test_a_request_that_was_dropped_before_its_end_is_not_held_and_its_prompt_is_remembered() -> None:
+    turns, request = Turns(100), Request([7, 8, 9])
+    turns.add("", [1, 2, 3], (0, 2), request)  # type: ignore[arg-type]
+    held = weakref.ref(request)
+    del request
+    gc.collect()
+    assert held() is None
+    turns.take_in_replies()
+    assert not turns._answering
+    assert turns.find("", [1, 2, 3, 7, 8, 9, 4]) == Beginning(3, (0, 2))
 
 
 def test_the_turn_that_was_not_gone_on_from_for_longest_is_forgotten_first() -> None:
