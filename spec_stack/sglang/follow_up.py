@@ -165,19 +165,24 @@ class _Turn:
         self, prompt_ids: Ints, positions: tuple[int, ...], request: RunningRequest, num_unchosen: int
     ) -> None:
         self.token_ids, self.positions, self.num_prompt_tokens = prompt_ids, positions, len(prompt_ids)
-        # SGLang drops a request that was aborted while it waited, and nobody else is to hold it.
-        self._request: weakref.ref[RunningRequest] | None = weakref.ref(request)
+        # SGLang drops a request that was aborted while it waited, and nobody else is to hold it. One that has begun to
+        # reply will end, and SGLang may let it go in the very round in which it does.
+        self._waiting: weakref.ref[RunningRequest] | None = weakref.ref(request)
+        self._replying: RunningRequest | None = None
         self.num_chosen = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], enumerate(positions)))
         self.num_unchosen = min(num_unchosen, self.num_chosen)
 
     def take_in_reply(self) -> None:
         """A reply's last token may have been through no model, so it counts as new text. Of a request that is gone
         there is no reply."""
-        request = None if self._request is None else self._request()
+        request = self._replying
+        if request is None and self._waiting is not None:
+            request = self._waiting()
         if request is None:
             self.end()
             return
         if not request.finished():
+            self._replying = request if request.output_ids else None
             return
         # A step may have gone on past the end.
         start, reply = len(self.token_ids), request.output_ids[: request.finished_len][:-1]
@@ -188,10 +193,10 @@ class _Turn:
     @property
     def has_ended(self) -> bool:
         """Return whether no reply is to come."""
-        return self._request is None
+        return self._waiting is None
 
     def end(self) -> None:
-        self._request = None
+        self._waiting = self._replying = None
 
 
 class Turns:

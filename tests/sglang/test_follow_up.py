@@ -95,6 +95,18 @@ def test_a_request_that_was_dropped_before_its_end_is_not_held_and_its_prompt_is
     assert turns.find("", [1, 2, 3, 7, 8, 9, 4]) == Beginning(3, (0, 2))
 
 
+def test_the_reply_of_a_request_that_goes_in_the_round_in_which_it_ends_is_taken_in() -> None:
+    turns, request = Turns(100), Request([7])
+    turns.add("", [1, 2, 3], (0, 2), request)  # type: ignore[arg-type]
+    turns.take_in_replies()
+    request.output_ids, request.has_finished = [7, 8, 9], True
+    del request
+    gc.collect()
+    turns.take_in_replies()
+    assert not turns._answering
+    assert turns.find("", [1, 2, 3, 7, 8, 9, 4]) == Beginning(5, (0, 2, 3, 4))
+
+
 def test_the_turn_that_was_not_gone_on_from_for_longest_is_forgotten_first() -> None:
     turns = Turns(30)
     for start in (0, 100, 200):
