@@ -3,8 +3,9 @@
 A request comes here complete, at the moment SGLang puts it into its waiting queue: lengths, grammar and session are
 through. It is decided at once where nothing is to be scored. Else it stays in SGLang's own waiting queue, so that
 SGLang's limits, aborts, timeouts, priorities and idle checks find it there, and is merely left out when a prefill batch
-is made, until its prompt is scored. One part of one scoring (at most a chunk of prompt through the draft) is done per
-round of the scheduler's loop, so running requests get their next tokens in between (see `rounds`).
+is made, until its prompt is scored. One part of one scoring (at most a chunk of prompt through the draft, or a few
+look-ahead tokens) is done per round of the scheduler's loop, so running requests get their next tokens in between (see
+`rounds`).
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from spec_stack.controller.base import BatchMember, DraftSignals, Policy, StepCo
 from spec_stack.controller.batch_rule import BatchRule
 from spec_stack.sglang.guards import harmless, note_failure
 from spec_stack.sglang.launch_notes import graph_sizes
-from spec_stack.sglang.penalties import count_anew, count_one_by_one, is_penalised
+from spec_stack.sglang.penalties import count_anew, count_one_by_one, has_penalties, is_penalised
 from spec_stack.sglang.protocols import RunningRequest
 from spec_stack.sglang.request_state import note_step, options_of
 from spec_stack.sglang.server_args import ServerConfig
@@ -231,16 +231,20 @@ class BatchPolicy:
         and what was said.
         """
         requests = self._pending[-1].requests
-        if not any(is_penalised(request) for request in requests):
+        if not any(has_penalties(request) for request in requests):
             return
         lengths = torch.tensor([len(request.origin_input_ids) for request in requests]).to(num_held.device)
-        num_said = num_held + 1 - lengths
-        try:
-            count_anew(sampling_info, requests, newest, num_said)
-        except Exception:
-            # With other penalties the text would be wrong, so there is a second way, slow and plain.
-            note_failure("counting penalties", "they are counted one by one")
-            count_one_by_one(sampling_info, requests, newest, num_said)
+        _count(sampling_info, requests, newest, num_held + 1 - lengths)
+
+    def count_penalties_of_prefill(
+        self, sampling_info: Any, requests: Sequence[RunningRequest], device: torch.device
+    ) -> None:
+        """Make SGLang's penalties exact for a prefill, which may repeat what requests had said before they were
+        retracted. device: where SGLang's tensors are."""
+        if not any(request.output_ids and has_penalties(request) for request in requests):
+            return
+        num_said = torch.tensor([len(request.output_ids) for request in requests]).to(device)
+        _count(sampling_info, requests, torch.zeros_like(num_said), num_said)
 
     def carry(self, signals: torch.Tensor) -> None:
         """Given the draft's signals in the step that was chosen last, which are read when its result is."""
@@ -279,6 +283,17 @@ def step_clock(device: str) -> Callable[[], float]:
 
 
 _NO_SIGNALS: tuple[DraftSignals, DraftSignals | None] = (DraftSignals(), None)
+
+
+def _count(
+    sampling_info: Any, requests: Sequence[RunningRequest], newest: torch.Tensor, num_said: torch.Tensor
+) -> None:
+    try:
+        count_anew(sampling_info, requests, newest, num_said)
+    except Exception:
+        # With other penalties the text would be wrong, so there is a second way, slow and plain.
+        note_failure("counting penalties", "they are counted one by one")
+        count_one_by_one(sampling_info, requests, newest, num_said)
 
 
 def _cap(request: RunningRequest) -> int:

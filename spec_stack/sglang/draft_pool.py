@@ -76,8 +76,8 @@ class Lease:
     or `drop`; after that it is empty.
     """
 
-    def __init__(self, pool: DraftPool, token_ids: Ints, node: _Node, shared: Ints) -> None:
-        self._pool, self._token_ids, self._node = pool, token_ids, node
+    def __init__(self, pool: DraftPool, namespace: Hashable, token_ids: Ints, node: _Node, shared: Ints) -> None:
+        self._pool, self._namespace, self._token_ids, self._node = pool, namespace, token_ids, node
         self.slots, self.num_shared = shared, len(shared)
 
     def extend(self, num_slots: int) -> None:
@@ -146,7 +146,7 @@ class DraftPool:
         node, shared = self._walk(root, ids[: len(ids) if num_wanted is None else num_wanted])
         self._pin(node, 1)
         self._num_leases += 1
-        return Lease(self, ids, node, shared)
+        return Lease(self, namespace, ids, node, shared)
 
     def num_shared(self, namespace: Hashable, token_ids: Sequence[int] | Ints) -> int:
         """How much of a text's beginning the pool has. Changes nothing."""
@@ -261,6 +261,9 @@ class DraftPool:
         self._pin(lease._node, -1)
         self._num_leases -= 1
         lease.slots, lease.num_shared = slots[:0], 0
+        root = self._roots[lease._namespace]
+        if not root.children and not root.num_pins:
+            del self._roots[lease._namespace]
 
     def _nodes(self) -> Iterator[_Node]:
         waiting = list(self._roots.values())

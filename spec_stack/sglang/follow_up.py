@@ -8,6 +8,7 @@ business, since the same tokens at the same positions in the same order are the 
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -164,23 +165,42 @@ class _Turn:
         self, prompt_ids: Ints, positions: tuple[int, ...], request: RunningRequest, num_unchosen: int
     ) -> None:
         self.token_ids, self.positions, self.num_prompt_tokens = prompt_ids, positions, len(prompt_ids)
-        self.request: RunningRequest | None = request
+        # SGLang drops a request that was aborted while it waited, and nobody else is to hold it. One that has begun to
+        # reply will end, and SGLang may let it go in the very round in which it does.
+        self._waiting: weakref.ref[RunningRequest] | None = weakref.ref(request)
+        self._replying: RunningRequest | None = None
         self.num_chosen = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], enumerate(positions)))
         self.num_unchosen = min(num_unchosen, self.num_chosen)
 
     def take_in_reply(self) -> None:
-        """A reply's last token may have been through no model, so it counts as new text."""
-        if self.request is None or not self.request.finished():
+        """A reply's last token may have been through no model, so it counts as new text. Of a request that is gone
+        there is no reply."""
+        request = self._replying
+        if request is None and self._waiting is not None:
+            request = self._waiting()
+        if request is None:
+            self.end()
+            return
+        if not request.finished():
+            self._replying = request if request.output_ids else None
             return
         # A step may have gone on past the end.
-        start, reply = len(self.token_ids), self.request.output_ids[: self.request.finished_len][:-1]
+        start, reply = len(self.token_ids), request.output_ids[: request.finished_len][:-1]
         self.token_ids = np.concatenate([self.token_ids, np.asarray(reply, dtype=np.int64)])
         self.positions = (*self.positions, *range(start, start + len(reply)))
-        self.request = None
+        self.end()
+
+    @property
+    def has_ended(self) -> bool:
+        """Return whether no reply is to come."""
+        return self._waiting is None
+
+    def end(self) -> None:
+        self._waiting = self._replying = None
 
 
 class Turns:
-    """Turns of which something was dropped, by tenant; the oldest go first.
+    """Turns of which something was dropped, or brought back, by tenant; the oldest go first.
 
     Parameters
     ----------
@@ -219,7 +239,7 @@ class Turns:
             _, (owner, oldest) = self._turns.popitem(last=False)
             num_tokens -= len(oldest.token_ids)
             self._keep_lead(owner, oldest)
-            oldest.request = None
+            oldest.end()
 
     def _keep_lead(self, owner: Hashable, turn: _Turn) -> None:
         if turn.num_chosen == turn.num_unchosen:
@@ -233,7 +253,7 @@ class Turns:
         """Called once per round of the scheduler, since requests do not live on after their end."""
         for turn in self._answering:
             turn.take_in_reply()
-        self._answering = [turn for turn in self._answering if turn.request is not None]
+        self._answering = [turn for turn in self._answering if not turn.has_ended]
 
     def clear(self) -> None:
         self._turns.clear()

@@ -13,7 +13,9 @@ from spec_stack.sglang.protocols import RunningRequest, Scheduler
 class Rounds:
     """One scheduler's rounds. Asked once at the beginning of each in which prompts wait for their scoring.
 
-    decode_interval: decode steps after a prefill batch, where the launch set no `--prefill-decode-interval`.
+    decode_interval: decode steps after a prefill batch, where the launch set no `--prefill-decode-interval`. Below a
+    `--prefill-decode-interval-min-bs` (SGLang 0.5.23) prefills come in every round, as the launch wants it, and parts
+    in every other one.
     """
 
     def __init__(self, scheduler: Scheduler, decode_interval: int) -> None:
@@ -26,7 +28,11 @@ class Rounds:
     def may_prefill(self) -> bool:
         """Return whether the round that begins may hold a prefill batch. Where one has just run, those who waited for
         it get their tokens first."""
-        return not (self._scheduler._prefill_decode_interval_remaining and self._anything_runs())
+        if not self._scheduler._prefill_decode_interval_remaining or not self._anything_runs():
+            return True
+        # Below it SGLang puts nothing off, whatever remains of the interval.
+        least = getattr(self._scheduler, "prefill_decode_interval_min_bs", 0)
+        return bool(least) and self._num_running() < least
 
     def is_for_scoring(self, unscored: set[int]) -> bool:
         """Return whether the round that begins does a part of a scoring, and then no prefill while anything runs.
@@ -47,9 +53,15 @@ class Rounds:
         return True
 
     def _anything_runs(self) -> bool:
+        return not self._scheduler.running_batch.is_empty() or bool(self._just_prefilled())
+
+    def _num_running(self) -> int:
+        """The size of the running batch when SGLang asks for it, later in this round: without those that have ended."""
+        running = [request for request in self._scheduler.running_batch.reqs if not request.finished()]
+        return len({id(request) for request in (*running, *self._just_prefilled())})
+
+    def _just_prefilled(self) -> list[RunningRequest]:
+        """Those of the last batch that join the running batch later in this round, or are in it."""
         scheduler = self._scheduler
-        if not scheduler.running_batch.is_empty():
-            return True
-        # What was just prefilled joins the running batch later in this round.
         last: list[RunningRequest] = [] if scheduler.last_batch is None else scheduler.last_batch.reqs
-        return any(request is not scheduler.chunked_req and not request.finished() for request in last)
+        return [request for request in last if request is not scheduler.chunked_req and not request.finished()]

@@ -83,15 +83,18 @@ class Settler:
             kept_spans=_spans_of(_shown(given, prompt)) if waiting.options.explain else None,
         )
         if positions is not None:
-            self._prune(request, prompt, given, positions)
+            self._prune(waiting, given, positions)
+        elif given.num_recalled:
+            # Prefilled as any dense prompt, but what came back was chosen: it is cached for whoever begins alike.
+            self._remember(waiting, given)
         self._attach(request, RequestState(waiting.options, report, positions))
 
-    def _prune(self, request: RunningRequest, prompt: Prompt, given: Placement, positions: PositionMap) -> None:
+    def _prune(self, waiting: Waiting, given: Placement, positions: PositionMap) -> None:
         """Give SGLang's request the kept tokens and their key. What may fail comes first, so that it is pruned whole or
         not at all."""
+        request = waiting.request
         key, token_ids = PlacedKey.of(positions, request.extra_key), array("q", given.token_ids)
-        lead = given.num_cached if given.inherits_all else protected_lead(prompt.protected)
-        self._turns.add(prompt.tenant, prompt.token_ids, given.positions, request, lead)
+        self._remember(waiting, given)
         # The unpadded ones stay whole: SGLang shows them to who turns ids into text, and to NGRAM.
         request.origin_input_ids = token_ids
         request.full_untruncated_fill_ids = array("q")
@@ -99,6 +102,14 @@ class Settler:
         if request.logprob_start_len > 0:
             # SGLang's way to say: none of the prompt's tokens.
             request.logprob_start_len = len(token_ids)
+
+    def _remember(self, waiting: Waiting, given: Placement) -> None:
+        prompt = waiting.prompt
+        # What a request has named itself is kept for that request alone.
+        lead = protected_lead(prompt.protected) if waiting.options.protect is None else 0
+        if given.inherits_all and not given.num_recalled:
+            lead = max(lead, given.num_cached)
+        self._turns.add(prompt.tenant, prompt.token_ids, given.positions, waiting.request, lead)
 
     def leave_whole(
         self,

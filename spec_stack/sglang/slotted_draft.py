@@ -14,7 +14,7 @@ waits for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -122,7 +122,16 @@ class SlottedDraft:
             # They are said to hold what the draft has not read; in their next step they begin anew.
             for row in unread:
                 self._rows.pop(row, None)
+            self._forget_places(batch.req_pool_indices_cpu.tolist())
             raise
+
+    def _forget_places(self, rows: Sequence[int]) -> None:
+        """Let those of the rows that hold nothing begin at their text's beginning: what is noted of them is of who had
+        them before, or of the prefill alone, which the target has gone on from by their next step."""
+        for row in rows:
+            if row not in self._rows:
+                self._num_prefilled.pop(row, None)
+                self._shifts[row] = self._shifts_cpu[row] = 0
 
     def _choose_and_read(self, batch: Any, signals: DraftSignalBuffers | None, unread: set[int]) -> None:
         """unread: filled with the rows whose choice the draft has not read yet, and emptied as it does."""

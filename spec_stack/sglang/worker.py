@@ -180,6 +180,7 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
     def forward_batch_generation(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
             self.batch_policy.something_else_runs()
+            self.batch_policy.count_penalties_of_prefill(batch.sampling_info, batch.reqs, batch.seq_lens.device)
             return super().forward_batch_generation(batch, *args, **kwargs)
         if self.slots is not None and not batch.forward_mode.is_idle():
             self._begin_slots(batch, self.slots)

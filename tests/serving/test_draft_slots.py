@@ -174,33 +174,92 @@ def test_a_failure_costs_proposals_and_no_token(
     assert _report(again)["num_accepted"] == _report(again)["num_proposed"]
 
 
-def test_a_request_whose_slots_could_not_be_read_anew_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def slotted_without_a_model(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The slots' books alone: what is put through the draft goes nowhere."""
     from spec_stack.sglang.slotted_draft import SlottedDraft
 
-    def fail(*args: Any) -> None:
-        raise RuntimeError("put out of action by a test")
-
+    monkeypatch.setattr(SlottedDraft, "_begin", lambda *args: None)
     config = PrefillConfig(draft_slots=96, chunk_size=16)
     draft = SlottedDraft.__new__(SlottedDraft)
     draft._config, draft.num_per_request = config, num_row_slots(config, GAMMA)
     draft._rows, draft._num_prefilled = {}, {}
-    draft._table = torch.zeros((1, draft.num_per_request), dtype=torch.int32)
-    draft._shifts = draft._shifts_cpu = torch.zeros(1, dtype=torch.int64)
+    draft._table = torch.zeros((num_rows, CONTEXT), dtype=torch.int32)
+    draft._shifts = torch.zeros(num_rows, dtype=torch.int64)
+    draft._shifts_cpu = torch.zeros(num_rows, dtype=torch.int64)
     draft.num_most_held = draft.num_renewals = draft.num_restored = 0
-    words = random.Random(1)
-    prompt = [words.randrange(60) for _ in range(3000)]
-    request = SimpleNamespace(origin_input_ids=prompt, output_ids=[1], customized_info=None)
-    rows, length = torch.tensor([0]), torch.tensor([3000])
-    batch = SimpleNamespace(reqs=[request], req_pool_indices_cpu=rows, seq_lens_cpu=length, spec_info=None)
-    monkeypatch.setattr(SlottedDraft, "_begin", lambda *args: None)
+    return draft
+
+
+def batch_of(lengths: dict[int, int], num_said: int = 1) -> Any:
+    """A batch of requests by row, each with so many tokens that the target has."""
+    rows, num_held = torch.tensor(list(lengths)), torch.tensor(list(lengths.values()))
+    requests = []
+    for row, length in lengths.items():
+        words = random.Random(row)
+        prompt = [words.randrange(60) for _ in range(length + 1 - num_said)]
+        requests.append(SimpleNamespace(origin_input_ids=prompt, output_ids=[1] * num_said, customized_info=None))
+    return SimpleNamespace(
+        reqs=requests,
+        req_pool_indices=rows,
+        req_pool_indices_cpu=rows,
+        seq_lens=num_held,
+        seq_lens_cpu=num_held,
+        prefix_lens=[0] * len(lengths),
+        extend_lens=list(lengths.values()),
+        spec_info=None,
+    )
+
+
+def fail(*args: Any) -> None:
+    raise RuntimeError("put out of action by a test")
+
+
+def test_a_request_whose_slots_could_not_be_read_anew_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    draft, batch = slotted_without_a_model(1, monkeypatch), batch_of({0: 3000})
     draft.begin_step(batch, None)
     assert not draft.has_new(batch)
-    request.output_ids += [words.randrange(60) for _ in range(2 * RENEW_EVERY)]
-    monkeypatch.setattr(SlottedDraft, "_forward", fail)
+    words = random.Random(1)
+    batch.reqs[0].output_ids += [words.randrange(60) for _ in range(2 * RENEW_EVERY)]
+    monkeypatch.setattr(draft, "_forward", fail)
     with pytest.raises(RuntimeError, match="by a test"):
         draft.begin_step(batch, None)
     assert draft.num_restored
     assert draft.has_new(batch)
+
+
+@pytest.mark.parametrize("num_done", [0, 1, 2])
+def test_a_failed_choice_leaves_every_row_at_places_that_exist_and_the_next_one_is_right(
+    monkeypatch: pytest.MonkeyPatch, num_done: int
+) -> None:
+    """Whichever of a batch's requests it fails at, and whoever had the rows before."""
+    from spec_stack.sglang import slotted_draft
+    from spec_stack.sglang.draft_rows import DraftRow
+
+    draft, before = slotted_without_a_model(3, monkeypatch), batch_of({0: 3000, 1: 2000, 2: 3500})
+    draft.note_prefill(before)
+    draft.begin_step(before, None)
+    assert (draft._shifts > 1000).all()
+    new = batch_of({2: 500, 0: 100, 1: 90})
+    draft.note_prefill(new)
+    begun = [DraftRow.begin] * num_done
+
+    class Failing(DraftRow):
+        def begin(self, text_ids: Any) -> Any:
+            return begun.pop()(self, text_ids) if begun else fail()
+
+    monkeypatch.setattr(slotted_draft, "DraftRow", Failing)
+    with pytest.raises(RuntimeError, match="by a test"):
+        draft.begin_step(new, None)
+    for lengths in draft._lengths(new)[:2]:
+        assert (lengths >= 1).all()
+        assert (lengths + GAMMA < CONTEXT).all()
+    monkeypatch.undo()
+    monkeypatch.setattr(draft, "_begin", lambda *args: None)
+    later = batch_of({2: 503, 0: 103, 1: 93}, num_said=4)
+    draft.begin_step(later, None)
+    lengths, on_host, _ = draft._lengths(later)
+    assert draft._shifts.tolist() == draft._shifts_cpu.tolist() == [draft._rows[row].shift for row in range(3)]
+    assert lengths.tolist() == on_host.tolist() == [draft._rows[row].num_held for row in (2, 0, 1)]
 
 
 @pytest.mark.nightly

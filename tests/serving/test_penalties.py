@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import DynamicCache
+
+from tests.support.sampling_settings import asked as settings
+from tests.support.sglang_requests import request_of
 
 from .conftest import Reference, Server, generate_body
 
@@ -56,6 +60,46 @@ def test_penalties_give_the_text_of_no_speculation(
         assert not reply["meta_info"]["spec_stack"]["num_proposed"]
         changed += reply["output_ids"] != reference.tokens(prompt, max_new_tokens=40)
     assert changed
+
+
+@pytest.mark.parametrize("asked", [{"frequency_penalty": 0.5}, {"repetition_penalty": 1.5}, {"min_new_tokens": 6}])
+def test_a_reply_that_was_retracted_is_penalised_as_one_that_was_not(asked: dict[str, float]) -> None:
+    """SGLang's own penalizers, which begin anew with the prefill that repeats the reply; no server."""
+    from sglang.srt.sampling import penaltylib
+
+    from spec_stack.sglang.batch_policy import BatchPolicy
+    from spec_stack.sglang.server_args import ServerConfig
+
+    end, request = 5, request_of("a")
+    request.sampling_params = settings(stop_token_ids=None, **asked)
+    request.origin_input_ids, request.output_ids = [1, 2], [3, 3, 4, 3]
+    request.eos_token_ids, request.tokenizer = {end}, SimpleNamespace(additional_stop_token_ids=None, eos_token_id=end)
+    batch = type("Batch", (), {"reqs": [request], "device": "cpu"})()
+    kinds = ("Frequency", "MinNewTokens", "Presence", "Repetition")
+    penalizers = penaltylib.BatchedPenalizerOrchestrator(
+        vocab_size=8, batch=batch, penalizers={getattr(penaltylib, f"Batched{kind}Penalizer") for kind in kinds}
+    )
+    policy = BatchPolicy(ServerConfig(), "fp32")
+    for step in range(5):
+        if step:
+            penalizers.cumulate_output_tokens(torch.tensor(request.output_ids[-1:]))
+        additive = torch.zeros(1, 8)
+        penalizers.accumulate_additive_penalties(additive)
+        scaling = penalizers.accumulate_scaling_penalties()
+        info = SimpleNamespace(acc_additive_penalties=additive, acc_scaling_penalties=scaling)
+        if step:
+            policy.begin_step([request])
+            policy.get_steps_for_batch(1)
+            said = torch.tensor(request.output_ids)
+            policy.count_penalties(info, said[-1:], torch.tensor([2 + len(said) - 1]))
+        else:
+            policy.count_penalties_of_prefill(info, [request], torch.device("cpu"))
+        for token in range(8):
+            times = request.output_ids.count(token)
+            is_forbidden = token == end and len(request.output_ids) < asked.get("min_new_tokens", 0)
+            assert additive[0, token] == (-torch.inf if is_forbidden else -asked.get("frequency_penalty", 0) * times)
+            assert scaling is None or scaling[0, token] == (asked.get("repetition_penalty", 1) if times else 1)
+        request.output_ids.append(step)
 
 
 def test_who_asks_for_penalties_slows_nobody_beside_them(server: Server, reference: Reference) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import suppress
 from itertools import pairwise
 
 import pytest
@@ -127,6 +128,21 @@ def test_the_text_that_was_not_used_for_longest_goes_first_and_only_as_much_as_i
     lease.extend(4)
     lease.keep(4)
     assert [pool.num_shared("", range(start, start + 10)) for start in (0, 100, 200)] == [10, 6, 10]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 12), st.integers(0, 12)), max_size=30))
+def test_a_tenant_of_whom_nothing_is_held_leaves_nothing_behind(texts: list[tuple[int, int, int]]) -> None:
+    """Whether a text was given up, found no room, or was evicted."""
+    pool = DraftPool(8)
+    for tenant, num_tokens, num_kept in texts:
+        lease = pool.lease(tenant, list(range(num_tokens)))
+        with suppress(PoolFullError):
+            lease.extend(num_tokens - lease.num_shared)
+        beside = pool.lease(tenant, list(range(num_tokens)))
+        lease.keep(min(num_kept, len(lease.slots)))
+        beside.drop()
+        assert all(pool.num_shared(name, range(12)) for name in pool._roots)
+        assert pool.num_free + pool.num_held == 8
 
 
 def test_a_text_longer_than_the_pool_is_refused_and_evicts_nobody() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -78,6 +80,30 @@ def test_a_reply_is_taken_in_when_it_has_ended_without_its_last_token() -> None:
     assert turns.find("", [1, 2, 3, 7, 8, 9, 4]) == Beginning(3, (0, 2))
     request.has_finished = True
     turns.take_in_replies()
+    assert turns.find("", [1, 2, 3, 7, 8, 9, 4]) == Beginning(5, (0, 2, 3, 4))
+
+
+def test_a_request_that_was_dropped_before_its_end_is_not_held_and_its_prompt_is_remembered() -> None:
+    turns, request = Turns(100), Request([7, 8, 9])
+    turns.add("", [1, 2, 3], (0, 2), request)  # type: ignore[arg-type]
+    held = weakref.ref(request)
+    del request
+    gc.collect()
+    assert held() is None
+    turns.take_in_replies()
+    assert not turns._answering
+    assert turns.find("", [1, 2, 3, 7, 8, 9, 4]) == Beginning(3, (0, 2))
+
+
+def test_the_reply_of_a_request_that_goes_in_the_round_in_which_it_ends_is_taken_in() -> None:
+    turns, request = Turns(100), Request([7])
+    turns.add("", [1, 2, 3], (0, 2), request)  # type: ignore[arg-type]
+    turns.take_in_replies()
+    request.output_ids, request.has_finished = [7, 8, 9], True
+    del request
+    gc.collect()
+    turns.take_in_replies()
+    assert not turns._answering
     assert turns.find("", [1, 2, 3, 7, 8, 9, 4]) == Beginning(5, (0, 2, 3, 4))
 
 

@@ -34,13 +34,14 @@ class Batch:
 class Loop:
     """SGLang's loop in small: prefill batches before decode steps, one chunk each, an interval between them."""
 
-    def __init__(self, decode_interval: int) -> None:
+    def __init__(self, decode_interval: int, min_batch_size: int = 0) -> None:
         self.waiting_queue: list[Request] = []
         self.running_batch = Batch()
         self.last_batch: Batch | None = None
         self.chunked_req: Request | None = None
         self.prefill_decode_interval = 0
         self._prefill_decode_interval_remaining = 0
+        self.prefill_decode_interval_min_bs = min_batch_size
         self.rounds = Rounds(self, decode_interval)  # type: ignore[arg-type]
         self.done: list[str] = []
 
@@ -52,9 +53,10 @@ class Loop:
         if self.last_batch is not None:
             self.running_batch.reqs += [it for it in self.last_batch.reqs if not it.num_chunks and not it.finished()]
         self.last_batch = None
-        if self._prefill_decode_interval_remaining:
+        if self._prefill_decode_interval_remaining and not self.is_small:
             self._prefill_decode_interval_remaining -= 1
         else:
+            self._prefill_decode_interval_remaining = 0
             if self.chunked_req is None:
                 ready = [request for request in self.waiting_queue if not request.num_unscored]
                 if ready:
@@ -70,6 +72,10 @@ class Loop:
             request.num_new -= 1
         self.running_batch.reqs = [request for request in self.running_batch.reqs if request.num_new]
         return None
+
+    @property
+    def is_small(self) -> bool:
+        return len(self.running_batch.reqs) < self.prefill_decode_interval_min_bs
 
     def prefill(self, request: Request) -> None:
         self.done.append(PREFILL)
@@ -122,6 +128,36 @@ def test_ready_prompts_do_not_keep_others_from_being_scored() -> None:
         loop.waiting_queue.append(Request(0, 1, 2))
         loop.turn()
     assert loop.done.count(SCORE) == 10
+
+
+@pytest.mark.parametrize("min_batch_size", [0, 1, 3, 4, 100])
+@pytest.mark.parametrize("num_running", [1, 3, 5])
+def test_ready_prompts_do_not_keep_others_from_being_scored_below_the_size_of_an_interval(
+    min_batch_size: int, num_running: int
+) -> None:
+    """SGLang 0.5.23 prefills in every round there. From the size on there is a decode step between two pieces."""
+    loop = Loop(decode_interval=1, min_batch_size=min_batch_size)
+    loop.running_batch.reqs = [Request(0, 0, 1000) for _ in range(num_running)]
+    loop.waiting_queue = [Request(10, 1, 1)]
+    for _ in range(60):
+        loop.waiting_queue.append(Request(0, 2, 1))
+        loop.turn()
+    assert loop.done.count(SCORE) == 10
+    assert loop.done.count(PREFILL) >= 10
+    if num_running >= min_batch_size:
+        assert not [pair for pair in pairwise(loop.done) if DECODE not in pair]
+
+
+def test_who_has_just_been_prefilled_counts_for_the_size_of_an_interval() -> None:
+    loop = Loop(decode_interval=1, min_batch_size=2)
+    loop.running_batch.reqs = [Request(0, 0, 3)]
+    loop._prefill_decode_interval_remaining = 1
+    assert loop.rounds.may_prefill()
+    loop.last_batch = Batch([Request(0, 0, 3)])
+    assert not loop.rounds.may_prefill()
+    # The last batch of a decode step is the running one.
+    loop.last_batch = loop.running_batch
+    assert loop.rounds.may_prefill()
 
 
 def test_the_launchs_own_interval_stays() -> None:
