@@ -134,6 +134,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_an_engine_without_a_server_takes_its_settings_from_the_environment(
     tmp_path: Path, reference: Reference
 ) -> None:

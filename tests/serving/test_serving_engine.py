@@ -150,6 +150,7 @@ def test_without_positions_in_the_key_no_server_starts(launch: Any) -> None:
         launch("--max-total-tokens", "1800", environment={"SPEC_STACK_TEST_PLAIN_KEYS": "1"})
 
 
+@pytest.mark.nightly
 def test_pages_of_sixteen_slots_change_no_token(launch: Any, reference: Reference) -> None:
     """Paged allocation has no CPU kernel: it runs in Triton's interpreter, slowly."""
     server = launch("--max-total-tokens", "8000", "--page-size", "16", environment={"TRITON_INTERPRET": "1"})
