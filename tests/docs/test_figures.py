@@ -56,13 +56,6 @@ def test_the_front_page_shows_the_committed_figures() -> None:
         f"{kept[name]['0.1'][0]:.2f} / {kept[name]['0.2'][0]:.2f}" for name in ("default", "BM25, lines", "paper")
     ]
     assert ", ".join(others) in text
-    cells = result("decode_collapse_real_fp32")["pair_table"]["fixed"]
-    slots, whole = ([arms[arm] for cell, arms in cells.items() if cell[:4] != "1000"] for arm in ("chosen", "full"))
-    accepted = [100 * sum(one["acceptance_rate"] for one in arm) / 3 for arm in (slots, whole)]
-    assert f"slots accept {accepted[0]:.0f} % of drafted tokens and the whole prompt {accepted[1]:.0f} %" in text
-    reads = [max(one["reads_s"] for one in slots), whole[1]["reads_s"], whole[2]["reads_s"]]
-    assert "in {:.0f} s where it takes {:.0f} and {:.0f}".format(*reads) in text
-    assert all(one["same_tokens"] == one["n"] == 2 for one in [*slots, *whole])
     ratios = [row["ttft_ratio"][0] for row in headlines.shipped(result("real_speed")).values()]
     assert " / ".join(f"{ratio:.2f}" for ratio in ratios) + "×" in text
     small = [length["calibrated 0.1"]["ttft_ratio"][0] for length in result("real_speed_smollm2")["lengths"].values()]
