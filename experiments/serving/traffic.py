@@ -261,7 +261,7 @@ def by_length(arms: Arms, prompts: Prompts, lengths: Sequence[int], repeats: int
                 as_off = {arm: is_so and tokens[arm] == tokens.get(OFF) for arm, is_so in as_off.items()}
             for arm, measured in rows.items():
                 found[arm][f"{length} x {num_at_once}"] = {
-                    **{name: round(median(row[name] for row in measured), 4) for name in measured[0]},
+                    **medians(measured),
                     "as_off": as_off[arm],
                 }
     return found
@@ -285,15 +285,13 @@ def growing(arms: Arms, prompts: Prompts, num_turns: int, repeats: int, num_new:
                 as_off[arm][turn] &= OFF in answers and answer.output_ids == lead.output_ids
             messages.append({"role": "assistant", "content": prompts.words(lead.output_ids)})
     return {
-        arm: {
-            f"turn {turn + 1}": {
-                **{name: round(median(row[name] for row in own), 4) for name in own[0]},
-                "as_off": as_off[arm][turn],
-            }
-            for turn, own in enumerate(of_arm)
-        }
+        arm: {f"turn {turn + 1}": {**medians(own), "as_off": as_off[arm][turn]} for turn, own in enumerate(of_arm)}
         for arm, of_arm in rows.items()
     }
+
+
+def medians(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {name: round(median(row[name] for row in rows), 4) for name in rows[0]}
 
 
 def length_row(answer: Answer) -> dict[str, float]:

@@ -152,27 +152,16 @@ def later_replies_of_a_real_pair() -> list[str]:
 def looked_up_in_texts() -> list[str]:
     rows = []
     for name in ("lookup_texts", "lookup_texts_real", "lookup_texts_sessions"):
-        for arm, own in list(result(name)["result"].items())[1:]:
-            over = {task: value for task, value in own["over_transformers"].items() if task not in ("mean", "all")}
-            mean, of_all = (own["over_transformers"][each] for each in ("mean", "all"))
-            ends = [
-                f"{over[task]:.2f} ({task})"
-                for task in (max(over, key=over.__getitem__), min(over, key=over.__getitem__))
-            ]
-            accepted, shared = own["accepted_per_step_all"], own["accepted_per_step_by_source"]["earlier answers"]
-            told = f"{accepted:.2f} ({shared:.2f})" if shared else f"{accepted:.2f}"
-            rows.append(
-                row(
-                    [
-                        "",
-                        arm.replace("ours, ", "").replace("ours", "look-ups"),
-                        f"**{mean:.2f}**",
-                        f"{of_all:.2f}",
-                        *ends,
-                        told,
-                    ]
-                ).replace("|  |", "| |")
-            )
+        arms = result(name)["result"]
+        for arm, shown in (("ours", "look-ups"), ("ours, with earlier answers", "with earlier answers")):
+            own = arms[arm]
+            over = dict(own["over_transformers"])
+            mean, of_all = over.pop("mean"), over.pop("all")
+            ends = (f"{over[task]:.2f} ({task})" for task in (max(over, key=over.get), min(over, key=over.get)))
+            shared = own["accepted_per_step_by_source"]["earlier answers"]
+            accepted = f"{own['accepted_per_step_all']:.2f}" + (f" ({shared:.2f})" if shared else "")
+            # Behind the answers' name, which stands in the first of an answer's rows alone.
+            rows.append(row([shown, f"**{mean:.2f}**", f"{of_all:.2f}", *ends, accepted]))
     return rows
 
 
