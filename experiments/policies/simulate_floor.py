@@ -6,8 +6,8 @@ behind takes 30 us a token to catch up. "running" keeps one policy, "fresh" make
 the policy's, prefill included. Then answers behind 8,000 tokens of which the draft sees chosen slots, at a pretrained
 pair's costs: a drafted token takes 0.35 of a plain step, reading the slots nine, and texts of two kinds may come in
 turn; plain time over the policy's, without the prefill. Then a conversation whose context grows over eight turns, and
-shrinks again: its steps take the longer the more slots each model attends to. Takes under a minute; timing on a machine
-is bench_floor.py's.
+shrinks again: its steps take the longer the more slots each model attends to; by the policy, and by the rule of a
+server that has this conversation alone. Takes a minute; timing on a machine is bench_floor.py's.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from experiments.common.script import run_script
 from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord
-from spec_stack.controller.registry import make_policy
+from spec_stack.controller.registry import make_batch_policy, make_policy
 
 PLAIN_S = 3e-3
 READ_S = 30e-6
@@ -166,12 +167,12 @@ def slots_over_plain(name: str, pairs: Sequence[Pair], num_tokens: int, num_seed
 
 
 def turns_over_plain(
-    name: str, pair: Pair, lengths: Sequence[int] = TURNS, num_tokens: int = 128, num_seeds: int = 20
+    make: Callable[[], Policy], pair: Pair, lengths: Sequence[int] = TURNS, num_tokens: int = 128, num_seeds: int = 20
 ) -> list[float]:
     """Plain time over the policy's, by turn of a conversation over so many tokens, the first that the policy sees."""
     ratios = []
     for seed in range(num_seeds):
-        rng, policy = random.Random(seed), make_policy(name)
+        rng, policy = random.Random(seed), make()
         turns = [answer(policy, pair, num_tokens, rng, num_cached) for num_cached in lengths]
         ratios.append([plain / ours for _, ours, plain in turns])
     return [sum(turn) / num_seeds for turn in zip(*ratios, strict=True)]
@@ -200,10 +201,15 @@ def main() -> None:
         print(
             f"{name:38s}" + "".join(f"{f'{mean:.3f} [{low:.2f}, {high:.2f}]':>24s}" for mean, low, high in row.values())
         )
-    print(f"\n{'a conversation of 128-token answers':38s}" + "".join(f"{length:>9,d}" for length in TURNS))
-    growing = {name: turns_over_plain(arguments.policy, pair) for name, pair in GROWING.items()}
+    print(f"\n{'a conversation of 128-token answers':42s}" + "".join(f"{length:>9,d}" for length in TURNS))
+    makers = {"": partial(make_policy, arguments.policy), "a server's rule: ": partial(make_batch_policy, "throughput")}
+    growing = {
+        f"{whose}{name}": turns_over_plain(make, pair)
+        for whose, make in makers.items()
+        for name, pair in GROWING.items()
+    }
     for name, ratios in growing.items():
-        print(f"{name:38s}" + "".join(f"{ratio:9.3f}" for ratio in ratios))
+        print(f"{name:42s}" + "".join(f"{ratio:9.3f}" for ratio in ratios))
     print(
         json.dumps(
             {

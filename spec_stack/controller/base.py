@@ -170,7 +170,7 @@ class StepContext:
         whole prompt after a dense prefill. 0 where nobody counts them.
     num_target_slots, num_draft_slots : int
         Tokens that the target attends to in this step, and that the draft does once it has caught up; 0 where nobody
-        counts them.
+        counts them. On a server the first is the mean of its requests'.
     lag : int
         How many steps before this one the newest record is of: 1, or more where a server begins a step before it knows
         how the last one went.

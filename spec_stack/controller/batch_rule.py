@@ -97,6 +97,8 @@ class BatchRule(Policy):
     _usual: int = field(init=False, repr=False, default=-1)
     _num_considered: int = field(init=False, repr=False, default=-1)
     _in_vain: int = field(init=False, repr=False, default=0)
+    # The newest step's.
+    _num_slots: int = field(init=False, repr=False, default=0)
     _last: LastMembers = field(init=False, repr=False, default_factory=LastMembers)
 
     def __post_init__(self) -> None:
@@ -122,13 +124,15 @@ class BatchRule(Policy):
     def choose(self, context: StepContext) -> int:
         """The best for all that is known, or a gamma that is as likely to be, for all that is not."""
         members = context.members or self._last.members
-        self._seconds.begin(context.step, context.batch_size, len(context.members) or context.batch_size)
+        num_slots = self._num_slots = context.num_target_slots
+        self._seconds.begin(context.step, context.batch_size, len(context.members) or context.batch_size, num_slots)
         expected = self.expected_accepted(context, members)
         usable = [at for at, gamma in enumerate(self._candidates) if gamma <= context.max_gamma]
         if not usable:
             return 0
         gammas = [self._candidates[at] for at in usable]
-        waits = self._seconds.expected(context.batch_size)[usable] * (1 / (1 + expected[:, gammas])).sum(axis=0)
+        seconds = self._seconds.expected(context.batch_size, num_slots)[usable]
+        waits = seconds * (1 / (1 + expected[:, gammas])).sum(axis=0)
         best = int(waits.argmin())
         if self._usual in gammas and (1 - _WORTH_A_CHANGE) * waits[gammas.index(self._usual)] < waits[best]:
             best = gammas.index(self._usual)
@@ -143,7 +147,7 @@ class BatchRule(Policy):
             # Nothing new is known of any gamma's seconds.
             return gammas[best]
         self._num_considered = self._seconds.num_taken_in
-        doubt = self._seconds.doubt(context.batch_size, usable[best])[usable]
+        doubt = self._seconds.doubt(context.batch_size, usable[best], num_slots)[usable]
         tried = self._to_try(doubt, np.log(waits / waits[best]), is_probe)
         return gammas[best if tried is None else tried]
 
@@ -167,10 +171,11 @@ class BatchRule(Policy):
         self.learn(record)
 
     def step_seconds(self, batch_sizes: Sequence[int]) -> dict[int, dict[int, float]]:
-        """What is known by now, as `profile` takes it; empty before any step's seconds are."""
+        """What is known by now of contexts as long as the newest step's, as `profile` takes it; empty before any step's
+        seconds are."""
         if not self._seconds.num_seen:
             return {}
-        rows = {size: self._seconds.expected(size).tolist() for size in batch_sizes}
+        rows = {size: self._seconds.expected(size, self._num_slots).tolist() for size in batch_sizes}
         return {size: dict(zip(self._candidates, row, strict=True)) for size, row in rows.items()}
 
 

@@ -116,9 +116,10 @@ class BatchPolicy:
         """The gamma of the step that begins now."""
         padded = self._padded(batch_size)
         gammas = self._config.gammas_at(padded)
-        caps, knows = [0] * len(self._requests), False
+        caps, knows, num_slots = [0] * len(self._requests), False, 0
         with harmless("reading requests' gammas", "the step drafts as little as it may"):
             caps, knows = [_cap(request) for request in self._requests], True
+            num_slots = _mean_slots(self._requests)
         context = StepContext(
             step=self._number,
             max_gamma=gammas[-1],
@@ -129,6 +130,7 @@ class BatchPolicy:
             members=tuple(
                 BatchMember(str(request.rid), cap) for request, cap in zip(self._requests, caps, strict=True)
             ),
+            num_target_slots=num_slots,
         )
         policy, wanted = self._cautious, 0
         with harmless("choosing gamma", "the step drafts as little as it may"):
@@ -301,6 +303,11 @@ def _cap(request: RunningRequest) -> int:
         return 0
     asked = options_of(request).gamma
     return MAX_GAMMA if asked is None else asked
+
+
+def _mean_slots(requests: Sequence[RunningRequest]) -> int:
+    """Tokens that a request's rows attend to, in the mean."""
+    return sum(len(request.origin_input_ids) + len(request.output_ids) for request in requests) // max(len(requests), 1)
 
 
 def _largest_up_to(gamma: int, gammas: Sequence[int]) -> int:

@@ -13,8 +13,8 @@ from tests.support.step_seconds_reference import expected_seconds
 GAMMAS = (0, 1, 2, 4, 8)
 
 
-def _run(seconds: StepSeconds, number: int, size: int, gamma: int, took: float) -> None:
-    seconds.begin(number, size, size)
+def _run(seconds: StepSeconds, number: int, size: int, gamma: int, took: float, num_slots: int = 0) -> None:
+    seconds.begin(number, size, size, num_slots)
     seconds.observe(number, gamma, took / size)
 
 
@@ -25,15 +25,16 @@ def _true(gamma: int, size: int) -> float:
 def test_steps_one_by_one_say_what_all_of_them_say_at_once() -> None:
     rng, seconds, steps = random.Random(0), StepSeconds(GAMMAS), []
     for number in range(60):
-        gamma, size = rng.choice(GAMMAS), rng.choice((1, 3, 4, 7))
+        gamma, size, num_slots = rng.choice(GAMMAS), rng.choice((1, 3, 4, 7)), rng.choice((512, 800, 3_000, 50_000))
         took = _true(gamma, size) * (1 + 0.02 * rng.random())
         before = seconds.num_seen
-        _run(seconds, number, size, gamma, took)
+        _run(seconds, number, size, gamma, took, num_slots)
         if seconds.num_seen > before:
-            steps.append((gamma, size, took))
+            steps.append((gamma, size, num_slots, took))
     assert 30 < len(steps) < 60, "the first step of every shape is left out"
-    for size in (1, 3, 6):
-        assert seconds.expected(size) == pytest.approx(expected_seconds(steps, GAMMAS, size), rel=1e-6)
+    for size, num_slots in ((1, 512), (3, 5_000), (6, 40_000)):
+        reference = expected_seconds(steps, GAMMAS, size, num_slots)
+        assert seconds.expected(size, num_slots) == pytest.approx(reference, rel=1e-6)
 
 
 def test_what_was_measured_long_ago_is_compared_as_it_would_be_now() -> None:
@@ -76,3 +77,29 @@ def test_a_profile_is_believed_until_steps_say_otherwise() -> None:
         gamma = GAMMAS[number % 5]
         _run(seconds, number, 4, gamma, 0.02 * (1 + gamma))
     assert seconds.expected(4) == pytest.approx([0.02 * (1 + gamma) for gamma in GAMMAS], rel=0.15)
+
+
+def test_what_lengths_take_is_known_apart_when_they_come_in_turn() -> None:
+    """Of short texts a token more costs little, of long ones much: what is known of one holds when the other ends."""
+
+    def true(gamma: int, num_slots: int) -> float:
+        return 0.01 * (1 + 0.3 * gamma + num_slots / 4_000 * (1 + gamma))
+
+    seconds, number = StepSeconds(GAMMAS), 0
+    for _ in range(6):
+        for num_slots in (1_000, 16_000):
+            for _ in range(40):
+                gamma = GAMMAS[number % 5]
+                _run(seconds, number, 4, gamma, true(gamma, num_slots), num_slots)
+                number += 1
+    for num_slots in (1_000, 16_000):
+        expected = [true(gamma, num_slots) for gamma in GAMMAS]
+        assert seconds.expected(4, num_slots) == pytest.approx(expected, rel=0.1)
+
+
+def test_a_length_that_nobody_counts_is_a_short_one() -> None:
+    seconds = StepSeconds(GAMMAS)
+    for number in range(40):
+        _run(seconds, number, 4, GAMMAS[number % 5], _true(GAMMAS[number % 5], 4), 512)
+    assert seconds.expected(4) == pytest.approx(seconds.expected(4, 100))
+    assert seconds.doubt(4, 0, 100_000)[4] > seconds.doubt(4, 0)[4]

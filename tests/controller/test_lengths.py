@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from experiments.policies.simulate_floor import GROWING, turns_over_plain
 from spec_stack.controller.base import StepContext, StepRecord
 from spec_stack.controller.lengths import ByLength
-from spec_stack.controller.registry import make_policy
+from spec_stack.controller.registry import make_batch_policy, make_policy
 from tests.support.controller_data import step
 
 
@@ -47,8 +48,11 @@ def test_contexts_too_short_to_matter_are_one_length() -> None:
     assert known.values() == [[1]]
 
 
-def turns(name: str, lengths: tuple[int, ...]) -> list[float]:
-    return turns_over_plain("throughput", GROWING[name], lengths, num_seeds=6)
+MAKERS = {"in process": partial(make_policy, "throughput"), "on a server": partial(make_batch_policy, "throughput")}
+
+
+def turns(name: str, lengths: tuple[int, ...], where: str = "in process") -> list[float]:
+    return turns_over_plain(MAKERS[where], GROWING[name], lengths, num_seeds=6)
 
 
 def test_a_conversation_that_grows_and_jumps_in_length_stays_at_plain_speed_where_its_draft_becomes_dear() -> None:
@@ -59,8 +63,16 @@ def test_a_conversation_that_grows_and_jumps_in_length_stays_at_plain_speed_wher
     assert good[5] > 0.95 * good[0] > 1.3
 
 
-def test_a_draft_over_chosen_slots_gains_the_more_the_longer_the_context_is() -> None:
-    ratios = turns("chosen slots, good", (1_000, 4_000, 32_000))
+def test_a_server_that_meets_short_and_long_contexts_in_turn_takes_each_for_what_it_is() -> None:
+    lengths = (1_000, 32_000) * 3
+    good, poor = (turns(f"full draft, {how}", lengths, "on a server") for how in ("good", "half as good"))
+    assert min(good[2:] + poor[2:]) > 0.95
+    assert min(good[::2]) > 1.3
+
+
+@pytest.mark.parametrize("where", MAKERS)
+def test_a_draft_over_chosen_slots_gains_the_more_the_longer_the_context_is(where: str) -> None:
+    ratios = turns("chosen slots, good", (1_000, 4_000, 32_000), where)
     assert ratios == sorted(ratios)
     assert ratios[-1] > 1.5 * ratios[0]
 

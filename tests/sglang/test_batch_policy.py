@@ -243,6 +243,22 @@ def test_a_step_says_how_old_its_newest_record_is(num_pending: int) -> None:
     assert seen[-1].lag == num_pending
 
 
+def test_a_step_says_how_long_its_texts_are_in_the_mean() -> None:
+    seen: list[int] = []
+
+    class Watcher(Policy):
+        def choose(self, context: StepContext) -> int:
+            seen.append(context.num_target_slots)
+            return 4
+
+    gamma = BatchPolicy(ServerConfig(), "fp32")
+    gamma._policies["throughput"] = Watcher()
+    gamma.get_steps_for_batch(2)
+    gamma.begin_step([request_of("a", num_prompt_tokens=999), request_of("b", num_prompt_tokens=4_999)])
+    gamma.get_steps_for_batch(2)
+    assert seen == [0, 3_000]
+
+
 def test_the_drafts_signals_reach_their_own_request_and_step() -> None:
     """Requests end and join; what a proposal was measured with stays with it, cut to the request's own gamma."""
     seen: list[StepRecord] = []

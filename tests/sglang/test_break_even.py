@@ -54,10 +54,21 @@ def test_what_no_length_tells_is_not_told() -> None:
 
 
 def test_ranks_run_the_same_forwards_until_all_of_them_can_tell() -> None:
-    answers = iter([False, True])
+    # Of every length three times whether it is slow, and once whether it tells.
+    answers = iter([*[False] * 3, *[False] * 4, *[False] * 3, True])
     device = Device(0.01, 1e-4)
-    assert device.measured(agree=lambda own: own and next(answers)).is_told
+    assert device.measured(agree=lambda own: next(answers)).is_told
     assert max(device.lengths) == 1024
+
+
+def test_slow_forwards_are_not_repeated_and_ranks_agree_on_that() -> None:
+    device, other = Device(1.0, 0.03), Device(1.0, 0.03)
+    assert device.measured().per_token_s == pytest.approx(0.03)
+    assert device.lengths == [128, 128, 512, 512]
+    # Another rank was quicker, and all repeat what it repeats.
+    answers = iter([False, False, False, True, True])
+    assert other.measured(agree=lambda own: next(answers)).per_token_s == pytest.approx(0.03)
+    assert other.lengths == [128] * 4 + [512] * 2
 
 
 def test_only_a_draft_that_is_clearly_too_dear_ends_pruning() -> None:

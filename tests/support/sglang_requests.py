@@ -34,9 +34,10 @@ def state_of(options: RequestOptions | None = None) -> RequestState:
     return RequestState(options or RequestOptions(), report)
 
 
-def request_of(rid: str, options: RequestOptions | None = None) -> Any:
+def request_of(rid: str, options: RequestOptions | None = None, num_prompt_tokens: int = 3) -> Any:
     request = SimpleNamespace(
         rid=rid,
+        origin_input_ids=[0] * num_prompt_tokens,
         output_ids=[1],
         customized_info=None,
         is_retracted=False,
