@@ -24,8 +24,10 @@ demo: $(VENV)/.ready
 check: lint
 	$(PYTEST) -m "not slow and not serving and not gpu"
 
+# Every night with TESTS= too: what a test in here shows once, of one more kind.
+TESTS ?= not nightly
 test: lint docs
-	$(PYTEST) -m "not serving"
+	$(PYTEST) -m "not serving$(if $(TESTS), and ($(TESTS)))"
 	$(MAKE) serving-test
 
 # SGLang pins its own transformers, so it has an environment of its own; the core's tests must pass under that one too.

@@ -121,7 +121,7 @@ class PrefillConfig:
     draft_slots: int = option(
         512,
         "slots that the draft decodes over beside a dense target: the prompt's first, the newest text, and chunks that "
-        "share rare words with it, chosen anew as the answer grows; for prompts of more than twice as many tokens",
+        "share rare words with it, chosen anew as the answer grows; a shorter prompt is read whole",
     )
     draft_window: int | tuple[int, int] | None = option(
         None,

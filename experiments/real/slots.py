@@ -118,7 +118,7 @@ def measure(arguments: argparse.Namespace, rows: Rows, open_drafts: Mapping[str,
         else of_collapse(pair, arguments.collapse, arguments.max_tokens)
     )
     for key, prompt, answer in tqdm(cases):
-        if num_done == arguments.limit or len(prompt) <= 2 * PrefillConfig.draft_slots or len(answer) < _LEAST:
+        if num_done == arguments.limit or len(prompt) <= PrefillConfig.draft_slots or len(answer) < _LEAST:
             continue
         num_done += 1
         for arm, (open_draft, num_slots) in rows.left(key, open_drafts).items():

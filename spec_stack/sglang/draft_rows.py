@@ -1,8 +1,8 @@
 """Which slots of the draft's own KV hold which positions of a request's text. No SGLang and no tensors.
 
 Every row of SGLang's request pool has as many slots of the draft's as every other, for itself alone: nothing is leased
-or shared, so nothing is lost when a request ends, however it ends. A text of up to twice `draft_slots` tokens is held
-whole. Of a longer one the draft holds what `choose_slots` says, chosen anew as the answer grows.
+or shared, so nothing is lost when a request ends, however it ends. A text of up to `draft_slots` tokens is held whole.
+Of a longer one the draft holds what `choose_slots` says, chosen anew as the answer grows.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class DraftRow:
 
     @property
     def _num_whole(self) -> int:
-        return 2 * self._config.draft_slots
+        return self._config.draft_slots
 
     def _choose(self, text_ids: Ints) -> Ints:
         config = self._config
@@ -111,7 +111,7 @@ class DraftRow:
 
 def num_row_slots(config: PrefillConfig, max_gamma: int) -> int:
     """Slots of a row: what a text may hold, and what is written until they are chosen anew."""
-    return 2 * config.draft_slots + RENEW_EVERY + _STEPS_AHEAD * (max_gamma + 1)
+    return config.draft_slots + RENEW_EVERY + _STEPS_AHEAD * (max_gamma + 1)
 
 
 def text_of(prompt_ids: Sequence[int], output_ids: Sequence[int]) -> Ints:

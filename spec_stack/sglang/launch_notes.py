@@ -20,7 +20,7 @@ def pruning_note(config: ServerConfig, refusal: str | None, unrecognised: str) -
     prune = config.prefill.prune
     if prune == "draft":
         slots = config.prefill.draft_slots
-        return f"the target prefills densely; of prompts of over {2 * slots} tokens the draft has {slots} slots"
+        return f"the target prefills densely; of prompts of over {slots} tokens the draft has {slots} slots"
     if refusal is not None:
         return f"no prompt is pruned here, since {refusal}"
     if not prunes(config, refusal):

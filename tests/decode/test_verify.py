@@ -236,7 +236,13 @@ def make_pair(kind: str) -> tuple[SpecStackGenerator, list[int]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("specprefill", "kind"),
-    [(False, "same"), (True, "same"), (False, "narrower"), (True, "wider"), (True, "other")],
+    [
+        (False, "same"),
+        (True, "same"),
+        pytest.param(False, "narrower", marks=pytest.mark.nightly),
+        pytest.param(True, "wider", marks=pytest.mark.nightly),
+        (True, "other"),
+    ],
 )
 def test_sampled_text_of_the_real_loop_has_the_targets_distribution(specprefill: bool, kind: str) -> None:
     """Three tokens, so that the plain first step, drafted tokens, corrections and bonus tokens all take part; with

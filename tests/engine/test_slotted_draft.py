@@ -66,9 +66,9 @@ def test_the_draft_reads_no_more_of_the_prompt_than_its_slots(target: PreTrained
 
 def test_short_prompts_are_kept_whole(target: PreTrainedModel, draft: PreTrainedModel) -> None:
     result = generator(target, draft).generate(
-        input_ids=random_prompt(2 * SLOTS), max_tokens=6, gamma=2, prune="draft", return_records=True
+        input_ids=random_prompt(SLOTS), max_tokens=6, gamma=2, prune="draft", return_records=True
     )
-    assert max(record.num_unread for record in result.records or []) >= 2 * SLOTS
+    assert max(record.num_unread for record in result.records or []) >= SLOTS
 
 
 class Noted(CachedModel):

@@ -288,7 +288,9 @@ def tiny_pair(kind: str) -> tuple[SpecStackGenerator, list[int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("specprefill", "kind"), [(False, "same"), (True, "same"), (False, "other")])
+@pytest.mark.parametrize(
+    ("specprefill", "kind"), [pytest.param(False, "same", marks=pytest.mark.nightly), (True, "same"), (False, "other")]
+)
 def test_sampled_tokens_have_the_enumerated_law_with_processors(specprefill: bool, kind: str) -> None:
     """Vocabulary 5, three tokens, every cell. The draft's rows go through the processors too, and another tokenizer's
     draft proposes what both vocabularies have."""

@@ -73,7 +73,7 @@ def test_a_request_holds_as_few_slots_of_the_drafts_at_any_length(slotted: Serve
 
 
 def test_a_text_that_the_slots_hold_is_drafted_for_as_by_the_whole_draft(slotted: Server, reference: Reference) -> None:
-    prompt = reference.prompt(150, seed=1)
+    prompt = reference.prompt(60, seed=1)
     reply = slotted.generate(prompt, 60, gamma=GAMMA)
     assert reply["output_ids"] == reference.tokens(prompt, max_new_tokens=60)
     assert _report(reply)["num_accepted"] == _report(reply)["num_proposed"] > 40
@@ -100,15 +100,15 @@ def test_four_at_once_get_the_targets_tokens_while_their_slots_are_chosen_anew(
 ) -> None:
     """Of prompts that the slots hold, and of others; one of them outgrows its slots while it is answered."""
     before = slotted.state()["draft_slots"]
-    prompts = [reference.prompt(num_tokens, 30 + at) for at, num_tokens in enumerate((210, 700, 1200, 1900))]
-    num_new = 5 * RENEW_EVERY
+    prompts = [reference.prompt(num_tokens, 30 + at) for at, num_tokens in enumerate((100, 700, 1200, 1900))]
+    num_new = 3 * RENEW_EVERY
     replies = slotted.generate_all([(prompt, {"max_new_tokens": num_new}) for prompt in prompts])
     for prompt, reply in zip(prompts, replies, strict=True):
         assert reply["output_ids"] == reference.tokens(prompt, max_new_tokens=num_new), len(prompt)
     after = slotted.state()["draft_slots"]
     assert after["num_renewals"] - before["num_renewals"] >= 3 * (num_new // RENEW_EVERY - 1)
     assert after["num_restored"] > before["num_restored"]
-    assert after["num_most_held"] <= 2 * SLOTS + RENEW_EVERY + 1
+    assert after["num_most_held"] <= SLOTS + RENEW_EVERY + 1
     assert _accepted(replies) > 0.2
 
 
@@ -295,14 +295,14 @@ def test_the_one_flag_is_enough(launch: Any, reference: Reference) -> None:
     try:
         prompt = reference.text_ids(1500, 5)
         assert server.generate(prompt, 16)["output_ids"] == reference.tokens(prompt, max_new_tokens=16)
-        assert server.state()["draft_slots"]["num_per_request"] > 1024
+        assert server.state()["draft_slots"]["num_per_request"] > PrefillConfig.draft_slots
     finally:
         server.stop()
 
 
 @pytest.mark.nightly
 def test_a_row_may_be_longer_than_the_longest_text(launch: Any, reference: Reference) -> None:
-    slots = ("--spec-stack-prune", "draft", "--spec-stack-draft-slots", str(CONTEXT // 2))
+    slots = ("--spec-stack-prune", "draft", "--spec-stack-draft-slots", str(CONTEXT))
     server = launch("--max-total-tokens", "12000", "--context-length", str(CONTEXT), *slots)
     try:
         prompt = reference.text_ids(600, 6)

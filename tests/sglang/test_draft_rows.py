@@ -82,9 +82,11 @@ def test_the_row_reads_chosen_positions_and_all_that_the_host_does_not_know_yet(
     assert num_restored > 0
 
 
-def test_a_text_of_twice_the_slots_is_held_whole_and_a_longer_one_is_not() -> None:
-    assert WrittenSlots(2 * 96, seed=1).held == list(range(2 * 96 + 1))
-    assert len(WrittenSlots(2 * 96 + 1, seed=1).held) <= 96 + 1
+def test_a_text_that_the_slots_hold_is_held_whole_and_a_longer_one_is_not() -> None:
+    assert WrittenSlots(96, seed=1).held == list(range(96 + 1))
+    longer = WrittenSlots(150, seed=1).held
+    assert len(longer) <= 96 + 1
+    assert longer != list(range(len(longer)))
 
 
 def test_a_row_that_was_not_begun_is_never_chosen_anew() -> None:
@@ -100,5 +102,5 @@ def test_slots_are_chosen_anew_sooner_where_half_of_a_proposal_was_wrong() -> No
         assert not written.row.is_due(num_tokens + pace - 1, is_wrong)
         assert written.row.is_due(num_tokens + pace + 1, is_wrong)
     # What is held whole is not chosen from, however wrong the draft is.
-    short = WrittenSlots(100, seed=1)
-    assert not short.row.is_due(2 * 96 - 1, is_wrong=True)
+    short = WrittenSlots(50, seed=1)
+    assert not short.row.is_due(96 - 1, is_wrong=True)
