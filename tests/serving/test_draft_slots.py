@@ -219,7 +219,7 @@ def test_a_request_whose_slots_could_not_be_read_anew_begins_anew(monkeypatch: p
     draft.begin_step(batch, None)
     assert not draft.has_new(batch)
     words = random.Random(1)
-    batch.reqs[0].output_ids += [words.randrange(60) for _ in range(2 * RENEW_EVERY)]
+    batch.reqs[0].output_ids += [words.randrange(60) for _ in range(RENEW_EVERY)]
     monkeypatch.setattr(draft, "_forward", fail)
     with pytest.raises(RuntimeError, match="by a test"):
         draft.begin_step(batch, None)
