@@ -180,12 +180,23 @@ def looked_up_live() -> list[str]:
     ]
 
 
+def replayed_batches() -> list[str]:
+    found = result("compare_batches")
+    worlds = [found[world][size] for world in ("measured", "card") for size in ("batch 1", "batch 4", "batch 16")]
+    rows = []
+    for lag, shown in ((1, "`throughput`, lag 1"), (2, "lag 2")):
+        rows.append(row([shown, *(f"{100 * own['rules'][f'throughput, lag {lag}']['gain']:+.1f}" for own in worlds)]))
+    worst = min(own["rules"][f"throughput, lag {lag}"]["gain"] for own in worlds for lag in (1, 2))
+    return [*rows, f"`throughput` stands within {-100 * worst:.1f} % of it"]
+
+
 _TABLES = {
     "lookup": (looked_up_in_texts, looked_up_live),
     "long-contexts": (
         *(chosen_anew, by_length, by_length_on_a_real_pair, all_arms_on_a_real_pair),
         *(given_answers, by_size, on_a_server, a_growing_conversation),
     ),
+    "results-embedded": (replayed_batches,),
     "serving": (turns_of_a_real_pair, memory_of_a_real_pair, later_replies_of_a_real_pair),
 }
 
