@@ -14,6 +14,6 @@ run() {
 every=(plain full window words attention chosen)
 run --lengths 1000 4000 --warm-up 0 --policies fixed --arms "${every[@]}"
 run --lengths 8000 --kinds "go on" --warm-up 0 --policies fixed --arms "${every[@]}"
-run --lengths 4000 --warm-up 16 --policies default --arms plain full chosen
+run --lengths 1000 4000 --warm-up 16 --policies default --arms plain full chosen
 run --lengths 8000 --kinds "go on" --warm-up 16 --policies default --arms plain full chosen
 run --lengths 1000 4000 8000 --arms "${every[@]}" --minutes 0 --out experiments/results/decode_collapse_real_fp32.json "${@:5}"
