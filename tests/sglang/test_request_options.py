@@ -71,7 +71,7 @@ def test_the_launch_says_what_a_longer_prompt_keeps_where_a_curve_says_less() ->
 @pytest.mark.parametrize("asked", [{}, {"prune": "draft"}, {"specprefill": False}, {"protect": [[0, 3]]}])
 def test_a_draft_with_slots_of_its_own_leaves_the_target_dense(asked: dict[str, Any]) -> None:
     config = ServerConfig.from_mapping({"prune": "draft", "draft_slots": 256})
-    assert "of prompts of over 512 tokens the draft has 256 slots" in pruning_note(config, None, "")
+    assert "of prompts of over 256 tokens the draft has 256 slots" in pruning_note(config, None, "")
     assert RequestOptions.parse(asked, config).prefill(config).prune == "draft"
     for other in ({"prune": "both"}, {"prune": "none"}, {"specprefill": True}):
         with pytest.raises(ValueError, match="prune"):
