@@ -24,7 +24,7 @@ demo: $(VENV)/.ready
 check: lint
 	$(PYTEST) -m "not slow and not serving and not gpu"
 
-# Every night with TESTS= too: what a test in here shows once, of one more kind.
+# Left out here are the tests marked `nightly`, each one more kind of what another shows; `make test TESTS=` has them.
 TESTS ?= not nightly
 test: lint docs
 	$(PYTEST) -m "not serving$(if $(TESTS), and ($(TESTS)))"

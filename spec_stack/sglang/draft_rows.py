@@ -66,9 +66,9 @@ class DraftRow:
     def begin(self, text_ids: Ints) -> Part:
         """Hold chosen positions of a prompt, and the token after it, whose number the host need not know."""
         num_tokens = len(text_ids)
-        positions = np.arange(num_tokens) if num_tokens <= self._num_whole else self._choose(text_ids)
+        positions = np.arange(num_tokens) if num_tokens <= self._config.draft_slots else self._choose(text_ids)
         self._held = np.append(positions, num_tokens)
-        self._know(num_tokens + 1)
+        self._num_known = num_tokens + 1
         return Part(np.append(positions, num_tokens), 0)
 
     def is_due(self, num_tokens: int, is_wrong: bool) -> bool:
@@ -76,7 +76,7 @@ class DraftRow:
         the draft is wrong."""
         num_written = num_tokens - self._num_known
         pace = RENEW_WHERE_WRONG if is_wrong else RENEW_EVERY
-        return self._num_known > 0 and num_written >= pace and num_tokens >= self._num_whole
+        return self._num_known > 0 and num_written >= pace and num_tokens >= self._config.draft_slots
 
     def renew(self, text_ids: Ints) -> Part:
         """Choose the slots anew and free the others. What comes back, which may be nothing.
@@ -92,15 +92,8 @@ class DraftRow:
         num_left = len(free) - len(restored)
         self.slots = np.concatenate([used[stays], free[num_left:], free[:num_left]])
         self._held = np.append(held[stays], restored)
-        self._know(len(text_ids))
+        self._num_known = len(text_ids)
         return Part(restored, int(stays.sum()))
-
-    def _know(self, num_tokens: int) -> None:
-        self._num_known = num_tokens
-
-    @property
-    def _num_whole(self) -> int:
-        return self._config.draft_slots
 
     def _choose(self, text_ids: Ints) -> Ints:
         config = self._config

@@ -64,11 +64,15 @@ def test_the_draft_reads_no_more_of_the_prompt_than_its_slots(target: PreTrained
         assert first.draft_read_prompt
 
 
-def test_short_prompts_are_kept_whole(target: PreTrainedModel, draft: PreTrainedModel) -> None:
+@pytest.mark.parametrize(("num_tokens", "num_read"), [(SLOTS, SLOTS + 1), (SLOTS + 1, SLOTS)])
+def test_a_prompt_that_the_slots_hold_is_read_whole_and_a_longer_one_is_not(
+    num_tokens: int, num_read: int, target: PreTrainedModel, draft: PreTrainedModel
+) -> None:
     result = generator(target, draft).generate(
-        input_ids=random_prompt(SLOTS), max_tokens=6, gamma=2, prune="draft", return_records=True
+        input_ids=random_prompt(num_tokens), max_tokens=6, gamma=2, prune="draft", return_records=True
     )
-    assert max(record.num_unread for record in result.records or []) >= SLOTS
+    # With the first token of the answer, which the target made alone.
+    assert max(record.num_unread for record in result.records or []) == num_read
 
 
 class Noted(CachedModel):
