@@ -24,6 +24,8 @@ _LOT = 4
 # acceptance by place and request, upcoming confidence (of the first token, of later ones), last confidence (likewise),
 # surprise, bias
 _START = (1.0, 0.8, 0.2, 0.1, 0.1, 0.0, 0.0)
+# Which of them go with what is known of a request (the columns of `_Asked.rows`), for the first token and later ones.
+_OF_ROW = np.array([(0, 0), (1, 2), (3, 4), (5, 5)])
 
 
 class BatchLogistic:
@@ -147,10 +149,9 @@ class BatchThroughput(BatchRule):
     def _log_odds(self, places: Floats, rows: Floats) -> Floats:
         """(members, places): the model over the features beside `_START`, without writing them out."""
         weights = self._model.weights
-        same: Floats = rows @ np.array([weights[0], 0.0, 0.0, weights[5]]) + weights[6]
-        found: Floats = same[:, None] + weights[0] * places
-        found[:, 0] += rows[:, 1] * weights[1] + rows[:, 2] * weights[3]
-        found[:, 1:] += (rows[:, 1] * weights[2] + rows[:, 2] * weights[4])[:, None]
+        first_and_later = rows @ weights[_OF_ROW] + weights[-1]
+        is_later = np.minimum(np.arange(len(places)), 1)
+        found: Floats = first_and_later[:, is_later] + weights[0] * places
         return found
 
     def _learn_lessons(self) -> None:
