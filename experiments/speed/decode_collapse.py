@@ -218,8 +218,9 @@ def summed_up(rows: Rows, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _by_cell(own: dict[str, Row]) -> dict[str, list[Row]]:
+    """Shorter prompts first, in whatever order they were measured."""
     cells: dict[str, list[Row]] = {}
-    for key, row in own.items():
+    for key, row in sorted(own.items(), key=lambda item: int(item[0].partition(" ")[0])):
         cells.setdefault(key.rpartition(" ")[0], []).append(row)
     return cells
 
@@ -229,7 +230,8 @@ def first_tokens(rows: Rows) -> dict[str, Any]:
     ratios: dict[str, list[float]] = {}
     for chosen, plain in rows.pairs("chosen ttft", "plain ttft"):
         ratios.setdefault(chosen["key"].partition(" ")[0], []).append(chosen["ttft_s"] / plain["ttft_s"])
-    return {length: {"over_plain": median(own), "n": len(own)} for length, own in ratios.items()}
+    shorter_first = sorted(ratios.items(), key=lambda item: int(item[0]))
+    return {length: {"over_plain": median(own), "n": len(own)} for length, own in shorter_first}
 
 
 class Filled:

@@ -52,11 +52,15 @@ def test_rows_become_ratios_to_plain_of_the_same_prompt(tmp_path: Path) -> None:
             values = {"tokens_per_s": speed, "with_reading": speed / 2, "acceptance_rate": None}
             rows.add(f"1000 go on {index}", f"{name} fixed", values | {"token_ids": [1, 2, index * (name == "plain")]})
             rows.add(f"1000 go on {index}", f"{name} ttft", {"ttft_s": speed})
+    # Measured afterwards, and shown in its place.
+    rows.add("500 go on 0", "plain fixed", {"tokens_per_s": 50.0, "with_reading": 50.0, "token_ids": [1]})
     arguments = argparse.Namespace(policies=["fixed"], arms=["plain", "chosen"])
     table = summed_up(Rows(tmp_path / "rows.jsonl", 1.0), arguments)
     chosen_row = table["fixed"]["1000 go on"]["chosen"]
     assert (chosen_row["over_plain"], chosen_row["over_plain_with_reading"]) == (1.5, 0.75)
     assert (chosen_row["lowest_over_plain"], chosen_row["same_tokens"], chosen_row["n"]) == (1.0, 1, 3)
+    assert list(table["fixed"]) == ["500 go on", "1000 go on"]
+    del table["fixed"]["500 go on"]
     assert pair_speeds(table, "fixed") == {"1000": {"plain": 20.0, "chosen": 30.0}}
     assert first_tokens(rows) == {"1000": {"over_plain": 1.5, "n": 3}}
 
