@@ -13,7 +13,8 @@ def add_out_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def print_report(report: dict[str, Any], out: Path | None) -> None:
-    """One JSON line; the file gets the same with line breaks."""
+    """One JSON line; the file gets the same with line breaks. What is no number is null, as strict readers want it."""
+    report = json.loads(json.dumps(report), parse_constant=lambda name: None)
     if out is not None:
         out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(report))

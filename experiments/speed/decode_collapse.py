@@ -436,7 +436,7 @@ def main() -> None:
             # With --minutes 0 what there is is summed up, and no model is loaded for it.
             if rows.has_time:
                 measure(load_generator(arguments), arguments, rows)
-            elif arguments.target and arguments.draft:
+            else:
                 note_pair(arguments.target, arguments.draft)
         table, ttft = summed_up(rows, arguments), first_tokens(rows)
         result |= {"pair_table": table, "ttft": ttft, "max_tokens": arguments.max_tokens}

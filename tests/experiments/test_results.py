@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from experiments.common.environment import describe, fingerprint, note_pair, pair_fingerprint
+from experiments.common.report import print_report
 from experiments.common.results import BEGIN, END, Result, _git, read_all, table, with_table
 
 RESULT = Result("session_suite", "c", "experiments/quality/session_suite.py", "2026-01-01", "HEAD", "m", "")
@@ -86,3 +88,12 @@ def test_a_result_does_not_name_folders_of_the_machine(monkeypatch: pytest.Monke
     )
     command = describe()["command"]
     assert command == f"script.py 'code=…/files/a.jsonl' --out {inside.relative_to(tmp_path)} --n 3"
+
+
+def test_strict_readers_can_read_what_a_script_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    print_report({"n": 0, "median": float("nan"), "ratios": [float("inf"), 1.5]}, tmp_path / "report.json")
+    expected = {"n": 0, "median": None, "ratios": [None, 1.5]}
+    assert json.loads(capsys.readouterr().out) == expected
+    assert json.loads((tmp_path / "report.json").read_text()) == expected
+    results = Path(__file__).resolve().parents[2] / "experiments" / "results"
+    assert [path.name for path in results.glob("*.json") if "NaN" in path.read_text()] == []
