@@ -54,12 +54,16 @@ class LastMembers:
 
     def __init__(self) -> None:
         self._step = -1
-        self.members: list[BatchMember] = []
+        self._request_ids: list[str] = []
+
+    @property
+    def members(self) -> list[BatchMember]:
+        return [BatchMember(request_id) for request_id in self._request_ids]
 
     def note(self, record: StepRecord) -> None:
         if record.step != self._step:
-            self._step, self.members = record.step, []
-        self.members.append(BatchMember(record.request_id))
+            self._step, self._request_ids = record.step, []
+        self._request_ids.append(record.request_id)
 
 
 @dataclass
