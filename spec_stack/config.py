@@ -94,13 +94,14 @@ class PrefillConfig:
     )
     scoring_queries: ScoringQueries = option(
         "prompt",
-        "who asks what of the prompt matters: the last prompt token and the 'look_ahead', or the last look_ahead + 1 "
-        "tokens of the 'prompt' itself, after which the first token does not wait for any look-ahead",
+        "whose queries score the prompt: the 'prompt''s own, of the places in which its question may stand, each as much "
+        "as the tokens that open the answer attend to it; or the last prompt token's and the 'look_ahead''s, as the paper "
+        "has it, which the first token waits for",
     )
     look_ahead: int = option(
         8,
-        "draft tokens whose queries score the prompt beside the last prompt token's; they are the first proposal too. "
-        "0 scores by the last prompt token alone. Where the prompt itself asks, so many of its tokens beside the last",
+        "under scoring_queries 'look_ahead', draft tokens whose queries score the prompt beside the last prompt token's; "
+        "they are the first proposal too. 0 scores by the last prompt token alone",
     )
     pool_kernel: int = option(13, "width, in tokens, of the average that smooths attention; odd, 1 is none")
     chunk_size: int = option(32, "tokens per chunk, and what keep_first and keep_last count in, whatever the unit")
@@ -132,8 +133,8 @@ class PrefillConfig:
     draft_sinks: int = option(64, "positions at the prompt's beginning that are seen beside the draft_window")
     scoring_layers: int | None = option(
         None,
-        "layers of the draft that prefill and score the whole prompt, by its last look_ahead + 1 tokens asking; "
-        "the draft then prefills the kept tokens with all layers. None is all",
+        "layers of the draft that prefill and score the whole prompt, by the prompt's own queries; the draft then "
+        "prefills the kept tokens with all layers. None is all",
     )
     scoring_heads: tuple[tuple[int, int], ...] | None = option(
         None,
@@ -148,28 +149,10 @@ class PrefillConfig:
         "how the votes of several heads become one: the 'max' of their pooled attention, which the paper takes, or the "
         "mean of each one's 'share', the forced ends taken out, which suits a few chosen heads",
     )
-    neighbour_share: float = option(
-        0.0,
-        "share of its better neighbour's score that a unit has at least, 0 to under 1, so that evidence across a "
-        "chunk's border is kept whole",
-    )
     scorer: str = option(
         "attention",
-        "name of the selection rule, which votes on the units: the draft's 'attention'; 'anchors' (rare words that the "
-        "question shares with the rest) and 'bm25' (its words, as a search engine weighs them), without a pass of the "
-        "draft; 'fused' (attention and anchors), 'attention_bm25', or a rule of one's own",
-    )
-    anchor_weight: float = option(
-        2.0,
-        "where 'fused', how much an anchor adds to the logarithm of a unit's attention: a word of the question that "
-        "stands once in the text is an anchor of 1, a pair of them one of 2",
-    )
-    bm25_weight: float = option(
-        0.5,
-        "where 'attention_bm25', how much a standard deviation of BM25 adds to the logarithm of a unit's attention",
-    )
-    anchor_tail: int = option(
-        96, "tokens at the prompt's end in which the question is looked for where nobody says where it is"
+        "name of the selection rule, which scores the units: the draft's 'attention', 'bm25' (the question's words, as a "
+        "search engine weighs them, without a pass of the draft), or a rule of one's own",
     )
     on_scoring_error: OnScoringError = option(
         "dense", "what follows when scoring a prompt fails: 'dense' prefill, the traceback in the log, or 'raise'"
@@ -202,15 +185,7 @@ class PrefillConfig:
         for name, known in (("unit", Unit), ("scoring_queries", ScoringQueries), ("head_vote", HeadVote)):
             require_one_of(name, getattr(self, name), get_args(known))
         require_int("skipped_layers", self.skipped_layers, 0)
-        require_number("neighbour_share", self.neighbour_share)
-        require(0 <= self.neighbour_share < 1, f"neighbour_share must be in [0, 1), got {self.neighbour_share}")
         check_name("scorer", self.scorer, KNOWN_SCORERS)
-        for name in ("anchor_weight", "bm25_weight"):
-            weight = getattr(self, name)
-            require_number(name, weight)
-            hint = f"{name} must be over 0, and finite, got {weight}; for one side alone set scorer"
-            require(0 < weight < math.inf, hint)
-        require_int("anchor_tail", self.anchor_tail, 1)
 
     def rate_for(self, num_prompt_tokens: int) -> float:
         """The keep_rate of a prompt of this length."""
@@ -271,10 +246,7 @@ class PrefillConfig:
             scoring_heads=None,
             skipped_layers=0,
             head_vote="max",
-            neighbour_share=0.0,
             scorer="attention",
-            anchor_weight=cls.anchor_weight,
-            bm25_weight=cls.bm25_weight,
         )
 
 

@@ -84,7 +84,6 @@ class RequestCaches:
             request.prefill,
             request.protected,
             request.tokenization,
-            request.question,
             self._pair.pieces(request.prompt_ids),
             whole,
             on_prefilled,

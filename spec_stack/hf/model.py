@@ -390,6 +390,11 @@ class CachedModel:
         # A negative pad cuts off.
         return F.pad(logits, (0, self._num_ids - self._num_rows), value=-torch.inf)
 
+    def checkpoint(self) -> None:
+        """Hold a recurrent state as it is now, so that a rollback to here recomputes nothing. Others need none."""
+        self._catch_up()
+        self._take_snapshot()
+
     def _take_snapshot(self) -> None:
         num_slots = len(self._positions)
         latest = self._snapshots[-1].num_slots if self._snapshots else 0

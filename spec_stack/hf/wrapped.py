@@ -31,6 +31,10 @@ class WrappedDraft:
         """The position in the text after that of the last cached token."""
         return self._draft.next_position
 
+    def checkpoint(self) -> None:
+        """As the draft's."""
+        self._draft.checkpoint()
+
     def num_unread(self, num_tokens: int) -> int:
         """How many tokens it has to take in to have caught up with a text of so many."""
         return num_tokens - self.next_position

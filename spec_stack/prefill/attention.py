@@ -15,7 +15,15 @@ import torch
 
 from spec_stack.config import PrefillConfig
 from spec_stack.prefill.alignment import Span, map_importance
-from spec_stack.prefill.importance import ScoredLayer, choose_heads, head_shares, mean_share, token_importance
+from spec_stack.prefill.importance import (
+    ScoredLayer,
+    Segment,
+    choose_heads,
+    head_shares,
+    mean_share,
+    segment_weights,
+    token_importance,
+)
 
 
 class CapturedLayer(Protocol):
@@ -30,33 +38,42 @@ class CapturedLayer(Protocol):
 
 @dataclass(frozen=True)
 class CapturedAttention:
-    """Queries of the tokens that ask, and keys of the prompt, of the layers that see the whole of it.
+    """The scoring queries, and the keys of the prompt, of the layers that see the whole of it.
 
     Parameters
     ----------
     layers : mapping of int to ScoredLayer
         By the layer's index: queries (num_heads, n, head_dim), keys (num_kv_heads, num_draft_tokens, head_dim), scaling
         and sinks.
-    num_asking : int
+    num_in_place : int
         How many of the n queries, the first ones, are the prompt's last tokens' own; those after them come behind it.
     ranges : sequence of (int, int), optional
         For every token of the target its half-open range of the draft's, where the draft has another tokenizer.
     first : int
         The token of the target from which on importance is given.
+    segments : tuple of Segment
+        Of the queries, in the draft's tokens, where the question may stand in several places; empty where all queries
+        count alike.
+    opening : int
+        How many of the queries in place open the answer.
     """
 
     layers: Mapping[int, ScoredLayer]
-    num_asking: int = 1
+    num_in_place: int = 1
     ranges: Sequence[Span] | None = None
     first: int = 0
+    segments: tuple[Segment, ...] = ()
+    opening: int = 0
 
     @classmethod
     def of(
         cls,
         captured: Mapping[int, CapturedLayer],
         num_draft_tokens: int,
-        num_asking: int = 1,
+        num_in_place: int = 1,
         ranges: Sequence[Span] | None = None,
+        segments: Sequence[Segment] = (),
+        opening: int = 0,
     ) -> CapturedAttention:
         """Put together what was captured; layers whose window hides a part of the prompt are left out."""
         layers: dict[int, ScoredLayer] = {}
@@ -64,7 +81,7 @@ class CapturedAttention:
             if layer.keys is not None:
                 queries, keys = torch.cat(layer.queries, dim=1), layer.keys[:, :num_draft_tokens]
                 layers[index] = queries, keys, layer.scaling, layer.sinks
-        return cls(layers, num_asking, ranges)
+        return cls(layers, num_in_place, ranges, segments=tuple(segments), opening=opening)
 
     def starting_at(self, first: int) -> CapturedAttention:
         """The same, with importance of the tokens from `first` on (the new text of a turn)."""
@@ -84,19 +101,26 @@ class CapturedAttention:
             Where no layer sees the whole prompt, a chosen head is not there, or the attention is not finite.
         """
         layers = self.voting(config)
+        queries = self.num_in_place, self.segments, self.weights(config)
         if config.head_vote == "share":
-            scores = mean_share(layers, *self._ends(config), self.num_asking)
+            scores = mean_share(layers, self._ends(config), *queries)
         else:
-            scores = token_importance(layers, config.pool_kernel, num_asking=self.num_asking)
+            scores = token_importance(layers, config.pool_kernel, lambda best: best, *queries)
         return self._of_target(scores.cpu())
+
+    def weights(self, config: PrefillConfig) -> list[float]:
+        """How much the queries of each segment count, up to 1, by the heads that vote."""
+        if not self.segments:
+            return []
+        return segment_weights(self.voting(config), self.segments, self.num_in_place, self.opening)
 
     def shares(self, config: PrefillConfig) -> dict[tuple[int, int], torch.Tensor]:
         """Every (layer, head) alone: its share (num_prompt_tokens - first,) as `importance` would take the mean of."""
-        first, last = self._ends(config)
+        queries = self.num_in_place, self.segments, self.weights(config)
         return {
             (index, head): self._of_target(share)
             for index, layer in self.layers.items()
-            for head, share in enumerate(head_shares(layer, first, last, self.num_asking).cpu())
+            for head, share in enumerate(head_shares(layer, self._ends(config), *queries).cpu())
         }
 
     def voting(self, config: PrefillConfig) -> list[ScoredLayer]:

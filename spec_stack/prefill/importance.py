@@ -1,18 +1,25 @@
 """From attention to one importance per prompt token. Pure tensors.
 
-How it is used: `token_importance(layers, pool_kernel)` is the paper's rule, `mean_share(layers, first, last)` that of
-chosen heads; `attention.CapturedAttention` calls the one that a configuration asks for.
+How it is used: `token_importance(layers, pool_kernel)` is the paper's rule, `mean_share(layers, ends)` that of chosen
+heads; `attention.CapturedAttention` calls the one that a configuration asks for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
+from spec_stack.prefill.alignment import Span
+
 # Keys that are turned to fp32 at once.
 _KEYS_PER_TILE = 1 << 14
+# Times that a segment with a question mark counts what it is attended to.
+_QUESTION_MARK = 3.0
+# Times that the background is taken off.
+_CONTRAST = 4.0
 _NO_LAYER = "no attention layer that sees the whole prompt was captured; the draft cannot score it"
 # Queries, keys, scaling and, where the layer has them, sinks: the arguments of `attention_to_prompt`.
 ScoredLayer = tuple[torch.Tensor, torch.Tensor, float] | tuple[torch.Tensor, torch.Tensor, float, torch.Tensor | None]
@@ -23,7 +30,7 @@ def attention_to_prompt(
     keys: torch.Tensor,
     scaling: float,
     sinks: torch.Tensor | None = None,
-    num_asking: int = 1,
+    num_in_place: int = 1,
 ) -> torch.Tensor:
     """Softmax over the prompt keys alone, and the head's sink where there is one, in fp32.
 
@@ -39,9 +46,9 @@ def attention_to_prompt(
         Of the scores.
     sinks
         (num_heads,), for a model that has them.
-    num_asking
-        How many queries, the first ones, are those of the prompt's last tokens, each of which sees itself and what
-        comes before it.
+    num_in_place
+        How many queries, the first ones, are those of the prompt's last tokens, each of which sees itself and the
+        tokens before it. The queries after them come from behind the prompt.
 
     Returns
     -------
@@ -53,9 +60,9 @@ def attention_to_prompt(
     folded = queries.reshape(num_kv_heads, num_heads // num_kv_heads * num_queries, head_dim).float() * scaling
     tiles = [torch.matmul(folded, tile.float().transpose(-1, -2)) for tile in torch.split(keys, _KEYS_PER_TILE, dim=1)]
     scores = torch.cat(tiles, dim=-1).reshape(num_heads, num_queries, num_prompt_tokens)
-    if num_asking > 1:
-        tail = scores[:, :num_asking, num_prompt_tokens - num_asking :]
-        future = torch.ones(num_asking, num_asking, dtype=torch.bool, device=tail.device).triu(1)
+    if num_in_place > 1:
+        tail = scores[:, :num_in_place, num_prompt_tokens - num_in_place :]
+        future = torch.ones(num_in_place, num_in_place, dtype=torch.bool, device=tail.device).triu(1)
         tail.masked_fill_(future, -torch.inf)
     if sinks is None:
         return scores.softmax(dim=-1)
@@ -81,13 +88,82 @@ def choose_heads(layer: ScoredLayer, heads: Sequence[int] | None) -> ScoredLayer
     return queries[index], keys[index // groups], scaling, None if sinks is None else sinks[index]
 
 
+@dataclass(frozen=True)
+class Segment:
+    """A segment of the scoring queries: half-open rows of the captured queries, and the span of the prompt's tokens
+    that they are the queries of."""
+
+    rows: Span
+    span: Span
+    is_question: bool = False
+
+
+def segment_weights(
+    layers: Iterable[ScoredLayer], segments: Sequence[Segment], num_in_place: int, opening: int
+) -> list[float]:
+    """How much the queries of each segment count, up to 1: what the tokens that open the answer attend to it.
+
+    Parameters
+    ----------
+    layers
+        As `attention_to_prompt` takes them.
+    segments
+        In which the question may stand.
+    num_in_place
+        As in `attention_to_prompt`.
+    opening
+        How many tokens open the answer: the last of those in place.
+
+    Raises
+    ------
+    ValueError
+        For no layers.
+    """
+    own = slice(num_in_place - opening, num_in_place)
+    heads = [
+        attention_to_prompt(queries[:, own], keys, scaling, rest[0] if rest else None, opening).mean(dim=1).cpu()
+        for queries, keys, scaling, *rest in layers
+    ]
+    if not heads:
+        raise ValueError(_NO_LAYER)
+    attention = torch.cat(heads).mean(dim=0)
+    marks = (_QUESTION_MARK if segment.is_question else 1.0 for segment in segments)
+    seen = [float(attention[slice(*segment.span)].mean()) * mark for segment, mark in zip(segments, marks, strict=True)]
+    return [each / max(seen) if max(seen) > 0 else 1.0 for each in seen]
+
+
+def over_queries(
+    attention: torch.Tensor, segments: Sequence[Segment] = (), weights: Sequence[float] = ()
+) -> torch.Tensor:
+    """One value per token from attention (..., n, num_prompt_tokens): (..., num_prompt_tokens).
+
+    Without segments it is the mean over the queries, as in the paper. With segments it is the largest attention of any
+    query times its segment's weight, less what the queries that are not the question attend to in the mean: every query
+    attends to sinks and separators. A segment's queries say nothing of the segment itself.
+    """
+    if not segments:
+        return attention.mean(dim=-2)
+    best, background = torch.zeros_like(attention[..., 0, :]), torch.zeros_like(attention[..., 0, :])
+    num_others = 0.0
+    for segment, weight in zip(segments, weights, strict=True):
+        own = attention[..., slice(*segment.rows), :]
+        background += (1 - weight) * own.sum(dim=-2)
+        num_others += (1 - weight) * own.shape[-2]
+        asked = own.amax(dim=-2) * weight
+        asked[..., slice(*segment.span)] = 0
+        best = torch.maximum(best, asked)
+    return (best - _CONTRAST / max(num_others, 1.0) * background).clamp(min=0)
+
+
 def token_importance(
     layers: Iterable[ScoredLayer],
     pool_kernel: int,
     over_ranks: Callable[[torch.Tensor], torch.Tensor] = lambda best: best,
-    num_asking: int = 1,
+    num_in_place: int = 1,
+    segments: Sequence[Segment] = (),
+    weights: Sequence[float] = (),
 ) -> torch.Tensor:
-    """Importance of every prompt token: pooled attention, max over layers and heads, mean over queries.
+    """Importance of every prompt token: pooled attention, max over layers and heads, then `over_queries`.
 
     Parameters
     ----------
@@ -97,8 +173,10 @@ def token_importance(
         Width of the average, in tokens; odd.
     over_ranks
         Takes the maximum (n, num_prompt_tokens) over the ranks that share the heads, if any do.
-    num_asking
+    num_in_place
         As in `attention_to_prompt`.
+    segments, weights
+        As in `over_queries`.
 
     Returns
     -------
@@ -122,41 +200,56 @@ def token_importance(
         for head in range(keys.shape[0]):
             own = slice(head * groups, (head + 1) * groups)
             attention = attention_to_prompt(
-                queries[own], keys[head : head + 1], scaling, None if sinks is None else sinks[own], num_asking
+                queries[own], keys[head : head + 1], scaling, None if sinks is None else sinks[own], num_in_place
             )
-            weights = pool(attention, pool_kernel).amax(dim=0)
-            best = weights if best is None else torch.maximum(best, weights)
+            pooled = pool(attention, pool_kernel).amax(dim=0)
+            best = pooled if best is None else torch.maximum(best, pooled.to(best.device))
     if best is None:
         raise ValueError(_NO_LAYER)
-    return _finite(over_ranks(best).mean(dim=0))
+    return _finite(over_queries(over_ranks(best), segments, weights))
 
 
-def head_shares(layer: ScoredLayer, first: int, last: int, num_asking: int = 1) -> torch.Tensor:
+def head_shares(
+    layer: ScoredLayer,
+    ends: Span,
+    num_in_place: int = 1,
+    segments: Sequence[Segment] = (),
+    weights: Sequence[float] = (),
+) -> torch.Tensor:
     """Each head's attention over the middle of the prompt, as shares that sum to one.
 
     Parameters
     ----------
     layer
         As `attention_to_prompt` takes it.
-    first, last
-        Tokens at the ends that are kept anyway: they take no part, nor do the attention sinks among them.
-    num_asking
+    ends
+        How many tokens at the beginning and at the end are kept anyway: they take no part, nor do the attention sinks
+        among them.
+    num_in_place
         As in `attention_to_prompt`.
+    segments, weights
+        As in `over_queries`.
 
     Returns
     -------
     torch.Tensor
-        (num_heads, num_prompt_tokens), fp32: the mean over the queries, 0 at the ends; all 0 for a head that looks
-        nowhere else.
+        (num_heads, num_prompt_tokens), fp32, 0 at the ends; all 0 for a head that looks nowhere else.
     """
     queries, keys, scaling, *rest = layer
-    shares = attention_to_prompt(queries, keys, scaling, rest[0] if rest else None, num_asking).mean(dim=1)
-    shares[:, :first] = 0
-    shares[:, max(shares.shape[1] - last, 0) :] = 0
+    attention = attention_to_prompt(queries, keys, scaling, rest[0] if rest else None, num_in_place)
+    shares = over_queries(attention, segments, weights)
+    shares[:, : ends[0]] = 0
+    shares[:, max(shares.shape[1] - ends[1], 0) :] = 0
     return shares / shares.sum(dim=1, keepdim=True).clamp(min=torch.finfo(shares.dtype).tiny)
 
 
-def mean_share(layers: Iterable[ScoredLayer], first: int, last: int, num_asking: int = 1) -> torch.Tensor:
+def mean_share(
+    layers: Iterable[ScoredLayer],
+    ends: Span,
+    num_in_place: int = 1,
+    segments: Sequence[Segment] = (),
+    weights: Sequence[float] = (),
+) -> torch.Tensor:
     """Importance (num_prompt_tokens,) of every prompt token: the mean of the heads' shares (see `head_shares`).
 
     Raises
@@ -164,10 +257,11 @@ def mean_share(layers: Iterable[ScoredLayer], first: int, last: int, num_asking:
     ValueError
         For no layers or a non-finite result.
     """
-    shares = [head_shares(layer, first, last, num_asking) for layer in layers]
+    shares = [head_shares(layer, ends, num_in_place, segments, weights) for layer in layers]
     if not shares:
         raise ValueError(_NO_LAYER)
-    return _finite(torch.cat(shares).mean(dim=0))
+    # The layers of a model that is split stand on several devices.
+    return _finite(torch.cat([share.to(shares[0].device) for share in shares]).mean(dim=0))
 
 
 def _finite(importance: torch.Tensor) -> torch.Tensor:

@@ -11,22 +11,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from itertools import zip_longest
 
 import torch
 
 from spec_stack.config import MOST_REWRITTEN, PrefillConfig, SessionConfig, WritingOrder
 from spec_stack.prefill.alignment import Span
+from spec_stack.prefill.queries import Candidates
 from spec_stack.prefill.rule import Evidence
-from spec_stack.prefill.rules.anchors import MAX_OCCURRENCES, ByAnchors, add_votes
 from spec_stack.prefill.selection import select
 from spec_stack.prefill.units import Units
+from spec_stack.prefill.words import MAX_OCCURRENCES, add_votes, rare_words
 from spec_stack.types import Selection
 
-MOST_ASKING = 32
-"""So many of the new text's last tokens ask for what was dropped: a question, or the end of it with the template's
-words."""
+# Tokens at the end of the new text that are its question where no segment has a question mark, those over which a word's
+# weight halves, and those whose pairs count.
+_MOST_WORDS, _HALF_LIFE, _MOST_PAIRED = 96, 12, 32
 # Words of a question that stand so near to each other belong together; a word that occurs more than once in so many
 # units tells too little.
 _NEAR = 8
@@ -108,8 +108,8 @@ def _best(votes: torch.Tensor, least: float, units: Units, num_chunks: int, chun
     return [unit for unit, value in zip(ranked.tolist(), values, strict=True) if value >= least]
 
 
-def shared_words(prompt_ids: Sequence[int], units: Units, config: PrefillConfig) -> torch.Tensor:
-    """Votes (num_units,): what every unit of the old text shares with the new text, or with the end of it.
+def shared_words(prompt_ids: Sequence[int], units: Units, found: Candidates) -> torch.Tensor:
+    """Scores (num_units,): what every unit of the old text shares with the question of the new text.
 
     Rare words in a row, or common ones side by side, whichever says more.
 
@@ -119,16 +119,27 @@ def shared_words(prompt_ids: Sequence[int], units: Units, config: PrefillConfig)
         The whole conversation.
     units
         Of the old text, which it begins with.
-    config
-        For `anchor_tail`.
+    found
+        Where the question may stand. Where no segment of the new text has a question mark, it is the end of that text.
     """
-    num_tokens, start = len(prompt_ids), units.num_tokens
-    asked = Evidence(prompt_ids, question=(start, num_tokens))
-    rare = ByAnchors().score(asked, units, replace(config, neighbour_share=0.0))
-    return torch.maximum(rare, pair_scores(prompt_ids, max(start, num_tokens - MOST_ASKING), units))
+    num_tokens, num_old = len(prompt_ids), units.num_tokens
+    marked = [
+        (max(start, num_old), stop)
+        for (start, stop), mark in zip(found.segments, found.is_question, strict=True)
+        if mark and stop > num_old
+    ]
+    if marked:
+        scores = [rare_words(prompt_ids, span, units) for span in marked]
+        scores += [pair_scores(prompt_ids, span, units) for span in marked]
+    else:
+        start = max(num_old, num_tokens - _MOST_WORDS)
+        half_life = math.inf if start == num_old else _HALF_LIFE
+        scores = [rare_words(prompt_ids, (start, num_tokens), units, half_life)]
+        scores += [pair_scores(prompt_ids, (max(num_old, num_tokens - _MOST_PAIRED), num_tokens), units)]
+    return torch.stack(scores).amax(dim=0)
 
 
-def pair_scores(prompt_ids: Sequence[int], asking: int, units: Units) -> torch.Tensor:
+def pair_scores(prompt_ids: Sequence[int], question: Span, units: Units) -> torch.Tensor:
     """How much each unit of a text has of a question's words side by side, in any order. No model.
 
     Two different tokens of the question that stand within 8 tokens of each other at most 4 times in the text give 1,
@@ -140,8 +151,8 @@ def pair_scores(prompt_ids: Sequence[int], asking: int, units: Units) -> torch.T
     ----------
     prompt_ids
         The text, and the question somewhere behind it.
-    asking
-        Where the question begins, which ends with the prompt; it is short, since every two of its tokens make a pair.
+    question
+        Half-open span of the question, which is short: every two of its tokens make a pair.
     units
         Of the text.
 
@@ -151,7 +162,7 @@ def pair_scores(prompt_ids: Sequence[int], asking: int, units: Units) -> torch.T
         (num_units,), 0 where no two tokens meet.
     """
     ids, num_units = torch.as_tensor(prompt_ids), len(units)
-    body, words = ids[: units.num_tokens], torch.unique(ids[asking:])
+    body, words = ids[: units.num_tokens], torch.unique(ids[slice(*question)])
     scores = torch.zeros(num_units, dtype=torch.float64)
     if len(words) < 2 or not num_units:
         return scores.float()

@@ -19,10 +19,7 @@ SCORERS: Registry[type[SelectionRule]] = Registry(
     KNOWN_SCORERS,
     {
         "attention": "spec_stack.prefill.rules.attention:ByAttention",
-        "anchors": "spec_stack.prefill.rules.anchors:ByAnchors",
-        "fused": "spec_stack.prefill.rules.fused:AttentionAndAnchors",
         "bm25": "spec_stack.prefill.rules.bm25:ByBM25",
-        "attention_bm25": "spec_stack.prefill.rules.fused:AttentionAndBM25",
     },
 )
 """name -> "module:Class" or the class itself. An entry more is a rule more."""

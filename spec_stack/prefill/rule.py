@@ -13,11 +13,10 @@ from typing import ClassVar, Protocol
 import torch
 
 from spec_stack.config import PrefillConfig
+from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.attention import CapturedAttention
+from spec_stack.prefill.queries import Candidates, find_candidates
 from spec_stack.prefill.units import Units
-
-# Where nobody says where the question begins: the tokens towards the end over which a word's weight halves.
-_HALF_LIFE = 12
 
 
 class Observer(Protocol):
@@ -42,9 +41,8 @@ class Evidence:
         N tokens of the target.
     attention
         What the draft attended to, with `importance(config)` (N,); None where no draft was asked.
-    question
-        Half-open span of the tokens that are what is asked, or that end with it (the last user turn); None where
-        nobody told.
+    protected
+        Half-open spans of the system message and of the template's own tokens, sorted; the turns lie between them.
     pieces
         The text of every token, (N,); None without a tokenizer.
     importance
@@ -55,18 +53,17 @@ class Evidence:
 
     prompt_ids: Sequence[int]
     attention: CapturedAttention | None = None
-    question: tuple[int, int] | None = None
+    protected: Sequence[Span] = ()
     pieces: Sequence[str] | None = None
     importance: torch.Tensor | None = None
     observer: Observer | None = None
 
     def starting_at(self, first: int) -> Evidence:
         """The same of the text from token `first` on, by itself."""
-        question = self.question and (max(self.question[0] - first, 0), self.question[1] - first)
         return Evidence(
             self.prompt_ids[first:],
             None if self.attention is None else self.attention.starting_at(first),
-            question if question and question[1] > 0 else None,
+            [(max(start - first, 0), stop - first) for start, stop in self.protected if stop > first],
             None if self.pieces is None else self.pieces[first:],
             None if self.importance is None else self.importance[first:],
             self.observer,
@@ -80,18 +77,10 @@ class Evidence:
             raise ValueError("the draft's attention is missing")
         return self.attention.importance(config)
 
-    def asked(self, config: PrefillConfig) -> tuple[int, int]:
-        """Half-open span of the tokens in which the question stands: of a span that is longer than config.anchor_tail
-        tokens, or that nobody told, its end."""
-        start, stop = self.question or (0, len(self.prompt_ids))
-        return max(start, stop - config.anchor_tail), stop
-
-    def half_life(self, config: PrefillConfig) -> float:
-        """Tokens of `asked`, from its end on, over which a word's weight halves; infinite where it is the question and
-        nothing else."""
-        if self.question is None or self.question[1] - self.question[0] > config.anchor_tail:
-            return _HALF_LIFE
-        return float("inf")
+    @property
+    def candidates(self) -> Candidates:
+        """Where the question may stand."""
+        return find_candidates(len(self.prompt_ids), self.pieces, self.protected)
 
 
 class SelectionRule(ABC):

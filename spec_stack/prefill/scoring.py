@@ -11,7 +11,10 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from spec_stack.config import PrefillConfig
+from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.attention import CapturedAttention, CapturedLayer
+from spec_stack.prefill.importance import Segment
+from spec_stack.prefill.queries import Candidates, find_candidates
 from spec_stack.prefill.registry import needs_attention
 from spec_stack.prefill.rule import Evidence, Observer
 from spec_stack.prefill.selection import select
@@ -33,6 +36,7 @@ class ScoringModel(SteppableModel, Protocol):
     ) -> None: ...
     def prefill_kept(self, prompt_ids: Sequence[int], positions: Sequence[int]) -> None: ...
     def keep_slots(self, slots: Sequence[int]) -> None: ...
+    def checkpoint(self) -> None: ...
     def capture(self) -> AbstractContextManager[Mapping[int, CapturedLayer]]: ...
 
 
@@ -61,8 +65,11 @@ def look_at(
     tokenization: DraftTokenization | None = None,
     num_layers: int | None = None,
     on_prefilled: Callable[[], None] | None = None,
+    pieces: Sequence[str] | None = None,
+    protected: Sequence[Span] = (),
+    num_cached: int = 0,
 ) -> tuple[CapturedAttention, Proposal]:
-    """Prefill the draft with what it has not seen of a text, and capture what is asked at its end.
+    """Prefill the draft with what it has not seen of a text, and capture the scoring queries.
 
     Parameters
     ----------
@@ -72,23 +79,31 @@ def look_at(
     prompt_ids
         The text in the target's tokens.
     look_ahead
-        Drafts the first tokens after it, where these ask.
+        Drafts the first tokens after it, where these are scoring queries.
     config
-        Who asks: the last look_ahead + 1 tokens of the text, or its last one and the look-ahead.
+        Whether the queries are those of the places in which the question may stand, or of the last token and the
+        look-ahead.
     tokenization
         The text in the draft's own tokens where it has another tokenizer.
     num_layers
-        Layers that run, where the text's own tokens ask; None is all. The draft is then good for nothing else.
+        Layers that run, where the text's own tokens are the queries; None is all. The draft is then good for nothing
+        else.
     on_prefilled
-        Called when the draft has seen all of the text but those who ask.
+        Called when the draft has seen all of the text but the last queries.
+    pieces, protected
+        As `queries.find_candidates` takes them.
+    num_cached
+        Tokens of the text that an earlier turn has dealt with.
 
     Returns
     -------
     tuple
-        What was attended to, and the look-ahead as the first proposal, empty where the text's own tokens ask.
+        What was attended to, and the look-ahead as the first proposal, empty where the text's own tokens are the
+        queries.
     """
     num_tokens = len(prompt_ids)
-    start = max(0, num_tokens - config.look_ahead - 1) if config.asks_prompt else num_tokens - 1
+    found = find_candidates(num_tokens, pieces, protected, num_cached) if config.asks_prompt else None
+    start = num_tokens - 1 if found is None else found.start
     draft.rollback(max(0, draft.next_position - start))
     if draft.next_position < start:
         unseen = range(draft.next_position, start)
@@ -96,24 +111,70 @@ def look_at(
         draft.prefill(prompt_ids[unseen.start : start], unseen, window, config.draft_sinks, num_layers)
     if on_prefilled is not None:
         on_prefilled()
+    if found is not None:
+        return _capture_candidates(draft, prompt_ids, found, tokenization, num_layers), Proposal()
     proposal = Proposal()
     with draft.capture() as captured:
-        if config.asks_prompt:
-            draft.prefill(prompt_ids[start:], range(start, num_tokens), num_layers=num_layers)
-        elif config.look_ahead:
+        if config.look_ahead:
             proposal = look_ahead(prompt_ids, config.look_ahead)
             # The last drafted token has not been through the draft yet, and its query is one of the scorers.
             draft.forward(proposal.token_ids[-1:], [draft.next_position], num_logits=1)
         else:
             draft.forward(prompt_ids[-1:], [num_tokens - 1], num_logits=1)
-    num_draft_tokens = num_tokens if tokenization is None else len(tokenization.token_ids)
-    ranges = None if tokenization is None else tokenization.ranges
-    num_asking = _num_queries(captured) if config.asks_prompt else 1
-    return CapturedAttention.of(captured, num_draft_tokens, num_asking, ranges), proposal
+    num_draft_tokens, ranges = _in_draft_tokens(num_tokens, tokenization)
+    return CapturedAttention.of(captured, num_draft_tokens, 1, ranges), proposal
+
+
+def _capture_candidates(
+    draft: ScoringModel,
+    prompt_ids: Sequence[int],
+    found: Candidates,
+    tokenization: DraftTokenization | None,
+    num_layers: int | None,
+) -> CapturedAttention:
+    """Run the window in place, then every candidate before it once more, behind the prompt."""
+    num_tokens = len(prompt_ids)
+    num_draft_tokens, ranges = _in_draft_tokens(num_tokens, tokenization)
+    spans = [segment if ranges is None else _draft_span(ranges, *segment) for segment in found.segments]
+    with draft.capture() as captured:
+        draft.prefill(prompt_ids[found.start :], range(found.start, num_tokens), num_layers=num_layers)
+        num_in_place = _num_queries(captured)
+        rows: list[Span] = []
+        if found.repeated and num_layers is None:
+            draft.checkpoint()
+        for start, stop in found.repeated:
+            begin = _num_queries(captured)
+            position = draft.next_position
+            draft.prefill(prompt_ids[start:stop], range(position, position + stop - start), num_layers=num_layers)
+            rows.append((begin, _num_queries(captured)))
+    if draft.next_position > num_tokens:
+        draft.rollback(draft.next_position - num_tokens)
+    first = num_draft_tokens - num_in_place
+    rows += [(max(start - first, 0), stop - first) for start, stop in spans[found.num_repeated :]]
+    segments = [
+        Segment(row, span, mark)
+        for row, span, mark in zip(rows, spans, found.is_question, strict=True)
+        if row[0] < row[1] and span[0] < span[1]
+    ]
+    opening = num_draft_tokens - _draft_start(num_tokens - found.opening, ranges)
+    return CapturedAttention.of(captured, num_draft_tokens, num_in_place, ranges, segments, min(opening, num_in_place))
+
+
+def _in_draft_tokens(num_tokens: int, tokenization: DraftTokenization | None) -> tuple[int, Sequence[Span] | None]:
+    return (num_tokens, None) if tokenization is None else (len(tokenization.token_ids), tokenization.ranges)
+
+
+def _draft_span(ranges: Sequence[Span], start: int, stop: int) -> Span:
+    """The draft's tokens of a span of the target's."""
+    return ranges[start][0], max(end for _, end in ranges[start:stop])
+
+
+def _draft_start(token: int, ranges: Sequence[Span] | None) -> int:
+    return token if ranges is None else ranges[token][0]
 
 
 def _num_queries(captured: Mapping[int, CapturedLayer]) -> int:
-    return next((sum(part.shape[1] for part in layer.queries) for layer in captured.values()), 1)
+    return next((sum(part.shape[1] for part in layer.queries) for layer in captured.values()), 0)
 
 
 def score_prompt(
@@ -123,7 +184,6 @@ def score_prompt(
     config: PrefillConfig,
     protected: Sequence[tuple[int, int]] = (),
     tokenization: DraftTokenization | None = None,
-    question: tuple[int, int] | None = None,
     pieces: Sequence[str] | None = None,
     whole: bool = False,
     on_prefilled: Callable[[], None] | None = None,
@@ -148,8 +208,6 @@ def score_prompt(
     tokenization
         The prompt in the draft's own tokens where it has another tokenizer; they are scored, and each prompt token
         takes the most of what it overlaps.
-    question
-        Half-open span that is or ends with what is asked (the last user turn); None is the whole prompt.
     pieces
         The text of every prompt token; None without a tokenizer.
     whole
@@ -174,8 +232,10 @@ def score_prompt(
     goes_over = needs_attention(config.scorer)
     if goes_over:
         num_layers = config.scoring_layers if whole else num_layers_needed(config, draft.num_layers)
-        attention, proposal = look_at(draft, prompt_ids, look_ahead, config, tokenization, num_layers, on_prefilled)
-    evidence = Evidence(prompt_ids, attention, question, pieces, observer=observer)
+        attention, proposal = look_at(
+            draft, prompt_ids, look_ahead, config, tokenization, num_layers, on_prefilled, pieces, protected
+        )
+    evidence = Evidence(prompt_ids, attention, protected, pieces, observer=observer)
     if observer is not None:
         observer.scored(evidence)
     selection = select(evidence, config, protected)

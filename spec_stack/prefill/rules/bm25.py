@@ -8,14 +8,15 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from itertools import pairwise
 from typing import ClassVar
 
 import torch
 
 from spec_stack.config import PrefillConfig
+from spec_stack.prefill.queries import question_words
 from spec_stack.prefill.rule import Evidence, SelectionRule
-from spec_stack.prefill.rules.attention import with_neighbours
 from spec_stack.prefill.units import Units
 
 _K1, _B = 1.5, 0.75
@@ -25,22 +26,18 @@ _WORD = re.compile(f"[{_CHARACTERS}]|[^\\W{_CHARACTERS}]+")
 
 
 class ByBM25(SelectionRule):
-    """BM25 of each unit before the question, for the question's words; without text, for its tokens.
-
-    Where the question is not told, its words are looked for at the prompt's end, those nearest to it first.
-    """
+    """BM25 of each unit for the question's words (`queries.question_words`); without text, for its tokens."""
 
     needs_attention: ClassVar[bool] = False
 
     def score(self, evidence: Evidence, units: Units, config: PrefillConfig) -> torch.Tensor:
-        start, stop = evidence.asked(config)
-        asked = _weights(_words_by_token(evidence, start, stop), evidence.half_life(config))
-        bodies = [_words(evidence, begin, min(end, start)) if begin < start else [] for begin, end in units]
-        return with_neighbours(torch.tensor(bm25(bodies, asked), dtype=torch.float32), config.neighbour_share)
+        asked = question_words(evidence.candidates)
+        bodies = [_words(evidence, [at for at in range(*unit) if at not in asked]) for unit in units]
+        return torch.tensor(bm25(bodies, _weights(evidence, asked)), dtype=torch.float32)
 
 
 def bm25(bodies: Sequence[Sequence[Hashable]], asked: dict[Hashable, float]) -> list[float]:
-    """BM25 of each body of words for words that are asked for, with a weight each; an empty body has 0."""
+    """BM25 of each body of words for the question's words, with a weight each; an empty body has 0."""
     counts = [Counter(body) for body in bodies]
     num_bodies = sum(map(bool, counts))
     average = sum(map(len, bodies)) / max(1, num_bodies)
@@ -57,21 +54,31 @@ def bm25(bodies: Sequence[Sequence[Hashable]], asked: dict[Hashable, float]) -> 
     return scores
 
 
-def _weights(words: Sequence[tuple[Hashable, int]], half_life: float) -> dict[Hashable, float]:
-    """Return what each word counts, by how many tokens its last occurrence stands before the question's end."""
-    return {word: 0.5 ** (distance / half_life) for word, distance in words}
+def _weights(evidence: Evidence, asked: Mapping[int, float]) -> dict[Hashable, float]:
+    """What each word of the question counts: the most that a token of it does."""
+    weights: dict[Hashable, float] = {}
+    for run in _runs(sorted(asked)):
+        for word, token in _words_by_token(evidence, run):
+            weights[word] = max(weights.get(word, 0.0), asked[token])
+    return weights
 
 
-def _words(evidence: Evidence, start: int, stop: int) -> list[Hashable]:
+def _runs(tokens: Sequence[int]) -> list[range]:
+    """Increasing tokens as runs without gaps."""
+    cuts = [0, *(at for at in range(1, len(tokens)) if tokens[at] != tokens[at - 1] + 1), len(tokens)]
+    return [range(tokens[start], tokens[stop - 1] + 1) for start, stop in pairwise(cuts) if start < stop]
+
+
+def _words(evidence: Evidence, tokens: Sequence[int]) -> list[Hashable]:
     if evidence.pieces is None:
-        return list(evidence.prompt_ids[start:stop])
-    return list(_WORD.findall("".join(evidence.pieces[start:stop]).lower()))
+        return [evidence.prompt_ids[at] for at in tokens]
+    return list(_WORD.findall("".join(evidence.pieces[at] for at in tokens).lower()))
 
 
-def _words_by_token(evidence: Evidence, start: int, stop: int) -> list[tuple[Hashable, int]]:
-    """The words of a span in order, each with the number of tokens between it and the end."""
+def _words_by_token(evidence: Evidence, tokens: range) -> list[tuple[Hashable, int]]:
+    """The words of a run of tokens, each with the token in which it ends."""
     if evidence.pieces is None:
-        return [(evidence.prompt_ids[at], stop - 1 - at) for at in range(start, stop)]
-    owner = [at for at in range(start, stop) for _ in evidence.pieces[at].lower()]
-    text = "".join(evidence.pieces[start:stop]).lower()
-    return [(match.group(), stop - 1 - owner[match.end() - 1]) for match in _WORD.finditer(text)]
+        return [(evidence.prompt_ids[at], at) for at in tokens]
+    owner = [at for at in tokens for _ in evidence.pieces[at].lower()]
+    text = "".join(evidence.pieces[at] for at in tokens).lower()
+    return [(match.group(), owner[match.end() - 1]) for match in _WORD.finditer(text)]

@@ -1,16 +1,15 @@
-"""Rare words that the question shares with the text: no draft, milliseconds."""
+"""Rare words that a question shares with a text: no draft, milliseconds. For recall in later turns.
+
+How it is used: `rare_words(prompt_ids, asked, units)` scores the units of the text before the question.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import ClassVar
 
 import torch
 
-from spec_stack.config import PrefillConfig
-from spec_stack.prefill.rule import Evidence, SelectionRule
-from spec_stack.prefill.rules.attention import with_neighbours
 from spec_stack.prefill.units import Units
 
 # Lengths of the n-grams; one that occurs more often than this in the body tells too little.
@@ -18,18 +17,7 @@ _ORDERS = (2, 1)
 MAX_OCCURRENCES = 4
 
 
-class ByAnchors(SelectionRule):
-    """Rare n-grams of tokens that the question and a unit share, and no less than a share of its better neighbour's."""
-
-    needs_attention: ClassVar[bool] = False
-
-    def score(self, evidence: Evidence, units: Units, config: PrefillConfig) -> torch.Tensor:
-        half_life = evidence.half_life(config)
-        scores = anchor_scores(evidence.prompt_ids, evidence.asked(config), units, half_life)
-        return with_neighbours(scores, config.neighbour_share)
-
-
-def anchor_scores(
+def rare_words(
     prompt_ids: Sequence[int], question: tuple[int, int], units: Units, half_life: float = math.inf
 ) -> torch.Tensor:
     """How much each unit shares with the question, counted in rare n-grams. No model; milliseconds.

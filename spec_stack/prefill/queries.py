@@ -1,0 +1,132 @@
+"""The scoring queries: the segments of a prompt in which its question may stand. Pure.
+
+The question may be the last words, stand in front of format instructions, before the document, in the system message or
+in an earlier turn. So every short place of that kind is a candidate, and the draft's own attention decides: a segment's
+queries count as much as the prompt's last tokens, which open the answer, attend to it
+(`importance.segment_weights`).
+
+How it is used: `find_candidates(num_tokens, pieces, protected)`; `scoring.look_at` runs what is found.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from spec_stack.prefill.alignment import Span
+from spec_stack.prefill.units import line_borders
+
+WINDOW = 160
+"""Tokens at the end of a prompt whose own queries score it."""
+# Tokens at the beginning of a place before the window that the draft reads again behind the prompt.
+_LEAD = 64
+# Turns before the last one whose beginnings are candidates.
+_EARLIER_TURNS = 2
+# Tokens behind the last turn that open the answer, at most, and as many where no template opens it.
+_OPENING, _NO_OPENING = 8, 4
+# Tokens before the end over which a word's weight halves, where nothing tells what is the question.
+_HALF_LIFE = 12
+# Tokens of a segment where the texts are not known.
+_SEGMENT = 16
+_QUESTION_MARK = re.compile("[?\uff1f\u061f\u037e\u2e2e]")
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Where the question of a prompt may stand.
+
+    Attributes
+    ----------
+    segments : tuple of (int, int)
+        Half-open spans of tokens, in order.
+    is_question : tuple of bool
+        For each, whether it holds a question mark.
+    num_repeated : int
+        So many segments, the first ones, stand before the window. A token there has not seen the document, so the draft
+        reads them again behind the prompt.
+    start : int
+        The first token of the window; the queries from there to the prompt's end are taken in place.
+    opening : int
+        So many of the prompt's last tokens open the answer.
+    """
+
+    segments: tuple[Span, ...]
+    is_question: tuple[bool, ...]
+    num_repeated: int
+    start: int
+    opening: int
+
+    @property
+    def repeated(self) -> tuple[Span, ...]:
+        return self.segments[: self.num_repeated]
+
+
+def find_candidates(
+    num_tokens: int, pieces: Sequence[str] | None, protected: Sequence[Span] = (), first: int = 0
+) -> Candidates:
+    """Find the segments in which the question may stand.
+
+    Parameters
+    ----------
+    num_tokens
+        Of the prompt.
+    pieces
+        The text of every token; None without a tokenizer, and segments are runs of tokens.
+    protected
+        Half-open spans of the system message and of the template's own tokens, sorted; what lies between them are the
+        turns. Empty for a plain prompt, which is one turn.
+    first
+        The window begins here at the earliest (the new text of a conversation).
+    """
+    turns = _between(protected, num_tokens)
+    behind = num_tokens - turns[-1][1] if turns else 0
+    opening = min(behind, _OPENING) or min(_NO_OPENING, num_tokens)
+    end = num_tokens - opening
+    start = max(num_tokens - WINDOW, min(first, num_tokens - opening), 0)
+    borders = _borders(num_tokens, pieces)
+    places = [(at, min(stop, at + _LEAD)) for at, stop in turns[-1 - _EARLIER_TURNS :]]
+    if turns and protected[0][0] == 0 < turns[0][0]:
+        # The system message with its template, from its end back.
+        places.insert(0, (max(0, turns[0][0] - _LEAD), turns[0][0]))
+    before = [segment for begin, stop in places for segment in _cut(borders, begin, min(stop, start))]
+    inside = [segment for begin, stop in turns for segment in _cut(borders, max(begin, start), min(stop, end))]
+    segments = (*before, *inside)
+    marked = tuple(pieces is not None and _has_mark(pieces, segment) for segment in segments)
+    return Candidates(segments, marked, len(before), start, opening)
+
+
+def question_words(found: Candidates) -> dict[int, float]:
+    """The tokens whose words are the question's, without a draft to tell, and what each counts, up to 1.
+
+    Those of the segments with a question mark; where none has one, those at the end of the prompt, the last ones most,
+    and those of the first candidate before the window.
+    """
+    marked = [segment for segment, mark in zip(found.segments, found.is_question, strict=True) if mark]
+    if marked:
+        return {at: 1.0 for segment in marked for at in range(*segment)}
+    inside = found.segments[found.num_repeated :]
+    end = inside[-1][1] if inside else 0
+    words = {at: 0.5 ** ((end - 1 - at) / _HALF_LIFE) for segment in inside for at in range(*segment)}
+    return {at: 1.0 for segment in found.repeated[-1:] for at in range(*segment)} | words
+
+
+def _between(spans: Sequence[Span], num_tokens: int) -> list[Span]:
+    """The gaps that sorted spans leave in 0…num_tokens."""
+    edges = [0, *(edge for span in spans for edge in span), num_tokens]
+    return [(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop]
+
+
+def _borders(num_tokens: int, pieces: Sequence[str] | None) -> list[int]:
+    return [*range(0, num_tokens, _SEGMENT), num_tokens] if pieces is None else line_borders(pieces)
+
+
+def _cut(borders: Sequence[int], start: int, stop: int) -> list[Span]:
+    """What segments between these borders have of a span."""
+    parts = ((max(begin, start), min(end, stop)) for begin, end in pairwise(borders))
+    return [(begin, end) for begin, end in parts if begin < end]
+
+
+def _has_mark(pieces: Sequence[str], segment: Span) -> bool:
+    return _QUESTION_MARK.search("".join(pieces[slice(*segment)])) is not None
