@@ -27,7 +27,7 @@ DraftContext = Literal["full", "kept"]
 OnScoringError = Literal["dense", "raise"]
 Unit = Literal["lines", "chunks"]
 ScoringQueries = Literal["look_ahead", "prompt"]
-HeadVote = Literal["max", "share"]
+HeadVote = Literal["max", "mean"]
 Prune = Literal["both", "draft", "none"]
 # Names that can be configured: the keys of the rooms' registries, which write them here. No entry is loaded for it.
 KNOWN_POLICIES: list[str] = []
@@ -146,8 +146,8 @@ class PrefillConfig:
     )
     head_vote: HeadVote = option(
         "max",
-        "how the votes of several heads become one: the 'max' of their pooled attention, which the paper takes, or the "
-        "mean of each one's 'share', the forced ends taken out, which suits a few chosen heads",
+        "over the heads: the 'max' of their pooled attention, which the paper takes, or the 'mean', which suits a few "
+        "chosen heads",
     )
     scorer: str = option(
         "attention",

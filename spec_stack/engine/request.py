@@ -33,6 +33,7 @@ from spec_stack.hf.sampling import make_processors
 from spec_stack.hf.structured import Grammar
 from spec_stack.prefill.decide import decide_scoring, sees_whole
 from spec_stack.prefill.recall import clip_spans
+from spec_stack.prefill.queries import MOST_REPEATED
 from spec_stack.prefill.registry import needs_attention
 from spec_stack.prefill.rule import Observer
 from spec_stack.settings.checks import plain_number
@@ -259,9 +260,10 @@ class Request:
         notes = [uncopied_note(processors)]
         if num_draft_tokens > draft_limit:
             notes.append(f"the draft has {draft_limit} positions and sees the end of the prompt alone")
-            if needs_attention(prefill.scorer):
-                too_long = f"the prompt has {num_draft_tokens} tokens, and the draft {draft_limit} positions"
-                obstacle = obstacle or too_long
+        num_behind = MOST_REPEATED if prefill.asks_prompt else 0
+        if num_draft_tokens + num_behind > draft_limit and needs_attention(prefill.scorer):
+            too_long = f"the prompt has {num_draft_tokens} tokens, and the draft {draft_limit} positions"
+            obstacle = obstacle or too_long
         if scores and obstacle:
             scores, reason = False, f"off: {obstacle}"
         if encoded.note:

@@ -19,8 +19,8 @@ from spec_stack.prefill.importance import (
     ScoredLayer,
     Segment,
     choose_heads,
-    head_shares,
-    mean_share,
+    head_importance,
+    mean_importance,
     segment_weights,
     token_importance,
 )
@@ -102,25 +102,26 @@ class CapturedAttention:
         """
         layers = self.voting(config)
         queries = self.num_in_place, self.segments, self.weights(config)
-        if config.head_vote == "share":
-            scores = mean_share(layers, self._ends(config), *queries)
+        if config.head_vote == "mean":
+            scores = mean_importance(layers, *queries)
         else:
             scores = token_importance(layers, config.pool_kernel, lambda best: best, *queries)
         return self._of_target(scores.cpu())
 
     def weights(self, config: PrefillConfig) -> list[float]:
-        """How much the queries of each segment count, up to 1, by the heads that vote."""
+        """How much the queries of each segment count, up to 1, by all heads behind the skipped layers."""
         if not self.segments:
             return []
-        return segment_weights(self.voting(config), self.segments, self.num_in_place, self.opening)
+        layers = self.voting(replace(config, scoring_heads=None))
+        return segment_weights(layers, self.segments, self.num_in_place, self.opening)
 
-    def shares(self, config: PrefillConfig) -> dict[tuple[int, int], torch.Tensor]:
-        """Every (layer, head) alone: its share (num_prompt_tokens - first,) as `importance` would take the mean of."""
+    def by_head(self, config: PrefillConfig) -> dict[tuple[int, int], torch.Tensor]:
+        """Importance (num_prompt_tokens - first,) by every (layer, head) alone, of which head_vote "mean" is the mean."""
         queries = self.num_in_place, self.segments, self.weights(config)
         return {
-            (index, head): self._of_target(share)
+            (index, head): self._of_target(importance)
             for index, layer in self.layers.items()
-            for head, share in enumerate(head_shares(layer, self._ends(config), *queries).cpu())
+            for head, importance in enumerate(head_importance(layer, *queries).cpu())
         }
 
     def voting(self, config: PrefillConfig) -> list[ScoredLayer]:
@@ -134,16 +135,6 @@ class CapturedAttention:
             by_layer.setdefault(index, []).append(head)
         chosen = [choose_heads(layer, by_layer[index]) for index, layer in self.layers.items() if index in by_layer]
         return chosen
-
-    def _ends(self, config: PrefillConfig) -> tuple[int, int]:
-        """How many of the draft's first and last tokens the forced ends of the prompt are."""
-        first, last = config.forced_tokens
-        if self.ranges is None:
-            return first, last
-        num_tokens, num_draft_tokens = len(self.ranges), self.ranges[-1][1]
-        begin = self.ranges[first][0] if first < num_tokens else num_draft_tokens
-        end = self.ranges[num_tokens - last][0] if last < num_tokens else 0
-        return begin, num_draft_tokens - end
 
     def _of_target(self, scores: torch.Tensor) -> torch.Tensor:
         mapped = scores if self.ranges is None else map_importance(scores, self.ranges)

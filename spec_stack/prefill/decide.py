@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from spec_stack.config import PrefillConfig
 from spec_stack.prefill.alignment import Span
+from spec_stack.prefill.queries import MOST_REPEATED
 from spec_stack.prefill.registry import needs_attention
 
 
@@ -51,7 +52,7 @@ def decide_scoring(
 
 
 def sees_whole(config: PrefillConfig, num_draft_tokens: int, scoring_limit: int | None) -> bool:
-    """Return whether some attention layer of the draft sees a prompt of so many of its tokens whole, with its look-
-    ahead."""
-    num_behind = 0 if config.asks_prompt else config.look_ahead
+    """Return whether some attention layer of the draft sees a prompt of so many of its tokens whole, with the
+    queries behind it."""
+    num_behind = MOST_REPEATED if config.asks_prompt else config.look_ahead
     return scoring_limit is None or num_draft_tokens + num_behind <= scoring_limit

@@ -1,7 +1,7 @@
 """From attention to one importance per prompt token. Pure tensors.
 
-How it is used: `token_importance(layers, pool_kernel)` is the paper's rule, `mean_share(layers, ends)` that of chosen
-heads; `attention.CapturedAttention` calls the one that a configuration asks for.
+How it is used: `token_importance(layers, pool_kernel)` is the paper's rule, `mean_importance(layers)` that of
+chosen heads; `attention.CapturedAttention` calls the one that a configuration asks for.
 """
 
 from __future__ import annotations
@@ -126,10 +126,13 @@ def segment_weights(
     ]
     if not heads:
         raise ValueError(_NO_LAYER)
-    attention = torch.cat(heads).mean(dim=0)
-    marks = (_QUESTION_MARK if segment.is_question else 1.0 for segment in segments)
-    seen = [float(attention[slice(*segment.span)].mean()) * mark for segment, mark in zip(segments, marks, strict=True)]
-    return [each / max(seen) if max(seen) > 0 else 1.0 for each in seen]
+    # What they attend to of themselves tells nothing.
+    attention = torch.cat(heads).mean(dim=0)[:-opening]
+    seen = torch.stack([attention[slice(*segment.span)].mean() for segment in segments])
+    seen = seen * torch.tensor([_QUESTION_MARK if segment.is_question else 1.0 for segment in segments])
+    largest = seen.nan_to_num().max().clamp(min=torch.finfo(seen.dtype).tiny)
+    weights: list[float] = (seen / largest).nan_to_num(nan=1.0).tolist()
+    return weights
 
 
 def over_queries(
@@ -209,59 +212,43 @@ def token_importance(
     return _finite(over_queries(over_ranks(best), segments, weights))
 
 
-def head_shares(
-    layer: ScoredLayer,
-    ends: Span,
-    num_in_place: int = 1,
-    segments: Sequence[Segment] = (),
-    weights: Sequence[float] = (),
+def head_importance(
+    layer: ScoredLayer, num_in_place: int = 1, segments: Sequence[Segment] = (), weights: Sequence[float] = ()
 ) -> torch.Tensor:
-    """Each head's attention over the middle of the prompt, as shares that sum to one.
+    """Importance (num_heads, num_prompt_tokens), fp32, of every prompt token by each head alone.
 
     Parameters
     ----------
     layer
         As `attention_to_prompt` takes it.
-    ends
-        How many tokens at the beginning and at the end are kept anyway: they take no part, nor do the attention sinks
-        among them.
     num_in_place
-        As in `attention_to_prompt`.
+        As there.
     segments, weights
         As in `over_queries`.
-
-    Returns
-    -------
-    torch.Tensor
-        (num_heads, num_prompt_tokens), fp32, 0 at the ends; all 0 for a head that looks nowhere else.
     """
     queries, keys, scaling, *rest = layer
     attention = attention_to_prompt(queries, keys, scaling, rest[0] if rest else None, num_in_place)
-    shares = over_queries(attention, segments, weights)
-    shares[:, : ends[0]] = 0
-    shares[:, max(shares.shape[1] - ends[1], 0) :] = 0
-    return shares / shares.sum(dim=1, keepdim=True).clamp(min=torch.finfo(shares.dtype).tiny)
+    return over_queries(attention, segments, weights)
 
 
-def mean_share(
+def mean_importance(
     layers: Iterable[ScoredLayer],
-    ends: Span,
     num_in_place: int = 1,
     segments: Sequence[Segment] = (),
     weights: Sequence[float] = (),
 ) -> torch.Tensor:
-    """Importance (num_prompt_tokens,) of every prompt token: the mean of the heads' shares (see `head_shares`).
+    """Importance (num_prompt_tokens,) of every prompt token: the mean over the heads (see `head_importance`).
 
     Raises
     ------
     ValueError
         For no layers or a non-finite result.
     """
-    shares = [head_shares(layer, ends, num_in_place, segments, weights) for layer in layers]
-    if not shares:
+    heads = [head_importance(layer, num_in_place, segments, weights) for layer in layers]
+    if not heads:
         raise ValueError(_NO_LAYER)
     # The layers of a model that is split stand on several devices.
-    return _finite(torch.cat([share.to(shares[0].device) for share in shares]).mean(dim=0))
+    return _finite(torch.cat([each.to(heads[0].device) for each in heads]).mean(dim=0))
 
 
 def _finite(importance: torch.Tensor) -> torch.Tensor:

@@ -24,6 +24,8 @@ WINDOW = 160
 _LEAD = 64
 # Turns before the last one whose beginnings are candidates.
 _EARLIER_TURNS = 2
+MOST_REPEATED = (2 + _EARLIER_TURNS) * _LEAD
+"""Most tokens that the draft reads again behind a prompt."""
 # Tokens behind the last turn that open the answer, at most, and as many where no template opens it.
 _OPENING, _NO_OPENING = 8, 4
 # Tokens before the end over which a word's weight halves, where nothing tells what is the question.
@@ -83,15 +85,17 @@ def find_candidates(
     turns = _between(protected, num_tokens)
     behind = num_tokens - turns[-1][1] if turns else 0
     opening = min(behind, _OPENING) or min(_NO_OPENING, num_tokens)
-    end = num_tokens - opening
     start = max(num_tokens - WINDOW, min(first, num_tokens - opening), 0)
     borders = _borders(num_tokens, pieces)
-    places = [(at, min(stop, at + _LEAD)) for at, stop in turns[-1 - _EARLIER_TURNS :]]
-    if turns and protected[0][0] == 0 < turns[0][0]:
-        # The system message with its template, from its end back.
-        places.insert(0, (max(0, turns[0][0] - _LEAD), turns[0][0]))
-    before = [segment for begin, stop in places for segment in _cut(borders, begin, min(stop, start))]
-    inside = [segment for begin, stop in turns for segment in _cut(borders, max(begin, start), min(stop, end))]
+    # A turn of nothing but what opens the answer is the template's.
+    runs = [(begin, stop) for begin, stop in turns if begin < num_tokens - opening]
+    leads = [(begin, min(stop, begin + _LEAD)) for begin, stop in runs[-1 - _EARLIER_TURNS :]]
+    if turns and turns[0][0] > 0:
+        # The end of the system message, with its template.
+        system = max(0, turns[0][0] - _LEAD), turns[0][0]
+        runs, leads = [system, *runs], [system, *leads]
+    before = [segment for begin, stop in leads for segment in _cut(borders, begin, min(stop, start))]
+    inside = [segment for begin, stop in runs for segment in _cut(borders, max(begin, start), stop)]
     segments = (*before, *inside)
     marked = tuple(pieces is not None and _has_mark(pieces, segment) for segment in segments)
     return Candidates(segments, marked, len(before), start, opening)
@@ -100,16 +104,14 @@ def find_candidates(
 def question_words(found: Candidates) -> dict[int, float]:
     """The tokens whose words are the question's, without a draft to tell, and what each counts, up to 1.
 
-    Those of the segments with a question mark; where none has one, those at the end of the prompt, the last ones most,
-    and those of the first candidate before the window.
+    Those of the segments with a question mark; where none has one, those at the end of the prompt, the last ones most.
     """
     marked = [segment for segment, mark in zip(found.segments, found.is_question, strict=True) if mark]
     if marked:
         return {at: 1.0 for segment in marked for at in range(*segment)}
     inside = found.segments[found.num_repeated :]
     end = inside[-1][1] if inside else 0
-    words = {at: 0.5 ** ((end - 1 - at) / _HALF_LIFE) for segment in inside for at in range(*segment)}
-    return {at: 1.0 for segment in found.repeated[-1:] for at in range(*segment)} | words
+    return {at: 0.5 ** ((end - 1 - at) / _HALF_LIFE) for segment in inside for at in range(*segment)}
 
 
 def _between(spans: Sequence[Span], num_tokens: int) -> list[Span]:

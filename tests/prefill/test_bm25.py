@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from hypothesis import given
@@ -22,9 +24,9 @@ def test_scores_equal_the_formula_word_by_word(bodies: list[list[str]], asked: d
     assert bm25(bodies, dict(asked)) == pytest.approx(reference_bm25.scores(bodies, asked))
 
 
-def scores(pieces: list[str], question: tuple[int, int] | None) -> torch.Tensor:
+def scores(pieces: list[str], protected: Sequence[tuple[int, int]] = ()) -> torch.Tensor:
     config = PrefillConfig()
-    evidence = Evidence(list(range(len(pieces))), question=question, pieces=pieces)
+    evidence = Evidence(list(range(len(pieces))), protected=protected, pieces=pieces)
     return make_rule("bm25").score(evidence, make_units(len(pieces), pieces, config), config)
 
 
@@ -35,36 +37,44 @@ DOCUMENT = ["The", " barn", " was", " red", ".\n", "A", " mill", " stands", " by
 ] * 40
 
 
-def test_the_line_that_shares_the_questions_words_is_the_best_and_the_question_itself_has_none() -> None:
-    pieces = [*DOCUMENT, "Where", " is", " the", " mill", "?"]
-    found = scores(pieces, (len(DOCUMENT), len(pieces)))
-    assert int(found.argmax()) == 1
-    assert found[-1] == 0
+QUESTION = ["Where", " is", " the", " mill", "?"]
+INSTRUCTIONS = [" Quote", " the", " red", " barn", " if", " it", " was", " not", " found", ".\n"]
 
 
-def test_a_turn_with_its_document_before_the_question_is_searched_for_its_end() -> None:
-    pieces = [*DOCUMENT, "Where", " is", " the", " mill", "?"]
-    for question in ((0, len(pieces)), None):
-        assert int(scores(pieces, question).argmax()) == 1
+@pytest.mark.parametrize(
+    ("pieces", "protected"),
+    [
+        ([*DOCUMENT, *QUESTION], ()),
+        ([*DOCUMENT, *QUESTION, "\n", *INSTRUCTIONS], ()),
+        ([*QUESTION, "\n", *DOCUMENT], ()),
+        (["<user>", *QUESTION, "<end>", "<tool>", *DOCUMENT, "<end>"], ((0, 1), (6, 8), (140, 141))),
+        (["<system>", *QUESTION, "\n", "<user>", *DOCUMENT, "<end>"], ((0, 8), (140, 141))),
+    ],
+    ids=["last", "in front of instructions", "first", "in an earlier turn", "in the system message"],
+)
+def test_the_line_that_shares_the_questions_words_is_the_best(
+    pieces: list[str], protected: Sequence[tuple[int, int]]
+) -> None:
+    borders = make_units(len(pieces), pieces, PrefillConfig()).borders
+    best = int(scores(pieces, protected).argmax())
+    assert "".join(pieces[borders[best] : borders[best + 1]]) == "A mill stands by the river.\n"
+
+
+def test_the_question_itself_has_no_score() -> None:
+    assert scores([*DOCUMENT, *QUESTION])[-1] == 0
+
+
+def test_a_request_without_a_question_mark_is_looked_for_at_the_end() -> None:
+    pieces = [*DOCUMENT, "Find", " the", " mill", "."]
+    assert int(scores(pieces).argmax()) == 1
 
 
 def test_scripts_without_spaces_are_searched_by_the_character() -> None:
-    pieces = [*"猫は庭にいる。\n犬は家にいる。\n鳥は空をとぶ。\n", *"犬はどこ?"]
-    assert int(scores(pieces, (len(pieces) - 5, len(pieces))).argmax()) == 1
+    pieces = [*"猫は庭にいる。\n犬は家にいる。\n鳥は空をとぶ。\n", *"犬はどこ？"]
+    assert int(scores(pieces).argmax()) == 1
 
 
 def test_without_text_tokens_are_the_words() -> None:
     ids = [*range(100), *[500] * 100, 40, 41]
     config = PrefillConfig(chunk_size=10)
-    evidence = Evidence(ids, question=(200, 202))
-    assert int(make_rule("bm25").score(evidence, make_units(202, None, config), config).argmax()) == 4
-
-
-def test_fusion_with_attention_leaves_the_order_to_attention_where_no_word_is_shared() -> None:
-    pieces = [*DOCUMENT, "Why", "?"]
-    config = PrefillConfig()
-    importance = torch.rand(len(pieces), generator=torch.Generator().manual_seed(2))
-    evidence = Evidence(list(range(len(pieces))), None, (len(DOCUMENT), len(pieces)), pieces, importance)
-    units = make_units(len(pieces), pieces, config)
-    both, alone = (make_rule(name).score(evidence, units, config) for name in ("attention_bm25", "attention"))
-    assert torch.equal(both.argsort(), alone.argsort())
+    assert int(make_rule("bm25").score(Evidence(ids), make_units(202, None, config), config).argmax()) == 4

@@ -10,27 +10,25 @@ from spec_stack.prefill.importance import choose_heads, token_importance
 from spec_stack.prefill.recall import pair_scores
 from spec_stack.prefill.registry import SCORERS, make_rule
 from spec_stack.prefill.rule import Evidence
-from spec_stack.prefill.rules.anchors import anchor_scores
-from spec_stack.prefill.rules.attention import with_neighbours
-from spec_stack.prefill.rules.fused import fuse
 from spec_stack.prefill.selection import select
 from spec_stack.prefill.units import Chunks
+from spec_stack.prefill.words import rare_words
 from tests.support import reference
 
 prompts = st.lists(st.integers(0, 12), min_size=1, max_size=120)
 
 
 @given(prompts, st.integers(0, 40), st.integers(1, 9), st.sampled_from([float("inf"), 3.0]))
-def test_anchors_equal_counting_every_gram_by_hand(ids: list[int], tail: int, size: int, half_life: float) -> None:
+def test_rare_words_equal_counting_every_gram_by_hand(ids: list[int], tail: int, size: int, half_life: float) -> None:
     question = max(0, len(ids) - tail), len(ids)
-    got = anchor_scores(ids, question, Chunks(len(ids), size), half_life)
-    expected = reference.anchor_scores(ids, question[0], size, half_life)
+    got = rare_words(ids, question, Chunks(len(ids), size), half_life)
+    expected = reference.rare_words(ids, question[0], size, half_life)
     assert got.tolist() == pytest.approx(expected)
 
 
 def test_a_rare_word_of_the_question_outweighs_a_common_one() -> None:
     ids = [5] * 64 + [7] + [5] * 63 + [9] * 3 + [5, 7]
-    scores = anchor_scores(ids, (len(ids) - 2, len(ids)), Chunks(len(ids), 16))
+    scores = rare_words(ids, (len(ids) - 2, len(ids)), Chunks(len(ids), 16))
     assert scores.argmax() == 4
     assert torch.nonzero(scores)[:, 0].tolist() == [3, 4]
 
@@ -38,49 +36,22 @@ def test_a_rare_word_of_the_question_outweighs_a_common_one() -> None:
 @given(st.lists(st.integers(0, 30), max_size=200), st.lists(st.integers(0, 30), max_size=12), st.integers(1, 9))
 def test_pairs_equal_looking_at_every_two_tokens_by_hand(body: list[int], question: list[int], size: int) -> None:
     expected = reference.pair_scores(body, question, size)
-    assert pair_scores([*body, *question], len(body), Chunks(len(body), size)).tolist() == pytest.approx(expected)
+    assert pair_scores([*body, *question], (len(body), len(body) + len(question)), Chunks(len(body), size)).tolist() == pytest.approx(expected)
 
 
 def test_a_line_with_two_common_words_of_the_question_outweighs_lines_with_one() -> None:
     lines = [[100 + name, 50, 200 + colour, *range(20, 45)] for name in range(6) for colour in range(6)]
     body = [token for line in lines for token in line]
     units = Chunks(len(body), len(lines[0]))
-    scores = pair_scores([*body, 7, 203, 50, 104, 8], len(body), units)
+    scores = pair_scores([*body, 7, 203, 50, 104, 8], (len(body), len(body) + 5), units)
     assert torch.nonzero(scores == scores.max())[:, 0].tolist() == [4 * 6 + 3]
     assert scores.max() == 1
     assert scores.sum() == 1
 
 
-@given(st.lists(st.floats(0, 1), min_size=1, max_size=30), st.floats(0, 0.9))
-def test_a_chunk_has_at_least_its_share_of_the_better_neighbour(values: list[float], share: float) -> None:
-    scores = torch.tensor(values)
-    got = with_neighbours(scores, share)
-    for index in range(len(values)):
-        near = [scores[at] for at in (index - 1, index + 1) if 0 <= at < len(values)]
-        assert got[index] == max([scores[index], *(share * each for each in near)])
-
-
-@given(st.lists(st.tuples(st.floats(0, 9), st.floats(0, 1)), min_size=1, max_size=30), st.floats(0.05, 5))
-def test_fusion_multiplies_attention_by_what_the_words_say(votes: list[tuple[float, float]], weight: float) -> None:
-    anchors, attention = (torch.tensor(column, dtype=torch.float64) for column in zip(*votes, strict=True))
-    expected = reference.fused_scores(anchors.tolist(), attention.tolist(), weight)
-    assert fuse(anchors, attention, weight).exp().tolist() == pytest.approx(expected)
-
-
-def test_a_rare_word_decides_and_without_one_attention_does() -> None:
-    attention = torch.rand(40, generator=torch.Generator().manual_seed(0)) / 40
-    anchors = torch.zeros(40)
-    assert torch.equal(fuse(anchors, attention, 2.0).argsort(), attention.argsort())
-    anchors[17] = 3.0
-    ranked = fuse(anchors, attention, 2.0).argsort(descending=True).tolist()
-    assert ranked[0] == 17
-    assert ranked[1:] == [chunk for chunk in attention.argsort(descending=True).tolist() if chunk != 17]
-    assert bool(torch.isfinite(fuse(anchors, torch.zeros(40), 2.0)).all())
-
-
 def test_every_rule_that_is_registered_prunes_a_prompt() -> None:
     importance = torch.rand(200, generator=torch.Generator().manual_seed(1))
-    assert set(SCORERS) >= {"attention", "anchors", "fused", "bm25", "attention_bm25"}
+    assert set(SCORERS) >= {"attention", "bm25"}
     for scorer in SCORERS:
         kept = select(Evidence(range(200), importance=importance), PrefillConfig(scorer=scorer)).positions
         assert len(kept) < 200, scorer
@@ -94,26 +65,12 @@ def test_the_papers_rule_is_the_mean_importance_of_chunks_of_32() -> None:
     assert torch.equal(scores, padded.mean(1))
 
 
-def test_without_importance_attention_is_refused_and_anchors_are_not() -> None:
+def test_without_importance_attention_is_refused_and_bm25_is_not() -> None:
     with pytest.raises(ValueError, match="attention is missing"):
         select(Evidence(range(300)), PrefillConfig())
     ids = [*range(300, 1300), 350, 351, 352]
-    kept = select(Evidence(ids), PrefillConfig(scorer="anchors", keep_rate=0.1)).positions
+    kept = select(Evidence(ids), PrefillConfig(scorer="bm25", keep_rate=0.15)).positions
     assert {50, 51, 52} <= set(kept)
-
-
-def test_a_named_question_counts_alike_from_its_first_word_to_its_last() -> None:
-    ids = [1] * 40 + [2] + [1] * 40 + [3] + [1] * 40 + [2, *[4] * 60, 3]
-
-    def scores(question: tuple[int, int] | None) -> torch.Tensor:
-        evidence = Evidence(ids, question=question)
-        return make_rule("anchors").score(evidence, Chunks(len(ids), 32), PrefillConfig())
-
-    told = scores((len(ids) - 62, len(ids)))
-    assert told[40 // 32] == told[81 // 32]
-    # A turn that is a document with a question at its end is looked through from its end.
-    assert torch.equal(scores((10, len(ids))), scores(None))
-    assert scores(None)[40 // 32] < scores(None)[81 // 32]
 
 
 def test_chosen_heads_score_as_if_there_were_no_others() -> None:
@@ -147,16 +104,11 @@ def test_the_keep_rate_may_be_a_curve_by_length() -> None:
         {"scoring_heads": ()},
         {"scoring_heads": ((0, -1),)},
         {"scoring_heads": (3,)},
-        {"neighbour_share": 1.0},
         {"scorer": "votes"},
         {"unit": "words"},
         {"scoring_queries": "all"},
         {"head_vote": "sum"},
         {"skipped_layers": -1},
-        {"bm25_weight": 0},
-        {"anchor_weight": 0.0},
-        {"anchor_weight": float("inf")},
-        {"anchor_tail": 0},
     ],
 )
 def test_what_cannot_be_scored_by_is_refused_at_construction(bad: dict[str, object]) -> None:

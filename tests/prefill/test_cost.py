@@ -30,23 +30,23 @@ def test_the_formula_counts_what_its_table_lists() -> None:
     assert prefill_flops(shape, 10) == 2 * per_layer + 10 * 8 * 50
 
 
-def test_a_window_early_exit_and_anchors_each_lower_r_and_leave_s() -> None:
+def test_a_window_early_exit_and_bm25_each_lower_r_and_leave_s() -> None:
     def gain(**options: object) -> tuple[float, float]:
         found = expected_gain(LLAMA_70B, LLAMA_8B, 131072, PrefillConfig(keep_rate=0.1, **options))  # type: ignore[arg-type]
         return found.r, found.s
 
-    dense, windowed, exits, both, anchors = (
+    dense, windowed, exits, both, bm25 = (
         gain(),
         gain(draft_window=256),
         gain(scoring_layers=8),
         gain(draft_window=256, scoring_layers=8),
-        gain(scorer="anchors"),
+        gain(scorer="bm25"),
     )
-    assert dense[0] > windowed[0] > both[0] > anchors[0]
+    assert dense[0] > windowed[0] > both[0] > bm25[0]
     assert dense[0] > exits[0] > both[0]
     assert gain(draft_window=(1 << 20, 256)) == dense
     assert gain(draft_window=(0, 256)) == windowed
-    assert len({s for _, s in (dense, windowed, exits, both, anchors)}) == 1
+    assert len({s for _, s in (dense, windowed, exits, both, bm25)}) == 1
 
 
 def test_shapes_are_taken_from_configurations_and_refused_where_they_say_too_little() -> None:
@@ -64,9 +64,9 @@ def test_shapes_are_taken_from_configurations_and_refused_where_they_say_too_lit
 
 
 def test_sparse_prefill_pays_from_a_length_on_that_what_is_cheaper_lowers() -> None:
-    default, anchors = PrefillConfig(), PrefillConfig(scorer="anchors", look_ahead=0)
+    default, bm25 = PrefillConfig(), PrefillConfig(scorer="bm25", look_ahead=0)
     assert 96 < break_even(LLAMA_405B, LLAMA_8B, default) < 32768
-    assert break_even(LLAMA_70B, LLAMA_8B, anchors) <= break_even(LLAMA_70B, LLAMA_8B, default)
+    assert break_even(LLAMA_70B, LLAMA_8B, bm25) <= break_even(LLAMA_70B, LLAMA_8B, default)
     assert break_even(LLAMA_70B, LLAMA_8B, default, 1) < break_even(LLAMA_70B, LLAMA_8B, default, 1024)
     # A draft as dear as its target never pays.
     assert break_even(LLAMA_8B, LLAMA_8B, default) == 0

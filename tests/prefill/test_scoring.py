@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -14,6 +15,7 @@ from spec_stack.decode.sampler import Sampler
 from spec_stack.hf.attention import install
 from spec_stack.hf.model import CachedModel
 from spec_stack.prefill.attention import CapturedAttention
+from spec_stack.prefill.queries import WINDOW, find_candidates
 from spec_stack.prefill.scoring import look_at, num_layers_needed, score_prompt
 from tests.support import reference, reference_architectures
 from tests.support.models import make_model, random_prompt
@@ -30,12 +32,13 @@ BASE = {
     "skipped_layers": 0,
 }
 PROMPT = random_prompt(150)
+LONG = random_prompt(260)
 WAYS = {
     "windowed": {"draft_window": 16, "draft_sinks": 4},
     "early exit": {"scoring_layers": 2},
     "windowed early exit": {"draft_window": 16, "draft_sinks": 4, "scoring_layers": 1},
-    "anchors": {"scorer": "anchors"},
-    "fused, some heads, neighbours": {"scorer": "fused", "scoring_heads": ((1, 0), (2, 3)), "neighbour_share": 0.5},
+    "bm25": {"scorer": "bm25"},
+    "some heads": {"scoring_heads": ((1, 0), (2, 3))},
 }
 
 
@@ -45,32 +48,47 @@ def open_draft(prefill_chunk: int = 4096) -> CachedModel:
     return CachedModel(model, prefill_chunk)
 
 
-def scored(draft: CachedModel, config: PrefillConfig):  # type: ignore[no-untyped-def]
-    return score_prompt(draft, PROMPT, partial(propose, draft, sampler=Sampler(), end_ids=()), config)
+def scored(draft: CachedModel, config: PrefillConfig, prompt: list[int] = PROMPT):  # type: ignore[no-untyped-def]
+    return score_prompt(draft, prompt, partial(propose, draft, sampler=Sampler(), end_ids=()), config)
+
+
+def candidates_of(prompt: list[int], protected: list[tuple[int, int]] | None = None) -> dict[str, object]:
+    """The candidates as the oracle takes them."""
+    found = find_candidates(len(prompt), None, protected or [])
+    cut = found.num_repeated
+    return {
+        "repeated": found.segments[:cut],
+        "in_place": found.segments[cut:],
+        "marked": found.is_question,
+        "opening": found.opening,
+    }
 
 
 @pytest.mark.parametrize("prefill_chunk", [4096, 31])
-@pytest.mark.parametrize(("queries", "num_tail"), [("prompt", 5), ("look_ahead", 1)])
-def test_a_windowed_draft_selects_by_the_scores_of_an_explicit_mask(
-    queries: str, num_tail: int, prefill_chunk: int
-) -> None:
+@pytest.mark.parametrize("queries", ["prompt", "look_ahead"])
+def test_a_windowed_draft_selects_by_the_scores_of_an_explicit_mask(queries: str, prefill_chunk: int) -> None:
     asked = {**BASE, "scoring_queries": queries}
     config = PrefillConfig(**asked, draft_window=16, draft_sinks=4, prefill_chunk=prefill_chunk)  # type: ignore[arg-type]
-    selection, proposal = scored(open_draft(prefill_chunk), config)
-    window = reference_architectures.WindowedPrefill(len(PROMPT) - num_tail, 16, 4)
+    selection, proposal = scored(open_draft(prefill_chunk), config, LONG)
+    found = candidates_of(LONG)
     eager = make_model(implementation="eager")
-    expected = reference.importance(eager, PROMPT, proposal.token_ids, 5, num_tail=num_tail, prefill=window)
+    if queries == "prompt":
+        window = reference_architectures.WindowedPrefill(len(LONG) - WINDOW, 16, 4)
+        expected = reference.question_importance(eager, LONG, **found, pool_kernel=5, prefill=window)  # type: ignore[arg-type]
+    else:
+        window = reference_architectures.WindowedPrefill(len(LONG) - 1, 16, 4)
+        expected = reference.importance(eager, LONG, proposal.token_ids, 5, prefill=window)
     assert list(selection.positions) == reference.selected_positions(expected, 0.3, 8, 1, 2)
-    dense, _ = scored(open_draft(), PrefillConfig(**asked))  # type: ignore[arg-type]
+    dense, _ = scored(open_draft(), PrefillConfig(**asked), LONG)  # type: ignore[arg-type]
     assert list(dense.positions) != list(selection.positions)
 
 
 def test_a_window_of_long_prompts_is_dense_in_shorter_ones() -> None:
     kept = {
-        window: list(scored(open_draft(), PrefillConfig(**BASE, draft_window=window, draft_sinks=4))[0].positions)  # type: ignore[arg-type]
-        for window in (None, 16, (len(PROMPT), 16), (len(PROMPT) + 1, 16))
+        window: list(scored(open_draft(), PrefillConfig(**BASE, draft_window=window, draft_sinks=4), LONG)[0].positions)  # type: ignore[arg-type]
+        for window in (None, 16, (len(LONG), 16), (len(LONG) + 1, 16))
     }
-    assert kept[len(PROMPT), 16] == kept[16] != kept[None] == kept[len(PROMPT) + 1, 16]
+    assert kept[len(LONG), 16] == kept[16] != kept[None] == kept[len(LONG) + 1, 16]
 
 
 @pytest.mark.parametrize("num_layers", [1, 2])
@@ -78,8 +96,9 @@ def test_the_first_layers_score_as_in_a_plain_forward(num_layers: int) -> None:
     config = PrefillConfig(**BASE, scoring_layers=num_layers)  # type: ignore[arg-type]
     selection, _ = scored(open_draft(), config)
     eager = make_model(implementation="eager")
-    # The last five prompt tokens ask in place of the last one and four of a look-ahead.
-    expected = reference.importance(eager, PROMPT, [], 5, range(num_layers), num_tail=5)
+    every = [(layer, head) for layer in range(num_layers) for head in range(4)]
+    found = candidates_of(PROMPT)
+    expected = reference.question_importance(eager, PROMPT, **found, heads=every, pool_kernel=5, layers=num_layers)  # type: ignore[arg-type]
     assert list(selection.positions) == reference.selected_positions(expected, 0.3, 8, 1, 2)
 
 
@@ -95,33 +114,46 @@ def test_heads_score_as_they_alone_do_in_eager_attention() -> None:
     np.testing.assert_allclose(got.numpy(), expected, atol=2e-6)
 
 
-@pytest.mark.parametrize(("queries", "num_drafted"), [("prompt", 0), ("look_ahead", 4)])
-@pytest.mark.parametrize("heads", [((0, 3), (2, 1)), ((1, 0), (1, 2), (0, 1))])
-def test_heads_vote_by_their_shares_of_what_is_not_kept_anyway(
-    queries: str, num_drafted: int, heads: tuple[tuple[int, int], ...]
+TURNS = [(0, 30), (120, 128), (240, 246)]
+
+
+@pytest.mark.parametrize("protected", [[], TURNS], ids=["plain", "turns"])
+@pytest.mark.parametrize("heads", [((0, 3), (2, 1)), ((1, 0), (1, 2), (0, 1)), None])
+def test_segments_of_the_question_score_as_loops_over_eager_attention(
+    heads: tuple[tuple[int, int], ...] | None, protected: list[tuple[int, int]]
 ) -> None:
-    """Asked by the prompt's own last tokens, each sees what stands before it alone."""
-    config = PrefillConfig(**BASE, head_vote="share", scoring_heads=heads, scoring_queries=queries)  # type: ignore[arg-type]
+    """The beginnings of turns before the window are read again behind the prompt; the last tokens are asked in place."""
+    prompt = random_prompt(250)
+    vote = {"head_vote": "max" if heads is None else "mean", "scoring_heads": heads}
+    config = PrefillConfig(**BASE, **vote)  # type: ignore[arg-type]
     draft = open_draft()
-    attention, proposal = look_at(draft, PROMPT, partial(propose, draft, sampler=Sampler(), end_ids=()), config)
-    assert len(proposal.token_ids) == num_drafted
+    attention, proposal = look_at(
+        draft, prompt, lambda *_: pytest.fail("no look-ahead is needed"), config, protected=protected
+    )
+    assert not proposal.token_ids
+    assert draft.next_position == len(prompt)
+    found = candidates_of(prompt, protected)
+    assert found["repeated"]
     eager = make_model(implementation="eager")
-    num_asking = 1 if num_drafted else config.look_ahead + 1
-    expected = reference.mean_share(eager, PROMPT, proposal.token_ids, heads, num_asking, config.forced_tokens)
-    assert attention is not None
+    expected = reference.question_importance(
+        eager, prompt, **found, heads=heads, mean=heads is not None, pool_kernel=5  # type: ignore[arg-type]
+    )
     np.testing.assert_allclose(attention.importance(config).numpy(), expected, atol=2e-6)
 
 
 @pytest.mark.parametrize("heads", [((0, 3), (1, 1)), ((0, 0),)])
 def test_chosen_heads_need_no_layer_behind_them(heads: tuple[tuple[int, int], ...]) -> None:
-    config = PrefillConfig(**BASE, head_vote="share", scoring_heads=heads, scoring_queries="prompt")  # type: ignore[arg-type]
+    config = PrefillConfig(**BASE, head_vote="mean", scoring_heads=heads, scoring_queries="prompt")  # type: ignore[arg-type]
     needed = num_layers_needed(config, 3)
     assert needed == 1 + max(layer for layer, _ in heads)
     found = []
     for num_layers in (None, needed):
         draft = open_draft()
         look_ahead = partial(propose, draft, sampler=Sampler(), end_ids=())
-        found.append(look_at(draft, PROMPT, look_ahead, config, num_layers=num_layers)[0].importance(config))
+        attention = look_at(draft, PROMPT, look_ahead, config, num_layers=num_layers)[0]
+        # How much a segment counts is what all the layers that run say.
+        layers = {index: layer for index, layer in attention.layers.items() if index < needed}
+        found.append(replace(attention, layers=layers).importance(config))
     np.testing.assert_array_equal(found[0].numpy(), found[1].numpy())
 
 
@@ -136,7 +168,7 @@ def test_whoever_scores_the_tokens_are_those_of_the_pruned_prompt(way: str) -> N
     assert result.token_ids == reference.sparse_greedy(make_model(seed=1), kept_ids, kept, len(PROMPT), 24)
 
 
-@pytest.mark.parametrize("way", ["early exit", "anchors"])
+@pytest.mark.parametrize("way", ["early exit", "bm25"])
 def test_a_draft_whose_layers_did_not_all_see_the_prompt_holds_the_kept_tokens_anew(way: str) -> None:
     draft = open_draft()
     selection, proposal = scored(draft, PrefillConfig(**BASE, **WAYS[way]))  # type: ignore[arg-type]
@@ -171,10 +203,10 @@ def test_a_draft_with_another_tokenizer_goes_every_way(way: str) -> None:
     assert result.token_ids == plain.token_ids
 
 
-def test_anchors_prune_for_a_draft_that_sees_too_little_to_score() -> None:
+def test_bm25_prune_for_a_draft_that_sees_too_little_to_score() -> None:
     draft = make_architecture("Mistral, sliding")
     reasons = []
-    for scorer in ("attention", "anchors"):
+    for scorer in ("attention", "bm25"):
         config = SpecStackConfig(PrefillConfig(**BASE, scorer=scorer))  # type: ignore[arg-type]
         generator = SpecStackGenerator(make_architecture("Llama"), draft, config=config)
         metrics = generator.generate(input_ids=PROMPT, max_tokens=6, specprefill=True, gamma=2).metrics

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -65,32 +66,77 @@ def importance(
     return total / (num_tail + len(look_ahead))
 
 
-def mean_share(
+def question_importance(
     eager_model: PreTrainedModel,
     prompt: Sequence[int],
-    look_ahead: Sequence[int],
-    heads: Sequence[tuple[int, int]],
-    num_asking: int,
-    ends: tuple[int, int],
+    repeated: Sequence[tuple[int, int]],
+    in_place: Sequence[tuple[int, int]],
+    marked: Sequence[bool],
+    opening: int,
+    *,
+    heads: Sequence[tuple[int, int]] | None = None,
+    mean: bool = False,
+    pool_kernel: int = 1,
+    skipped: int = 0,
+    layers: int | None = None,
+    prefill: Hides | None = None,
 ) -> np.ndarray:
-    """The mean over chosen heads of their shares of a prompt's middle, by loops over one eager forward.
+    """Importance by the queries of segments, by loops over the attention matrices of one eager forward over the prompt
+    with the repeated segments behind it.
 
-    Each row of those who ask is the softmax over the prompt alone; the mean over the rows loses its ends and is made
-    to sum to 1. num_asking: the last prompt tokens, and the look-ahead, ask.
+    Every query's row is the softmax over the prompt alone. heads: which (layer, head) pairs count; all behind the
+    skipped layers by default. mean: the mean over them, in place of the largest pooled attention. layers: how many run.
     """
-    with torch.no_grad():
-        attentions = eager_model(torch.tensor([[*prompt, *look_ahead]]), output_attentions=True).attentions
     size = len(prompt)
-    shares = []
-    for layer, head in heads:
-        total = np.zeros(size)
-        for query in range(size - num_asking, size + len(look_ahead)):
-            row = attentions[layer][0, head, query, :size].double().numpy()
-            total += row / row.sum()
-        total[: ends[0]] = 0
-        total[size - ends[1] :] = 0
-        shares.append(total / total.sum())
-    return np.asarray(np.mean(shares, axis=0))
+    ids = torch.tensor([[*prompt, *(token for start, stop in repeated for token in prompt[start:stop])]])
+    mask = torch.ones_like(ids)
+    if prefill is not None:
+        hidden = torch.ones(ids.shape[1], ids.shape[1]).triu(1)
+        for query in range(prefill.num_tokens):
+            for key in range(query):
+                hidden[query, key] = float(prefill.hides(query, key, None))
+        mask = (hidden * torch.finfo(torch.float32).min)[None, None]
+    with torch.no_grad():
+        attentions = eager_model(ids, attention_mask=mask, output_attentions=True).attentions
+    every = [(layer, head) for layer in range(layers or len(attentions)) for head in range(attentions[0].shape[1])]
+    behind = [(layer, head) for layer, head in every if layer >= skipped]
+
+    def row(layer: int, head: int, query: int) -> np.ndarray:
+        whole = attentions[layer][0, head, query].double().numpy()
+        return np.asarray(whole[:size] / (whole[:size].sum() + 1 - whole.sum()))
+
+    looks = np.mean([row(*each, query) for each in behind for query in range(size - opening, size)], axis=0)
+    spans = [*repeated, *in_place]
+    others = [[looks[at] for at in range(start, min(stop, size - opening))] for start, stop in spans]
+    seen = [float(np.mean(each)) * (3 if mark else 1) if each else None for each, mark in zip(others, marked, strict=True)]
+    largest = max(each for each in seen if each is not None)
+    weights = [1.0 if each is None else each / largest for each in seen]
+    queries, at = [], size
+    for start, stop in repeated:
+        queries.append(range(at, at + stop - start))
+        at += stop - start
+    queries += [range(start, stop) for start, stop in in_place]
+
+    def pooled(values: np.ndarray) -> np.ndarray:
+        half = pool_kernel // 2
+        return np.array([values[max(0, token - half) : token + half + 1].mean() for token in range(size)])
+
+    def of(rows: Callable[[int], np.ndarray]) -> np.ndarray:
+        best, others, num_others = np.zeros(size), np.zeros(size), 0.0
+        for span, own, weight in zip(spans, queries, weights, strict=True):
+            for query in own:
+                seen = rows(query)
+                others += (1 - weight) * seen
+                num_others += 1 - weight
+                outside = seen.copy()
+                outside[slice(*span)] = 0
+                best = np.maximum(best, weight * outside)
+        return np.maximum(best - 4 * others / max(num_others, 1), 0)
+
+    voting = behind if heads is None else list(heads)
+    if mean:
+        return np.asarray(np.mean([of(partial(row, *each)) for each in voting], axis=0))
+    return of(lambda query: np.max([pooled(row(*each, query)) for each in voting], axis=0))
 
 
 def attention_to_what_came_before(
@@ -276,7 +322,7 @@ def chain_speculative_sampling(
     return output, independent, emitted
 
 
-def anchor_scores(ids: Sequence[int], start: int, size: int, half_life: float) -> list[float]:
+def rare_words(ids: Sequence[int], start: int, size: int, half_life: float) -> list[float]:
     """Rare n-grams shared by ids[start:] with what comes before, chunk by chunk, by counting in lists."""
     scores = [0.0] * math.ceil(len(ids) / size)
     body, asked = list(ids[:start]), list(ids[start:])
@@ -311,9 +357,3 @@ def pair_scores(body: Sequence[int], question: Sequence[int], size: int) -> list
                 for chunk in {at // size for at in place}:
                     scores[chunk] += 1 / len(found)
     return scores
-
-
-def fused_scores(anchors: Sequence[float], attention: Sequence[float], weight: float) -> list[float]:
-    """Attention times e to the weighted anchors: the order that fusing must have."""
-    votes = zip(anchors, attention, strict=True)
-    return [max(by_sight, 1e-12) * math.exp(weight * by_word) for by_word, by_sight in votes]

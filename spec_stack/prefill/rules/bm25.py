@@ -20,6 +20,8 @@ from spec_stack.prefill.rule import Evidence, SelectionRule
 from spec_stack.prefill.units import Units
 
 _K1, _B = 1.5, 0.75
+# A token that counts so much is the question's own, and no text to search.
+_ASKED = 0.5
 # Scripts without spaces count by the character.
 _CHARACTERS = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af"
 _WORD = re.compile(f"[{_CHARACTERS}]|[^\\W{_CHARACTERS}]+")
@@ -32,7 +34,7 @@ class ByBM25(SelectionRule):
 
     def score(self, evidence: Evidence, units: Units, config: PrefillConfig) -> torch.Tensor:
         asked = question_words(evidence.candidates)
-        bodies = [_words(evidence, [at for at in range(*unit) if at not in asked]) for unit in units]
+        bodies = [_words(evidence, [at for at in range(*unit) if asked.get(at, 0.0) < _ASKED]) for unit in units]
         return torch.tensor(bm25(bodies, _weights(evidence, asked)), dtype=torch.float32)
 
 
