@@ -125,7 +125,7 @@ def token_importance(
                 queries[own], keys[head : head + 1], scaling, None if sinks is None else sinks[own], num_asking
             )
             weights = pool(attention, pool_kernel).amax(dim=0)
-            best = weights if best is None else torch.maximum(best, weights)
+            best = weights if best is None else torch.maximum(best, weights.to(best.device))
     if best is None:
         raise ValueError(_NO_LAYER)
     return _finite(over_ranks(best).mean(dim=0))
@@ -167,7 +167,8 @@ def mean_share(layers: Iterable[ScoredLayer], first: int, last: int, num_asking:
     shares = [head_shares(layer, first, last, num_asking) for layer in layers]
     if not shares:
         raise ValueError(_NO_LAYER)
-    return _finite(torch.cat(shares).mean(dim=0))
+    # The layers of a model that is split stand on several devices.
+    return _finite(torch.cat([share.to(shares[0].device) for share in shares]).mean(dim=0))
 
 
 def _finite(importance: torch.Tensor) -> torch.Tensor:

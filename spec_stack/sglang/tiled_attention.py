@@ -7,6 +7,7 @@ goes tile by tile of queries.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -98,10 +99,10 @@ def _attend_in_a_window(
     num_heads, num_queries, head_dim = queries.shape
     groups = num_heads // keys.shape[0]
     first = keys.shape[1] - num_queries
+    # At multiples of a tile's size in the text, so that prompts of any length ask for the same few shapes.
+    inner = range((first // _WINDOW_TILE + 1) * _WINDOW_TILE, keys.shape[1], _WINDOW_TILE)
     tiles = []
-    for start in range(0, num_queries, _WINDOW_TILE):
-        stop = min(start + _WINDOW_TILE, num_queries)
-        begin, end = first + start, first + stop
+    for begin, end in pairwise([first, *inner, keys.shape[1]]):
         # The window may reach into the sinks, which count once.
         reach = max(0, begin - window.num_tokens + 1)
         num_front = min(window.num_sinks, reach)
@@ -112,9 +113,9 @@ def _attend_in_a_window(
         own = torch.arange(begin, end, device=queries.device)[:, None]
         at = torch.cat([torch.arange(*span, device=queries.device) for span in ((0, num_front), (reach, end))])[None]
         mask = (at <= own) & ((at > own - window.num_tokens) | (at < window.num_sinks))
-        folded = queries[:, start:stop].reshape(keys.shape[0], -1, head_dim)
+        folded = queries[:, begin - first : end - first].reshape(keys.shape[0], -1, head_dim)
         output = torch.nn.functional.scaled_dot_product_attention(
             folded[None], seen_keys[None], seen_values[None], attn_mask=mask.repeat(groups, 1), scale=scaling
         )
-        tiles.append(output.reshape(num_heads, stop - start, -1))
+        tiles.append(output.reshape(num_heads, end - begin, -1))
     return torch.cat(tiles, dim=1)

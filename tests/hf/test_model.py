@@ -10,7 +10,7 @@ from transformers.cache_utils import DynamicLayer
 
 from spec_stack.hf import attention
 from spec_stack.hf.attention import capture_attention, install
-from spec_stack.hf.cache import PreallocatedLayer
+from spec_stack.hf.cache import PreallocatedLayer, fill, keep_slots, new_cache
 from spec_stack.hf.model import CachedModel, piece_ends
 from spec_stack.hf.slots import SlotPositions
 from tests.support import reference
@@ -289,3 +289,35 @@ def test_past_and_present_merge_to_attention_under_a_lower_right_mask(dtype: tor
     expected = F.scaled_dot_product_attention(4 * query.double(), *whole, attn_mask=mask, scale=0.25)
     error = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(got.double(), expected, atol=error, rtol=error)
+
+
+@pytest.mark.parametrize("devices", [("cpu", "meta"), ("meta", "cpu")])
+@pytest.mark.parametrize("window", [1, 4, 512, None])
+@pytest.mark.parametrize("num_queries", [1, 5])
+def test_every_layer_gets_its_mask_on_its_own_device(
+    devices: tuple[str, str], window: int | None, num_queries: int
+) -> None:
+    slots = SlotPositions(list(range(0, 1200, 2)))
+    seen = slots.seen(num_queries, window)
+    for device in (*devices, *devices):
+        assert slots.mask(600 - num_queries, 600, seen, torch.device(device)).device.type == device
+
+
+def test_slots_are_kept_and_written_on_every_layers_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model split by `device_map`: meta stands for its second card, and looks for no index on another."""
+    model = CachedModel(SHARED["llama"], 4096)
+    model.forward(random_prompt(40), range(40), 1)
+    cache = new_cache(SHARED["llama"].config)
+    fill(cache, {name.removeprefix("cache."): each for name, each in model.contents().items() if "cache." in name})
+    select, last = torch.Tensor.index_select, cache.layers[-1]
+    new = last.keys[:, :, :1].to("meta")
+    assert {each.device.type for each in last.update(new, new)} == {"meta"}
+
+    def on_one_device(tensor: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+        assert tensor.device == index.device
+        return select(tensor, dim, index)
+
+    monkeypatch.setattr(torch.Tensor, "index_select", on_one_device)
+    keep_slots(cache, range(0, 40, 3), torch.device("cpu"))
+    assert [layer.keys.device.type for layer in cache.layers] == ["cpu"] * (model.num_layers - 1) + ["meta"]
+    assert {layer.keys.shape[2] for layer in cache.layers} == {14}

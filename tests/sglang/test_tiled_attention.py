@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from spec_stack.sglang.tiled_attention import Window, attend
+from torch.overrides import TorchFunctionMode
+
 from tests.support.cuda import blocking_copies, flash_on_cpu
 
 
@@ -77,3 +81,35 @@ def test_the_host_never_waits_for_a_copy(window: Window | None, num_queries: int
     with blocking_copies() as found:
         attend(queries, keys, keys, 0.3, window=window)
     assert found == []
+
+
+class Asked(TorchFunctionMode):
+    """The shapes of queries and keys that SDPA is asked for, and whether with a mask and grouped heads at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: set[tuple[torch.Size, torch.Size]] = set()
+        self.is_slow = False
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.nn.functional.scaled_dot_product_attention:
+            self.shapes.add((args[0].shape, args[1].shape))
+            self.is_slow |= kwargs.get("attn_mask") is not None and kwargs.get("enable_gqa", False)
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("window", [Window(512, 4), Window(1024, 64), Window(130, 0)])
+def test_windows_of_prompts_of_other_lengths_ask_for_the_same_kernels(window: Window) -> None:
+    """cuDNN builds a plan for every shape, and no quick kernel of CUDA takes grouped heads with a mask."""
+    asked = Asked(), Asked()
+    for num_tokens, found in zip((32768, 32805), asked, strict=True):
+        ends = [*range(num_tokens - num_tokens // 8192 * 8192, num_tokens + 1, 8192)]
+        with found:
+            for start, stop in zip([0, *ends], ends, strict=False):
+                if stop > start:
+                    queries = torch.empty(16, stop - start, 8, device="meta")
+                    keys = torch.empty(8, stop, 8, device="meta")
+                    attend(queries, keys, keys, 0.3, window=window)
+        assert not found.is_slow
+    # The two parts of the tiles that a chunk ends in.
+    assert len(asked[1].shapes - asked[0].shapes) <= 4
