@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-
-from spec_stack.sglang.tiled_attention import Window, attend
 from torch.overrides import TorchFunctionMode
 
+from spec_stack.sglang.tiled_attention import Window, attend
 from tests.support.cuda import blocking_copies, flash_on_cpu
 
 
