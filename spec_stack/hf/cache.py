@@ -58,8 +58,8 @@ class PreallocatedLayer(DynamicLayer):  # type: ignore[misc]
         used = cached.shape[-2] if cached.numel() else 0
         total = used + new.shape[-2]
         buffer = self._buffers.get(name)
-        is_elsewhere = used and (cached.data_ptr() != buffer.data_ptr() or cached.device != new.device)
-        if buffer is None or total > buffer.shape[-2] or is_elsewhere:
+        fits = buffer is not None and total <= buffer.shape[-2] and buffer.device == new.device
+        if buffer is None or not fits or (used and cached.data_ptr() != buffer.data_ptr()):
             buffer = new.new_empty(*new.shape[:-2], total + _ROOM, new.shape[-1])
             if used:
                 buffer[..., :used, :] = cached
