@@ -21,7 +21,7 @@ ALLOWED = {
     "prefill": {"config", "settings", "types", "controller.base"},
     "decode": {"config", "settings", "types", "clock", "warning", "controller.base", "controller.lookup"},
     "offline": {"config", "controller"},
-    "hf": {"config", "types", "warning", "controller", "decode"},
+    "hf": {"config", "devices", "types", "warning", "controller", "decode"},
     "tokenizers": {"types", "prefill", "hf"},
     "engine": {
         "config",
@@ -58,12 +58,22 @@ ALLOWED = {
         "hf.answer_parser",
         "api",
     },
-    "sglang": {"config", "settings", "types", "controller", "prefill", "tokenizers.chat_turns", "tokenizers.pieces"},
+    "sglang": {
+        "config",
+        "devices",
+        "settings",
+        "types",
+        "controller",
+        "prefill",
+        "tokenizers.chat_turns",
+        "tokenizers.pieces",
+    },
     # They run whole requests, so they see what a user sees, and the parts they show or score with.
     "explain": {"config", "types", "controller.base", "offline.records", "prefill", "decode", "hf", "engine", "api"},
     "lm_eval": {"config", "settings", "decode", "hf.prompt", "api.generator", "engine"},
     "cli": {
         "config",
+        "devices",
         "settings",
         "types",
         "controller",
@@ -79,6 +89,7 @@ ALLOWED = {
     # Loose files.
     "config": {"settings"},
     "clock": set(),
+    "devices": set(),
     "warning": set(),
     "types": {"config", "controller.base"},
     # The first two are loaded at once (they hold names alone), the others where they are asked for.

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
+from spec_stack import devices
 from spec_stack.hf.slots import KeysCached, Seen, SlotPositions
 
 if TYPE_CHECKING:
@@ -92,13 +93,6 @@ def attend_by_position(slots: SlotPositions) -> Iterator[None]:
         _thread.slots = None
 
 
-def _has_flash(device: torch.device, dtype: torch.dtype | None) -> bool:
-    """Return whether SDPA's flash kernel, which aligns a causal mask with the last key, runs there."""
-    if device.type != "cuda" or torch.version.hip is not None or dtype not in (torch.float16, torch.bfloat16):
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 0)
-
-
 def causal_mask(
     q_length: int,
     kv_length: int,
@@ -122,7 +116,7 @@ def causal_mask(
     # Not so in a cache allocated for longer than what it holds, nor where a window hides keys.
     local_size = kwargs.get("local_size")
     is_aligned = allow_is_causal_skip and bool(q_offset + q_length == kv_length)
-    if is_aligned and attention_mask is None and local_size is None and _has_flash(torch.device(device), dtype):
+    if is_aligned and attention_mask is None and local_size is None and devices.has_flash(torch.device(device), dtype):
         return None
     from transformers.masking_utils import sdpa_mask
 
@@ -184,7 +178,10 @@ def attend(
         if output is not None:
             return output.transpose(1, 2).contiguous(), None
         key, value, attention_mask = key[:, :, seen.first :], value[:, :, seen.first :], None
-    output = _attend_by_mask(query, key, value, attention_mask, scale, sinks)
+    # Some models have encoders, whose tokens see those after them; transformers knows.
+    told = kwargs.get("is_causal")
+    is_causal = getattr(module, "is_causal", True) if told is None else told
+    output = _attend_by_mask(query, key, value, attention_mask, scale, sinks) if is_causal else None
     if output is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -207,17 +204,18 @@ def _attend_by_mask(
     if sinks is not None:
         return _attend_with_sinks(query, key, value, mask, scale, sinks)
     # On CUDA no mask is made for a block that meets a cache, where transformers makes one (1 GB, and 2 GB more once
-    # added to the scores in 16 bits, for an 8,192-token chunk at 128K): a mask also keeps SDPA off its flash kernel.
+    # added to the scores in 16 bits, for an 8,192-token chunk at 128K).
+    if mask is None and devices.fits_flash(query, value):
+        return devices.flash(query, key, value, scale)
     if mask is None and 1 < num_queries < num_keys:
         from torch.nn.attention.bias import causal_lower_right
 
         bias, groups = causal_lower_right(num_queries, num_keys), query.shape[1] // key.shape[1]
         return F.scaled_dot_product_attention(query, key, value, bias, scale=scale, enable_gqa=groups > 1)
     # For a short block over a long cache transformers copies the whole KV cache once per step to repeat its heads (half
-    # of the time of a 5-token verification at 8K cached tokens on a CPU). A single query on CUDA goes to SDPA's own
-    # grouped kernel, which needs no copy.
+    # of the time of a 5-token verification at 8K cached tokens on a CPU).
     is_short = num_queries <= _MAX_FOLDED_QUERIES and num_queries < num_keys
-    if query.shape[1] > key.shape[1] and is_short and (num_queries > 1 or query.device.type == "cpu"):
+    if query.shape[1] > key.shape[1] and is_short:
         return _attend_folded(query, key, value, mask, scale)
     return None
 
@@ -238,7 +236,7 @@ def _attend_by_position(
         return _attend_in_blocks(query, key, value, scale, slots, seen, partial(_attend_with_sinks, sinks=sinks))
     if seen.window is not None:
         return _attend_in_windows(query, key, value, scale, slots, seen)
-    if num_queries in (1, num_keys) or _has_flash(query.device, query.dtype):
+    if num_queries in (1, num_keys) or devices.has_flash(query.device, query.dtype):
         return None
     if num_queries > _MAX_FOLDED_QUERIES and query.device.type == "cpu":
         return _attend_past_and_present(query, key[:, :, seen.first :], value[:, :, seen.first :], scale)

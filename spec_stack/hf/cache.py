@@ -58,7 +58,8 @@ class PreallocatedLayer(DynamicLayer):  # type: ignore[misc]
         used = cached.shape[-2] if cached.numel() else 0
         total = used + new.shape[-2]
         buffer = self._buffers.get(name)
-        if buffer is None or total > buffer.shape[-2] or (used and cached.data_ptr() != buffer.data_ptr()):
+        fits = buffer is not None and total <= buffer.shape[-2] and buffer.device == new.device
+        if buffer is None or not fits or (used and cached.data_ptr() != buffer.data_ptr()):
             buffer = new.new_empty(*new.shape[:-2], total + _ROOM, new.shape[-1])
             if used:
                 buffer[..., :used, :] = cached
@@ -156,6 +157,8 @@ def keep_slots(cache: DynamicCache, slots: Sequence[int], device: torch.device) 
     # Of no slots at all the type would be another.
     index = torch.tensor(slots, dtype=torch.long, device=device)
     for layer in _attention_layers(cache):
+        # Layers of a model that is split stand on several devices.
+        index = index.to(layer.keys.device)
         layer.keys = layer.keys.index_select(2, index)
         layer.values = layer.values.index_select(2, index)
 

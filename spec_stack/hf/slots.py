@@ -71,7 +71,7 @@ class SlotPositions:
         self.on_layer: Callable[[int], None] | None = None
         self._window = window
         self._num_sinks = bisect_left(positions, num_sinks)
-        self._masks: dict[tuple[int, int, Seen], torch.Tensor] = {}
+        self._masks: dict[tuple[int, int, Seen, torch.device], torch.Tensor] = {}
 
     def seen(self, num_queries: int, layer_window: int | None) -> Seen:
         """Return what a layer with this window of its own (None: it has none) shows to the newest num_queries
@@ -101,7 +101,7 @@ class SlotPositions:
     def mask(self, start: int, stop: int, seen: Seen, device: torch.device) -> torch.Tensor:
         """Return what the tokens of the slots start…stop - 1 see of the slots that are `shown` to them up to their
         own: bool (1, 1, stop - start, num_shown)."""
-        key = start, stop, seen
+        key = start, stop, seen, device
         mask = self._masks.get(key)
         if mask is None:
             mask = self._build(start, stop, seen, device)

@@ -74,9 +74,9 @@ class RequestPruner:
         self.prunes = self._refusal is None and self.config.prefill.prune != "draft"
         self._template = ChatTurns.learn(self._scheduler.tokenizer, scheduler.server_args.chat_template)
         self._pieces = None if self._scheduler.tokenizer is None else Pieces(self._scheduler.tokenizer)
-        self._scorer = DraftScorer(scheduler, model.pool)
         decode_interval = self.config.prefill_decode_interval if prunes(self.config, self._refusal) else 0
         self._rounds = Rounds(scheduler, decode_interval)
+        self._scorer = DraftScorer(scheduler, model.pool, self._rounds.most_of_a_part)
         # The same prompt comes again at once where n replies are asked for, and after a client's retry.
         self._remembered: OrderedDict[Prompt, tuple[Placement, str]] = OrderedDict()
         self._turns = Turns(_TURNS_PER_POOL * self.config.draft_pool_tokens)

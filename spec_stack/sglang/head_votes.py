@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from spec_stack.config import PrefillConfig
+from spec_stack.devices import to_device
 from spec_stack.prefill.importance import mean_share, token_importance
 
 
@@ -91,5 +92,5 @@ def _own_heads(
         queries, buffer = torch.cat(found.queries, dim=1), pool.get_key_buffer(index)
         groups = queries.shape[0] // buffer.shape[1]
         for head in sorted({voter // groups for voter in voters[index]}):
-            own = [voter for voter in voters[index] if voter // groups == head]
-            yield queries[own], buffer[slots, head][None], found.scaling
+            own = torch.tensor([voter for voter in voters[index] if voter // groups == head])
+            yield queries[to_device(own, queries.device)], buffer[slots, head][None], found.scaling

@@ -19,6 +19,7 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
+from spec_stack.devices import to_device
 from spec_stack.sglang.draft_pool import DraftPool, Ints
 from spec_stack.sglang.head_votes import LayerQueries
 from spec_stack.sglang.tiled_attention import Window, attend
@@ -89,11 +90,11 @@ class PooledDraft:
         num_tokens, num_new = len(slots), len(token_ids)
         first = num_tokens - num_new
         positions = torch.arange(first, num_tokens, device=device)
-        lengths = torch.tensor([num_tokens, num_new, first], device=device, dtype=torch.int32)
+        lengths = to_device(torch.tensor([num_tokens, num_new, first], dtype=torch.int32), device)
         batch = ForwardBatch(
             forward_mode=ForwardMode.EXTEND,
             batch_size=1,
-            input_ids=torch.frombuffer(array("q", token_ids), dtype=torch.int64).to(device),
+            input_ids=to_device(torch.frombuffer(array("q", token_ids), dtype=torch.int64), device),
             req_pool_indices=torch.zeros(1, dtype=torch.int64, device=device),
             seq_lens=lengths[:1].long(),
             # Whose slots these are is told to the attention alone.
@@ -174,7 +175,7 @@ class _PoolAttention(AttentionBackend):  # type: ignore[misc]
         """Slots side by side as a slice, which copies nothing."""
         if len(slots) and int(slots[-1]) - int(slots[0]) == len(slots) - 1 and bool((slots[1:] > slots[:-1]).all()):
             return slice(int(slots[0]), int(slots[-1]) + 1)
-        return torch.from_numpy(slots).to(self.device)
+        return to_device(torch.from_numpy(slots), self.device)
 
     @contextmanager
     def reading(self, slots: Ints, num_new: int, window: Window | None, num_layers: int | None) -> Iterator[None]:

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from spec_stack.sglang.protocols import RunningRequest, Scheduler
 
+# Most tokens of a part while anything runs: its forward holds up the running requests' next tokens.
+_MOST_BESIDE = 2048
+
 
 class Rounds:
     """One scheduler's rounds. Asked once at the beginning of each in which prompts wait for their scoring.
@@ -33,6 +36,10 @@ class Rounds:
         # Below it SGLang puts nothing off, whatever remains of the interval.
         least = getattr(self._scheduler, "prefill_decode_interval_min_bs", 0)
         return bool(least) and self._num_running() < least
+
+    def most_of_a_part(self, chunk: int) -> int:
+        """Return how many tokens the draft may take in at once, where it could take a chunk."""
+        return min(chunk, _MOST_BESIDE) if self._anything_runs() else chunk
 
     def is_for_scoring(self, unscored: set[int]) -> bool:
         """Return whether the round that begins does a part of a scoring, and then no prefill while anything runs.

@@ -7,7 +7,7 @@ its own KV pool, and no more of it than the pool lacks; of the engine's slots an
 from __future__ import annotations
 
 from array import array
-from collections.abc import Generator, Hashable, Iterator, Mapping
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +18,7 @@ from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from spec_stack.config import PrefillConfig
+from spec_stack.devices import to_device
 from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.recall import MOST_ASKING
 from spec_stack.prefill.registry import needs_attention
@@ -88,9 +89,13 @@ def needs_the_draft(config: PrefillConfig) -> bool:
 class DraftScorer:
     """Scores a scheduler's prompts, one at a time. Raises whatever the engine raises."""
 
-    def __init__(self, scheduler: Scheduler, pool: PooledDraft) -> None:
+    def __init__(
+        self, scheduler: Scheduler, pool: PooledDraft, most_of_a_part: Callable[[int], int] = lambda chunk: chunk
+    ) -> None:
+        """most_of_a_part: of a chunk's tokens, how many the next part may have, asked before every part."""
         self._scheduler: Any = scheduler
         self._draft = pool
+        self._most_of_a_part = most_of_a_part
         self._device = pool.device
 
     def num_cached(self, prompt: Prompt) -> int:
@@ -175,7 +180,9 @@ class DraftScorer:
         try:
             lease.extend(num_tokens - num_shared + look_ahead)
             slots = lease.slots
-            for stop in self._stops(num_shared, num_asking, prompt):
+            # Found anew after every part, since requests begin and end meanwhile.
+            while stops := self._stops(num_agreed, num_asking, prompt):
+                stop = stops[0]
                 self._draft.forward(prompt.token_ids[num_agreed:stop], slots[:stop], window, num_layers)
                 yield
                 num_agreed = stop
@@ -234,13 +241,14 @@ class DraftScorer:
         self, slots: Ints, layers: Mapping[int, LayerQueries], config: PrefillConfig, num_asking: int = 1
     ) -> torch.Tensor:
         """Pooled attention (n, num_tokens), the largest over those of this rank's heads that vote."""
-        where = torch.from_numpy(slots).to(self._device)
+        where = to_device(torch.from_numpy(slots), torch.device(self._device))
         return best_of_own_heads(self._draft, where, layers, config, own_rank(), num_asking)
 
     def chunk(self, config: PrefillConfig) -> int:
         """Most tokens of a prompt that the draft prefills in one part."""
         server = self._scheduler.chunked_prefill_size
-        return min(config.prefill_chunk, server) if server and server > 0 else config.prefill_chunk
+        chunk = min(config.prefill_chunk, server) if server and server > 0 else config.prefill_chunk
+        return self._most_of_a_part(chunk)
 
     @contextmanager
     def working(self) -> Iterator[None]:

@@ -30,6 +30,7 @@ from sglang.srt.speculative.eagle_info import EagleDraftInput
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from spec_stack.config import PrefillConfig
+from spec_stack.devices import to_device
 from spec_stack.sglang.draft_rows import DraftRow, Ints, Part, num_row_slots, text_of
 from spec_stack.sglang.request_state import was_wrong
 from spec_stack.sglang.signals import DraftSignalBuffers
@@ -167,11 +168,12 @@ class SlottedDraft:
             unread.clear()
 
     def _begin(self, proposals: Any, parts: _Parts, signals: DraftSignalBuffers | None) -> None:
-        newest = proposals.bonus_tokens[torch.tensor(parts.at, device=proposals.bonus_tokens.device)]
-        rows = torch.tensor(parts.rows, device=self._shifts.device)
+        device = self._shifts.device
+        at, rows = to_device(torch.tensor([parts.at, parts.rows]), device)
+        newest = proposals.bonus_tokens[at]
         with signals.catching_up(rows, has_graph=False) if signals is not None else nullcontext():
             logits = self._forward(parts, newest)
-        proposals.topk_index[parts.at] = logits.argmax(dim=-1, keepdim=True)
+        proposals.topk_index[at] = logits.argmax(dim=-1, keepdim=True)
 
     def _prefilled_of(self, batch: Any, at: int, row: int) -> Ints:
         """What the target has of a request's text. Where its first step has failed the host may not know the last few
@@ -192,7 +194,8 @@ class SlottedDraft:
 
     def _show(self, row: int, held: DraftRow) -> None:
         """Let the draft read a row as it is now."""
-        self._table[row, : len(held.slots)] = torch.from_numpy(held.slots).to(self._table)
+        slots = torch.from_numpy(held.slots).to(self._table.dtype)
+        self._table[row, : len(slots)] = to_device(slots, self._table.device)
         self._shifts[row] = self._shifts_cpu[row] = held.shift
         self.num_most_held = max(self.num_most_held, held.num_held)
 
@@ -205,11 +208,10 @@ class SlottedDraft:
         lengths = [len(part.positions) for part in work.parts]
         before = [part.num_before for part in work.parts]
         ends = [num_before + num_new for num_before, num_new in zip(before, lengths, strict=True)]
-        rows = torch.tensor(work.rows, device=device)
-        input_ids = torch.from_numpy(np.concatenate(work.token_ids)).to(device)
-        new_lengths = torch.tensor(lengths, dtype=torch.int32, device=device)
+        rows, seq_lens, starts, new_lengths = to_device(torch.tensor([work.rows, ends, before, lengths]), device)
+        input_ids = to_device(torch.from_numpy(np.concatenate(work.token_ids)), device)
         if newest is not None:
-            input_ids[new_lengths.long().cumsum(0) - 1] = newest.to(input_ids)
+            input_ids[new_lengths.cumsum(0) - 1] = newest.to(input_ids)
         # What stands for an image is no token.
         input_ids.clamp_(0, int(runner.model_config.vocab_size) - 1)
         spans = zip(work.rows, before, ends, strict=True)
@@ -218,14 +220,14 @@ class SlottedDraft:
             batch_size=len(lengths),
             input_ids=input_ids,
             req_pool_indices=rows,
-            seq_lens=torch.tensor(ends, device=device),
+            seq_lens=seq_lens,
             out_cache_loc=torch.cat([self._table[row, start:stop] for row, start, stop in spans]).long(),
             seq_lens_sum=sum(ends),
             seq_lens_cpu=torch.tensor(ends),
-            positions=torch.from_numpy(np.concatenate([part.positions for part in work.parts])).to(device),
+            positions=to_device(torch.from_numpy(np.concatenate([part.positions for part in work.parts])), device),
             extend_num_tokens=sum(lengths),
-            extend_seq_lens=new_lengths,
-            extend_prefix_lens=torch.tensor(before, dtype=torch.int32, device=device),
+            extend_seq_lens=new_lengths.int(),
+            extend_prefix_lens=starts.int(),
             extend_start_loc=(new_lengths.cumsum(0) - new_lengths).int(),
             extend_seq_lens_cpu=lengths,
             extend_prefix_lens_cpu=before,

@@ -1,10 +1,17 @@
-"""Causal attention of the last tokens of one text over all of it, in bounded memory. Pure tensors, no SGLang."""
+"""Causal attention of the last tokens of one text over all of it, in bounded memory. Pure tensors, no SGLang.
+
+On CUDA in half precision it is one call of the flash kernel, which holds no scores. Elsewhere, and under a window, it
+goes tile by tile of queries.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
+
+from spec_stack import devices
 
 # Scores of one tile of queries over all heads: a quarter of a gigabyte in fp32, whatever the text's length.
 MOST_SCORES = 1 << 26
@@ -30,7 +37,7 @@ def attend(
     most_scores: int = MOST_SCORES,
     window: Window | None = None,
 ) -> torch.Tensor:
-    """Attention of each query over the keys up to its own, tile by tile of queries.
+    """Attention of each query over the keys up to its own.
 
     Parameters
     ----------
@@ -54,6 +61,8 @@ def attend(
     num_tokens = keys.shape[1]
     if window is not None and window.num_tokens + window.num_sinks < num_tokens:
         return _attend_in_a_window(queries, keys, values, scaling, window)
+    if devices.fits_flash(queries, values):
+        return devices.flash(queries[None], keys[None], values[None], scaling)[0]
     first = num_tokens - num_queries
     size = max(1, most_scores // (num_heads * num_tokens))
     tiles = []
@@ -82,13 +91,18 @@ def attend(
 def _attend_in_a_window(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float, window: Window
 ) -> torch.Tensor:
-    """Tiles of queries, each over the sinks and over what its own window can reach."""
-    num_heads, num_queries, _ = queries.shape
+    """Tiles of queries, each over the sinks and over what its own window can reach.
+
+    The query heads that share a key head are folded into the queries: with grouped heads and a mask, CUDA has no quick
+    kernel.
+    """
+    num_heads, num_queries, head_dim = queries.shape
+    groups = num_heads // keys.shape[0]
     first = keys.shape[1] - num_queries
+    # At multiples of a tile's size in the text, so that prompts of any length ask for the same few shapes.
+    inner = range((first // _WINDOW_TILE + 1) * _WINDOW_TILE, keys.shape[1], _WINDOW_TILE)
     tiles = []
-    for start in range(0, num_queries, _WINDOW_TILE):
-        stop = min(start + _WINDOW_TILE, num_queries)
-        begin, end = first + start, first + stop
+    for begin, end in pairwise([first, *inner, keys.shape[1]]):
         # The window may reach into the sinks, which count once.
         reach = max(0, begin - window.num_tokens + 1)
         num_front = min(window.num_sinks, reach)
@@ -97,16 +111,11 @@ def _attend_in_a_window(
             for each in (keys, values)
         )
         own = torch.arange(begin, end, device=queries.device)[:, None]
-        at = torch.cat([torch.arange(num_front), torch.arange(reach, end)]).to(queries.device)[None]
+        at = torch.cat([torch.arange(*span, device=queries.device) for span in ((0, num_front), (reach, end))])[None]
         mask = (at <= own) & ((at > own - window.num_tokens) | (at < window.num_sinks))
-        tiles.append(
-            torch.nn.functional.scaled_dot_product_attention(
-                queries[None, :, start:stop],
-                seen_keys[None],
-                seen_values[None],
-                attn_mask=mask,
-                scale=scaling,
-                enable_gqa=num_heads != keys.shape[0],
-            )[0]
+        folded = queries[:, begin - first : end - first].reshape(keys.shape[0], -1, head_dim)
+        output = torch.nn.functional.scaled_dot_product_attention(
+            folded[None], seen_keys[None], seen_values[None], attn_mask=mask.repeat(groups, 1), scale=scaling
         )
+        tiles.append(output.reshape(num_heads, end - begin, -1))
     return torch.cat(tiles, dim=1)

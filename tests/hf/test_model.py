@@ -10,10 +10,11 @@ from transformers.cache_utils import DynamicLayer
 
 from spec_stack.hf import attention
 from spec_stack.hf.attention import capture_attention, install
-from spec_stack.hf.cache import PreallocatedLayer
+from spec_stack.hf.cache import PreallocatedLayer, fill, keep_slots, new_cache
 from spec_stack.hf.model import CachedModel, piece_ends
 from spec_stack.hf.slots import SlotPositions
 from tests.support import reference
+from tests.support.cuda import flash_on_cpu
 from tests.support.models import FAMILIES, make_model, random_prompt
 
 SHARED = {family: make_model(family) for family in FAMILIES}
@@ -147,14 +148,45 @@ def test_the_folded_block_honours_the_scaling_it_is_given(monkeypatch: pytest.Mo
 def test_without_a_mask_a_block_is_causal_up_to_the_last_key(
     prefill_chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The route of CUDA: there no mask is made for a block that meets a cache."""
-    monkeypatch.setattr(attention, "_has_flash", lambda *_: True)
+    """The route of CUDA: there no mask is made for a block that meets a cache, and every forward is flash's."""
     monkeypatch.setattr(SlotPositions, "mask", None)
     kept, follow = random_prompt(len(KEPT)), random_prompt(6, seed=9)
     model = CachedModel(SHARED["llama"], prefill_chunk)
-    got = [model.forward(kept, KEPT, 1), model.forward(follow, range(60, 66), 6), model.forward([7], [66], 1)]
+    got = []
+    with flash_on_cpu() as shapes:
+        for token_ids, positions in ((kept, KEPT), (follow, range(60, 66)), ([7], [66])):
+            shapes.clear()
+            got.append(model.forward(token_ids, positions, len(token_ids) if token_ids is not kept else 1))
+            assert len(shapes) >= model.num_layers
+    # Of one token, too, whose length is another at every step.
+    assert [(query[2], key[2]) for query, key in shapes] == [(1, len(KEPT) + 7)] * model.num_layers
     expected = reference.logits(make_model(), [*kept, *follow, 7], [*KEPT, *range(60, 67)])
     torch.testing.assert_close(torch.cat(got), expected[-8:], **TOLERANCE)
+
+
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(1, 1000), (1, 1001), (1, 1), (2, 1002), (5, 1005), (90, 90)])
+@pytest.mark.parametrize("groups", [1, 7])
+def test_on_cuda_no_length_goes_to_another_kernel_than_flash(num_queries: int, num_keys: int, groups: int) -> None:
+    module = torch.nn.Module()
+    module.layer_idx, module.num_key_value_groups = 0, groups
+    query, key, value = torch.randn(1, 2 * groups, num_queries, 8), *torch.randn(2, 1, 2, num_keys, 8)
+    with flash_on_cpu() as shapes:
+        output = attention.attend(module, query, key, value, None)[0]
+    assert shapes == [(query.shape, key.shape)]
+    mask = torch.ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
+    whole = [each.repeat_interleave(groups, 1) for each in (key, value)]
+    torch.testing.assert_close(output, F.scaled_dot_product_attention(query, *whole, mask).transpose(1, 2))
+
+
+@pytest.mark.parametrize("told", [{}, {"is_causal": False}, {"is_causal": None}])
+def test_what_sees_the_tokens_after_itself_never_goes_to_flash(told: dict[str, bool | None]) -> None:
+    module = torch.nn.Module()
+    module.layer_idx, module.is_causal = 0, bool(told.get("is_causal") is False)
+    query = torch.randn(1, 2, 9, 8)
+    with flash_on_cpu() as shapes:
+        output = attention.attend(module, query, query, query, None, **told)[0]
+    assert not shapes
+    torch.testing.assert_close(output, F.scaled_dot_product_attention(query, query, query).transpose(1, 2))
 
 
 @pytest.mark.parametrize("num_tokens", [30, 80])
@@ -257,3 +289,35 @@ def test_past_and_present_merge_to_attention_under_a_lower_right_mask(dtype: tor
     expected = F.scaled_dot_product_attention(4 * query.double(), *whole, attn_mask=mask, scale=0.25)
     error = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(got.double(), expected, atol=error, rtol=error)
+
+
+@pytest.mark.parametrize("devices", [("cpu", "meta"), ("meta", "cpu")])
+@pytest.mark.parametrize("window", [1, 4, 512, None])
+@pytest.mark.parametrize("num_queries", [1, 5])
+def test_every_layer_gets_its_mask_on_its_own_device(
+    devices: tuple[str, str], window: int | None, num_queries: int
+) -> None:
+    slots = SlotPositions(list(range(0, 1200, 2)))
+    seen = slots.seen(num_queries, window)
+    for device in (*devices, *devices):
+        assert slots.mask(600 - num_queries, 600, seen, torch.device(device)).device.type == device
+
+
+def test_slots_are_kept_and_written_on_every_layers_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model split by `device_map`: meta stands for its second card, and looks for no index on another."""
+    model = CachedModel(SHARED["llama"], 4096)
+    model.forward(random_prompt(40), range(40), 1)
+    cache = new_cache(SHARED["llama"].config)
+    fill(cache, {name.removeprefix("cache."): each for name, each in model.contents().items() if "cache." in name})
+    select, last = torch.Tensor.index_select, cache.layers[-1]
+    new = last.keys[:, :, :1].to("meta")
+    assert {each.device.type for each in last.update(new, new)} == {"meta"}
+
+    def on_one_device(tensor: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+        assert tensor.device == index.device
+        return select(tensor, dim, index)
+
+    monkeypatch.setattr(torch.Tensor, "index_select", on_one_device)
+    keep_slots(cache, range(0, 40, 3), torch.device("cpu"))
+    assert [layer.keys.device.type for layer in cache.layers] == ["cpu"] * (model.num_layers - 1) + ["meta"]
+    assert {layer.keys.shape[2] for layer in cache.layers} == {14}

@@ -11,7 +11,7 @@ from spec_stack.decode.propose import propose
 from spec_stack.decode.sampler import Sampler
 from spec_stack.hf.attention import install
 from spec_stack.hf.model import CachedModel
-from spec_stack.prefill.importance import attention_to_prompt, pool, token_importance
+from spec_stack.prefill.importance import attention_to_prompt, mean_share, pool, token_importance
 from spec_stack.prefill.scoring import score_prompt
 from tests.support import reference
 from tests.support.models import FAMILIES, make_model, random_prompt
@@ -90,6 +90,18 @@ def test_no_attention_layer_and_non_finite_attention_are_errors() -> None:
         token_importance([], 13)
     with pytest.raises(ValueError, match="not finite"):
         token_importance([(torch.full((2, 1, 4), torch.nan), torch.ones(2, 9, 4), 1.0)], 1)
+
+
+@pytest.mark.parametrize("devices", [("meta", "cpu"), ("meta", "cpu", "cpu"), ("meta", "meta", "cpu")])
+@pytest.mark.parametrize("num_queries", [1, 3])
+def test_layers_on_several_devices_give_one_importance(
+    devices: tuple[str, ...], num_queries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # There is nothing to read on meta, which stands for another card.
+    monkeypatch.setattr(torch, "isfinite", lambda tensor: torch.ones(tensor.shape))
+    queries, keys = torch.randn(4, num_queries, 8), torch.randn(2, 50, 8)
+    layers = [(queries.to(device), keys.to(device), 1.0) for device in devices]
+    assert token_importance(layers, 13).shape == mean_share(layers, 1, 1).shape == (50,)
 
 
 def test_scores_of_half_precision_keys_are_computed_in_fp32() -> None:

@@ -10,6 +10,7 @@ import torch
 from spec_stack.config import PrefillConfig
 from spec_stack.prefill.importance import attention_to_prompt, pool
 from spec_stack.sglang.head_votes import LayerQueries, best_of_own_heads
+from tests.support.cuda import blocking_copies
 
 
 class Pool:
@@ -88,3 +89,16 @@ def test_a_head_of_a_layer_that_the_draft_lacks_is_named() -> None:
     keys = [torch.randn(30, 1, 8)]
     with pytest.raises(ValueError, match=r"names layers \[7\]"):
         best_of_own_heads(Pool(keys), torch.arange(30), _captured(keys, 2), PrefillConfig(scoring_heads=((7, 0),)))
+
+
+@pytest.mark.parametrize("heads", [None, ((0, 5), (1, 0), (1, 1))])
+@pytest.mark.parametrize("vote", ["max", "share"])
+def test_the_host_waits_for_no_copy(heads: Any, vote: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    # There is nothing to read on meta.
+    monkeypatch.setattr(torch, "isfinite", lambda tensor: torch.ones(tensor.shape))
+    keys = [torch.empty(60, 2, 8, device="meta") for _ in range(2)]
+    layers = {index: LayerQueries(0.3, [torch.empty(6, 3, 8, device="meta")]) for index in range(2)}
+    config = PrefillConfig(scoring_heads=heads, head_vote=vote, chunk_size=4)
+    with blocking_copies() as found:
+        best_of_own_heads(Pool(keys), torch.zeros(50, dtype=torch.int64, device="meta"), layers, config)
+    assert found == []

@@ -176,3 +176,18 @@ def test_a_prefill_may_come_unless_one_has_just_run_and_others_wait_for_their_to
     assert not loop.rounds.may_prefill()
     loop._prefill_decode_interval_remaining = 0
     assert loop.rounds.may_prefill()
+
+
+def test_a_part_is_short_while_anybody_waits_for_it() -> None:
+    loop = Loop(1)
+    lengths = (16, 512, 2048, 2049, 8192)
+    assert [loop.rounds.most_of_a_part(length) for length in lengths] == [*lengths]
+    short = [16, 512, 2048, 2048, 2048]
+    loop.last_batch = Batch([Request(0, 0, 3)])
+    assert [loop.rounds.most_of_a_part(length) for length in lengths] == short
+    loop.last_batch, loop.running_batch.reqs = None, [Request(0, 0, 3)]
+    assert [loop.rounds.most_of_a_part(length) for length in lengths] == short
+    # What is prefilled in chunks waits for parts anyway.
+    loop.running_batch.reqs, loop.chunked_req = [], Request(0, 2, 3)
+    loop.last_batch = Batch([loop.chunked_req])
+    assert loop.rounds.most_of_a_part(8192) == 8192

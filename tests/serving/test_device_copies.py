@@ -1,0 +1,148 @@
+"""Scoring and the draft's own slots on another device: no copy stops the host, and no part is long beside others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from spec_stack.config import PrefillConfig
+from tests.support.cuda import blocking_copies
+
+HEADS, KV_HEADS, DIM, VOCAB, LAYERS = 4, 2, 8, 50, 3
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """SGLang's configuration of a KV pool, of which one field counts."""
+
+    max_total_num_tokens: int
+
+
+@dataclass
+class _Request:
+    origin_input_ids: list[int]
+    output_ids: list[int]
+    customized_info: None = None
+
+
+def _runner(device: str) -> Any:
+    """SGLang's runner of a model with its own attention layers, as far as a draft's forwards look at it."""
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList(
+                RadixAttention(HEADS, DIM, 0.3, KV_HEADS, layer) for layer in range(LAYERS)
+            )
+            self.table = torch.zeros(VOCAB, HEADS * DIM, device=device)
+            self.lengths: list[int] = []
+
+        def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, batch: Any) -> Any:
+            self.lengths.append(len(input_ids))
+            hidden = self.table[input_ids] + positions[:, None]
+            for layer in self.layers:
+                keys = hidden[:, : KV_HEADS * DIM]
+                hidden = layer(hidden, keys, keys, batch)
+            return SimpleNamespace(next_token_logits=hidden @ self.table.T)
+
+    return SimpleNamespace(
+        model=Model(),
+        dtype=torch.float32,
+        device=device,
+        model_config=SimpleNamespace(vocab_size=VOCAB, context_len=100_000),
+    )
+
+
+def _score(runner: Any, num_tokens: int, config: PrefillConfig, most_of_a_part: Callable[[int], int]) -> Any:
+    from spec_stack.sglang.pooled_draft import PooledDraft
+    from spec_stack.sglang.scoring import DraftScorer, Prompt, Question
+
+    scheduler: Any = SimpleNamespace(model_config=runner.model_config, chunked_prefill_size=8192, forward_stream=None)
+    scorer = DraftScorer(scheduler, PooledDraft(runner, num_tokens + 100), most_of_a_part)
+    return scorer.score(Prompt((5,) * num_tokens, None, None, config, "recall"), Question())
+
+
+@pytest.mark.parametrize(
+    "slots", [np.arange(40), np.arange(40) + 7, np.array([*range(20), *range(50, 70)]), np.arange(40)[::-1].copy()]
+)
+@pytest.mark.parametrize("window", [None, (8, 4)])
+def test_a_forward_of_the_scoring_draft_copies_without_waiting(slots: Any, window: tuple[int, int] | None) -> None:
+    from spec_stack.sglang.pooled_draft import PooledDraft
+    from spec_stack.sglang.tiled_attention import Window
+
+    draft = PooledDraft(_runner("meta"), 100)
+    with torch.no_grad(), blocking_copies() as found, draft.captured_queries({}, 4):
+        for length, num_new in ((30, 30), (39, 9), (40, 1)):
+            draft.forward([3] * num_new, slots[:length], None if window is None else Window(*window))
+    assert found == []
+
+
+@pytest.mark.parametrize("num_prompts", [1, 3])
+def test_slots_are_chosen_and_renewed_without_waiting(num_prompts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+
+    from spec_stack.sglang.slotted_draft import SlottedDraft
+
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(empty_cache=lambda: None))
+    runner = _runner("meta")
+    backend = SimpleNamespace(
+        init_forward_metadata=lambda batch: None, forward=lambda q, k, v, layer, batch, save_kv_cache: q
+    )
+    runner.attn_backend, runner.kv_index_translator = backend, None
+    draft = SlottedDraft(runner, PrefillConfig(draft_slots=128), max_gamma=4, num_requests=4)
+    draft.pools(_Sizes(1000), ReqToTokenPool(4, 2000, "meta", enable_memory_saver=False))
+    batch: Any = SimpleNamespace(
+        req_pool_indices_cpu=torch.arange(1, 1 + num_prompts),
+        prefix_lens=[0] * num_prompts,
+        extend_lens=[700] * num_prompts,
+        reqs=[_Request(list(range(700)), []) for _ in range(num_prompts)],
+        seq_lens_cpu=None,
+    )
+    with blocking_copies() as found:
+        draft.note_prefill(batch)
+        batch.spec_info = draft.no_proposal(torch.zeros(num_prompts, dtype=torch.int32, device="meta"))
+        draft.begin_step(batch, None)
+        for request in batch.reqs:
+            # What is written shares words with what was dropped.
+            request.output_ids += [0, *range(100, 165)]
+        draft.begin_step(batch, None)
+    assert draft.num_renewals == num_prompts
+    assert draft.num_restored
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("runs", "lengths"),
+    [
+        ([0], [3616, 8192, 8192]),
+        ([1], [1568, *[2048] * 9]),
+        ([0, 1, 1, 0], [3616, *[2048] * 2, 4096, 8192]),
+        ([1, 0, 0, 0], [1568, 2048, 8192, 8192]),
+    ],
+)
+@pytest.mark.parametrize("window", [None, (100, 4)])
+def test_parts_are_short_while_requests_run(
+    runs: list[int], lengths: list[int], window: tuple[int, int] | None
+) -> None:
+    """runs: whether any do, before each part; then as before the last one."""
+    runner = _runner("meta")
+    config = PrefillConfig(draft_window=window, look_ahead=0)
+
+    def most_of_a_part(chunk: int) -> int:
+        num_done = len(runner.model.lengths)
+        return min(chunk, 2048) if runs[min(num_done, len(runs) - 1)] else chunk
+
+    work = _score(runner, 20_000, config, most_of_a_part)
+    with torch.no_grad():
+        while sum(runner.model.lengths) < 20_000:
+            next(work)
+    # Under a window the token that asks is a part of its own.
+    expected = lengths if window is None else [lengths[0] - 1, *lengths[1:], 1]
+    assert runner.model.lengths == expected
