@@ -1,93 +1,87 @@
-"""Measure what of the evidence each selection rule keeps, over prompts that a draft has been over once (captures.py).
+"""Measure what of the evidence each selection rule keeps of a prompt, over one pass of the draft a prompt.
 
-Recall: the share of prompts of which every token of the evidence is kept (of QMSum, whose evidence is long, the share
-of its tokens). Rules: the paper's, BM25, the default, chosen heads, and each part of these taken away. Intervals: 95 %,
-by drawing documents again. Needs no model. Prints a table, ends in one JSON line.
+Prompts: one question behind each document, by kind; with --shapes documents with several questions, each asked in many
+shapes of prompts; with --multi-hop question sets whose evidence stands in several paragraphs; with --qmsum queries
+about meetings (all: evidence_prompts.py). Rules: the default, a calibration where one is named, BM25, the paper's, and
+lines in random order. A row is written for every prompt and rule: the share of the prompt at which all of its evidence
+is kept, and how much of it is kept at 0.1, 0.2 and 0.3. A run goes on where it ended. Intervals: 95 %, by drawing
+documents again. Prints tables, ends in one JSON line. The target's weights are not used.
 
-    python -m experiments.real.evidence --data DATA --target TARGET --captures FOLDER --num-tokens 2048
-        [--calibration FILE]
+    python -m experiments.real.evidence --data DATA --target TARGET --draft DRAFT --rows ROWS.jsonl --shapes
+        [--calibration FILE] [--minutes 10]
 """
 
 from __future__ import annotations
 
 import argparse
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from time import process_time
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import torch
 
-from experiments.common.environment import describe
+from experiments.common.environment import describe, note_pair
 from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
-from experiments.real.captures import Encoded, Looks, add_arguments, encode, file_of, kept_positions, prompts_of, read
-from experiments.real.evidence_prompts import OTHER_WORDS
+from experiments.real.captures import Encoded, Looks, Ranked, add_arguments, encode, look, measure_with, prompts_of
+from experiments.real.evidence_prompts import OTHER_WORDS, EvidencePrompt, multi_hop, shaped_prompts
+from experiments.real.rows import Row, Rows, add_row_arguments
 from spec_stack import PrefillConfig
-from spec_stack.cli.arguments import heads
+from spec_stack.engine.pair import ModelPair
 from spec_stack.hf.loading import load_tokenizer
-from spec_stack.prefill.attention import CapturedAttention
 from spec_stack.prefill.calibration import Calibration
 
-RATES = (0.05, 0.1, 0.2, 0.3)
-QMSUM_RATES = (0.0625, 0.125, 0.25, 0.5)
+RATES = (0.1, 0.2, 0.3)
+RANDOM = "random lines"
+_GRID = [at / 200 for at in range(4, 201)]
 _DRAWS = 2000
+Tell = Callable[[Row], float]
 
 
-def rules(chosen: Sequence[tuple[int, int]] | None) -> dict[str, PrefillConfig]:
-    """The rules by name; those with chosen heads where some are given."""
-    paper, default = PrefillConfig.full_look_ahead(), PrefillConfig()
-    found = {
-        "paper": paper,
-        "BM25, chunks": replace(paper, scorer="bm25"),
-        "BM25, lines": replace(default, scorer="bm25"),
-        "anchors, lines": replace(default, scorer="anchors"),
-        "default": default,
-        "default - lines": replace(default, unit="chunks"),
-        "default - skipped layers": replace(default, skipped_layers=0),
-        "default, the look-ahead asks": replace(default, scoring_queries="look_ahead"),
-        "default, shares": replace(default, head_vote="share"),
-        "default + BM25": replace(default, scorer="attention_bm25"),
+def rules(calibration: Path | None) -> dict[str, PrefillConfig | None]:
+    """The rules by name; None: random."""
+    default = PrefillConfig()
+    found: dict[str, PrefillConfig | None] = {"default": default}
+    if calibration is not None:
+        found["calibrated"] = replace(Calibration.load(calibration).apply(), draft_window=None)
+    return found | {
+        "BM25": replace(default, scorer="bm25"),
+        "paper": PrefillConfig.full_look_ahead(),
+        RANDOM: None,
     }
-    if chosen:
-        whole = replace(default, scoring_heads=tuple(chosen), head_vote="share", scorer="attention_bm25")
-        found |= {
-            "heads": whole,
-            "heads - BM25": replace(whole, scorer="attention"),
-            "heads - lines": replace(whole, unit="chunks"),
-            "heads - lines - BM25": replace(whole, unit="chunks", scorer="attention"),
-            "heads - shares": replace(whole, head_vote="max"),
-            "heads, the look-ahead asks": replace(whole, scoring_queries="look_ahead"),
-            "heads, anchors for BM25": replace(whole, scorer="fused"),
-        }
-    return found
 
 
-def kept_share(encoded: Encoded, looks: Looks, config: PrefillConfig, rate: float) -> float:
-    """Return the share of the evidence's tokens that is kept."""
-    kept = {*kept_positions(encoded, looks, replace(config, keep_rate=rate), _importance)}
-    wanted = {at for start, stop in encoded.spans for at in range(start, stop)}
-    return len(wanted & kept) / len(wanted)
+def judge_rule(prompt: EvidencePrompt, encoded: Encoded, looks: Looks, rule: PrefillConfig | None) -> Row:
+    """What a rule keeps of a prompt's evidence."""
+    if rule is None:
+        ranked = Ranked.by_chance(encoded, crc32(prompt.name.encode()))
+    else:
+        ranked = Ranked.by_rule(encoded, looks, rule)
+    gold, answers = encoded.spans[: len(prompt.spans)], iter(encoded.spans[len(prompt.spans) :])
+    hops = [[next(answers) for _ in hop] for hop in prompt.hops]
+    kept = {rate: ranked.kept(rate) for rate in RATES}
+    return {
+        "needed": _GRID[bisect_left(_GRID, True, hi=len(_GRID) - 1, key=lambda rate: _all(gold, ranked.kept(rate)))],
+        "share": {str(rate): _share(gold, own) for rate, own in kept.items()},
+        "any": {str(rate): any(_all([span], own) for span in gold) for rate, own in kept.items()},
+        "hops": {str(rate): all(any(_all([span], own) for span in hop) for hop in hops) for rate, own in kept.items()},
+        "num_hops": len(hops),
+    }
 
 
-_importances: dict[tuple[Any, ...], torch.Tensor] = {}
+def _all(spans: Sequence[tuple[int, int]], kept: set[int]) -> bool:
+    return all(kept.issuperset(range(start, stop)) for start, stop in spans)
 
 
-def _importance(attention: CapturedAttention, config: PrefillConfig) -> torch.Tensor:
-    """A look's importance, which many settings share, computed once."""
-    key = (
-        id(attention),
-        config.scoring_heads,
-        config.head_vote,
-        config.skipped_layers,
-        config.pool_kernel,
-        config.forced_tokens,
-    )
-    if key not in _importances:
-        _importances[key] = attention.importance(config)
-    return _importances[key]
+def _share(spans: Sequence[tuple[int, int]], kept: set[int]) -> float:
+    wanted = {at for start, stop in spans for at in range(start, stop)}
+    return round(len(wanted & kept) / len(wanted), 4)
 
 
 def interval(values: Sequence[float], sources: Sequence[str], seed: int = 0) -> tuple[float, float, float]:
@@ -102,76 +96,116 @@ def interval(values: Sequence[float], sources: Sequence[str], seed: int = 0) -> 
     return float(np.mean(values)), float(low), float(high)
 
 
-def table(rows: Mapping[str, Mapping[float, list[float]]], sources: Sequence[str]) -> dict[str, Any]:
-    """Print recall by rule and rate, with intervals; the same as plain values."""
-    report = {}
-    for name, by_rate in rows.items():
-        cells = {str(rate): [round(each, 3) for each in interval(values, sources)] for rate, values in by_rate.items()}
-        report[name] = cells
-        print(f"{name:34s}" + "  ".join(f"{mean:.2f} [{low:.2f}, {high:.2f}]" for mean, low, high in cells.values()))
+def prompts_for(arguments: argparse.Namespace, tokenizer: Any) -> Iterator[EvidencePrompt]:
+    """The prompts that the arguments ask for, always the same and in the same order."""
+    if arguments.shapes:
+        yield from shaped_prompts(
+            arguments.data, arguments.num_tokens, arguments.documents, measure_with(tokenizer), arguments.seed
+        )
+    elif arguments.multi_hop:
+        yield from multi_hop(arguments.multi_hop, arguments.limit)
+    else:
+        yield from prompts_of(arguments, tokenizer)
+
+
+def run(arguments: argparse.Namespace, prompts: Sequence[EvidencePrompt], rows: Rows) -> None:
+    """Judge what is left of the prompts."""
+    wanted, precision = rules(arguments.calibration), arguments.precision
+    pair = ModelPair.load(
+        arguments.target, arguments.draft, precision=precision, draft_precision=precision, target_weights=False
+    )
+    index = pair.open_index(PrefillConfig.prefill_chunk)
+    for prompt in prompts:
+        left = rows.left(prompt.name, wanted)
+        if not left:
+            continue
+        began, encoded = process_time(), encode(pair.tokenizer, prompt)
+        looks = look(pair, index, encoded)
+        told = {"kind": prompt.kind, "shape": prompt.shape, "source": prompt.source}
+        for name, rule in left.items():
+            found = judge_rule(prompt, encoded, looks, rule)
+            rows.add(prompt.name, name, {**told, "num_tokens": len(encoded.token_ids), **found})
+        needs = "  ".join(f"{name} {rows.of_arm(name)[prompt.name]['needed']:.2f}" for name in left)
+        print(f"{prompt.name:40s}{needs}  {process_time() - began:.0f} CPU s", flush=True)
+
+
+def whole(rate: float) -> Tell:
+    return lambda row: float(row["share"][str(rate)] == 1)
+
+
+def told(what: str) -> Callable[[float], Tell]:
+    """Read a value that a row holds by rate."""
+    return lambda rate: lambda row: float(row[what][str(rate)])
+
+
+def having(part: str, value: str) -> Callable[[Row], bool]:
+    return lambda row: bool(row[part] == value)
+
+
+def everything(row: Row) -> bool:
+    return True
+
+
+def table(
+    title: str, rows: Rows, names: Sequence[str], keep: Callable[[Row], bool], tell: Callable[[float], Tell]
+) -> dict[str, Any]:
+    """Print a mean with its interval by rule and rate, over the rows that are meant; the same as plain values."""
+    report: dict[str, Any] = {}
+    for name in names:
+        own = [row for row in rows.of_arm(name).values() if keep(row)]
+        if own:
+            sources = [row["source"] for row in own]
+            cells = {str(rate): interval([tell(rate)(row) for row in own], sources) for rate in RATES}
+            report[name] = {rate: [round(each, 3) for each in cell] for rate, cell in cells.items()}
+            shown = "  ".join(f"{mean:.2f} [{low:.2f}, {high:.2f}]" for mean, low, high in cells.values())
+            print(f"{title:24s}{name:14s} n={len(own):4d}  {shown}")
     return report
 
 
-def by_kind(rows: Mapping[str, Mapping[float, list[float]]], kinds: Sequence[str]) -> dict[str, Any]:
-    """Print recall by kind at 0.1 and 0.2 of some rules; the same as plain values."""
-    report: dict[str, Any] = {}
-    shown = [name for name in ("paper", "BM25, lines", "default", "heads", "calibrated") if name in rows]
-    for kind in dict.fromkeys(kinds):
-        own = [at for at, each in enumerate(kinds) if each == kind]
-        cells = {
-            name: [round(float(np.mean([rows[name][rate][at] for at in own])), 3) for rate in (0.1, 0.2)]
-            for name in shown
+def summary(rows: Rows, names: Sequence[str], arguments: argparse.Namespace) -> dict[str, Any]:
+    """All tables of a run."""
+    every = [row for row in rows.of_arm(names[0]).values()]
+    print(f"kept at {RATES}, of {len(every)} prompts from {len({row['source'] for row in every})} documents")
+    if arguments.qmsum:
+        return {"share": table("share of it", rows, names, everything, told("share"))}
+    report: dict[str, Any] = {"whole": table("all", rows, names, everything, whole)}
+    for part in ("shape", "kind"):
+        values = list(dict.fromkeys(row[part] for row in every))
+        if len(values) > 1:
+            report[part] = {value: table(value, rows, names, having(part, value), whole) for value in values}
+    if arguments.multi_hop:
+        report["any"] = table("any gold", rows, names, everything, told("any"))
+        report["hops"] = {
+            kind: table(f"{kind}, all hops' answers", rows, names, having("kind", kind), told("hops"))
+            for kind in dict.fromkeys(row["kind"] for row in every if row["num_hops"])
         }
-        report[kind] = {"n": len(own), **cells}
-        print(f"{kind:24s} n={len(own):3d}  " + "  ".join(f"{name} {a:.2f}/{b:.2f}" for name, (a, b) in cells.items()))
+    else:
+        report["other_words"] = table("other words", rows, names, lambda row: row["kind"] in OTHER_WORDS, whole)
     return report
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
-    parser.add_argument("--captures", type=Path, required=True, help="folder that captures.py wrote")
-    parser.add_argument("--heads", type=heads, help="chosen heads as layer.head,layer.head")
-    parser.add_argument("--calibration", type=Path, help="file of `spec-stack calibrate`, judged beside the rules")
-    parser.add_argument("--only", help="rules to judge, by a part of their names")
+    parser.add_argument("--draft", type=Path, required=True, help="folder of the draft")
+    parser.add_argument("--calibration", type=Path, help="a calibration's file or folder, judged beside the rules")
+    parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
+    parser.add_argument("--shapes", action="store_true", help="several questions a document, in many shapes of prompts")
+    parser.add_argument("--documents", type=int, default=24, help="with --shapes, so many (%(default)s)")
+    parser.add_argument("--multi-hop", type=Path, metavar="FILE", help="a set of multi-hop questions, JSON lines")
+    parser.add_argument("--threads", type=int, default=1, help="torch threads (%(default)s)")
+    add_row_arguments(parser, limited=False)
     add_out_argument(parser)
     arguments = parser.parse_args()
-    known = rules(arguments.heads)
-    if arguments.calibration:
-        known["calibrated"] = Calibration.load(arguments.calibration).apply()
-    chosen = {name: config for name, config in known.items() if (arguments.only or "") in name}
-    rates = QMSUM_RATES if arguments.qmsum else RATES
-    rows: dict[str, dict[float, list[float]]] = {name: {rate: [] for rate in rates} for name in chosen}
-    kinds: list[str] = []
-    sources: list[str] = []
-    tokenizer = load_tokenizer(str(arguments.target))
-    for prompt in prompts_of(arguments, tokenizer):
-        path = file_of(arguments.captures, prompt)
-        if not path.exists() or len(kinds) == arguments.limit:
-            continue
-        encoded, looks = encode(tokenizer, prompt), read(path)
-        _importances.clear()
-        for name, config in chosen.items():
-            for rate in rates:
-                share = kept_share(encoded, looks, config, rate)
-                rows[name][rate].append(share if arguments.qmsum else float(share == 1))
-        kinds.append(prompt.kind)
-        sources.append(prompt.source)
-    if not kinds:
-        raise ValueError(f"{arguments.captures} holds none of these prompts; run experiments.real.captures first")
-    print(
-        f"{len(kinds)} prompts of about {arguments.num_tokens} tokens, {len(set(sources))} documents; kept at {rates}"
-    )
-    report: dict[str, Any] = {"experiment": "evidence", **describe(), "n": len(kinds), "documents": len(set(sources))}
-    report["num_tokens"], report["recall"] = arguments.num_tokens, table(rows, sources)
-    if not arguments.qmsum:
-        report["by_kind"] = by_kind(rows, kinds)
-        others = [at for at, kind in enumerate(kinds) if kind in OTHER_WORDS]
-        report["other_words"] = {
-            name: {str(rate): round(float(np.mean([values[at] for at in others])), 3) for rate, values in cells.items()}
-            for name, cells in rows.items()
-        }
-    print_report(report, arguments.out)
+    torch.set_num_threads(arguments.threads)
+    note_pair(str(arguments.target), str(arguments.draft))
+    names, rows = list(rules(arguments.calibration)), Rows(arguments.rows, arguments.minutes)
+    prompts = list(prompts_for(arguments, load_tokenizer(str(arguments.target))))[: arguments.limit]
+    if any((prompt.name, name) not in rows for prompt in prompts for name in names):
+        run(arguments, prompts, rows)
+    left = sum((prompt.name, name) not in rows for prompt in prompts for name in names)
+    report = {"experiment": "evidence", **describe(), "num_tokens": arguments.num_tokens, "num_left": left}
+    print_report({**report, **summary(rows, names, arguments)}, arguments.out)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,8 @@
 """Prompts of known length that hide what their question asks for, with the characters where that stands.
 
+`make_prompts`: one question behind each document. `shaped_prompts`: documents with several questions, each asked in
+many shapes of prompts (`SHAPES`). `multi_hop`: question sets whose evidence stands in several paragraphs.
+
 Eleven kinds, with and without words in common with the question, in novels, Python modules, meetings, logs and JSON
 records. The wordings were written for this file and have chosen nothing; the texts come from folders that are given:
 `<data>/corpus/prose_novels_*.jsonl.xz`, `code_python_*.jsonl.xz` (records with "id" and "text") and
@@ -15,16 +18,23 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 Measure = Callable[[str], int]
+Messages = tuple[tuple[str, str], ...]
+# Of a document, a question and a second one.
+Shape = Callable[[str, str, str], Messages]
 
 
 @dataclass(frozen=True)
 class EvidencePrompt:
-    """A document, a question behind it, and half-open character spans of the document, all of which the answer needs.
+    """A document, a question about it, and half-open character spans of the document, all of which the answer needs.
 
     source: what intervals are drawn over; prompts of one source share their document's origin.
     answers: what a right answer holds, all of it, in whatever case; empty where only the evidence is known.
+    shape: how the question is asked, a name of `SHAPES`.
+    other: a second question of the document, for shapes that ask two.
+    hops: for every step of a chain, the spans of its answer, one of which it needs.
     """
 
     name: str
@@ -34,6 +44,14 @@ class EvidencePrompt:
     question: str
     spans: tuple[tuple[int, int], ...]
     answers: tuple[str, ...] = ()
+    shape: str = "bare"
+    other: str = ""
+    hops: tuple[tuple[tuple[int, int], ...], ...] = ()
+
+    @property
+    def messages(self) -> Messages:
+        """What is sent: roles and texts."""
+        return SHAPES[self.shape](self.document, self.question, self.other)
 
 
 @dataclass(frozen=True)
@@ -309,6 +327,170 @@ KINDS: dict[str, tuple[str, Callable[[random.Random], Hidden]]] = {
 OTHER_WORDS = ("paraphrase", "function", "log, other words", "dialogue, other words")
 
 
+_ESSAY = (
+    "Please structure your reply in the following way. Start with a heading that names the topic. Under it, write a "
+    "single sentence that a busy manager could read on a phone. Then add a section called Details in which you explain "
+    "how you arrived at your conclusion, citing the original wording where it helps, and a section called Caveats in "
+    "which you list anything that might make the conclusion wrong. Keep a neutral tone throughout, avoid jargon, do "
+    "not use bullet points or tables, and never refer to yourself. The whole reply must stay under 150 words and end "
+    "with a full stop."
+)
+_RAG = (
+    "You are an assistant for question-answering tasks. Use the following pieces of retrieved context to answer the "
+    "question. If you don't know the answer, say that you don't know. Use three sentences maximum and keep the answer "
+    "concise."
+)
+
+
+def _behind(text: str) -> Shape:
+    """A user message that begins with the document; `text` follows it."""
+    return lambda document, question, other: (
+        ("user", document + "\n\n" + text.format(question=question, other=other)),
+    )
+
+
+SHAPES: dict[str, Shape] = {
+    "bare": _behind("{question}"),
+    "briefly": _behind("{question} Answer briefly."),
+    "unknown": _behind('{question} If the text does not say it, answer "unknown".'),
+    "json": _behind(
+        '{question}\nReturn a JSON object with the fields "answer" (string), "confidence" (number from 0 to 1) and '
+        '"quote" (string). No markdown.'
+    ),
+    "steps": _behind(
+        "{question}\n\nThink step by step, quote the passages that matter, and put the final answer alone on the last "
+        "line."
+    ),
+    "essay": _behind("{question}\n\n" + _ESSAY),
+    "two questions": _behind("{question} And also: {other}"),
+    "rag": lambda document, question, other: (
+        ("system", _RAG),
+        ("user", f"Context: {document}\n\nQuestion: {question}\n\nHelpful Answer:"),
+    ),
+    "ahead": lambda document, question, other: (("user", f"{question}\n\n{document}"),),
+    "ahead, tags": lambda document, question, other: (
+        ("user", f"I need to know this: {question}\n\n<context>\n{document}\n</context>"),
+    ),
+    "ahead, reminder": lambda document, question, other: (
+        ("user", f"{question}\n\n---\n{document}\n---\n\nAnswer the question at the top."),
+    ),
+    "system message": lambda document, question, other: (
+        (
+            "system",
+            f"You are a helpful assistant. Your task: {question} Look it up in what the user provides.",
+        ),
+        ("user", document),
+    ),
+    "tool output": lambda document, question, other: (
+        ("user", question),
+        ("assistant", "I'll search the workspace for that."),
+        ("tool", document),
+    ),
+}
+"""Shape -> the messages. Their wordings are for judging and choose nothing. Those that begin with the document share a
+draft's pass over it."""
+
+
+def _begins_with_document(shape: str) -> bool:
+    return SHAPES[shape]("document", "", "")[0][1].startswith("document")
+
+
+def shaped_prompts(
+    data: Path, num_tokens: int, num_documents: int, measure: Measure, seed: int, per_shape: int = 2
+) -> Iterator[EvidencePrompt]:
+    """Documents of about num_tokens with four questions each, the prompts of a document in a row.
+
+    Every shape that begins with the document is asked about `per_shape` of the questions; of the others, each of which
+    takes a pass, "ahead" and two more in turn are asked about one.
+    """
+    texts = _texts(data)
+    media = ("novel", "log", "json", "code", "novel", "meeting")
+    together = [shape for shape in SHAPES if _begins_with_document(shape)]
+    alone = [shape for shape in SHAPES if shape not in together and shape != "ahead"]
+    for number in range(num_documents):
+        medium = media[number % len(media)]
+        rng = random.Random(f"shapes/{seed}/{num_tokens}/{number}")
+        source, lines = _haystack(rng, medium, texts, num_tokens, measure)
+        asked = _several_hidden(rng, medium)
+        document, spans = _hide(rng, lines, [hidden for _, hidden in asked], medium)
+        plan = [(shape, at + turn + number) for at, shape in enumerate(together) for turn in range(per_shape)]
+        others = ("ahead", alone[2 * number % len(alone)], alone[(2 * number + 1) % len(alone)])
+        plan += [(shape, at + number) for at, shape in enumerate(others)]
+        for shape, which in plan:
+            which %= len(asked)
+            kind, hidden = asked[which]
+            second = (which + 1) % len(asked)
+            wanted, answers = spans[which], hidden.answers
+            if shape == "two questions":
+                wanted, answers = wanted + spans[second], answers + asked[second][1].answers
+            yield EvidencePrompt(
+                f"{number}/{num_tokens}/{shape}/{which}",
+                kind,
+                f"{number} {source}",
+                document,
+                hidden.question,
+                wanted,
+                answers,
+                shape,
+                asked[second][1].question,
+            )
+
+
+def _several_hidden(rng: random.Random, medium: str) -> list[tuple[str, Hidden]]:
+    """Up to four questions of the kinds of a medium, no two of which ask alike."""
+    kinds = [(kind, make) for kind, (own, make) in KINDS.items() if own == medium]
+    found: dict[str, tuple[str, Hidden]] = {}
+    for at in range(60):
+        kind, make = kinds[at % len(kinds)]
+        hidden = make(rng)
+        # Wordings that name what they ask about may come twice.
+        is_named = kind in ("json", "log", "constant", "fact")
+        key = hidden.question if is_named else " ".join(hidden.question.split()[:5])
+        if len(found) < 4:
+            found.setdefault(key, (kind, hidden))
+    return list(found.values())
+
+
+def multi_hop(path: Path, limit: int) -> Iterator[EvidencePrompt]:
+    """Questions of a set whose evidence stands in several paragraphs: records with "id", "question", "answers", "kind",
+    "paragraphs" (title, sentences, indices of the gold ones) and, in MuSiQue, "hops" (answer, paragraph)."""
+    for record in _json_lines(path)[:limit]:
+        document, spans, starts = "", [], []
+        for paragraph in record["paragraphs"]:
+            document += f"{paragraph['title']}\n"
+            starts.append(len(document))
+            for at, sentence in enumerate(paragraph["sentences"]):
+                text = sentence.strip()
+                if at in paragraph["gold"]:
+                    spans.append((len(document), len(document) + len(text)))
+                document += text + " "
+            document = document.rstrip() + "\n\n"
+        ends = [*starts[1:], len(document)]
+        hops = [
+            tuple(_occurrences(document, hop["answer"], starts[hop["paragraph"]], ends[hop["paragraph"]]))
+            for hop in record.get("hops", ())
+        ]
+        yield EvidencePrompt(
+            record["id"],
+            record["kind"],
+            record["id"],
+            document.rstrip(),
+            record["question"],
+            tuple(spans),
+            tuple(record["answers"][:1]),
+            hops=tuple(hop for hop in hops if hop),
+        )
+
+
+def _occurrences(text: str, wanted: str, start: int, stop: int) -> list[tuple[int, int]]:
+    found = re.finditer(re.escape(wanted), text[start:stop], re.IGNORECASE)
+    return [(start + match.start(), start + match.end()) for match in found]
+
+
+def _json_lines(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
 def make_prompts(data: Path, num_tokens: int, per_kind: int, measure: Measure, seed: int) -> Iterator[EvidencePrompt]:
     """Prompts of about num_tokens, `per_kind` of every kind, the kinds in turn.
 
@@ -321,19 +503,23 @@ def make_prompts(data: Path, num_tokens: int, per_kind: int, measure: Measure, s
     measure
         Tokens of a text.
     """
-    texts = {
-        "novel": _records(data, "prose_novels_0[123]", 30_000),
-        "code": _records(data, "code_python_01", 12_000),
-        "meeting": _meetings(data / "qmsum" / "val.jsonl"),
-    }
+    texts = _texts(data)
     for number in range(per_kind):
         for kind, (medium, make) in KINDS.items():
             rng = random.Random(f"{seed}/{num_tokens}/{kind}/{number}")
             hidden = make(rng)
             source, lines = _haystack(rng, medium, texts, num_tokens, measure)
-            document, spans = _hide(rng, lines, hidden, medium)
+            document, spans = _hide(rng, lines, [hidden], medium)
             name = f"{kind}/{num_tokens}/{number}"
-            yield EvidencePrompt(name, kind, source, document, hidden.question, spans, hidden.answers)
+            yield EvidencePrompt(name, kind, source, document, hidden.question, spans[0], hidden.answers)
+
+
+def _texts(data: Path) -> dict[str, list[tuple[str, str]]]:
+    return {
+        "novel": _records(data, "prose_novels_0[123]", 30_000),
+        "code": _records(data, "code_python_01", 12_000),
+        "meeting": _meetings(data / "qmsum" / "val.jsonl"),
+    }
 
 
 def _haystack(
@@ -363,10 +549,14 @@ def _haystack(
     return source, lines
 
 
-def _hide(rng: random.Random, lines: list[str], hidden: Hidden, medium: str) -> tuple[str, tuple[tuple[int, int], ...]]:
-    """The lines with others put between them, and the characters of the evidence."""
-    parts = [(line, False) for line in lines]
-    hidden_lines = [(line, True) for line in hidden.wanted] + [(line, False) for line in hidden.others]
+def _hide(
+    rng: random.Random, lines: list[str], hidden: list[Hidden], medium: str
+) -> tuple[str, list[tuple[tuple[int, int], ...]]]:
+    """The lines with others put between them, and the characters of the evidence of each that is hidden."""
+    parts: list[tuple[str, int | None]] = [(line, None) for line in lines]
+    hidden_lines: list[tuple[str, int | None]] = []
+    for at, each in enumerate(hidden):
+        hidden_lines += [(line, at) for line in each.wanted] + [(line, None) for line in each.others]
     low, high = int(0.08 * len(parts)), max(int(0.9 * len(parts)), int(0.08 * len(parts)) + 1)
     places = sorted(rng.randrange(low, high) for _ in hidden_lines)
     if medium == "code":
@@ -374,12 +564,13 @@ def _hide(rng: random.Random, lines: list[str], hidden: Hidden, medium: str) -> 
     rng.shuffle(hidden_lines)
     for place, part in sorted(zip(places, hidden_lines, strict=True), key=lambda each: -each[0]):
         parts.insert(place, part)
-    spans, at = [], 0
-    for line, is_wanted in parts:
-        if is_wanted:
-            spans.append((at, at + len(line.rstrip("\n"))))
-        at += len(line) + 1
-    return "\n".join(line for line, _ in parts), tuple(spans)
+    spans: list[list[tuple[int, int]]] = [[] for _ in hidden]
+    length = 0
+    for line, owner in parts:
+        if owner is not None:
+            spans[owner].append((length, length + len(line.rstrip("\n"))))
+        length += len(line) + 1
+    return "\n".join(line for line, _ in parts), [tuple(own) for own in spans]
 
 
 def _between_blocks(lines: list[str], place: int) -> int:

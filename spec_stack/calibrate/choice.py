@@ -101,15 +101,14 @@ def choose(cases: Sequence[Case], margin: float) -> Choice:
 
 
 def _best_setting(cases: Sequence[Case], ranks: Ranks) -> Setting:
-    """The setting with the fewest layers of those that are about as good as the best, and of equals one that listens
-    to words as well: these and attention fail on different prompts."""
+    """The setting with the fewest layers of those that are about as good as the best."""
     worth = {
         setting: _balanced(cases, [_worth(ranks.needs(setting, case)) for case in cases])
         for setting in settings_of(ranks.heads)
     }
     best = max(worth.values())
     good = [setting for setting, value in worth.items() if value >= best - _TIE]
-    return min(good, key=lambda setting: (ranks.cost(setting), not setting.bm25_weight, -worth[setting]))
+    return min(good, key=lambda setting: (ranks.cost(setting), -worth[setting]))
 
 
 def _if_earned(found: Setting, needs: Needs, notes: list[str]) -> Setting:
@@ -186,7 +185,7 @@ def _keep_curve(
 
 def _by_head(cases: Sequence[Case], heads: Sequence[Head]) -> dict[Head, float]:
     """Recall at the usual share of every head alone."""
-    alone = [(case.judged.alone["prompt"] <= _USUAL).tolist() for case in cases]
+    alone = [(case.judged.alone <= _USUAL).tolist() for case in cases]
     return {head: fmean(float(found[row]) for found in alone) for row, head in enumerate(heads)}
 
 

@@ -16,7 +16,9 @@ class CalibrateConfig:
         (2048, 4096, 8192),
         "of the prompts, in tokens; the shortest one chooses, the others tell how much to keep of longer prompts",
     )
-    prompts: int = option(44, "prompts of the shortest length, of every other a quarter as many; more are surer")
+    prompts: int = option(
+        80, "prompts of the shortest length, about two to a document; of every other a quarter as many; more are surer"
+    )
     margin: float = option(
         0.1, "recall given up, by a smaller share, against what the chosen setting keeps at keep_rate 0.2"
     )

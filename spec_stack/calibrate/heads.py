@@ -10,21 +10,17 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from spec_stack.calibrate.judged import Judged, needed
 from spec_stack.calibrate.prompts import Task
-from spec_stack.config import PrefillConfig
-from spec_stack.prefill.rules.fused import fuse
 
 _NUM_HEADS = (2, 4, 8, 16)
-_WEIGHTS = (0.0, 0.25, 0.5)
 # Of the layers, for those whose heads may vote: fewer run sooner.
 _DEPTHS = (1.0, 0.67)
 Head = tuple[int, int]
-Queries = Literal["prompt", "look_ahead"]
 
 
 @dataclass(frozen=True)
@@ -37,50 +33,39 @@ class Case:
 
 @dataclass(frozen=True)
 class Setting:
-    """A way to score. num_heads 0: words alone; bm25_weight 0: attention alone; depth: layers whose heads may vote."""
+    """A way to score: so many heads, of the first `depth` layers; without heads, words alone."""
 
     num_heads: int
-    queries: Queries = "prompt"
-    bm25_weight: float = 0.0
     depth: int = 1 << 30
 
     def scores(self, judged: Judged, heads: Sequence[int]) -> torch.Tensor:
         """Scores (num_units,) as the selection rule gives them, of the heads in these rows."""
-        if not self.num_heads:
-            return judged.words
-        attention = getattr(judged, self.queries)[list(heads)].mean(dim=0)
-        return fuse(judged.standard_words, attention, self.bm25_weight) if self.bm25_weight else attention
+        return judged.by_head[list(heads)].mean(dim=0) if self.num_heads else judged.words
 
     def fields(self, heads: Sequence[Head]) -> dict[str, Any]:
         """The fields of PrefillConfig that it sets."""
         if not self.num_heads:
-            return {"unit": "lines", "scorer": "bm25", "neighbour_share": 0.0}
-        chosen = {
+            return {"unit": "lines", "scorer": "bm25"}
+        return {
             "unit": "lines",
-            "scoring_queries": self.queries,
-            "look_ahead": PrefillConfig.look_ahead,
+            "scoring_queries": "prompt",
             "scoring_heads": tuple(sorted(heads)),
             "scoring_layers": None,
             "draft_window": None,
-            "head_vote": "share",
-            "neighbour_share": 0.0,
-            "scorer": "attention_bm25" if self.bm25_weight else "attention",
+            "head_vote": "mean",
+            "scorer": "attention",
         }
-        return chosen | ({"bm25_weight": self.bm25_weight} if self.bm25_weight else {})
 
 
 WORDS = Setting(0)
 
 
 def settings_of(heads: Sequence[Head]) -> list[Setting]:
-    """The settings that are tried for a draft with these heads, at most 24."""
+    """The settings that are tried for a draft with these heads."""
     num_layers = 1 + max(layer for layer, _ in heads)
     depths = dict.fromkeys(math.ceil(share * num_layers) for share in _DEPTHS)
     numbers = [number for number in _NUM_HEADS if number < len(heads)] or [len(heads)]
-    numbers = numbers[-3:]
-    own = [Setting(number, "prompt", weight, depth) for depth, number, weight in product(depths, numbers, _WEIGHTS)]
-    ahead = [Setting(numbers[-2:][0], "look_ahead", weight, num_layers) for weight in _WEIGHTS[:2]]
-    return [*own, *ahead, WORDS]
+    return [*(Setting(number, depth) for depth, number in product(depths, numbers)), WORDS]
 
 
 class Ranks:
@@ -97,23 +82,16 @@ class Ranks:
     def __init__(self, cases: Sequence[Case], heads: Sequence[Head]) -> None:
         self._layers = torch.tensor([layer for layer, _ in heads])
         self.heads = heads
-        self._by_kind: dict[tuple[str, str], torch.Tensor] = {}
+        self._by_kind: dict[str, torch.Tensor] = {}
         for kind in dict.fromkeys(case.task.kind for case in cases):
-            own = [case.judged.alone for case in cases if case.task.kind == kind]
-            for queries in ("prompt", "look_ahead"):
-                worth = torch.stack([_log_worth(alone[queries]) for alone in own]).mean(dim=0)
-                self._by_kind[queries, kind] = worth
+            own = [_log_worth(case.judged.alone) for case in cases if case.task.kind == kind]
+            self._by_kind[kind] = torch.stack(own).mean(dim=0)
 
     def best(self, setting: Setting, without: Collection[str] = ()) -> list[int]:
         """Rows of the heads that vote, chosen on all families but some."""
         if not setting.num_heads:
             return []
-        kinds = [
-            worth
-            for (queries, kind), worth in self._by_kind.items()
-            if queries == setting.queries and kind not in without
-        ]
-        worth = torch.stack(kinds).mean(dim=0)
+        worth = torch.stack([own for kind, own in self._by_kind.items() if kind not in without]).mean(dim=0)
         worth = torch.where(self._layers < setting.depth, worth, -torch.inf)
         return worth.argsort(descending=True, stable=True)[: setting.num_heads].tolist()
 
@@ -122,12 +100,9 @@ class Ranks:
         without = () if case.task.is_guard else (case.task.kind,)
         return need(case, setting.scores(case.judged, self.best(setting, without)))
 
-    def cost(self, setting: Setting) -> float:
-        """Count what a setting takes: layers that run, with about what a look-ahead takes on top."""
-        if not setting.num_heads:
-            return 0
-        last = 1 + max(self.heads[row][0] for row in self.best(setting))
-        return last if setting.queries == "prompt" else 1.2 * float(self._layers.max() + 1)
+    def cost(self, setting: Setting) -> int:
+        """How many layers a setting runs."""
+        return 1 + max((self.heads[row][0] for row in self.best(setting)), default=-1)
 
 
 def need(case: Case, scores: torch.Tensor) -> float:

@@ -1,13 +1,13 @@
 """One pass of the draft over a prompt, and what is kept of it: enough to judge every setting without another pass.
 
-How it is used: `judge(pair, prompt)` makes a `Judged`; `needed(judged, scores)` says how small a share of the prompt
-would hold the evidence if its units were ranked by such scores. Files of `Judged` are what a calibration goes on from.
+How it is used: `judge(pair, index, prompt)` makes a `Judged`; `needed(judged, scores)` says how small a share of the
+prompt would hold the evidence if its units were ranked by such scores. A calibration goes on from files of `Judged`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 
@@ -15,18 +15,19 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from spec_stack.calibrate.prompts import Prompt
-from spec_stack.config import PrefillConfig, ScoringQueries
-from spec_stack.decode.propose import propose
-from spec_stack.decode.sampler import Sampler
-from spec_stack.engine.pair import ModelPair
-from spec_stack.prefill.attention import CapturedAttention
+from spec_stack.config import PrefillConfig
+from spec_stack.engine.pair import ModelPair, WholeDraft
+from spec_stack.hf.model import CachedModel
+from spec_stack.hf.prompt import num_shared
+from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.registry import make_rule
 from spec_stack.prefill.rule import Evidence
+from spec_stack.prefill.scoring import look_at
 from spec_stack.prefill.units import Units, forced_ends, make_units
-from spec_stack.types import DraftTokenization
+from spec_stack.types import Proposal
 
-SHARES = PrefillConfig(scoring_queries="prompt", head_vote="share")
-"""How heads are judged: by their mean shares, over lines."""
+BY_HEAD = PrefillConfig(head_vote="mean")
+"""How heads are judged: by the mean of their attention, over lines."""
 WORDS = PrefillConfig(scorer="bm25")
 
 
@@ -38,8 +39,8 @@ class Judged:
     ----------
     heads : torch.Tensor
         (num_heads, 2): layer and head of each row below.
-    prompt, look_ahead : torch.Tensor
-        (num_heads, num_units): the mean share of a unit's tokens, by who asks.
+    by_head : torch.Tensor
+        (num_heads, num_units): the mean importance of a unit's tokens.
     words, default : torch.Tensor
         (num_units,): BM25's scores, and those of the default rule.
     costs : torch.Tensor
@@ -47,12 +48,11 @@ class Judged:
     wanted : torch.Tensor
         (num_units,), bool: holds evidence that is not kept anyway.
     num_tokens : torch.Tensor
-        Of the prompt, and how many are kept anyway, at its ends: (2,).
+        Of the prompt, and how many are kept at its ends whatever their scores: (2,).
     """
 
     heads: torch.Tensor
-    prompt: torch.Tensor
-    look_ahead: torch.Tensor
+    by_head: torch.Tensor
     words: torch.Tensor
     default: torch.Tensor
     costs: torch.Tensor
@@ -60,15 +60,9 @@ class Judged:
     num_tokens: torch.Tensor
 
     @cached_property
-    def alone(self) -> dict[str, torch.Tensor]:
-        """By who asks, the share of the prompt that every head by itself needs, (num_heads,)."""
-        return {name: needed(self, getattr(self, name)) for name in ("prompt", "look_ahead")}
-
-    @cached_property
-    def standard_words(self) -> torch.Tensor:
-        """BM25's scores in their standard deviations, as `attention_bm25` adds them."""
-        spread = self.words.std(unbiased=False)
-        return (self.words - self.words.mean()) / spread if spread > 0 else torch.zeros_like(self.words)
+    def alone(self) -> torch.Tensor:
+        """The share of the prompt that every head by itself needs, (num_heads,)."""
+        return needed(self, self.by_head)
 
     def save(self, file: Path) -> None:
         """Write it, whole or not at all."""
@@ -95,96 +89,65 @@ def needed(judged: Judged, scores: torch.Tensor) -> torch.Tensor:
     return share.clamp(max=1.0)
 
 
-def judge(pair: ModelPair, prompt: Prompt, on_piece: Callable[[int, float], None] | None = None) -> Judged:
-    """Pass once over a prompt.
+def judge(
+    pair: ModelPair, index: CachedModel, prompt: Prompt, on_piece: Callable[[int, float], None] | None = None
+) -> Judged:
+    """Pass once over what a prompt does not share with the one before it.
 
     Parameters
     ----------
     pair
         Its target's weights are not used.
+    index
+        The draft (`ModelPair.open_index`), empty or with the prompt before.
     prompt
         With its evidence, and in the draft's tokens where these are others.
     on_piece
         As `hf.model.CachedModel` has it; what it raises ends the pass.
     """
-    looks = by_asker(attend(pair, prompt.token_ids, prompt.tokenization, on_piece))
-    pieces = pair.pieces(prompt.token_ids)
-    units = make_units(len(prompt.token_ids), pieces, SHARES)
-    turn = None if prompt.turn is None else (prompt.turn[0], prompt.turn[1])
-    evidence = Evidence(prompt.token_ids, looks[PrefillConfig.scoring_queries], turn, pieces)
-    shares = {name: look.shares(SHARES) for name, look in looks.items()}
-    forced = forced_ends(units.num_tokens, SHARES)
-    free = torch.tensor([at in forced for at in range(units.num_tokens)])
-    wanted = torch.zeros(units.num_tokens, dtype=torch.bool)
-    for start, stop in prompt.spans:
-        wanted[start:stop] = True
+    token_ids, protected = prompt.token_ids, prompt.protected
+    pieces = pair.pieces(token_ids)
+    draft = open_prompt(pair, index, prompt, on_piece)
+    look, _ = look_at(
+        draft, token_ids, lambda *_: Proposal(), BY_HEAD, prompt.tokenization, pieces=pieces, protected=protected
+    )
+    units = make_units(len(token_ids), pieces, BY_HEAD)
+    evidence = Evidence(token_ids, look, protected, pieces)
+    by_head = look.by_head(BY_HEAD)
+    forced = forced_ends(units.num_tokens, BY_HEAD)
+    is_free = _marked(units, [(at, at + 1) for at in forced] + list(protected))
+    wanted = _marked(units, prompt.spans)
     return Judged(
-        heads=torch.tensor(list(shares["prompt"])),
-        prompt=_means(units, shares["prompt"].values()),
-        look_ahead=_means(units, shares["look_ahead"].values()),
+        heads=torch.tensor(list(by_head)),
+        by_head=torch.stack([units.means(importance) for importance in by_head.values()]),
         words=make_rule("bm25").score(evidence, units, WORDS),
         default=make_rule(PrefillConfig.scorer).score(evidence, units, PrefillConfig()),
-        costs=_count(units, ~free),
-        wanted=_count(units, wanted & ~free) > 0,
+        costs=_count(units, ~is_free),
+        wanted=_count(units, wanted & ~is_free) > 0,
         num_tokens=torch.tensor([units.num_tokens, len(forced)]),
     )
 
 
-def attend(
-    pair: ModelPair,
-    token_ids: Sequence[int],
-    tokenization: DraftTokenization | None,
-    on_piece: Callable[[int, float], None] | None = None,
-    window: int | None = None,
-) -> CapturedAttention:
-    """Pass the draft once over a prompt, for `by_asker`: the queries of the prompt's last tokens, then a look-ahead's.
-
-    Parameters
-    ----------
-    pair
-        Its target's weights are not used.
-    token_ids, tokenization
-        The prompt, and how the draft splits it where its tokens are others.
-    on_piece
-        As `hf.model.CachedModel` has it; what it raises ends the pass.
-    window
-        As `PrefillConfig.draft_window`.
-    """
-    num_tokens, look_ahead = len(token_ids), PrefillConfig.look_ahead
-    index = pair.open_index(PrefillConfig.prefill_chunk)
+def open_prompt(
+    pair: ModelPair, index: CachedModel, prompt: Prompt, on_piece: Callable[[int, float], None] | None = None
+) -> WholeDraft:
+    """The draft with what a prompt shares with the one before it."""
     index.on_piece = on_piece
-    draft = pair.view_draft(index, tokenization)
-    start = max(0, num_tokens - look_ahead - 1)
-    draft.prefill(token_ids[:start], range(start), window, PrefillConfig.draft_sinks)
-    with draft.capture() as captured:
-        draft.prefill(token_ids[start:-1], range(start, num_tokens - 1))
-        num_forwards = len(next(iter(captured.values())).queries)
-        proposal = propose(draft, token_ids, look_ahead, Sampler(), pair.end_ids)
-        # The last token of the prompt is the first that the proposal goes over.
-        num_asking = sum(part.shape[1] for part in next(iter(captured.values())).queries[: num_forwards + 1])
-        draft.forward(proposal.token_ids[-1:], [draft.next_position], 1)
-    num_draft_tokens = num_tokens if tokenization is None else len(tokenization.token_ids)
-    ranges = None if tokenization is None else tokenization.ranges
-    return CapturedAttention.of(captured, num_draft_tokens, num_asking, ranges)
+    index.forget_from(num_shared(index.token_ids, draft_ids(prompt)))
+    return pair.view_draft(index, prompt.tokenization)
 
 
-def by_asker(attention: CapturedAttention) -> dict[ScoringQueries, CapturedAttention]:
-    """What the prompt's last tokens attend to, and what its very last one and the look-ahead do, of one pass."""
-    own = attention.num_asking
-    return {
-        "prompt": _asked_by(attention, slice(own), own),
-        "look_ahead": _asked_by(attention, slice(own - 1, None), 1),
-    }
+def draft_ids(prompt: Prompt) -> Sequence[int]:
+    """A prompt in the draft's tokens."""
+    return prompt.token_ids if prompt.tokenization is None else prompt.tokenization.token_ids
 
 
-def _asked_by(attention: CapturedAttention, asking: slice, num_asking: int) -> CapturedAttention:
-    layers = {index: (layer[0][:, asking], *layer[1:]) for index, layer in attention.layers.items()}
-    return replace(attention, layers=layers, num_asking=num_asking)
-
-
-def _means(units: Units, shares: Iterable[torch.Tensor]) -> torch.Tensor:
-    """The mean of each unit (num_heads, num_units), of one share per token and head."""
-    return torch.stack([units.means(share) for share in shares])
+def _marked(units: Units, spans: Sequence[Span]) -> torch.Tensor:
+    """Which tokens (num_tokens,) these spans hold."""
+    marked = torch.zeros(units.num_tokens, dtype=torch.bool)
+    for start, stop in spans:
+        marked[start:stop] = True
+    return marked
 
 
 def _count(units: Units, marked: torch.Tensor) -> torch.Tensor:

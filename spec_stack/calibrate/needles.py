@@ -46,11 +46,6 @@ class Haystack:
     answer: str
     spans: tuple[Span, ...]
 
-    @property
-    def content(self) -> str:
-        """The document and, after it, the question: what a user would send."""
-        return f"{self.document}\n\n{self.question}"
-
 
 Wording = Callable[[random.Random], Needle]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -19,11 +20,13 @@ from typing import Any
 from spec_stack.calibrate.choice import RATES, Choice, choose
 from spec_stack.calibrate.config import CalibrateConfig
 from spec_stack.calibrate.heads import Case
-from spec_stack.calibrate.judged import SHARES, Judged, judge
+from spec_stack.calibrate.judged import BY_HEAD, Judged, draft_ids, judge
 from spec_stack.calibrate.prompts import Prompt, PromptMaker, Task, fitting, plan
 from spec_stack.config import PrefillConfig
 from spec_stack.engine.pair import ModelPair
 from spec_stack.hf.architectures import text_config
+from spec_stack.hf.model import CachedModel
+from spec_stack.hf.prompt import num_shared
 from spec_stack.prefill.calibration import Calibration, Point, describe_setting, fingerprint
 from spec_stack.prefill.cost import Shape, break_even
 from spec_stack.prefill.shipped import sketch
@@ -34,7 +37,7 @@ _SHARE_OF_FIRST = 0.75
 _RESERVE = 0.02
 _NEVER = 1 << 30
 # Raise it where a judged prompt would be another: by its rules, or by what its file holds.
-_FORMAT = 1
+_FORMAT = 2
 Progress = Callable[[int, int, str], None]
 
 
@@ -106,6 +109,7 @@ def calibrate(
         folder.mkdir(parents=True, exist_ok=True)
         held = {file.stem.rpartition("-")[0] for file in folder.glob("*.safetensors")}
         clock = _Budget(started, budget_s, tasks)
+        index = pair.open_index(PrefillConfig.prefill_chunk)
         cases: list[Case] = []
         preview = _Preview(margin)
         for task in tasks:
@@ -114,7 +118,7 @@ def calibrate(
                 continue
             prompt = maker.make(task)
             file = folder / f"{_prefix(task)}-{_digest(pair, prompt, identity)}.safetensors"
-            judged = Judged.load(file) if file.is_file() else clock.judge(pair, task, prompt)
+            judged = Judged.load(file) if file.is_file() else clock.judge(pair, index, task, prompt)
             if judged is None:
                 continue
             if not file.is_file():
@@ -148,7 +152,7 @@ class _Budget:
         self._end = started + (1 - _RESERVE) * seconds
         share = _SHARE_OF_FIRST if max(lengths) > self._first else 1.0
         self._end_of_first = started + share * (1 - _RESERVE) * seconds
-        # Seconds a token, and tokens, of the pass before.
+        # Seconds a token, and tokens, of the last pass over a whole document.
         self._before = 0.0, 1
 
     def has_time(self, task: Task) -> bool:
@@ -156,17 +160,18 @@ class _Budget:
         end = self._end_of_first if task.num_tokens == self._first else self._end
         return monotonic() + self._expected(task.num_tokens) < end
 
-    def judge(self, pair: ModelPair, task: Task, prompt: Prompt) -> Judged | None:
+    def judge(self, pair: ModelPair, index: CachedModel, task: Task, prompt: Prompt) -> Judged | None:
         """Judge a prompt; None where there is no time for it."""
         if not self.has_time(task):
             return None
-        begun = monotonic()
+        begun, num_tokens = monotonic(), len(prompt.token_ids)
+        is_new = num_tokens > 2 * num_shared(index.token_ids, draft_ids(prompt))
         try:
-            judged = judge(pair, prompt, self._stop_late)
+            judged = judge(pair, index, prompt, self._stop_late)
         except _BudgetSpentError:
             return None
-        num_tokens = len(prompt.token_ids)
-        self._before = (monotonic() - begun) / num_tokens, num_tokens
+        if is_new:
+            self._before = (monotonic() - begun) / num_tokens, num_tokens
         return judged
 
     def _expected(self, num_tokens: int) -> float:
@@ -180,14 +185,14 @@ class _Budget:
 
 
 def _prefix(task: Task) -> str:
-    return f"{task.num_tokens}-{task.kind.replace(', ', '-').replace(' ', '-')}-{task.number}"
+    return re.sub(r"[ ,]+", "-", f"{task.num_tokens}-{task.kind}-{task.number}-{task.shape}")
 
 
 def _digest(pair: ModelPair, prompt: Prompt, identity: str) -> str:
     """Tell a judged prompt from that of another draft, text or rule of units."""
     ids = prompt.token_ids
-    borders = make_units(len(ids), pair.pieces(ids), SHARES).borders
-    what = json.dumps([identity, ids, prompt.spans, borders, _FORMAT])
+    borders = make_units(len(ids), pair.pieces(ids), BY_HEAD).borders
+    what = json.dumps([identity, ids, prompt.spans, prompt.protected, borders, _FORMAT])
     return hashlib.sha256(what.encode()).hexdigest()[:16]
 
 
@@ -206,8 +211,8 @@ def _result(
         settings["min_prompt_tokens"] = _shortest(target, draft, PrefillConfig(**settings), cases, notes)
     setting = {"chosen": describe_setting(PrefillConfig(**settings)), "default": "default", "BM25": "BM25"}
     kinds = {}
-    for kind in dict.fromkeys(case.task.kind for case in cases):
-        own = [at for at, case in enumerate(cases) if case.task.kind == kind]
+    for kind in dict.fromkeys([case.task.kind for case in cases] + [case.task.shape for case in cases]):
+        own = [at for at, case in enumerate(cases) if kind in (case.task.kind, case.task.shape)]
         shares = {name: fmean(values[at] for at in own) for name, values in choice.recalls.items()}
         if shares:
             kinds[kind] = shares | {"prompts": len(own)}

@@ -11,9 +11,7 @@ from typing import Any
 from spec_stack.config import PrefillConfig
 
 FILE_NAME = "spec_stack_calibration.json"
-VERSION = 3
-# What a calibration of version 1 was made with, before there were lines.
-_WITH_CHUNKS = {"unit": "chunks", "scoring_queries": "look_ahead", "skipped_layers": 0, "head_vote": "max"}
+VERSION = 4
 # What a calibration decides; everything else stays as it was configured.
 CHOSEN = (
     "keep_rate",
@@ -27,10 +25,7 @@ CHOSEN = (
     "scoring_heads",
     "skipped_layers",
     "head_vote",
-    "neighbour_share",
     "scorer",
-    "anchor_weight",
-    "bm25_weight",
 )
 
 
@@ -73,7 +68,8 @@ class Calibration:
     head_recall
         Recall at keep_rate 0.2 of every (layer, head) of the draft alone.
     kinds
-        By kind of evidence: recall of what was "chosen" and, at 0.2, of the "default" and "BM25"; how many "prompts".
+        By kind of evidence and by shape of prompt: recall of what was "chosen" and, at 0.2, of the "default" and
+        "BM25"; how many "prompts".
     points
         What was measured, for the table and the plot.
     notes
@@ -137,10 +133,8 @@ class Calibration:
         try:
             values = json.loads(file.read_text(encoding="utf-8"))
             version = values.pop("version")
-            if version not in (1, 2, VERSION):
-                raise ValueError("it is of another version; calibrate again")
-            if version < VERSION:
-                values = _from_before(values, version)
+            if version != VERSION:
+                raise ValueError(f"it is of version {version}, made for other scoring queries; calibrate again")
             unknown = set(values["settings"]) - set(CHOSEN)
             if unknown:
                 raise ValueError(f"it sets {sorted(unknown)}")
@@ -181,15 +175,6 @@ def fingerprint(config: Any) -> dict[str, Any]:
     """Return what tells a model's shape from another's, of its transformers text configuration."""
     names = ("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
     return {name: getattr(config, name, None) for name in names}
-
-
-def _from_before(values: dict[str, Any], version: int) -> dict[str, Any]:
-    """The values of a file that told times as well, and the paper's rule in the default's place."""
-    settings = _WITH_CHUNKS | values["settings"] if version == 1 else values["settings"]
-    points = [{name: each for name, each in point.items() if name != "ttft_s"} for point in values["points"]]
-    kinds = {kind: {"chosen": ours, "default": papers} for kind, (ours, papers) in values["kinds"].items()}
-    kept = {name: value for name, value in values.items() if name != "dense_s"}
-    return kept | {"settings": settings, "points": points, "kinds": kinds, "weights": ()}
 
 
 def _frozen(value: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import groupby
 from zlib import crc32
 
 import pytest
@@ -17,6 +18,7 @@ from spec_stack.calibrate.families import FAMILIES
 from spec_stack.calibrate.heads import Case, Ranks, Setting, settings_of
 from spec_stack.calibrate.judged import Judged, needed
 from spec_stack.calibrate.prompts import Task, plan
+from spec_stack.calibrate.shapes import SHAPES
 from spec_stack.prefill.units import Lines
 
 NUM_UNITS, TOKENS = 100, 20
@@ -40,10 +42,10 @@ def judged_of(task: Task, heads: Sequence[int], words: bool, default: bool = Fal
         scores[row][at] = 30.0 if finds else -1.0
     costs = torch.full((NUM_UNITS,), TOKENS)
     sizes = torch.tensor([NUM_UNITS * TOKENS, 0])
-    return Judged(torch.tensor(HEADS), shares, shares / 2, scores[0], scores[1], costs, wanted, sizes)
+    return Judged(torch.tensor(HEADS), shares, scores[0], scores[1], costs, wanted, sizes)
 
 
-def cases_of(finds: Finds, lengths: Sequence[int] = (2048,), default: bool = False, count: int = 44) -> list[Case]:
+def cases_of(finds: Finds, lengths: Sequence[int] = (2048,), default: bool = False, count: int = 80) -> list[Case]:
     return [Case(task, judged_of(task, *finds(task), default=default)) for task in plan(lengths, count)]
 
 
@@ -60,7 +62,13 @@ def test_the_needed_share_keeps_the_evidence_and_so_does_every_larger_one(
     costs = torch.tensor([sum(at not in forced for at in range(start, stop)) for start, stop in units])
     wanted = torch.arange(len(sizes)) == unit
     judged = Judged(
-        *[scores[None]] * 3, scores, scores, costs, wanted & (costs > 0), torch.tensor([num_tokens, len(forced)])
+        torch.zeros(1, 2),
+        scores[None],
+        scores,
+        scores,
+        costs,
+        wanted & (costs > 0),
+        torch.tensor([num_tokens, len(forced)]),
     )
     need = float(needed(judged, scores))
     for share in (need, (need + 1) / 2, 1.0):
@@ -68,16 +76,25 @@ def test_the_needed_share_keeps_the_evidence_and_so_does_every_larger_one(
     assert needed(judged, torch.stack([scores, scores])).tolist() == [need, need]
 
 
-def test_the_plan_goes_through_all_families_and_keeps_every_fourth_prompt_out_of_the_choice() -> None:
-    tasks = plan((2048, 4096, 8192), 44)
+def test_the_plan_goes_through_all_families_and_shapes_and_keeps_every_fourth_document_out_of_the_choice() -> None:
+    tasks = plan((2048, 4096, 8192), 80)
     first = [task for task in tasks if task.num_tokens == 2048]
-    assert [task.kind for task in first[: len(FAMILIES)]] == list(FAMILIES)
-    assert sum(task.is_guard for task in first) == 11
-    assert {task.kind for task in first if task.is_guard} == {task.kind for task in first if not task.is_guard}
+    assert len(first) == 80
+    documents = list(dict.fromkeys((task.kind, task.number) for task in first))
+    assert [kind for kind, _ in documents[: len(FAMILIES)]] == list(FAMILIES)
+    assert len({(task.kind, task.number, task.is_guard) for task in first}) == len(documents)
+    for guard in (False, True):
+        own = [task for task in first if task.is_guard == guard]
+        assert {task.kind for task in own} == set(FAMILIES)
+        assert {task.shape for task in own} == set(SHAPES)
+    assert 0.15 < sum(task.is_guard for task in first) / 80 < 0.35
+    # The prompts of a document follow each other, and begin with it.
+    assert [key for key, _ in groupby(first, lambda task: (task.kind, task.number))] == documents
     others = [task for task in tasks if task.num_tokens > 2048]
     assert all(task.is_guard for task in others)
-    assert len(others) == 22
-    assert tasks == plan((8192, 2048, 4096), 44)
+    assert [sum(task.num_tokens == length for task in others) for length in (4096, 8192)] == [20, 20]
+    assert tasks == plan((8192, 2048, 4096), 80)
+    assert plan((2048,), 200)[:80] == first
 
 
 def test_a_family_is_judged_by_heads_that_it_has_not_chosen() -> None:
@@ -95,7 +112,7 @@ def test_a_family_is_judged_by_heads_that_it_has_not_chosen() -> None:
     assert ranks.needs(Setting(1), log) < 0.1
     json = next(case for case in cases if case.task.kind == "json" and not case.task.is_guard)
     # Its own head is of no use to it, since no other family has found it by itself.
-    assert ranks.needs(Setting(1), json) == pytest.approx(float(needed(json.judged, json.judged.prompt[common])))
+    assert ranks.needs(Setting(1), json) == pytest.approx(float(needed(json.judged, json.judged.by_head[common])))
 
 
 def test_the_heads_that_find_are_chosen_and_no_layer_behind_them_is_run() -> None:
@@ -105,7 +122,7 @@ def test_the_heads_that_find_are_chosen_and_no_layer_behind_them_is_run() -> Non
     assert config.scoring_heads is not None
     assert {HEADS[row] for row in good[:2]} & set(config.scoring_heads)
     assert max(layer for layer, _ in config.scoring_heads) <= 3
-    assert (config.scoring_queries, config.head_vote, config.unit) == ("prompt", "share", "lines")
+    assert (config.scoring_queries, config.head_vote, config.unit) == ("prompt", "mean", "lines")
     assert all(choice.recalls["chosen"])
     assert "earns its pass" in choice.notes[0]
     assert "The guard" in choice.notes[1]
@@ -156,7 +173,7 @@ def test_a_longer_prompt_keeps_no_larger_share_and_no_fewer_tokens() -> None:
     assert kept == sorted(kept)
 
 
-def test_no_more_than_24_settings_are_tried() -> None:
+def test_settings_are_few_and_each_tried_once() -> None:
     for num_layers, num_heads in ((2, 4), (1, 1), (24, 14), (30, 9)):
         heads = [(layer, head) for layer in range(num_layers) for head in range(num_heads)]
-        assert 3 <= len(set(settings_of(heads))) == len(settings_of(heads)) <= 24
+        assert 2 <= len(set(settings_of(heads))) == len(settings_of(heads)) <= 9

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 import re
+from copy import copy
 
 import pytest
 
 from spec_stack.calibrate.families import FAMILIES, make_prompt_text
 from spec_stack.calibrate.needles import WORDINGS, hide
 from spec_stack.calibrate.prompts import encode_haystack
+from spec_stack.calibrate.shapes import GROUPS, LONGEST, SHAPES
 from spec_stack.engine.pair import ModelPair
 
 LINES = [f"line {number} of a text that says nothing" for number in range(400)]
@@ -30,7 +32,7 @@ def test_a_needle_s_lines_stand_where_the_haystack_says(kind: str, index: int, p
     assert tuple(haystack.document[start:stop] for start, stop in haystack.spans) == needle.evidence
     assert all(line in haystack.document.split("\n") for line in (*needle.evidence, *needle.others, *LINES))
     assert any(needle.answer in line for line in needle.evidence)
-    prompt = encode_haystack(pair.tokenizer, haystack)
+    prompt = encode_haystack(pair.tokenizer, haystack, "question last")
     for (start, stop), line in zip(prompt.spans, needle.evidence, strict=True):
         assert line.strip() in pair.tokenizer.decode(prompt.token_ids[start:stop])
         assert line not in pair.tokenizer.decode(prompt.token_ids[start + 1 : stop])
@@ -44,11 +46,12 @@ def test_every_wording_of_a_family_stands_whole_in_its_document(kind: str, pair:
         assert made == make_prompt_text(kind, number, 3, TEXTS, 4000)
         assert len(made.spans) == len(wording(random.Random(0)).evidence)
         assert 3000 < len(made.document) < 9000
-        prompt = encode_haystack(pair.tokenizer, made)
+        prompt = encode_haystack(pair.tokenizer, made, "rules")
         for (first, last), (start, stop) in zip(made.spans, prompt.spans, strict=True):
             assert made.document[first:last].strip() in pair.tokenizer.decode(prompt.token_ids[start:stop])
-        assert prompt.turn is not None
-        assert made.question in pair.tokenizer.decode(prompt.token_ids[prompt.turn[0] : prompt.turn[1]])
+        # What is protected is the template's alone.
+        (_, begin), (end, _) = prompt.protected
+        assert made.question in pair.tokenizer.decode(prompt.token_ids[begin:end])
 
 
 def test_a_family_in_other_words_shares_no_telling_word_with_its_questions() -> None:
@@ -76,3 +79,31 @@ def test_a_family_in_other_words_shares_no_telling_word_with_its_questions() -> 
                 needle = wording(random.Random(5))
                 told, asked = (set(re.findall(r"\w+", text.lower())) for text in (needle.evidence[0], needle.question))
                 assert told & asked <= small, (kind, needle)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_shape_holds_document_and_question_whole_and_its_evidence_is_found(shape: str, pair: ModelPair) -> None:
+    made = make_prompt_text("several facts", 1, 3, TEXTS, 2000)
+    text = SHAPES[shape](made.document, made.question)
+    assert text.count(made.document) == text.count(made.question) == 1
+    assert len(text) <= len(SHAPES[LONGEST](made.document, made.question))
+    assert ("first" in shape) == (text.index(made.question) < text.index(made.document))
+    prompt = encode_haystack(pair.tokenizer, made, shape)
+    for (first, last), (start, stop) in zip(made.spans, prompt.spans, strict=True):
+        assert made.document[first:last].strip() in pair.tokenizer.decode(prompt.token_ids[start:stop])
+
+
+def test_all_shapes_are_asked_and_those_of_one_document_begin_with_it() -> None:
+    assert {shape for group in GROUPS for shape in group} == set(SHAPES)
+    assert all(
+        SHAPES[shape]("document", "q").startswith("document") for group in GROUPS if group[1:] for shape in group
+    )
+
+
+def test_without_a_chat_template_the_prompt_is_the_text(pair: ModelPair) -> None:
+    made = make_prompt_text("log", 0, 3, TEXTS, 2000)
+    tokenizer = copy(pair.tokenizer)
+    tokenizer.chat_template = None
+    prompt = encode_haystack(tokenizer, made, "question last")
+    assert prompt.protected == []
+    assert f"{made.document}\n\n{made.question}" in tokenizer.decode(prompt.token_ids)

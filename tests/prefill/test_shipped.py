@@ -22,7 +22,7 @@ from tests.support.folders import copy_draft
 SETTINGS: dict[str, Any] = {
     "keep_rate": 0.1,
     "scoring_heads": ((1, 1),),
-    "head_vote": "share",
+    "head_vote": "mean",
     "scoring_queries": "prompt",
 }
 
