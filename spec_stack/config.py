@@ -94,16 +94,18 @@ class PrefillConfig:
     )
     scoring_queries: ScoringQueries = option(
         "prompt",
-        "whose queries score the prompt: the 'prompt''s own, of the places in which its question may stand, each as much "
-        "as the tokens that open the answer attend to it; or the last prompt token's and the 'look_ahead''s, as the paper "
-        "has it, which the first token waits for",
+        "whose queries score the prompt: those of the 'prompt' itself, of the places in which its question may stand, "
+        "each as much as the tokens that open the answer attend to it; or, as in the paper, those of the last token "
+        "and of a 'look_ahead', which the first token waits for",
     )
     look_ahead: int = option(
         8,
-        "under scoring_queries 'look_ahead', draft tokens whose queries score the prompt beside the last prompt token's; "
-        "they are the first proposal too. 0 scores by the last prompt token alone",
+        "draft tokens whose queries score the prompt beside the last prompt token's, under scoring_queries "
+        "'look_ahead'; they are the first proposal too. 0 scores by the last prompt token alone",
     )
-    pool_kernel: int = option(13, "width, in tokens, of the average that smooths attention; odd, 1 is none")
+    pool_kernel: int = option(
+        13, "width, in tokens, of the average that smooths attention under head_vote 'max'; odd, 1 is none"
+    )
     chunk_size: int = option(32, "tokens per chunk, and what keep_first and keep_last count in, whatever the unit")
     keep_first: int = option(1, "chunks at the beginning that are always kept")
     keep_last: int = option(2, "chunks at the end that are always kept, 1 or more")
@@ -145,14 +147,14 @@ class PrefillConfig:
         2, "first layers whose heads have no vote unless scoring_heads names them; at most half of the draft's"
     )
     head_vote: HeadVote = option(
-        "max",
-        "over the heads: the 'max' of their pooled attention, which the paper takes, or the 'mean', which suits a few "
-        "chosen heads",
+        "mean",
+        "over the heads that score: the 'mean' of their attention, or the 'max' of their pooled attention, which the "
+        "paper takes",
     )
     scorer: str = option(
         "attention",
-        "name of the selection rule, which scores the units: the draft's 'attention', 'bm25' (the question's words, as a "
-        "search engine weighs them, without a pass of the draft), or a rule of one's own",
+        "name of the selection rule, which scores the units: the draft's 'attention', 'bm25' (the question's words, as "
+        "a search engine weighs them, without a pass of the draft), or a rule of one's own",
     )
     on_scoring_error: OnScoringError = option(
         "dense", "what follows when scoring a prompt fails: 'dense' prefill, the traceback in the log, or 'raise'"

@@ -32,8 +32,8 @@ from spec_stack.hf.prompt import EncodedPrompt, PromptSource, Span, encode_promp
 from spec_stack.hf.sampling import make_processors
 from spec_stack.hf.structured import Grammar
 from spec_stack.prefill.decide import decide_scoring, sees_whole
-from spec_stack.prefill.recall import clip_spans
 from spec_stack.prefill.queries import MOST_REPEATED
+from spec_stack.prefill.recall import clip_spans
 from spec_stack.prefill.registry import needs_attention
 from spec_stack.prefill.rule import Observer
 from spec_stack.settings.checks import plain_number

@@ -21,6 +21,7 @@ from spec_stack.prefill.importance import (
     choose_heads,
     head_importance,
     mean_importance,
+    opening_attention,
     segment_weights,
     token_importance,
 )
@@ -105,7 +106,7 @@ class CapturedAttention:
         if config.head_vote == "mean":
             scores = mean_importance(layers, *queries)
         else:
-            scores = token_importance(layers, config.pool_kernel, lambda best: best, *queries)
+            scores = token_importance(layers, config.pool_kernel, *queries)
         return self._of_target(scores.cpu())
 
     def weights(self, config: PrefillConfig) -> list[float]:
@@ -113,10 +114,11 @@ class CapturedAttention:
         if not self.segments:
             return []
         layers = self.voting(replace(config, scoring_heads=None))
-        return segment_weights(layers, self.segments, self.num_in_place, self.opening)
+        attention = opening_attention(layers, self.num_in_place, self.opening)
+        return segment_weights(attention, self.segments, self.opening)
 
     def by_head(self, config: PrefillConfig) -> dict[tuple[int, int], torch.Tensor]:
-        """Importance (num_prompt_tokens - first,) by every (layer, head) alone, of which head_vote "mean" is the mean."""
+        """Importance (num_prompt_tokens - first,) by every (layer, head) alone; head_vote "mean" is their mean."""
         queries = self.num_in_place, self.segments, self.weights(config)
         return {
             (index, head): self._of_target(importance)

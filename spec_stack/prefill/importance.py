@@ -6,7 +6,7 @@ chosen heads; `attention.CapturedAttention` calls the one that a configuration a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -98,19 +98,15 @@ class Segment:
     is_question: bool = False
 
 
-def segment_weights(
-    layers: Iterable[ScoredLayer], segments: Sequence[Segment], num_in_place: int, opening: int
-) -> list[float]:
-    """How much the queries of each segment count, up to 1: what the tokens that open the answer attend to it.
+def opening_attention(layers: Iterable[ScoredLayer], num_in_place: int, opening: int) -> torch.Tensor:
+    """What the tokens that open the answer attend to, (num_prompt_tokens,), fp32: the mean over heads and tokens.
 
     Parameters
     ----------
     layers
         As `attention_to_prompt` takes them.
-    segments
-        In which the question may stand.
     num_in_place
-        As in `attention_to_prompt`.
+        As there.
     opening
         How many tokens open the answer: the last of those in place.
 
@@ -119,16 +115,32 @@ def segment_weights(
     ValueError
         For no layers.
     """
-    own = slice(num_in_place - opening, num_in_place)
-    heads = [
-        attention_to_prompt(queries[:, own], keys, scaling, rest[0] if rest else None, opening).mean(dim=1).cpu()
-        for queries, keys, scaling, *rest in layers
-    ]
-    if not heads:
+    total: torch.Tensor | None = None
+    num_heads = 0
+    for queries, keys, scaling, *rest in layers:
+        own = queries[:, num_in_place - opening : num_in_place]
+        heads = attention_to_prompt(own, keys, scaling, rest[0] if rest else None, opening).mean(dim=1)
+        total = heads.sum(dim=0) if total is None else total + heads.sum(dim=0).to(total.device)
+        num_heads += len(heads)
+    if total is None:
         raise ValueError(_NO_LAYER)
-    # What they attend to of themselves tells nothing.
-    attention = torch.cat(heads).mean(dim=0)[:-opening]
-    seen = torch.stack([attention[slice(*segment.span)].mean() for segment in segments])
+    return total / num_heads
+
+
+def segment_weights(attention: torch.Tensor, segments: Sequence[Segment], opening: int) -> list[float]:
+    """How much the queries of each segment count, up to 1: what the tokens that open the answer attend to it.
+
+    Parameters
+    ----------
+    attention
+        (num_prompt_tokens,), as `opening_attention` gives it.
+    segments
+        In which the question may stand.
+    opening
+        How many tokens open the answer. What they attend to of themselves tells nothing.
+    """
+    others = attention.cpu()[: len(attention) - opening]
+    seen = torch.stack([others[slice(*segment.span)].mean() for segment in segments])
     seen = seen * torch.tensor([_QUESTION_MARK if segment.is_question else 1.0 for segment in segments])
     largest = seen.nan_to_num().max().clamp(min=torch.finfo(seen.dtype).tiny)
     weights: list[float] = (seen / largest).nan_to_num(nan=1.0).tolist()
@@ -161,30 +173,11 @@ def over_queries(
 def token_importance(
     layers: Iterable[ScoredLayer],
     pool_kernel: int,
-    over_ranks: Callable[[torch.Tensor], torch.Tensor] = lambda best: best,
     num_in_place: int = 1,
     segments: Sequence[Segment] = (),
     weights: Sequence[float] = (),
 ) -> torch.Tensor:
-    """Importance of every prompt token: pooled attention, max over layers and heads, then `over_queries`.
-
-    Parameters
-    ----------
-    layers
-        (queries, keys, scaling[, sinks]) as `attention_to_prompt` takes them, all with the same n.
-    pool_kernel
-        Width of the average, in tokens; odd.
-    over_ranks
-        Takes the maximum (n, num_prompt_tokens) over the ranks that share the heads, if any do.
-    num_in_place
-        As in `attention_to_prompt`.
-    segments, weights
-        As in `over_queries`.
-
-    Returns
-    -------
-    torch.Tensor
-        (num_prompt_tokens,), fp32.
+    """Importance (num_prompt_tokens,), fp32, of every prompt token: `over_queries` of `largest_attention`.
 
     Raises
     ------
@@ -193,8 +186,32 @@ def token_importance(
 
     Notes
     -----
-    SpecPrefill, https://arxiv.org/abs/2502.02789, sections 3.2.1-3.2.3. Key heads are folded in one at a time, so the
-    peak is (heads per key head, n, num_prompt_tokens) of scores, and no more of fp32 keys than `_KEYS_PER_TILE`.
+    SpecPrefill, https://arxiv.org/abs/2502.02789, sections 3.2.1-3.2.3.
+    """
+    return finite(over_queries(largest_attention(layers, pool_kernel, num_in_place), segments, weights))
+
+
+def largest_attention(layers: Iterable[ScoredLayer], pool_kernel: int, num_in_place: int = 1) -> torch.Tensor:
+    """Pooled attention (n, num_prompt_tokens), fp32, the largest over layers and heads.
+
+    Parameters
+    ----------
+    layers
+        (queries, keys, scaling[, sinks]) as `attention_to_prompt` takes them, all with the same n.
+    pool_kernel
+        Width of the average, in tokens; odd.
+    num_in_place
+        As in `attention_to_prompt`.
+
+    Raises
+    ------
+    ValueError
+        For no layers.
+
+    Notes
+    -----
+    Key heads are folded in one at a time, so the peak is (heads per key head, n, num_prompt_tokens) of scores, and no
+    more of fp32 keys than `_KEYS_PER_TILE`.
     """
     best: torch.Tensor | None = None
     for queries, keys, scaling, *rest in layers:
@@ -209,7 +226,7 @@ def token_importance(
             best = pooled if best is None else torch.maximum(best, pooled.to(best.device))
     if best is None:
         raise ValueError(_NO_LAYER)
-    return _finite(over_queries(over_ranks(best), segments, weights))
+    return best
 
 
 def head_importance(
@@ -248,10 +265,11 @@ def mean_importance(
     if not heads:
         raise ValueError(_NO_LAYER)
     # The layers of a model that is split stand on several devices.
-    return _finite(torch.cat([each.to(heads[0].device) for each in heads]).mean(dim=0))
+    return finite(torch.cat([each.to(heads[0].device) for each in heads]).mean(dim=0))
 
 
-def _finite(importance: torch.Tensor) -> torch.Tensor:
+def finite(importance: torch.Tensor) -> torch.Tensor:
+    """The importance, or ValueError where it is not finite."""
     if not bool(torch.isfinite(importance).all()):
         raise ValueError("the draft's attention is not finite")
     return importance

@@ -24,8 +24,8 @@ from spec_stack.prefill.units import Units
 from spec_stack.prefill.words import MAX_OCCURRENCES, add_votes, rare_words
 from spec_stack.types import Selection
 
-# Tokens at the end of the new text that are its question where no segment has a question mark, those over which a word's
-# weight halves, and those whose pairs count.
+# Where no segment has a question mark: tokens at the end of the new text that are its question, those over which a
+# word's weight halves, and those whose pairs count.
 _MOST_WORDS, _HALF_LIFE, _MOST_PAIRED = 96, 12, 32
 # Words of a question that stand so near to each other belong together; a word that occurs more than once in so many
 # units tells too little.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import accumulate, pairwise
 from typing import Protocol
 
 from spec_stack.config import PrefillConfig
@@ -139,14 +140,17 @@ def _capture_candidates(
     with draft.capture() as captured:
         draft.prefill(prompt_ids[found.start :], range(found.start, num_tokens), num_layers=num_layers)
         num_in_place = _num_queries(captured)
-        rows: list[Span] = []
         if found.repeated and num_layers is None:
             draft.checkpoint()
-        for start, stop in found.repeated:
-            begin = _num_queries(captured)
-            position = draft.next_position
-            draft.prefill(prompt_ids[start:stop], range(position, position + stop - start), num_layers=num_layers)
-            rows.append((begin, _num_queries(captured)))
+        rows: list[Span] = []
+        # A draft with other tokens says only by its queries how many it has of a segment.
+        for part in [found.repeated] if ranges is None else [(segment,) for segment in found.repeated]:
+            begin, token_ids = _num_queries(captured), [token for span in part for token in prompt_ids[slice(*span)]]
+            positions = range(draft.next_position, draft.next_position + len(token_ids))
+            if token_ids:
+                draft.prefill(token_ids, positions, num_layers=num_layers)
+            sizes = [stop - start for start, stop in part] if ranges is None else [_num_queries(captured) - begin]
+            rows += pairwise(accumulate(sizes, initial=begin))
     if draft.next_position > num_tokens:
         draft.rollback(draft.next_position - num_tokens)
     first = num_draft_tokens - num_in_place

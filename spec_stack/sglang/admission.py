@@ -65,11 +65,8 @@ class RequestPruner:
             model.source,
             scheduler.model_config.hf_text_config,
             model.runner.model_config.hf_text_config,
-            num_ranks(),
         )
         self._refusal = model.refusal
-        if self._refusal is None and self.config.prefill.head_vote == "share" and num_ranks() > 1:
-            self._refusal = "head_vote 'share' takes all heads on one rank; set 'max'"
         # Beside a draft with slots of its own there is none that could score.
         self.prunes = self._refusal is None and self.config.prefill.prune != "draft"
         self._template = ChatTurns.learn(self._scheduler.tokenizer, scheduler.server_args.chat_template)
@@ -338,7 +335,7 @@ class RequestPruner:
         try:
             with self._scorer.working():
                 if waiting.work is None:
-                    question = Question(waiting.beginning.num_tokens, waiting.prunes, waiting.recalls)
+                    question = Question(waiting.beginning.num_tokens, self._pieces_of(waiting.prompt))
                     waiting.work = self._scorer.score(waiting.prompt, question)
                 next(waiting.work)
         except StopIteration as end:
@@ -430,7 +427,6 @@ class RequestPruner:
             prompt.token_ids,
             beginning,
             None if score is None else score.importance,
-            None if score is None else score.wanted,
             waiting.prunes,
             self.config.recall if waiting.recalls else None,
             prompt.config,
@@ -453,10 +449,8 @@ class RequestPruner:
             self._drafting.read(prompt.token_ids, given.num_cached)
 
     def _pieces_of(self, prompt: Prompt) -> list[str] | None:
-        """The text of every token, where whole lines are kept; None without a tokenizer, or for chunks."""
-        if self._pieces is None or prompt.config.unit == "chunks":
-            return None
-        return self._pieces.of(prompt.token_ids)
+        """The text of every token; None without a tokenizer."""
+        return None if self._pieces is None else self._pieces.of(prompt.token_ids)
 
     def _settle_unscored(self, waiting: Waiting, why: str, outcome: str) -> None:
         """Leave what an earlier turn was given as it was, and keep all of the new text."""
@@ -467,7 +461,7 @@ class RequestPruner:
             request, options = waiting.request, waiting.options
             self._settler.leave_whole(request, options, reason, outcome, waiting.protected, waiting.scoring_s)
             return
-        given = place(prompt.token_ids, beginning, None, None, False, None, prompt.config, prompt.protected)
+        given = place(prompt.token_ids, beginning, None, False, None, prompt.config, prompt.protected)
         reason = f"on for earlier turns, of which nothing comes back, and new text is kept whole: {why}"
         self._settler.give_part(waiting, given, reason, outcome=outcome)
 

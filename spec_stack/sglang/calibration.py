@@ -15,9 +15,7 @@ from spec_stack.sglang.support import NAME
 logger = logging.getLogger(__name__)
 
 
-def with_calibration(
-    config: ServerConfig, draft: str, target_config: Any, draft_config: Any, num_ranks: int = 1
-) -> ServerConfig:
+def with_calibration(config: ServerConfig, draft: str, target_config: Any, draft_config: Any) -> ServerConfig:
     """The settings with what was calibrated where they have the defaults.
 
     Parameters
@@ -29,8 +27,6 @@ def with_calibration(
         The draft's folder or hub id.
     target_config, draft_config
         The transformers text configurations.
-    num_ranks
-        That share the draft's heads. Over several the heads' shares have no mean, and their maximum takes its place.
 
     Raises
     ------
@@ -46,10 +42,7 @@ def with_calibration(
     if found is None:
         return config
     logger.info("%s: prompts are pruned as calibrated by %s", NAME, found.origin)
-    prefill = found.complete(config.prefill)
-    if num_ranks > 1 and "head_vote" not in config.prefill.given:
-        prefill = replace(prefill, head_vote="max")
-    return replace(config, prefill=prefill)
+    return replace(config, prefill=found.complete(config.prefill))
 
 
 def with_predictor(config: ServerConfig, draft: str) -> ServerConfig:

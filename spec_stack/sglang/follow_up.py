@@ -19,6 +19,7 @@ import torch
 
 from spec_stack.config import PrefillConfig, SessionConfig
 from spec_stack.prefill.alignment import Span
+from spec_stack.prefill.queries import find_candidates
 from spec_stack.prefill.recall import clip_spans, dropped_positions, recall, select_turn, shared_words
 from spec_stack.prefill.rule import Evidence
 from spec_stack.prefill.units import make_units
@@ -86,12 +87,10 @@ def place(
     prompt_ids: Sequence[int],
     beginning: Beginning,
     importance: torch.Tensor | None,
-    wanted: torch.Tensor | None,
     prunes: bool,
     recalling: SessionConfig | None,
     config: PrefillConfig,
     protected: Sequence[Span],
-    question: Span | None = None,
     pieces: Sequence[str] | None = None,
 ) -> Placement:
     """Return what the target is given of a prompt.
@@ -103,9 +102,7 @@ def place(
     beginning
         What stays as it was.
     importance
-        (num_prompt_tokens,), by which new text is pruned; None where a scorer does without.
-    wanted
-        (beginning.num_tokens,), how much the new text attends to what is old; None where nobody was asked.
+        (num_prompt_tokens,), by which new text is pruned and old text is recalled; None where a scorer does without.
     prunes
         Whether the text after the beginning is pruned. If not, all of it is kept.
     recalling
@@ -114,8 +111,6 @@ def place(
         How the new text is selected.
     protected
         Half-open spans of the prompt that are never dropped.
-    question
-        Half-open span of the last user turn; None where nobody told.
     pieces
         The text of every token; None where it is not known, and chunks take the place of lines.
     """
@@ -123,15 +118,16 @@ def place(
     recalled: list[int] = []
     if recalling is not None:
         dropped = dropped_positions(beginning.positions, start)
+        wanted = importance
         if wanted is None:
-            # Nobody's attention was asked: no chunk is worth more than another.
+            # Without attention no chunk is worth more than another.
             wanted, recalling = torch.ones(start), replace(recalling, restore_threshold=2.0)
         units = make_units(start, pieces and pieces[:start], config)
         words = None
         if recalling.anchor_threshold is not None:
-            words = shared_words(prompt_ids, units, config)
+            words = shared_words(prompt_ids, units, find_candidates(len(prompt_ids), pieces, protected, start))
         recalled = recall(wanted, dropped, units, config, recalling, words)
-    evidence = Evidence(prompt_ids, None, question, pieces, importance)
+    evidence = Evidence(prompt_ids, None, protected, pieces, importance)
     order = "position" if recalling is None else recalling.order
     turn = select_turn(evidence, beginning.positions, start, recalled, config if prunes else None, protected, order)
     positions = (*beginning.positions[: turn.num_held], *turn.positions)

@@ -10,7 +10,7 @@ import torch
 
 from spec_stack.config import PrefillConfig
 from spec_stack.devices import to_device
-from spec_stack.prefill.importance import mean_share, token_importance
+from spec_stack.prefill.importance import Segment, head_importance, largest_attention, opening_attention
 
 
 @dataclass
@@ -20,21 +20,38 @@ class LayerQueries:
     scaling: float
     queries: list[torch.Tensor] = field(default_factory=list)
 
-    def between(self, start: int, stop: int | None = None) -> LayerQueries:
-        """The queries from number `start` up to `stop`."""
-        return LayerQueries(self.scaling, [torch.cat(self.queries, dim=1)[:, start:stop]])
+
+@dataclass(frozen=True)
+class Queries:
+    """Which queries there are: how many of them are the prompt's own, in place, and their segments with how much each
+    counts; opening: as `segment_weights` has it."""
+
+    num_in_place: int = 1
+    segments: tuple[Segment, ...] = ()
+    weights: tuple[float, ...] = ()
+    opening: int = 0
 
 
-def best_of_own_heads(
+def opening_of_own_heads(
+    pool: Any, slots: torch.Tensor, layers: Mapping[int, LayerQueries], config: PrefillConfig, found: Queries
+) -> torch.Tensor:
+    """What the tokens that open the answer attend to by this rank's heads (num_tokens,), see `opening_attention`."""
+    heads = {index: range(layer.queries[0].shape[0]) for index, layer in layers.items()}
+    skipped = _skipped(config, layers)
+    behind = {index: own if index >= skipped else [] for index, own in heads.items()}
+    return opening_attention(_own_heads(pool, slots, layers, behind), found.num_in_place, found.opening)
+
+
+def over_own_heads(
     pool: Any,
     slots: torch.Tensor,
     layers: Mapping[int, LayerQueries],
     config: PrefillConfig,
     rank: int = 0,
-    num_asking: int = 1,
+    found: Queries = Queries(),
 ) -> torch.Tensor:
-    """Pooled attention (n, num_tokens), the largest over the heads of this rank that vote; under `head_vote` "share"
-    the mean of their shares (1, num_tokens), which one rank alone has all of.
+    """The scoring heads of this rank over a prompt: under head_vote "max" the largest pooled attention (n, num_tokens),
+    under "mean" the sum of their importance (num_tokens,).
 
     Parameters
     ----------
@@ -48,28 +65,35 @@ def best_of_own_heads(
         For scoring_heads, which count over all ranks, skipped_layers, head_vote and the pool kernel.
     rank
         Of the tensor-parallel group.
-    num_asking
-        How many queries, the first ones, are those of the prompt's last tokens, which see nothing after themselves.
+    found
+        Which queries there are.
     """
-    skipped = 0 if config.scoring_heads is not None else min(config.skipped_layers, (max(layers) + 1) // 2)
-    voters = {index: _voters(index, found, config, rank) if index >= skipped else [] for index, found in layers.items()}
+    skipped = 0 if config.scoring_heads is not None else _skipped(config, layers)
+    voters = {index: _voters(index, layer, config, rank) if index >= skipped else [] for index, layer in layers.items()}
     unknown = {layer for layer, _ in config.scoring_heads or ()} - set(layers)
     if unknown:
         raise ValueError(f"scoring_heads names layers {sorted(unknown)}, and the draft has {sorted(layers)}")
+    own = _own_heads(pool, slots, layers, voters)
+    if config.head_vote == "mean":
+        heads = [head_importance(head, found.num_in_place, found.segments, found.weights).sum(dim=0) for head in own]
+        return torch.stack(heads).sum(dim=0) if heads else torch.zeros(len(slots), device=slots.device)
     if not any(voters.values()):
         # Other ranks have those who vote, and no attention is the least there is.
         num_queries = sum(query.shape[1] for query in next(iter(layers.values())).queries)
         return torch.zeros(num_queries, len(slots), device=slots.device)
-    if config.head_vote == "share":
-        return mean_share(_own_heads(pool, slots, layers, voters), *config.forced_tokens, num_asking)[None]
-    kept: list[torch.Tensor] = []
+    return largest_attention(own, config.pool_kernel, found.num_in_place)
 
-    def keep(best: torch.Tensor) -> torch.Tensor:
-        kept.append(best)
-        return best
 
-    token_importance(_own_heads(pool, slots, layers, voters), config.pool_kernel, keep, num_asking)
-    return kept[0]
+def num_scoring_heads(layers: Mapping[int, LayerQueries], config: PrefillConfig, num_ranks: int) -> int:
+    """How many heads score a prompt, over all ranks."""
+    if config.scoring_heads is not None:
+        return len(config.scoring_heads)
+    skipped = _skipped(config, layers)
+    return sum(layer.queries[0].shape[0] for index, layer in layers.items() if index >= skipped) * num_ranks
+
+
+def _skipped(config: PrefillConfig, layers: Mapping[int, LayerQueries]) -> int:
+    return min(config.skipped_layers, (max(layers) + 1) // 2)
 
 
 def _voters(index: int, found: LayerQueries, config: PrefillConfig, rank: int) -> list[int]:

@@ -85,7 +85,7 @@ def _check(arguments: list[str], report: dict[str, Any]) -> None:
         config, refusal = with_predictor(config, scoring), pruning_refusal(resolved, *models)
     elif (refusal := scoring_refusal(resolved, algorithm, *models)) is not None:
         raise ValueError(f"--spec-stack-scoring-model does not work here: {refusal}")
-    config = with_calibration(config, scoring, target_text, draft_text, resolved.tp_size)
+    config = with_calibration(config, scoring, target_text, draft_text)
     if algorithm == NAME and config.prefill.prune == "draft":
         require_slots(resolved, models[1])
     turns = ChatTurns.learn(tokenizer, resolved.chat_template)

@@ -43,3 +43,11 @@ def largest_of_all(values: torch.Tensor) -> torch.Tensor:
     if group.world_size > 1:
         torch.distributed.all_reduce(values, op=torch.distributed.ReduceOp.MAX, group=group.device_group)
     return values
+
+
+def sum_of_all(values: torch.Tensor) -> torch.Tensor:
+    """Element by element; mutates and returns values."""
+    group = get_tp_group()
+    if group.world_size > 1:
+        torch.distributed.all_reduce(values, op=torch.distributed.ReduceOp.SUM, group=group.device_group)
+    return values

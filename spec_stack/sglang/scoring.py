@@ -7,9 +7,10 @@ its own KV pool, and no more of it than the pool lacks; of the engine's slots an
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Generator, Hashable, Iterator, Mapping
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -20,13 +21,14 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from spec_stack.config import PrefillConfig
 from spec_stack.devices import to_device
 from spec_stack.prefill.alignment import Span
-from spec_stack.prefill.recall import MOST_ASKING
+from spec_stack.prefill.importance import Segment, finite, over_queries, segment_weights
+from spec_stack.prefill.queries import Candidates, find_candidates
 from spec_stack.prefill.registry import needs_attention
 from spec_stack.sglang.draft_pool import Ints
-from spec_stack.sglang.head_votes import LayerQueries, best_of_own_heads
+from spec_stack.sglang.head_votes import LayerQueries, Queries, num_scoring_heads, opening_of_own_heads, over_own_heads
 from spec_stack.sglang.pooled_draft import PooledDraft
 from spec_stack.sglang.protocols import Scheduler
-from spec_stack.sglang.ranks import largest_of_all, own_rank
+from spec_stack.sglang.ranks import largest_of_all, num_ranks, own_rank, sum_of_all
 from spec_stack.sglang.support import num_matched
 from spec_stack.sglang.tiled_attention import Window
 
@@ -59,25 +61,18 @@ class Prompt:
 class Question:
     """A question to the draft about a prompt.
 
-    num_cached: tokens of earlier turns. selects: which of the tokens matter, as the last one and a look-ahead see it.
-    recalls: which of the earlier turns' tokens the new text wants.
+    num_cached: tokens of earlier turns. pieces: the text of every token; None without a tokenizer.
     """
 
     num_cached: int = 0
-    selects: bool = True
-    recalls: bool = False
+    pieces: Sequence[str] | None = None
 
 
 @dataclass(frozen=True)
 class Score:
-    """The draft's answer, on the host; None for what it was not asked.
+    """importance: (num_prompt_tokens,), on the host. num_draft_tokens: of the prompt, that the draft had to prefill."""
 
-    importance: (num_prompt_tokens,). wanted: (num_cached,). num_draft_tokens: of the prompt, that the draft prefilled
-    for it.
-    """
-
-    importance: torch.Tensor | None
-    wanted: torch.Tensor | None
+    importance: torch.Tensor
     num_draft_tokens: int
 
 
@@ -165,32 +160,36 @@ class DraftScorer:
         those are in the draft's forwards, and in the last part. Of a scoring that ends early the pool keeps what all
         ranks have agreed on, since their pools must stay alike.
         """
-        num_tokens = len(prompt.token_ids)
-        chunk = self.chunk(prompt.config)
-        # First layers alone do not know what comes after the prompt: its last tokens ask in the look-ahead's place.
-        num_layers, asks_itself = prompt.config.num_asked_layers, prompt.config.asks_prompt
-        num_selecting = min(prompt.config.look_ahead + 1, chunk, num_tokens) if asks_itself else 1
-        num_recalling = min(MOST_ASKING, chunk, num_tokens - question.num_cached) if question.recalls else 0
-        num_asking = max(num_recalling, num_selecting if question.selects else 1)
-        look_ahead = self._look_ahead(prompt) if question.selects and not asks_itself else 0
-        # Those that ask are asked again whatever the pool has: their queries are what scores.
-        window = _window(prompt)
-        lease = self._draft.index.lease(_walls(prompt), prompt.token_ids, num_tokens - num_asking)
+        num_tokens, config = len(prompt.token_ids), prompt.config
+        # First layers alone do not know what comes after the prompt, and so draft no look-ahead.
+        num_layers, window = config.num_asked_layers, _window(prompt)
+        found = None
+        if config.asks_prompt:
+            found = find_candidates(num_tokens, question.pieces, prompt.protected, question.num_cached)
+        num_in_place = 1 if found is None else num_tokens - found.start
+        spans = () if found is None else found.repeated
+        repeated = [token for span in spans for token in prompt.token_ids[slice(*span)]]
+        look_ahead = self._look_ahead(prompt) if found is None else 0
+        # The scoring queries run again whatever the pool has.
+        lease = self._draft.index.lease(_walls(prompt), prompt.token_ids, num_tokens - num_in_place)
         num_shared = num_agreed = lease.num_shared
         try:
-            lease.extend(num_tokens - num_shared + look_ahead)
+            lease.extend(num_tokens - num_shared + look_ahead + len(repeated))
             slots = lease.slots
             # Found anew after every part, since requests begin and end meanwhile.
-            while stops := self._stops(num_agreed, num_asking, prompt):
+            while stops := self._stops(num_agreed, num_in_place, prompt):
                 stop = stops[0]
                 self._draft.forward(prompt.token_ids[num_agreed:stop], slots[:stop], window, num_layers)
                 yield
                 num_agreed = stop
             layers: dict[int, LayerQueries] = {}
-            with self._draft.captured_queries(layers, num_asking):
+            with self._draft.captured_queries(layers, num_in_place):
                 following = self._draft.forward(
                     prompt.token_ids[num_agreed:], slots[:num_tokens], num_layers=num_layers
                 )
+            if repeated:
+                with self._draft.captured_queries(layers, len(repeated)):
+                    self._draft.forward(repeated, slots[: num_tokens + len(repeated)], num_layers=num_layers)
             for drafted in range(look_ahead):
                 if drafted % _LOOK_AHEAD_PER_PART == 0:
                     # So many forwards of one token, run without graphs, may take as long as a chunk.
@@ -205,44 +204,41 @@ class DraftScorer:
             yield
             if window is None:
                 num_agreed = num_tokens
-            best = wanted = None
-            if question.selects:
-                after = {index: found.between(num_asking - num_selecting) for index, found in layers.items()}
-                best = self._best_of_own_heads(slots[:num_tokens], after, prompt.config, num_selecting)
-            if question.recalls:
-                asking = {
-                    index: found.between(num_asking - num_recalling, num_asking) for index, found in layers.items()
-                }
-                # Whole chunks are asked for, whose means pooling would hardly change.
-                unpooled = replace(prompt.config, pool_kernel=1, head_vote="max")
-                wanted = self._best_of_own_heads(slots[: question.num_cached], asking, unpooled)
+            queries = Queries() if found is None else _queries_of(found, num_in_place)
+            importance = self._importance(slots[:num_tokens], layers, config, queries)
             yield
-            return Score(_mean(best), _mean(wanted), num_tokens - num_shared)
+            return Score(importance.cpu(), num_tokens - num_shared)
         finally:
             lease.keep(num_agreed)
 
-    def _stops(self, start: int, num_asking: int, prompt: Prompt) -> range:
-        """Where the parts end in which the draft prefills a text from `start` on, but the last one, whose queries ask.
+    def _importance(
+        self, slots: Ints, layers: Mapping[int, LayerQueries], config: PrefillConfig, queries: Queries
+    ) -> torch.Tensor:
+        """Importance (num_tokens,) over the heads of all ranks."""
+        where = to_device(torch.from_numpy(slots), torch.device(self._device))
+        if queries.segments:
+            opening = sum_of_all(opening_of_own_heads(self._draft, where, layers, config, queries)) / num_ranks()
+            queries = replace(queries, weights=tuple(segment_weights(opening, queries.segments, queries.opening)))
+        own = over_own_heads(self._draft, where, layers, config, own_rank(), queries)
+        if config.head_vote == "mean":
+            return finite(sum_of_all(own) / num_scoring_heads(layers, config, num_ranks()))
+        return finite(over_queries(largest_of_all(own), queries.segments, queries.weights))
 
-        That one is a whole chunk, so that the look-ahead comes soon. Under a window it is those who ask alone: they see
+    def _stops(self, start: int, num_in_place: int, prompt: Prompt) -> range:
+        """Where the parts end in which the draft prefills a text from `start` on, but that of the scoring queries.
+
+        That one is a whole chunk, so that the look-ahead comes soon. Under a window it is the queries alone: they see
         everything, and so are not left to the pool, where each token has seen what its window shows.
         """
-        chunk, num_tokens = self.chunk(prompt.config), len(prompt.token_ids)
+        chunk, num_tokens = max(self.chunk(prompt.config), num_in_place), len(prompt.token_ids)
         if _window(prompt) is None:
             return range(num_tokens - (num_tokens - start - 1) // chunk * chunk, num_tokens, chunk)
-        end = num_tokens - num_asking
+        end = num_tokens - num_in_place
         return range(end - (end - start - 1) // chunk * chunk, end + 1, chunk) if end > start else range(0)
 
     def _look_ahead(self, prompt: Prompt) -> int:
         room = int(self._scheduler.model_config.context_len) - len(prompt.token_ids)
         return max(0, min(prompt.config.look_ahead, room))
-
-    def _best_of_own_heads(
-        self, slots: Ints, layers: Mapping[int, LayerQueries], config: PrefillConfig, num_asking: int = 1
-    ) -> torch.Tensor:
-        """Pooled attention (n, num_tokens), the largest over those of this rank's heads that vote."""
-        where = to_device(torch.from_numpy(slots), torch.device(self._device))
-        return best_of_own_heads(self._draft, where, layers, config, own_rank(), num_asking)
 
     def chunk(self, config: PrefillConfig) -> int:
         """Most tokens of a prompt that the draft prefills in one part."""
@@ -288,6 +284,9 @@ def _walls(prompt: Prompt) -> Hashable:
     return prompt.tenant, _window(prompt)
 
 
-def _mean(best: torch.Tensor | None) -> torch.Tensor | None:
-    """Over the queries of what all ranks' heads say (n, num_tokens), on the host."""
-    return None if best is None else largest_of_all(best).mean(dim=0).cpu()
+def _queries_of(found: Candidates, num_in_place: int) -> Queries:
+    """The rows of every segment: those in place, then those behind the prompt."""
+    rows = accumulate((stop - start for start, stop in found.repeated), initial=num_in_place)
+    in_place = [(start - found.start, stop - found.start) for start, stop in found.segments[found.num_repeated :]]
+    segments = map(Segment, [*pairwise(rows), *in_place], found.segments, found.is_question)
+    return Queries(num_in_place, tuple(segments), opening=min(found.opening, num_in_place))

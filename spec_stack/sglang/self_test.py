@@ -58,7 +58,7 @@ def _run(scheduler: Any, scorer: DraftScorer, config: PrefillConfig) -> None:
     prompt = Prompt(tuple(token_ids), _TENANT, None, config, "recall", end_ids=frozenset())
     scorer.num_cached(prompt)
     importance = _importance(scorer, prompt)
-    given = place(token_ids, Beginning(), importance, None, True, None, config, ())
+    given = place(token_ids, Beginning(), importance, True, None, config, ())
     key = PlacedKey.of(PositionMap(given.positions, len(token_ids)), None)
     placed = RadixKey(array("q", given.token_ids), key)
     if list(placed.token_ids) != list(key.place_one_by_one(given.token_ids)):
@@ -76,7 +76,7 @@ def _importance(scorer: DraftScorer, prompt: Prompt) -> Any:
     if not needs_the_draft(prompt.config):
         return None
     half = len(prompt.token_ids) // 2
-    work = scorer.score(prompt, Question(num_cached=half, selects=True, recalls=True))
+    work = scorer.score(prompt, Question(num_cached=half))
     while True:
         with scorer.working():
             try:

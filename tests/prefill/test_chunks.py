@@ -36,7 +36,8 @@ def test_a_rare_word_of_the_question_outweighs_a_common_one() -> None:
 @given(st.lists(st.integers(0, 30), max_size=200), st.lists(st.integers(0, 30), max_size=12), st.integers(1, 9))
 def test_pairs_equal_looking_at_every_two_tokens_by_hand(body: list[int], question: list[int], size: int) -> None:
     expected = reference.pair_scores(body, question, size)
-    assert pair_scores([*body, *question], (len(body), len(body) + len(question)), Chunks(len(body), size)).tolist() == pytest.approx(expected)
+    span = len(body), len(body) + len(question)
+    assert pair_scores([*body, *question], span, Chunks(len(body), size)).tolist() == pytest.approx(expected)
 
 
 def test_a_line_with_two_common_words_of_the_question_outweighs_lines_with_one() -> None:

@@ -11,7 +11,7 @@ from spec_stack.decode.propose import propose
 from spec_stack.decode.sampler import Sampler
 from spec_stack.hf.attention import install
 from spec_stack.hf.model import CachedModel
-from spec_stack.prefill.importance import attention_to_prompt, mean_share, pool, token_importance
+from spec_stack.prefill.importance import attention_to_prompt, mean_importance, pool, token_importance
 from spec_stack.prefill.scoring import score_prompt
 from tests.support import reference
 from tests.support.models import FAMILIES, make_model, random_prompt
@@ -101,7 +101,7 @@ def test_layers_on_several_devices_give_one_importance(
     monkeypatch.setattr(torch, "isfinite", lambda tensor: torch.ones(tensor.shape))
     queries, keys = torch.randn(4, num_queries, 8), torch.randn(2, 50, 8)
     layers = [(queries.to(device), keys.to(device), 1.0) for device in devices]
-    assert token_importance(layers, 13).shape == mean_share(layers, 1, 1).shape == (50,)
+    assert token_importance(layers, 13).shape == mean_importance(layers).shape == (50,)
 
 
 def test_scores_of_half_precision_keys_are_computed_in_fp32() -> None:

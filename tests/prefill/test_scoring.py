@@ -122,7 +122,7 @@ TURNS = [(0, 30), (120, 128), (240, 246)]
 def test_segments_of_the_question_score_as_loops_over_eager_attention(
     heads: tuple[tuple[int, int], ...] | None, protected: list[tuple[int, int]]
 ) -> None:
-    """The beginnings of turns before the window are read again behind the prompt; the last tokens are asked in place."""
+    """The beginnings of turns before the window run again behind the prompt; the last tokens score in place."""
     prompt = random_prompt(250)
     vote = {"head_vote": "max" if heads is None else "mean", "scoring_heads": heads}
     config = PrefillConfig(**BASE, **vote)  # type: ignore[arg-type]
@@ -136,7 +136,12 @@ def test_segments_of_the_question_score_as_loops_over_eager_attention(
     assert found["repeated"]
     eager = make_model(implementation="eager")
     expected = reference.question_importance(
-        eager, prompt, **found, heads=heads, mean=heads is not None, pool_kernel=5  # type: ignore[arg-type]
+        eager,
+        prompt,
+        **found,
+        heads=heads,
+        mean=heads is not None,
+        pool_kernel=5,  # type: ignore[arg-type]
     )
     np.testing.assert_allclose(attention.importance(config).numpy(), expected, atol=2e-6)
 

@@ -162,18 +162,16 @@ def test_what_comes_back_is_what_the_sessions_oracle_restores(
     held = tuple(sorted(rng.sample(range(num_cached), rng.randrange(1, num_cached))))
     # Sums of these are exact in every precision, so ties are ties.
     importance = torch.tensor([rng.randrange(64) / 64 for _ in range(num_tokens)])
-    wanted = torch.tensor([rng.randrange(64) / 64 for _ in range(num_cached)])
     given_to = place(
         prompt,
         Beginning(num_cached, held),
         importance,
-        wanted,
         prunes,
         replace(RECALLING, order=order),
         CONFIG,
         [(num_cached, num_cached + 2)],
     )
-    expected = dropped_chunks_to_restore(wanted.tolist(), held, num_cached, 4, 1.0, 3, margin=2)
+    expected = dropped_chunks_to_restore(importance.tolist(), held, num_cached, 4, 1.0, 3, margin=2)
     old = given_to.positions[: len(held) + len(expected)]
     assert list(old) == slots_with_restored(held, expected, num_cached, order)
     new = given_to.positions[len(held) + len(expected) :]
@@ -184,19 +182,19 @@ def test_what_comes_back_is_what_the_sessions_oracle_restores(
     assert (given_to.num_cached, given_to.num_recalled) == (num_cached, len(expected))
 
 
-def test_anchors_bring_back_what_shares_rare_words_with_the_question() -> None:
+def test_old_text_that_shares_rare_words_with_the_question_is_recalled_without_a_draft() -> None:
     document = list(range(100, 180))
     prompt = [*document, 900, 901, 141, 142, 902]
     beginning = Beginning(80, (*range(8), *range(72, 80)))
-    config = PrefillConfig(chunk_size=4, scorer="anchors")
-    given_to = place(prompt, beginning, None, None, False, SessionConfig(restore_margin=0), config, ())
+    config = PrefillConfig(chunk_size=4, scorer="bm25")
+    given_to = place(prompt, beginning, None, False, SessionConfig(restore_margin=0), config, ())
     # 141 and 142 stand at 41 and 42, in the chunk from 40 on; what stands behind all that was dropped comes after it.
     assert given_to.positions == (*range(8), 40, 41, 42, 43, *range(72, 85))
     assert given_to.num_recalled == 4
 
 
 def test_frozen_text_stays_away() -> None:
-    given_to = place(range(40), Beginning(30, (0, 5)), torch.ones(40), torch.ones(30), False, None, CONFIG, ())
+    given_to = place(range(40), Beginning(30, (0, 5)), torch.ones(40), False, None, CONFIG, ())
     assert given_to.positions == (0, 5, *range(30, 40))
 
 

@@ -8,8 +8,14 @@ import pytest
 import torch
 
 from spec_stack.config import PrefillConfig
-from spec_stack.prefill.importance import attention_to_prompt, pool
-from spec_stack.sglang.head_votes import LayerQueries, best_of_own_heads
+from spec_stack.prefill.importance import Segment, attention_to_prompt, over_queries, pool
+from spec_stack.sglang.head_votes import (
+    LayerQueries,
+    Queries,
+    num_scoring_heads,
+    opening_of_own_heads,
+    over_own_heads,
+)
 from tests.support.cuda import blocking_copies
 
 
@@ -35,7 +41,7 @@ def test_importance_from_the_pool_is_that_of_the_library_from_the_same_keys(head
     slots = torch.randperm(60)[:50]
     layers = _captured(keys, 6)
     config = PrefillConfig(scoring_heads=heads, pool_kernel=5)
-    got = best_of_own_heads(Pool(keys), slots, layers, config)
+    got = over_own_heads(Pool(keys), slots, layers, config)
     whole = [
         (torch.cat(found.queries, dim=1), keys[index][slots].transpose(0, 1), found.scaling)
         for index, found in layers.items()
@@ -50,49 +56,61 @@ def test_importance_from_the_pool_is_that_of_the_library_from_the_same_keys(head
     torch.testing.assert_close(got, best)
 
 
-def test_the_mean_of_chosen_heads_shares_is_that_of_each_head_by_itself() -> None:
+SEGMENTS = (Segment((0, 2), (45, 47)), Segment((2, 3), (47, 50), True))
+
+
+def _part(whole: dict[int, LayerQueries], keys: list[torch.Tensor], rank: int) -> tuple[Pool, dict[int, LayerQueries]]:
+    """The second or first half of the heads, as a rank of two holds them."""
+    num_heads, num_keys = whole[0].queries[0].shape[0] // 2, keys[0].shape[1] // 2
+    own = slice(rank * num_heads, (rank + 1) * num_heads)
+    layers = {index: LayerQueries(0.3, [query[own] for query in found.queries]) for index, found in whole.items()}
+    return Pool([key[:, rank * num_keys : (rank + 1) * num_keys] for key in keys]), layers
+
+
+def test_the_sum_over_chosen_heads_is_that_of_each_head_by_itself() -> None:
     torch.manual_seed(2)
     keys, slots = [torch.randn(60, 2, 8) for _ in range(2)], torch.randperm(60)[:50]
     layers, heads = _captured(keys, 6), ((0, 5), (1, 0), (1, 1))
-    config = PrefillConfig(scoring_heads=heads, head_vote="share", chunk_size=4)
-    shares = []
+    config = PrefillConfig(scoring_heads=heads, head_vote="mean")
+    queries = Queries(3, SEGMENTS, (0.5, 1.0))
+    expected = torch.zeros(50)
     for index, head in heads:
-        queries = torch.cat(layers[index].queries, dim=1)[head : head + 1]
-        # Three of the prompt's last tokens ask, and none sees what comes after it.
-        weights = attention_to_prompt(queries, keys[index][slots, head // 3][None], 0.3, None, 3)[0].mean(dim=0)
-        first, last = config.forced_tokens
-        weights[:first] = weights[50 - last :] = 0
-        shares.append(weights / weights.sum())
-    got = best_of_own_heads(Pool(keys), slots, layers, config, num_asking=3)
-    torch.testing.assert_close(got, torch.stack(shares).mean(dim=0)[None])
+        own = torch.cat(layers[index].queries, dim=1)[head : head + 1]
+        attention = attention_to_prompt(own, keys[index][slots, head // 3][None], 0.3, None, 3)
+        expected += over_queries(attention, SEGMENTS, (0.5, 1.0))[0]
+    got = over_own_heads(Pool(keys), slots, layers, config, found=queries)
+    torch.testing.assert_close(got, expected)
+    assert num_scoring_heads(layers, config, 2) == 3
 
 
-def test_ranks_that_share_the_heads_find_together_what_one_finds_alone() -> None:
+@pytest.mark.parametrize("vote", ["max", "mean"])
+@pytest.mark.parametrize("heads", [((1, 2), (1, 3)), ((0, 1), (1, 2)), None])
+def test_ranks_that_share_the_heads_find_together_what_one_finds_alone(vote: Any, heads: Any) -> None:
     torch.manual_seed(1)
-    keys = [torch.randn(40, 2, 8) for _ in range(2)]
-    slots, whole = torch.arange(40), _captured(keys, 4)
-    config = PrefillConfig(scoring_heads=((1, 2), (1, 3)))
-    alone = best_of_own_heads(Pool(keys), slots, whole, config)
-    parts = []
-    for rank in range(2):
-        own = {
-            index: LayerQueries(0.3, [query[2 * rank : 2 * rank + 2] for query in found.queries])
-            for index, found in whole.items()
-        }
-        part = Pool([key[:, rank : rank + 1] for key in keys])
-        parts.append(best_of_own_heads(part, slots, own, config, rank))
-    assert not parts[0].any()
-    torch.testing.assert_close(torch.maximum(*parts), alone)
+    keys = [torch.randn(50, 2, 8) for _ in range(2)]
+    slots, whole = torch.arange(50), _captured(keys, 4)
+    config, queries = PrefillConfig(scoring_heads=heads, head_vote=vote), Queries(3, SEGMENTS, (0.5, 1.0), 1)
+    alone = over_own_heads(Pool(keys), slots, whole, config, found=queries)
+    parts = [_part(whole, keys, rank) for rank in range(2)]
+    each = [over_own_heads(*_pair(part, slots), config, rank, queries) for rank, part in enumerate(parts)]
+    torch.testing.assert_close(torch.maximum(*each) if vote == "max" else sum(each), alone)
+    opening = [opening_of_own_heads(*_pair(part, slots), config, queries) for part in parts]
+    whole_opening = opening_of_own_heads(Pool(keys), slots, whole, config, queries)
+    torch.testing.assert_close((opening[0] + opening[1]) / 2, whole_opening)
+
+
+def _pair(part: tuple[Pool, dict[int, LayerQueries]], slots: torch.Tensor) -> tuple[Any, Any, Any]:
+    return part[0], slots, part[1]
 
 
 def test_a_head_of_a_layer_that_the_draft_lacks_is_named() -> None:
     keys = [torch.randn(30, 1, 8)]
     with pytest.raises(ValueError, match=r"names layers \[7\]"):
-        best_of_own_heads(Pool(keys), torch.arange(30), _captured(keys, 2), PrefillConfig(scoring_heads=((7, 0),)))
+        over_own_heads(Pool(keys), torch.arange(30), _captured(keys, 2), PrefillConfig(scoring_heads=((7, 0),)))
 
 
 @pytest.mark.parametrize("heads", [None, ((0, 5), (1, 0), (1, 1))])
-@pytest.mark.parametrize("vote", ["max", "share"])
+@pytest.mark.parametrize("vote", ["max", "mean"])
 def test_the_host_waits_for_no_copy(heads: Any, vote: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     # There is nothing to read on meta.
     monkeypatch.setattr(torch, "isfinite", lambda tensor: torch.ones(tensor.shape))
@@ -100,5 +118,5 @@ def test_the_host_waits_for_no_copy(heads: Any, vote: Any, monkeypatch: pytest.M
     layers = {index: LayerQueries(0.3, [torch.empty(6, 3, 8, device="meta")]) for index in range(2)}
     config = PrefillConfig(scoring_heads=heads, head_vote=vote, chunk_size=4)
     with blocking_copies() as found:
-        best_of_own_heads(Pool(keys), torch.zeros(50, dtype=torch.int64, device="meta"), layers, config)
+        over_own_heads(Pool(keys), torch.zeros(50, dtype=torch.int64, device="meta"), layers, config)
     assert found == []

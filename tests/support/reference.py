@@ -108,7 +108,8 @@ def question_importance(
     looks = np.mean([row(*each, query) for each in behind for query in range(size - opening, size)], axis=0)
     spans = [*repeated, *in_place]
     others = [[looks[at] for at in range(start, min(stop, size - opening))] for start, stop in spans]
-    seen = [float(np.mean(each)) * (3 if mark else 1) if each else None for each, mark in zip(others, marked, strict=True)]
+    means = [float(np.mean(each)) if each else None for each in others]
+    seen = [None if each is None else each * (3 if mark else 1) for each, mark in zip(means, marked, strict=True)]
     largest = max(each for each in seen if each is not None)
     weights = [1.0 if each is None else each / largest for each in seen]
     queries, at = [], size
