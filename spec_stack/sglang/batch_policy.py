@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import is_
 from time import perf_counter, process_time
 from typing import Any
 
@@ -16,7 +17,8 @@ from spec_stack.controller.base import BatchMember, DraftSignals, Policy, StepCo
 from spec_stack.controller.batch_rule import BatchRule
 from spec_stack.sglang.guards import harmless, note_failure
 from spec_stack.sglang.launch_notes import graph_sizes
-from spec_stack.sglang.penalties import count_anew, count_one_by_one, has_penalties, is_penalised
+from spec_stack.sglang.penalties import SaidTokens, count_one_by_one, has_penalties, is_penalised, tables
+from spec_stack.sglang.positions import to_device
 from spec_stack.sglang.protocols import RunningRequest
 from spec_stack.sglang.request_state import note_step, options_of
 from spec_stack.sglang.server_args import ServerConfig
@@ -94,6 +96,7 @@ class BatchPolicy:
         self._last: StepRecord | None = None
         self._previous_end: float | None = None
         self._only_steps_ran = False
+        self._said: _Said | None = None
         self.graph_sizes: list[int] | None = None
         self.num_proposed = self.num_accepted = self.num_steps = 0
 
@@ -148,8 +151,14 @@ class BatchPolicy:
         self._number += 1
         return gamma
 
-    def on_verify_complete(self, num_correct_drafts_per_req: list[int], batch_size: int) -> None:
-        """Learn from the oldest step whose result has not come yet."""
+    def on_state_activated(self, steps: int) -> None:
+        """Told by later versions of SGLang which gamma holds now, which is the one that was chosen."""
+
+    def on_verify_complete(
+        self, num_correct_drafts_per_req: list[int], batch_size: int, num_steps: int | None = None
+    ) -> None:
+        """Learn from the oldest step whose result has not come yet. num_steps: its gamma, which is known here too; only
+        later versions of SGLang tell it."""
         now = self._clock()
         while self._pending and len(self._pending[0].requests) != batch_size:
             self._pending.popleft()
@@ -232,11 +241,18 @@ class BatchPolicy:
         newest: (num_requests,), the tokens it goes on from. num_held: (num_requests,), the tokens before them, prompts
         and what was said.
         """
-        requests = self._pending[-1].requests
-        if not any(has_penalties(request) for request in requests):
-            return
-        lengths = torch.tensor([len(request.origin_input_ids) for request in requests]).to(num_held.device)
-        _count(sampling_info, requests, newest, num_held + 1 - lengths)
+        step, said, self._said = self._pending[-1], self._said, None
+        try:
+            if said is None or not said.holds_for(step):
+                said = _Said.of(step.requests, sampling_info, num_held.device)
+            if said is None:
+                return
+            said.tokens.count(sampling_info, newest, num_held + 1 - said.tokens.num_prompt_tokens)
+            said.number = step.number
+            self._said = said
+        except Exception:
+            num_said = num_held.cpu() + 1 - torch.tensor([len(request.origin_input_ids) for request in step.requests])
+            _count_one_by_one(sampling_info, step.requests, newest, num_said)
 
     def count_penalties_of_prefill(
         self, sampling_info: Any, requests: Sequence[RunningRequest], device: torch.device
@@ -245,8 +261,13 @@ class BatchPolicy:
         retracted. device: where SGLang's tensors are."""
         if not any(request.output_ids and has_penalties(request) for request in requests):
             return
-        num_said = torch.tensor([len(request.output_ids) for request in requests]).to(device)
-        _count(sampling_info, requests, torch.zeros_like(num_said), num_said)
+        num_said = to_device(torch.tensor([len(request.output_ids) for request in requests]), device)
+        newest = torch.zeros_like(num_said)
+        try:
+            if said := _Said.of(requests, sampling_info, device):
+                said.tokens.count(sampling_info, newest, num_said)
+        except Exception:
+            _count_one_by_one(sampling_info, requests, newest, num_said)
 
     def carry(self, signals: torch.Tensor) -> None:
         """Given the draft's signals in the step that was chosen last, which are read when its result is."""
@@ -255,6 +276,8 @@ class BatchPolicy:
     def something_else_runs(self) -> None:
         """Told that a prefill, or the scoring of a prompt, runs now: no seconds that hold it are a step's own."""
         self._only_steps_ran = False
+        # A prefill may be of a request whose tokens were taken back.
+        self._said = None
         for step in self._pending:
             step.follows_a_step = False
 
@@ -287,15 +310,37 @@ def step_clock(device: str) -> Callable[[], float]:
 _NO_SIGNALS: tuple[DraftSignals, DraftSignals | None] = (DraftSignals(), None)
 
 
-def _count(
+@dataclass
+class _Said:
+    """What a batch's requests have said, up to the step of this number."""
+
+    requests: Sequence[RunningRequest]
+    tokens: SaidTokens
+    number: int = -1
+
+    @classmethod
+    def of(cls, requests: Sequence[RunningRequest], sampling_info: Any, device: torch.device) -> _Said | None:
+        """None where SGLang keeps no penalties for any of them."""
+        kept = tables(sampling_info)
+        if not kept or not any(has_penalties(request) for request in requests):
+            return None
+        return cls(requests, SaidTokens(requests, kept[0].shape[1], device))
+
+    def holds_for(self, step: Pending) -> bool:
+        """Return whether this step is the next one, of the same requests: each has said one token since."""
+        return (
+            step.number == self.number + 1
+            and len(step.requests) == len(self.requests)
+            and all(map(is_, step.requests, self.requests))
+        )
+
+
+def _count_one_by_one(
     sampling_info: Any, requests: Sequence[RunningRequest], newest: torch.Tensor, num_said: torch.Tensor
 ) -> None:
-    try:
-        count_anew(sampling_info, requests, newest, num_said)
-    except Exception:
-        # With other penalties the text would be wrong, so there is a second way, slow and plain.
-        note_failure("counting penalties", "they are counted one by one")
-        count_one_by_one(sampling_info, requests, newest, num_said)
+    """With other penalties the text would be wrong, so there is a second way, slow and plain."""
+    note_failure("counting penalties", "they are counted one by one")
+    count_one_by_one(sampling_info, requests, newest, num_said)
 
 
 def _cap(request: RunningRequest) -> int:

@@ -40,10 +40,10 @@ class BatchMap:
         ]
         sizes = torch.tensor([len(table) for table in tables])
         self._rows = torch.arange(len(maps), device=device)
-        self._table = _to(torch.cat(tables), device)
-        self._sizes = _to(sizes, device)
-        self._starts = _to(sizes.cumsum(0) - sizes, device)
-        self._dropped = _to(torch.tensor([0 if it is None else it.num_dropped for it in maps]), device)
+        self._table = to_device(torch.cat(tables), device)
+        self._sizes = to_device(sizes, device)
+        self._starts = to_device(sizes.cumsum(0) - sizes, device)
+        self._dropped = to_device(torch.tensor([0 if it is None else it.num_dropped for it in maps]), device)
 
     def __call__(self, slots: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
         """Original positions of a flat batch whose request i owns lengths[i] of the slots; their shape and dtype.
@@ -55,7 +55,7 @@ class BatchMap:
         if len(set(lengths)) == 1:
             row = self._rows.repeat_interleave(lengths[0])
         else:
-            counts = _to(torch.tensor(lengths), slots.device)
+            counts = to_device(torch.tensor(lengths), slots.device)
             row = self._rows.repeat_interleave(counts, output_size=slots.numel())
         where = (self._starts[row] + slots).clamp(max=len(self._table) - 1)
         mapped = torch.where(slots < self._sizes[row], self._table[where], slots + self._dropped[row])
@@ -69,7 +69,7 @@ class BatchOffsets:
     """
 
     def __init__(self, maps: Sequence[PositionMap | None], device: torch.device) -> None:
-        self._dropped = _to(torch.tensor([0 if it is None else it.num_dropped for it in maps]), device)
+        self._dropped = to_device(torch.tensor([0 if it is None else it.num_dropped for it in maps]), device)
 
     def __call__(self, slots: torch.Tensor) -> torch.Tensor:
         """Original positions of a flat batch in which every request owns as many slots; their shape and dtype.
@@ -83,7 +83,7 @@ class BatchOffsets:
         return mapped.reshape(slots.shape).to(slots.dtype)
 
 
-def _to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """On the device, without the host waiting for what runs there."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
