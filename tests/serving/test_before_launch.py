@@ -52,6 +52,8 @@ def test_the_doctor_says_what_a_launch_would_do(tmp_path: Path) -> None:
     assert report["drafting"] == "policy throughput, gammas [0, 3]"
     assert report["vocabularies"].startswith("4096 embedding rows")
     assert report["CUDA graphs"] == "none"
+    assert re.match(r"65536 tokens of \d+ bytes, \d\.\d\d GB on each rank, or a tenth", report["draft's pool"])
+    assert not any("repetition_penalty" in warning for warning in report["warnings"])
 
 
 @pytest.mark.nightly
