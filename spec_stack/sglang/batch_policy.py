@@ -20,7 +20,7 @@ from spec_stack.sglang.launch_notes import graph_sizes
 from spec_stack.sglang.penalties import SaidTokens, count_one_by_one, has_penalties, is_penalised, tables
 from spec_stack.sglang.positions import to_device
 from spec_stack.sglang.protocols import RunningRequest
-from spec_stack.sglang.request_state import note_step, options_of
+from spec_stack.sglang.request_state import RequestOptions, note_step, options_of
 from spec_stack.sglang.server_args import ServerConfig
 from spec_stack.sglang.signals import as_signals
 
@@ -119,9 +119,10 @@ class BatchPolicy:
         """The gamma of the step that begins now."""
         padded = self._padded(batch_size)
         gammas = self._config.gammas_at(padded)
-        caps, knows, num_slots = [0] * len(self._requests), False, 0
+        caps, knows, num_slots, options = [0] * len(self._requests), False, 0, list[RequestOptions]()
         with harmless("reading requests' gammas", "the step drafts as little as it may"):
-            caps, knows = [_cap(request) for request in self._requests], True
+            options = [options_of(request) for request in self._requests]
+            caps, knows = list(map(_cap, self._requests, options)), True
             num_slots = _mean_slots(self._requests)
         context = StepContext(
             step=self._number,
@@ -137,7 +138,7 @@ class BatchPolicy:
         )
         policy, wanted = self._cautious, 0
         with harmless("choosing gamma", "the step drafts as little as it may"):
-            name, asked = self._rule(caps)
+            name, asked = self._rule(caps, options)
             policy = self._policy(name)
             wanted = policy.choose(context) if asked is None else asked
         gamma, all_know = self._agree(_largest_up_to(wanted, gammas), knows)
@@ -178,13 +179,16 @@ class BatchPolicy:
             if request.is_retracted or request.finished():
                 # It ended, or was taken back, while this step ran: its tokens are thrown away.
                 continue
-            with harmless("learning from a step", "nothing is learned from it"):
+            # `harmless` at this place would cost as much as what it guards.
+            try:
                 record = self._record(step, request, num_correct, cap, known, seconds)
                 note_step(request, record)
                 self.num_proposed += record.gamma
                 self.num_accepted += record.num_accepted
                 self._last = record
                 step.policy.observe(record)
+            except Exception:
+                note_failure("learning from a step", "nothing is learned from it")
 
     def _record(
         self,
@@ -209,7 +213,9 @@ class BatchPolicy:
             gamma=gamma,
             num_accepted=num_accepted,
             num_tokens=num_accepted + 1,
-            signals=DraftSignals(proposed.entropy[:gamma], proposed.confidence[:gamma]),
+            signals=proposed
+            if len(proposed) <= gamma
+            else DraftSignals(proposed.entropy[:gamma], proposed.confidence[:gamma]),
             draft_s=0.0,
             # Not finite is how a record says that its seconds are not known.
             verify_s=math.nan if seconds is None or gamma < step.gamma else seconds / len(step.requests),
@@ -281,10 +287,9 @@ class BatchPolicy:
         for step in self._pending:
             step.follows_a_step = False
 
-    def _rule(self, caps: Sequence[int]) -> tuple[str, int | None]:
+    def _rule(self, caps: Sequence[int], options: Sequence[RequestOptions]) -> tuple[str, int | None]:
         if caps and not max(caps):
             return "fixed", 0
-        options = [options_of(request) for request in self._requests]
         asked = [option.gamma for option in options if option.gamma is not None]
         if asked and len(asked) == len(options):
             return "fixed", max(asked)
@@ -343,11 +348,10 @@ def _count_one_by_one(
     count_one_by_one(sampling_info, requests, newest, num_said)
 
 
-def _cap(request: RunningRequest) -> int:
+def _cap(request: RunningRequest, options: RequestOptions) -> int:
     if is_penalised(request):
         return 0
-    asked = options_of(request).gamma
-    return MAX_GAMMA if asked is None else asked
+    return MAX_GAMMA if options.gamma is None else options.gamma
 
 
 def _mean_slots(requests: Sequence[RunningRequest]) -> int:

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 
 from spec_stack.controller.base import DraftSignals
@@ -138,18 +139,19 @@ def as_signals(values: torch.Tensor) -> list[tuple[DraftSignals, DraftSignals | 
 
     A proposal with a value that is not finite has none, and so has a next token: a draft's broken logits say nothing.
     """
-    found = []
-    for *proposed, (next_confidence, next_entropy) in values.tolist():
-        signals = _signals(proposed)
-        is_known = math.isfinite(next_confidence + next_entropy)
-        found.append((signals, DraftSignals([next_entropy], [next_confidence]) if is_known else None))
-    return found
-
-
-def _signals(values: Sequence[Sequence[float]]) -> DraftSignals:
-    if not all(math.isfinite(confidence + entropy) for confidence, entropy in values):
-        return DraftSignals()
-    return DraftSignals([entropy for _, entropy in values], [confidence for confidence, _ in values])
+    # NumPy hands out lists several times as fast.
+    numbers = values.numpy()
+    is_known = np.isfinite(numbers).all(axis=-1)
+    are_known, is_next_known = is_known[:, :-1].all(axis=-1).tolist(), is_known[:, -1].tolist()
+    return [
+        (
+            DraftSignals(entropy[:-1], confidence[:-1]) if has_signals else DraftSignals(),
+            DraftSignals(entropy[-1:], confidence[-1:]) if has_next else None,
+        )
+        for (confidence, entropy), has_signals, has_next in zip(
+            numbers.swapaxes(1, 2).tolist(), are_known, is_next_known, strict=True
+        )
+    ]
 
 
 def end_chains(next_tokens: torch.Tensor, caps: Sequence[int]) -> None:
