@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 
 from spec_stack.controller.base import DraftSignals
@@ -139,19 +138,17 @@ def as_signals(values: torch.Tensor) -> list[tuple[DraftSignals, DraftSignals | 
 
     A proposal with a value that is not finite has none, and so has a next token: a draft's broken logits say nothing.
     """
-    # NumPy hands out lists several times as fast.
-    numbers = values.numpy()
-    is_known = np.isfinite(numbers).all(axis=-1)
-    are_known, is_next_known = is_known[:, :-1].all(axis=-1).tolist(), is_known[:, -1].tolist()
-    return [
-        (
-            DraftSignals(entropy[:-1], confidence[:-1]) if has_signals else DraftSignals(),
-            DraftSignals(entropy[-1:], confidence[-1:]) if has_next else None,
-        )
-        for (confidence, entropy), has_signals, has_next in zip(
-            numbers.swapaxes(1, 2).tolist(), are_known, is_next_known, strict=True
-        )
-    ]
+    found = []
+    # By NumPy, which hands out lists several times as fast.
+    for confidence, entropy in values.transpose(1, 2).numpy().tolist():
+        proposed = _signals(entropy[:-1], confidence[:-1])
+        found.append((proposed or DraftSignals(), _signals(entropy[-1:], confidence[-1:])))
+    return found
+
+
+def _signals(entropy: list[float], confidence: list[float]) -> DraftSignals | None:
+    # One that is not finite makes the sum so.
+    return DraftSignals(entropy, confidence) if math.isfinite(sum(entropy) + sum(confidence)) else None
 
 
 def end_chains(next_tokens: torch.Tensor, caps: Sequence[int]) -> None:
