@@ -225,8 +225,7 @@ class _Reader:
         least = _expect(int, schema.get("minProperties", 0), f"{path}/minProperties")
         if extra is None and not keys and ("properties" not in schema or least > len(properties)):
             extra = {}
-        read = _copied(schema, ("required", "minProperties", "maxProperties"))
-        read |= {"properties": properties} if properties else {}
+        read = _copied(schema, ("required", "minProperties", "maxProperties")) | {"properties": properties}
         read |= {} if extra is None else {"additionalProperties": extra}
         return read | (self._keys(keys[0], schema, extra, path) if keys else {})
 

@@ -195,6 +195,8 @@ def test_models_of_pydantic_are_taken() -> None:
 @pytest.mark.parametrize(
     ("schema", "text"),
     [
+        # A tool without arguments is called with none.
+        ({"type": "object", "properties": {}}, '{"a": 1}'),
         ({"type": "string", "maxLength": 9}, '"a\tb"'),
         ({"type": "string", "pattern": "^.*$"}, '"a"b"'),
         ({"type": "string", "format": "email"}, '"\\"\\z\\"@a"'),
@@ -202,5 +204,5 @@ def test_models_of_pydantic_are_taken() -> None:
         ({"type": "string", "format": "date-time"}, '"2024-02-30T00:00:00Z"'),
     ],
 )
-def test_a_text_that_clients_cannot_read_is_not_written(schema: Any, text: str) -> None:
+def test_a_text_that_clients_cannot_use_is_not_written(schema: Any, text: str) -> None:
     assert not takes(grammar_of(schema), text)
