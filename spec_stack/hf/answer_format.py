@@ -9,13 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from spec_stack.hf.json_schema import json_rules
 from spec_stack.hf.prompt import special_tokens
 
 logger = logging.getLogger(__name__)
 
 THINK_OPENS, THINK_CLOSES = "<think>", "</think>"
-# A thought that has begun, up to its end; the call comes behind it.
-_THOUGHT = 'root ::= [^<]* "</think>\\n\\n"'
 _NAME, _KEY, _VALUE, _ID = "marked_tool_name", "marked_key", "marked_value", "marked001"
 _TOOL = {
     "type": "function",
@@ -63,13 +62,10 @@ class ForcedCall:
         How the template writes it.
     schemas : mapping of str to str
         The tools by name, and the JSON schema of their arguments, as JSON.
-    in_thought : bool
-        Whether the answer begins inside a thought, behind which the call comes.
     """
 
     tools: ToolFormat
     schemas: Mapping[str, str]
-    in_thought: bool = False
     name: ClassVar[str] = "a forced tool_choice"
 
     @property
@@ -77,24 +73,15 @@ class ForcedCall:
         """What stands around a call, tokens of their own in many vocabularies."""
         return tuple(mark for mark in (self.tools.opener, self.tools.closer) if mark)
 
-    def compile(self, compiler: Any) -> Any:
+    def rules(self) -> Any:
         """Return the grammar of such an answer. Raises ValueError where the schemas make none."""
         from xgrammar import Grammar as Rules
 
         calls = []
-        try:
-            for name, schema in self.schemas.items():
-                # One way to write white space, as templates render earlier calls: a cache then holds what was written.
-                arguments = Rules.from_json_schema(schema, any_whitespace=False)
-                begin = self.tools.begin + json.dumps(name)[1:-1] + self.tools.middle
-                calls.append(Rules.concat(_verbatim(begin), arguments, _verbatim(self.tools.end)))
-            rules = calls[0] if len(calls) == 1 else Rules.union(*calls)
-            if self.in_thought:
-                rules = Rules.concat(Rules.from_ebnf(_THOUGHT), rules)
-            return compiler.compiler.compile_grammar(rules)
-        except Exception as error:
-            # The library has no common error of its own.
-            raise ValueError(f"tool_choice: the tools' parameters cannot be compiled: {error}") from error
+        for name, schema in self.schemas.items():
+            begin = self.tools.begin + json.dumps(name)[1:-1] + self.tools.middle
+            calls.append(Rules.concat(_verbatim(begin), json_rules(schema), _verbatim(self.tools.end)))
+        return calls[0] if len(calls) == 1 else Rules.union(*calls)
 
 
 @dataclass(frozen=True)
@@ -141,7 +128,7 @@ class AnswerFormat:
             logger.info("the chat template does not show how tools are called", exc_info=True)
             return cls(thinks=thinks)
 
-    def forced_call(self, tool_choice: object, tools: Sequence[Any] | None, in_thought: bool) -> ForcedCall | None:
+    def forced_call(self, tool_choice: object, tools: Sequence[Any] | None) -> ForcedCall | None:
         """Return what an answer must be that has to call a tool; None where it need not.
 
         Parameters
@@ -150,8 +137,6 @@ class AnswerFormat:
             OpenAI's (see `forced_names`).
         tools : sequence, optional
             OpenAI's form of them.
-        in_thought : bool
-            Whether the answer begins inside a thought.
 
         Raises
         ------
@@ -164,7 +149,7 @@ class AnswerFormat:
         if self.tools is None:
             raise ValueError("tool_choice cannot be forced: the chat template does not show how this model calls tools")
         parameters = _parameters(tools)
-        return ForcedCall(self.tools, {name: json.dumps(parameters[name]) for name in names}, in_thought)
+        return ForcedCall(self.tools, {name: json.dumps(parameters[name]) for name in names})
 
     def begins_in_thought(self, rendered: str) -> bool:
         """Return whether a rendered chat ends with the beginning of a thought, in which the answer goes on."""
