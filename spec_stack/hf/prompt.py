@@ -8,6 +8,7 @@ import secrets
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -508,19 +509,48 @@ def fit_messages(tokenizer: Any, source: PromptSource) -> tuple[list[dict[str, A
         For messages of another form.
     """
     given = _check_messages(source.messages or ())
-    num_texts = sum(map(bool, _marks(given)))
-    fits: list[tuple[tuple[int, bool, int], list[dict[str, Any]], str]] = []
+    fits: list[_Fit] = []
     for form in (_as_given, _as_text, _as_parts):
-        messages = [{**message, "content": form(message["content"])} for message in given]
-        messages, takes_text = _fit_arguments(tokenizer, messages, source)
-        skeleton = _try_render(tokenizer, _marked(messages), source)
-        num_shown, num_nulls = len(set(_SHOWN.findall(skeleton))), len(_NULL.findall(skeleton))
-        fits.append(((num_shown, takes_text, -num_nulls), messages, skeleton))
-        if skeleton and num_shown == num_texts and not num_nulls:
-            break
+        fits.append(_fit(tokenizer, [{**message, "content": form(message["content"])} for message in given], source))
+        if fits[-1].is_complete:
+            return fits[-1].messages, fits[-1].skeleton
+    # Some templates take the contents of one role as parts, and of another as text.
+    best = [next((fit for fit in fits if index in fit.shown), fits[0]) for index in range(len(given))]
+    fits.append(_fit(tokenizer, [fit.messages[index] for index, fit in enumerate(best)], source))
     # max() returns the first of equals.
-    _, messages, skeleton = max(fits, key=lambda fit: fit[0])
-    return messages, skeleton
+    fit = max(fits, key=lambda fit: (len(fit.shown), fit.takes_text, -fit.num_nulls))
+    return fit.messages, fit.skeleton
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """Messages in one form, the skeleton of the chat, and whether the template shows JSON arguments as they are."""
+
+    messages: list[dict[str, Any]]
+    skeleton: str
+    takes_text: bool
+
+    @property
+    def is_complete(self) -> bool:
+        return bool(self.skeleton) and len(self.shown) == len(self.messages) and not self.num_nulls
+
+    @cached_property
+    def shown(self) -> frozenset[int]:
+        """The messages all of whose texts the template shows; none where it refuses marks."""
+        found, marks = set(_SHOWN.findall(self.skeleton)), iter(_marks(self.messages))
+        numbers = [[_SHOWN.findall(next(marks)) for _ in _texts(message["content"])] for message in self.messages]
+        return frozenset(
+            index for index, own in enumerate(numbers) if self.skeleton and all(found.issuperset(each) for each in own)
+        )
+
+    @property
+    def num_nulls(self) -> int:
+        return len(_NULL.findall(self.skeleton))
+
+
+def _fit(tokenizer: Any, messages: list[dict[str, Any]], source: PromptSource) -> _Fit:
+    messages, takes_text = _fit_arguments(tokenizer, messages, source)
+    return _Fit(messages, _try_render(tokenizer, _marked(messages), source), takes_text)
 
 
 def _marks(messages: Sequence[Message]) -> list[str]:
