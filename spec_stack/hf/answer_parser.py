@@ -16,7 +16,7 @@ _FENCE = re.compile(r"```(?:json)?\s*")
 _STARTS = ('{"name":"', '[{"name":"', '{"type":"function"')
 _BETWEEN = re.compile(r"[\s,;]*")
 # A JSON string as far as it has come.
-_STRING = r'"(?:[^"\\\n]|\\[^\n])*+"?'
+_STRING = r'"[^"\\\n]*(?:\\[^\n][^"\\\n]*)*"?'
 _KEY = re.compile(r'[\s,]*("(?:[^"\\]|\\.)*")\s*:\s*')
 
 
