@@ -6,11 +6,12 @@ import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from spec_stack.hf.json_schema import json_rules
-from spec_stack.hf.prompt import special_tokens
+from spec_stack.hf.prompt import PromptSource, fit_messages, special_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -24,8 +25,10 @@ _TOOL = {
         "parameters": {"type": "object", "properties": {_KEY: {"type": "string"}}, "required": [_KEY]},
     },
 }
-_CALL = {"id": _ID, "type": "function", "function": {"name": _NAME, "arguments": {_KEY: _VALUE}}}
+_CALL = {"id": _ID, "type": "function", "function": {"name": _NAME, "arguments": json.dumps({_KEY: _VALUE})}}
 _ARGUMENTS = re.compile(r'\{\s*"marked_key"\s*:\s*"marked_value"\s*\}')
+# What the name and the arguments of a call are called.
+NAME_KEYS, ARGUMENTS_KEYS = ("name", "tool_name"), ("arguments", "parameters")
 
 
 @dataclass(frozen=True)
@@ -44,12 +47,22 @@ class ToolFormat:
     @property
     def opener(self) -> str:
         """The mark ahead of a call's JSON, `<tool_call>` say; empty where JSON alone tells a call."""
-        return re.split(r"[\[{]", self.begin, maxsplit=1)[0].strip()
+        return self._frame[0].strip()
 
     @property
     def closer(self) -> str:
         """The mark behind it."""
-        return re.split(r"[\]}]", self.end)[-1].strip()
+        return self._frame[1].strip()
+
+    @property
+    def _frame(self) -> tuple[str, str]:
+        """What stands ahead of a call's JSON, and behind it. Raises ValueError where it holds none."""
+        for bracket in re.finditer(r"[\[{]", self.begin):
+            written = f"{self.begin[bracket.start() :]}{self.middle}{{}}{self.end}"
+            with suppress(ValueError):
+                _, stop = json.JSONDecoder().raw_decode(written)
+                return self.begin[: bracket.start()], written[stop:]
+        raise ValueError(f"the template writes no JSON around a call: {self.begin}…{self.middle}…{self.end}")
 
 
 @dataclass(frozen=True)
@@ -158,8 +171,9 @@ class AnswerFormat:
 
 def _learn_tools(tokenizer: Any) -> ToolFormat | None:
     asked = {"role": "user", "content": "marked question"}
-    called = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
-    text = _render(tokenizer, [asked, called], False)
+    called = {"role": "assistant", "content": None, "tool_calls": [_CALL]}
+    messages, _ = fit_messages(tokenizer, PromptSource(messages=[asked, called], tools=[_TOOL]))
+    text = _render(tokenizer, messages, False)
     # The tools themselves are written somewhere before.
     matches = list(_ARGUMENTS.finditer(text, max(0, text.rfind("marked question"))))
     if not matches:
@@ -169,7 +183,7 @@ def _learn_tools(tokenizer: Any) -> ToolFormat | None:
     head = text[text.rfind("marked question") + len("marked question") : name]
     special = [token for token in special_tokens(tokenizer) if token]
     # The header of the turn ends as a prompt does that asks for an answer; special tokens are no text of the answer.
-    prompt = _render(tokenizer, [asked], True)
+    prompt = _render(tokenizer, messages[:1], True)
     header = prompt[prompt.rfind("marked question") + len("marked question") :]
     begin = _without(head.removeprefix(header) if head.startswith(header) else _last_part(head, special), special)
     tail = text[arguments.end() :]
@@ -178,9 +192,12 @@ def _learn_tools(tokenizer: Any) -> ToolFormat | None:
     begin = re.sub(rf'"id":\s*"{_ID}",\s*', "", begin).lstrip()
     # Others than JSON (parameters as tags, say) are not parsed.
     middle = text[name + len(_NAME) : arguments.start()]
-    if not re.fullmatch(r'"\s*,\s*"(arguments|parameters)"\s*:\s*', middle) or not begin.endswith('"'):
+    names, keys = "|".join(NAME_KEYS), "|".join(ARGUMENTS_KEYS)
+    if not re.fullmatch(rf'"\s*,\s*"({keys})"\s*:\s*', middle) or not re.search(rf'"({names})"\s*:\s*"$', begin):
         return None
-    return ToolFormat(begin, middle, end)
+    learnt = ToolFormat(begin, middle, end)
+    logger.debug("a call is written between %r and %r", learnt.opener, learnt.closer)
+    return learnt
 
 
 def _render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], is_asked: bool) -> str:

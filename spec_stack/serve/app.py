@@ -48,6 +48,7 @@ logger = logging.getLogger(__name__)
 # Fields that a request brought and that mean nothing here are named in this header.
 IGNORED_HEADER = "x-spec-stack-ignored"
 _MAX_NAMED, _MAX_NAME = 20, 40
+_FAILED = "the server could not answer this request; its log says why"
 # Seconds after shutdown_s in which the server ends by itself, before it is ended.
 _GRACE_S = 1.5
 
@@ -120,7 +121,7 @@ def build_app(
 
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Response:
-        return error_response(500, "the server could not answer this request; its log says why")
+        return error_response(500, _FAILED)
 
     return app
 
@@ -312,8 +313,15 @@ class Endpoint:
                     status = 400 if delivery.is_callers else 500
                     yield _event_of({"error": error_body(status, delivery.message)})
                     return
-                for chunk in answer.pieces(delivery):
-                    yield _event(chunk)
+                try:
+                    events = [_event(chunk) for chunk in answer.pieces(delivery)]
+                except Exception:
+                    # The status has been sent: an event is the last way to tell a client.
+                    logger.exception("a piece of an answer cannot be sent")
+                    yield _event_of({"error": error_body(500, _FAILED)})
+                    return
+                for event in events:
+                    yield event
         if not answer.is_complete:
             yield _event_of({"error": error_body(503, "the request was cancelled")})
             return
