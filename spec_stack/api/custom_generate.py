@@ -26,6 +26,7 @@ from spec_stack.api.streaming import Streamer
 from spec_stack.config import SpecStackConfig
 from spec_stack.controller.base import Policy
 from spec_stack.hf.batch_rows import Place, for_rows
+from spec_stack.hf.cache import CACHE_NAMES
 from spec_stack.hf.loading import has_tokenizer, load_draft, load_tokenizer
 from spec_stack.hf.processors import Processor
 from spec_stack.hf.prompt import unpadded
@@ -40,7 +41,7 @@ _MAX_GENERATORS = 4
 _PLAIN_WARPERS = {TemperatureLogitsWarper: "temperature", TopKLogitsWarper: "top_k", TopPLogitsWarper: "top_p"}
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 # What transformers hands to a callable, unless the call has inputs beside its tokens.
-_MODEL_KWARGS = {"attention_mask", "position_ids", "past_key_values", "logits_to_keep", "use_cache"}
+_MODEL_KWARGS = {"attention_mask", "position_ids", "logits_to_keep", "use_cache", *CACHE_NAMES}
 # What a call may ask back that is not kept here.
 _NOT_RETURNED = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 
@@ -139,7 +140,7 @@ class CustomGenerate:
     generation. A sampled row draws its seed from torch's global generator, so `torch.manual_seed` makes it
     reproducible.
 
-    Transformers (up to 5.23 at least) hands the `streamer=` of a call to no custom callable: it is put the prompt, and
+    Transformers (up to 5.24 at least) hands the `streamer=` of a call to no custom callable: it is put the prompt, and
     then nothing, so that it is refused. `spec_streamer=` reaches it.
     """
 
@@ -259,9 +260,10 @@ def _check(config: GenerationConfig, model_kwargs: Mapping[str, Any]) -> None:
                 f"{', '.join(asked)}: not to be had under speculation; leave it out, or call generate without "
                 "custom_generate"
             )
-    cache = model_kwargs.get("past_key_values")
-    if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length()):
-        raise ValueError("leave past_key_values out; SpecStackGenerator.session() keeps caches from call to call")
+    for name in CACHE_NAMES:
+        cache = model_kwargs.get(name)
+        if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length()):
+            raise ValueError(f"leave {name} out; SpecStackGenerator.session() keeps caches from call to call")
     unknown = [name for name, value in model_kwargs.items() if value is not None and name not in _MODEL_KWARGS]
     if unknown:
         raise ValueError(f"custom_generate=with_draft(...) takes token ids only, not {', '.join(unknown)}")

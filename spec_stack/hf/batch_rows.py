@@ -9,18 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from transformers.generation import LogitsProcessor, PrefixConstrainedLogitsProcessor
 
-from spec_stack.hf.processors import CannotCopyError, Processor, copy_processor, keeps_nothing, name_of
+from spec_stack.hf.processors import Called, CannotCopyError, Processor, copy_processor, keeps_nothing, name_of
 
 Criterion = Callable[[torch.Tensor, Any], Any]
-Given = TypeVar("Given", bound=Callable[..., Any])
 
 
-def for_rows(given: Sequence[Given], num_rows: int) -> list[list[Given]]:
+def for_rows(given: Sequence[Called], num_rows: int) -> list[list[Called]]:
     """The processors or criteria of a call for each of its rows: the given ones for the first, copies for the others.
 
     Raises
@@ -31,13 +30,13 @@ def for_rows(given: Sequence[Given], num_rows: int) -> list[list[Given]]:
     return [list(given), *([_copy(each) for each in given] for _ in range(num_rows - 1))]
 
 
-def _copy(given: Given) -> Given:
+def _copy(given: Called) -> Called:
     try:
         return copy_processor(given)
     except CannotCopyError as error:
         raise ValueError(
-            f"every row of a batch needs its own {name_of(given)}, which cannot be copied ({error}): call generate with "
-            "one row, or give it a method copy(), or a true attribute `stateless` where it keeps nothing"
+            f"every row of a batch needs its own {name_of(given)}, which cannot be copied ({error}): call generate "
+            "with one row, or give it a method copy(), or a true attribute `stateless` where it keeps nothing"
         ) from error
 
 
@@ -65,7 +64,8 @@ class Place:
         place = self
         if isinstance(processor, PrefixConstrainedLogitsProcessor):
             # Asked about the other places too, the function may allow the row nothing there, which is an error.
-            function = _AskedAbout(processor._prefix_allowed_tokens_fn, self.index)
+            # What it calls a beam is any row of one prompt.
+            function = _AskedAbout(processor._prefix_allowed_tokens_fn, self.index // processor._num_beams)
             place, processor = self._alone, PrefixConstrainedLogitsProcessor(function, 1)
         elif keeps_nothing(processor) and not isinstance(getattr(processor, "prompt_ignore_length", 0), torch.Tensor):
             place = self._alone

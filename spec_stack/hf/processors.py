@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers.generation import logits_process as library
@@ -23,6 +23,7 @@ from spec_stack.hf.structured import Grammar
 logger = logging.getLogger(__name__)
 
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Called = TypeVar("Called", bound=Callable[..., Any])
 
 # Those of transformers that keep nothing from one call to the next.
 _STATELESS = tuple(
@@ -61,8 +62,8 @@ class CannotCopyError(Exception):
     """A processor whose state, if it has any, cannot be had a second time; the message says why."""
 
 
-def copy_processor(processor: Processor) -> Processor:
-    """A processor in the same state, that can be driven without this one noticing.
+def copy_processor(processor: Called) -> Called:
+    """A processor (or a stopping criterion) in the same state, that can be driven without this one noticing.
 
     In this order: one that has a true attribute `stateless`, a stateless one of transformers, or a function that closes
     over nothing, is taken as it is; a method `copy()` is asked; anything else is deep-copied.
@@ -87,7 +88,7 @@ def copy_processor(processor: Processor) -> Processor:
     if not callable(own_copy) and _holds_model(processor):
         raise CannotCopyError("it holds a model")
     try:
-        copied: Processor = own_copy() if callable(own_copy) else copy.deepcopy(processor)
+        copied: Called = own_copy() if callable(own_copy) else copy.deepcopy(processor)
     except CannotCopyError:
         raise
     except Exception as error:
