@@ -323,7 +323,7 @@ def test_what_would_be_wrong_is_refused_in_both_roles_with_the_reason(name: str)
 
 
 def test_only_a_draft_needs_attention_layers() -> None:
-    config = NemotronHConfig(layers_block_type=["linear_attention", "mlp"])
+    config = NemotronHConfig(hybrid_override_pattern="M-")
     check_architecture("target", config)
     assert abilities(config).score.level == "refused"
     with pytest.raises(ValueError, match="'nemotron_h' model with 0 attention layers"):
