@@ -28,6 +28,7 @@ from spec_stack.decode.propose import propose
 from spec_stack.decode.sampler import Sampler
 from spec_stack.devices import fits_flash
 from spec_stack.hf.attention import attend, install
+from spec_stack.hf.cache import cache_argument
 from spec_stack.hf.model import CachedModel
 from spec_stack.prefill.importance import token_importance
 from spec_stack.prefill.rule import Evidence
@@ -178,7 +179,7 @@ def bench_read_back(models: Models, cached: int, repeats: int, budget: Budget) -
     first, at = torch.tensor([prompt[-1:]], device=device), torch.tensor([[cached]], device=device)
     launched_s: list[float] = []
     with torch.inference_mode():
-        draft(input_ids=torch.tensor([prompt[:-1]], device=device), past_key_values=cache, logits_to_keep=1)
+        draft(input_ids=torch.tensor([prompt[:-1]], device=device), logits_to_keep=1, **cache_argument(draft, cache))
 
     def package() -> None:
         propose(stepped, prompt, DRAFTED, Sampler(), ())
@@ -189,9 +190,9 @@ def bench_read_back(models: Models, cached: int, repeats: int, budget: Budget) -
         rows, token, position = [], first, at
         with torch.inference_mode():
             for _ in range(DRAFTED):
-                logits = draft(input_ids=token, position_ids=position, past_key_values=cache, use_cache=True).logits[
-                    0, 0
-                ]
+                logits = draft(
+                    input_ids=token, position_ids=position, use_cache=True, **cache_argument(draft, cache)
+                ).logits[0, 0]
                 probs = logits.float().softmax(dim=-1)
                 confidence, chosen = probs.max(dim=-1)
                 rows.append(torch.stack([torch.special.entr(probs).sum(), confidence, chosen.float()]))

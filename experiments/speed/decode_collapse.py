@@ -58,7 +58,7 @@ from spec_stack.engine.caches import RequestCaches
 from spec_stack.engine.pair import ModelPair
 from spec_stack.engine.request import CallOptions
 from spec_stack.hf.attention import install
-from spec_stack.hf.cache import crop, new_cache
+from spec_stack.hf.cache import cache_argument, crop, new_cache
 from spec_stack.hf.model import CachedModel
 from spec_stack.hf.prompt import PromptSource
 
@@ -261,7 +261,7 @@ class Filled:
             for _ in range(repeats + 1):
                 synchronize(self.model.device)
                 started = perf_counter()
-                self.model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
+                self.model(input_ids=ids, position_ids=positions, use_cache=True, **cache_argument(self.model, cache))
                 synchronize(self.model.device)
                 taken.append(perf_counter() - started)
                 crop(cache, num_cached)

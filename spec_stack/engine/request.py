@@ -35,7 +35,7 @@ from spec_stack.prefill.decide import decide_scoring, sees_whole
 from spec_stack.prefill.recall import clip_spans
 from spec_stack.prefill.registry import needs_attention
 from spec_stack.prefill.rule import Observer
-from spec_stack.settings.checks import plain_number
+from spec_stack.settings.checks import plain
 from spec_stack.settings.registry import check_name
 from spec_stack.types import DraftTokenization
 
@@ -64,7 +64,7 @@ class CallOptions:
 
     def __post_init__(self) -> None:
         for name in ("keep_rate", "gamma", "logprobs"):
-            object.__setattr__(self, name, plain_number(getattr(self, name)))
+            object.__setattr__(self, name, plain(getattr(self, name)))
         check_logprobs(self.logprobs)
         if not isinstance(self.proposer, str | None):
             raise ValueError(f"proposer must be a name or None, got {self.proposer!r}")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from spec_stack.config import PrefillConfig
+from spec_stack.settings.checks import plain
 
 FILE_NAME = "spec_stack_calibration.json"
 VERSION = 3
@@ -144,7 +145,7 @@ class Calibration:
             unknown = set(values["settings"]) - set(CHOSEN)
             if unknown:
                 raise ValueError(f"it sets {sorted(unknown)}")
-            values["settings"] = {name: _frozen(value) for name, value in values["settings"].items()}
+            values["settings"] = {name: plain(value) for name, value in values["settings"].items()}
             values["weights"] = tuple(values["weights"])
             values["points"] = [Point(**point) for point in values["points"]]
             calibration = cls(**values, origin=file.name)
@@ -190,10 +191,6 @@ def _from_before(values: dict[str, Any], version: int) -> dict[str, Any]:
     kinds = {kind: {"chosen": ours, "default": papers} for kind, (ours, papers) in values["kinds"].items()}
     kept = {name: value for name, value in values.items() if name != "dense_s"}
     return kept | {"settings": settings, "points": points, "kinds": kinds, "weights": ()}
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(_frozen(each) for each in value) if isinstance(value, list) else value
 
 
 def describe_setting(config: PrefillConfig) -> str:

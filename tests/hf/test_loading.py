@@ -148,7 +148,7 @@ def test_a_pair_with_different_tokenizers_loads_and_drafts_without_changing_a_to
         (GPT2Config(), "learned table"),
         (GPTNeoXConfig(), "not among those"),
         (
-            NemotronHConfig(layers_block_type=["linear_attention", "mlp"]),
+            NemotronHConfig(hybrid_override_pattern="M-"),
             "0 attention layers; scoring",
         ),
     ],
