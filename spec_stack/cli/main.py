@@ -173,7 +173,8 @@ def _chat(arguments: argparse.Namespace) -> int:
 
 def _serve(arguments: argparse.Namespace) -> int:
     keys = [*arguments.api_key, *filter(None, [os.environ.get("SPEC_STACK_API_KEY")])]
-    config = ServeConfig(api_keys=keys, **{name: getattr(arguments, name) for name in (*SERVED, *SWITCHES)})
+    named = {name: getattr(arguments, name) for name in (*SERVED, *SWITCHES)}
+    config = ServeConfig(api_keys=keys, cors_origins=arguments.cors_origin, **named)
     try:
         from spec_stack.serve.app import serve
     except ImportError as error:

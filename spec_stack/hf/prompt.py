@@ -120,8 +120,8 @@ def encode_prompt(
     Raises
     ------
     ValueError
-        For none or several prompts, an empty one, one of the wrong type, ids outside the vocabulary, messages of
-        another form, a tokenizer without a template, a template that refuses the messages.
+        For none or several prompts, an empty one, one of the wrong type, ids outside the vocabulary (those of a text or
+        a chat, too), messages of another form, a tokenizer without a template, a template that refuses the messages.
     """
     if source.encoded is not None:
         return source.encoded if known is None else splice(source.encoded, known)
@@ -145,7 +145,18 @@ def encode_prompt(
         )
     if not encoded.token_ids:
         raise ValueError("the prompt is empty; give at least one token")
+    _check_rows(tokenizer, encoded.token_ids, vocab_size)
     return encoded
+
+
+def _check_rows(tokenizer: Any, token_ids: Sequence[int], vocab_size: int) -> None:
+    """Raise ValueError for a token that the tokenizer has and the model has not (that of an image, say)."""
+    last = max(token_ids)
+    if last >= vocab_size:
+        raise ValueError(
+            f"the prompt holds {tokenizer.convert_ids_to_tokens(last)!r}, token {last}, which is not in the target's "
+            f"vocabulary of 0…{vocab_size - 1}; leave it out"
+        )
 
 
 def _check_chat_options(source: PromptSource) -> None:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.concurrency import run_in_threadpool
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from fastapi.sse import format_sse_event
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -30,7 +31,7 @@ from starlette.requests import ClientDisconnect
 from spec_stack.api.answering import Call
 from spec_stack.hf.answer_format import AnswerFormat
 from spec_stack.hf.answer_parser import AnswerParser
-from spec_stack.serve.bodies import BODIES
+from spec_stack.serve.bodies import BODIES, MAX_CALLS
 from spec_stack.serve.config import ServeConfig
 from spec_stack.serve.errors import error_body, error_response
 from spec_stack.serve.forms import FORMS, Form, Parts
@@ -84,6 +85,14 @@ def build_app(
     app = FastAPI(title="spec_stack", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     # FastAPI's own max_body_size answers in plain text, where clients look for OpenAI's form.
     app.add_middleware(RefuseLongBodies, max_bytes=config.max_body_bytes or 0)
+    if config.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(config.cors_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=[IGNORED_HEADER],
+        )
     app.state.worker = worker
     endpoint = Endpoint(generator, config, worker, nursery)
 
@@ -250,13 +259,13 @@ class Endpoint:
                 answer.take(delivery)
         if not answer.is_complete:
             return error_response(499 if await request.is_disconnected() else 503, "the request was cancelled")
-        return JSONResponse(answer.whole().model_dump(mode="json", exclude_none=True), headers=headers)
+        return JSONResponse(answer.whole().model_dump(mode="json", exclude_unset=True), headers=headers)
 
     def _parts(self, prepared: Prepared) -> Parts:
-        tokenizer = self._generator.tokenizer
         return Parts(
             parser=partial(AnswerParser, self._format, prepared.tool_names, prepared.in_thought),
-            token_text=lambda token_id: str(tokenizer.decode([token_id])) if tokenizer else "",
+            token_bytes=self._generator.pair.token_bytes,
+            max_calls=prepared.options.get(MAX_CALLS),
         )
 
     def _check(self, prepared: Prepared) -> dict[str, Any]:
@@ -275,6 +284,7 @@ class Endpoint:
             raise Refused(f"the prompt has {num_tokens} tokens; this server takes {most}")
         max_tokens = prepared.max_tokens or min(config.default_max_tokens, room)
         options = {**prepared.options, "max_tokens": max_tokens}
+        options.pop(MAX_CALLS, None)
         try:
             # Checks all the rest, and does nothing until its first step.
             generator.stream_call(Call.over(prepared.encoded, options))

@@ -360,6 +360,31 @@ def test_prompts_of_another_form_are_refused(
         encode_prompt(embedded.tokenizer, 4096, PromptSource(**options))
 
 
+IMAGE_CHAT = [{"role": "user", "content": "See <image>."}]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"prompt": "See <image>."},
+        {"prompt": "See <image>.", "protected": [(0, 3)]},
+        {"messages": IMAGE_CHAT},
+        {"messages": [{"role": "system", "content": "<image>"}, *IMAGE_CHAT]},
+        {"messages": IMAGE_CHAT, "continue_final_message": True},
+        {"input_ids": [5, 4096]},
+    ],
+    ids=lambda given: "+".join(given),
+)
+def test_a_token_without_a_row_is_refused(embedded: SpecStackGenerator, given: dict[str, Any]) -> None:
+    tokenizer = copy.deepcopy(embedded.tokenizer)
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<image>"]})
+    assert tokenizer.convert_tokens_to_ids("<image>") == 4096 == embedded.pair.vocab_size
+    known = encode(embedded.tokenizer, [{"role": "user", "content": "See"}])
+    for earlier in (None, known):
+        with pytest.raises(ValueError, match="vocabulary"):
+            encode_prompt(tokenizer, 4096, PromptSource(**given), earlier)
+
+
 def test_a_refusal_of_the_template_is_told_as_one(embedded: SpecStackGenerator) -> None:
     tokenizer = with_template(embedded, "{{ raise_exception('roles must alternate') }}")
     with pytest.raises(ValueError, match="roles must alternate"):
