@@ -1,7 +1,13 @@
 # Two commands matter: `make demo` and `make test`. `make check` is the short one, for while you work.
 # Each makes the virtual environment that it needs first. Linux, Python 3.11 or newer.
 PYTHON ?= python3
-VENV := .venv
+# Another transformers than that of constraints.txt has an environment of its own: `make check TRANSFORMERS=5.12.1`.
+# `lowest` is the first that pyproject.toml allows.
+NEWEST_TRANSFORMERS := $(shell sed -n 's/^transformers==//p' constraints.txt)
+LOWEST_TRANSFORMERS := $(shell sed -n 's/.*"transformers>=\([0-9.]*\),.*/\1/p' pyproject.toml)
+TRANSFORMERS ?= $(NEWEST_TRANSFORMERS)
+override TRANSFORMERS := $(TRANSFORMERS:lowest=$(LOWEST_TRANSFORMERS))
+VENV := .venv$(if $(filter-out $(NEWEST_TRANSFORMERS),$(TRANSFORMERS)),-transformers-$(TRANSFORMERS))
 BIN := $(VENV)/bin
 # The SGLang that serving-test runs, of those that spec_stack/sglang/support.py allows; each has an environment.
 NEWEST_SGLANG := $(shell sed -n 's/^sglang==//p' tests/serving/requirements.txt)
@@ -12,9 +18,11 @@ DOCS := .venv-docs
 WORKERS ?= 2
 PYTEST := env OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
+# Packages of which another transformers wants other versions.
+OF_TRANSFORMERS := -e '/^tokenizers==/d' -e '/^huggingface_hub==/d'
 # An index with PyTorch's CPU builds: torch comes from there, before anything could pull gigabytes of CUDA.
 TORCH_CPU_INDEX ?=
-TORCH_FIRST = $(if $(TORCH_CPU_INDEX),$(1)/bin/python $(PIP_INSTALL) --no-deps --index-url $(TORCH_CPU_INDEX) $(shell grep '^torch==' $(2)))
+TORCH_FIRST = $(if $(TORCH_CPU_INDEX),$(1)/bin/python $(PIP_INSTALL) --no-deps --index-url $(TORCH_CPU_INDEX) $(shell grep -w '^torch' $(2)))
 
 .PHONY: demo check test lint docs docs-serve serving-test clean
 
@@ -54,7 +62,8 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed; try make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	$(call TORCH_FIRST,$(VENV),constraints.txt)
-	$(BIN)/python $(PIP_INSTALL) --constraint constraints.txt --editable '.[dev]'
+	sed -e 's/^transformers==.*/transformers==$(TRANSFORMERS)/' $(if $(filter-out .venv,$(VENV)),$(OF_TRANSFORMERS)) constraints.txt > $(VENV)/constraints.txt
+	$(BIN)/python $(PIP_INSTALL) --constraint $(VENV)/constraints.txt --editable '.[dev]'
 	touch $@
 
 $(SERVING)/.ready: pyproject.toml tests/serving/requirements.txt $(wildcard tests/serving/support/*)
@@ -73,4 +82,4 @@ $(DOCS)/.ready: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-serving .venv-serving-* $(DOCS) site
+	rm -rf .venv .venv-* site

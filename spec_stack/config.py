@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from spec_stack.settings.checks import (
-    plain_numbers,
+    make_plain,
     require,
     require_bias,
     require_heads,
@@ -138,7 +138,7 @@ class PrefillConfig:
         "layers of the draft that prefill and score the whole prompt, by the prompt's own queries; the draft then "
         "prefills the kept tokens with all layers. None is all",
     )
-    scoring_heads: tuple[tuple[int, int], ...] | None = option(
+    scoring_heads: Sequence[tuple[int, int]] | None = option(
         None,
         "(layer, head) pairs whose attention scores the prompt; None is all behind the skipped_layers. Where the "
         "prompt itself asks, no layer behind the last of them is run before the first token",
@@ -161,7 +161,7 @@ class PrefillConfig:
     )
 
     def __post_init__(self) -> None:
-        plain_numbers(self)
+        make_plain(self)
         require_keep_rate(self.keep_rate)
         require_int("look_ahead", self.look_ahead, 0, MAX_LOOK_AHEAD)
         require_int("pool_kernel", self.pool_kernel, 1)
@@ -320,7 +320,7 @@ class DecodeConfig:
     )
 
     def __post_init__(self) -> None:
-        plain_numbers(self)
+        make_plain(self)
         require_int("gamma", self.gamma, 0, MAX_GAMMA)
         check_name("proposer", self.proposer, ["auto", *KNOWN_PROPOSERS])
         check_name("policy", self.policy, KNOWN_POLICIES)
@@ -369,7 +369,7 @@ class SamplingParams:
     )
 
     def __post_init__(self) -> None:
-        plain_numbers(self)
+        make_plain(self)
         if self.max_tokens is not None:
             require_int("max_tokens", self.max_tokens, 1)
         require(isinstance(self.ignore_eos, bool), f"ignore_eos must be True or False, got {self.ignore_eos!r}")
@@ -467,7 +467,7 @@ class SessionConfig:
     )
 
     def __post_init__(self) -> None:
-        plain_numbers(self)
+        make_plain(self)
         require(isinstance(self.restore, bool), f"restore must be True or False, got {self.restore!r}")
         require_number("restore_threshold", self.restore_threshold)
         require(self.restore_threshold >= 0, f"restore_threshold must be 0 or more, got {self.restore_threshold}")
@@ -496,7 +496,7 @@ class StoreConfig:
     )
 
     def __post_init__(self) -> None:
-        plain_numbers(self)
+        make_plain(self)
         require_int("max_tokens", self.max_tokens, 0, hint="; 0 is off")
 
 

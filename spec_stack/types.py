@@ -372,7 +372,7 @@ class StepOutput:
     token_ids : list of int
         The step's new tokens.
     text : str
-        Their text; it may lag behind while it could still become a stop string or is half a character.
+        Their text; it may lag behind while it could still become a stop string, is half a character or a run of bytes.
     record : StepRecord
         What the step did.
     finish_reason : "eos", "stop", "length" or None

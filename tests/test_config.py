@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from spec_stack import DecodeConfig, PrefillConfig, SamplingParams, Selection
+from spec_stack.calibrate.config import CalibrateConfig
 from spec_stack.config import DEFAULT_MAX_TOKENS
 from spec_stack.settings.options import meaning
 
@@ -91,3 +92,54 @@ def test_numbers_of_other_libraries_are_taken() -> None:
     for four in (torch.tensor(4), np.int64(4), np.array(4)):
         assert SamplingParams(max_tokens=four).max_tokens == 4
     assert SamplingParams(temperature=torch.tensor(0.5)).temperature == 0.5
+
+
+@pytest.mark.parametrize(
+    ("field", "given", "kept"),
+    [
+        ("keep_rate", [(2000, 0.3), (8000, 0.1)], ((2000, 0.3), (8000, 0.1))),
+        ("keep_rate", ([2000, 0.3], [8000, 0.1]), ((2000, 0.3), (8000, 0.1))),
+        ("keep_rate", [(np.int64(2000), np.float64(0.3))], ((2000, 0.3),)),
+        ("scoring_heads", [(0, 1)], ((0, 1),)),
+        ("scoring_heads", np.array([[0, 1], [2, 3]]), ((0, 1), (2, 3))),
+        ("draft_window", [8192, 512], (8192, 512)),
+    ],
+)
+def test_lists_are_taken_where_a_configuration_holds_tuples(field: str, given: Any, kept: Any) -> None:
+    config = PrefillConfig(**{field: given})
+    assert getattr(config, field) == kept
+    assert (config, hash(config)) == (PrefillConfig(**{field: kept}), hash(PrefillConfig(**{field: kept})))
+
+
+@pytest.mark.parametrize(
+    ("field", "given"),
+    [
+        ("keep_rate", []),
+        ("keep_rate", [0.3]),
+        ("keep_rate", ["ab"]),
+        ("keep_rate", [(8000, 0.1), (2000, 0.3)]),
+        ("keep_rate", {2000: 0.3}),
+        ("scoring_heads", [0, 1]),
+        ("scoring_heads", "01"),
+        ("scoring_heads", 3),
+        ("draft_window", [8192]),
+        ("draft_window", [8192, 0]),
+    ],
+)
+def test_a_list_of_something_else_is_refused_by_name(field: str, given: Any) -> None:
+    with pytest.raises(ValueError, match=field):
+        PrefillConfig(**{field: given})
+
+
+def test_a_list_that_is_changed_later_changes_no_configuration() -> None:
+    stop = ["a"]
+    params = SamplingParams(stop=stop, bad_words_ids=[[1, 2]], stop_token_ids=np.array([3]))
+    stop.append("b")
+    assert (params.stop_strings, params.bad_words_ids, params.stop_token_ids) == (("a",), ((1, 2),), (3,))
+
+
+@pytest.mark.parametrize("lengths", [[], 2048, "2048", [0], [2048.5]])
+def test_a_calibrations_lengths_are_checked(lengths: Any) -> None:
+    with pytest.raises(ValueError, match="lengths"):
+        CalibrateConfig(lengths)
+    assert CalibrateConfig([2048, 4096]).lengths == (2048, 4096)

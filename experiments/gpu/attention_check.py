@@ -17,6 +17,7 @@ from transformers.utils import is_flash_attn_2_available
 
 from experiments.gpu.timing import describe_error
 from spec_stack.hf.attention import install
+from spec_stack.hf.cache import cache_argument
 from spec_stack.hf.model import CachedModel
 
 NUM_TOKENS, CHUNK, FOLLOW = 2048, 200, 6
@@ -85,8 +86,8 @@ def _with_lengths(model: PreTrainedModel, ids: Sequence[int], positions: Sequenc
             logits = model(
                 input_ids=torch.tensor([ids[start:stop]], device=model.device),
                 position_ids=torch.tensor([positions[start:stop]], device=model.device),
-                past_key_values=cache,
                 use_cache=True,
+                **cache_argument(model, cache),
                 cu_seq_lens_q=lengths[0],
                 cu_seq_lens_k=lengths[1],
                 max_length_q=stop - start,

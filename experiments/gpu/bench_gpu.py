@@ -27,7 +27,15 @@ import torch
 from experiments.common.environment import describe
 from experiments.common.script import run_script
 from experiments.gpu.attention_check import check_attention
-from experiments.gpu.cases import bench_decode, bench_parts, bench_prefill, bench_read_back
+from experiments.gpu.cases import (
+    bench_decode,
+    bench_growing,
+    bench_parts,
+    bench_prefill,
+    bench_read_back,
+    bench_scoring_attention,
+    describe_attention,
+)
 from experiments.gpu.shapes import SHAPES, Models, Shape, executed_macs, why_not
 from experiments.gpu.timing import Budget, describe_error, free
 from spec_stack.hf.loading import resolve_device
@@ -69,6 +77,14 @@ class Bench:
                 lambda: small,
                 lambda: bench_read_back(self.models, cached, 4 * self.repeats, self.budget),
             ),
+            # Before anything else has run at these lengths: the first call is what a new prompt pays.
+            *(
+                Case(
+                    f"scoring attention {length}", lambda: small, partial(bench_scoring_attention, self.models, length)
+                )
+                for length in sorted(shape.lengths)[:3]
+            ),
+            Case("growing", lambda: 2 * small, lambda: bench_growing(self.models, cached)),
             *prefills[:2],
             *self._decode_cases("draft", "bf16"),
             *self._decode_cases("target", "bf16"),
@@ -127,17 +143,20 @@ def _describe_device(device: torch.device) -> dict[str, Any]:
     if device.type != "cuda":
         return {"device": str(device)}
     try:
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        driver = subprocess.run(query, capture_output=True, text=True, check=False, timeout=20).stdout.split("\n")[0]
+        query = ["nvidia-smi", "--query-gpu=driver_version,clocks.sm,clocks.mem", "--format=csv,noheader"]
+        told = subprocess.run(query, capture_output=True, text=True, check=False, timeout=20).stdout.split("\n")[0]
     except (OSError, subprocess.TimeoutExpired):
-        driver = ""
+        told = ""
+    driver, _, clocks = told.partition(", ")
     properties = torch.cuda.get_device_properties(device)
     return {
         "device": properties.name,
         "memory_gb": round(properties.total_memory / 1e9, 1),
         "capability": f"{properties.major}.{properties.minor}",
         "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
         "driver": driver or "unknown",
+        "clocks": clocks or "unknown",
     }
 
 
@@ -195,6 +214,8 @@ def main() -> None:
         report["commit"] = arguments.commit
     versions = f"torch {report['torch']}, transformers {report['transformers']}"
     print(f"{report['device']}, {versions}; {arguments.shape}, random weights")
+    if device.type == "cuda":
+        print(f"CUDA {report['cuda']}, cuDNN {report['cudnn']}, driver {report['driver']}, clocks {report['clocks']}")
     for precision, reason in report["not_measured"].items():
         print(f"{precision} is not measured: {reason}")
 
@@ -204,6 +225,7 @@ def main() -> None:
 
     precisions = [name for name, reason in reasons.items() if not reason]
     bench = Bench(shape, device, arguments.repeats, budget, precisions)
+    report["sdpa"] = describe_attention(bench.models)
     run_cases(bench.cases(), budget, device, save)
     print(json.dumps(report))
 

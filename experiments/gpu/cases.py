@@ -17,22 +17,30 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend
 from transformers import DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from experiments.gpu.shapes import Models, paper_speedup, pruned_speedup, random_prompt, weights_gb
-from experiments.gpu.timing import Budget, Timings, interleave
+from experiments.gpu.timing import Budget, Timings, interleave, once
 from spec_stack import PrefillConfig, Selection, SpecStackConfig, SpecStackGenerator
 from spec_stack.decode.propose import propose
 from spec_stack.decode.sampler import Sampler
+from spec_stack.devices import fits_flash
 from spec_stack.hf.attention import attend, install
+from spec_stack.hf.cache import cache_argument
 from spec_stack.hf.model import CachedModel
 from spec_stack.prefill.importance import token_importance
 from spec_stack.prefill.rule import Evidence
 from spec_stack.prefill.selection import select
+from spec_stack.sglang.tiled_attention import Window
+from spec_stack.sglang.tiled_attention import attend as attend_to_pool
 
 BLOCKS = range(1, 10)
 DRAFTED = 8
+GROWN = 64
+# Tokens by which the second of two prompts of nearly one length is longer.
+APART = 37
 
 
 def _ratio(over: Timings, under: Timings) -> float | None:
@@ -171,7 +179,7 @@ def bench_read_back(models: Models, cached: int, repeats: int, budget: Budget) -
     first, at = torch.tensor([prompt[-1:]], device=device), torch.tensor([[cached]], device=device)
     launched_s: list[float] = []
     with torch.inference_mode():
-        draft(input_ids=torch.tensor([prompt[:-1]], device=device), past_key_values=cache, logits_to_keep=1)
+        draft(input_ids=torch.tensor([prompt[:-1]], device=device), logits_to_keep=1, **cache_argument(draft, cache))
 
     def package() -> None:
         propose(stepped, prompt, DRAFTED, Sampler(), ())
@@ -182,9 +190,9 @@ def bench_read_back(models: Models, cached: int, repeats: int, budget: Budget) -
         rows, token, position = [], first, at
         with torch.inference_mode():
             for _ in range(DRAFTED):
-                logits = draft(input_ids=token, position_ids=position, past_key_values=cache, use_cache=True).logits[
-                    0, 0
-                ]
+                logits = draft(
+                    input_ids=token, position_ids=position, use_cache=True, **cache_argument(draft, cache)
+                ).logits[0, 0]
                 probs = logits.float().softmax(dim=-1)
                 confidence, chosen = probs.max(dim=-1)
                 rows.append(torch.stack([torch.special.entr(probs).sum(), confidence, chosen.float()]))
@@ -284,3 +292,73 @@ def bench_parts(models: Models, repeats: int, budget: Budget) -> dict[str, Any]:
     shown = ", ".join(f"{name} {_cell(t.summary().get('ms'), '.2f')} ms" for name, t in scoring.items())
     print(f"  scoring {longest} tokens: {shown}")
     return {"attention": rows, "scored_tokens": longest, "scoring": {k: v.summary() for k, v in scoring.items()}}
+
+
+def bench_scoring_attention(models: Models, length: int) -> dict[str, Any]:
+    """The server's scoring attention, one layer of the draft over a prompt in chunks: cold (its kernels are new to this
+    process, or its shapes to cuDNN) and warm, at two lengths that are close, as two prompts are."""
+    config, device, chunk = models.shape.draft, models.device, models.shape.prefill_chunk
+    made = partial(torch.randn, device=device, dtype=torch.bfloat16)
+    longest = length + APART
+    queries = made(config.num_attention_heads, longest, config.head_dim)
+    keys, values = (made(config.num_key_value_heads, longest, config.head_dim) for _ in range(2))
+
+    def prompt(num_tokens: int, window: Window | None) -> None:
+        first = num_tokens - (num_tokens - 1) // chunk * chunk
+        start = 0
+        for stop in range(first, num_tokens + 1, chunk):
+            seen = keys[:, :stop], values[:, :stop]
+            attend_to_pool(queries[:, start:stop], *seen, config.head_dim**-0.5, window=window)
+            start = stop
+
+    rows: dict[str, Any] = {}
+    print(f"the server's scoring attention, one layer of the draft, chunks of {chunk}, ms cold and warm")
+    for name, window in (("all", None), ("window", Window(min(1024, chunk), 64))):
+        for num_tokens in (length, longest):
+            run = partial(prompt, num_tokens, window)
+            with torch.inference_mode():
+                cold, warm = once(run, device), min(once(run, device) for _ in range(3))
+            rows[f"{name} {num_tokens}"] = {"cold_ms": _rounded(cold * 1e3), "warm_ms": _rounded(warm * 1e3)}
+            print(f"  {name:8s}{num_tokens:8d} tokens{cold * 1e3:12.2f}{warm * 1e3:12.2f}")
+    return {"chunk": chunk, "rows": rows}
+
+
+def bench_growing(models: Models, cached: int) -> dict[str, Any]:
+    """Steps of one token that append, so that each has a length of its own, as decoding does; and c, what a forward of
+    the eager draft takes over one of the target."""
+    report: dict[str, Any] = {"cached": cached}
+    prompt = random_prompt(cached, models.shape.target.vocab_size)
+    print(f"{GROWN} steps of one token behind {cached}, each at a length of its own, ms: median, first, longest")
+    for role, model in (("draft", models.draft()), ("target", models.target())):
+        install(model)
+        stepped = CachedModel(model, models.shape.prefill_chunk)
+        stepped.forward(prompt, range(cached), 1)
+        steps = [partial(stepped.forward, [5], [cached + step], 1) for step in range(GROWN)]
+        spent = [1e3 * once(step, models.device) for step in steps]
+        told = {"median_ms": median(spent), "first_ms": spent[0], "longest_ms": max(spent[1:])}
+        report[role] = {name: _rounded(value) for name, value in told.items()}
+        print(f"  {role:8s}" + "".join(f"{value:10.2f}" for value in told.values()))
+    report["c"] = _rounded(report["draft"]["median_ms"] / report["target"]["median_ms"])
+    print(f"  c = {report['c']}")
+    return report
+
+
+def describe_attention(models: Models) -> dict[str, str]:
+    """The backend that SDPA takes by itself for what the models ask, and whether this package calls flash instead."""
+    config, device = models.shape.target, models.device
+    made = partial(torch.empty, device=device, dtype=torch.bfloat16)
+    grouped = config.num_attention_heads != config.num_key_value_heads
+    found = {}
+    for name, num_queries, num_keys in (("one token", 1, 1000), ("a prompt", 512, 512), ("a chunk, masked", 8, 1000)):
+        query = made(1, config.num_attention_heads, num_queries, config.head_dim)
+        key = made(1, config.num_key_value_heads, num_keys, config.head_dim)
+        mask = made(num_queries, num_keys) if "masked" in name else None
+        try:
+            chosen = torch._fused_sdp_choice(query, key, key, mask, 0.0, num_queries == num_keys, enable_gqa=grouped)
+            backend = SDPBackend(chosen).name
+        except (RuntimeError, TypeError, ValueError) as error:
+            backend = f"unknown: {error}"[:100]
+        is_ours = mask is None and fits_flash(query, key)
+        found[name] = f"{backend}{', this package calls FLASH_ATTENTION' if is_ours else ''}"
+        print(f"SDPA for {name}: {found[name]}")
+    return found

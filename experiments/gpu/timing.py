@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from spec_stack.devices import synchronize
+
 
 class Budget:
     """Seconds of wall clock, from now on."""
@@ -60,12 +62,6 @@ class Timings:
         return report | ({"error": self.error} if self.error else {})
 
 
-def settle(device: torch.device) -> None:
-    """Wait for work that was only launched, so that it counts where it belongs."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def describe_error(error: RuntimeError) -> str:
     return "out of memory" if isinstance(error, torch.OutOfMemoryError) else f"{type(error).__name__}: {error}"[:300]
 
@@ -76,15 +72,24 @@ def free(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
+def once(run: Callable[[], Any], device: torch.device) -> float:
+    """Seconds of one run, the device idle before and after it; nothing warms up."""
+    synchronize(device)
+    started = perf_counter()
+    run()
+    synchronize(device)
+    return perf_counter() - started
+
+
 def _run_once(run: Callable[[], Any], timings: Timings, device: torch.device, warms_up: bool) -> None:
     on_cuda = device.type == "cuda"
     if on_cuda:
         torch.cuda.reset_peak_memory_stats(device)
-    settle(device)
+    synchronize(device)
     started = perf_counter()
     try:
         run()
-        settle(device)
+        synchronize(device)
     except RuntimeError as error:
         timings.error = describe_error(error)
     else:

@@ -27,6 +27,7 @@ from experiments.common.prompt_files import Prompt, choose_prompts
 from experiments.common.script import run_script
 from spec_stack import SpecStackGenerator
 from spec_stack.decode.propose import entropy_and_confidence
+from spec_stack.hf.cache import cache_argument
 
 TAIL_TOKENS = 8
 
@@ -52,7 +53,7 @@ def record_draft(draft: PreTrainedModel, prompt_ids: list[int], text_ids: list[i
     """
     cache = DynamicCache(config=draft.config)
     ids = torch.tensor([prompt_ids + text_ids[:-1]], device=draft.device)
-    logits = draft(input_ids=ids, past_key_values=cache, logits_to_keep=len(text_ids)).logits[0]
+    logits = draft(input_ids=ids, logits_to_keep=len(text_ids), **cache_argument(draft, cache)).logits[0]
     seen = [entropy_and_confidence(row) for row in logits]
     drafted = [token_id for _, _, token_id in seen]
     wrong = [place for place, token_id in enumerate(drafted) if token_id != text_ids[place]]
@@ -80,7 +81,8 @@ def _tails(
     for depth in range(TAIL_TOKENS):
         mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
         positions = (ends + depth)[:, None]
-        rows = draft(input_ids=ids, past_key_values=cache, attention_mask=mask, position_ids=positions).logits[:, -1]
+        made = draft(input_ids=ids, attention_mask=mask, position_ids=positions, **cache_argument(draft, cache))
+        rows = made.logits[:, -1]
         for tail, row in zip(tails.values(), rows, strict=True):
             entropy, confidence, _ = entropy_and_confidence(row)
             tail[0].append(round(entropy, 5))

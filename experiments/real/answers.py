@@ -30,6 +30,7 @@ from experiments.real.evidence_prompts import EvidencePrompt
 from experiments.real.rows import Rows
 from experiments.real.settings import settings_of
 from spec_stack import PrefillConfig
+from spec_stack.hf.cache import cache_argument
 from spec_stack.hf.loading import end_token_ids, load_tokenizer
 from spec_stack.hf.precision import DTYPES
 from spec_stack.hf.prepack import can_prepack, prepack
@@ -70,8 +71,8 @@ class Target:
             # Without a mask transformers takes gaps between positions for several texts in one row.
             attention_mask=torch.ones(1, len(positions), dtype=torch.long),
             position_ids=torch.tensor([[position + shift for position in positions]]),
-            past_key_values=cache,
             logits_to_keep=1,
+            **cache_argument(self.model, cache),
         )
         return Prefilled(cache, int(made.logits[0, -1].argmax()), positions[-1] + shift + 1)
 
@@ -88,7 +89,7 @@ class Target:
                 torch.tensor([answer[-1:] for answer in answers]),
                 attention_mask=mask,
                 position_ids=torch.tensor(positions),
-                past_key_values=cache,
+                **cache_argument(self.model, cache),
             )
             for answer, token_id in zip(answers, made.logits[:, -1].argmax(-1).tolist(), strict=True):
                 answer.append(token_id)

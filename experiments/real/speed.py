@@ -30,6 +30,7 @@ from experiments.real.rows import Row, Rows, add_row_arguments
 from experiments.real.settings import settings_of
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
 from spec_stack.cli.demo import hide_fact
+from spec_stack.devices import synchronize
 from spec_stack.hf.loading import load_tokenizer
 from spec_stack.hf.prompt import encode_messages
 from spec_stack.prefill.registry import needs_attention
@@ -79,11 +80,13 @@ class Bench:
         if needs_attention(config.scorer):
             window = config.window_for(len(prompt))
             draft.prefill(prompt, range(len(prompt)), window, config.draft_sinks, config.num_asked_layers)
+        synchronize(generator.draft.device)
         return {}
 
     def _target(self, generator: SpecStackGenerator, prompt: list[int], positions: Any) -> dict[str, Any]:
         target = generator.pair.open_target(PrefillConfig.prefill_chunk)
         target.forward([prompt[position] for position in positions], positions, 1)
+        synchronize(generator.target.device)
         return {}
 
 

@@ -40,6 +40,7 @@ from experiments.common.pair_arguments import add_pair_arguments, load_generator
 from experiments.common.script import run_script
 from spec_stack import PrefillConfig, SessionConfig, SpecStackConfig, SpecStackGenerator
 from spec_stack.hf.architectures import text_config
+from spec_stack.hf.cache import cache_argument
 
 Messages = list[dict[str, str]]
 ARMS = ("dense", "kept", "sparse", "session", "bare")
@@ -106,7 +107,9 @@ class KeptCache:
         new = prompt[shared:]
         while len(answer) < max_tokens:
             logits = self._model(
-                torch.tensor([new], device=self._model.device), past_key_values=self._cache, logits_to_keep=1
+                torch.tensor([new], device=self._model.device),
+                logits_to_keep=1,
+                **cache_argument(self._model, self._cache),
             ).logits
             self._ids += new
             new = [int(logits[0, -1].argmax())]

@@ -53,11 +53,12 @@ from spec_stack import PrefillConfig, SamplingParams, SpecStackGenerator
 from spec_stack.calibrate.documents import MODULES, module_source
 from spec_stack.clock import Clock
 from spec_stack.controller.registry import make_policy
+from spec_stack.devices import synchronize
 from spec_stack.engine.caches import RequestCaches
 from spec_stack.engine.pair import ModelPair
 from spec_stack.engine.request import CallOptions
 from spec_stack.hf.attention import install
-from spec_stack.hf.cache import crop, new_cache
+from spec_stack.hf.cache import cache_argument, crop, new_cache
 from spec_stack.hf.model import CachedModel
 from spec_stack.hf.prompt import PromptSource
 
@@ -258,8 +259,10 @@ class Filled:
         taken = []
         with torch.inference_mode():
             for _ in range(repeats + 1):
+                synchronize(self.model.device)
                 started = perf_counter()
-                self.model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
+                self.model(input_ids=ids, position_ids=positions, use_cache=True, **cache_argument(self.model, cache))
+                synchronize(self.model.device)
                 taken.append(perf_counter() - started)
                 crop(cache, num_cached)
         return median(taken[1:])

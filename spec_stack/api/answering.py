@@ -94,8 +94,9 @@ class Answering(ABC):
             A text to go on with.
         messages : sequence of mapping, optional
             A chat, `{"role": ..., "content": ...}` each, rendered by the tokenizer's template. A content is a text, or
-            a list of parts of the type "text", which are joined by line breaks; an assistant's may be missing beside
-            its `tool_calls`. System messages and the template's own tokens are never pruned.
+            a list of parts of the type "text"; a template gets the form that it takes, and parts are joined by line
+            breaks for one that takes texts. An assistant's content may be missing beside its `tool_calls`. System
+            messages and the template's own tokens are never pruned.
         input_ids : sequence of int or torch.Tensor, optional
             Token ids (N,) or (1, N) of the target.
         attention_mask : sequence of int or torch.Tensor, optional

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +14,7 @@ import torch
 from transformers.generation import (
     GenerateDecoderOnlyOutput,
     GenerationMode,
-    LogitsProcessor,
     LogitsProcessorList,
-    RepetitionPenaltyLogitsProcessor,
     StoppingCriteriaList,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -27,9 +25,12 @@ from spec_stack.api.generator import SpecStackGenerator
 from spec_stack.api.streaming import Streamer
 from spec_stack.config import SpecStackConfig
 from spec_stack.controller.base import Policy
+from spec_stack.hf.batch_rows import Place, for_rows
+from spec_stack.hf.cache import CACHE_NAMES
 from spec_stack.hf.loading import has_tokenizer, load_draft, load_tokenizer
+from spec_stack.hf.processors import Processor
 from spec_stack.hf.prompt import unpadded
-from spec_stack.types import Metrics
+from spec_stack.types import Metrics, StepOutput
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel
@@ -40,7 +41,7 @@ _MAX_GENERATORS = 4
 _PLAIN_WARPERS = {TemperatureLogitsWarper: "temperature", TopKLogitsWarper: "top_k", TopPLogitsWarper: "top_p"}
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 # What transformers hands to a callable, unless the call has inputs beside its tokens.
-_MODEL_KWARGS = {"attention_mask", "position_ids", "past_key_values", "logits_to_keep", "use_cache"}
+_MODEL_KWARGS = {"attention_mask", "position_ids", "logits_to_keep", "use_cache", *CACHE_NAMES}
 # What a call may ask back that is not kept here.
 _NOT_RETURNED = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 
@@ -84,6 +85,11 @@ def with_draft(
         May be made anew for every call: the generator behind it is kept with its model and draft (the last 4; `forget`
         drops them).
 
+    Raises
+    ------
+    TypeError
+        For a draft or a configuration that is none.
+
     Examples
     --------
     >>> from spec_stack import SpecStackGenerator
@@ -94,6 +100,10 @@ def with_draft(
     >>> model.generate(**inputs, max_new_tokens=8, custom_generate=with_draft(draft)).shape
     torch.Size([1, 12])
     """
+    if not (isinstance(draft, str | Path) or hasattr(draft, "config")):
+        raise TypeError(f"draft must be a folder, a hub id or a loaded transformers model, got {draft!r}")
+    if config is not None and not isinstance(config, SpecStackConfig):
+        raise TypeError(f"config must be a SpecStackConfig, got {config!r}")
     options = {"keep_rate": keep_rate, "specprefill": specprefill, "policy": policy, "gamma": gamma}
     return CustomGenerate(draft, config or SpecStackConfig(), tokenizer, draft_tokenizer, options)
 
@@ -124,11 +134,13 @@ class CustomGenerate:
 
     Notes
     -----
-    The rows of a batch are answered one after the other. `stopping_criteria` are asked after every token, as in plain
+    The rows of a batch are answered one after the other, each with copies of its own of the `logits_processor` and
+    `stopping_criteria` of the call; what cannot be copied is refused for a batch. A processor or criterion goes by its
+    row alone: what the other rows hold is not seen. `stopping_criteria` are asked after every token, as in plain
     generation. A sampled row draws its seed from torch's global generator, so `torch.manual_seed` makes it
     reproducible.
 
-    Transformers (up to 5.23 at least) hands the `streamer=` of a call to no custom callable: it is put the prompt, and
+    Transformers (up to 5.24 at least) hands the `streamer=` of a call to no custom callable: it is put the prompt, and
     then nothing, so that it is refused. `spec_streamer=` reaches it.
     """
 
@@ -166,7 +178,8 @@ class CustomGenerate:
         ------
         ValueError
             For what cannot be done: beams, a cache that is handed in, inputs that are no tokens, scores or hidden
-            states asked back, several rows with a streamer, a streamer under a name that does not reach this.
+            states asked back, several rows with a streamer, or with a processor or criterion that cannot be copied or
+            answers for all rows at once, a streamer under a name that does not reach this.
         """
         _check(generation_config, model_kwargs)
         if streamer is None:
@@ -177,62 +190,31 @@ class CustomGenerate:
         if spec_streamer is not None:
             # A streamer= that arrives has been put the prompt already.
             spec_streamer.put(input_ids)
+        num_rows = len(input_ids)
         masks, positions = (
-            [None] * len(input_ids) if values is None else values
+            [None] * num_rows if values is None else values
             for values in (model_kwargs.get("attention_mask"), model_kwargs.get("position_ids"))
         )
-        answers = [
-            self._answer(
-                generator,
-                row,
-                _prompt_of(row, mask, places),
-                _of_row(logits_processor, index),
-                stopping_criteria,
-                generation_config,
-                spec_streamer or streamer,
+        prompts = [_prompt_of(*given) for given in zip(input_ids, masks, positions, strict=True)]
+        # The copies for all rows are made before the first row changes anything.
+        processors, criteria = for_rows(logits_processor, num_rows), for_rows(stopping_criteria, num_rows)
+        answers = []
+        for index, (row, prompt_ids) in enumerate(zip(input_ids, prompts, strict=True)):
+            place = Place(index, num_rows, row[: len(row) - len(prompt_ids)])
+            outputs = generator.stream(
+                input_ids=prompt_ids,
+                max_tokens=generation_config.max_length - len(row),
+                # Other end tokens than the model's own are left to the criteria.
+                ignore_eos=_end_ids(generation_config) != generator.pair.end_ids,
+                **_drawing(generation_config, processors[index], place),
+                **self._options,
             )
-            for index, (row, mask, places) in enumerate(zip(input_ids, masks, positions, strict=True))
-        ]
+            is_over = partial(place.is_over, criteria[index])
+            answers.append(_answer(outputs, row, is_over, spec_streamer or streamer))
         sequences = _stacked([answer.sequence for answer in answers], generation_config)
         if not generation_config.return_dict_in_generate:
             return sequences
         return SpecStackOutput(sequences=sequences, metrics=[answer.metrics for answer in answers])
-
-    def _answer(
-        self,
-        generator: SpecStackGenerator,
-        row: torch.Tensor,
-        prompt_ids: list[int],
-        processors: LogitsProcessorList,
-        criteria: StoppingCriteriaList,
-        config: GenerationConfig,
-        streamer: Streamer | None,
-    ) -> Answer:
-        """One row (padding and prompt) with the tokens that follow it."""
-        ends = config.eos_token_id
-        end_ids = frozenset() if ends is None else frozenset([ends] if isinstance(ends, int) else ends)
-        outputs = generator.stream(
-            input_ids=prompt_ids,
-            max_tokens=config.max_length - len(row),
-            # Other end tokens than the model's own are left to the criteria.
-            ignore_eos=end_ids != generator.pair.end_ids,
-            **_drawing(config, processors, row[: len(row) - len(prompt_ids)]),
-            **self._options,
-        )
-        sequence, metrics = row, None
-        try:
-            with closing(outputs):
-                for output in outputs:
-                    block, sequence, is_over = _take(output.token_ids, sequence, criteria)
-                    if streamer is not None and block:
-                        streamer.put(torch.tensor(block))
-                    metrics = output.metrics
-                    if is_over:
-                        break
-        finally:
-            if streamer is not None:
-                streamer.end()
-        return Answer(sequence, metrics)
 
 
 @dataclass(frozen=True)
@@ -243,17 +225,27 @@ class Answer:
     metrics: Metrics | None
 
 
-class BehindPadding(LogitsProcessor):  # type: ignore[misc]
-    """Processors that are to see a prompt behind the padding (n,) that its row has in a batch, as they do in plain
-    generation: some count from the length of the whole row on."""
-
-    def __init__(self, processors: LogitsProcessorList, padding: torch.Tensor) -> None:
-        self._processors, self._padding = processors, padding
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        padding = self._padding.to(input_ids.device).expand(len(input_ids), -1)
-        shaped: torch.Tensor = self._processors(torch.cat([padding, input_ids], dim=1), scores)
-        return shaped
+def _answer(
+    outputs: Generator[StepOutput, None, None],
+    row: torch.Tensor,
+    is_over: Callable[[torch.Tensor], bool],
+    streamer: Streamer | None,
+) -> Answer:
+    """One row (padding and prompt) with the tokens that follow it, up to the one after which a criterion holds."""
+    sequence, metrics = row, None
+    try:
+        with closing(outputs):
+            for output in outputs:
+                block, sequence, ends = _take(output.token_ids, sequence, is_over)
+                if streamer is not None and block:
+                    streamer.put(torch.tensor(block))
+                metrics = output.metrics
+                if ends:
+                    break
+    finally:
+        if streamer is not None:
+            streamer.end()
+    return Answer(sequence, metrics)
 
 
 def _check(config: GenerationConfig, model_kwargs: Mapping[str, Any]) -> None:
@@ -268,9 +260,10 @@ def _check(config: GenerationConfig, model_kwargs: Mapping[str, Any]) -> None:
                 f"{', '.join(asked)}: not to be had under speculation; leave it out, or call generate without "
                 "custom_generate"
             )
-    cache = model_kwargs.get("past_key_values")
-    if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length()):
-        raise ValueError("leave past_key_values out; SpecStackGenerator.session() keeps caches from call to call")
+    for name in CACHE_NAMES:
+        cache = model_kwargs.get(name)
+        if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length()):
+            raise ValueError(f"leave {name} out; SpecStackGenerator.session() keeps caches from call to call")
     unknown = [name for name, value in model_kwargs.items() if value is not None and name not in _MODEL_KWARGS]
     if unknown:
         raise ValueError(f"custom_generate=with_draft(...) takes token ids only, not {', '.join(unknown)}")
@@ -295,38 +288,33 @@ def _prompt_of(row: torch.Tensor, mask: torch.Tensor | None, positions: torch.Te
     return token_ids
 
 
-def _of_row(processors: LogitsProcessorList, index: int) -> LogitsProcessorList:
-    """The processors as they are for one row of a batch: transformers' penalty knows every row's own padding."""
-    of_row = LogitsProcessorList()
-    for processor in processors:
-        lengths = getattr(processor, "prompt_ignore_length", None)
-        if isinstance(processor, RepetitionPenaltyLogitsProcessor) and isinstance(lengths, torch.Tensor):
-            processor = RepetitionPenaltyLogitsProcessor(processor.penalty, lengths[index : index + 1])
-        of_row.append(processor)
-    return of_row
+def _end_ids(config: GenerationConfig) -> frozenset[int]:
+    ends = config.eos_token_id
+    return frozenset() if ends is None else frozenset([ends] if isinstance(ends, int) else ends)
 
 
-def _drawing(config: GenerationConfig, processors: LogitsProcessorList, padding: torch.Tensor) -> dict[str, Any]:
+def _drawing(config: GenerationConfig, processors: Sequence[Processor], place: Place) -> dict[str, Any]:
     """The options of `stream` for how tokens are drawn."""
     if not config.do_sample and not processors:
         return {}
     seed = {"seed": int(torch.randint(2**63 - 1, ()))} if config.do_sample else {}
     kinds = [type(processor) for processor in processors]
-    if config.do_sample and set(kinds) <= set(_PLAIN_WARPERS) and len(kinds) == len(set(kinds)):
-        # The generator's own, which take a whole block of rows at once.
+    is_plain = all(getattr(processor, "min_tokens_to_keep", 1) == 1 for processor in processors)
+    if config.do_sample and is_plain and kinds == [kind for kind in _PLAIN_WARPERS if kind in kinds]:
+        # The generator's own, which take a whole block of rows at once, in this order.
         values = {_PLAIN_WARPERS[type(warper)]: getattr(warper, _PLAIN_WARPERS[type(warper)]) for warper in processors}
         return {"temperature": 1.0} | values | seed
-    shaping = BehindPadding(processors, padding) if len(padding) else processors
+    shaping = place.processors(processors)
     return {"logits_processor": shaping, "temperature": 1.0 if config.do_sample else 0.0} | seed
 
 
 def _take(
-    token_ids: Sequence[int], sequence: torch.Tensor, criteria: StoppingCriteriaList
+    token_ids: Sequence[int], sequence: torch.Tensor, is_over: Callable[[torch.Tensor], bool]
 ) -> tuple[list[int], torch.Tensor, bool]:
     """The tokens up to the one after which a criterion holds, the sequence (n,) with them, and whether one does."""
     for num, token_id in enumerate(token_ids, 1):
         sequence = torch.cat([sequence, sequence.new_tensor([token_id])])
-        if bool(criteria(sequence[None], None).all()):
+        if is_over(sequence):
             return list(token_ids[:num]), sequence, True
     return list(token_ids), sequence, False
 

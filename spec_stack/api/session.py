@@ -147,7 +147,7 @@ class Session(Answering):
         Raises
         ------
         ValueError
-            Where the session is closed.
+            Where the session is closed, and where the file cannot be written, of which nothing is left then.
         RuntimeError
             While it answers a call.
         """

@@ -64,6 +64,7 @@ WAYS = {
     "assistant_model": "the draft is given where the generator is made",
     "tokenizer": "the generator has one; another goes to SpecStackGenerator(target, draft, tokenizer)",
     "assistant_tokenizer": "the tokenizers are compared when the pair loads; draft_tokenizer= names another",
+    "cache": "generator.session() keeps caches from call to call",
     "past_key_values": "generator.session() keeps caches from call to call",
     "use_cache": "generator.session() keeps caches from call to call",
     "cache_implementation": _OWN_CACHES,

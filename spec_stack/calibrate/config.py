@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from spec_stack.settings.checks import make_plain, require_int
 from spec_stack.settings.options import documented, option
 
 
@@ -12,7 +14,7 @@ from spec_stack.settings.options import documented, option
 class CalibrateConfig:
     """How much a calibration may take, and what it may give up."""
 
-    lengths: tuple[int, ...] = option(
+    lengths: Sequence[int] = option(
         (2048, 4096, 8192),
         "of the prompts, in tokens; the shortest one chooses, the others tell how much to keep of longer prompts",
     )
@@ -26,8 +28,11 @@ class CalibrateConfig:
     seed: int = option(0, "draws the prompts")
 
     def __post_init__(self) -> None:
-        if not self.lengths or min(self.lengths) < 1:
-            raise ValueError(f"lengths must be one or more numbers of tokens, got {self.lengths}")
+        make_plain(self)
+        if not (isinstance(self.lengths, tuple) and self.lengths):
+            raise ValueError(f"lengths must be a list of one or more numbers of tokens, got {self.lengths!r}")
+        for length in self.lengths:
+            require_int("a length of lengths", length, 1)
         if self.prompts < 1:
             raise ValueError(f"prompts must be 1 or more, got {self.prompts}")
         if not 0 <= self.margin < 1:

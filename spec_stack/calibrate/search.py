@@ -97,7 +97,7 @@ def calibrate(
         Without a tokenizer, where no length fits the models, and for numbers out of their range.
     """
     started = monotonic()
-    CalibrateConfig(tuple(lengths), prompts_per_length, margin, budget_s, seed)
+    CalibrateConfig(lengths, prompts_per_length, margin, budget_s, seed)
     if pair.tokenizer is None:
         raise ValueError("calibration writes its prompts in words; give the pair a tokenizer")
     tasks = plan(fitting(pair, lengths), prompts_per_length)

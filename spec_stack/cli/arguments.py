@@ -252,6 +252,9 @@ def _add_serve(commands: Any) -> None:
         default=[],
         help="wanted of every request; may be repeated (or SPEC_STACK_API_KEY)",
     )
+    parser.add_argument(
+        "--cors-origin", action="append", default=[], help=f"{meaning(ServeConfig, 'cors_origins')}; may be repeated"
+    )
 
 
 def _add_doctor(commands: Any) -> None:

@@ -44,7 +44,7 @@ def diagnose(
 ) -> dict[str, Any]:
     """A report of plain values. report["problem"] holds the reason where the pair cannot be used, else None.
 
-    Reads configurations and tokenizers, never weights.
+    Reads configurations, tokenizers and the shapes of weights, never the weights.
     """
     report: dict[str, Any] = {
         "python": platform.python_version(),
@@ -76,6 +76,8 @@ def diagnose(
         report |= {"calibration": calibration, "gain of sparse prefill": gain}
         report["support"] = _support(configs["target"], configs["draft"])
         loading.check_pair(configs["target"], configs["draft"])
+        for role, source in zip(configs, sources, strict=True):
+            loading.check_contents(source, configs[role])
         precisions = resolve_precisions(configs["target"], configs["draft"], asked, on)
         for role, resolved in zip(configs, precisions, strict=True):
             report[role] |= {"precision": resolved.name, "prepack_linears": can_prepack(on, resolved.dtype)}

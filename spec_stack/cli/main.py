@@ -83,7 +83,7 @@ def _generate(arguments: argparse.Namespace) -> int:
             "finish_reason": last.finish_reason,
             "metrics": last.metrics.as_dict(),
         }
-        print(json.dumps(answer, ensure_ascii=False))
+        print(json.dumps(answer))
     else:
         print()
     if arguments.stats:
@@ -173,7 +173,8 @@ def _chat(arguments: argparse.Namespace) -> int:
 
 def _serve(arguments: argparse.Namespace) -> int:
     keys = [*arguments.api_key, *filter(None, [os.environ.get("SPEC_STACK_API_KEY")])]
-    config = ServeConfig(api_keys=keys, **{name: getattr(arguments, name) for name in (*SERVED, *SWITCHES)})
+    named = {name: getattr(arguments, name) for name in (*SERVED, *SWITCHES)}
+    config = ServeConfig(api_keys=keys, cors_origins=arguments.cors_origin, **named)
     try:
         from spec_stack.serve.app import serve
     except ImportError as error:
@@ -195,7 +196,7 @@ def _demo(arguments: argparse.Namespace) -> int:
         arguments.repeats,
         progress=lambda text: print(text, file=sys.stderr, flush=True),
     )
-    print(json.dumps(report, ensure_ascii=False) if arguments.json else "\n" + format_demo(report))
+    print(json.dumps(report) if arguments.json else "\n" + format_demo(report))
     return 0
 
 
@@ -214,8 +215,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     if arguments.plot is not None:
         check_plots()
         check_writable(arguments.plot)
-    lengths = tuple(arguments.lengths)
-    CalibrateConfig(lengths, arguments.prompts, arguments.margin, 60 * arguments.budget, arguments.seed)
+    CalibrateConfig(arguments.lengths, arguments.prompts, arguments.margin, 60 * arguments.budget, arguments.seed)
     documents = read_documents(arguments.documents)
     work = arguments.work or _work_beside(Path(out))
     pair = ModelPair.load(
@@ -234,7 +234,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     calibration = calibrate(
         pair,
         documents=documents,
-        lengths=lengths,
+        lengths=arguments.lengths,
         prompts_per_length=arguments.prompts,
         margin=arguments.margin,
         seed=arguments.seed,
@@ -364,8 +364,8 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point: 0 done, 1 the pair does not fit (doctor), 2 bad input, 130 interrupted."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # A terminal that lacks a character shows a question mark; that is no reason to stop.
-        sys.stdout.reconfigure(errors="replace")
+        # A character that the encoding lacks is written as its escape, as on stderr; JSON is ASCII.
+        sys.stdout.reconfigure(errors="backslashreplace")
     arguments = argparse.Namespace()
     try:
         # First: the parser lists what they register.
@@ -378,7 +378,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
     except (ValueError, OSError, ImportError) as error:
         if getattr(arguments, "json", False):
-            print(json.dumps({"error": str(error)}, ensure_ascii=False))
+            print(json.dumps({"error": str(error)}))
         print(f"spec-stack: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -14,6 +14,7 @@ from time import perf_counter
 
 from spec_stack.api.generator import SpecStackGenerator
 from spec_stack.config import MAX_LOOK_AHEAD
+from spec_stack.devices import synchronize
 from spec_stack.hf.architectures import text_config
 from spec_stack.hf.prompt import PromptSource, encode_prompt
 from spec_stack.prefill.registry import needs_attention
@@ -232,9 +233,9 @@ def long_prompt(generator: SpecStackGenerator, num_tokens: int) -> list[int]:
 
 def ttft(generator: SpecStackGenerator, ids: list[int], is_sparse: bool, timer: Timer) -> float:
     """Seconds to the first token of a prompt that is prefilled densely or sparsely."""
-    began = timer()
+    began = _now(generator, timer)
     generator.generate(input_ids=ids, max_tokens=1, ignore_eos=True, specprefill=is_sparse)
-    return timer() - began
+    return _now(generator, timer) - began
 
 
 def _draft_pass(generator: SpecStackGenerator, ids: list[int], timer: Timer) -> float:
@@ -246,9 +247,16 @@ def _draft_pass(generator: SpecStackGenerator, ids: list[int], timer: Timer) -> 
     own_ids = ids if tokenization is None else list(tokenization.token_ids)
     index = pair.open_index(config.prefill_chunk)
     window = config.window_for(len(ids))
-    began = timer()
+    began = _now(generator, timer)
     index.prefill(own_ids, range(len(own_ids)), window, config.draft_sinks, config.num_asked_layers)
-    return timer() - began
+    return _now(generator, timer) - began
+
+
+def _now(generator: SpecStackGenerator, timer: Timer) -> float:
+    """The time at which the models' devices have done what was launched on them."""
+    for device in {generator.pair.target.device, generator.pair.draft.device}:
+        synchronize(device)
+    return timer()
 
 
 def _step(generator: SpecStackGenerator, model: object, num_tokens: int, timer: Timer) -> float:
@@ -258,9 +266,9 @@ def _step(generator: SpecStackGenerator, model: object, num_tokens: int, timer: 
     cached.prefill([5] * _CACHED, range(_CACHED))
     taken = []
     for _ in range(_STEPS):
-        began = timer()
+        began = _now(generator, timer)
         cached.forward([7] * num_tokens, range(_CACHED, _CACHED + num_tokens), num_tokens)
-        taken.append(timer() - began)
+        taken.append(_now(generator, timer) - began)
         cached.rollback(num_tokens)
     return median(taken[1:])
 
@@ -290,11 +298,11 @@ class _Answers:
                 return
             ids = self._encode(text)
             for gamma, speeds in ((0, self.plain), (None, self.drafted)):
-                began = self._timer()
+                began = _now(self._generator, self._timer)
                 result = self._generator.generate(
                     input_ids=ids, max_tokens=_ANSWER_TOKENS, ignore_eos=True, gamma=gamma, specprefill=False
                 )
-                speeds[name] = len(result.token_ids) / (self._timer() - began)
+                speeds[name] = len(result.token_ids) / (_now(self._generator, self._timer) - began)
                 if gamma is None:
                     self.num_proposed += result.metrics.num_proposed
                     self.num_accepted += result.metrics.num_accepted

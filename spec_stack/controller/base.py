@@ -44,7 +44,8 @@ class DraftSignals:
         return min(self.confidence)
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen: a server makes one for each request at each step, and that would cost it four times as much.
+@dataclass(slots=True)
 class StepRecord:
     """One step of one request: a proposal and its verification.
 

@@ -16,7 +16,7 @@ class TextStream(Protocol):
         ...
 
     def flush(self) -> str:
-        """Return what was held back, as it stands."""
+        """Return what is held back, as it stands; the next `push` may still change it."""
         ...
 
 
@@ -91,13 +91,20 @@ class Stopper:
         """How many tokens it took to complete a stop string (None: none was), and the text released."""
         text = ""
         for num, token_id in enumerate(token_ids, 1):
-            self._held += self._text.push([token_id]) if self._text else ""
-            found = [index for index in map(self._held.find, self._stop) if index >= 0]
+            seen = self._see(token_id)
+            found = [index for index in map(seen.find, self._stop) if index >= 0]
             if found:
-                return num, text + self._held[: min(found)]
+                return num, text + seen[: min(found)]
             release = len(self._held) - self._longest_stop_start()
             text, self._held = text + self._held[:release], self._held[release:]
         return None, text
+
+    def _see(self, token_id: int) -> str:
+        """Take in a token; return the text that is held, with what its stream holds but for half a character."""
+        if self._text is None:
+            return ""
+        self._held += self._text.push([token_id])
+        return self._held + self._text.flush().rstrip("\ufffd")
 
     def _longest_stop_start(self) -> int:
         """Length of the longest end of the held text that some stop string begins with."""

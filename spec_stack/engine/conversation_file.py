@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,10 @@ class SavedSession:
     config: SessionConfig
 
     def save(self, path: str | Path, pair: ModelPair, prefill: PrefillConfig) -> None:
-        """Write one safetensors file, the rest as JSON in its header; an earlier one is replaced once this is whole."""
+        """Write one safetensors file, the rest as JSON in its header; an earlier one is replaced once this is whole.
+
+        Raises ValueError where it cannot be written; nothing is left of it then.
+        """
         tensors = {"token_ids": torch.tensor(self.token_ids, dtype=torch.long)}
         for role, contents in (("target", self.target), ("draft", self.index)):
             tensors |= {f"{role}.{name}": tensor.detach().cpu().contiguous() for name, tensor in contents.items()}
@@ -65,10 +69,15 @@ class SavedSession:
         file = Path(path)
         part = file.with_name(f"{file.name}.part")
         try:
+            if file.is_dir():
+                raise IsADirectoryError("it is a folder; name a file in it")
             save_file(tensors, part, {"kind": _KIND, "session": json.dumps(header)})
             part.replace(file)
         except (OSError, SafetensorError) as error:
             raise ValueError(f"cannot write {file}: {error}") from error
+        finally:
+            with suppress(OSError):
+                part.unlink()
 
     def check(self, pair: ModelPair) -> None:
         """Raise ValueError where a field holds what no session does; the message names it."""

@@ -75,6 +75,10 @@ class ModelPair:
         """The text of every token; None without a tokenizer."""
         return None if self._pieces is None else self._pieces.of(prompt_ids)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token adds to a text; empty for an id without a text, and without a tokenizer."""
+        return b"" if self._pieces is None else self._pieces.bytes_of(token_id)
+
     @classmethod
     def assemble(
         cls,

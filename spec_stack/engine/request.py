@@ -36,7 +36,7 @@ from spec_stack.prefill.queries import MOST_REPEATED
 from spec_stack.prefill.recall import clip_spans
 from spec_stack.prefill.registry import needs_attention
 from spec_stack.prefill.rule import Observer
-from spec_stack.settings.checks import plain_number
+from spec_stack.settings.checks import plain
 from spec_stack.settings.registry import check_name
 from spec_stack.types import DraftTokenization
 
@@ -65,7 +65,7 @@ class CallOptions:
 
     def __post_init__(self) -> None:
         for name in ("keep_rate", "gamma", "logprobs"):
-            object.__setattr__(self, name, plain_number(getattr(self, name)))
+            object.__setattr__(self, name, plain(getattr(self, name)))
         check_logprobs(self.logprobs)
         if not isinstance(self.proposer, str | None):
             raise ValueError(f"proposer must be a name or None, got {self.proposer!r}")
@@ -272,8 +272,10 @@ class Request:
         if params.max_tokens is None:
             params = replace(params, max_tokens=min(max(DEFAULT_MAX_TOKENS, params.min_tokens), room))
         in_thought = pair.answer_format.begins_in_thought(encoded.text)
-        wanted = _wanted_format(pair, source, options, in_thought)
-        grammar = None if wanted is None else pair.grammars.compile(wanted, stop_tokens.all_ids, len(prompt_ids))
+        wanted = _wanted_format(pair, source, options)
+        grammar = None
+        if wanted is not None:
+            grammar = pair.grammars.compile(wanted, stop_tokens.all_ids, len(prompt_ids), in_thought)
         own = make_processors(params, len(prompt_ids), stop_tokens.all_ids, pair.target.device)
         # Where nothing can be proposed there is nothing to look ahead with either.
         most = min(room, draft_room, MAX_LOOK_AHEAD) if pair.vocabulary.can_propose else 0
@@ -317,9 +319,9 @@ def _prefill_of(config: PrefillConfig, options: CallOptions) -> PrefillConfig:
     return replace(config, **named) if named else config
 
 
-def _wanted_format(pair: ModelPair, source: PromptSource, options: CallOptions, in_thought: bool) -> Any:
+def _wanted_format(pair: ModelPair, source: PromptSource, options: CallOptions) -> Any:
     """Return the answer's format, None where it may be anything. Raises ValueError where two things are asked of it."""
-    forced = pair.answer_format.forced_call(options.tool_choice, source.tools, in_thought)
+    forced = pair.answer_format.forced_call(options.tool_choice, source.tools)
     if forced is not None and options.response_format is not None:
         raise ValueError("give response_format or a forced tool_choice, not both")
     return forced or options.response_format

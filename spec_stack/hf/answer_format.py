@@ -6,16 +6,16 @@ import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from spec_stack.hf.prompt import special_tokens
+from spec_stack.hf.json_schema import json_rules
+from spec_stack.hf.prompt import PromptSource, fit_messages, special_tokens
 
 logger = logging.getLogger(__name__)
 
 THINK_OPENS, THINK_CLOSES = "<think>", "</think>"
-# A thought that has begun, up to its end; the call comes behind it.
-_THOUGHT = 'root ::= [^<]* "</think>\\n\\n"'
 _NAME, _KEY, _VALUE, _ID = "marked_tool_name", "marked_key", "marked_value", "marked001"
 _TOOL = {
     "type": "function",
@@ -25,8 +25,10 @@ _TOOL = {
         "parameters": {"type": "object", "properties": {_KEY: {"type": "string"}}, "required": [_KEY]},
     },
 }
-_CALL = {"id": _ID, "type": "function", "function": {"name": _NAME, "arguments": {_KEY: _VALUE}}}
+_CALL = {"id": _ID, "type": "function", "function": {"name": _NAME, "arguments": json.dumps({_KEY: _VALUE})}}
 _ARGUMENTS = re.compile(r'\{\s*"marked_key"\s*:\s*"marked_value"\s*\}')
+# What the name and the arguments of a call are called.
+NAME_KEYS, ARGUMENTS_KEYS = ("name", "tool_name"), ("arguments", "parameters")
 
 
 @dataclass(frozen=True)
@@ -45,12 +47,22 @@ class ToolFormat:
     @property
     def opener(self) -> str:
         """The mark ahead of a call's JSON, `<tool_call>` say; empty where JSON alone tells a call."""
-        return re.split(r"[\[{]", self.begin, maxsplit=1)[0].strip()
+        return self._frame[0].strip()
 
     @property
     def closer(self) -> str:
         """The mark behind it."""
-        return re.split(r"[\]}]", self.end)[-1].strip()
+        return self._frame[1].strip()
+
+    @property
+    def _frame(self) -> tuple[str, str]:
+        """What stands ahead of a call's JSON, and behind it. Raises ValueError where it holds none."""
+        for bracket in re.finditer(r"[\[{]", self.begin):
+            written = f"{self.begin[bracket.start() :]}{self.middle}{{}}{self.end}"
+            with suppress(ValueError):
+                _, stop = json.JSONDecoder().raw_decode(written)
+                return self.begin[: bracket.start()], written[stop:]
+        raise ValueError(f"the template writes no JSON around a call: {self.begin}…{self.middle}…{self.end}")
 
 
 @dataclass(frozen=True)
@@ -63,13 +75,10 @@ class ForcedCall:
         How the template writes it.
     schemas : mapping of str to str
         The tools by name, and the JSON schema of their arguments, as JSON.
-    in_thought : bool
-        Whether the answer begins inside a thought, behind which the call comes.
     """
 
     tools: ToolFormat
     schemas: Mapping[str, str]
-    in_thought: bool = False
     name: ClassVar[str] = "a forced tool_choice"
 
     @property
@@ -77,24 +86,15 @@ class ForcedCall:
         """What stands around a call, tokens of their own in many vocabularies."""
         return tuple(mark for mark in (self.tools.opener, self.tools.closer) if mark)
 
-    def compile(self, compiler: Any) -> Any:
+    def rules(self) -> Any:
         """Return the grammar of such an answer. Raises ValueError where the schemas make none."""
         from xgrammar import Grammar as Rules
 
         calls = []
-        try:
-            for name, schema in self.schemas.items():
-                # One way to write white space, as templates render earlier calls: a cache then holds what was written.
-                arguments = Rules.from_json_schema(schema, any_whitespace=False)
-                begin = self.tools.begin + json.dumps(name)[1:-1] + self.tools.middle
-                calls.append(Rules.concat(_verbatim(begin), arguments, _verbatim(self.tools.end)))
-            rules = calls[0] if len(calls) == 1 else Rules.union(*calls)
-            if self.in_thought:
-                rules = Rules.concat(Rules.from_ebnf(_THOUGHT), rules)
-            return compiler.compiler.compile_grammar(rules)
-        except Exception as error:
-            # The library has no common error of its own.
-            raise ValueError(f"tool_choice: the tools' parameters cannot be compiled: {error}") from error
+        for name, schema in self.schemas.items():
+            begin = self.tools.begin + json.dumps(name)[1:-1] + self.tools.middle
+            calls.append(Rules.concat(_verbatim(begin), json_rules(schema), _verbatim(self.tools.end)))
+        return calls[0] if len(calls) == 1 else Rules.union(*calls)
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class AnswerFormat:
             logger.info("the chat template does not show how tools are called", exc_info=True)
             return cls(thinks=thinks)
 
-    def forced_call(self, tool_choice: object, tools: Sequence[Any] | None, in_thought: bool) -> ForcedCall | None:
+    def forced_call(self, tool_choice: object, tools: Sequence[Any] | None) -> ForcedCall | None:
         """Return what an answer must be that has to call a tool; None where it need not.
 
         Parameters
@@ -150,8 +150,6 @@ class AnswerFormat:
             OpenAI's (see `forced_names`).
         tools : sequence, optional
             OpenAI's form of them.
-        in_thought : bool
-            Whether the answer begins inside a thought.
 
         Raises
         ------
@@ -164,7 +162,7 @@ class AnswerFormat:
         if self.tools is None:
             raise ValueError("tool_choice cannot be forced: the chat template does not show how this model calls tools")
         parameters = _parameters(tools)
-        return ForcedCall(self.tools, {name: json.dumps(parameters[name]) for name in names}, in_thought)
+        return ForcedCall(self.tools, {name: json.dumps(parameters[name]) for name in names})
 
     def begins_in_thought(self, rendered: str) -> bool:
         """Return whether a rendered chat ends with the beginning of a thought, in which the answer goes on."""
@@ -173,8 +171,9 @@ class AnswerFormat:
 
 def _learn_tools(tokenizer: Any) -> ToolFormat | None:
     asked = {"role": "user", "content": "marked question"}
-    called = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
-    text = _render(tokenizer, [asked, called], False)
+    called = {"role": "assistant", "content": None, "tool_calls": [_CALL]}
+    messages, _ = fit_messages(tokenizer, PromptSource(messages=[asked, called], tools=[_TOOL]))
+    text = _render(tokenizer, messages, False)
     # The tools themselves are written somewhere before.
     matches = list(_ARGUMENTS.finditer(text, max(0, text.rfind("marked question"))))
     if not matches:
@@ -184,7 +183,7 @@ def _learn_tools(tokenizer: Any) -> ToolFormat | None:
     head = text[text.rfind("marked question") + len("marked question") : name]
     special = [token for token in special_tokens(tokenizer) if token]
     # The header of the turn ends as a prompt does that asks for an answer; special tokens are no text of the answer.
-    prompt = _render(tokenizer, [asked], True)
+    prompt = _render(tokenizer, messages[:1], True)
     header = prompt[prompt.rfind("marked question") + len("marked question") :]
     begin = _without(head.removeprefix(header) if head.startswith(header) else _last_part(head, special), special)
     tail = text[arguments.end() :]
@@ -193,9 +192,12 @@ def _learn_tools(tokenizer: Any) -> ToolFormat | None:
     begin = re.sub(rf'"id":\s*"{_ID}",\s*', "", begin).lstrip()
     # Others than JSON (parameters as tags, say) are not parsed.
     middle = text[name + len(_NAME) : arguments.start()]
-    if not re.fullmatch(r'"\s*,\s*"(arguments|parameters)"\s*:\s*', middle) or not begin.endswith('"'):
+    names, keys = "|".join(NAME_KEYS), "|".join(ARGUMENTS_KEYS)
+    if not re.fullmatch(rf'"\s*,\s*"({keys})"\s*:\s*', middle) or not re.search(rf'"({names})"\s*:\s*"$', begin):
         return None
-    return ToolFormat(begin, middle, end)
+    learnt = ToolFormat(begin, middle, end)
+    logger.debug("a call is written between %r and %r", learnt.opener, learnt.closer)
+    return learnt
 
 
 def _render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], is_asked: bool) -> str:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Collection, Sequence
-from typing import Any, Literal
+from collections.abc import Collection, Iterator, Sequence
+from typing import Literal, NoReturn
 
-from spec_stack.hf.answer_format import THINK_CLOSES, THINK_OPENS, AnswerFormat
+from spec_stack.hf.answer_format import ARGUMENTS_KEYS, NAME_KEYS, THINK_CLOSES, THINK_OPENS, AnswerFormat
 from spec_stack.types import AnswerPart, ToolCall
 
 # What a small model writes around a call that its template marks in another way.
 _FENCE = re.compile(r"```(?:json)?\s*")
 _STARTS = ('{"name":"', '[{"name":"', '{"type":"function"')
 _BETWEEN = re.compile(r"[\s,;]*")
+# A JSON string as far as it has come.
+_STRING = r'"[^"\\\n]*(?:\\[^\n][^"\\\n]*)*"?'
+_KEY = re.compile(r'[\s,]*("(?:[^"\\]|\\.)*")\s*:\s*')
 
 
 class AnswerParser:
@@ -36,7 +39,7 @@ class AnswerParser:
         tools = answer_format.tools if names else None
         self._names = frozenset(names)
         self._opener, self._closer = (tools.opener, tools.closer) if tools else ("", "")
-        self._calls_tools = tools is not None
+        self._starts = (*_STARTS, _compact(tools.begin.removeprefix(self._opener))) if tools else ()
         self._thinks = answer_format.thinks
         self._take = self._begin_thought if in_thought else self._take_start
         self._buffer = ""
@@ -67,9 +70,9 @@ class AnswerParser:
             self._buffer, self._take = start[len(THINK_OPENS) :], self._begin_thought
             return []
         may_think = self._thinks and THINK_OPENS.startswith(start)
-        may_call = self._calls_tools and any(begin.startswith(_compact(start)) for begin in _STARTS)
+        may_call = any(begin.startswith(_compact(start)) for begin in self._starts)
         if is_end or not (may_think or may_call):
-            calls = self._calls_tools and any(_compact(start).startswith(begin) for begin in _STARTS)
+            calls = any(_compact(start).startswith(begin) for begin in self._starts)
             self._take = self._take_bare if calls else self._take_text
         return []
 
@@ -97,8 +100,8 @@ class AnswerParser:
         """An answer that is JSON from its beginning: calls if all of it is calls, else text."""
         if not is_end:
             return []
-        calls = _read_bare(self._buffer, self._names)
-        if calls is None:
+        calls = _read_calls(self._buffer)
+        if any(call.name not in self._names for call in calls) or not calls:
             self._take = self._take_text
             return []
         self._buffer = ""
@@ -116,17 +119,27 @@ class AnswerParser:
         return [AnswerPart("content", said)] if said else []
 
     def _take_call(self, is_end: bool) -> list[AnswerPart]:
-        """The JSON between two marks."""
-        inner, found, rest = self._buffer.partition(self._closer) if self._closer else (self._buffer, "", "")
-        if not found and not is_end:
+        """The JSON between two marks; a mark inside a string of it is none."""
+        end = self._end_of_call()
+        if end < 0 and not is_end:
             return []
-        self._buffer = rest
-        call = _read_marked(inner)
-        if call is None:
+        inner, self._buffer = (self._buffer[:end], self._buffer[end:]) if end >= 0 else (self._buffer, "")
+        calls = _read_calls(inner)
+        if not calls:
             self._take = self._take_text
+            inner, found, rest = _partition(inner + self._buffer, self._closer)
+            self._buffer = rest
             return [AnswerPart("content", f"{self._gap}{self._opener}{inner}{found}")]
+        self._buffer = self._buffer.removeprefix(self._closer)
         self._take = self._take_between
-        return [AnswerPart("call", call=call)]
+        return [AnswerPart("call", call=call) for call in calls]
+
+    def _end_of_call(self) -> int:
+        """Where the first closing mark outside of strings begins; -1 where none has come yet."""
+        if not self._closer or self._closer not in self._buffer:
+            return -1
+        tokens = re.finditer(f"{_STRING}|{re.escape(self._closer)}", self._buffer)
+        return next((token.start() for token in tokens if token[0] == self._closer), -1)
 
     def _take_between(self, is_end: bool) -> list[AnswerPart]:
         """The blanks behind a call are the template's."""
@@ -157,52 +170,70 @@ def _merged(parts: Sequence[AnswerPart]) -> list[AnswerPart]:
     return merged
 
 
+def _partition(text: str, mark: str) -> tuple[str, str, str]:
+    return text.partition(mark) if mark else (text, "", "")
+
+
 def _compact(text: str) -> str:
     """The beginning of a text without blanks, and without the fence that it may stand in."""
     if "```json".startswith(text):
         return ""
     fence = _FENCE.match(text)
-    return "".join(text[fence.end() if fence else 0 :].split())[: max(map(len, _STARTS))]
+    return "".join(text[fence.end() if fence else 0 :].split())
 
 
-def _read_marked(text: str) -> ToolCall | None:
+def _read_calls(text: str) -> list[ToolCall]:
+    """The calls of a text that is nothing but calls, in a fence or without; else none."""
+    text = text.strip()
+    if fence := _FENCE.match(text):
+        text = text[fence.end() :].removesuffix("```").strip()
     try:
-        return _call_of(json.loads(text))
-    except ValueError:
-        return None
+        return [_call_of(written) for written in _values(text)]
+    except (ValueError, RecursionError):
+        return []
 
 
-def _read_bare(text: str, names: Collection[str]) -> list[ToolCall] | None:
-    """The calls of a text that is nothing but calls of these tools, in a fence or without; else None."""
-    text = _FENCE.sub("", text.strip(), count=1).removesuffix("```").strip() if "```" in text else text.strip()
-    decoder, values, at = json.JSONDecoder(), [], 0
-    try:
-        while at < len(text):
-            value, at = decoder.raw_decode(text, at)
-            values += value if isinstance(value, list) else [value]
-            at = _BETWEEN.match(text, at).end()  # type: ignore[union-attr]
-    except ValueError:
-        return None
-    calls = [_call_of(value) for value in values]
-    if not calls or any(call is None or call.name not in names for call in calls):
-        return None
-    return [call for call in calls if call is not None]
+def _not_json(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no JSON")
 
 
-def _call_of(value: Any) -> ToolCall | None:
-    """A call as JSON has it, its arguments under either name; None for something else."""
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return None
-    arguments = value.get("arguments", value.get("parameters", {}))
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError:
-            return None
-    if not isinstance(arguments, dict):
-        return None
+# Numbers are only checked: they may be too large for Python's.
+_JSON = json.JSONDecoder(parse_int=str, parse_float=str, parse_constant=_not_json)
+
+
+def _values(text: str) -> Iterator[str]:
+    """JSON values in a row, those of a list one by one, as they are written."""
+    at = 0
+    while at < len(text):
+        _, stop = _JSON.raw_decode(text, at)
+        value = text[at:stop]
+        yield from _values(value[1:-1].strip()) if value.startswith("[") else [value]
+        at = _BETWEEN.match(text, stop).end()  # type: ignore[union-attr]
+
+
+def _members(written: str) -> dict[str, str]:
+    """The members of a JSON object, as they are written; none of another value."""
+    members, at = {}, 1
+    while written.startswith("{") and (key := _KEY.match(written, at)):
+        _, at = _JSON.raw_decode(written, key.end())
+        members[json.loads(key[1])] = written[key.end() : at]
+    return members
+
+
+def _call_of(written: str) -> ToolCall:
+    """A call as JSON has it, its name and arguments under any of their names. Raises ValueError for something else."""
+    members = _members(written)
+    members = _members(members.get("function", "")) or members
+    name = next((members[key] for key in NAME_KEYS if key in members), "null")
+    arguments = next((members[key] for key in ARGUMENTS_KEYS if key in members), "{}")
+    if arguments.startswith('"'):
+        # Half a character, which no answer can hold, is escaped as it was.
+        arguments = json.loads(arguments).encode("utf-8", "backslashreplace").decode()
+    if not name.startswith('"') or not isinstance(_JSON.decode(arguments), dict):
+        raise ValueError("not a call")
+    name = json.loads(name).encode().decode()
     # Mistral's template takes no other ids than nine letters and digits.
-    return ToolCall(secrets.token_hex(5)[:9], value["name"], json.dumps(arguments, ensure_ascii=False))
+    return ToolCall(secrets.token_hex(5)[:9], name, arguments)
 
 
 def parse_answer(parser: AnswerParser, text: str) -> tuple[str, str, list[ToolCall]]:

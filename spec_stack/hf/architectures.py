@@ -8,10 +8,12 @@ every entry to it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.metadata import version
+from inspect import signature
 from typing import Any, Literal
 
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
 Level = Literal["exact", "approximate", "refused"]
 # Attention layers that see the whole prompt, without which a draft cannot score it.
@@ -134,6 +136,8 @@ def _refusal(config: Any) -> str:
     kind = config.model_type
     if kind not in SUPPORTED:
         return _REASONS.get(kind, _UNTRIED)
+    if SUPPORTED[kind].recurrent and "state_idx" not in signature(LinearAttentionLayer.lazy_initialization).parameters:
+        return f"transformers {version('transformers')} keeps the state of its layers in an older way; install 5.24"
     rope = getattr(config, "rope_parameters", None) or {}
     # Flat, or one set for every layer type.
     for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):

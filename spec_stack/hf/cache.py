@@ -11,12 +11,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from copy import copy as shallow_copy
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
+from functools import cache as remember
+from inspect import signature
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, GenerationMixin
 from transformers.cache_utils import DynamicLayer
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+CACHE_NAMES = ("cache", "past_key_values")
+"""What a forward calls its cache: transformers from 5.24 on, and before it."""
+_NAME = CACHE_NAMES["cache" not in signature(GenerationMixin.prepare_inputs_for_generation).parameters]
 # Slots set aside whenever there is no room left; so one forward in so many copies the cache.
 _ROOM = 256
 # Memory over what the slots take from which `compact` copies them: less than a twentieth stays.
@@ -66,6 +74,18 @@ class PreallocatedLayer(DynamicLayer):  # type: ignore[misc]
             self._buffers[name] = buffer
         buffer[..., used:total, :] = new
         return buffer[..., :total, :]
+
+
+@remember
+def _name_of(kind: type[PreTrainedModel]) -> str:
+    # Code that comes with a checkpoint may have the older name under a newer transformers.
+    older = CACHE_NAMES[1]
+    return older if older in signature(kind.forward).parameters else _NAME
+
+
+def cache_argument(model: PreTrainedModel, cache: DynamicCache) -> dict[str, DynamicCache]:
+    """The cache as a keyword argument of the model's forward, under the name that it has there."""
+    return {_name_of(model.__class__): cache}
 
 
 def new_cache(config: Any) -> DynamicCache:

@@ -7,6 +7,7 @@ precision when they are loaded; nothing runs on the packed blocks.
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -105,7 +106,10 @@ def load_gguf_config(folder: str, options: Mapping[str, Any]) -> Any:
     from transformers.integrations.gguf.reader import GgufHeader
 
     # It goes through all tensors and refuses types that are unknown to it.
-    header = GgufHeader.from_file(str(Path(folder) / options["gguf_file"]))
+    try:
+        header = GgufHeader.from_file(str(Path(folder) / options["gguf_file"]))
+    except (struct.error, IndexError, OverflowError, MemoryError) as error:
+        raise ValueError(f"the file is cut off or damaged in its header: {error}") from error
     config = AutoConfig.from_pretrained(folder, **options)
     if config.dtype is None:
         # Blocks of 8 bits and less hold no more than bf16 does.

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError, safe_open
 
 from spec_stack.config import PRECISIONS, HubConfig, LoadConfig
 from spec_stack.controller.predictor import find_predictor
 from spec_stack.hf.adapters import base_of, check_file, check_folder, is_adapter, merge
 from spec_stack.hf.architectures import check_architecture, text_config
 from spec_stack.hf.gguf import as_plain, check_gguf, is_gguf, load_gguf_config, locate, unpacking
-from spec_stack.hf.precision import DTYPES, QUANTIZED, Precision, precision_of, resolve_precisions
+from spec_stack.hf.precision import DTYPES, QUANTIZED, Precision, precision_of, resolve_precisions, stored_precision
 from spec_stack.hf.prepack import can_prepack, prepack
 
 if TYPE_CHECKING:
@@ -145,7 +146,7 @@ def load_config(source: str, hub: Mapping[str, Any] | None = None) -> Any:
         if is_gguf(source):
             return load_gguf_config(folder, options)
         return AutoConfig.from_pretrained(folder, **options)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
         raise ValueError(f"cannot read the model configuration of {source!r}: {error}") from error
 
 
@@ -206,10 +207,54 @@ def max_positions(config: Any) -> int:
 
 
 def end_token_ids(model: PreTrainedModel) -> frozenset[int]:
-    """Ids that end a text, from the generation config or else the model config."""
+    """Ids that end a text, from the generation config or else the model config. Raises ValueError for no ids."""
     ids = model.generation_config.eos_token_id if model.generation_config is not None else None
-    ids = text_config(model.config).eos_token_id if ids is None else ids
-    return frozenset() if ids is None else frozenset([ids] if isinstance(ids, int) else ids)
+    return _as_ids(text_config(model.config).eos_token_id if ids is None else ids)
+
+
+def _as_ids(ids: Any) -> frozenset[int]:
+    listed = [] if ids is None else ids if isinstance(ids, list | tuple) else [ids]
+    if not all(type(token_id) is int for token_id in listed):
+        raise ValueError(f"eos_token_id must be a token id or a list of them, got {ids!r}; correct the model's files")
+    return frozenset(listed)
+
+
+def check_contents(source: str, config: Any) -> None:
+    """Check the files of a folder beside its configuration, whose weights are not read.
+
+    Raises
+    ------
+    ValueError
+        For weights of another shape than the configuration's, files that cannot be read, and ends of a text that are no
+        token ids.
+    """
+    from transformers import GenerationConfig
+
+    folder = Path(source)
+    if (folder / "generation_config.json").is_file():
+        _as_ids(GenerationConfig.from_pretrained(folder).eos_token_id)
+    if not folder.is_dir() or getattr(config, "quantization_config", None) is not None:
+        return
+    expected = _shell(config).state_dict()
+    try:
+        for file in sorted(folder.glob("*.safetensors")):
+            with safe_open(file, framework="pt") as opened:
+                shapes = {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
+            # Some are turned round when they are loaded.
+            differ = [name for name in shapes.keys() & expected if sorted(shapes[name]) != sorted(expected[name].shape)]
+            _check_fit(source, [(name, shapes[name], expected[name].shape) for name in sorted(differ)])
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"cannot load the weights of {source!r}: {error}") from error
+
+
+def _check_fit(source: str, differ: Sequence[tuple[str, Sequence[int], Sequence[int]]]) -> None:
+    """Raise ValueError for weights that differ: names, shapes in the files, and by the configuration."""
+    if differ:
+        name, stored, configured = differ[0]
+        raise ValueError(
+            f"{len(differ)} weights of {source!r} differ in shape from its configuration: {name} is {tuple(stored)} in "
+            f"the files and {tuple(configured)} by config.json"
+        )
 
 
 def open_pair(
@@ -316,12 +361,20 @@ def _load_model(
         if device_map is not None:
             options["device_map"] = device_map
         # Without attn_implementation: SDPA, or eager attention for those that have none (GPT-OSS).
-        model = AutoModelForCausalLM.from_pretrained(folder, **options)
+        model, loaded = AutoModelForCausalLM.from_pretrained(
+            folder, **options, output_loading_info=True, ignore_mismatched_sizes=True
+        )
     except (OSError, ImportError, SafetensorError, NotImplementedError) as error:
         raise ValueError(f"cannot load the weights of {source!r}: {error}") from error
     finally:
         if shown:
             transformers_logging.enable_progress_bar()
+    _check_fit(source, sorted(loaded["mismatched_keys"]))
+    missing = sorted(loaded["missing_keys"])
+    if missing and precision.name not in QUANTIZED and stored_precision(model.config) is None:
+        # transformers fills them with random numbers.
+        raise ValueError(f"{source!r} lacks {len(missing)} weights of its configuration: {', '.join(missing[:3])}")
+    end_token_ids(model)
     if is_gguf(source):
         model = as_plain(model)
     if is_adapter(source):

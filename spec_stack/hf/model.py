@@ -377,9 +377,9 @@ class CachedModel:
             output = self.model(
                 input_ids=torch.tensor([token_ids], device=device),
                 position_ids=torch.tensor([positions], device=device),
-                past_key_values=self._cache,
                 use_cache=True,
                 logits_to_keep=num_logits,
+                **model_cache.cache_argument(self.model, self._cache),
             )
         return output.logits[0]  # type: ignore[no-any-return]
 

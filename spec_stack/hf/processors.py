@@ -7,22 +7,25 @@ draft's rows go through copies of them, made anew in every step, since what it p
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from types import FunctionType
-from typing import Any
+from types import FunctionType, ModuleType
+from typing import Any, TypeVar
 
 import torch
 from transformers.generation import logits_process as library
+from transformers.generation import stopping_criteria as criteria
 
 from spec_stack.hf.structured import Grammar
 
 logger = logging.getLogger(__name__)
 
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Called = TypeVar("Called", bound=Callable[..., Any])
 
-# Those of transformers that keep nothing from one row to the next.
+# Those of transformers that keep nothing from one call to the next.
 _STATELESS = tuple(
     getattr(library, name)
     for name in (
@@ -47,15 +50,20 @@ _STATELESS = tuple(
         "TopPLogitsWarper",
         "TypicalLogitsWarper",
     )
+) + tuple(
+    getattr(criteria, name)
+    for name in ("EosTokenCriteria", "MaxLengthCriteria", "MaxTimeCriteria", "StopStringCriteria")
 )
+# What a deep copy takes as it is, or what leads everywhere.
+_NOT_SEARCHED = (type, FunctionType, ModuleType, torch.Tensor)
 
 
 class CannotCopyError(Exception):
     """A processor whose state, if it has any, cannot be had a second time; the message says why."""
 
 
-def copy_processor(processor: Processor) -> Processor:
-    """A processor in the same state, that can be driven without this one noticing.
+def copy_processor(processor: Called) -> Called:
+    """A processor (or a stopping criterion) in the same state, that can be driven without this one noticing.
 
     In this order: one that has a true attribute `stateless`, a stateless one of transformers, or a function that closes
     over nothing, is taken as it is; a method `copy()` is asked; anything else is deep-copied.
@@ -63,13 +71,13 @@ def copy_processor(processor: Processor) -> Processor:
     Raises
     ------
     CannotCopyError
-        For a function that closes over something, and an object that `copy.deepcopy` fails on.
+        For a function that closes over something, an object that holds a model, and one that `copy.deepcopy` fails on.
 
     Notes
     -----
     What an object holds of such functions is shared by its copies, since `copy.deepcopy` takes functions as they are.
     """
-    if getattr(processor, "stateless", False) or type(processor) in _STATELESS:
+    if getattr(processor, "stateless", False) or keeps_nothing(processor):
         return processor
     function = processor.func if isinstance(processor, partial) else processor
     if isinstance(function, FunctionType) and function.__closure__ is not None:
@@ -77,8 +85,12 @@ def copy_processor(processor: Processor) -> Processor:
     if isinstance(processor, FunctionType):
         return processor
     own_copy = getattr(processor, "copy", None)
+    if not callable(own_copy) and _holds_model(processor):
+        raise CannotCopyError("it holds a model")
     try:
-        copied: Processor = own_copy() if callable(own_copy) else copy.deepcopy(processor)
+        copied: Called = own_copy() if callable(own_copy) else copy.deepcopy(processor)
+    except CannotCopyError:
+        raise
     except Exception as error:
         # What an object's copying may raise is its own affair, and the target's rows do not depend on it.
         logger.debug("copying %s failed", name_of(processor), exc_info=True)
@@ -86,6 +98,25 @@ def copy_processor(processor: Processor) -> Processor:
     if copied is processor or not callable(copied):
         raise CannotCopyError("its copy is no other processor")
     return copied
+
+
+def keeps_nothing(processor: object) -> bool:
+    """Return whether it is a processor or criterion of transformers that goes by the tokens alone."""
+    return type(processor) in _STATELESS
+
+
+def _holds_model(holder: object) -> bool:
+    """Return whether a deep copy would copy a model: with its weights, in every step."""
+    seen: dict[int, object] = {}
+    waiting = [holder]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, torch.nn.Module):
+            return True
+        if id(each) not in seen and not isinstance(each, _NOT_SEARCHED):
+            seen[id(each)] = each
+            waiting += gc.get_referents(each)
+    return False
 
 
 def name_of(processor: object) -> str:

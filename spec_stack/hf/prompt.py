@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,6 +18,13 @@ Span = tuple[int, int]
 
 # Messages of these roles are never pruned.
 _KEPT_ROLES = ("system", "developer")
+# Marks stand for texts when a chat is rendered to learn its template; the number is no request's to guess. A part that
+# a template dumps as JSON is not shown.
+_MARK = f"\ue000{secrets.randbits(64)}:"
+_SHOWN = re.compile(rf'(?<!"text": "){_MARK}(\d+)\ue001')
+_MARKED_JSON = json.dumps({_MARK: _MARK}, ensure_ascii=False)
+# A content of None that a template prints.
+_NULL = re.compile(r"\b(?:None|null)\b")
 
 
 @dataclass(frozen=True)
@@ -111,8 +120,8 @@ def encode_prompt(
     Raises
     ------
     ValueError
-        For none or several prompts, an empty one, one of the wrong type, ids outside the vocabulary, messages of
-        another form, a tokenizer without a template, a template that refuses the messages.
+        For none or several prompts, an empty one, one of the wrong type, ids outside the vocabulary (those of a text or
+        a chat, too), messages of another form, a tokenizer without a template, a template that refuses the messages.
     """
     if source.encoded is not None:
         return source.encoded if known is None else splice(source.encoded, known)
@@ -136,7 +145,18 @@ def encode_prompt(
         )
     if not encoded.token_ids:
         raise ValueError("the prompt is empty; give at least one token")
+    _check_rows(tokenizer, encoded.token_ids, vocab_size)
     return encoded
+
+
+def _check_rows(tokenizer: Any, token_ids: Sequence[int], vocab_size: int) -> None:
+    """Raise ValueError for a token that the tokenizer has and the model has not (that of an image, say)."""
+    last = max(token_ids)
+    if last >= vocab_size:
+        raise ValueError(
+            f"the prompt holds {tokenizer.convert_ids_to_tokens(last)!r}, token {last}, which is not in the target's "
+            f"vocabulary of 0…{vocab_size - 1}; leave it out"
+        )
 
 
 def _check_chat_options(source: PromptSource) -> None:
@@ -295,16 +315,16 @@ def encode_messages(tokenizer: Any, messages: Sequence[Message]) -> tuple[list[i
 
 
 def _encode_chat(tokenizer: Any, source: PromptSource, known: EncodedPrompt | None) -> EncodedPrompt:
-    messages = _check_messages(source.messages or ())
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("the tokenizer has no chat template; give prompt= instead of messages=")
+    messages, skeleton = fit_messages(tokenizer, source)
     text = _render(tokenizer, messages, source)
     _check_unicode(text)
     if not tokenizer.is_fast:
         # Without character offsets there is no telling what is content.
         ids = list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
         return EncodedPrompt(ids, [(0, len(ids))], "the tokenizer gives no offsets, so all is protected", text)
-    prunable, num_edited, asked = _content_spans(tokenizer, text, messages, source)
+    prunable, num_edited, asked = _content_spans(text, skeleton, messages)
     special = special_ids(tokenizer)
     head, tail_ids, offsets = _tokenize(tokenizer, text, special, known)
     protected = (
@@ -425,7 +445,7 @@ def num_shared(one: Any, other: Any) -> int:
 
 
 def _check_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The messages with their content as one text each."""
+    """The messages with each content None, a text or a list of text parts."""
     if not isinstance(messages, Sequence) and not isinstance(messages, Mapping):
         messages = list(messages)
     if not messages:
@@ -436,39 +456,174 @@ def _check_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 def _check_message(message: Any) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise ValueError(f"messages must be a list of {{'role': ..., 'content': ...}}, got {message!r} in it")
-    content = message.get("content")
-    if content is None and message.get("role") == "assistant":
-        content = ""
+    role, content = message.get("role"), message.get("content")
     if isinstance(content, Sequence) and not isinstance(content, str | bytes):
-        content = _join_parts(content)
-    if not isinstance(message.get("role"), str) or not isinstance(content, str):
+        content = [_check_part(part) for part in content]
+    elif not isinstance(content, str) and not (content is None and role == "assistant"):
         raise ValueError(f"a message needs a 'role' and a text 'content', got {dict(message)!r}")
-    checked = {**message, "content": content}
-    if message.get("tool_calls"):
-        checked["tool_calls"] = [_with_parsed_arguments(call) for call in message["tool_calls"]]
-    return checked
+    if not isinstance(role, str):
+        raise ValueError(f"a message needs a 'role' and a text 'content', got {dict(message)!r}")
+    return {**message, "content": content}
 
 
-def _join_parts(parts: Sequence[Any]) -> str:
-    texts = []
-    for part in parts:
-        text = part if isinstance(part, str) else part.get("text") if isinstance(part, Mapping) else None
-        if not isinstance(text, str):
-            raise ValueError(f"content parts must be {{'type': 'text', 'text': ...}}, got {part!r}")
-        texts.append(text)
-    return "\n".join(texts)
+def _check_part(part: Any) -> Mapping[str, Any]:
+    part = _text_part(part) if isinstance(part, str) else part
+    if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+        raise ValueError(f"content parts must be {{'type': 'text', 'text': ...}}, got {part!r}")
+    return part
 
 
-def _with_parsed_arguments(call: Any) -> Any:
-    """A tool call with its arguments as templates expect them, a mapping, where they come as JSON text."""
+def _text_part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+def _texts(content: Any) -> list[str]:
+    """The texts of a content in any form."""
+    return [part["text"] for part in content] if isinstance(content, list) else [content or ""]
+
+
+def _as_given(content: Any) -> Any:
+    return content
+
+
+def _as_text(content: Any) -> str:
+    return "\n".join(_texts(content))
+
+
+def _as_parts(content: Any) -> list[Any]:
+    return content if isinstance(content, list) else [_text_part(content or "")]
+
+
+def fit_messages(tokenizer: Any, source: PromptSource) -> tuple[list[dict[str, Any]], str]:
+    """The messages in the form that the chat template takes, and the chat rendered with marks for their texts.
+
+    Templates differ: a content is a text or a list of parts, or None beside calls, and the arguments of a call are a
+    mapping or JSON text. The given form is preferred, then the one whose marks the template shows.
+
+    Parameters
+    ----------
+    tokenizer : object
+        Its template renders the messages.
+    source : PromptSource
+        The messages, and the options of the template.
+
+    Returns
+    -------
+    messages : list of dict
+        The messages.
+    skeleton : str
+        Empty where the template refuses marks.
+
+    Raises
+    ------
+    ValueError
+        For messages of another form.
+    """
+    given = _check_messages(source.messages or ())
+    fits: list[_Fit] = []
+    for form in (_as_given, _as_text, _as_parts):
+        fits.append(_fit(tokenizer, [{**message, "content": form(message["content"])} for message in given], source))
+        if fits[-1].is_complete:
+            return fits[-1].messages, fits[-1].skeleton
+    # Some templates take the contents of one role as parts, and of another as text.
+    best = [next((fit for fit in fits if index in fit.shown), fits[0]) for index in range(len(given))]
+    fits.append(_fit(tokenizer, [fit.messages[index] for index, fit in enumerate(best)], source))
+    # max() returns the first of equals.
+    fit = max(fits, key=lambda fit: (len(fit.shown), fit.takes_text, -fit.num_nulls))
+    return fit.messages, fit.skeleton
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """Messages in one form, the skeleton of the chat, and whether the template shows JSON arguments as they are."""
+
+    messages: list[dict[str, Any]]
+    skeleton: str
+    takes_text: bool
+
+    @property
+    def is_complete(self) -> bool:
+        return bool(self.skeleton) and len(self.shown) == len(self.messages) and not self.num_nulls
+
+    @cached_property
+    def shown(self) -> frozenset[int]:
+        """The messages all of whose texts the template shows; none where it refuses marks."""
+        found, marks = set(_SHOWN.findall(self.skeleton)), iter(_marks(self.messages))
+        numbers = [[_SHOWN.findall(next(marks)) for _ in _texts(message["content"])] for message in self.messages]
+        return frozenset(
+            index for index, own in enumerate(numbers) if self.skeleton and all(found.issuperset(each) for each in own)
+        )
+
+    @property
+    def num_nulls(self) -> int:
+        return len(_NULL.findall(self.skeleton))
+
+
+def _fit(tokenizer: Any, messages: list[dict[str, Any]], source: PromptSource) -> _Fit:
+    messages, takes_text = _fit_arguments(tokenizer, messages, source)
+    return _Fit(messages, _try_render(tokenizer, _marked(messages), source), takes_text)
+
+
+def _marks(messages: Sequence[Message]) -> list[str]:
+    """A mark for each text of the messages; none for an empty one."""
+    texts = [text for message in messages for text in _texts(message["content"])]
+    return [f"{_MARK}{index}\ue001" if text else "" for index, text in enumerate(texts)]
+
+
+def _marked(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """The messages with marks in place of their texts."""
+    marks = iter(_marks(messages))
+    return [{**message, "content": _with_marks(message["content"], marks)} for message in messages]
+
+
+def _with_marks(content: Any, marks: Iterator[str]) -> Any:
+    if isinstance(content, list):
+        return [{**part, "text": next(marks)} for part in content]
+    mark = next(marks)
+    return content if content is None else mark
+
+
+def _fit_arguments(
+    tokenizer: Any, messages: list[dict[str, Any]], source: PromptSource
+) -> tuple[list[dict[str, Any]], bool]:
+    """The messages with arguments that are JSON text as mappings, unless the template shows the text as it is."""
+    probe = [_with_arguments(message, lambda _: _MARKED_JSON) for message in messages]
+    if probe == messages:
+        return messages, False
+    if _MARKED_JSON in _try_render(tokenizer, probe, source):
+        return messages, True
+    return [_with_arguments(message, _parsed) for message in messages], False
+
+
+def _with_arguments(message: dict[str, Any], change: Callable[[str], Any]) -> dict[str, Any]:
+    """A message with another form of its calls' arguments where these are text."""
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [_with_changed(call, change) for call in calls]} if calls else message
+
+
+def _with_changed(call: Any, change: Callable[[str], Any]) -> Any:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
+    return {**call, "function": {**function, "arguments": change(function["arguments"])}}
+
+
+def _parsed(text: str) -> Any:
+    """The value of JSON; the text itself where a prompt could not show that value."""
     try:
-        arguments = json.loads(function["arguments"])
+        value = json.loads(text)
+        # Infinite numbers and halves of characters raise.
+        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
     except ValueError:
-        return call
-    return {**call, "function": {**function, "arguments": arguments}}
+        return text
+    return value
+
+
+def _try_render(tokenizer: Any, messages: Sequence[Message], source: PromptSource) -> str:
+    try:
+        return _render(tokenizer, messages, source)
+    except ValueError:
+        return ""
 
 
 def _render(tokenizer: Any, messages: Sequence[Message], source: PromptSource) -> str:
@@ -489,54 +644,49 @@ def _render(tokenizer: Any, messages: Sequence[Message], source: PromptSource) -
         raise ValueError(f"the chat template refuses these messages: {error}") from error
 
 
-def _content_spans(
-    tokenizer: Any, text: str, messages: Sequence[Message], source: PromptSource
-) -> tuple[list[Span], int, Span | None]:
-    """Character spans of the contents that may be pruned, how many the template edits, which may not, and the last user
-    message's span.
+def _content_spans(text: str, skeleton: str, messages: Sequence[Message]) -> tuple[list[Span], int, Span | None]:
+    """Character spans of the contents that may be pruned, how many messages the template edits, which may not, and the
+    last user message's span.
 
-    The contents are replaced by marks and the chat is rendered once more, so that the text between the marks is the
+    The skeleton is the chat rendered with marks in place of its texts, so that the text between the marks is the
     template's own: for one user message "hi" that renders to `<user>hi<end>`, the skeleton is `<user>#0#<end>`, split
-    into `<user>` and `<end>`, and the span is (6, 8). A content is found where it, as it is or stripped, stands between
+    into `<user>` and `<end>`, and the span is (6, 8). A text is found where it, as it is or stripped, stands between
     the template's two parts; where it does not, the template does more with it (drops a thought, say), and the search
     goes on behind the next part.
     """
-    marks = [f"\ue000{index}\ue001" if message["content"] else "" for index, message in enumerate(messages)]
-    try:
-        skeleton = _render(
-            tokenizer,
-            [{**message, "content": mark} for message, mark in zip(messages, marks, strict=True)],
-            source,
-        )
-    except ValueError:
-        # A template that looks into contents.
+    if not skeleton:
         return [], len(messages), None
-    head, *rest = re.split("\ue000(\\d+)\ue001", skeleton)
-    spans, edited, at = [], 0, len(head) if text.startswith(head) else -1
-    asked: Span | None = None
+    owners = [(index, content) for index, message in enumerate(messages) for content in _texts(message["content"])]
+    head, *rest = _SHOWN.split(skeleton)
+    spans: list[Span] = []
+    edited: set[int] = set()
+    asked: dict[int, Span] = {}
+    at = len(head) if text.startswith(head) else -1
     for number, part in zip(rest[::2], rest[1::2], strict=True):
-        if at < 0:
-            edited += 1
-            continue
-        message = messages[int(number)]
-        stop = _content_end(text, at, message["content"], part)
+        index, content = owners[int(number)]
+        # Two texts may have nothing between them; behind the last one the chat ends.
+        end = part if part or number != rest[-2] else None
+        stop = _content_end(text, at, content, end) if at >= 0 else None
         if stop is None:
-            edited += 1
-            found = text.find(part, at) if part else -1
+            edited.add(index)
+            found = text.find(part, at) if part and at >= 0 else -1
             at = found + len(part) if found >= 0 else -1
             continue
-        if message["role"] not in _KEPT_ROLES:
-            spans.append((at, stop))
-        if message["role"] == "user":
-            asked = at, stop
+        if messages[index]["role"] not in _KEPT_ROLES:
+            # A token may stand across two texts that have nothing between them.
+            start = spans.pop()[0] if spans and spans[-1][1] == at else at
+            spans.append((start, stop))
+        if messages[index]["role"] == "user":
+            asked = {index: (asked[index][0] if index in asked else at, stop)}
         at = stop + len(part)
-    return spans, edited, asked
+    return spans, len(edited), next(iter(asked.values()), None)
 
 
-def _content_end(text: str, at: int, content: str, part: str) -> int | None:
-    """Where a content that begins at `at` ends, given the template's part after it; None where it is not there."""
+def _content_end(text: str, at: int, content: str, part: str | None) -> int | None:
+    """Where a content that begins at `at` ends, given the template's part after it, or None for the end of the chat;
+    None where it is not there."""
     for written in (content, content.strip(), content.lstrip(), content.rstrip()):
         stop = at + len(written)
-        if text.startswith(written, at) and text.startswith(part, stop) and (part or stop == len(text)):
+        if text.startswith(written, at) and (stop == len(text) if part is None else text.startswith(part, stop)):
             return stop
     return None

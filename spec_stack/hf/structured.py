@@ -13,13 +13,19 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from spec_stack.config import how_to_install
-from spec_stack.hf.answer_format import ForcedCall
+from spec_stack.hf.answer_format import THINK_CLOSES, ForcedCall
+from spec_stack.hf.json_schema import check_pattern, json_rules
 
 # Of compiled formats: who asks for many should not fill the memory with them.
 _MAX_CACHED_BYTES = 64 << 20
 # Tokens that a mark may begin with.
 _MOST_SPELLINGS = 16
 FORMATS = ("text", "json_object", "json_schema", "regex", "grammar")
+# A thought that has begun, up to its end and the blank line that templates write behind it.
+_THOUGHT = [
+    {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": THINK_CLOSES},
+    {"type": "const_string", "value": "\n\n"},
+]
 
 
 @dataclass(frozen=True)
@@ -29,12 +35,6 @@ class SerializedFormat:
     text: str
     marks: tuple[str, ...] = ()
     name: ClassVar[str] = "response_format"
-
-    def compile(self, compiler: Compiler) -> Any:
-        """Return it as xgrammar has it."""
-        import xgrammar
-
-        return xgrammar.CompiledGrammar.deserialize_json(self.text, compiler.tokenizer)
 
 
 class Compiler(NamedTuple):
@@ -67,7 +67,9 @@ class Grammars:
         self._lock = threading.Lock()
         self._compilers: dict[frozenset[int], Compiler] = {}
 
-    def compile(self, response_format: object, end_ids: Collection[int], num_prompt_tokens: int) -> Grammar | None:
+    def compile(
+        self, response_format: object, end_ids: Collection[int], num_prompt_tokens: int, in_thought: bool = False
+    ) -> Grammar | None:
         """The grammar of a request; None for {"type": "text"}.
 
         Parameters
@@ -78,14 +80,16 @@ class Grammars:
             Tokens that end a text: where it may end, and there alone, they are allowed.
         num_prompt_tokens : int
             The grammar is about what comes after them.
+        in_thought : bool
+            Whether they end inside a thought: it runs free up to its closing mark, and the format holds behind it.
 
         Raises
         ------
         ValueError
-            For a format that is none, one that cannot be compiled, no tokenizer, no end token, and where xgrammar is
-            not installed.
+            For a format that is none, one that cannot be compiled or enforced, no tokenizer, no end token, and where
+            xgrammar is not installed.
         """
-        compiled = self._compiled(response_format, frozenset(end_ids))
+        compiled = self._compiled(response_format, frozenset(end_ids), in_thought)
         if compiled is None:
             return None
         forbidden = self._unspoken - frozenset(end_ids)
@@ -93,10 +97,12 @@ class Grammars:
             compiled, forbidden, self._vocab_size, num_prompt_tokens, self._ids_of(_marks_of(response_format))
         )
 
-    def serialized(self, response_format: object, end_ids: Collection[int]) -> SerializedFormat | None:
+    def serialized(
+        self, response_format: object, end_ids: Collection[int], in_thought: bool = False
+    ) -> SerializedFormat | None:
         """Compile a format in one process for another, which takes the result in its place; None where `compile` gives
         none. Raises ValueError as that does."""
-        compiled = self._compiled(response_format, frozenset(end_ids))
+        compiled = self._compiled(response_format, frozenset(end_ids), in_thought)
         return None if compiled is None else SerializedFormat(compiled.serialize_json(), _marks_of(response_format))
 
     def warm_up(self, end_ids: Collection[int]) -> None:
@@ -104,7 +110,7 @@ class Grammars:
         with self._lock:
             self._compiler(frozenset(end_ids))
 
-    def _compiled(self, response_format: object, end_ids: frozenset[int]) -> Any:
+    def _compiled(self, response_format: object, end_ids: frozenset[int], in_thought: bool) -> Any:
         wanted = response_format if isinstance(response_format, SerializedFormat | ForcedCall) else None
         kind, content = ("", "") if wanted else read_format(response_format)
         if kind == "text":
@@ -117,9 +123,19 @@ class Grammars:
             problem = f"{what} needs an end-of-sequence token; this request has none (see ignore_eos)"
         if problem is not None:
             raise ValueError(problem)
+        import xgrammar
+
         with self._lock:
-            compiler = self._compiler(end_ids)
-            return wanted.compile(compiler) if wanted else _compile(compiler.compiler, kind, content)
+            compiler, tokenizer = self._compiler(end_ids)
+            if isinstance(wanted, SerializedFormat):
+                return xgrammar.CompiledGrammar.deserialize_json(wanted.text, tokenizer)
+            try:
+                rules = wanted.rules() if wanted else _rules(kind, content)
+                return compiler.compile_grammar(_behind_thought(rules) if in_thought else rules)
+            except Exception as error:
+                # The library has no common error of its own.
+                subject = "tool_choice: the tools' parameters" if wanted else f"response_format: this {kind}"
+                raise ValueError(f"{subject} cannot be compiled: {error}") from error
 
     def _compiler(self, end_ids: frozenset[int]) -> Compiler:
         import xgrammar
@@ -189,19 +205,22 @@ def read_format(response_format: object) -> tuple[str, str]:
     return kind, text
 
 
-def _compile(compiler: Any, kind: str, content: str) -> Any:
-    try:
-        match kind:
-            case "json_schema":
-                # One way to write white space, json.dumps' own: with all of them a small model may never end.
-                return compiler.compile_json_schema(content, any_whitespace=False)
-            case "regex":
-                return compiler.compile_regex(content)
-            case _:
-                return compiler.compile_grammar(content)
-    except Exception as error:
-        # The library has no common error of its own.
-        raise ValueError(f"response_format: this {kind} cannot be compiled: {error}") from error
+def _rules(kind: str, content: str) -> Any:
+    from xgrammar import Grammar as Rules
+
+    if kind == "json_schema":
+        return json_rules(content)
+    if kind == "regex":
+        check_pattern(content)
+        return Rules.from_regex(content)
+    return Rules.from_ebnf(content)
+
+
+def _behind_thought(rules: Any) -> Any:
+    from xgrammar import Grammar as Rules
+
+    thought = {"type": "structural_tag", "format": {"type": "sequence", "elements": _THOUGHT}}
+    return Rules.concat(Rules.from_structural_tag(thought), rules)
 
 
 class Grammar:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from spec_stack.config import PrefillConfig
+from spec_stack.settings.checks import plain
 
 FILE_NAME = "spec_stack_calibration.json"
 VERSION = 4
@@ -138,7 +139,7 @@ class Calibration:
             unknown = set(values["settings"]) - set(CHOSEN)
             if unknown:
                 raise ValueError(f"it sets {sorted(unknown)}")
-            values["settings"] = {name: _frozen(value) for name, value in values["settings"].items()}
+            values["settings"] = {name: plain(value) for name, value in values["settings"].items()}
             values["weights"] = tuple(values["weights"])
             values["points"] = [Point(**point) for point in values["points"]]
             calibration = cls(**values, origin=file.name)
@@ -175,10 +176,6 @@ def fingerprint(config: Any) -> dict[str, Any]:
     """Return what tells a model's shape from another's, of its transformers text configuration."""
     names = ("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
     return {name: getattr(config, name, None) for name in names}
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(_frozen(each) for each in value) if isinstance(value, list) else value
 
 
 def describe_setting(config: PrefillConfig) -> str:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.concurrency import run_in_threadpool
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from fastapi.sse import format_sse_event
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -30,7 +31,7 @@ from starlette.requests import ClientDisconnect
 from spec_stack.api.answering import Call
 from spec_stack.hf.answer_format import AnswerFormat
 from spec_stack.hf.answer_parser import AnswerParser
-from spec_stack.serve.bodies import BODIES
+from spec_stack.serve.bodies import BODIES, MAX_CALLS
 from spec_stack.serve.config import ServeConfig
 from spec_stack.serve.errors import error_body, error_response
 from spec_stack.serve.forms import FORMS, Form, Parts
@@ -48,6 +49,7 @@ logger = logging.getLogger(__name__)
 # Fields that a request brought and that mean nothing here are named in this header.
 IGNORED_HEADER = "x-spec-stack-ignored"
 _MAX_NAMED, _MAX_NAME = 20, 40
+_FAILED = "the server could not answer this request; its log says why"
 # Seconds after shutdown_s in which the server ends by itself, before it is ended.
 _GRACE_S = 1.5
 
@@ -83,6 +85,14 @@ def build_app(
     app = FastAPI(title="spec_stack", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     # FastAPI's own max_body_size answers in plain text, where clients look for OpenAI's form.
     app.add_middleware(RefuseLongBodies, max_bytes=config.max_body_bytes or 0)
+    if config.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(config.cors_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=[IGNORED_HEADER],
+        )
     app.state.worker = worker
     endpoint = Endpoint(generator, config, worker, nursery)
 
@@ -120,7 +130,7 @@ def build_app(
 
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Response:
-        return error_response(500, "the server could not answer this request; its log says why")
+        return error_response(500, _FAILED)
 
     return app
 
@@ -249,13 +259,13 @@ class Endpoint:
                 answer.take(delivery)
         if not answer.is_complete:
             return error_response(499 if await request.is_disconnected() else 503, "the request was cancelled")
-        return JSONResponse(answer.whole().model_dump(mode="json", exclude_none=True), headers=headers)
+        return JSONResponse(answer.whole().model_dump(mode="json", exclude_unset=True), headers=headers)
 
     def _parts(self, prepared: Prepared) -> Parts:
-        tokenizer = self._generator.tokenizer
         return Parts(
             parser=partial(AnswerParser, self._format, prepared.tool_names, prepared.in_thought),
-            token_text=lambda token_id: str(tokenizer.decode([token_id])) if tokenizer else "",
+            token_bytes=self._generator.pair.token_bytes,
+            max_calls=prepared.options.get(MAX_CALLS),
         )
 
     def _check(self, prepared: Prepared) -> dict[str, Any]:
@@ -274,6 +284,7 @@ class Endpoint:
             raise Refused(f"the prompt has {num_tokens} tokens; this server takes {most}")
         max_tokens = prepared.max_tokens or min(config.default_max_tokens, room)
         options = {**prepared.options, "max_tokens": max_tokens}
+        options.pop(MAX_CALLS, None)
         try:
             # Checks all the rest, and does nothing until its first step.
             generator.stream_call(Call.over(prepared.encoded, options))
@@ -312,8 +323,15 @@ class Endpoint:
                     status = 400 if delivery.is_callers else 500
                     yield _event_of({"error": error_body(status, delivery.message)})
                     return
-                for chunk in answer.pieces(delivery):
-                    yield _event(chunk)
+                try:
+                    events = [_event(chunk) for chunk in answer.pieces(delivery)]
+                except Exception:
+                    # The status has been sent: an event is the last way to tell a client.
+                    logger.exception("a piece of an answer cannot be sent")
+                    yield _event_of({"error": error_body(500, _FAILED)})
+                    return
+                for event in events:
+                    yield event
         if not answer.is_complete:
             yield _event_of({"error": error_body(503, "the request was cancelled")})
             return

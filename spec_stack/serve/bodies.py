@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WrapValidator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from spec_stack.hf.prompt import PromptSource
 from spec_stack.serve.config import ServeConfig
@@ -17,6 +27,34 @@ _SAME = (
     *("keep_rate", "specprefill", "prune", "policy", "gamma"),
 )
 MAX_TOP_LOGPROBS = 20
+# The one option that is none of the generator's.
+MAX_CALLS = "max_calls"
+
+
+def _one_of(forms: str) -> WrapValidator:
+    """Name all the forms of a field where a value has none of them; pydantic names those of the first."""
+
+    def check(value: Any, handler: Any) -> Any:
+        try:
+            return handler(value)
+        except ValidationError as error:
+            raise PydanticCustomError("form", "it must be {forms}", {"forms": forms}) from error
+
+    return WrapValidator(check)
+
+
+def _unbatched(prompt: Any) -> Any:
+    """The one prompt of a batch of one; everything else as it is."""
+    is_batch = isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list)
+    return prompt[0] if is_batch else prompt
+
+
+def _without_null_fields(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as clients send them back, `"tool_calls": null` and the like: templates ask whether a field is there."""
+    return [
+        {name: value for name, value in message.items() if value is not None or name == "content"}
+        for message in messages
+    ]
 
 
 class Body(BaseModel):
@@ -29,7 +67,7 @@ class Body(BaseModel):
     temperature: float | None = None
     top_p: float | None = None
     seed: int | None = Field(None, ge=0, lt=1 << 63)
-    stop: str | list[str] | None = None
+    stop: Annotated[str | list[str] | None, _one_of("a string or a list of strings")] = None
     n: int = Field(1, ge=1)
     stream: bool = False
     stream_options: dict[str, Any] | None = None
@@ -53,6 +91,12 @@ class Body(BaseModel):
     prune: str | None = None
     policy: str | None = None
     gamma: int | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """A field that is null is one that is left out, as OpenAI's clients mean it."""
+        return {name: value for name, value in values.items() if value is not None}
 
     @property
     def wants_usage(self) -> bool:
@@ -95,10 +139,10 @@ class Body(BaseModel):
 class ChatBody(Body):
     """The body of /v1/chat/completions."""
 
-    messages: list[dict[str, Any]]
+    messages: Annotated[list[dict[str, Any]], AfterValidator(_without_null_fields)]
     max_completion_tokens: int | None = Field(None, ge=1)
     tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: Annotated[str | dict[str, Any] | None, _one_of("a string or an object")] = None
     parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
@@ -110,7 +154,12 @@ class ChatBody(Body):
         return self.max_completion_tokens or self.max_tokens
 
     def num_logprobs(self) -> int | None:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs: true")
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    def options(self, config: ServeConfig) -> dict[str, Any]:
+        return super().options(config) | ({MAX_CALLS: 1} if self.parallel_tool_calls is False else {})
 
     def source(self) -> PromptSource:
         return PromptSource(
@@ -125,7 +174,11 @@ class ChatBody(Body):
 class CompletionBody(Body):
     """The body of /v1/completions."""
 
-    prompt: str | list[int] | list[str]
+    prompt: Annotated[
+        str | list[int],
+        _one_of("one text or one list of token ids; send several requests for several"),
+        BeforeValidator(_unbatched),
+    ]
     echo: bool = False
     suffix: str | None = None
     best_of: int | None = None
@@ -139,11 +192,7 @@ class CompletionBody(Body):
             raise ValueError("echo, suffix and best_of are not supported")
         if isinstance(self.prompt, str):
             return PromptSource(prompt=self.prompt)
-        if len(self.prompt) == 1 and isinstance(self.prompt[0], str):
-            return PromptSource(prompt=self.prompt[0])
-        if any(isinstance(part, str) for part in self.prompt):
-            raise ValueError("prompt must be one text or one list of token ids; send several requests for several")
-        return PromptSource(input_ids=[part for part in self.prompt if isinstance(part, int)])
+        return PromptSource(input_ids=self.prompt)
 
 
 BODIES: dict[str, type[Body]] = {"/v1/chat/completions": ChatBody, "/v1/completions": CompletionBody}

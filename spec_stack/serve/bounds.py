@@ -43,9 +43,10 @@ class Bounds:
         self._check_chars(body)
         for name in ("stop", "stop_token_ids"):
             stops = body.get(name)
-            if isinstance(stops, list) and len(stops) > MAX_STOPS:
+            stops = stops if isinstance(stops, list) else [stops]
+            if len(stops) > MAX_STOPS:
                 raise ValueError(f"{name} has {len(stops)} entries; this server takes {MAX_STOPS}")
-            if isinstance(stops, list) and any(isinstance(it, str) and len(it) > MAX_STOP_CHARS for it in stops):
+            if any(isinstance(it, str) and len(it) > MAX_STOP_CHARS for it in stops):
                 raise ValueError(f"a stop string is over {MAX_STOP_CHARS} characters")
         wanted = body.get("response_format")
         if isinstance(wanted, Mapping):

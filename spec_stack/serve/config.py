@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -19,6 +20,10 @@ _COUNTS = (
 )
 
 
+def _is_origin(text: object) -> bool:
+    return isinstance(text, str) and (text == "*" or re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#\s]+", text) is not None)
+
+
 @documented
 @dataclass(frozen=True)
 class ServeConfig:
@@ -29,6 +34,9 @@ class ServeConfig:
     model_name: str = option("spec-stack", "what clients call the model")
     api_keys: Sequence[str] = field(
         default=(), repr=False, metadata={"help": "keys of which a request must bring one; none lets everybody in"}
+    )
+    cors_origins: Sequence[str] = option(
+        (), "origins whose pages in a browser may ask, https://chat.example.org say, or * for all; none by default"
     )
     temperature: float = option(1.0, "of requests that name none, as OpenAI's own; 0 is greedy")
     default_max_tokens: int = option(512, "most tokens for requests that say none, as far as the models have positions")
@@ -78,6 +86,11 @@ class ServeConfig:
             require_int("remembered_tokens", self.remembered_tokens, 2)
         if isinstance(self.api_keys, str) or not all(isinstance(key, str) and key for key in self.api_keys):
             raise ValueError("api_keys must be a list of non-empty strings")
+        if isinstance(self.cors_origins, str) or not all(map(_is_origin, self.cors_origins)):
+            raise ValueError(
+                "cors_origins must be a list of * or of origins without a path, such as https://chat.example.org, "
+                f"got {self.cors_origins!r}"
+            )
         if not (0 <= self.temperature < math.inf and 0 <= self.shutdown_s < math.inf):
             raise ValueError("temperature and shutdown_s must be 0 or more")
         if not 0 < self.prepare_s < math.inf:

@@ -13,7 +13,12 @@ _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_
 def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
     """Return what an error says."""
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"message": message, "type": kind, "param": param, "code": status}
+    return {"message": _sendable(message), "type": kind, "param": param and _sendable(param), "code": status}
+
+
+def _sendable(text: str) -> str:
+    """A text that may quote a request, with the halves of characters in it escaped, which UTF-8 cannot hold."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def error_response(

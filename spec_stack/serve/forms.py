@@ -29,12 +29,29 @@ class Parts:
     ----------
     parser : callable
         Makes a parser for one answer.
-    token_text : callable
-        Gives a token's own text; half a character is U+FFFD.
+    token_bytes : callable
+        Gives the bytes that a token adds to a text.
+    max_calls : int, optional
+        Most calls of an answer; later ones are left out.
     """
 
     parser: Callable[[], AnswerParser]
-    token_text: Callable[[int], str]
+    token_bytes: Callable[[int], bytes]
+    max_calls: int | None = None
+
+    def token_text(self, token_id: int) -> str:
+        """A token's text; half a character by its bytes, as OpenAI writes it, and an id without a text by its number.
+
+        Parameters
+        ----------
+        token_id : int
+            Any id of the model.
+        """
+        spelled = self.token_bytes(token_id)
+        try:
+            return spelled.decode() or f"token_id:{token_id}"
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
 
 
 @dataclass
@@ -129,10 +146,14 @@ class ChatForm(Form):
         """The parts that a step has made certain."""
         if choice.parser is None:
             choice.parser = self._parts.parser()
-        parts = choice.parser.push(piece.output.text)
+        found = choice.parser.push(piece.output.text)
         if choice.finish_reason is not None:
-            parts += choice.parser.flush()
-        for part in parts:
+            found += choice.parser.flush()
+        parts = []
+        for part in found:
+            if part.call is not None and len(choice.calls) == self._parts.max_calls:
+                continue
+            parts.append(part)
             if part.call is not None:
                 choice.calls.append(part.call.as_dict())
             elif part.kind == "reasoning":
@@ -158,7 +179,7 @@ class ChatForm(Form):
         )
 
     def _message(self, choice: Choice) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": choice.content}
+        message: dict[str, Any] = {"role": "assistant", "content": choice.content, "refusal": None}
         if choice.calls:
             message |= {"tool_calls": choice.calls, "content": choice.content or None}
         if choice.reasoning:
@@ -173,14 +194,17 @@ class ChatForm(Form):
                 self._token(it.token_id, it.logprob)
                 | {"top_logprobs": [self._token(token_id, logprob) for token_id, logprob in it.top]}
                 for it in tokens
-            ]
+            ],
+            "refusal": None,
         }
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        text = self._parts.token_text(token_id)
-        spelled = None if "\ufffd" in text else list(text.encode())
-        # JSON has no infinity; this is what OpenAI says of tokens that cannot come.
-        return {"token": text, "bytes": spelled, "logprob": max(logprob, _LEAST_LOGPROB)}
+        return {
+            "token": self._parts.token_text(token_id),
+            "bytes": list(self._parts.token_bytes(token_id)),
+            # JSON has no infinity; this is what OpenAI says of tokens that cannot come.
+            "logprob": max(logprob, _LEAST_LOGPROB),
+        }
 
     def _chunk(self, choices: list[dict[str, Any]], usage: CompletionUsage | None = None) -> BaseModel:
         return ChatCompletionChunk.model_validate(
@@ -194,11 +218,13 @@ class ChatForm(Form):
         for part in self._take_parts(choice, piece):
             deltas += _deltas(part, num_calls)
             num_calls += part.call is not None
-        if not choice.is_begun:
-            choice.is_begun = True
-            deltas = [{"role": "assistant", "content": ""} | (deltas[0] if deltas else {}), *deltas[1:]]
         if not deltas and (choice.finish_reason is not None or piece.output.logprobs):
             deltas = [{}]
+        if deltas and not choice.is_begun:
+            choice.is_begun = True
+            # Null while a text may still come, and for good beside a call; an answer of nothing is an empty text.
+            content = "" if choice.finish_reason is not None and not choice.calls else None
+            deltas[0] = {"role": "assistant", "content": content} | deltas[0]
         chunks: list[dict[str, Any]] = [
             {"index": piece.index, "delta": delta, "finish_reason": None} for delta in deltas
         ]
@@ -249,15 +275,23 @@ class CompletionForm(Form):
     def _logprobs(self, tokens: Sequence[TokenLogprobs] | None) -> dict[str, Any]:
         """The old form: lists side by side. Offsets are left out, for tokens need not be whole characters."""
         if tokens is None:
-            return {}
+            return {"logprobs": None}
         text = self._parts.token_text
         return {
             "logprobs": {
                 "tokens": [text(it.token_id) for it in tokens],
                 "token_logprobs": [max(it.logprob, _LEAST_LOGPROB) for it in tokens],
-                "top_logprobs": [{text(token_id): logprob for token_id, logprob in it.top} for it in tokens],
+                "top_logprobs": [self._by_text(it.top) for it in tokens],
             }
         }
+
+    def _by_text(self, top: Sequence[tuple[int, float]]) -> dict[str, float]:
+        """Log-probabilities by the tokens' texts; the second token of a text by its number."""
+        named: dict[str, float] = {}
+        for token_id, logprob in top:
+            text = self._parts.token_text(token_id)
+            named[f"token_id:{token_id}" if text in named else text] = max(logprob, _LEAST_LOGPROB)
+        return named
 
     def last(self) -> BaseModel:
         return self._object([], self.usage())

@@ -144,9 +144,9 @@ class Preparing:
             source = replace(source, messages=[self._stripped(message) for message in source.messages])
         encoded = encode_prompt(self._settings.tokenizer, self._settings.vocab_size, source)
         in_thought = self._format.begins_in_thought(encoded.text)
-        wanted = self._forced(body, source, in_thought) or options.pop("response_format", None)
+        wanted = self._forced(body, source) or options.pop("response_format", None)
         if wanted is not None:
-            options["response_format"] = self._compiled(wanted, options)
+            options["response_format"] = self._compiled(wanted, options, in_thought)
         return Prepared(
             encoded=encoded,
             options=options,
@@ -174,14 +174,14 @@ class Preparing:
     def _stripped(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         return {**message, "content": _without(message.get("content"), list(special_tokens(self._settings.tokenizer)))}
 
-    def _forced(self, body: Body, source: PromptSource, in_thought: bool) -> ForcedCall | None:
+    def _forced(self, body: Body, source: PromptSource) -> ForcedCall | None:
         choice = body.tool_choice if isinstance(body, ChatBody) else None
-        forced = self._format.forced_call(choice, source.tools, in_thought)
+        forced = self._format.forced_call(choice, source.tools)
         if forced is not None and body.response_format is not None:
             raise ValueError("give response_format or a forced tool_choice, not both")
         return forced
 
-    def _compiled(self, wanted: object, options: Mapping[str, Any]) -> SerializedFormat | None:
+    def _compiled(self, wanted: object, options: Mapping[str, Any], in_thought: bool) -> SerializedFormat | None:
         """The format, compiled for the tokens that end this request, which are settled as `Request.plan` does."""
         special = special_tokens(self._settings.tokenizer)
         stops = options.get("stop") or []
@@ -189,7 +189,7 @@ class Preparing:
         end_ids = {*options.get("stop_token_ids", ()), *(special[text] for text in stops if text in special)}
         if not options.get("ignore_eos"):
             end_ids |= self._settings.end_ids
-        return self._grammars.serialized(wanted, end_ids)
+        return self._grammars.serialized(wanted, end_ids, in_thought)
 
 
 def _without(content: Any, tokens: Sequence[str]) -> Any:

@@ -6,7 +6,7 @@ import logging
 import threading
 from contextlib import closing
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from spec_stack.api.answering import Call
 from spec_stack.serve.config import ServeConfig
@@ -78,8 +78,9 @@ class Worker:
         try:
             _check(job)
             with self.sessions.lend(job.client, job.prompt) as session:
-                for index in range(job.num_choices):
-                    self._choose(job, session, index)
+                options = {**job.options, "on_progress": lambda *_: _check(job)}
+                for index, call in enumerate(Call.over(job.prompt, options).samples(job.num_choices)):
+                    self._choose(job, session, index, call)
         except Cancelled:
             outcome = "cancelled"
         except ValueError as error:
@@ -92,12 +93,8 @@ class Worker:
             job.deliver(Failure("the server could not answer this request; its log says why", is_callers=False))
         self.meters.requests.labels(outcome).inc()
 
-    def _choose(self, job: Job, session: Session, index: int) -> None:
-        options: dict[str, Any] = dict(job.options)
-        if options.get("seed") is not None:
-            options["seed"] += index
-        options["on_progress"] = lambda *_: _check(job)
-        with closing(session.stream_call(Call.over(job.prompt, options))) as outputs:
+    def _choose(self, job: Job, session: Session, index: int, call: Call) -> None:
+        with closing(session.stream_call(call)) as outputs:
             for output in outputs:
                 _check(job)
                 job.deliver(Piece(index, output))

@@ -32,23 +32,24 @@ def require_int(name: str, value: object, least: int, most: float = math.inf, hi
     require(whole and least <= value <= most, f"{name} must be a whole number, {bounds}, got {value!r}{hint}")  # type: ignore[operator]
 
 
-def plain_number(value: object) -> object:
-    """Numbers of other libraries (numpy's, or torch's without a dimension) as Python's own; all else as it is."""
-    if type(value) in (bool, int, float):
+def plain(value: object) -> object:
+    """Numbers of other libraries (numpy's, torch's) as Python's own, lists and arrays of any depth as tuples of such;
+    all else as it is."""
+    if isinstance(value, str | bytes) or type(value) in (bool, int, float):
         return value
-    if getattr(value, "ndim", None) == 0 and callable(getattr(value, "item", None)):
-        return value.item()  # type: ignore[attr-defined]
+    if callable(getattr(value, "tolist", None)):
+        return plain(value.tolist())  # type: ignore[attr-defined]
+    if isinstance(value, Sequence):
+        return tuple(map(plain, value))
     if isinstance(value, Integral):
         return int(value)
     return float(value) if isinstance(value, Real) else value
 
 
-def plain_numbers(config: object) -> None:
-    """Turn a configuration's numbers into Python's own."""
+def make_plain(config: object) -> None:
+    """Turn a configuration's numbers into Python's own, and its lists into tuples, which nobody changes later."""
     for entry in fields(config):  # type: ignore[arg-type]
-        value = getattr(config, entry.name)
-        if plain_number(value) is not value:
-            object.__setattr__(config, entry.name, plain_number(value))
+        object.__setattr__(config, entry.name, plain(getattr(config, entry.name)))
 
 
 def require_ids(name: str, token_ids: object) -> None:
@@ -56,11 +57,11 @@ def require_ids(name: str, token_ids: object) -> None:
     listed = isinstance(token_ids, Sequence) and not isinstance(token_ids, str | bytes)
     require(listed, f"{name} must be a list of token ids, got {token_ids!r}")
     for token_id in token_ids:  # type: ignore[attr-defined]
-        require_int(f"a token id of {name}", plain_number(token_id), 0)
+        require_int(f"a token id of {name}", token_id, 0)
 
 
 def require_heads(heads: object) -> None:
-    """Refuse what is no tuple of (layer, head) pairs."""
+    """Refuse what is no list of (layer, head) pairs."""
     pairs = isinstance(heads, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in heads)
     require(pairs and bool(heads), f"scoring_heads must be (layer, head) pairs or None, got {heads!r}")
     for layer, head in heads:  # type: ignore[attr-defined]
@@ -83,6 +84,6 @@ def require_bias(logit_bias: object) -> None:
     """Refuse what does not map token ids to numbers, of which -inf is one."""
     require(isinstance(logit_bias, Mapping), f"logit_bias must map token ids to what is added, got {logit_bias!r}")
     for token_id, bias in logit_bias.items():  # type: ignore[attr-defined]
-        require_int("a token id of logit_bias", plain_number(token_id), 0)
-        require_number("a value of logit_bias", plain_number(bias))
+        require_int("a token id of logit_bias", plain(token_id), 0)
+        require_number("a value of logit_bias", plain(bias))
         require(bias == bias and bias < math.inf, f"a value of logit_bias must be finite or -inf, got {bias}")

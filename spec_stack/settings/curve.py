@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections.abc import Sequence
 
 from spec_stack.settings.checks import require, require_int, require_number
 
-KeepCurve = tuple[tuple[int, float], ...]
+KeepCurve = Sequence[tuple[int, float]]
 """(num_tokens, keep_rate) pairs, linear in the logarithm of the length between them and level beyond."""
 
 
@@ -30,7 +31,7 @@ def require_keep_rate(keep_rate: object) -> None:
 
 def rate_at(keep_rate: float | KeepCurve, num_tokens: int) -> float:
     """Return the keep rate of a prompt of this length."""
-    if not isinstance(keep_rate, tuple):
+    if not isinstance(keep_rate, Sequence):
         return keep_rate
     lengths, rates = zip(*keep_rate, strict=True)
     after = bisect_left(lengths, num_tokens)

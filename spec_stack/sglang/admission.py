@@ -76,7 +76,7 @@ class RequestPruner:
         self._scorer = DraftScorer(scheduler, model.pool, self._rounds.most_of_a_part)
         # The same prompt comes again at once where n replies are asked for, and after a client's retry.
         self._remembered: OrderedDict[Prompt, tuple[Placement, str]] = OrderedDict()
-        self._turns = Turns(_TURNS_PER_POOL * self.config.draft_pool_tokens)
+        self._turns = Turns(_TURNS_PER_POOL * model.pool.index.num_slots)
         self._waiting: list[Waiting] = []
         self._at_work: Waiting | None = None
         self._set_aside: list[RunningRequest] | None = None
@@ -110,9 +110,8 @@ class RequestPruner:
         level = logging.WARNING if self._refusal or prunes(config, self._refusal) else logging.INFO
         logger.log(level, "%s: %s", NAME, pruning_note(config, self._refusal, self._template.unrecognised))
         if prunes(config, self._refusal):
-            num_bytes = self._scorer.pool_state()["num_bytes"]
-            num_tokens = self._scheduler.token_to_kv_pool_allocator.size
-            logger.info("%s: %s", NAME, follow_up_note(config, num_bytes, num_tokens))
+            pool, num_tokens = self._scorer.pool_state(), self._scheduler.token_to_kv_pool_allocator.size
+            logger.info("%s: %s", NAME, follow_up_note(config, pool, num_tokens))
         slots = getattr(self._scheduler.draft_worker, "slots", None)
         if slots is not None:
             logger.info("%s: %s", NAME, slots_note(**slots.state()))

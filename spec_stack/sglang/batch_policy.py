@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import is_
 from time import perf_counter, process_time
 from typing import Any
 
@@ -14,11 +15,12 @@ import torch
 from spec_stack.config import MAX_GAMMA
 from spec_stack.controller.base import BatchMember, DraftSignals, Policy, StepContext, StepRecord
 from spec_stack.controller.batch_rule import BatchRule
+from spec_stack.devices import to_device
 from spec_stack.sglang.guards import harmless, note_failure
 from spec_stack.sglang.launch_notes import graph_sizes
-from spec_stack.sglang.penalties import count_anew, count_one_by_one, has_penalties, is_penalised
+from spec_stack.sglang.penalties import SaidTokens, count_one_by_one, has_penalties, is_penalised, tables
 from spec_stack.sglang.protocols import RunningRequest
-from spec_stack.sglang.request_state import note_step, options_of
+from spec_stack.sglang.request_state import RequestOptions, note_step, options_of
 from spec_stack.sglang.server_args import ServerConfig
 from spec_stack.sglang.signals import as_signals
 
@@ -94,6 +96,7 @@ class BatchPolicy:
         self._last: StepRecord | None = None
         self._previous_end: float | None = None
         self._only_steps_ran = False
+        self._said: _Said | None = None
         self.graph_sizes: list[int] | None = None
         self.num_proposed = self.num_accepted = self.num_steps = 0
 
@@ -116,9 +119,10 @@ class BatchPolicy:
         """The gamma of the step that begins now."""
         padded = self._padded(batch_size)
         gammas = self._config.gammas_at(padded)
-        caps, knows, num_slots = [0] * len(self._requests), False, 0
+        caps, knows, num_slots, options = [0] * len(self._requests), False, 0, list[RequestOptions]()
         with harmless("reading requests' gammas", "the step drafts as little as it may"):
-            caps, knows = [_cap(request) for request in self._requests], True
+            options = [options_of(request) for request in self._requests]
+            caps, knows = list(map(_cap, self._requests, options)), True
             num_slots = _mean_slots(self._requests)
         context = StepContext(
             step=self._number,
@@ -134,7 +138,7 @@ class BatchPolicy:
         )
         policy, wanted = self._cautious, 0
         with harmless("choosing gamma", "the step drafts as little as it may"):
-            name, asked = self._rule(caps)
+            name, asked = self._rule(caps, options)
             policy = self._policy(name)
             wanted = policy.choose(context) if asked is None else asked
         gamma, all_know = self._agree(_largest_up_to(wanted, gammas), knows)
@@ -148,8 +152,14 @@ class BatchPolicy:
         self._number += 1
         return gamma
 
-    def on_verify_complete(self, num_correct_drafts_per_req: list[int], batch_size: int) -> None:
-        """Learn from the oldest step whose result has not come yet."""
+    def on_state_activated(self, steps: int) -> None:
+        """Told by later versions of SGLang which gamma holds now, which is the one that was chosen."""
+
+    def on_verify_complete(
+        self, num_correct_drafts_per_req: list[int], batch_size: int, num_steps: int | None = None
+    ) -> None:
+        """Learn from the oldest step whose result has not come yet. num_steps: its gamma, which is known here too; only
+        later versions of SGLang tell it."""
         now = self._clock()
         while self._pending and len(self._pending[0].requests) != batch_size:
             self._pending.popleft()
@@ -169,13 +179,16 @@ class BatchPolicy:
             if request.is_retracted or request.finished():
                 # It ended, or was taken back, while this step ran: its tokens are thrown away.
                 continue
-            with harmless("learning from a step", "nothing is learned from it"):
+            # `harmless` at this place would cost as much as what it guards.
+            try:
                 record = self._record(step, request, num_correct, cap, known, seconds)
                 note_step(request, record)
                 self.num_proposed += record.gamma
                 self.num_accepted += record.num_accepted
                 self._last = record
                 step.policy.observe(record)
+            except Exception:
+                note_failure("learning from a step", "nothing is learned from it")
 
     def _record(
         self,
@@ -200,7 +213,9 @@ class BatchPolicy:
             gamma=gamma,
             num_accepted=num_accepted,
             num_tokens=num_accepted + 1,
-            signals=DraftSignals(proposed.entropy[:gamma], proposed.confidence[:gamma]),
+            signals=proposed
+            if len(proposed) <= gamma
+            else DraftSignals(proposed.entropy[:gamma], proposed.confidence[:gamma]),
             draft_s=0.0,
             # Not finite is how a record says that its seconds are not known.
             verify_s=math.nan if seconds is None or gamma < step.gamma else seconds / len(step.requests),
@@ -232,11 +247,18 @@ class BatchPolicy:
         newest: (num_requests,), the tokens it goes on from. num_held: (num_requests,), the tokens before them, prompts
         and what was said.
         """
-        requests = self._pending[-1].requests
-        if not any(has_penalties(request) for request in requests):
-            return
-        lengths = torch.tensor([len(request.origin_input_ids) for request in requests]).to(num_held.device)
-        _count(sampling_info, requests, newest, num_held + 1 - lengths)
+        step, said, self._said = self._pending[-1], self._said, None
+        try:
+            if said is None or not said.holds_for(step):
+                said = _Said.of(step.requests, sampling_info, num_held.device)
+            if said is None:
+                return
+            said.tokens.count(sampling_info, newest, num_held + 1 - said.tokens.num_prompt_tokens)
+            said.number = step.number
+            self._said = said
+        except Exception:
+            num_said = num_held.cpu() + 1 - torch.tensor([len(request.origin_input_ids) for request in step.requests])
+            _count_one_by_one(sampling_info, step.requests, newest, num_said)
 
     def count_penalties_of_prefill(
         self, sampling_info: Any, requests: Sequence[RunningRequest], device: torch.device
@@ -245,8 +267,13 @@ class BatchPolicy:
         retracted. device: where SGLang's tensors are."""
         if not any(request.output_ids and has_penalties(request) for request in requests):
             return
-        num_said = torch.tensor([len(request.output_ids) for request in requests]).to(device)
-        _count(sampling_info, requests, torch.zeros_like(num_said), num_said)
+        num_said = to_device(torch.tensor([len(request.output_ids) for request in requests]), device)
+        newest = torch.zeros_like(num_said)
+        try:
+            if said := _Said.of(requests, sampling_info, device):
+                said.tokens.count(sampling_info, newest, num_said)
+        except Exception:
+            _count_one_by_one(sampling_info, requests, newest, num_said)
 
     def carry(self, signals: torch.Tensor) -> None:
         """Given the draft's signals in the step that was chosen last, which are read when its result is."""
@@ -255,13 +282,14 @@ class BatchPolicy:
     def something_else_runs(self) -> None:
         """Told that a prefill, or the scoring of a prompt, runs now: no seconds that hold it are a step's own."""
         self._only_steps_ran = False
+        # A prefill may be of a request whose tokens were taken back.
+        self._said = None
         for step in self._pending:
             step.follows_a_step = False
 
-    def _rule(self, caps: Sequence[int]) -> tuple[str, int | None]:
+    def _rule(self, caps: Sequence[int], options: Sequence[RequestOptions]) -> tuple[str, int | None]:
         if caps and not max(caps):
             return "fixed", 0
-        options = [options_of(request) for request in self._requests]
         asked = [option.gamma for option in options if option.gamma is not None]
         if asked and len(asked) == len(options):
             return "fixed", max(asked)
@@ -287,22 +315,43 @@ def step_clock(device: str) -> Callable[[], float]:
 _NO_SIGNALS: tuple[DraftSignals, DraftSignals | None] = (DraftSignals(), None)
 
 
-def _count(
+@dataclass
+class _Said:
+    """What a batch's requests have said, up to the step of this number."""
+
+    requests: Sequence[RunningRequest]
+    tokens: SaidTokens
+    number: int = -1
+
+    @classmethod
+    def of(cls, requests: Sequence[RunningRequest], sampling_info: Any, device: torch.device) -> _Said | None:
+        """None where SGLang keeps no penalties for any of them."""
+        kept = tables(sampling_info)
+        if not kept or not any(has_penalties(request) for request in requests):
+            return None
+        return cls(requests, SaidTokens(requests, kept[0].shape[1], device))
+
+    def holds_for(self, step: Pending) -> bool:
+        """Return whether this step is the next one, of the same requests: each has said one token since."""
+        return (
+            step.number == self.number + 1
+            and len(step.requests) == len(self.requests)
+            and all(map(is_, step.requests, self.requests))
+        )
+
+
+def _count_one_by_one(
     sampling_info: Any, requests: Sequence[RunningRequest], newest: torch.Tensor, num_said: torch.Tensor
 ) -> None:
-    try:
-        count_anew(sampling_info, requests, newest, num_said)
-    except Exception:
-        # With other penalties the text would be wrong, so there is a second way, slow and plain.
-        note_failure("counting penalties", "they are counted one by one")
-        count_one_by_one(sampling_info, requests, newest, num_said)
+    """With other penalties the text would be wrong, so there is a second way, slow and plain."""
+    note_failure("counting penalties", "they are counted one by one")
+    count_one_by_one(sampling_info, requests, newest, num_said)
 
 
-def _cap(request: RunningRequest) -> int:
+def _cap(request: RunningRequest, options: RequestOptions) -> int:
     if is_penalised(request):
         return 0
-    asked = options_of(request).gamma
-    return MAX_GAMMA if asked is None else asked
+    return MAX_GAMMA if options.gamma is None else options.gamma
 
 
 def _mean_slots(requests: Sequence[RunningRequest]) -> int:

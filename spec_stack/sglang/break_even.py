@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from time import perf_counter
 
@@ -24,17 +25,19 @@ _TELLING = 2.0
 _LONGEST = 131_072
 # Longer than any prompt.
 NEVER = 2**30
-Prefill = Callable[[int], None]
+Prefill = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class PrefillSeconds:
     """Seconds of a prefill: base_s for the weights, per_token_s for every token. is_told: whether the lengths that were
-    timed tell what a token takes; else it takes less than shows."""
+    timed tell what a token takes; else it takes less than shows. behind_s: what a token takes on top of that behind as
+    many cached ones, which a long prompt's chunks are."""
 
     base_s: float
     per_token_s: float
     is_told: bool = True
+    behind_s: float = 0.0
 
     @classmethod
     def measured(
@@ -43,45 +46,54 @@ class PrefillSeconds:
         clock: Callable[[], float] = perf_counter,
         most_tokens: int = LENGTHS[-1],
         agree: Callable[[bool], bool] = bool,
+        scores: bool = False,
     ) -> PrefillSeconds:
         """The line through the quickest forwards of the last two lengths.
 
         Parameters
         ----------
         prefill
-            Runs so many tokens, and returns when it is done; the first forward of every length is not timed.
+            Runs so many tokens behind so many cached ones, and returns when it is done; the first forward of every
+            length is not timed.
         clock
             Seconds.
         most_tokens
             That the model can take; at least the first two lengths are run.
         agree
             Makes the ranks of a group, which must run the same forwards, end with one another: whether all say so.
+        scores
+            Whether the model's prefill is this package's own, chunk by chunk, so that one behind a cache is timed too.
         """
         lengths = [*LENGTHS[:2], *(length for length in LENGTHS[2:] if length <= most_tokens)]
-        quickest = [_quickest(prefill, lengths[0], clock, agree)]
+        quickest = [_quickest(partial(prefill, lengths[0], 0), clock, agree)]
         is_told = False
         for num_tokens in lengths[1:]:
-            quickest.append(_quickest(prefill, num_tokens, clock, agree))
+            quickest.append(_quickest(partial(prefill, num_tokens, 0), clock, agree))
             is_told = agree(quickest[-1] >= _TELLING * quickest[0])
             if is_told:
                 break
         (short, long), (before, last) = list(pairwise(lengths))[len(quickest) - 2], quickest[-2:]
         per_token_s = max(last - before, 0.0) / (long - short)
-        return cls(max(last - long * per_token_s, 0.0), per_token_s, is_told)
+        seconds = cls(max(last - long * per_token_s, 0.0), per_token_s, is_told)
+        chunk = min(long, most_tokens // 2)
+        if not scores or chunk < 1:
+            return seconds
+        behind = _quickest(partial(prefill, chunk, chunk), clock, agree)
+        return replace(seconds, behind_s=max(behind - seconds.at(chunk), 0.0) / chunk)
 
     def at(self, num_tokens: float) -> float:
         return self.base_s + self.per_token_s * num_tokens
 
-    def of_layers(self, share: float) -> PrefillSeconds:
-        """Of a part of the layers alone."""
-        return PrefillSeconds(share * self.base_s, share * self.per_token_s, self.is_told)
+    def scoring(self, share: float) -> PrefillSeconds:
+        """Of a part of the layers alone, chunk by chunk."""
+        return PrefillSeconds(share * self.base_s, share * (self.per_token_s + self.behind_s), self.is_told)
 
 
-def _quickest(prefill: Prefill, num_tokens: int, clock: Callable[[], float], agree: Callable[[bool], bool]) -> float:
+def _quickest(run: Callable[[], None], clock: Callable[[], float], agree: Callable[[bool], bool]) -> float:
     spent: list[float] = []
     while len(spent) <= _REPEATS:
         begun = clock()
-        prefill(num_tokens)
+        run()
         spent.append(clock() - begun)
         if len(spent) > 1 and agree(min(spent) >= _SLOW_S):
             break
@@ -110,9 +122,9 @@ def measured_break_even(
     prefill of what is dropped, and the draft's too, and costs the draft's pass over the prompt by the layers that
     score, and a look-ahead where one asks. A model that scores alone prefills a prompt to score it and only then.
     Attention's growth with length, which pruning and the draft's window spare too, is left out: a longer prompt gains
-    more.
+    more. Only the chunks of a scoring, whose attention is this package's own, are taken as they are behind a cache.
     """
-    scoring, looking = draft.of_layers(layers), 0.0
+    scoring, looking = draft.scoring(layers), 0.0
     if not needs_attention(config.scorer):
         scoring = PrefillSeconds(0.0, 0.0)
     elif not config.asks_prompt:

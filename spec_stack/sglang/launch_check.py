@@ -12,7 +12,18 @@ from typing import Any
 
 from spec_stack.config import how_to_install
 from spec_stack.sglang.calibration import with_calibration, with_predictor
-from spec_stack.sglang.launch_notes import DRAFT_AT_SLOTS, drafting_note, graphs_note, pruning_note
+from spec_stack.sglang.launch_notes import (
+    DRAFT_AT_SLOTS,
+    drafting_note,
+    gammas_advice,
+    graphs_note,
+    penalty_advice,
+    pool_note,
+    prunes,
+    pruning_note,
+    states_bytes,
+    states_note,
+)
 from spec_stack.sglang.server_args import ServerConfig
 from spec_stack.sglang.support import NAME, backend_maps_positions, pruning_refusal, require_slots, scoring_refusal
 from spec_stack.tokenizers.chat_turns import ChatTurns
@@ -91,18 +102,46 @@ def _check(arguments: list[str], report: dict[str, Any]) -> None:
     turns = ChatTurns.learn(tokenizer, resolved.chat_template)
     report["prompts"] = pruning_note(config, refusal, turns.unrecognised)
     report["drafting"] = drafting_note(config) if algorithm == NAME else f"{algorithm or 'none'}, by SGLang itself"
-    decode = resolved.cuda_graph_config.decode
+    sizes = _sizes_to_capture(resolved)
     backend = resolved.decode_attention_backend or resolved.attention_backend
     report["attention"] = str(backend)
     if resolved.disable_radix_cache:
         report["warnings"].append("without the radix cache every turn of a conversation is prefilled, and pruned, anew")
+    if prunes(config, refusal):
+        report["draft's pool"] = pool_note(config, _bytes_per_token(models[1], resolved.tp_size))
     if algorithm != NAME:
         return
-    report["CUDA graphs"] = graphs_note(config, None if decode.backend == "disabled" else decode.bs or [])
+    report["CUDA graphs"] = graphs_note(config, sizes)
+    if sizes is not None:
+        num_bytes = states_bytes(config, sizes, models[0].context_len, resolved.page_size or 1, str(backend))
+        report["memory of gammas"] = states_note(config, num_bytes)
+        report["warnings"] += filter(None, [gammas_advice(config, _device_bytes(resolved.device))])
+    report["warnings"] += filter(None, [penalty_advice(models[0].get_default_sampling_params())])
     if refusal is None and not backend_maps_positions(resolved.speculative_draft_attention_backend or backend):
         report["warnings"].append(DRAFT_AT_SLOTS)
     if 0 in config.gammas and backend == "fa3":
         report["warnings"].append("before SGLang 0.5.23, FA3 has no CUDA graph for the draft's extension after a step")
+
+
+def _sizes_to_capture(resolved: Any) -> list[int] | None:
+    """As SGLang's `get_batch_sizes_to_capture`, which needs a model: up to the most requests that may run."""
+    decode, most = resolved.cuda_graph_config.decode, resolved.max_running_requests
+    if decode.backend == "disabled":
+        return None
+    return sorted({min(size, most or size) for size in decode.bs or ()})
+
+
+def _bytes_per_token(model: Any, tp_size: int) -> int:
+    """Of one token's keys and values on one rank."""
+    numbers = model.num_hidden_layers * model.get_num_kv_heads(tp_size) * (model.head_dim + model.v_head_dim)
+    return int(numbers * model.dtype.itemsize)
+
+
+def _device_bytes(device: str) -> float:
+    """A device's memory; 0 where it cannot be told."""
+    from sglang.srt.utils.common import get_device_memory_capacity
+
+    return 2**20 * (get_device_memory_capacity(device) or 0)
 
 
 def _parse(arguments: list[str]) -> Any:

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from spec_stack.sglang.server_args import ServerConfig
+from spec_stack.sglang.server_args import MOST_POOL_TOKENS, ServerConfig
+
+# Of one slot number, by the backends that list slots token by token.
+_SLOT_BYTES = {"flashinfer": 4, "triton": 8}
+# SGLang's default, for Qwen2 and Qwen3 more.
+_FLASHINFER_WORKSPACE = 384 << 20
+_SMALL_DEVICE, _FEW_GAMMAS = 40e9, (0, 2, 4)
 
 
 def prunes(config: ServerConfig, refusal: str | None) -> bool:
@@ -41,12 +48,21 @@ def pruning_note(config: ServerConfig, refusal: str | None, unrecognised: str) -
     )
 
 
-def follow_up_note(config: ServerConfig, num_bytes: int, num_target_tokens: int) -> str:
+def follow_up_note(config: ServerConfig, pool: Mapping[str, int], num_target_tokens: int) -> str:
     """The rule, and what the draft's pool takes on each rank beside the target's pool."""
     return (
-        f"follow-ups: {config.follow_up}; the draft's own KV pool holds {config.draft_pool_tokens} tokens in "
-        f"{num_bytes / 1e9:.2f} GB, the target's {num_target_tokens} tokens"
+        f"follow-ups: {config.follow_up}; the draft's own KV pool holds {pool['num_tokens']} tokens in "
+        f"{pool['num_bytes'] / 1e9:.2f} GB, the target's {num_target_tokens} tokens"
     )
+
+
+def pool_note(config: ServerConfig, bytes_per_token: int) -> str:
+    """What the draft's own pool takes on each rank, as far as it is known before anything is loaded."""
+    num_tokens = config.draft_pool_tokens or MOST_POOL_TOKENS
+    note = f"{num_tokens} tokens of {bytes_per_token} bytes, {num_tokens * bytes_per_token / 1e9:.2f} GB on each rank"
+    if config.draft_pool_tokens is not None:
+        return note
+    return f"{note}, or a tenth of the memory that the weights leave, if that is less (--spec-stack-draft-pool-tokens)"
 
 
 def slots_note(num_per_request: int, num_bytes: int, **counters: int) -> str:
@@ -59,21 +75,90 @@ def graph_sizes(config: ServerConfig, sizes: Sequence[int], gamma: int) -> list[
     return [size for size in sizes if gamma in config.gammas_at(size)]
 
 
+def _captured(config: ServerConfig, sizes: Sequence[int]) -> dict[int, Sequence[int]]:
+    """By gamma. SGLang captures the one it launches with, the largest, before any policy is asked."""
+    last = config.gammas[-1]
+    return {gamma: sizes if gamma == last else graph_sizes(config, sizes, gamma) for gamma in config.gammas}
+
+
 def num_graphs(config: ServerConfig, sizes: Sequence[int]) -> int:
     """CUDA graphs in all: per gamma and size one to verify, one to extend the draft, and one to draft where gamma is
     over 1, since the draft's extension brings the first token."""
-    return sum(len(graph_sizes(config, sizes, gamma)) * (3 if gamma > 1 else 2) for gamma in config.gammas)
+    return sum(len(found) * (3 if gamma > 1 else 2) for gamma, found in _captured(config, sizes).items())
 
 
 def graphs_note(config: ServerConfig, sizes: Sequence[int] | None) -> str:
     """The captured batch sizes of every gamma; sizes is None where no graphs are captured."""
     if sizes is None:
         return "none"
-    by_gamma = {gamma: graph_sizes(config, sizes, gamma) for gamma in config.gammas}
     each = "; ".join(
-        f"gamma {gamma} for {len(found)} batch sizes up to {max(found, default=0)}" for gamma, found in by_gamma.items()
+        f"gamma {gamma} for {len(found)} batch sizes up to {max(found, default=0)}"
+        for gamma, found in _captured(config, sizes).items()
     )
-    return f"{num_graphs(config, sizes)} in all: {each}"
+    return (
+        f"{num_graphs(config, sizes)} in all: {each}. Gamma {config.gammas[-1]}, the first one, is captured for all "
+        "batch sizes, since SGLang captures it before it asks for which"
+    )
+
+
+def states_bytes(config: ServerConfig, sizes: Sequence[int], context_len: int, page_size: int, backend: str) -> int:
+    """Estimate what the attention backends of all gammas take for their graphs, which SGLang reserves for one.
+
+    Notes
+    -----
+    Every gamma has a backend for the target, one for the draft's extension and one for each token drafted after the
+    first. FA3 keeps four tables of page numbers (batch, pages of a context) in each. Triton and FlashInfer keep slot
+    numbers by token, and FlashInfer a workspace for each target's. Of other backends nothing is known; 0.
+    """
+    return sum(
+        _state_bytes(gamma, max(found, default=0), context_len, page_size, backend)
+        for gamma, found in _captured(config, sizes).items()
+    )
+
+
+def _state_bytes(gamma: int, size: int, context_len: int, page_size: int, backend: str) -> int:
+    if not size:
+        return 0
+    if backend == "fa3":
+        return 4 * (max(gamma - 1, 0) + 2) * size * -(-context_len // page_size) * 4
+    if backend not in _SLOT_BYTES:
+        return 0
+    # The target's and the extension's by token, with the target's mask; the draft's by step.
+    by_token = size * (gamma + 1) * context_len * (2 * _SLOT_BYTES[backend] + 1)
+    workspace = _FLASHINFER_WORKSPACE if backend == "flashinfer" else 0
+    return by_token + gamma * size * context_len * _SLOT_BYTES[backend] + workspace
+
+
+def states_note(config: ServerConfig, num_bytes: int) -> str:
+    """What `states_bytes` found, for who asks beforehand."""
+    if not num_bytes:
+        return "not estimated for this attention backend"
+    return f"about {num_bytes / 1e9:.2f} GB for {len(config.gammas)} gammas, beside the graphs themselves"
+
+
+def gammas_advice(config: ServerConfig, device_bytes: float) -> str | None:
+    """What to change where the states of so many gammas are much for a device; None for nothing."""
+    if not 0 < device_bytes < _SMALL_DEVICE or len(config.gammas) <= len(_FEW_GAMMAS):
+        return None
+    return (
+        f"on a device of {device_bytes / 1e9:.0f} GB the graphs of {len(config.gammas)} gammas may not fit; "
+        f"--spec-stack-gammas {' '.join(map(str, _FEW_GAMMAS))} takes fewer"
+    )
+
+
+def penalty_advice(sampling: Mapping[str, Any]) -> str | None:
+    """What to change where a checkpoint's own sampling defaults turn drafting off; None for nothing.
+
+    sampling: what SGLang takes for requests that say nothing, of the checkpoint's generation_config.json.
+    """
+    penalty = sampling.get("repetition_penalty", 1)
+    if penalty == 1:
+        return None
+    return (
+        f"the target's generation_config.json has repetition_penalty {penalty}, which every chat request inherits, and "
+        "a request with a penalty drafts nothing; --sampling-defaults openai leaves the file aside, or requests set "
+        "repetition_penalty 1"
+    )
 
 
 def drafting_note(config: ServerConfig) -> str:

@@ -2,7 +2,7 @@
 
 SGLang counts one token of each step, whatever the step brought, and penalises every drafted token alike. Where a
 request that was retracted is prefilled again, it counts from nothing. So a request with penalties drafts nothing here,
-and its penalties are counted anew from what it has said.
+and its penalties come of what it has said, which is counted on the device.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from spec_stack.devices import to_device
 from spec_stack.sglang.protocols import RunningRequest, SamplingSettings
 
 
@@ -29,47 +30,77 @@ def has_penalties(request: RunningRequest) -> bool:
     return _counts(request.sampling_params) or request.sampling_params.min_new_tokens > 0
 
 
-def count_anew(
-    sampling_info: Any, requests: Sequence[RunningRequest], newest: torch.Tensor, num_said: torch.Tensor
-) -> None:
-    """Put the penalties of the token that each request says next right. Mutates SGLang's tensors of the batch.
+def tables(sampling_info: Any) -> list[torch.Tensor]:
+    """SGLang's penalties of a batch, each (num_requests, vocab); none where it keeps none."""
+    return [*_additive(sampling_info), *_scaling(sampling_info)]
+
+
+class SaidTokens:
+    """Counts what the requests of a batch that have penalties have said, on their device from step to step.
 
     Parameters
     ----------
-    sampling_info
-        SGLang's SamplingBatchInfo for this step: acc_additive_penalties, added to logits, and acc_scaling_penalties,
-        which divide positive logits and multiply negative ones, each (num_requests, vocab) or None.
-    newest
-        (num_requests,): the last token that each request has said, on its device.
-    num_said
-        (num_requests,): how many tokens it has said, on that device. The host may not have been told of the newest one
-        yet: under overlap scheduling, and after a prefill whose result is on its way. Where it has been told of as
-        many, `newest` counts for nothing.
+    requests
+        The batch, in the order of its rows. What the host has been told of their output is counted now; of each later
+        step the newest token alone is added.
+    num_tokens : int
+        Tokens of the vocabulary.
+    device
+        Where SGLang's tensors of the batch are.
+
+    Attributes
+    ----------
+    num_prompt_tokens
+        (num_requests,): of all of the batch.
     """
-    for row, request in enumerate(requests):
-        asked = request.sampling_params
-        if not has_penalties(request):
-            continue
-        known = torch.tensor(list(request.output_ids), dtype=torch.int64).to(newest.device)
-        said = torch.cat([known, newest[row : row + 1].long()])
-        # Whether the newest is new is known on the device alone, which is not waited for.
-        times = torch.ones(len(said), device=said.device)
-        times[-1] = (num_said[row] - len(known)).clamp(0, 1)
+
+    def __init__(self, requests: Sequence[RunningRequest], num_tokens: int, device: torch.device) -> None:
+        rows = [row for row, request in enumerate(requests) if has_penalties(request)]
+        said = [torch.tensor(list(requests[row].output_ids), dtype=torch.int64) for row in rows]
+        lengths = torch.tensor([len(ids) for ids in said])
+        settings = [_numbers(requests[row].sampling_params) for row in rows]
+        self.num_prompt_tokens = to_device(torch.tensor([len(it.origin_input_ids) for it in requests]), device)
+        self._rows, self._num_counted = to_device(torch.tensor(rows), device), to_device(lengths, device)
+        self._settings = to_device(torch.tensor(settings).T.contiguous(), device)[..., None]
+        owners = to_device(torch.arange(len(rows)).repeat_interleave(lengths), device)
+        ids = to_device(torch.cat(said), device)
+        self._times = torch.zeros(len(rows), num_tokens, device=device)
+        self._times.index_put_((owners, ids), torch.ones(len(ids), device=device), accumulate=True)
+
+    def count(self, sampling_info: Any, newest: torch.Tensor, num_said: torch.Tensor) -> None:
+        """Put the penalties of the token that each request says next right. Mutates SGLang's tensors of the batch.
+
+        Parameters
+        ----------
+        sampling_info
+            SGLang's SamplingBatchInfo for this step: acc_additive_penalties, added to logits, and
+            acc_scaling_penalties, which divide positive logits and multiply negative ones, each (num_requests, vocab)
+            or None.
+        newest
+            (num_requests,): the last token that each request has said.
+        num_said
+            (num_requests,): how many tokens it has said. Where as many are counted, `newest` counts for nothing: under
+            overlap scheduling, and after a prefill whose result is on its way, the host does not know.
+        """
+        rows, num_said = self._rows, num_said[self._rows]
+        is_new = (num_said - self._num_counted).clamp(0, 1)
+        self._num_counted = self._num_counted + is_new
+        self._times.scatter_add_(1, newest[rows, None].long(), is_new[:, None].to(self._times.dtype))
+        frequency, presence, repetition, least = self._settings
+        is_said = self._times > 0
         for penalties in _additive(sampling_info):
-            counts = torch.zeros_like(penalties[row]).index_add_(0, said, times.to(penalties.dtype))
-            penalty = -float(asked.frequency_penalty) * counts - float(asked.presence_penalty) * (counts > 0)
             # SGLang forbids a reply to end too soon in the same tensor.
-            forbidden = torch.isneginf(penalties[row]) & (num_said[row] < asked.min_new_tokens)
-            penalties[row] = penalty.masked_fill(forbidden, float("-inf"))
+            forbidden = torch.isneginf(penalties[rows]) & (num_said[:, None] < least)
+            penalty = -frequency * self._times - presence * is_said
+            penalties[rows] = penalty.masked_fill(forbidden, -math.inf).to(penalties.dtype)
         for scaling in _scaling(sampling_info):
-            counts = torch.zeros_like(scaling[row]).index_add_(0, said, times.to(scaling.dtype))
-            scaling[row] = torch.where(counts > 0, float(asked.repetition_penalty), 1.0)
+            scaling[rows] = torch.where(is_said, repetition, 1.0).to(scaling.dtype)
 
 
 def count_one_by_one(
     sampling_info: Any, requests: Sequence[RunningRequest], newest: torch.Tensor, num_said: torch.Tensor
 ) -> None:
-    """The same as `count_anew`, token by token on the host: for when that failed. The device is waited for."""
+    """The same as `SaidTokens`, token by token on the host: for when that failed. The device is waited for."""
     for row, request in enumerate(requests):
         asked = request.sampling_params
         if not has_penalties(request):
@@ -94,6 +125,10 @@ def count_one_by_one(
 
 def _counts(asked: SamplingSettings) -> bool:
     return bool(asked.frequency_penalty or asked.presence_penalty or asked.repetition_penalty != 1)
+
+
+def _numbers(asked: SamplingSettings) -> tuple[float, ...]:
+    return asked.frequency_penalty, asked.presence_penalty, asked.repetition_penalty, float(asked.min_new_tokens)
 
 
 def _additive(sampling_info: Any) -> list[torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from sglang.srt.distributed.parallel_state import get_tp_group
+from sglang.srt.utils.common import get_available_gpu_memory
 
 
 def own_rank() -> int:
@@ -34,6 +35,13 @@ def all_say_yes(answer: bool) -> bool:
     answers = torch.tensor([int(answer)])
     torch.distributed.all_reduce(answers, op=torch.distributed.ReduceOp.MIN, group=group.cpu_group)
     return bool(answers)
+
+
+def least_free_bytes(device: str, gpu_id: int) -> int:
+    """Return the free memory of the rank that has least of it."""
+    group = get_tp_group()
+    is_shared = group.world_size > 1
+    return int(2**30 * get_available_gpu_memory(device, gpu_id, distributed=is_shared, cpu_group=group.cpu_group))
 
 
 def largest_of_all(values: torch.Tensor) -> torch.Tensor:

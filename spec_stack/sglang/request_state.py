@@ -198,10 +198,13 @@ class RequestState:
     positions: PositionMap | None = None
 
 
+_NOTHING_ASKED = RequestOptions()
+
+
 def options_of(request: RunningRequest) -> RequestOptions:
     """Return what the request asked for; nothing, where it carries no state."""
     state = getattr(request, STATE, None)
-    return state.options if isinstance(state, RequestState) else RequestOptions()
+    return state.options if isinstance(state, RequestState) else _NOTHING_ASKED
 
 
 def attach(request: RunningRequest, state: RequestState) -> None:

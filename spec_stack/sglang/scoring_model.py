@@ -13,12 +13,14 @@ from sglang.srt.configs.device_config import DeviceConfig
 from sglang.srt.configs.load_config import LoadConfig
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.moe.utils import draft_model_build_scope
+from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_loader import get_model
 
 from spec_stack.sglang.launch_notes import prunes
 from spec_stack.sglang.padded_vocabulary import OTHER_TOKENIZER, fit_draft, have_one_vocabulary
 from spec_stack.sglang.pooled_draft import PooledDraft
 from spec_stack.sglang.protocols import Scheduler
+from spec_stack.sglang.ranks import least_free_bytes
 from spec_stack.sglang.server_args import ServerConfig
 from spec_stack.sglang.support import NAME, pruning_refusal, scoring_refusal
 
@@ -33,6 +35,7 @@ class Weights:
     model: torch.nn.Module
     model_config: Any
     device: str
+    gpu_id: int
 
     @property
     def dtype(self) -> torch.dtype:
@@ -65,16 +68,43 @@ class ScoringModel:
         self.source = source
         self.runner = runner
         self.refusal = pruning_refusal(server_args, target_config, runner.model_config)
-        self.pool = PooledDraft(runner, config.draft_pool_tokens)
+        # Weights are loaded, and SGLang has not sized its pools yet: it divides what memory is left.
+        self.pool = sized_pool(runner, config)
         if prunes(config, self.refusal):
-            # Weights are loaded, and SGLang has not sized its pools yet: it divides what memory is left.
-            self.pool.allocate()
+            _allocate(self.pool)
 
     @staticmethod
     def of(scheduler: Scheduler) -> ScoringModel | None:
         """Return the scheduler's; None where it has none, so that nothing of its prompts is pruned."""
         found = getattr(scheduler, _PLACE, None)
         return found if found is not None else getattr(scheduler.draft_worker, "scoring_model", None)
+
+
+def sized_pool(runner: Any, config: ServerConfig) -> PooledDraft:
+    """Return a draft with a pool of the tokens that are set, or that its device has room for; memory is not taken yet.
+
+    runner: SGLang's ModelRunner of it, or its `Weights`. To be called by all ranks at once, whose pools are alike.
+    """
+    layers = [module for module in runner.model.modules() if isinstance(module, RadixAttention)]
+    numbers = sum(layer.tp_k_head_num * (layer.qk_head_dim + layer.v_head_dim) for layer in layers)
+    num_free = least_free_bytes(runner.device, runner.gpu_id)
+    num_tokens = config.pool_tokens(numbers * runner.dtype.itemsize, num_free)
+    logger.info(
+        "%s: the draft's own KV pool: %d tokens (--spec-stack-draft-pool-tokens), %.2f GB of the %.2f GB that are free",
+        *(NAME, num_tokens, num_tokens * numbers * runner.dtype.itemsize / 1e9, num_free / 1e9),
+    )
+    return PooledDraft(runner, num_tokens)
+
+
+def _allocate(pool: PooledDraft) -> None:
+    try:
+        pool.allocate()
+    # On a GPU it is torch.OutOfMemoryError.
+    except RuntimeError as error:
+        raise ValueError(
+            f"the draft's own KV pool of {pool.index.num_slots} tokens does not fit into the free memory; set "
+            f"--spec-stack-draft-pool-tokens to fewer: {error}"
+        ) from error
 
 
 def load_beside(scheduler: Any, check: Callable[[], None]) -> None:
@@ -112,7 +142,7 @@ def load_beside(scheduler: Any, check: Callable[[], None]) -> None:
         )
     if sizes[0] != sizes[1]:
         fit_draft(model, *sizes)
-    weights = Weights(model, model_config, target.device)
+    weights = Weights(model, model_config, target.device, target.gpu_id)
     setattr(scheduler, _PLACE, ScoringModel(config.scoring_model, weights, target.model_config, args, config))
     logger.info("%s: %s scores prompts, and %s decodes", NAME, config.scoring_model, algorithm or "plain decoding")
 

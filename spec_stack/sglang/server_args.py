@@ -19,6 +19,7 @@ ENVIRONMENT = "SPEC_STACK_SGLANG"
 NONE = "none"
 # Without the draft's signals these know nothing; `throughput` goes by acceptance alone then.
 SIGNAL_POLICIES = ("speckv", "confidence")
+MOST_POOL_TOKENS = 65_536
 FOLLOW_UPS = ("recall", "freeze", "afresh")
 """Rules for the text of earlier turns. freeze: what was kept stays, what was dropped stays away. recall: the
 same, and what the new turn wants of the dropped text comes back. afresh: the whole prompt is selected anew, and nothing
@@ -79,10 +80,11 @@ class ServerConfig:
         default_factory=SessionConfig,
         metadata={"help": "what comes back of dropped text under 'recall', with a session's options"},
     )
-    draft_pool_tokens: int = option(
-        65_536,
-        "tokens that the draft's own KV pool holds, of all conversations together. A prompt longer than that is "
-        "prefilled densely. SGLang sizes its own pools by the memory that is left",
+    draft_pool_tokens: int | None = option(
+        None,
+        "tokens that the draft's own KV pool holds, of all conversations together; without it as many as fit into a "
+        f"tenth of the memory that is free once the weights are loaded, and {MOST_POOL_TOKENS:,} at most. A prompt "
+        "longer than that is prefilled densely. SGLang sizes its own pools by the memory that is left",
     )
 
     def __post_init__(self) -> None:
@@ -114,7 +116,9 @@ class ServerConfig:
             raise ValueError("prune 'draft' is of SPEC_STACK's own draft, and beside a scoring_model there is none")
         if self.follow_up not in FOLLOW_UPS:
             raise ValueError(f"follow_up must be one of {', '.join(FOLLOW_UPS)}, got {self.follow_up!r}")
-        if type(self.draft_pool_tokens) is not int or self.draft_pool_tokens < 1:
+        if self.draft_pool_tokens is not None and (
+            type(self.draft_pool_tokens) is not int or self.draft_pool_tokens < 1
+        ):
             raise ValueError(f"draft_pool_tokens must be a whole number, 1 or more, got {self.draft_pool_tokens!r}")
         if self.recall.max_cached_tokens is not None:
             raise ValueError(
@@ -127,6 +131,12 @@ class ServerConfig:
         caps = [gamma for size, gamma in self.max_gamma_by_batch_size.items() if batch_size >= size]
         allowed = tuple(gamma for gamma in self.gammas if gamma <= min(caps, default=self.gammas[-1]))
         return allowed or self.gammas[:1]
+
+    def pool_tokens(self, bytes_per_token: int, num_free_bytes: int) -> int:
+        """Tokens of the draft's own KV pool on a device with so much free memory."""
+        if self.draft_pool_tokens is not None:
+            return self.draft_pool_tokens
+        return max(1, min(MOST_POOL_TOKENS, num_free_bytes // 10 // bytes_per_token))
 
     @property
     def measures_signals(self) -> bool:

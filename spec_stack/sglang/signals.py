@@ -139,17 +139,16 @@ def as_signals(values: torch.Tensor) -> list[tuple[DraftSignals, DraftSignals | 
     A proposal with a value that is not finite has none, and so has a next token: a draft's broken logits say nothing.
     """
     found = []
-    for *proposed, (next_confidence, next_entropy) in values.tolist():
-        signals = _signals(proposed)
-        is_known = math.isfinite(next_confidence + next_entropy)
-        found.append((signals, DraftSignals([next_entropy], [next_confidence]) if is_known else None))
+    # By NumPy, which hands out lists several times as fast.
+    for confidence, entropy in values.transpose(1, 2).numpy().tolist():
+        proposed = _signals(entropy[:-1], confidence[:-1])
+        found.append((proposed or DraftSignals(), _signals(entropy[-1:], confidence[-1:])))
     return found
 
 
-def _signals(values: Sequence[Sequence[float]]) -> DraftSignals:
-    if not all(math.isfinite(confidence + entropy) for confidence, entropy in values):
-        return DraftSignals()
-    return DraftSignals([entropy for _, entropy in values], [confidence for confidence, _ in values])
+def _signals(entropy: list[float], confidence: list[float]) -> DraftSignals | None:
+    # One that is not finite makes the sum so.
+    return DraftSignals(entropy, confidence) if math.isfinite(sum(entropy) + sum(confidence)) else None
 
 
 def end_chains(next_tokens: torch.Tensor, caps: Sequence[int]) -> None:

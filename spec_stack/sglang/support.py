@@ -9,7 +9,7 @@ from importlib.metadata import version
 from typing import Any
 
 NAME = "SPEC_STACK"
-# That `tests/serving` has run on (docs/serving-operations.md).
+# That `tests/serving` has run on (docs/serving-operations.md), up to the newest that pip installs; others are refused.
 VERSIONS = ("0.5.20", "0.5.21", "0.5.22", "0.5.23")
 
 # Rotary, full attention in every layer, one key per head and token in the KV pool.

@@ -40,6 +40,9 @@ def with_threshold(config: ServerConfig, target: Any, scoring: Any) -> ServerCon
         if num_ranks() > 1:
             raise
         note_failure("measuring where pruning pays", f"min_prompt_tokens stays {prefill.min_prompt_tokens}")
+    if target.device != "cpu":
+        # The blocks of the longest forward, which none to come may fit.
+        torch.get_device_module(target.device).empty_cache()
     even = int(largest_of_all(torch.tensor([even], device=target.device)))
     if even <= prefill.min_prompt_tokens:
         return config
@@ -49,34 +52,38 @@ def with_threshold(config: ServerConfig, target: Any, scoring: Any) -> ServerCon
 def _measured(target_runner: Any, scoring_runner: Any, config: PrefillConfig, drafts: bool) -> int:
     """The threshold; 0 where it cannot be told."""
     with torch.no_grad():
-        target, draft = _seconds(target_runner), _seconds(scoring_runner)
+        target, draft = _seconds(target_runner), _seconds(scoring_runner, scores=True)
     num_layers = int(scoring_runner.model_config.hf_text_config.num_hidden_layers)
     layers = min(config.num_asked_layers or num_layers, num_layers) / num_layers
     threshold, found = threshold_of(target, draft, measured_break_even(target, draft, config, drafts, layers))
     logger.info(
-        "%s: a prefill takes the target %.4f s and %.1f µs a token, the draft %.4f s and %.1f µs: %s",
+        "%s: a prefill takes the target %.4f s and %.1f µs a token, the draft %.4f s and %.1f µs, %.1f µs cached: %s",
         *(NAME, target.base_s, 1e6 * target.per_token_s, draft.base_s, 1e6 * draft.per_token_s),
-        found,
+        *(1e6 * (draft.per_token_s + draft.behind_s), found),
     )
     return threshold
 
 
-def _seconds(runner: Any) -> PrefillSeconds:
+def _seconds(runner: Any, scores: bool = False) -> PrefillSeconds:
     most_tokens = int(runner.model_config.context_len)
-    return PrefillSeconds.measured(_prefill_of(runner), most_tokens=most_tokens, agree=all_say_yes)
+    return PrefillSeconds.measured(_prefill_of(runner), most_tokens=most_tokens, agree=all_say_yes, scores=scores)
 
 
 def _prefill_of(runner: Any) -> Prefill:
     """Prefill synthetic tokens in buffers that go with it, as long as the longest yet: few models need the longest."""
-    pools: dict[int, PooledDraft] = {}
+    pools: dict[tuple[int, int], PooledDraft] = {}
     num_ids = min(int(runner.model_config.vocab_size), 1000)
 
-    def prefill(num_tokens: int) -> None:
-        if num_tokens not in pools:
+    def prefill(num_tokens: int, num_cached: int) -> None:
+        slots = np.arange(num_cached + num_tokens)
+        token_ids = array("q", [7 * at % num_ids for at in slots.tolist()])
+        pool = pools.get((num_tokens, num_cached))
+        if pool is None:
             pools.clear()
-            pools[num_tokens] = PooledDraft(runner, num_tokens)
-        token_ids = array("q", [7 * at % num_ids for at in range(num_tokens)])
-        following = pools[num_tokens].forward(token_ids, np.arange(num_tokens))
+            pool = pools[num_tokens, num_cached] = PooledDraft(runner, len(slots))
+            if num_cached:
+                pool.forward(token_ids[:num_cached], slots[:num_cached])
+        following = pool.forward(token_ids[num_cached:], slots)
         if following is not None:
             # Asking for the number waits for the device.
             int(following)

@@ -10,14 +10,15 @@ import torch
 from sglang.srt.arg_groups.model_override_base import resolving_view
 from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.speculative import eagle_worker_v2
-from sglang.srt.speculative.adaptive_runtime_state import AdaptiveController
 from sglang.srt.speculative.standalone_worker_v2 import StandaloneDraftWorker, StandaloneWorkerV2
 
 from spec_stack.sglang import hooks
 from spec_stack.sglang.active_gamma import forget_earlier_gammas_of_this_process
 from spec_stack.sglang.batch_policy import BatchPolicy, step_clock
 from spec_stack.sglang.calibration import with_predictor
+from spec_stack.sglang.graphs import GraphedController, captured_at
 from spec_stack.sglang.guards import harmless, note_failure
+from spec_stack.sglang.launch_notes import penalty_advice
 from spec_stack.sglang.padded_vocabulary import OTHER_TOKENIZER, fit_draft, have_one_vocabulary
 from spec_stack.sglang.positions import protect_kv_lengths
 from spec_stack.sglang.ranks import first_ranks_choice, num_ranks
@@ -29,6 +30,7 @@ from spec_stack.sglang.slotted_draft import SlottedDraft
 from spec_stack.sglang.support import (
     BUILT_FROM_POSITIONS,
     MAPPED_DRAFT_BACKENDS,
+    NAME,
     draft_positions_are_mapped,
     require_slots,
 )
@@ -138,7 +140,9 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
             agree=first_ranks_choice,
             clock=step_clock(self.server_args.device),
         )
-        self.adaptive_controller = AdaptiveController(self, self.batch_policy)
+        self.adaptive_controller = GraphedController(self, self.batch_policy)
+        if advice := penalty_advice(runner.model_config.get_default_sampling_params()):
+            logger.warning("%s: %s", NAME, advice)
         # SGLang logs every change of gamma, which it expects now and then; here it is every step's business.
         logging.getLogger(eagle_worker_v2.__name__).addFilter(lambda entry: not entry.getMessage().startswith(_SWITCH))
 
@@ -177,6 +181,10 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
             self._draft_worker.measure_signals(self._config.gammas[-1])
         super().init_cuda_graphs()
 
+    def build_adaptive_runtime_state(self, *args: Any, cuda_graph_bs: list[int] | None = None, **kwargs: Any) -> Any:
+        with captured_at(cuda_graph_bs):
+            return super().build_adaptive_runtime_state(*args, cuda_graph_bs=cuda_graph_bs, **kwargs)
+
     def forward_batch_generation(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
             self.batch_policy.something_else_runs()
@@ -213,6 +221,8 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
                 # Verified whole, the text of whoever has penalties would be wrong.
                 note_failure("ending proposals at their caps", "none of their tokens is accepted")
                 batch.spec_info.retrieve_next_token[:, 0].fill_(-1)
+            # SGLang's own tokens of gamma 0 are int32 without overlap, and CUDA's kernels take int64 alone.
+            batch.spec_info.draft_token = batch.spec_info.draft_token.long()
             newest = batch.spec_info.draft_token[:: batch.spec_info.draft_token_num]
             self.batch_policy.count_penalties(batch.sampling_info, newest, batch.seq_lens)
         return super().verify(batch, *args, **kwargs)

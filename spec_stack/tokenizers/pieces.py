@@ -33,14 +33,26 @@ class Pieces:
         A character of several tokens stands at the last of them, and the others are empty.
         """
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        return [decoder.decode(self._bytes_of(token_id)) for token_id in token_ids]
+        return [decoder.decode(self.bytes_of(token_id)) for token_id in token_ids]
 
-    def _bytes_of(self, token_id: int) -> bytes:
+    def bytes_of(self, token_id: int) -> bytes:
+        """The bytes that a token adds to a text that goes on; empty for an id that is no token.
+
+        Parameters
+        ----------
+        token_id : int
+            Any id of the model.
+        """
         known = self._bytes.get(token_id)
         if known is None:
             token = self._tokenizer.convert_ids_to_tokens(token_id) or ""
             known = bytes_of_token(token, self._kinds)
             if known is None:
-                known = str(self._tokenizer.decode([token_id])).encode()
+                known = self._decoded(token_id).encode()
             self._bytes[token_id] = known
         return known
+
+    def _decoded(self, token_id: int) -> str:
+        """What the second of two such tokens adds: many decoders drop the first space of a text."""
+        once, twice = (str(self._tokenizer.decode([token_id] * count)) for count in (1, 2))
+        return twice[len(once) :]

@@ -100,7 +100,11 @@ class Translation:
     def tokenize_by_token(self, prompt_ids: Sequence[int]) -> DraftTokenization:
         """The prompt translated token by token: the same text, split at the target's borders, whatever the ids."""
         skipped = self._leading_bos(prompt_ids)
-        draft_ids = [token_id for token_id in self._draft("").input_ids if token_id != self._draft.eos_token_id]
+        draft_ids = [
+            token_id
+            for token_id in self._draft("").input_ids
+            if token_id != self._draft.eos_token_id and token_id < self.vocabulary.num_draft
+        ]
         ranges = [(len(draft_ids), len(draft_ids))] * skipped
         for target_id in prompt_ids[skipped:]:
             start = len(draft_ids)

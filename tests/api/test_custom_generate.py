@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import xgrammar.contrib.hf
 from transformers import (
     DynamicCache,
+    LogitsProcessor,
+    LogitsProcessorList,
     PreTrainedModel,
     StoppingCriteria,
     StoppingCriteriaList,
     StopStringCriteria,
+    TemperatureLogitsWarper,
     TextIteratorStreamer,
     TextStreamer,
+    TopPLogitsWarper,
+    WatermarkingConfig,
     pipeline,
 )
 
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator, with_draft
 from spec_stack.api.custom_generate import forget
+from spec_stack.hf.cache import CACHE_NAMES
 from spec_stack.hf.loading import ASSETS
 from tests.support.models import VOCAB, make_model, random_prompt
 
@@ -204,6 +212,157 @@ def test_a_generation_configs_processors_apply_as_in_plain_generate(
     assert torch.equal(ours, expected)
 
 
+class Counting(LogitsProcessor):
+    """Forbids a fifth of the vocabulary, another one at every call."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        scores[:, self.num_calls % 5 :: 5] = -torch.inf
+        return scores
+
+
+class ByRow(LogitsProcessor):
+    """Forbids each row of the batch another fifth of the vocabulary."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        row, token_id = torch.arange(len(scores))[:, None], torch.arange(scores.shape[1])[None]
+        return scores.masked_fill(token_id % 5 == row % 5, -torch.inf)
+
+
+class AfterCalls(StoppingCriteria):
+    """Ends a row after a number of calls, each another one."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.num_calls += 1
+        return self.num_calls > 6 + 3 * torch.arange(len(input_ids))
+
+
+def allowed(batch_id: int, input_ids: torch.Tensor) -> list[int]:
+    """Of the vocabulary a part of the row's own; nothing where the text is another row's."""
+    own = range(batch_id * 10 + 2, batch_id * 10 + 10)
+    return [token_id for token_id in own if input_ids[-1] < 2 or len(input_ids) == 20 or int(input_ids[-1]) in own]
+
+
+BATCHES: dict[str, Callable[[], dict[str, Any]]] = {
+    "prefix function": lambda: {"prefix_allowed_tokens_fn": allowed},
+    "counting": lambda: {"logits_processor": LogitsProcessorList([Counting()])},
+    "counting, repetition penalty": lambda: {
+        "logits_processor": LogitsProcessorList([Counting()]),
+        "repetition_penalty": 1.6,
+    },
+    "by row": lambda: {"logits_processor": LogitsProcessorList([ByRow()])},
+    "encoder repetition penalty": lambda: {"encoder_repetition_penalty": 0.5},
+    "encoder no repeat n-gram": lambda: {"encoder_no_repeat_ngram_size": 1},
+    "criterion": lambda: {"stopping_criteria": StoppingCriteriaList([AfterCalls()])},
+    "watermark": lambda: {"watermarking_config": WatermarkingConfig(bias=2.0)},
+}
+
+
+@pytest.mark.parametrize("lengths", [(20,), (9,), (9, 20, 14)], ids=str)
+@pytest.mark.parametrize("kind", BATCHES)
+def test_every_row_of_a_batch_has_processors_and_criteria_of_its_own(
+    plain: PreTrainedModel, target: PreTrainedModel, kind: str, lengths: tuple[int, ...]
+) -> None:
+    prompts = [random_prompt(length, seed=length) for length in lengths]
+    inputs = {
+        "input_ids": torch.tensor([[0] * (20 - len(prompt)) + prompt for prompt in prompts]),
+        "attention_mask": torch.tensor([[0] * (20 - len(prompt)) + [1] * len(prompt) for prompt in prompts]),
+        "pad_token_id": 0,
+        # Where there is none, plain generation goes on with a row that has ended.
+        "eos_token_id": 1,
+        "max_new_tokens": 24,
+        "do_sample": False,
+    }
+    expected = plain.generate(**inputs, **BATCHES[kind]())
+    assert not torch.equal(expected, plain.generate(**inputs))
+    # The target as its own draft: most of what is proposed is accepted.
+    custom = with_draft(make_model(seed=1), gamma=3)
+    ours = target.generate(**inputs, **BATCHES[kind](), custom_generate=custom, return_dict_in_generate=True)
+    assert torch.equal(ours.sequences, expected)
+
+
+def test_samples_of_one_prompt_have_processors_of_their_own(target: PreTrainedModel, draft: PreTrainedModel) -> None:
+    options = {**ids_of(), "max_new_tokens": 20, "do_sample": True, "num_return_sequences": 3}
+    rows = target.generate(
+        **options, logits_processor=LogitsProcessorList([Counting()]), custom_generate=with_draft(draft)
+    )
+    for row in rows:
+        assert all(token_id % 5 != (1 + at) % 5 for at, token_id in enumerate(row[20:].tolist()))
+
+
+def test_guidance_copies_no_model(plain: PreTrainedModel, target: PreTrainedModel, draft: PreTrainedModel) -> None:
+    copied = []
+    options = {"max_new_tokens": 24, "do_sample": False, "guidance_scale": 1.5}
+    expected = plain.generate(**ids_of(), **options)
+    target.__deepcopy__ = copied.append
+    call = {**options, "custom_generate": with_draft(draft, gamma=3), "return_dict_in_generate": True}
+    ours = target.generate(**ids_of(), **call)
+    assert torch.equal(ours.sequences, expected)
+    assert "it holds a model" in ours.metrics[0].decode_reason
+    ids = torch.tensor([random_prompt(6), random_prompt(6, 1)])
+    with pytest.raises(ValueError, match=r"its own UnbatchedClassifierFreeGuidance.*it holds a model"):
+        target.generate(ids, **call)
+    assert copied == []
+
+
+def closed_over() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    counting = Counting()
+    return lambda input_ids, scores: counting(input_ids, scores)
+
+
+def grammar(vocab: int) -> xgrammar.contrib.hf.LogitsProcessor:
+    info = xgrammar.TokenizerInfo([chr(33 + at) for at in range(vocab)], stop_token_ids=[1])
+    return xgrammar.contrib.hf.LogitsProcessor(xgrammar.GrammarCompiler(info).compile_regex("[A-F]+"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"logits_processor": [closed_over()]}, "its own closed_over.*closes over variables"),
+        ({"logits_processor": [grammar(VOCAB)]}, "its own LogitsProcessor.*one row"),
+        ({"stopping_criteria": [lambda ids, scores: True]}, "one for each row, got True"),
+        ({"stopping_criteria": [lambda ids, scores: ids[:, -1:] == 3]}, "one for each row"),
+    ],
+)
+def test_what_cannot_be_had_for_each_row_is_refused_by_name(
+    target: PreTrainedModel, draft: PreTrainedModel, options: dict[str, Any], message: str
+) -> None:
+    ids = torch.tensor([random_prompt(6), random_prompt(6, 1)])
+    with pytest.raises(ValueError, match=message):
+        target.generate(ids, max_new_tokens=4, do_sample=False, custom_generate=with_draft(draft), **options)
+
+
+def test_xgrammars_own_processor_holds_for_one_row(
+    plain: PreTrainedModel, target: PreTrainedModel, draft: PreTrainedModel
+) -> None:
+    options = {**ids_of(), "max_new_tokens": 12, "do_sample": False, "eos_token_id": 1}
+    expected = plain.generate(**options, logits_processor=[grammar(VOCAB)])
+    assert set(expected[0, 20:].tolist()) <= {1, *range(32, 38)}
+    ours = target.generate(**options, logits_processor=[grammar(VOCAB)], custom_generate=with_draft(draft))
+    assert torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize("warpers", [[TopPLogitsWarper(0.3), TemperatureLogitsWarper(5.0)], [TopPLogitsWarper(0.01)]])
+def test_warpers_of_the_caller_go_in_the_order_of_plain_generate(
+    target: PreTrainedModel, draft: PreTrainedModel, warpers: list[Any]
+) -> None:
+    """Before the configuration's own temperature, which flattens the row."""
+    options = {**ids_of(), "max_new_tokens": 8, "do_sample": True, "temperature": 20.0, "top_k": 0}
+    rows = target.generate(
+        **options, logits_processor=warpers, num_return_sequences=20, custom_generate=with_draft(draft)
+    )
+    for row in rows:
+        logits = target(row[None, :-1]).logits[0, 19:].detach()
+        kept = TopPLogitsWarper(warpers[0].top_p)(row[None], logits)
+        assert all(float(scores[token_id]) > -torch.inf for scores, token_id in zip(kept, row[20:], strict=True))
+
+
 def test_a_streamer_that_transformers_keeps_to_itself_is_refused_and_its_reader_set_free(
     embedded: SpecStackGenerator,
 ) -> None:
@@ -282,7 +441,6 @@ def test_a_draft_by_name_is_loaded_once_and_forgotten_on_demand(embedded: SpecSt
         ({"prompt_lookup_num_tokens": 3}, "cannot do 'assisted_generation'"),
         ({"return_dict_in_generate": True, "output_scores": True}, "output_scores"),
         ({"return_dict_in_generate": True, "output_hidden_states": True}, "output_hidden_states"),
-        ({"past_key_values": DynamicCache()}, "leave past_key_values out"),
         ({"position_ids": torch.arange(3, 23)[None]}, "leave position_ids out"),
         ({"max_new_tokens": 5000}, "positions"),
     ],
@@ -293,6 +451,16 @@ def test_what_cannot_be_done_is_refused_by_name(
     call = {**ids_of(), "max_new_tokens": 4, "do_sample": False, "custom_generate": with_draft(draft)} | options
     with pytest.raises(ValueError, match=message):
         target.generate(**call)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("name", CACHE_NAMES)
+def test_a_cache_that_is_handed_in_is_refused_under_either_name(
+    target: PreTrainedModel, draft: PreTrainedModel, name: str
+) -> None:
+    # Before 5.24 transformers itself refuses the name that it does not have yet.
+    with pytest.raises(ValueError, match=r"leave \w+ out; .*session\(\)|not used by the model: \['cache'\]"):
+        target.generate(**ids_of(), max_new_tokens=4, custom_generate=with_draft(draft), **{name: DynamicCache()})
 
 
 def test_right_padding_and_a_streamer_for_a_batch_are_refused(
@@ -312,3 +480,15 @@ def test_right_padding_and_a_streamer_for_a_batch_are_refused(
         )
     with pytest.raises(ValueError, match="neither a folder nor a hub id"):
         target.generate(**ids_of(), max_new_tokens=2, custom_generate=with_draft("./nowhere"))
+
+
+@pytest.mark.parametrize("draft", [5, None, 1.5, ["a"], {}, object()])
+def test_a_draft_that_is_none_is_refused_at_once(draft: Any) -> None:
+    with pytest.raises(TypeError, match="a folder, a hub id or a loaded transformers model"):
+        with_draft(draft)
+
+
+@pytest.mark.parametrize("config", [5, {}, [], PrefillConfig()])
+def test_a_configuration_that_is_none_is_refused_at_once(config: Any) -> None:
+    with pytest.raises(TypeError, match="must be a SpecStackConfig"):
+        with_draft("draft", config=config)

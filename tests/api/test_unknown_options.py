@@ -25,6 +25,7 @@ OPTIONS: dict[str, Any] = {
     "stop_strings": ["a"],
     "num_beams": 2,
     "assistant_model": None,
+    "cache": None,
     "past_key_values": None,
     "use_cache": True,
     "position_ids": None,

@@ -333,3 +333,20 @@ def test_a_calibration_that_could_not_be_written_is_not_begun(
     message = capsys.readouterr().err
     assert nowhere in message or "--out" in message
     assert "asking every head" not in message
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "utf-8", "utf-16"])
+@pytest.mark.parametrize("text", ["naïve", "€ 5 … 中文", "🚀"])
+def test_a_standard_output_of_any_encoding_loses_no_character(
+    monkeypatch: pytest.MonkeyPatch, encoding: str, text: str
+) -> None:
+    def said(*flags: str) -> str:
+        out = io.TextIOWrapper(io.BytesIO(), encoding)
+        monkeypatch.setattr("sys.stdout", out)
+        main(["generate", "x", "--raw", "--regex", text, "--max-tokens", "40", "--device", "cpu", *flags])
+        out.flush()
+        return out.buffer.getvalue().decode(encoding)
+
+    assert json.loads(said("--json"))["text"] == text
+    assert json.loads(said("--json", "--file", f"/nowhere/{text}"))["error"].count(text)
+    assert said() == text.encode(encoding, "backslashreplace").decode(encoding) + "\n"

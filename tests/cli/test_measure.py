@@ -4,8 +4,12 @@ import shutil
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
 from spec_stack.cli import measure as measuring
@@ -154,3 +158,59 @@ def test_a_draft_that_is_larger_than_its_target_is_no_pair(tmp_path: Path, capsy
     swapped = ["--target", str(tmp_path / "small"), "--draft", str(tmp_path / "large")]
     assert main(["doctor", "--measure", *swapped]) == 1
     assert "the draft is larger than its target (6 against 1 million weights)" in capsys.readouterr().out
+
+
+class Stream:
+    """A device that computes asynchronously: one clock for the host and one for what it has launched."""
+
+    def __init__(self, launch_s: float) -> None:
+        self.host = self.device = 0.0
+        self._launch_s = launch_s
+
+    def launch(self, seconds: float) -> None:
+        self.device = max(self.device, self.host) + max(self._launch_s, seconds)
+        self.host += self._launch_s
+
+    def synchronize(self, *device: Any) -> None:
+        self.host = max(self.host, self.device)
+
+
+@pytest.mark.parametrize("launch_s", [0.0, 0.02, 0.3])
+@pytest.mark.parametrize(
+    ("dense_s", "sparse_s", "draft_s", "step_s"), [(1.0, 0.62, 0.25, 0.05), (0.4, 0.9, 0.7, 0.5), (2.0, 1.0, 0.0, 0.0)]
+)
+def test_what_is_measured_has_ended(
+    launch_s: float, dense_s: float, sparse_s: float, draft_s: float, step_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = Stream(launch_s)
+    monkeypatch.setattr(torch.accelerator, "synchronize", stream.synchronize)
+
+    def generate(specprefill: bool, **options: Any) -> None:
+        # The first token is read back.
+        stream.launch(sparse_s if specprefill else dense_s)
+        stream.synchronize()
+
+    view = SimpleNamespace(
+        prefill=lambda *arguments: stream.launch(draft_s),
+        forward=lambda *arguments: stream.launch(step_s),
+        rollback=lambda num_tokens: None,
+    )
+    model = SimpleNamespace(device=torch.device("cuda"))
+    pair = SimpleNamespace(
+        target=model,
+        draft=model,
+        open_index=lambda chunk: view,
+        open_target=lambda chunk: view,
+        tokenize_for_draft=lambda ids: (None, None),
+    )
+    generator: Any = SimpleNamespace(config=SpecStackConfig(), pair=pair, generate=generate)
+    found: dict[str, list[float]] = {"dense": [], "sparse": [], "draft": [], "step": []}
+    for _ in range(2):
+        found["dense"].append(measuring.ttft(generator, [1] * 8192, False, lambda: stream.host))
+        found["sparse"].append(measuring.ttft(generator, [1] * 8192, True, lambda: stream.host))
+        found["draft"].append(measuring._draft_pass(generator, [1] * 8192, lambda: stream.host))
+        found["step"].append(measuring._step(generator, model, 1, lambda: stream.host))
+    expected = {"dense": dense_s, "sparse": sparse_s, "draft": draft_s, "step": step_s}
+    assert {name: median(each) for name, each in found.items()} == pytest.approx(
+        {name: max(each, launch_s) for name, each in expected.items()}
+    )

@@ -213,10 +213,17 @@ def test_a_crafted_field_is_refused_by_its_name(name: str, change: Any, tmp_path
         generator.load_session(path)
 
 
-def test_a_folder_that_is_missing_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["none/file", "folder", "link", "n" * 300, "taken/file"])
+def test_a_place_that_cannot_be_written_is_named_and_left_as_it_was(tmp_path: Path, name: str) -> None:
     session, _, _ = saved(tmp_path, make_generator())
-    with pytest.raises(ValueError, match=r"cannot write .*none.*file"):
-        session.save(tmp_path / "none" / "file")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("folder")
+    (tmp_path / "taken" / "file.part").mkdir(parents=True)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ValueError, match=rf"cannot write .*{name.partition('/')[0]}"):
+        session.save(tmp_path / name)
+    assert sorted(tmp_path.rglob("*")) == before
+    session.save(tmp_path / "file")
 
 
 def test_files_that_are_missing_empty_or_cut_off_are_refused(tmp_path: Path) -> None:

@@ -51,6 +51,14 @@ def test_every_case_runs_and_leaves_its_figures(tmp_path: Path) -> None:
     assert not [name for name, case in cases.items() if "error" in case]
     assert cases["attention check"]["package_right"] is True
     assert cases["attention check"]["verdicts"]["trap: fp32, neither cache nor mask"] == "wrong"
+    for length in (256, 512):
+        rows = cases[f"scoring attention {length}"]["rows"]
+        assert set(rows) == {f"{name} {tokens}" for name in ("all", "window") for tokens in (length, length + 37)}
+        assert all(row["cold_ms"] > 0 and row["warm_ms"] > 0 for row in rows.values())
+    growing = cases["growing"]
+    assert growing["c"] == pytest.approx(growing["draft"]["median_ms"] / growing["target"]["median_ms"], rel=1e-3)
+    assert set(report["sdpa"]) == {"one token", "a prompt", "a chunk, masked"}
+    assert not any("unknown" in backend for backend in report["sdpa"].values())
     assert len(cases["read-back"]["ms_per_token"]) == 3
     assert all(value > 0 for value in cases["read-back"]["ms_per_token"].values())
     for length in (256, 512):
@@ -116,3 +124,15 @@ def test_the_operations_give_the_papers_ratios(sizes: tuple[Any, ...], percent: 
     speculator, base = gpu_shapes.SHAPES["llama-8b"].target, gpu_shapes._config(*sizes)
     ratio = gpu_shapes.prefill_macs(speculator, 32_000) / gpu_shapes.prefill_macs(base, 32_000)
     assert 100 * ratio == pytest.approx(percent, abs=0.03)
+
+
+def test_a_python_that_is_too_old_is_named_before_anything_runs(tmp_path: Path) -> None:
+    old = tmp_path / "python3"
+    old.write_text('#!/bin/sh\n[ "$1" = --version ] && echo Python 3.10.12\nexit 1\n', encoding="utf-8")
+    old.chmod(0o755)
+    script = ROOT / "experiments" / "runs" / "bench_gpu.sh"
+    done = subprocess.run(
+        ["bash", script], env=os.environ | {"PYTHON": str(old)}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert "Python 3.10.12, and Python 3.11 or newer is needed" in done.stderr

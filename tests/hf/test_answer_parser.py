@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -32,6 +32,30 @@ MISTRAL = """{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content
 %}[TOOL_CALLS] [{% for c in m.tool_calls %}{"name": "{{ c.function.name }}", "arguments": {{
 c.function.arguments | tojson }}, "id": "{{ c.id }}"}{% if not loop.last %}, {% endif %}{% endfor %}]</s>{% else
 %}{{ m.content }}</s>{% endif %}{% endfor %}"""
+CALLS = """{% for m in messages %}<|start|>{{ m.role }}<|stop|>{% if m.content is string %}{{ m.content }}{% endif %}{%
+if m.tool_calls %}BODY{% endif %}<|eot|>{% endfor %}{%
+if add_generation_prompt %}<|start|>assistant<|stop|>{% endif %}"""
+EACH = "{% for c in m.tool_calls %}{{ CALL }}{% endfor %}"
+ARGUMENTS = "(c.function.arguments if c.function.arguments is string else c.function.arguments | tojson)"
+BODIES = {
+    "nemotron": "<TOOLCALL>["
+    + EACH.replace("CALL", '\'{"name": "\' ~ c.function.name ~ \'", "arguments": \' ~ ' + ARGUMENTS + " ~ '}'")
+    + "]</TOOLCALL>",
+    "dumped": "<calls>{{ m.tool_calls | tojson }}</calls>",
+    "dumped bare": "{{ m.tool_calls | tojson }}",
+    "brackets": EACH.replace("{{ CALL }}", "[TOOL_REQUEST]\n{{ c.function | tojson }}\n[END_TOOL_REQUEST]"),
+    "braces": EACH.replace(
+        "{{ CALL }}", "{% raw %}{call}{% endraw %}{{ c.function | tojson }}{% raw %}{/call}{% endraw %}"
+    ),
+    "text": EACH.replace(
+        "CALL", "'<call>{\"name\": \"' + c.function.name + '\", \"arguments\": ' + c.function.arguments + '}</call>'"
+    ),
+    "command": 'Action: ```json\n[{% for c in m.tool_calls %}{"tool_name": "{{ c.function.name }}", "parameters": {{'
+    "c.function.arguments | tojson }}}{% endfor %}]```",
+}
+PARTS = """{% for m in messages %}<|start|>{{ m.role }}<|stop|>{% for p in m.content %}{{ p.text }}{% endfor %}{%
+for c in m.tool_calls or [] %}<tool>{{ c.function | tojson }}</tool>{% endfor %}<|eot|>{% endfor %}{%
+if add_generation_prompt %}<|start|>assistant<|stop|>{% endif %}"""
 SPECIAL = (
     "<|im_start|>",
     "<|im_end|>",
@@ -67,6 +91,8 @@ FORMATS = {
     "hermes": AnswerFormat.learn(Templated(HERMES, "<|im_end|>")),
     "llama": AnswerFormat.learn(Templated(LLAMA, "<|eot|>")),
     "mistral": AnswerFormat.learn(Templated(MISTRAL, "</s>")),
+    "parts": AnswerFormat.learn(Templated(PARTS, "<|eot|>")),
+    **{name: AnswerFormat.learn(Templated(CALLS.replace("BODY", body), "<|eot|>")) for name, body in BODIES.items()},
 }
 ANSWERS = {
     "hermes": '<tool_call>\n{"name": "f", "arguments": {"q": "a<b>"}}\n</tool_call>',
@@ -95,7 +121,7 @@ def test_formats_are_learnt_from_templates() -> None:
     assert AnswerFormat.learn(None) == AnswerFormat()
 
 
-@pytest.mark.parametrize("name", sorted(FORMATS))
+@pytest.mark.parametrize("name", sorted(ANSWERS))
 @given(cuts=st.lists(st.integers(1, 80)))
 def test_a_call_is_found_however_its_text_is_cut(name: str, cuts: list[int]) -> None:
     assert parsed(name, ANSWERS[name], cuts) == ("", "", [("f", {"q": "a<b>"})])
@@ -132,6 +158,61 @@ def test_text_thoughts_and_several_calls_stand_apart(cuts: list[int]) -> None:
 def test_what_cannot_be_parsed_stays_text(text: str, cuts: list[int]) -> None:
     for name in ("hermes", "llama", "mistral"):
         assert parsed(name, text, cuts) == (text, "", [])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "{}",
+        '{"q": "MARK"}',
+        '{"q": "}]MARKOPEN{\\"name\\": \\"g\\"}MARK", "r": ["\\\\", "\\"MARK"]}',
+        '{"q": "\\ud83d", "r": "\\ude00 \\ud83d\\ude00"}',
+        '{"q": 1e999, "r": -1E+400, "s": 0.10000000000000000000001}',
+        '{"q": ' + "9" * 5000 + "}",
+        '{"q": "```json", "arguments": {"name": "g"}}',
+        '{ "q":\n1 }',
+    ],
+)
+@pytest.mark.parametrize("name", sorted({*FORMATS} - {"thinker"}))
+@settings(max_examples=15)
+@given(cuts=st.lists(st.integers(1, 200), max_size=8))
+def test_arguments_come_as_they_were_written_in_every_format(name: str, arguments: str, cuts: list[int]) -> None:
+    tools = FORMATS[name].tools
+    assert tools is not None
+    arguments = arguments.replace("MARK", tools.closer).replace("OPEN", tools.opener)
+    text = f"{tools.begin}f{tools.middle}{arguments}{tools.end}"
+    text = f"So:\n{text}\n{text} Or?" if tools.closer else text
+    parser = AnswerParser(FORMATS[name], ["f"])
+    edges = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
+    parts = [part for start, stop in pairwise(edges) for part in parser.push(text[start:stop])] + parser.flush()
+    assert [part.call.arguments for part in parts if part.call] == [arguments] * (2 if tools.closer else 1)
+    assert "".join(part.text for part in parts) == ("So:Or?" if tools.closer else "")
+
+
+@pytest.mark.parametrize(
+    "arguments", ['{"q": NaN}', '{"q": Infinity}', '{"q": -Infinity}', "[1]", '"no"', "null", '{"a": ' + "[" * 5000]
+)
+def test_what_is_no_json_object_is_no_call(arguments: str) -> None:
+    for name in ("hermes", "nemotron", "llama"):
+        tools = FORMATS[name].tools
+        assert tools is not None
+        text = f"{tools.begin}f{tools.middle}{arguments}{tools.end}"
+        assert parsed(name, text) == (text, "", [])
+    text = '<tool_call>\n{"name": "\\ud83d", "arguments": {}}\n</tool_call>'
+    assert parsed("hermes", text) == (text, "", [])
+
+
+@given(cuts=st.lists(st.integers(1, 300)))
+def test_a_broken_call_hides_no_call_behind_it(cuts: list[int]) -> None:
+    broken = '<tool_call>\n{"name": "f, "arguments": {}}\n</tool_call>'
+    content, _, calls = parsed("hermes", f"{broken}\n{ANSWERS['hermes']}", cuts)
+    assert (content, calls) == (broken, [("f", {"q": "a<b>"})])
+
+
+def test_calls_written_as_one_list_are_all_found() -> None:
+    inner = ", ".join(f'{{"name": "{name}", "arguments": {{"at": {at}}}}}' for at, name in enumerate("fg"))
+    assert parsed("nemotron", f"<TOOLCALL>[{inner}]</TOOLCALL>")[2] == [("f", {"at": 0}), ("g", {"at": 1})]
+    assert parsed("nemotron", "<TOOLCALL>[]</TOOLCALL>") == ("<TOOLCALL>[]</TOOLCALL>", "", [])
 
 
 def test_calls_are_text_where_no_tools_were_given() -> None:

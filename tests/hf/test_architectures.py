@@ -26,6 +26,7 @@ from spec_stack import SpecStackGenerator
 from spec_stack.hf import attention
 from spec_stack.hf import model as hf_model
 from spec_stack.hf.architectures import SUPPORTED, abilities, check_architecture, scoring_limit
+from spec_stack.hf.cache import cache_argument
 from spec_stack.hf.model import CachedModel
 from spec_stack.hf.slots import SlotPositions
 from tests.support import matrix, reference, reference_architectures, support_table
@@ -202,8 +203,8 @@ def test_windows_over_slots_would_be_wrong(name: str) -> None:
     model = make_model(name)
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        by_slot = model(torch.tensor([kept]), position_ids=torch.tensor([KEPT]), past_key_values=cache).logits[0]
-    by_position = reference_architectures.logits(model, kept, KEPT)
+        made = model(torch.tensor([kept]), position_ids=torch.tensor([KEPT]), **cache_argument(model, cache))
+    by_slot, by_position = made.logits[0], reference_architectures.logits(model, kept, KEPT)
     assert float((by_slot - by_position).abs().max() / by_position.abs().max()) > 100 * TOLERANCE
 
 
@@ -322,7 +323,7 @@ def test_what_would_be_wrong_is_refused_in_both_roles_with_the_reason(name: str)
 
 
 def test_only_a_draft_needs_attention_layers() -> None:
-    config = NemotronHConfig(layers_block_type=["linear_attention", "mlp"])
+    config = NemotronHConfig(hybrid_override_pattern="M-")
     check_architecture("target", config)
     assert abilities(config).score.level == "refused"
     with pytest.raises(ValueError, match="'nemotron_h' model with 0 attention layers"):

@@ -118,6 +118,17 @@ def test_what_cannot_be_read_is_refused_with_the_reason(
         ModelPair.load(*files[:2], device="cpu")
 
 
+@pytest.mark.parametrize("num_bytes", [0, 3, 5, 20, 30, 100, 400, 50_000])
+def test_a_file_that_is_cut_off_in_its_header_is_refused(
+    files: tuple[Path, Path, PreTrainedModel], tmp_path: Path, num_bytes: int
+) -> None:
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(files[0].read_bytes()[:num_bytes])
+    with pytest.raises(ValueError, match=r"cannot read the model configuration of .*cut.gguf"):
+        ModelPair.load(cut, files[1], device="cpu")
+    assert "cannot read the model configuration" in diagnose(str(cut), str(files[1]), "auto", "cpu")["problem"]
+
+
 def test_the_doctor_takes_files(files: tuple[Path, Path, PreTrainedModel]) -> None:
     report = diagnose(str(files[0]), str(files[1]), "auto", "cpu")
     assert report["problem"] is None

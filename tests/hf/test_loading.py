@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -111,6 +112,51 @@ def test_a_draft_with_padded_embeddings_works_as_the_unpadded_one(folders: tuple
         assert two.metrics.num_accepted > 0
 
 
+def edit(file: Path, **values: object) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+@pytest.mark.parametrize("role", [0, 1])
+@pytest.mark.parametrize(
+    ("values", "weight"),
+    [
+        ({"intermediate_size": 520}, "down_proj"),
+        ({"vocab_size": 4160}, "embed_tokens"),
+        ({"num_key_value_heads": 1}, "k_proj"),
+        ({"hidden_size": 64}, "embed_tokens"),
+    ],
+)
+def test_weights_of_another_shape_than_configured_are_named(
+    folders: tuple[Path, Path], values: dict[str, int], weight: str, role: int
+) -> None:
+    edit(folders[role] / "config.json", **values)
+    pattern = f"differ in shape from its configuration: .*{weight}"
+    with pytest.raises(ValueError, match=pattern):
+        ModelPair.load(*folders, device="cpu")
+    assert re.search(pattern, diagnose(*map(str, folders), "auto", "cpu")["problem"])
+
+
+@pytest.mark.parametrize(("values", "weight"), [({"num_hidden_layers": 9}, "layers"), ({"tie_word_embeddings": 0}, "")])
+def test_weights_that_are_missing_are_not_made_up(
+    folders: tuple[Path, Path], values: dict[str, int], weight: str
+) -> None:
+    edit(folders[1] / "config.json", **{name: value or False for name, value in values.items()})
+    with pytest.raises(ValueError, match=rf"lacks \d+ weights of its configuration: .*{weight}"):
+        ModelPair.load(*folders, device="cpu")
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("ids", [[[2]], "2", [2.0], {"a": 1}, [None], True])
+def test_ends_of_a_text_that_are_no_token_ids_are_refused(folders: tuple[Path, Path], name: str, ids: object) -> None:
+    file = folders[0] / name
+    if not file.is_file():
+        file.write_text("{}")
+    edit(file, eos_token_id=ids)
+    with pytest.raises(ValueError, match="eos_token_id"):
+        ModelPair.load(*folders, device="cpu")
+    assert "eos_token_id" in diagnose(*map(str, folders), "auto", "cpu")["problem"]
+
+
 def test_missing_and_damaged_weights_are_refused(folders: tuple[Path, Path]) -> None:
     (folders[0] / "model.safetensors").write_bytes(b"not weights")
     with pytest.raises(ValueError, match="cannot load the weights"):
@@ -148,7 +194,7 @@ def test_a_pair_with_different_tokenizers_loads_and_drafts_without_changing_a_to
         (GPT2Config(), "learned table"),
         (GPTNeoXConfig(), "not among those"),
         (
-            NemotronHConfig(layers_block_type=["linear_attention", "mlp"]),
+            NemotronHConfig(hybrid_override_pattern="M-"),
             "0 attention layers; scoring",
         ),
     ],

@@ -1,16 +1,18 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, LlamaForCausalLM, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 from spec_stack.hf import attention
 from spec_stack.hf.attention import capture_attention, install
-from spec_stack.hf.cache import PreallocatedLayer, fill, keep_slots, new_cache
+from spec_stack.hf.cache import PreallocatedLayer, cache_argument, fill, keep_slots, new_cache
 from spec_stack.hf.model import CachedModel, piece_ends
 from spec_stack.hf.slots import SlotPositions
 from tests.support import reference
@@ -189,12 +191,30 @@ def test_what_sees_the_tokens_after_itself_never_goes_to_flash(told: dict[str, b
     torch.testing.assert_close(output, F.scaled_dot_product_attention(query, query, query).transpose(1, 2))
 
 
+class OlderCode(LlamaForCausalLM):
+    """As code that comes with a checkpoint may be: the cache has the name that it had before transformers 5.24."""
+
+    def forward(self, input_ids: torch.Tensor, past_key_values: DynamicCache, **options: Any) -> Any:
+        return super().forward(input_ids, **cache_argument(SHARED["llama"], past_key_values), **options)
+
+
+def test_a_model_gets_its_cache_under_the_name_that_its_forward_has() -> None:
+    older, prompt = OlderCode(make_model().config).eval(), random_prompt(20)
+    older.load_state_dict(make_model().state_dict())
+    install(older)
+    expected = reference.logits(make_model(), prompt, range(20))
+    for model in (older, SHARED["llama"]):
+        cached = CachedModel(model, 4096)
+        cached.prefill(prompt[:12], range(12))
+        torch.testing.assert_close(cached.forward(prompt[12:], range(12, 20), 8), expected[12:], **TOLERANCE)
+
+
 @pytest.mark.parametrize("num_tokens", [30, 80])
 def test_a_cache_longer_than_the_prompt_gives_the_same_logits(num_tokens: int) -> None:
     prompt = torch.tensor([random_prompt(num_tokens)])
     with torch.no_grad():
         cache = StaticCache(config=SHARED["llama"].config, max_cache_len=100)
-        got = SHARED["llama"](prompt, past_key_values=cache, use_cache=True).logits[0]
+        got = SHARED["llama"](prompt, use_cache=True, **cache_argument(SHARED["llama"], cache)).logits[0]
     torch.testing.assert_close(got, reference.logits(make_model(), prompt[0], range(num_tokens)), **TOLERANCE)
 
 

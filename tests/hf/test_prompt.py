@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import random
 from typing import Any
 
@@ -31,6 +32,42 @@ TOOLS = (
     "{% if m.get('tool_calls') %}call {{ m['tool_calls'][0]['function']['arguments']['city'] }}{% endif %}"
     "{{ m['content'] }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+
+
+TURN = "{% for m in messages %}<|{{ m['role'] }}|>BODY<|end|>{% endfor %}<|assistant|>"
+CALLS = "{{ m['content'] or '' }}{% for c in m['tool_calls'] or [] %}{{ CALL }}{% endfor %}"
+# How templates write a call, and whether they take its arguments as JSON text or as a mapping.
+ARGUMENTS = {
+    "deepseek": (CALLS.replace("CALL", "c.function.name + '\\n```json\\n' + c.function.arguments + '\\n```'"), "text"),
+    "either": (
+        CALLS.replace(
+            "CALL", "c.function.arguments if c.function.arguments is string else c.function.arguments | tojson"
+        ),
+        "text",
+    ),
+    "hermes": (CALLS.replace("CALL", "c.function.arguments | tojson"), "mapping"),
+    "nested": (CALLS.replace("CALL", "c | tojson"), "mapping"),
+    "items": (CALLS.replace("CALL", "c.function.arguments.items() | list"), "mapping"),
+}
+# How templates write contents that are lists of parts.
+PARTS = {
+    "smolvlm": (
+        "{% if m['content'][0]['type'] == 'image' %}:{% endif %}"
+        "{% for p in m['content'] %}{% if p['type'] == 'text' %}{{ p['text'] }}{% endif %}{% endfor %}"
+    ),
+    "llava": (
+        "{% for p in m['content'] | selectattr('type', 'equalto', 'text') %}{% generation %}{{ p['text'] + ' ' }}"
+        "{% endgeneration %}{% endfor %}"
+    ),
+    "either": (
+        "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for p in m['content'] %}{{ p['text'] | trim }}"
+        "{% endfor %}{% endif %}"
+    ),
+    "by role": (
+        "{% if m['role'] == 'user' %}{% for p in m['content'] %}{{ p['text'] }}{% endfor %}{% else %}{{ m['content'] }}"
+        "{% endif %}"
+    ),
+}
 
 
 def with_template(embedded: SpecStackGenerator, template: str) -> PreTrainedTokenizerFast:
@@ -122,6 +159,85 @@ def test_tools_documents_and_template_options_reach_the_template_and_stay_dense(
     plain, off = encode(thinking, user), encode(thinking, user, chat_template_kwargs={"enable_thinking": False})
     assert off.text == plain.text + "no thoughts "
     assert prunable(thinking, off) == "hi"
+
+
+@pytest.mark.parametrize("content", [None, "Let me see."])
+@pytest.mark.parametrize("arguments", ['{"city":"Rome"}', "{}", '{"a": [1, {"b": "</x>"}]}'])
+@pytest.mark.parametrize("name", sorted(ARGUMENTS))
+def test_arguments_are_rendered_in_the_form_that_the_template_takes(
+    embedded: SpecStackGenerator, name: str, arguments: str, content: str | None
+) -> None:
+    body, form = ARGUMENTS[name]
+    tokenizer = with_template(embedded, TURN.replace("BODY", body))
+    chat = called(arguments, content)
+    oracle = chat if form == "text" else called(json.loads(arguments), content)
+    rendered = tokenizer.apply_chat_template(oracle, tokenize=False, add_generation_prompt=True)
+    encoded = encode(tokenizer, chat, tools=[{"parameters": {}}])
+    assert encoded.text == rendered
+    assert prunable(tokenizer, encoded).startswith("Where?" + (content or ""))
+
+
+@pytest.mark.parametrize("arguments", ['{"a": 1e999}', '{"a": "\\ud83d"}', '{"a": NaN}', "no JSON", ""])
+def test_arguments_that_are_no_json_of_a_template_stay_text(embedded: SpecStackGenerator, arguments: str) -> None:
+    tokenizer = with_template(embedded, TURN.replace("BODY", ARGUMENTS["hermes"][0]))
+    chat = called(arguments, "")
+    assert encode(tokenizer, chat).text == tokenizer.apply_chat_template(chat, tokenize=False)
+
+
+def called(arguments: Any, content: str | None) -> Chat:
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": "look_up", "arguments": arguments}}
+    return [
+        {"role": "user", "content": "Where?"},
+        {"role": "assistant", "content": content, "tool_calls": [call]},
+        {"role": "tool", "content": "warm"},
+    ]
+
+
+def as_parts(*texts: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text} for text in texts]
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+@pytest.mark.parametrize("name", sorted(PARTS))
+def test_templates_of_content_parts_are_given_parts(embedded: SpecStackGenerator, name: str, is_given: bool) -> None:
+    tokenizer = with_template(embedded, TURN.replace("BODY", PARTS[name]))
+    texts = ["Be brief.", "Why is it warm?", "It is not."]
+    roles = ["system", "user", "assistant"]
+    parts = [{"role": role, "content": as_parts(text)} for role, text in zip(roles, texts, strict=True)]
+    strings = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
+    encoded = encode(tokenizer, parts if is_given else strings)
+    oracle = [strings[0], parts[1], strings[2]] if name == "by role" else parts
+    assert encoded.text == tokenizer.apply_chat_template(oracle, tokenize=False)
+    assert prunable(tokenizer, encoded) == "".join(texts[1:])
+    assert encoded.question is not None
+    assert tokenizer.decode(encoded.token_ids[slice(*encoded.question)]) == texts[1]
+    assert encoded.note == ""
+
+
+def test_each_part_of_a_content_is_prunable(embedded: SpecStackGenerator) -> None:
+    chat = [{"role": "user", "content": as_parts("one ", "", "two", "three")}]
+    tokenizer = with_template(embedded, TURN.replace("BODY", PARTS["smolvlm"]))
+    encoded = encode(tokenizer, chat)
+    assert encoded.text == tokenizer.apply_chat_template(chat, tokenize=False)
+    assert prunable(tokenizer, encoded) == "one twothree"
+    # A template of strings has them joined, as ever.
+    assert "one \n\ntwo\nthree" in encode(embedded.tokenizer, chat).text
+
+
+@pytest.mark.parametrize("place", ["tools", "documents", "role", "kwargs", "content"])
+def test_private_characters_are_text_like_other(embedded: SpecStackGenerator, place: str) -> None:
+    tokenizer = with_template(
+        embedded, "{{ tools | tojson }}{{ documents | tojson }}{{ extra }}" + embedded.tokenizer.chat_template
+    )
+    mark = "\ue0007\ue001"
+    options: dict[str, Any] = {
+        "tools": {"tools": [{"name": mark}]},
+        "documents": {"documents": [{"text": mark}]},
+        "kwargs": {"chat_template_kwargs": {"extra": mark}},
+    }.get(place, {})
+    said, role = mark if place == "content" else "hi", mark if place == "role" else "assistant"
+    encoded = encode(tokenizer, [{"role": role, "content": "Hm."}, {"role": "user", "content": said}], **options)
+    assert prunable(tokenizer, encoded) == "Hm." + said
 
 
 def test_a_final_message_is_continued(embedded: SpecStackGenerator) -> None:
@@ -242,6 +358,31 @@ def test_prompts_of_another_form_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         encode_prompt(embedded.tokenizer, 4096, PromptSource(**options))
+
+
+IMAGE_CHAT = [{"role": "user", "content": "See <image>."}]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"prompt": "See <image>."},
+        {"prompt": "See <image>.", "protected": [(0, 3)]},
+        {"messages": IMAGE_CHAT},
+        {"messages": [{"role": "system", "content": "<image>"}, *IMAGE_CHAT]},
+        {"messages": IMAGE_CHAT, "continue_final_message": True},
+        {"input_ids": [5, 4096]},
+    ],
+    ids=lambda given: "+".join(given),
+)
+def test_a_token_without_a_row_is_refused(embedded: SpecStackGenerator, given: dict[str, Any]) -> None:
+    tokenizer = copy.deepcopy(embedded.tokenizer)
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<image>"]})
+    assert tokenizer.convert_tokens_to_ids("<image>") == 4096 == embedded.pair.vocab_size
+    known = encode(embedded.tokenizer, [{"role": "user", "content": "See"}])
+    for earlier in (None, known):
+        with pytest.raises(ValueError, match="vocabulary"):
+            encode_prompt(tokenizer, 4096, PromptSource(**given), earlier)
 
 
 def test_a_refusal_of_the_template_is_told_as_one(embedded: SpecStackGenerator) -> None:

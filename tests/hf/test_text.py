@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,14 +14,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from spec_stack import SpecStackGenerator
 from spec_stack.decode.stopping import Stopper, TextStream
-from spec_stack.hf.text import ContinuedText, WindowedText, open_text_stream
+from spec_stack.hf.text import WindowedText, open_text_stream
+from tests.support.models import byte_fallback_tokenizer
 
 
-def streams(tokenizer: Any) -> list[TextStream]:
-    return [
-        ContinuedText(tokenizer.backend_tokenizer, []),
-        WindowedText(lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True))),
-    ]
+def stream_of(tokenizer: Any, prompt: Sequence[int] = ()) -> TextStream:
+    stream = open_text_stream(tokenizer, prompt)
+    assert stream is not None
+    return stream
 
 
 def joined(stream: TextStream, token_ids: list[int], sizes: list[int]) -> tuple[str, list[str]]:
@@ -39,10 +40,9 @@ def test_streamed_text_concatenates_to_the_text_of_the_whole(
 ) -> None:
     token_ids = embedded.tokenizer(text, add_special_tokens=False).input_ids
     whole = embedded.tokenizer.decode(token_ids, skip_special_tokens=True)
-    for stream in streams(embedded.tokenizer):
-        result, pieces = joined(stream, token_ids, sizes)
-        assert result == whole
-        assert "\ufffd" not in "".join(pieces) or "\ufffd" in text
+    result, pieces = joined(stream_of(embedded.tokenizer), token_ids, sizes)
+    assert result == whole
+    assert "\ufffd" not in "".join(pieces) or "\ufffd" in text
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -50,9 +50,7 @@ def test_random_ids_stream_to_their_text_after_any_prompt(embedded: SpecStackGen
     """Bytes in any order: half characters, special tokens, and prompts that end within a character."""
     rng = random.Random(seed)
     prompt, token_ids = ([rng.randrange(embedded.pair.vocab_size) for _ in range(n)] for n in (rng.randrange(12), 60))
-    stream = open_text_stream(embedded.tokenizer, prompt)
-    assert stream is not None
-    result, _ = joined(stream, token_ids, [rng.randint(1, 5) for _ in range(30)])
+    result, _ = joined(stream_of(embedded.tokenizer, prompt), token_ids, [rng.randint(1, 5) for _ in range(30)])
     context = prompt[-8:]
     before = embedded.tokenizer.decode(context, skip_special_tokens=True)
     if before.endswith("\ufffd"):
@@ -60,13 +58,45 @@ def test_random_ids_stream_to_their_text_after_any_prompt(embedded: SpecStackGen
     assert result == embedded.tokenizer.decode(context + token_ids, skip_special_tokens=True)[len(before) :]
 
 
+@pytest.mark.parametrize("strips", [True, False])
+@pytest.mark.parametrize("seed", range(10))
+def test_random_ids_of_a_byte_fallback_tokenizer_stream_to_their_text(seed: int, strips: bool) -> None:
+    """A run of bytes is one text, or where it is none, broken characters from its first byte on."""
+    tokenizer, rng = byte_fallback_tokenizer("▁ ▁be be ▁The é 日 .", strips), random.Random(seed)
+    likely = [*tokenizer.convert_tokens_to_ids([f"<0x{byte}>" for byte in ("0A", "E2", "82", "AC", "41", "20")]), 1]
+    for _ in range(30):
+        rows = [rng.choice([rng.randrange(len(tokenizer)), rng.choice(likely)]) for _ in range(20)]
+        result, _ = joined(stream_of(tokenizer), rows, [rng.randint(1, 5) for _ in range(8)])
+        assert result == tokenizer.decode(rows, skip_special_tokens=True)
+        # After a prompt that ends in a word, the text is what the words of both have more than the prompt's.
+        prompt = tokenizer.convert_tokens_to_ids(["▁The", "▁be"])
+        result, _ = joined(stream_of(tokenizer, prompt), rows, [])
+        assert tokenizer.decode(prompt) + result == tokenizer.decode([*prompt, *rows], skip_special_tokens=True)
+
+
+def test_a_continuation_of_a_line_break_of_bytes_keeps_its_first_space() -> None:
+    tokenizer = byte_fallback_tokenizer("▁be ▁The")
+    prompt, ids = (tokenizer.convert_tokens_to_ids(tokens) for tokens in (["▁The", "<0x0A>"], ["▁be", "<0x0A>"]))
+    assert joined(stream_of(tokenizer, prompt), ids, [1])[0] == " be\n"
+
+
+def test_a_stop_string_of_bytes_ends_the_text_at_its_last_token() -> None:
+    tokenizer = byte_fallback_tokenizer("▁be")
+    ids = tokenizer.convert_tokens_to_ids(["▁be", "<0x0A>", "▁be"])
+    for steps in ([ids], [ids[:1], ids[1:2], ids[2:]], [ids[:2], ids[2:]]):
+        stopper, kept, text, reason = Stopper(9, (), ["\n"], stream_of(tokenizer)), [], "", None
+        while reason is None:
+            more, piece, reason = stopper.cut(steps.pop(0))
+            kept, text = kept + more, text + piece
+        assert (kept, text, reason) == (ids[:2], "be", "stop")
+
+
 def test_half_a_character_comes_out_at_the_end(embedded: SpecStackGenerator) -> None:
     ids = embedded.tokenizer("x\U0001f9ea", add_special_tokens=False).input_ids[:-1]
     for stop in ((), ("zz",)):
-        for stream in streams(embedded.tokenizer):
-            text = Stopper(len(ids), (), stop, stream).cut(ids)[1]
-            assert text == embedded.tokenizer.decode(ids)
-            assert text.endswith("\ufffd")
+        text = Stopper(len(ids), (), stop, stream_of(embedded.tokenizer)).cut(ids)[1]
+        assert text == embedded.tokenizer.decode(ids)
+        assert text.endswith("\ufffd")
 
 
 def test_a_pieces_text_may_depend_on_its_left_neighbour() -> None:
@@ -83,8 +113,7 @@ def test_a_continuation_keeps_the_space_that_such_a_decoder_drops_at_a_beginning
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
     assert fast.decode([2, 3]) == "cat sat"
     for prompt, text in (([1], " cat sat"), ([], "cat sat")):
-        stream = open_text_stream(fast, prompt)
-        assert stream is not None
+        stream = stream_of(fast, prompt)
         assert stream.push([2]) + stream.push([3]) + stream.flush() == text
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import threading
 from collections.abc import Callable
@@ -244,6 +245,23 @@ def test_logprobs_are_the_generators_whole_and_streamed(embedded: SpecStackGener
     text = client.completions.create(prompt="def f", max_tokens=6, logprobs=1, **GREEDY).choices[0].logprobs
     assert text.token_logprobs == pytest.approx([each.logprob for each in expected], abs=1e-4)
     assert [len(top) for top in text.top_logprobs] == [1] * len(text.tokens)
+
+
+def test_a_stream_that_fails_ends_with_an_error(embedded: SpecStackGenerator, nursery: Nursery) -> None:
+    tokenizer = copy.copy(embedded.tokenizer)
+
+    def fails(*_: Any, **__: Any) -> str:
+        raise RuntimeError("no text")
+
+    tokenizer.decode = tokenizer.convert_ids_to_tokens = tokenizer.batch_decode = fails
+    generator = SpecStackGenerator(embedded.pair.target, embedded.pair.draft, tokenizer)
+    server = Server(generator, ServeConfig(port=0), nursery)
+    create = server.client().chat.completions.create
+    try:
+        with pytest.raises(openai.APIError, match="could not answer"):
+            list(create(model="spec-stack", messages=CHAT, logprobs=True, stream=True))
+    finally:
+        server.stop()
 
 
 def test_special_tokens_in_messages_are_taken_out_where_the_server_is_told_to(

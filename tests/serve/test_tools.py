@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,13 +20,16 @@ from tests.serve.conftest import Server
 from tests.support.tools import TEMPLATE, TOOLS
 
 CHAT = [{"role": "user", "content": "Where is it warm?"}]
+# As many templates, it refuses the roles that it does not know.
+ROLES = """{% for m in messages if m.role not in ['user', 'assistant', 'tool'] %}{{
+raise_exception('no such role: ' ~ m.role) }}{% endfor %}"""
 ASKED: dict[str, Any] = {"model": "spec-stack", "temperature": 0, "max_tokens": 64, "tools": TOOLS}
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     generator = SpecStackGenerator.from_pretrained(device="cpu", precision="fp32", calibration=False)
-    generator.tokenizer.chat_template = TEMPLATE
+    generator.tokenizer.chat_template = ROLES + TEMPLATE
     generator = SpecStackGenerator(generator.pair.target, generator.pair.draft, generator.tokenizer)
     nursery = open_nursery(generator)
     running = Server(generator, ServeConfig(port=0), nursery)
@@ -57,6 +62,45 @@ def test_an_agents_turns_go_on_in_its_session(server: Server) -> None:
         message = answer.choices[0].message
         messages.append(message)
         messages += [{"role": "tool", "tool_call_id": call.id, "content": "24"} for call in message.tool_calls]
+
+
+@pytest.mark.parametrize(
+    "arguments", ['{"q": "\\ud83d"}', '{"q": 1e999}', '{"q": "}\\n</tool_call>", "r": "<tool_call>{\\"\\ude00"}']
+)
+def test_what_a_model_writes_as_arguments_is_what_a_client_gets(server: Server, arguments: str) -> None:
+    text = f'<tool_call>\n{{"name": "add", "arguments": {arguments}}}\n</tool_call>'
+    options = ASKED | {
+        "max_tokens": 128,
+        "response_format": {"type": "grammar", "grammar": f"root ::= {json.dumps(text)}"},
+    }
+    create = server.client().chat.completions.create
+    message = create(messages=CHAT, **options).choices[0].message
+    assert [call.function.arguments for call in message.tool_calls] == [arguments]
+    chunks = list(create(messages=CHAT, stream=True, **options))
+    deltas = [each for chunk in chunks for each in chunk.choices[0].delta.tool_calls or []]
+    assert "".join(delta.function.arguments for delta in deltas) == arguments
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+    # The client's next turn.
+    turn = [*CHAT, message, {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "24"}]
+    assert create(messages=turn, **ASKED).choices
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "options", [{"messages": [{"role": "\ud83d", "content": "x"}]}, {"messages": CHAT, "\ud83d": 1}]
+)
+def test_half_a_character_in_a_request_is_no_failure_of_the_server(
+    server: Server, options: dict[str, Any], stream: bool
+) -> None:
+    body = json.dumps({"max_tokens": 2, "stream": stream} | options).encode()
+    request = urllib.request.Request(f"{server.url}/v1/chat/completions", body)
+    if options["messages"] is CHAT:
+        assert urllib.request.urlopen(request).headers["x-spec-stack-ignored"] == "?"
+        return
+    with pytest.raises(urllib.error.HTTPError) as refusal:
+        urllib.request.urlopen(request)
+    assert refusal.value.code == 400
+    assert "no such role: \\ud83d" in json.load(refusal.value)["error"]["message"]
 
 
 def test_tool_choices_that_mean_nothing_are_refused(server: Server) -> None:

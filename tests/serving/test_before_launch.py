@@ -46,12 +46,17 @@ def _doctor(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
 @pytest.mark.slow
 def test_the_doctor_says_what_a_launch_would_do(tmp_path: Path) -> None:
     flags = ("--spec-stack-min-prompt-tokens", "500", "--spec-stack-gammas", "0", "3")
-    code, report = _doctor(tmp_path, *_PAIR, *_SPEC_STACK, *_CPU, *flags)
+    target = shutil.copytree(ASSETS / "target", tmp_path / "target")
+    (target / "generation_config.json").write_text('{"repetition_penalty": 1.05}')
+    pair = ("--model-path", str(target), *_PAIR[2:])
+    code, report = _doctor(tmp_path, *pair, *_SPEC_STACK, *_CPU, *flags)
     assert (code, report["problem"]) == (0, None)
     assert "of those with 500 or more tokens that are not cached" in report["prompts"]
     assert report["drafting"] == "policy throughput, gammas [0, 3]"
     assert report["vocabularies"].startswith("4096 embedding rows")
     assert report["CUDA graphs"] == "none"
+    assert re.match(r"65536 tokens of \d+ bytes, \d\.\d\d GB on each rank, or a tenth", report["draft's pool"])
+    assert any("repetition_penalty 1.05" in it and "--sampling-defaults openai" in it for it in report["warnings"])
 
 
 @pytest.mark.nightly

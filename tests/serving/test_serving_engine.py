@@ -47,6 +47,8 @@ def test_retracted_requests_go_on_at_their_original_positions(launch: Any, refer
         "--max-running-requests",
         "6",
         "--enable-metrics",
+        # As on every CPU server, said aloud: what a step leaves behind reaches the next one without a buffer between.
+        "--disable-overlap-schedule",
         *("--spec-stack-min-prompt-tokens", str(MIN_PROMPT_TOKENS)),
         # So little that conversations push each other out of the draft's pool.
         *("--spec-stack-draft-pool-tokens", "3000"),

@@ -14,14 +14,18 @@ CONFIG = PrefillConfig(keep_rate=0.2)
 
 
 class Device:
-    """A clock that only forwards move. busy_s: what launching a forward's kernels takes, however few its tokens."""
+    """A clock that only forwards move. busy_s: what launching a forward's kernels takes, however few its tokens.
+    cached_s: what every token takes on top of that for each that is cached."""
 
-    def __init__(self, base_s: float, per_token_s: float, busy_s: float = 0.0) -> None:
-        self.now, self.lengths = 0.0, list[int]()
-        self._seconds = base_s, per_token_s, busy_s
+    def __init__(self, base_s: float, per_token_s: float, busy_s: float = 0.0, cached_s: float = 0.0) -> None:
+        self.now, self.lengths, self.cached = 0.0, list[int](), list[int]()
+        self._seconds = base_s, per_token_s, busy_s, cached_s
 
-    def prefill(self, num_tokens: int) -> None:
-        base_s, per_token_s, busy_s = self._seconds
+    def prefill(self, num_tokens: int, num_cached: int) -> None:
+        base_s, per_token_s, busy_s, cached_s = self._seconds
+        if num_cached:
+            self.now += num_tokens * num_cached * cached_s + 5.0 * (num_cached not in self.cached)
+            self.cached.append(num_cached)
         # The first forward of a length compiles, and another one stalls.
         disturbed = num_tokens not in self.lengths or self.lengths.count(num_tokens) == 2
         self.now += max(base_s + per_token_s * num_tokens, busy_s) + 5.0 * disturbed
@@ -124,3 +128,26 @@ def test_a_model_that_only_scores_must_be_quicker_than_what_it_spares() -> None:
 def test_where_the_draft_is_as_slow_as_the_target_nothing_pays() -> None:
     slow = PrefillSeconds(0.01, 1e-4)
     assert measured_break_even(slow, PrefillSeconds(0.01, 1e-3), CONFIG) == 0
+
+
+@pytest.mark.parametrize("cached_s", [0.0, 1e-8, 1e-6])
+@pytest.mark.parametrize("busy_s", [0.0, 0.02])
+@pytest.mark.parametrize("most_tokens", [512, 700, 4096, 100_000])
+def test_scoring_is_timed_behind_a_cache_too(cached_s: float, busy_s: float, most_tokens: int) -> None:
+    device = Device(0.01, 1e-4, busy_s, cached_s)
+    seconds = device.measured(most_tokens=most_tokens, scores=True)
+    (chunk,) = set(device.cached)
+    assert chunk == min(max(device.lengths), most_tokens // 2)
+    assert seconds.behind_s == pytest.approx(chunk * cached_s, rel=1e-6, abs=1e-4 if busy_s else 1e-9)
+    assert seconds.scoring(0.5).per_token_s == pytest.approx(0.5 * (seconds.per_token_s + seconds.behind_s))
+    plain = Device(0.01, 1e-4, busy_s, cached_s)
+    assert plain.measured(most_tokens=most_tokens).behind_s == 0
+    assert not plain.cached
+
+
+def test_a_draft_that_is_slow_behind_a_cache_prunes_later_or_never() -> None:
+    target, draft = PrefillSeconds(0.01, 1e-3), PrefillSeconds(0.3, 1e-4)
+    slower, far_slower = (replace(draft, behind_s=behind_s) for behind_s in (4e-4, 4e-3))
+    assert 0 < measured_break_even(target, draft, CONFIG) < measured_break_even(target, slower, CONFIG)
+    assert measured_break_even(target, far_slower, CONFIG) == 0
+    assert measured_break_even(target, far_slower, replace(CONFIG, scorer="bm25")) > 0

@@ -10,9 +10,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from spec_stack.sglang.batch_policy import BatchPolicy
-from spec_stack.sglang.penalties import count_anew, count_one_by_one, has_penalties, is_penalised
+from spec_stack.sglang.guards import num_failures
+from spec_stack.sglang.penalties import SaidTokens, count_one_by_one, has_penalties, is_penalised
 from spec_stack.sglang.server_args import ServerConfig
 from tests.support.sampling_settings import asked
 
@@ -27,7 +29,18 @@ _ASKED = st.builds(
 )
 
 
-@pytest.mark.parametrize("count", [count_anew, count_one_by_one])
+def _request(said: list[int], it: Any, num_prompt_tokens: int = 3) -> Any:
+    return SimpleNamespace(
+        rid="a", origin_input_ids=[0] * num_prompt_tokens, output_ids=said, sampling_params=it, finished=lambda: False
+    )
+
+
+def _count(info: Any, requests: Any, newest: torch.Tensor, num_said: torch.Tensor) -> None:
+    if any(has_penalties(request) for request in requests):
+        SaidTokens(requests, VOCABULARY, torch.device("cpu")).count(info, newest, num_said)
+
+
+@pytest.mark.parametrize("count", [_count, count_one_by_one])
 @given(st.lists(st.tuples(st.lists(st.integers(0, 6), min_size=1, max_size=9), _ASKED, st.booleans()), min_size=1))
 def test_every_token_that_was_said_counts_once(
     count: Callable[..., None], requests: list[tuple[list[int], Any, bool]]
@@ -36,7 +49,7 @@ def test_every_token_that_was_said_counts_once(
     while the prefill that repeats it is on its way. Rows without penalties are left alone, and an end of the reply is
     forbidden no longer than was asked for."""
     told = [said[:-1] if lags else said for said, _, lags in requests]
-    rows = [SimpleNamespace(output_ids=ids, sampling_params=it) for ids, (_, it, _) in zip(told, requests, strict=True)]
+    rows = [_request(ids, it) for ids, (_, it, _) in zip(told, requests, strict=True)]
     info = SimpleNamespace(
         acc_additive_penalties=torch.full((len(rows), VOCABULARY), 9.0),
         acc_scaling_penalties=torch.full((len(rows), VOCABULARY), 9.0),
@@ -60,7 +73,7 @@ def test_every_token_that_was_said_counts_once(
 @given(st.lists(st.tuples(st.lists(st.integers(0, 6), max_size=9), _ASKED), min_size=1))
 def test_a_prefill_that_repeats_a_reply_is_penalised_for_all_of_it(requests: list[tuple[list[int], Any]]) -> None:
     """After a retraction SGLang counts from nothing. First prefills are left alone."""
-    rows = [SimpleNamespace(output_ids=said, sampling_params=it) for said, it in requests]
+    rows = [_request(said, it) for said, it in requests]
     info = SimpleNamespace(
         acc_additive_penalties=torch.zeros(len(rows), VOCABULARY),
         acc_scaling_penalties=torch.ones(len(rows), VOCABULARY),
@@ -69,7 +82,7 @@ def test_a_prefill_that_repeats_a_reply_is_penalised_for_all_of_it(requests: lis
         if it.min_new_tokens:
             info.acc_additive_penalties[row, 3] = -torch.inf
     policy = BatchPolicy(ServerConfig(), "fp32")
-    policy.count_penalties_of_prefill(info, rows, torch.device("cpu"))  # type: ignore[arg-type]
+    policy.count_penalties_of_prefill(info, rows, torch.device("cpu"))
     for row, (said, it) in enumerate(requests):
         for token in range(VOCABULARY):
             times = said.count(token)
@@ -77,6 +90,85 @@ def test_a_prefill_that_repeats_a_reply_is_penalised_for_all_of_it(requests: lis
             expected = -torch.inf if token == 3 and len(said) < it.min_new_tokens else additive
             assert info.acc_additive_penalties[row, token] == pytest.approx(expected)
             assert info.acc_scaling_penalties[row, token] == (it.repetition_penalty if times else 1.0)
+
+
+@given(
+    st.lists(_ASKED, min_size=1, max_size=4),
+    st.lists(st.lists(st.integers(0, 6), min_size=4, max_size=4), min_size=1, max_size=8),
+    st.integers(0, 1),
+    st.sets(st.integers(0, 7)),
+    st.sets(st.integers(0, 7)),
+)
+def test_what_is_added_step_by_step_is_what_was_said(
+    settings: list[Any], steps: list[list[int]], lag: int, others: set[int], changes: set[int]
+) -> None:
+    """Whatever the host has been told, also where a prefill comes between (others) and who runs changes (changes)."""
+    policy, said = BatchPolicy(ServerConfig(), "fp32"), [[1] for _ in settings]
+    rows: list[Any] = []
+    failures = num_failures()
+    for number, tokens in enumerate(steps):
+        if not rows or number in changes:
+            rows = [_request([], it) for it in settings]
+        for row, ids in zip(rows, said, strict=True):
+            row.output_ids = ids[: len(ids) - lag]
+        if number in others:
+            policy.something_else_runs()
+        info = SimpleNamespace(
+            acc_additive_penalties=torch.zeros(len(rows), VOCABULARY),
+            acc_scaling_penalties=torch.ones(len(rows), VOCABULARY),
+        )
+        info.acc_additive_penalties[:, 3] = -torch.inf
+        policy.begin_step(rows)
+        policy.get_steps_for_batch(len(rows))
+        num_held = torch.tensor([3 + len(ids) - 1 for ids in said])
+        policy.count_penalties(info, torch.tensor([ids[-1] for ids in said], dtype=torch.int32), num_held)
+        for row, (ids, it) in enumerate(zip(said, settings, strict=True)):
+            if not has_penalties(rows[row]):
+                assert info.acc_additive_penalties[row, 0] == 0
+                continue
+            for token in range(VOCABULARY):
+                times = ids.count(token)
+                additive = -it.frequency_penalty * times - it.presence_penalty * (times > 0)
+                expected = -torch.inf if token == 3 and len(ids) < it.min_new_tokens else additive
+                assert info.acc_additive_penalties[row, token] == pytest.approx(expected)
+                assert info.acc_scaling_penalties[row, token] == (it.repetition_penalty if times else 1.0)
+        for ids, token in zip(said, tokens, strict=False):
+            ids.append(token)
+    # Else what was tested is the second way.
+    assert num_failures() == failures
+
+
+class _CopiesToTheDevice(TorchDispatchMode):
+    """Counts what goes from the host to the meta device, which stands for a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        sources = [it for it in args if isinstance(it, torch.Tensor)]
+        if isinstance(found, torch.Tensor) and found.device.type == "meta":
+            self.num += any(it.device.type == "cpu" and it.dim() for it in sources)
+        return found
+
+
+def test_a_step_of_the_same_requests_copies_nothing_to_the_device() -> None:
+    rows = [_request([1] * 500, asked(frequency_penalty=0.5, repetition_penalty=1.1)), _request([1], asked())]
+    policy, copies = BatchPolicy(ServerConfig(), "fp32"), []
+    info = SimpleNamespace(
+        acc_additive_penalties=torch.zeros(2, VOCABULARY, device="meta"),
+        acc_scaling_penalties=torch.ones(2, VOCABULARY, device="meta"),
+    )
+    on_device = torch.zeros(2, dtype=torch.int64, device="meta")
+    for _ in range(5):
+        policy.begin_step(rows)
+        policy.get_steps_for_batch(2)
+        with _CopiesToTheDevice() as mode:
+            policy.count_penalties(info, on_device, on_device)
+        copies.append(mode.num)
+    assert copies[0] > 0
+    assert copies[1:] == [0] * 4
 
 
 @pytest.mark.parametrize(

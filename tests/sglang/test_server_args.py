@@ -52,7 +52,9 @@ def test_a_broken_environment_is_named(monkeypatch: pytest.MonkeyPatch, value: s
         ServerConfig.from_environment()
 
 
-@pytest.mark.parametrize("found", ["0.5.19", "0.6.0", "0.5.22.post1", "0.5.24", "1.0", "0.5.post1"])
+@pytest.mark.parametrize(
+    "found", ["0.5.19", "0.6.0", "0.5.22.post1", "0.5.23.post1", "0.5.24", "0.5.24rc1", "1.0", "0.5.post1"]
+)
 def test_a_version_of_sglang_out_of_range_ends_a_launch_that_asks_for_the_algorithm(
     monkeypatch: pytest.MonkeyPatch, found: str
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -76,3 +76,17 @@ def make_tokenizer(tokens: str, specials: str = "", bos: bool = False) -> PreTra
             single=f"{special[0]} $A", special_tokens=[(special[0], 0)]
         )
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=special[0] if bos else None)
+
+
+def byte_fallback_tokenizer(pieces: str, strips: bool = True) -> PreTrainedTokenizerFast:
+    """As Llama 2's: three special tokens, a token for every byte, then these pieces (separated by spaces); its decoder
+    drops a text's first space, unless it does not strip (as Gemma's)."""
+    special = ["<unk>", "<s>", "</s>"]
+    tokens = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), *pieces.split()]
+    vocab = {token: index for index, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)] if strips else parts)
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>")

@@ -65,7 +65,8 @@ _MAMBA = {
 _SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
 _NEMOTRON_H = {
     **_BASE,
-    "layers_block_type": ["linear_attention", "full_attention", "mlp", "linear_attention", "moe", "full_attention"],
+    # The letters are known to every transformers; of the layers' names some know only the older, some only the newer.
+    "hybrid_override_pattern": "M*-ME*",
     "intermediate_size": 48,
     "ssm_state_size": 8,
     "mamba_num_heads": 4,

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import processors
 
 from experiments.quality.retokenize import drop_merges
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
@@ -51,6 +52,23 @@ def positions_read(generator: SpecStackGenerator, **options: Any) -> list[int]:
     next(generator.stream(max_tokens=1, **options))
     handle.remove()
     return read
+
+
+@pytest.mark.parametrize("bos", [False, True])
+def test_tokens_that_the_draft_has_no_row_for_never_reach_it(bos: bool) -> None:
+    """Its beginning-of-text token, and a special token that the target's tokenizer has too."""
+    target, draft = make_tokenizer(TARGET_TOKENS, "<t>"), make_tokenizer(DRAFT_TOKENS, "<s>")
+    for tokenizer in (target, draft):
+        tokenizer.add_special_tokens({"extra_special_tokens": ["<x>"]})
+    if bos:
+        rules = processors.TemplateProcessing(single="<x> $A", special_tokens=[("<x>", len(draft) - 1)])
+        draft.backend_tokenizer.post_processor = rules
+    models = make_model(seed=1, vocab=len(target)), make_model(seed=2, vocab=len(draft) - 1)
+    generator = SpecStackGenerator(*models, target, draft_tokenizer=draft)
+    plain = SpecStackGenerator(models[0], models[0], target)
+    for prompt in ("abc<x>de", "<x>", "abcdef"):
+        expected = plain.generate(prompt, max_tokens=6, specprefill=False).token_ids
+        assert generator.generate(prompt, max_tokens=6, gamma=3, specprefill=False).token_ids == expected
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,9 @@
 Plain torch, bookkeeping only: no attention, no norm, no matrix product. No operator is registered, so SGLang's own
 probe finds no AMX kernels and every layer runs its native path. A draft model's proposals are chains only: with topk
 over 1 the helpers that build trees refuse. Trees that SGLang's NGRAM has made are read and verified.
+
+A helper whose kernel on CUDA demands types of its tensors (SGLang's kernels/jit/csrc/speculative/tree.cuh) demands them
+here. The other kernels there are Triton's and take any.
 """
 
 from __future__ import annotations
@@ -86,6 +89,8 @@ def build_tree_kernel_efficient_cpu(
 ):
     """A chain: node i follows node i - 1, sees all before it, and has no sibling."""
     _refuse_trees(topk)
+    pointers = {"index": retrive_index, "next token": retrive_next_token, "next sibling": retrive_next_sibling}
+    _demand(torch.int64, parents=parents, selected=selected, seq_lens=seq_lens, positions=positions, **pointers)
     offset = 0
     causal = torch.ones(num_tokens, num_tokens, dtype=torch.bool).tril()
     mask = tree_mask.view(-1)
@@ -113,6 +118,8 @@ def reconstruct_indices_from_tree_mask(
     num_tokens,
 ):
     """A tree's pointers out of its mask: entry (i, j) says that node j is node i or comes before it."""
+    pointers = {"index": retrive_index, "next token": retrive_next_token, "next sibling": retrive_next_sibling}
+    _demand(torch.int64, seq_lens=seq_lens, positions=positions, **pointers)
     before = tree_mask.view(num_requests, num_tokens, num_tokens).bool().tril(-1)
     retrive_index.copy_(torch.arange(num_requests * num_tokens).view(num_requests, num_tokens))
     positions.view(num_requests, num_tokens).copy_(seq_lens[:, None] + before.sum(dim=-1))
@@ -143,6 +150,9 @@ def verify_tree_greedy_cpu(
 
     Follows a tree's first children and their siblings to where its pointers end (-1), as the CUDA kernel does.
     """
+    pointers = {"index": retrive_index, "next token": retrive_next_token, "next sibling": retrive_next_sibling}
+    _demand(torch.int64, candidates=candidates, target_predict=target_predict, **pointers)
+    _demand(torch.int32, predicts=predicts, accept_index=accept_index, accept_token_num=accept_token_num)
     predicted = target_predict.reshape(-1).tolist()
     for row in range(candidates.shape[0]):
         drafted, nodes, children, siblings = (
@@ -160,6 +170,13 @@ def verify_tree_greedy_cpu(
             at, accepted = child, accepted + 1
             accept_index[row, accepted] = nodes[at]
         accept_token_num[row] = accepted
+
+
+def _demand(dtype, **tensors):
+    """As the kernel on CUDA does, where another type ends the scheduler."""
+    for name, tensor in tensors.items():
+        if tensor.dtype != dtype:
+            raise TypeError(f"{name} must be {dtype}, got {tensor.dtype}")
 
 
 def _refuse_trees(topk):

@@ -1,0 +1,127 @@
+"""Logits processors and stopping criteria for the rows of a batch that are answered one after the other.
+
+Every row has its own, in the state that the call gave them. They see the row as in plain generation: behind its
+padding, and at its place in the batch. The other places hold copies of the row, so that a processor which mixes rows is
+not supported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.generation import LogitsProcessor, PrefixConstrainedLogitsProcessor
+
+from spec_stack.hf.processors import Called, CannotCopyError, Processor, copy_processor, keeps_nothing, name_of
+
+Criterion = Callable[[torch.Tensor, Any], Any]
+
+
+def for_rows(given: Sequence[Called], num_rows: int) -> list[list[Called]]:
+    """The processors or criteria of a call for each of its rows: the given ones for the first, copies for the others.
+
+    Raises
+    ------
+    ValueError
+        For one that cannot be copied, where there are several rows.
+    """
+    return [list(given), *([_copy(each) for each in given] for _ in range(num_rows - 1))]
+
+
+def _copy(given: Called) -> Called:
+    try:
+        return copy_processor(given)
+    except CannotCopyError as error:
+        raise ValueError(
+            f"every row of a batch needs its own {name_of(given)}, which cannot be copied ({error}): call generate "
+            "with one row, or give it a method copy(), or a true attribute `stateless` where it keeps nothing"
+        ) from error
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of a row in its batch.
+
+    Parameters
+    ----------
+    index, num_rows : int
+        Of the row, and how many there are.
+    padding : torch.Tensor
+        (n,), the padding before the row's prompt.
+    """
+
+    index: int
+    num_rows: int
+    padding: torch.Tensor
+
+    def processors(self, processors: Sequence[Processor]) -> list[Processor]:
+        """The row's processors for a caller that knows the row alone, without padding."""
+        return [self._processor(processor) for processor in processors]
+
+    def _processor(self, processor: Processor) -> Processor:
+        place = self
+        if isinstance(processor, PrefixConstrainedLogitsProcessor):
+            # Asked about the other places too, the function may allow the row nothing there, which is an error.
+            # What it calls a beam is any row of one prompt.
+            function = _AskedAbout(processor._prefix_allowed_tokens_fn, self.index // processor._num_beams)
+            place, processor = self._alone, PrefixConstrainedLogitsProcessor(function, 1)
+        elif keeps_nothing(processor) and not isinstance(getattr(processor, "prompt_ignore_length", 0), torch.Tensor):
+            place = self._alone
+        is_seen_whole = place.num_rows == 1 and not len(place.padding)
+        return processor if is_seen_whole else RowProcessor(processor, place)
+
+    @property
+    def _alone(self) -> Place:
+        return Place(0, 1, self.padding)
+
+    def is_over(self, criteria: Sequence[Criterion], sequence: torch.Tensor) -> bool:
+        """Return whether one of the row's criteria holds for the sequence (n,), padding included; all are asked.
+
+        Raises
+        ------
+        ValueError
+            For a criterion that answers for the batch as a whole.
+        """
+        rows = sequence.expand(self.num_rows, -1)
+        return any([self._holds(criterion, criterion(rows, None)) for criterion in criteria])
+
+    def _holds(self, criterion: Criterion, verdict: Any) -> bool:
+        if self.num_rows == 1:
+            return bool(torch.as_tensor(verdict).all())
+        if not isinstance(verdict, torch.Tensor) or verdict.shape != (self.num_rows,):
+            raise ValueError(
+                f"the stopping criterion {name_of(criterion)} must return a tensor of {self.num_rows} bools, one for "
+                f"each row, got {verdict!r}; or call generate with one row"
+            )
+        return bool(verdict[self.index])
+
+
+@dataclass(frozen=True)
+class _AskedAbout:
+    """A `prefix_allowed_tokens_fn` that is asked about one row alone."""
+
+    function: Callable[[int, torch.Tensor], list[int]]
+    index: int
+
+    def __call__(self, batch_id: int, input_ids: torch.Tensor) -> list[int]:
+        return self.function(self.index, input_ids)
+
+
+class RowProcessor(LogitsProcessor):  # type: ignore[misc]
+    """A processor that is given a row alone, and sees it at its place in the batch."""
+
+    def __init__(self, processor: Processor, place: Place) -> None:
+        self._processor, self._place = processor, place
+        self.__qualname__ = name_of(processor)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        place = self._place
+        whole = torch.cat([place.padding.to(input_ids.device)[None], input_ids], dim=1)
+        shaped = self._processor(whole.repeat(place.num_rows, 1), scores.repeat(place.num_rows, 1))
+        return shaped[place.index : place.index + 1]
+
+    def copy(self) -> RowProcessor:
+        """One around a copy of the processor. Raises CannotCopyError as `copy_processor` does."""
+        return RowProcessor(copy_processor(self._processor), self._place)

@@ -1,0 +1,208 @@
+"""JSON schemas: a grammar takes what a validator calls valid, and what it cannot enforce is refused by name."""
+
+from __future__ import annotations
+
+import json
+from enum import Enum
+from typing import Any, Literal
+
+import pytest
+from pydantic import BaseModel, Field
+from transformers import AutoTokenizer
+
+from spec_stack.hf.answer_format import ForcedCall, ToolFormat
+from spec_stack.hf.loading import ASSETS
+from spec_stack.hf.structured import Grammar, Grammars
+
+pytest.importorskip("xgrammar", reason="needs the extra `structured`")
+jsonschema = pytest.importorskip("jsonschema", reason="needs the extra `dev`")
+
+TOKENIZER = AutoTokenizer.from_pretrained(ASSETS / "target")
+GRAMMARS = Grammars(TOKENIZER, len(TOKENIZER))
+END = TOKENIZER.eos_token_id
+NAMES = {"A": {"type": "object", "properties": {"next": {"$ref": "#/$defs/A"}, "n": {"type": "integer"}}}}
+BRANCHES = {
+    "cat": {"type": "object", "properties": {"kind": {"const": "cat"}, "lives": {"type": "integer"}}},
+    "dog": {"type": "object", "properties": {"kind": {"enum": ["dog", "wolf"]}}},
+}
+PETS = {name: branch | {"required": ["kind"]} for name, branch in BRANCHES.items()}
+
+
+class Colour(Enum):
+    RED, BLUE = "red", "blue"
+
+
+class Inner(BaseModel):
+    kind: Literal["inner"]
+    tags: list[str] = Field(min_length=1, description="some")
+
+
+class Other(BaseModel):
+    kind: Literal["other"]
+
+
+class Model(BaseModel):
+    colour: Colour = Colour.RED
+    part: Inner | Other = Field(discriminator="kind")
+    weight: float | None = Field(default=None, ge=0)
+    shares: dict[Colour, int] = {}
+
+
+def grammar_of(schema: Any) -> Grammar:
+    grammar = GRAMMARS.compile({"type": "json_schema", "schema": schema}, [END], 0)
+    assert grammar is not None
+    return grammar
+
+
+def takes(grammar: Grammar, text: str) -> bool:
+    import torch
+
+    begun = grammar.restart()
+    ids = [*TOKENIZER(text, add_special_tokens=False).input_ids, END]
+    return all(begun.mask(ids[:at], torch.zeros(1, len(TOKENIZER)))[0, ids[at]] == 0 for at in range(len(ids)))
+
+
+@pytest.mark.parametrize(
+    ("schema", "instances"),
+    [
+        ({"required": ["a"]}, [{"a": 1}, {"a": None, "b": 2}, {}, {"b": 1}]),
+        ({"type": "object", "required": ["b"], "properties": {"a": {"type": "integer"}}}, [{"a": 1, "b": 2}, {"a": 1}]),
+        ({"type": "object", "minProperties": 2}, [{"a": 1, "b": 2}, {"a": 1}, {}]),
+        ({"type": "object", "maxProperties": 1}, [{}, {"a": 1}, {"a": 1, "b": 2}]),
+        ({"type": "array", "minItems": 2}, [[1, "a"], [1], []]),
+        ({"type": "array", "uniqueItems": False}, [[1, 1]]),
+        ({"type": "array", "prefixItems": [True, {"type": "string"}], "minItems": 3}, [[1, "a", 2], [1, "a"]]),
+        ({"type": "array", "items": {"type": "integer"}, "maxItems": 2}, [[], [1, 2], [1, 2, 3], ["a"]]),
+        ({"type": "array", "prefixItems": [{"type": "integer"}], "unevaluatedItems": False}, [[1], [1, 2], ["a"]]),
+        ({"type": "string", "minLength": 2, "maxLength": 3}, ["éa", "abc", "a", "abcd", "", 7]),
+        ({"type": "string", "pattern": "^a+$|^(b|c)$"}, ["aa", "b", "ab", "d", ""]),
+        ({"type": "string", "pattern": "path"}, ["path", "pat"]),
+        ({"type": "string", "format": "date"}, ["2024-01-31", "2024-02-30", "2024-13-01", "now"]),
+        ({"type": "string", "format": "ipv4"}, ["1.2.3.255", "01.2.3.4", "1.2.3.256", "1.2.3"]),
+        ({"type": "string", "format": "email"}, ["a.b@c.de", "a"]),
+        ({"type": "string", "format": "uuid"}, ["12345678-1234-5678-1234-567812345678", "1234"]),
+        ({"type": "string", "format": "password"}, ["anything", 3]),
+        ({"type": "number", "minimum": -0.5, "exclusiveMaximum": 2}, [-0.5, 0, 1.99, 2, -0.51, "a"]),
+        ({"type": "integer", "multipleOf": 3}, [9, -3, 0, 10]),
+        ({"type": "integer", "multipleOf": 3, "minimum": 1, "maximum": 9}, [3, 9, 0, 10, 12]),
+        ({"minimum": 3}, [3, 4.5, 2]),
+        ({"type": ["integer", "null"], "minimum": 3, "minLength": 5}, [3, None, 2, "abcde"]),
+        ({"type": ["string", "null"], "enum": ["a", None, 3]}, ["a", None, 3]),
+        ({"enum": [{"a": 1}, "a/b", 0.1]}, ["a", {"a": 2}, {}]),
+        ({"const": "é/\"\\\n"}, ["é", "e"]),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}], "title": "N", "default": None}, [1, None, "a"]),
+        ({"oneOf": [{"type": "string"}, {"type": "number"}, {"const": None}]}, ["a", 1.5, None, True]),
+        ({"oneOf": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}], "$defs": PETS}, [{"kind": "cat"}, {}]),
+        ({"allOf": [{"type": "integer"}], "description": "one"}, [1, "a"]),
+        ({"$ref": "#/$defs/A", "$defs": NAMES}, [{"next": {"next": {}, "n": 1}}, {"next": {"n": "a"}}]),
+        ({"properties": {"a": {"$ref": "#/definitions/x"}}, "definitions": {"x": True}}, [{"a": [1]}]),
+        ({"type": "object", "additionalProperties": {"type": "integer"}}, [{"x": 1}, {"x": "a"}]),
+        ({"type": "object", "properties": {"a": {}}, "unevaluatedProperties": False}, [{"a": 1}, {"b": 1}]),
+        ({"type": "object", "patternProperties": {"^a+$": {"type": "integer"}}}, [{"aa": 1}, {"aa": "b"}]),
+        ({"type": "object", "propertyNames": {"enum": ["a", "b", 3]}}, [{"a": 1, "b": 2}, {"c": 1}]),
+        ({"$schema": jsonschema.Draft202012Validator.META_SCHEMA["$id"], "type": "boolean", "x-y": 1}, [True, 1]),
+        ({}, [{"a": [1, -2.5e3, "\t", None, True]}]),
+    ],
+    ids=lambda value: json.dumps(value)[:60] if isinstance(value, dict) else None,
+)  # fmt: skip
+def test_a_grammar_takes_the_instances_that_a_validator_calls_valid(schema: Any, instances: list[Any]) -> None:
+    validator = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker())
+    grammar = grammar_of(schema)
+    for instance in instances:
+        assert takes(grammar, json.dumps(instance, ensure_ascii=False)) == validator.is_valid(instance), instance
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"not": {"type": "string"}}, "#: the grammar cannot enforce not"),
+        ({"items": {"uniqueItems": True}}, "#/items: the grammar cannot enforce uniqueItems"),
+        ({"type": "array", "contains": {"type": "string"}}, "#: the grammar cannot enforce contains"),
+        ({"type": "array", "minContains": 2}, "minContains"),
+        ({"type": "array", "items": [{"type": "string"}]}, "#/items: must be object"),
+        ({"properties": {"a": {"if": {}, "then": {"minimum": 1}}}}, "#/properties/a: .* if, then"),
+        ({"dependentRequired": {"a": ["b"]}}, "dependentRequired"),
+        ({"type": "object", "dependentSchemas": {"a": {}}}, "dependentSchemas"),
+        ({"type": "object", "dependencies": {"a": ["b"]}}, "dependencies"),
+        ({"allOf": [{"type": "object"}, {"required": ["a"]}]}, "#: the grammar cannot enforce allOf"),
+        ({"anyOf": [{"type": "string"}, {"not": {}}]}, "#/anyOf/1: the grammar cannot enforce not"),
+        ({"anyOf": [{"required": ["a"]}], "properties": {"a": {}}}, "#: .* properties beside anyOf"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
+        ({"oneOf": [{"type": "object"}, {"required": ["a"]}]}, "oneOf"),
+        ({"$ref": "Node", "$defs": {"Node": {}}}, "'Node' leads to no schema"),
+        ({"$ref": "#/$defs/No"}, "'#/\\$defs/No' leads to no schema"),
+        ({"$ref": "#/default", "default": {"not": {}}}, "'#/default' leads to no schema"),
+        ({"$ref": "#"}, "'#' leads to no schema"),
+        ({"$ref": "#/$defs/A", "$defs": NAMES, "required": ["n"]}, "required beside \\$ref"),
+        ({"$dynamicRef": "#a"}, "dynamicRef"),
+        ({"properties": {"a": {"$id": "b"}}}, "\\$id"),
+        ({"enum": ["ab", "c"], "minLength": 2}, "minLength beside enum"),
+        ({"enum": [1, 2], "type": "string"}, "no value"),
+        ({"const": 2**64}, "64 bits"),
+        ({"type": "string", "pattern": "^a", "minLength": 2}, "minLength, pattern together"),
+        ({"type": "string", "format": "date", "maxLength": 3}, "format, maxLength together"),
+        ({"type": "string", "format": "idn-email"}, "format 'idn-email'"),
+        ({"type": "string", "minLength": 3, "maxLength": 2}, "minLength 3"),
+        ({"type": "object", "propertyNames": False}, "#: must be object|propertyNames: must be object"),
+        ({"type": "string", "pattern": "^(?!a)b"}, "#/pattern: the grammar cannot enforce \\(\\?!"),
+        ({"type": "string", "pattern": "(?<=a)b"}, "cannot enforce"),
+        ({"type": "string", "pattern": "a^b"}, "cannot enforce \\^"),
+        ({"type": "string", "pattern": "(a$)b"}, "cannot enforce \\$"),
+        ({"type": "string", "pattern": "\\bword\\b"}, "cannot enforce"),
+        ({"type": "string", "pattern": "\\Aword\\Z"}, "cannot enforce"),
+        ({"type": "string", "pattern": "^\"+$"}, "in JSON"),
+        ({"type": "string", "pattern": "é.*"}, "in JSON"),
+        ({"type": "number", "multipleOf": 0.5}, "multipleOf"),
+        ({"type": "integer", "multipleOf": 3, "minimum": 2}, "multipleOf"),
+        ({"type": "object", "required": ["a"], "additionalProperties": False}, "'a'.*additionalProperties"),
+        ({"type": "object", "properties": {"a": {}}, "patternProperties": {"a": {}}}, "patternProperties"),
+        ({"type": "object", "patternProperties": {"a": {}, "b": {}}}, "patternProperties"),
+        ({"type": "object", "patternProperties": {"a": {}}, "additionalProperties": True}, "patternProperties"),
+        ({"type": "object", "propertyNames": {"pattern": "a"}, "properties": {"b": {}}}, "propertyNames"),
+        ({"type": "object", "nullable": True}, "nullable"),
+        ({"minimum": 1, "minLength": 2}, "give a type"),
+        ({"type": []}, "the type must be"),
+        ({"properties": {"a": 3}}, "#/properties/a: must be object"),
+    ],
+)  # fmt: skip
+def test_what_no_grammar_enforces_is_refused_by_its_name_and_place(schema: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        grammar_of(schema)
+
+
+def test_the_parameters_of_a_forced_tool_are_held_to_the_same() -> None:
+    for keyword in ("uniqueItems", "contains", "not"):
+        schema = {"properties": {"a": {keyword: {"type": "string"}}}}
+        forced = ForcedCall(ToolFormat('{"name": "', '", "arguments": ', "}"), {"f": json.dumps(schema)})
+        with pytest.raises(ValueError, match=rf"tool_choice: .* #/properties/a: the grammar cannot enforce {keyword}"):
+            GRAMMARS.compile(forced, [END], 0)
+
+
+def test_models_of_pydantic_are_taken() -> None:
+    grammar = grammar_of(Model.model_json_schema())
+    for text, is_valid in (
+        ('{"part": {"kind": "inner", "tags": ["a"]}}', True),
+        ('{"colour": "blue", "part": {"kind": "other"}, "weight": 2.5, "shares": {"red": 3}}', True),
+        ('{"colour": "green", "part": {"kind": "other"}}', False),
+        ('{"part": {"kind": "inner", "tags": []}}', False),
+        ('{"part": {"kind": "other"}, "weight": -1}', False),
+        ('{"part": {"kind": "other"}, "shares": {"green": 3}}', False),
+        ('{"colour": "red"}', False),
+    ):
+        assert takes(grammar, text) == is_valid, text
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        # A tool without arguments is called with none.
+        ({"type": "object", "properties": {}}, '{"a": 1}'),
+        ({"type": "string", "maxLength": 9}, '"a\tb"'),
+        ({"type": "string", "pattern": "^.*$"}, '"a"b"'),
+        ({"type": "string", "format": "email"}, '"\\"\\z\\"@a"'),
+        ({"type": "string", "format": "time"}, '"10:00:60Z"'),
+        ({"type": "string", "format": "date-time"}, '"2024-02-30T00:00:00Z"'),
+    ],
+)
+def test_a_text_that_clients_cannot_use_is_not_written(schema: Any, text: str) -> None:
+    assert not takes(grammar_of(schema), text)

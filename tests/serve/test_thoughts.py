@@ -1,0 +1,77 @@
+"""Formats and forced calls behind a thought, over the endpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("xgrammar", reason="needs the extra `structured`")
+
+from spec_stack.serve.app import open_nursery
+from spec_stack.serve.config import ServeConfig
+from tests.serve.conftest import Server
+from tests.support.thinking import THOUGHT, thinker
+from tests.support.tools import TOOLS
+
+ASKED: dict[str, Any] = {
+    "model": "spec-stack",
+    "messages": [{"role": "user", "content": "Is it warm?"}],
+    "temperature": 0,
+    "max_tokens": 64,
+}
+SCHEMA = {"type": "object", "properties": {"warm": {"type": "boolean"}}, "required": ["warm"]}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    generator = thinker()
+    nursery = open_nursery(generator)
+    running = Server(generator, ServeConfig(port=0), nursery)
+    yield running
+    running.stop()
+    nursery.stop()
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "it", "schema": SCHEMA}}},
+        {"extra_body": {"response_format": {"type": "regex", "pattern": '\\{"warm": (true|false)\\}'}}},
+        {
+            "extra_body": {
+                "response_format": {"type": "grammar", "grammar": 'root ::= "{\\"warm\\": " ("true" | "false") "}"'}
+            }
+        },
+        {"tools": TOOLS, "tool_choice": "required"},
+    ],
+    ids=["json_schema", "regex", "grammar", "tools"],
+)
+def test_the_content_keeps_to_the_format_whole_and_streamed(asked: dict[str, Any], server: Server) -> None:
+    create = server.client().chat.completions.create
+    message = create(**ASKED, **asked).choices[0].message
+    assert message.reasoning_content == THOUGHT.removesuffix("</think>")
+    if "tools" in asked:
+        assert (len(message.tool_calls), message.content) == (1, None)
+    else:
+        assert json.loads(message.content) in ({"warm": True}, {"warm": False})
+    deltas = [chunk.choices[0].delta for chunk in create(**ASKED, **asked, stream=True) if chunk.choices]
+    assert "".join(delta.content or "" for delta in deltas) == (message.content or "")
+    assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == message.reasoning_content
+
+
+def test_a_schema_that_cannot_be_enforced_is_a_400_that_names_the_keyword(server: Server) -> None:
+    create = server.client().chat.completions.create
+    schema = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    for asked in (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}},
+        {"tools": [tool], "tool_choice": "required"},
+    ):
+        more: dict[str, Any] = asked
+        with pytest.raises(Exception, match=r"#/properties/a: the grammar cannot enforce uniqueItems") as refused:
+            create(**ASKED, **more)
+        assert refused.value.status_code == 400
