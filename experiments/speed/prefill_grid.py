@@ -98,7 +98,7 @@ def bench(pair: ModelPair, prompt: list[int], settings: dict[str, PrefillConfig]
 
 def _draft_pass(pair: ModelPair, prompt: list[int], config: PrefillConfig) -> None:
     draft = pair.open_draft(config.prefill_chunk)
-    if config.scorer != "anchors":
+    if config.scorer != "bm25":
         draft.prefill(prompt, range(len(prompt)), config.draft_window, config.draft_sinks, config.scoring_layers)
 
 

@@ -104,14 +104,11 @@ PRUNING: dict[str, Callable[[str], Any]] = {
     "draft_sinks": int,
     "scoring_layers": _or_none(int),
     "scoring_heads": _or_none(heads),
-    "neighbour_share": float,
     "unit": str,
     "scoring_queries": str,
     "skipped_layers": int,
     "head_vote": str,
     "scorer": str,
-    "anchor_weight": float,
-    "bm25_weight": float,
 }
 
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import gc
-import math
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from spec_stack.api.session import Session
 from spec_stack.config import WritingOrder
 from spec_stack.prefill.recall import clip_spans, dropped_positions, recall
 from spec_stack.prefill.units import Chunks
-from tests.support import reference, reference_session, tiny_architectures
+from tests.support import reference_session, tiny_architectures
 from tests.support.models import VOCAB, make_model, make_tokenizer, random_prompt
 from tests.support.reference_session import Trace
 
@@ -638,12 +637,11 @@ def test_edits_and_forks_leave_a_draft_with_another_tokenizer_as_if_it_had_read_
     [
         {"draft_window": 24, "draft_sinks": 8},
         {"draft_window": (330, 24), "draft_sinks": 8},
-        {"scorer": "anchors"},
-        {"scorer": "fused"},
+        {"scorer": "bm25"},
     ],
 )
 @pytest.mark.parametrize("seed", range(8))
-def test_a_session_is_one_plain_forward_over_its_slots_with_a_window_and_with_anchors_too(
+def test_a_session_is_one_plain_forward_over_its_slots_with_a_window_and_with_bm25_too(
     seed: int, options: dict[str, Any]
 ) -> None:
     session = make_generator(replace(SPARSE, **options)).session()
@@ -654,26 +652,6 @@ def test_a_session_is_one_plain_forward_over_its_slots_with_a_window_and_with_an
         trace.answers.append(result.token_ids)
         ids, positions = slots(session)
         assert reference_session.answers_by_slots(plain, ids, positions, len(result.token_ids)) == result.token_ids
-
-
-def test_anchors_choose_of_a_turn_s_new_text_what_counting_by_hand_chooses() -> None:
-    prefill = replace(SPARSE, scorer="anchors")
-    session = make_generator(prefill, SessionConfig(restore=False)).session()
-    prompt = random_prompt(150)
-    first = session.generate(input_ids=prompt, max_tokens=3)
-    prompt = [*prompt, *first.token_ids, *random_prompt(200, seed=9)]
-    num_cached = session.generate(input_ids=prompt, max_tokens=1).metrics.num_cached_tokens
-    start = len(prompt) - 201
-    assert num_cached
-    new = prompt[start:]
-    question = max(0, len(new) - prefill.anchor_tail)
-    scores = reference.anchor_scores(new, question, prefill.chunk_size, 12)
-    budget = math.ceil(0.3 * len(scores) - 1e-9)
-    forced = {0, len(scores) - 1}
-    ranked = [chunk for chunk in sorted(range(len(scores)), key=lambda at: (-scores[at], at)) if chunk not in forced]
-    wanted = {*forced, *ranked[: budget - 2]}
-    held = {(position - start) // 8 for position in slots(session)[1] if start <= position < len(prompt)}
-    assert held == wanted
 
 
 def test_a_draft_that_reads_a_conversation_turn_by_turn_with_a_window_holds_what_one_reading_leaves() -> None:

@@ -22,14 +22,11 @@ CALIBRATED: dict[str, Any] = {
     "draft_sinks": 7,
     "scoring_layers": 1,
     "scoring_heads": ((0, 0),),
-    "neighbour_share": 0.5,
-    "scorer": "fused",
+    "scorer": "bm25",
     "unit": "chunks",
     "scoring_queries": "look_ahead",
     "skipped_layers": 1,
-    "head_vote": "share",
-    "bm25_weight": 0.7,
-    "anchor_weight": 1.5,
+    "head_vote": "max",
 }
 CALIBRATION = Calibration(CALIBRATED, {}, {}, margin=0.1)
 DEFAULT = PrefillConfig()

@@ -109,7 +109,7 @@ def test_the_drafts_pass_is_of_the_layers_that_scoring_asks_for_and_none_where_w
     found = {}
     for name, changes in (
         ("all", {}),
-        ("first", {"scoring_heads": ((0, 0),), "head_vote": "share"}),
+        ("first", {"scoring_heads": ((0, 0),), "head_vote": "mean"}),
         ("words", {"scorer": "bm25"}),
     ):
         prefill = replace(PrefillConfig(), **changes)

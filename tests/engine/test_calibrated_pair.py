@@ -20,7 +20,7 @@ from tests.support.folders import copy_draft
 SETTINGS = {
     "keep_rate": ((2048, 0.1), (8192, 0.05)),
     "draft_window": (2048, 64),
-    "scorer": "fused",
+    "scorer": "bm25",
     "min_prompt_tokens": 700,
 }
 
@@ -71,7 +71,7 @@ def test_it_can_be_named_or_left_out(folders: tuple[Path, Path]) -> None:
     none: Any = {"device": "cpu", "calibration": False}
     assert SpecStackGenerator.from_pretrained(*folders, **none).config.prefill == PrefillConfig()
     named = SpecStackGenerator.from_pretrained(device="cpu", calibration=folders[1] / FILE_NAME)
-    assert named.config.prefill.scorer == "fused"
+    assert named.config.prefill.scorer == "bm25"
 
 
 def test_one_of_another_pair_is_refused_by_name_and_left_aside_with_a_warning_otherwise(

@@ -52,9 +52,9 @@ def prompts(seed: int) -> list[list[int]]:
         PrefillConfig(keep_rate=0.4, chunk_size=8, min_prompt_tokens=80, draft_window=(170, 32), draft_sinks=8),
         PrefillConfig(keep_rate=0.4, chunk_size=8, min_prompt_tokens=80, draft_context="full"),
         PrefillConfig(keep_rate=0.4, chunk_size=8, min_prompt_tokens=80, scoring_layers=1),
-        PrefillConfig(keep_rate=0.4, chunk_size=8, min_prompt_tokens=80, scorer="anchors"),
+        PrefillConfig(keep_rate=0.4, chunk_size=8, min_prompt_tokens=80, scorer="bm25"),
     ],
-    ids=["sparse", "dense", "window", "window of long prompts", "full context", "first layers", "anchors"],
+    ids=["sparse", "dense", "window", "window of long prompts", "full context", "first layers", "bm25"],
 )
 def test_a_store_changes_no_token(prefill: PrefillConfig, seed: int) -> None:
     stored, plain = make_generators(prefill)

@@ -43,7 +43,7 @@ def test_a_drafts_few_positions_refuse_no_prompt_and_change_no_token(
 
 
 def test_a_rule_that_asks_no_draft_prunes_what_is_longer_than_the_draft() -> None:
-    generator = make_generator(SpecStackConfig(PrefillConfig(scorer="anchors", chunk_size=8)))
+    generator = make_generator(SpecStackConfig(PrefillConfig(scorer="bm25", chunk_size=8)))
     result = generator.generate(input_ids=random_prompt(4 * LIMIT), max_tokens=10, specprefill=True, ignore_eos=True)
     assert result.metrics.specprefill
     assert len(result.token_ids) == 10

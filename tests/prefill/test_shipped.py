@@ -111,15 +111,11 @@ def test_other_weights_of_the_same_shape_are_not_matched(known: tuple[Path, Path
     assert shipped.find_shipped(text_config(plain.pair.target.config), shipped.sketch(weight)) is None
 
 
-def test_a_server_takes_it_too_and_over_several_ranks_without_shares(
-    known: tuple[Path, Path], plain: SpecStackGenerator
-) -> None:
+def test_a_server_takes_it_too(known: tuple[Path, Path], plain: SpecStackGenerator) -> None:
     configs = [text_config(model.config) for model in (plain.pair.target, plain.pair.draft)]
     assert with_calibration(ServerConfig(), str(known[1]), *configs).prefill == PrefillConfig(**SETTINGS)
-    several = with_calibration(ServerConfig(), str(known[1]), *configs, num_ranks=2).prefill
-    assert (several.head_vote, several.scoring_heads) == ("max", ((1, 1),))
-    asked = ServerConfig(PrefillConfig(head_vote="share"))
-    assert with_calibration(asked, str(known[1]), *configs, num_ranks=2).prefill.head_vote == "share"
+    asked = ServerConfig(PrefillConfig(head_vote="max"))
+    assert with_calibration(asked, str(known[1]), *configs).prefill.head_vote == "max"
     none = ServerConfig(calibration="none")
     assert with_calibration(none, str(known[1]), *configs) == none
 

@@ -223,12 +223,10 @@ def test_a_server_takes_the_calibration_that_lies_beside_its_draft(launch: Any, 
     "chosen",
     [
         pytest.param({"scoring_layers": 1, "draft_window": 96, "draft_sinks": 32}, marks=pytest.mark.nightly),
-        # As a calibration chooses: shares of chosen heads, asked by the prompt's own end, and words.
+        # As a calibration chooses: chosen heads.
         {
             "scoring_heads": [[0, 1], [1, 2]],
-            "head_vote": "share",
-            "scoring_queries": "prompt",
-            "scorer": "attention_bm25",
+            "head_vote": "mean",
             "keep_rate": 0.3,
         },
     ],

@@ -15,8 +15,8 @@ from spec_stack.sglang import plugin, support
 
 RULE = """
 from spec_stack.prefill.registry import SCORERS
-from spec_stack.prefill.rules.anchors import ByAnchors
-SCORERS["of_a_plugin"] = ByAnchors
+from spec_stack.prefill.rules.bm25 import ByBM25
+SCORERS["of_a_plugin"] = ByBM25
 """
 
 
