@@ -26,12 +26,11 @@ from experiments.common.environment import describe, note_pair
 from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
 from experiments.real.answers import DENSE, Prefilled, Target
-from experiments.real.captures import Encoded, kept_positions, read, write
+from experiments.real.captures import Encoded, kept_positions, look, read, write
 from experiments.real.evidence import interval
 from experiments.real.longbench import KINDS, LongBenchTask, check_metrics, read_tasks, score
 from experiments.real.rows import Row, Rows, add_row_arguments
 from spec_stack import PrefillConfig
-from spec_stack.calibrate.judged import attend
 from spec_stack.engine.pair import ModelPair
 from spec_stack.hf.loading import load_tokenizer
 from spec_stack.hf.prompt import PromptSource, encode_prompt
@@ -63,7 +62,7 @@ def encode(tokenizer: Any, task: LongBenchTask) -> Encoded:
     made = encode_prompt(
         tokenizer, len(tokenizer), PromptSource(prompt=task.prompt if task.is_raw else None, messages=messages)
     )
-    return Encoded(made.token_ids, made.question, (), Pieces(tokenizer).of(made.token_ids))
+    return Encoded(made.token_ids, made.protected, (), Pieces(tokenizer).of(made.token_ids))
 
 
 def capture(arguments: argparse.Namespace, tasks: Sequence[LongBenchTask]) -> None:
@@ -77,12 +76,10 @@ def capture(arguments: argparse.Namespace, tasks: Sequence[LongBenchTask]) -> No
         arguments.target, arguments.draft, precision=precision, draft_precision=precision, target_weights=False
     )
     for task in left:
-        began, token_ids = process_time(), encode(pair.tokenizer, task).token_ids
-        tokenization, problem = pair.tokenize_for_draft(token_ids)
-        if problem:
-            raise ValueError(f"the draft cannot score prompts: {problem}")
-        write(file_of(arguments.captures, task), attend(pair, token_ids, tokenization))
-        print(f"{task.name:24s} captured  {len(token_ids)} tokens  {process_time() - began:.0f} CPU s", flush=True)
+        began, encoded = process_time(), encode(pair.tokenizer, task)
+        write(file_of(arguments.captures, task), look(pair, pair.open_index(PrefillConfig.prefill_chunk), encoded))
+        num_tokens = len(encoded.token_ids)
+        print(f"{task.name:24s} captured  {num_tokens} tokens  {process_time() - began:.0f} CPU s", flush=True)
 
 
 def file_of(folder: Path, task: LongBenchTask) -> Path:

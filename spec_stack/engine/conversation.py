@@ -15,7 +15,6 @@ from spec_stack.engine.request import Request
 from spec_stack.engine.slotted_draft import SlottedDraft, drafts_over_slots, open_slotted
 from spec_stack.hf.model import CachedModel
 from spec_stack.hf.prompt import EncodedPrompt, Span, num_shared
-from spec_stack.prefill.queries import find_candidates
 from spec_stack.prefill.recall import dropped_positions, recall, select_turn, shared_words
 from spec_stack.prefill.rule import Evidence
 from spec_stack.prefill.scoring import LookAhead, look_at
@@ -259,7 +258,7 @@ class Turn:
     def score(self, look_ahead: LookAhead) -> tuple[Selection, Proposal]:
         request = self._request
         prompt_ids, pieces = request.prompt_ids, self._pair.pieces(request.prompt_ids)
-        protected, num_cached = request.protected, request.num_cached
+        protected = request.protected
         attention, proposal = look_at(
             self.draft,
             prompt_ids,
@@ -268,7 +267,6 @@ class Turn:
             request.tokenization,
             pieces=pieces,
             protected=protected,
-            num_cached=num_cached,
         )
         importance = attention.importance(request.prefill)
         evidence = Evidence(prompt_ids, attention, protected, pieces, importance, request.observer)
@@ -284,8 +282,7 @@ class Turn:
         units = make_units(num_cached, evidence.pieces and evidence.pieces[:num_cached], request.prefill)
         words = None
         if self._config.anchor_threshold is not None:
-            found = find_candidates(len(request.prompt_ids), evidence.pieces, request.protected, num_cached)
-            words = shared_words(request.prompt_ids, units, found)
+            words = shared_words(request.prompt_ids, units, evidence.candidates)
         room = max(0, self._room)
         importance = evidence.token_importance(request.prefill)
         return recall(importance, self._dropped, units, request.prefill, self._config, words, room)

@@ -88,7 +88,8 @@ class SlotPositions:
         elif num_sinks:
             return Seen(first, window, num_sinks)
         # What the newest token's window leaves out, up to the first slot that is no sink.
-        hides = self.positions[-1] - self.positions[max(first, num_sinks)] >= window
+        behind = max(first, num_sinks)
+        hides = behind < len(self.positions) and self.positions[-1] - self.positions[behind] >= window
         return Seen(first, window, num_sinks) if hides else Seen(first)
 
     def shown(self, start: int, seen: Seen) -> tuple[int, int]:

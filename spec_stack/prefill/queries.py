@@ -20,9 +20,9 @@ from spec_stack.prefill.units import line_borders
 
 WINDOW = 160
 """Tokens at the end of a prompt whose own queries score it."""
-# Tokens at the beginning of a place before the window that the draft reads again behind the prompt.
+# Tokens of a place before the window that the draft reads again behind the prompt.
 _LEAD = 64
-# Turns before the last one whose beginnings are candidates.
+# Turns before the last one whose ends are candidates.
 _EARLIER_TURNS = 2
 MOST_REPEATED = (2 + _EARLIER_TURNS) * _LEAD
 """Most tokens that the draft reads again behind a prompt."""
@@ -65,9 +65,7 @@ class Candidates:
         return self.segments[: self.num_repeated]
 
 
-def find_candidates(
-    num_tokens: int, pieces: Sequence[str] | None, protected: Sequence[Span] = (), first: int = 0
-) -> Candidates:
+def find_candidates(num_tokens: int, pieces: Sequence[str] | None, protected: Sequence[Span] = ()) -> Candidates:
     """Find the segments in which the question may stand.
 
     Parameters
@@ -79,26 +77,30 @@ def find_candidates(
     protected
         Half-open spans of the system message and of the template's own tokens, sorted; what lies between them are the
         turns. Empty for a plain prompt, which is one turn.
-    first
-        The window begins here at the earliest (the new text of a conversation).
     """
     turns = _between(protected, num_tokens)
     behind = num_tokens - turns[-1][1] if turns else 0
     opening = min(behind, _OPENING) or min(_NO_OPENING, num_tokens)
-    start = max(num_tokens - WINDOW, min(first, num_tokens - opening), 0)
-    borders = _borders(num_tokens, pieces)
     # A turn of nothing but what opens the answer is the template's.
-    runs = [(begin, stop) for begin, stop in turns if begin < num_tokens - opening]
-    leads = [(begin, min(stop, begin + _LEAD)) for begin, stop in runs[-1 - _EARLIER_TURNS :]]
-    if turns and turns[0][0] > 0:
+    *earlier, last = [turn for turn in turns if turn[0] < num_tokens - opening] or [(0, num_tokens)]
+    start = max(num_tokens - WINDOW, last[0])
+    places = [end for turn in earlier[-_EARLIER_TURNS:] for end in _ends(*turn)]
+    if (begin := min([last, *earlier])[0]) > 0:
         # The end of the system message, with its template.
-        system = max(0, turns[0][0] - _LEAD), turns[0][0]
-        runs, leads = [system, *runs], [system, *leads]
-    before = [segment for begin, stop in leads for segment in _cut(borders, begin, min(stop, start))]
-    inside = [segment for begin, stop in runs for segment in _cut(borders, max(begin, start), stop)]
-    segments = (*before, *inside)
+        places.insert(0, (max(0, begin - _LEAD), begin))
+    places.append((last[0], min(last[0] + _LEAD, start)))
+    borders = _borders(num_tokens, pieces)
+    before = [segment for place in places for segment in _cut(borders, *place)]
+    segments = (*before, *_cut(borders, start, last[1]))
     marked = tuple(pieces is not None and _has_mark(pieces, segment) for segment in segments)
     return Candidates(segments, marked, len(before), start, opening)
+
+
+def _ends(start: int, stop: int) -> list[Span]:
+    """The beginning and the end of an earlier turn, or all of a short one."""
+    if stop - start <= _LEAD:
+        return [(start, stop)]
+    return [(start, start + _LEAD // 2), (stop - _LEAD // 2, stop)]
 
 
 def question_words(found: Candidates) -> dict[int, float]:

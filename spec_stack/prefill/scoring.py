@@ -68,7 +68,6 @@ def look_at(
     on_prefilled: Callable[[], None] | None = None,
     pieces: Sequence[str] | None = None,
     protected: Sequence[Span] = (),
-    num_cached: int = 0,
 ) -> tuple[CapturedAttention, Proposal]:
     """Prefill the draft with what it has not seen of a text, and capture the scoring queries.
 
@@ -93,8 +92,6 @@ def look_at(
         Called when the draft has seen all of the text but the last queries.
     pieces, protected
         As `queries.find_candidates` takes them.
-    num_cached
-        Tokens of the text that an earlier turn has dealt with.
 
     Returns
     -------
@@ -103,7 +100,7 @@ def look_at(
         queries.
     """
     num_tokens = len(prompt_ids)
-    found = find_candidates(num_tokens, pieces, protected, num_cached) if config.asks_prompt else None
+    found = find_candidates(num_tokens, pieces, protected) if config.asks_prompt else None
     start = num_tokens - 1 if found is None else found.start
     draft.rollback(max(0, draft.next_position - start))
     if draft.next_position < start:

@@ -31,7 +31,7 @@ from spec_stack.sglang.protocols import RunningRequest, Scheduler
 from spec_stack.sglang.ranks import all_say_yes, num_ranks
 from spec_stack.sglang.request_state import STATE, RequestOptions, dense_reason
 from spec_stack.sglang.rounds import Rounds
-from spec_stack.sglang.scoring import DraftScorer, Prompt, Question, Score, needs_the_draft
+from spec_stack.sglang.scoring import DraftScorer, Prompt, Score, needs_the_draft
 from spec_stack.sglang.scoring_model import ScoringModel
 from spec_stack.sglang.server_args import ServerConfig
 from spec_stack.sglang.settling import Settler
@@ -334,8 +334,7 @@ class RequestPruner:
         try:
             with self._scorer.working():
                 if waiting.work is None:
-                    question = Question(waiting.beginning.num_tokens, self._pieces_of(waiting.prompt))
-                    waiting.work = self._scorer.score(waiting.prompt, question)
+                    waiting.work = self._scorer.score(waiting.prompt, self._pieces_of(waiting.prompt))
                 next(waiting.work)
         except StopIteration as end:
             score = end.value

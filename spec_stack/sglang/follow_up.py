@@ -125,7 +125,7 @@ def place(
         units = make_units(start, pieces and pieces[:start], config)
         words = None
         if recalling.anchor_threshold is not None:
-            words = shared_words(prompt_ids, units, find_candidates(len(prompt_ids), pieces, protected, start))
+            words = shared_words(prompt_ids, units, find_candidates(len(prompt_ids), pieces, protected))
         recalled = recall(wanted, dropped, units, config, recalling, words)
     evidence = Evidence(prompt_ids, None, protected, pieces, importance)
     order = "position" if recalling is None else recalling.order

@@ -58,17 +58,6 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Question:
-    """A question to the draft about a prompt.
-
-    num_cached: tokens of earlier turns. pieces: the text of every token; None without a tokenizer.
-    """
-
-    num_cached: int = 0
-    pieces: Sequence[str] | None = None
-
-
-@dataclass(frozen=True)
 class Score:
     """importance: (num_prompt_tokens,), on the host. num_draft_tokens: of the prompt, that the draft had to prefill."""
 
@@ -128,15 +117,15 @@ class DraftScorer:
         """Empty the draft's pool. Nothing may be scored meanwhile."""
         self._draft.index.clear()
 
-    def score(self, prompt: Prompt, question: Question) -> Generator[None, None, Score]:
+    def score(self, prompt: Prompt, pieces: Sequence[str] | None = None) -> Generator[None, None, Score]:
         """Score a prompt part by part.
 
         Parameters
         ----------
         prompt
             Whose pool walls, configuration and end tokens count.
-        question
-            What is asked about it.
+        pieces
+            The text of every token; None without a tokenizer.
 
         Yields
         ------
@@ -165,7 +154,7 @@ class DraftScorer:
         num_layers, window = config.num_asked_layers, _window(prompt)
         found = None
         if config.asks_prompt:
-            found = find_candidates(num_tokens, question.pieces, prompt.protected, question.num_cached)
+            found = find_candidates(num_tokens, pieces, prompt.protected)
         num_in_place = 1 if found is None else num_tokens - found.start
         spans = () if found is None else found.repeated
         repeated = [token for span in spans for token in prompt.token_ids[slice(*span)]]

@@ -19,7 +19,7 @@ from spec_stack.sglang.positions import PositionMap
 from spec_stack.sglang.protocols import RunningRequest, Scheduler
 from spec_stack.sglang.radix_keys import PlacedKey
 from spec_stack.sglang.request_state import dense_reason
-from spec_stack.sglang.scoring import DraftScorer, Prompt, Question, needs_the_draft
+from spec_stack.sglang.scoring import DraftScorer, Prompt, needs_the_draft
 from spec_stack.sglang.support import NAME
 
 _NUM_CHUNKS = 6
@@ -75,8 +75,7 @@ def _importance(scorer: DraftScorer, prompt: Prompt) -> Any:
     """By all parts of a scoring, as the scheduler's rounds run them; None where no draft is asked."""
     if not needs_the_draft(prompt.config):
         return None
-    half = len(prompt.token_ids) // 2
-    work = scorer.score(prompt, Question(num_cached=half))
+    work = scorer.score(prompt)
     while True:
         with scorer.working():
             try:

@@ -68,7 +68,8 @@ def test_a_prefill_can_be_ended_between_two_chunks(
             next(stream)
     else:
         assert list(stream) == []
-    assert sum(sizes) == 64
+    # The pieces end where the scoring queries begin.
+    assert 64 <= sum(sizes) < 64 + 32
     assert list(stream) == []
     assert generator.generate(input_ids=prompt, max_tokens=5).token_ids == reference.greedy(
         make_model(seed=1), prompt, 5
@@ -130,7 +131,7 @@ def test_a_turn_that_was_cancelled_goes_on_where_it_was_when_it_is_asked_again(
     num_new = whole.metrics.num_kept_tokens - num_before + whole.metrics.num_restored_tokens
     assert sizes["target"] <= num_new + 6 + CONFIG.prefill.look_ahead - (96 if phase == "prefill" else 0)
     if phase == "scoring":
-        assert sizes["draft"] <= 300 + CONFIG.prefill.look_ahead + 8 - 96
+        assert sizes["draft"] <= 300 + 64 + CONFIG.prefill.look_ahead + 8 - 96
 
 
 def test_a_stream_closed_from_another_thread_ends_at_its_next_step(

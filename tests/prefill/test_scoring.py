@@ -30,6 +30,7 @@ BASE = {
     "look_ahead": 4,
     "pool_kernel": 5,
     "skipped_layers": 0,
+    "head_vote": "max",
 }
 PROMPT = random_prompt(150)
 LONG = random_prompt(260)
@@ -125,7 +126,7 @@ def test_segments_of_the_question_score_as_loops_over_eager_attention(
     """The beginnings of turns before the window run again behind the prompt; the last tokens score in place."""
     prompt = random_prompt(250)
     vote = {"head_vote": "max" if heads is None else "mean", "scoring_heads": heads}
-    config = PrefillConfig(**BASE, **vote)  # type: ignore[arg-type]
+    config = PrefillConfig(**(BASE | vote))  # type: ignore[arg-type]
     draft = open_draft()
     attention, proposal = look_at(
         draft, prompt, lambda *_: pytest.fail("no look-ahead is needed"), config, protected=protected
@@ -148,7 +149,7 @@ def test_segments_of_the_question_score_as_loops_over_eager_attention(
 
 @pytest.mark.parametrize("heads", [((0, 3), (1, 1)), ((0, 0),)])
 def test_chosen_heads_need_no_layer_behind_them(heads: tuple[tuple[int, int], ...]) -> None:
-    config = PrefillConfig(**BASE, head_vote="mean", scoring_heads=heads, scoring_queries="prompt")  # type: ignore[arg-type]
+    config = PrefillConfig(**(BASE | {"head_vote": "mean", "scoring_heads": heads}))  # type: ignore[arg-type]
     needed = num_layers_needed(config, 3)
     assert needed == 1 + max(layer for layer, _ in heads)
     found = []

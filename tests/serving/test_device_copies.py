@@ -62,11 +62,11 @@ def _runner(device: str) -> Any:
 
 def _score(runner: Any, num_tokens: int, config: PrefillConfig, most_of_a_part: Callable[[int], int]) -> Any:
     from spec_stack.sglang.pooled_draft import PooledDraft
-    from spec_stack.sglang.scoring import DraftScorer, Prompt, Question
+    from spec_stack.sglang.scoring import DraftScorer, Prompt
 
     scheduler: Any = SimpleNamespace(model_config=runner.model_config, chunked_prefill_size=8192, forward_stream=None)
     scorer = DraftScorer(scheduler, PooledDraft(runner, num_tokens + 100), most_of_a_part)
-    return scorer.score(Prompt((5,) * num_tokens, None, None, config, "recall"), Question())
+    return scorer.score(Prompt((5,) * num_tokens, None, None, config, "recall"))
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def test_importance_from_the_pool_is_that_of_the_library_from_the_same_keys(head
     keys = [torch.randn(60, 2, 8) for _ in range(2)]
     slots = torch.randperm(60)[:50]
     layers = _captured(keys, 6)
-    config = PrefillConfig(scoring_heads=heads, pool_kernel=5)
+    config = PrefillConfig(scoring_heads=heads, head_vote="max", pool_kernel=5)
     got = over_own_heads(Pool(keys), slots, layers, config)
     whole = [
         (torch.cat(found.queries, dim=1), keys[index][slots].transpose(0, 1), found.scaling)
