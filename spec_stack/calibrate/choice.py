@@ -20,7 +20,8 @@ RATES = (0.04, 0.05, 0.06, 0.07, 0.085, 0.1, 0.125, 0.15, 0.2)
 _USUAL = RATES[-1]
 # Between these a setting is judged, so that a smaller share counts as well as a larger one.
 _JUDGED_FROM, _JUDGED_TO = 0.06, 0.25
-# Recall that a setting of fewer layers may lose against the best, and that a draft's pass has to earn over words alone.
+# Recall that a setting of fewer layers may lose against the best or the default, and that a draft's pass has to earn
+# over words alone.
 _TIE = 0.02
 _EARNED = 0.05
 # Prompts under which nothing is chosen, and a length says nothing.
@@ -129,13 +130,15 @@ def _if_earned(found: Setting, needs: Needs, notes: list[str]) -> Setting:
 
 
 def _if_guarded(settings: dict[str, Any], cases: Sequence[Case], needs: Needs, notes: list[str]) -> dict[str, Any]:
-    """Return the choice, or nothing where prompts that chose nothing keep less by it than by the default, over all the
-    shares; `needs` is changed to what is taken."""
+    """Return the choice, or nothing where prompts that chose nothing keep less by it than by the default, by more than
+    a tie over all the shares; `needs` is changed to what is taken."""
     guard = [at for at, case in enumerate(cases) if case.task.is_guard]
     own = {name: [needs[name][at] for at in guard] for name in ("chosen", "default")}
     kept, usual = (f"{_recall(own[name], _USUAL):.0%}" for name in own)
     shown = f"on {len(guard)} prompts that chose nothing, it keeps {kept} at {_USUAL}, the default {usual}"
-    if sum(map(_worth, own["chosen"])) >= sum(map(_worth, own["default"])):
+    # It runs fewer layers, or none behind its last head.
+    allowed = _TIE * len(guard) if settings.get("scoring_heads") else 0.0
+    if sum(map(_worth, own["chosen"])) >= sum(map(_worth, own["default"])) - allowed:
         notes.append(f"The guard: {shown}.")
         return settings
     notes.append(f"The default stays, better over all shares: {shown}.")

@@ -15,7 +15,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from spec_stack.config import PrefillConfig, SessionConfig
-from tests.support.reference import anchor_scores, attention_to_what_came_before, pair_scores
+from spec_stack.prefill.queries import WINDOW, Candidates, find_candidates
+from spec_stack.tokenizers.chat_turns import ChatTurns
+from spec_stack.tokenizers.pieces import Pieces
+from tests.support.reference import pair_scores, question_importance, rare_words
 from tests.support.reference_session import dropped_chunks_to_restore
 
 from .conftest import ASSETS, BY_CHUNKS, CONTEXT, MIN_PROMPT_TOKENS, Launcher, Reference, Server, generate_body
@@ -91,9 +94,9 @@ def by_chunks(launch: Launcher) -> Server:
     )
 
 
-@pytest.mark.parametrize(("num_new", "num_asking"), [(20, 21), (90, 32), (700, 32)])
-def test_what_comes_back_is_what_the_end_of_the_new_text_looks_at(
-    by_chunks: Server, reference: Reference, eager_draft: Any, num_new: int, num_asking: int
+@pytest.mark.parametrize("num_new", [20, 90, 700])
+def test_dropped_text_that_the_question_attends_to_or_shares_words_with_is_recalled(
+    by_chunks: Server, reference: Reference, eager_draft: Any, num_new: int
 ) -> None:
     """By attention matrices and lists, also where the new text is pruned itself."""
     server = by_chunks
@@ -104,9 +107,13 @@ def test_what_comes_back_is_what_the_end_of_the_new_text_looks_at(
     start = _report(reply)["num_cached_tokens"]
     assert start == len(longer) - num_new - 1
     given = [*_positions(first), *range(len(prompt), start)]
-    wanted = attention_to_what_came_before(eager_draft, longer, start, num_asking)
-    rare = anchor_scores(longer, start, PrefillConfig.chunk_size, math.inf if num_new < 200 else 12)
-    side_by_side = pair_scores(longer[:start], longer[start:][-32:], PrefillConfig.chunk_size)
+    pieces = Pieces(reference.tokenizer).of(longer)
+    found = find_candidates(len(longer), pieces, ChatTurns.learn(reference.tokenizer).protected(longer).spans)
+    cut = found.num_repeated
+    wanted = question_importance(
+        eager_draft, longer, found.segments[:cut], found.segments[cut:], found.is_question, found.opening, mean=True
+    )
+    rare, side_by_side = _words(longer, start, found)
     expected = dropped_chunks_to_restore(
         wanted.tolist(),
         given,
@@ -121,6 +128,23 @@ def test_what_comes_back_is_what_the_end_of_the_new_text_looks_at(
     assert _positions(reply)[: len(given) + len(expected)] == _with_recalled(given, expected, start)
     assert len(expected) == _report(reply)["num_recalled_tokens"] > 0
     assert reply["output_ids"] == reference.tokens_over(longer, _report(reply)["kept_spans"], 8)
+
+
+def _words(longer: list[int], start: int, found: Candidates) -> tuple[list[float], list[float]]:
+    """What the chunks of the old text share with the new text's questions, or with its end where it has none."""
+    size = PrefillConfig.chunk_size
+    marked = [
+        (max(first, start), stop)
+        for (first, stop), mark in zip(found.segments, found.is_question, strict=True)
+        if mark and stop > start
+    ]
+    half_life = math.inf if marked or len(longer) - start <= 96 else 12
+    rare = [rare_words(longer[:stop], first, size, half_life) for first, stop in marked]
+    pairs = [pair_scores(longer[:start], longer[first:stop], size) for first, stop in marked]
+    if not marked:
+        rare = [rare_words(longer, max(start, len(longer) - 96), size, half_life)]
+        pairs = [pair_scores(longer[:start], longer[start:][-32:], size)]
+    return [max(each) for each in zip(*rare, strict=False)], [max(each) for each in zip(*pairs, strict=False)]
 
 
 @pytest.mark.parametrize("rule", ["freeze", "recall"])
@@ -145,8 +169,8 @@ def test_what_was_given_stays_and_is_in_the_cache_with_the_reply(
         )
         assert reply["meta_info"]["cached_tokens"] >= num_staying
         assert rule == "recall" or not recalled
-        # Nothing is scored to freeze, and to recall the draft reads what is new.
-        assert report["num_draft_tokens"] <= (0 if rule == "freeze" else 26 + 12)
+        # Nothing is scored to freeze, and to recall the draft reads what is new and the scoring queries.
+        assert report["num_draft_tokens"] <= (0 if rule == "freeze" else 26 + WINDOW)
         assert reply["output_ids"] == reference.tokens_over(prompt, report["kept_spans"], 12)
 
 
@@ -178,7 +202,7 @@ def test_afresh_a_reply_does_not_depend_on_what_the_server_remembers(server: Ser
     assert _positions(with_memory) == _positions(without)
     assert with_memory["output_ids"] == without["output_ids"]
     assert (_report(with_memory)["num_cached_tokens"], _report(without)["num_cached_tokens"]) == (0, 0)
-    assert _report(with_memory)["num_draft_tokens"] < 60 < 1000 < _report(without)["num_draft_tokens"]
+    assert _report(with_memory)["num_draft_tokens"] < WINDOW + 60 < 1000 < _report(without)["num_draft_tokens"]
     assert _report(without)["outcome"] == "pruned"
 
 
@@ -247,6 +271,6 @@ def test_a_question_does_not_wait_for_a_long_prompts_scoring(server: Server, ref
         ended.append("question")
         for each in asked:
             each.result()
-    assert _report(reply)["num_draft_tokens"] < 60
+    assert _report(reply)["num_draft_tokens"] < WINDOW + 60
     # In the order of arrival it were the last; a slow machine's clients may ask late and hear late.
     assert ended.index("question") <= len(documents) - 3

@@ -140,20 +140,6 @@ def question_importance(
     return of(lambda query: np.max([pooled(row(*each, query)) for each in voting], axis=0))
 
 
-def attention_to_what_came_before(
-    eager_model: PreTrainedModel, prompt: Sequence[int], start: int, num_asking: int
-) -> np.ndarray:
-    """What the last num_asking tokens see of the tokens under `start`, (start,), out of one eager forward: the largest
-    over all heads, the mean over those who ask. Each head's row sums to 1 over those tokens."""
-    with torch.no_grad():
-        attentions = eager_model(torch.tensor([list(prompt)]), output_attentions=True).attentions
-    total = np.zeros(start)
-    for query in range(len(prompt) - num_asking, len(prompt)):
-        rows = [head[query, :start].double().numpy() for layer in attentions for head in layer[0]]
-        total += np.max([row / row.sum() for row in rows], axis=0)
-    return total / num_asking
-
-
 def importance_by_characters(
     scores: Sequence[float], target_spans: Sequence[tuple[int, int]], draft_spans: Sequence[tuple[int, int]]
 ) -> list[float]:
