@@ -73,9 +73,10 @@ def check_samples(n: object, temperature: float) -> None:
 class PrefillConfig:
     """How the prompt is scored, and which part of it the target prefills.
 
-    The default is the importance of SpecPrefill (sections 3.2.1 to 3.2.4) without the first layers, over whole lines.
-    The names in the authors' code are `look_ahead_cnt`, `pool_kernel_size` and, for keep_rate,
-    `keep_kwargs.percentage`. `raw`, `full` and `full_look_ahead` are the paper's three variants, exactly.
+    The default is the importance of SpecPrefill (section 3.2) over whole lines, by the queries of the places in which
+    the question may stand, as the mean over the heads behind the first layers. The names in the authors' code are
+    `look_ahead_cnt`, `pool_kernel_size` and, for keep_rate, `keep_kwargs.percentage`. `raw`, `full` and
+    `full_look_ahead` are the paper's three variants, exactly.
     """
 
     # Which of the fields below were given, in whatever way. Not a setting; it has to stand first (`remembers_given`).
