@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from textwrap import shorten
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, TextIO
 
@@ -293,6 +294,9 @@ def _explain(arguments: argparse.Namespace) -> int:
     num_runs, num_turns = len(explanation.runs), sum(len(run.turns) for run in explanation.runs)
     counted = f"{num_turns} turn{'s' * (num_turns != 1)} in {num_runs} run{'s' * (num_runs != 1)}"
     print(f"{arguments.out}: {size / 1000:.0f} kB, {counted}; open it in a browser")
+    prompts = [turn.prompt for run in explanation.runs for turn in run.turns if turn.prompt is not None]
+    for query in (query for prompt in prompts for query in prompt.queries[:3]):
+        print(f"scoring query, weight {query.weight:.2f}: {shorten(query.text, 96, placeholder=' …')}")
     return 0
 
 

@@ -58,6 +58,19 @@ class Step:
 
 
 @dataclass(frozen=True)
+class QuerySegment:
+    """A segment of the scoring queries: tokens start…stop of the prompt, or behind it those of the look-ahead.
+
+    weight: how much its queries count, from 0 to 1; of a question's words, as much as the one that counts most.
+    """
+
+    start: int
+    stop: int
+    weight: float
+    text: str
+
+
+@dataclass(frozen=True)
 class PromptView:
     """A prompt, token by token.
 
@@ -74,6 +87,8 @@ class PromptView:
     borders : list of int or None
         Where the units begin, and where the last one ends: tokens of the prompt. A session votes on a turn's new text
         by itself, so they need not begin with 0.
+    queries : list of QuerySegment
+        What scored it, by weight, the largest first; empty where nothing did.
     """
 
     tokens: list[str]
@@ -81,6 +96,7 @@ class PromptView:
     importance: list[float] | None = None
     votes: list[float] | None = None
     borders: list[int] | None = None
+    queries: list[QuerySegment] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -159,8 +175,7 @@ def writers_of(record: StepRecord) -> list[str]:
 
 def proposer_of(record: StepRecord) -> str:
     """Who proposed in a step: "draft", or another proposer's name, as far as the record says."""
-    name = str(getattr(record, "proposer", ""))
-    return "draft" if name in _DRAFT_NAMES else name
+    return "draft" if record.proposer in _DRAFT_NAMES else record.proposer
 
 
 def step_of(record: StepRecord) -> Step:

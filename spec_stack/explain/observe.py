@@ -12,18 +12,17 @@ import torch
 from spec_stack.api.generator import SpecStackGenerator
 from spec_stack.config import SamplingParams, SpecStackConfig
 from spec_stack.controller.base import StepRecord
-from spec_stack.decode.lookup_index import LookupIndex
 from spec_stack.engine.caches import Caches
 from spec_stack.engine.engine import Engine
-from spec_stack.engine.pair import DraftModel, ModelPair
+from spec_stack.engine.pair import ModelPair
 from spec_stack.engine.request import CallOptions, Request
-from spec_stack.engine.slotted_draft import SlottedDraft
-from spec_stack.explain.data import STATE_LETTERS, PromptView, RunView, TurnView, step_of, written
+from spec_stack.explain.data import STATE_LETTERS, PromptView, QuerySegment, RunView, TurnView, step_of, written
 from spec_stack.hf.architectures import text_config
-from spec_stack.hf.model import CachedModel
 from spec_stack.hf.prompt import EncodedPrompt, PromptSource
 from spec_stack.hf.text import open_text_stream
+from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.cost import Shape, prefill_flops
+from spec_stack.prefill.queries import question_words
 from spec_stack.prefill.rule import Evidence
 from spec_stack.prefill.scoring import LookAhead
 from spec_stack.prefill.units import Units
@@ -35,6 +34,7 @@ class Seen:
     """A request as it was seen; filled while it runs (`prefill.rule.Observer`).
 
     importance: (N,) of the prompt's tokens; None for a rule without a draft. votes: one per unit, from borders[0] on.
+    weights: of the segments that score, in the prompt's tokens. look_ahead: drafted tokens that score too.
     """
 
     request: Request | None = None
@@ -43,13 +43,18 @@ class Seen:
     importance: list[float] | None = None
     votes: list[float] | None = None
     borders: list[int] | None = None
+    weights: dict[Span, float] = field(default_factory=dict)
+    look_ahead: list[int] = field(default_factory=list)
     records: list[StepRecord] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     metrics: Metrics | None = None
 
     def scored(self, evidence: Evidence) -> None:
-        """Keep the importance that the draft gave the prompt's tokens."""
-        if self.request is not None and evidence.attention is not None:
+        """Keep the importance that the draft gave the prompt's tokens, and the weights of what scores them."""
+        if self.request is None:
+            return
+        self.weights = query_weights(self.request, evidence)
+        if evidence.attention is not None:
             importance = evidence.token_importance(self.request.prefill)
             self.importance = [_short(value) for value in importance.tolist()]
 
@@ -64,39 +69,17 @@ class WatchedCaches:
     def __init__(self, caches: Caches, seen: Seen) -> None:
         self._caches, self._seen = caches, seen
 
-    @property
-    def target(self) -> CachedModel:
-        return self._caches.target
-
-    @property
-    def draft(self) -> DraftModel:
-        return self._caches.draft
-
-    @property
-    def lookups(self) -> LookupIndex:
-        return self._caches.lookups
-
-    @property
-    def num_cached(self) -> int:
-        return self._caches.num_cached
-
-    @property
-    def needs_scoring(self) -> bool:
-        return self._caches.needs_scoring
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._caches, name)
 
     def score(self, look_ahead: LookAhead) -> tuple[Selection, Proposal]:
         self._seen.selection, proposal = self._caches.score(look_ahead)
+        self._seen.look_ahead = list(proposal.token_ids)
         return self._seen.selection, proposal
 
     def take_all(self) -> Selection:
         self._seen.selection = self._caches.take_all()
         return self._seen.selection
-
-    def beside_dense(self) -> DraftModel | SlottedDraft:
-        return self._caches.beside_dense()
-
-    def reopen_draft(self) -> None:
-        self._caches.reopen_draft()
 
 
 class WatchedEngine(Engine):
@@ -193,12 +176,16 @@ def view_of(pair: ModelPair, seen: Seen, question: str) -> TurnView:
     if request is None or seen.selection is None or seen.metrics is None:
         raise RuntimeError("the request has not run to its end")
     borders = None if seen.borders is None else [request.num_cached + border for border in seen.borders]
+    tokens = token_texts(pair.tokenizer, request.prompt_ids)
     prompt = PromptView(
-        tokens=token_texts(pair.tokenizer, request.prompt_ids),
+        tokens=tokens,
         states=states_of(request, seen.held, seen.selection),
         importance=seen.importance,
         votes=seen.votes,
         borders=borders,
+        queries=query_segments(
+            request, seen, [*tokens, *token_texts(pair.tokenizer, seen.look_ahead, request.prompt_ids)]
+        ),
     )
     return TurnView(
         question=_heading(question),
@@ -208,6 +195,41 @@ def view_of(pair: ModelPair, seen: Seen, question: str) -> TurnView:
         metrics=seen.metrics.as_dict(),
         dense_estimate_s=dense_estimate(pair, seen),
     )
+
+
+def query_weights(request: Request, evidence: Evidence) -> dict[Span, float]:
+    """The segments of a prompt that score it, each with its weight from 0 to 1."""
+    config, attention = request.prefill, evidence.attention
+    if _by_words(request):
+        # The rule is shown a turn's new text by itself.
+        first = request.num_cached
+        found = evidence.starting_at(first).candidates
+        asked = question_words(found)
+        return {
+            (first + start, first + stop): max(asked.get(at, 0.0) for at in range(start, stop))
+            for start, stop in found.segments
+        }
+    if attention is None:
+        return {}
+    if not config.asks_prompt:
+        return {(len(request.prompt_ids) - 1, len(request.prompt_ids)): 1.0}
+    spans = [_in_target(segment.span, attention.ranges) for segment in attention.segments]
+    return dict(zip(spans, attention.weights(config), strict=True))
+
+
+def query_segments(request: Request, seen: Seen, texts: Sequence[str]) -> list[QuerySegment]:
+    """What scored a prompt, the largest weight first; texts are those of the prompt's tokens and the look-ahead's.
+
+    A weight that rounds to 0.00 is left out.
+    """
+    weights = dict(seen.weights)
+    if seen.look_ahead and not _by_words(request):
+        weights[len(texts) - len(seen.look_ahead), len(texts)] = 1.0
+    segments = [
+        QuerySegment(start, stop, round(weight, 2), "".join(texts[start:stop]))
+        for (start, stop), weight in weights.items()
+    ]
+    return sorted((one for one in segments if one.weight), key=lambda one: -one.weight)
 
 
 def states_of(request: Request, held: Sequence[int], selection: Selection) -> str:
@@ -263,6 +285,18 @@ def token_texts(tokenizer: Any, token_ids: Sequence[int], context_ids: Sequence[
     if texts:
         texts[-1] += stream.flush()
     return texts
+
+
+def _by_words(request: Request) -> bool:
+    return request.scores and request.prefill.scorer == "bm25"
+
+
+def _in_target(span: Span, ranges: Sequence[Span] | None) -> Span:
+    """The target's tokens of a span of the draft's."""
+    if ranges is None:
+        return span
+    shared = [at for at, (start, stop) in enumerate(ranges) if max(start, span[0]) < min(stop, span[1])]
+    return shared[0], shared[-1] + 1
 
 
 def _short(value: float) -> float:

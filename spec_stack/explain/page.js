@@ -137,6 +137,20 @@
     return [importance.map((value) => Math.min(1, Math.sqrt(Math.max(0, value) / top))), top];
   }
 
+  function scoringQueries(parent, queries, total) {
+    if (!queries.length) return;
+    add(parent, "h3", {}, "Scoring queries");
+    add(parent, "p", { class: "note" }, "What the prompt is scored by, with its weight from 0 to 1. The text below underlines it, the stronger the more it weighs.");
+    const list = add(parent, "dl", { class: "queries" });
+    for (const query of queries) {
+      const row = add(list, "div");
+      add(row, "dt", {}, query.weight.toFixed(2));
+      const text = add(row, "dd");
+      add(text, "span", { class: "q", style: `--weight:${query.weight}` }, query.text.trim() || "(white space)");
+      if (query.start >= total) text.append(" (the look-ahead)");
+    }
+  }
+
   function promptText(parent, prompt) {
     add(parent, "h3", {}, "Prompt");
     const present = [...new Set(prompt.states)].filter((state) => STATES[state]);
@@ -160,9 +174,13 @@
     const total = prompt.tokens.length, borders = prompt.borders || [total], units = new Array(total).fill(-1);
     for (let unit = 0; unit + 1 < borders.length; unit += 1) units.fill(unit, borders[unit], borders[unit + 1]);
     const unitOf = (index) => units[index];
+    const weights = new Array(total).fill(0);
+    for (const query of [...prompt.queries].reverse()) weights.fill(query.weight, query.start, query.stop);
+    const scoring = (index) => `scoring query, weight ${weights[index].toFixed(2)}`;
     const numbersOf = (index) => {
       const lines = [`token ${count(index)} of ${count(total)}: ${STATES[prompt.states[index]][0]}`];
       if (prompt.importance) lines.push(`importance ${prompt.importance[index].toPrecision(3)}`);
+      if (weights[index]) lines.push(scoring(index));
       const unit = unitOf(index);
       if (prompt.votes && unit >= 0) lines.push(`unit ${unit}: score ${prompt.votes[unit].toPrecision(3)}`);
       return lines.join("\n");
@@ -193,6 +211,7 @@
       from = to;
     }
     if (heat) add(parent, "p", { class: "note" }, "The whole prompt from left to right, a bar per line or chunk: the taller, the more important its best token.");
+    scoringQueries(parent, prompt.queries, total);
     const text = add(parent, "div", { class: `text prompt${mixed}` });
     const fill = (box, from, to) => {
       for (let index = from; index < to; index += 1) {
@@ -200,6 +219,11 @@
         if (heat) {
           const most = prompt.states[index] === "d" ? "var(--hot-dropped)" : "var(--hot)";
           if (heat[index] > 0.03) token.style.background = `rgba(var(--heat), calc(${most} * ${heat[index].toFixed(2)}))`;
+        }
+        if (weights[index]) {
+          token.classList.add("q");
+          token.style.setProperty("--weight", weights[index]);
+          token.title = scoring(index);
         }
         explain(token, () => numbersOf(index));
       }

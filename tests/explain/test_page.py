@@ -13,9 +13,10 @@ import pytest
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
 from spec_stack.cli.main import main
 from spec_stack.explain.command import explain_live, explain_records
-from spec_stack.explain.data import Explanation, PromptView, RunView, Step, TurnView, WrittenToken
-from spec_stack.explain.observe import WatchedGenerator, watch_turns
+from spec_stack.explain.data import Explanation, PromptView, QuerySegment, RunView, Step, TurnView, WrittenToken
+from spec_stack.explain.observe import WatchedGenerator, watch_prompt, watch_turns
 from spec_stack.explain.page import render
+from tests.support.models import make_model, make_tokenizer
 
 HOSTILE = "</script><img src=x onerror=alert(1)><!-- {{data}} {{title}} & \u2028"
 # Attributes that make a browser fetch something.
@@ -54,7 +55,7 @@ def data_of(page: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def watched() -> WatchedGenerator:
-    config = SpecStackConfig(PrefillConfig(min_prompt_tokens=64, on_scoring_error="raise"))
+    config = SpecStackConfig(PrefillConfig(min_prompt_tokens=64, unit="chunks", on_scoring_error="raise"))
     generator = SpecStackGenerator.from_pretrained(device="cpu", precision="fp32", config=config)
     return WatchedGenerator.watching(generator)
 
@@ -64,7 +65,7 @@ PROMPT = "\n".join(f"def f{index}(x):\n    return x + {index}" for index in rang
 
 def test_hostile_text_is_data_and_never_markup() -> None:
     step = Step(2, 1, 2, 0.1, 0.2, 0.0, [1.0, 2.0], [0.5, 0.5], "draft", True)
-    prompt = PromptView([HOSTILE], "k", [1.0], [1.0])
+    prompt = PromptView([HOSTILE], "k", [1.0], [1.0], queries=[QuerySegment(0, 1, 0.83, HOSTILE)])
     turn = TurnView(HOSTILE, prompt, [WrittenToken(HOSTILE, 0, "draft"), WrittenToken("b", 0, HOSTILE)], [step])
     explanation = Explanation(HOSTILE, {HOSTILE: HOSTILE}, [RunView(HOSTILE, [turn])])
     page = render(explanation)
@@ -113,7 +114,6 @@ def test_the_kept_chunks_are_those_with_the_most_votes(watched: WatchedGenerator
     assert prompt.importance is not None
     assert len(prompt.importance) == len(prompt.tokens)
     config, borders = watched.config.prefill, prompt.borders
-    assert config.unit == "chunks"
     assert borders is not None
     free = range(config.keep_first, len(prompt.votes) - config.keep_last)
     kept = [prompt.votes[chunk] for chunk in free if prompt.states[borders[chunk]] == "k"]
@@ -121,6 +121,85 @@ def test_the_kept_chunks_are_those_with_the_most_votes(watched: WatchedGenerator
     assert kept
     assert dropped
     assert min(kept) >= max(dropped)
+
+
+DOCUMENT = "\n".join(f"def f{index}(x):\n    return x + {index}" for index in range(60))
+QUESTION, FORMAT = "What does f17 return?", "Answer in one word.\nUse no punctuation.\nDo not explain."
+
+
+def queries_of(text: str, **prefill: Any) -> list[QuerySegment]:
+    """What scores a user message, the tokens of each segment checked."""
+    config = SpecStackConfig(PrefillConfig(min_prompt_tokens=64, on_scoring_error="raise", **prefill))
+    generator = SpecStackGenerator.from_pretrained(device="cpu", precision="fp32", config=config)
+    messages = [{"role": "user", "content": text}]
+    run = watch_prompt(WatchedGenerator.watching(generator), "r", text, messages=messages, max_tokens=2)
+    prompt = run.turns[0].prompt
+    assert prompt is not None
+    for query in prompt.queries:
+        assert query.start >= len(prompt.tokens) or query.text == "".join(prompt.tokens[query.start : query.stop])
+    weights = [query.weight for query in prompt.queries]
+    assert weights == sorted(weights, reverse=True)
+    assert all(0 < weight <= 1 for weight in weights)
+    return prompt.queries
+
+
+def test_the_question_scores_wherever_it_stands() -> None:
+    behind = queries_of(f"{DOCUMENT}\n\n{QUESTION}\n\n{FORMAT}")
+    assert behind[0].text.strip() == QUESTION
+    assert behind[0].weight == 1
+    assert set(FORMAT.split("\n")) <= {query.text.strip() for query in behind}
+    first = queries_of(f"{QUESTION}\n\n{DOCUMENT}")
+    assert QUESTION in [query.text.strip() for query in first]
+
+
+def test_a_draft_with_another_tokenizer_has_the_same_segments() -> None:
+    tokenizer, other = make_tokenizer("a b c d ab abc cd ?", "<t>"), make_tokenizer("d abc c b a bc ?", "<s>")
+    config = SpecStackConfig(PrefillConfig(min_prompt_tokens=64, on_scoring_error="raise"))
+    spans = []
+    for draft_tokenizer in (None, other):
+        models = make_model(seed=1, vocab=20), make_model(seed=2, vocab=20)
+        generator = SpecStackGenerator(*models, tokenizer, config=config, draft_tokenizer=draft_tokenizer)
+        run = watch_prompt(WatchedGenerator.watching(generator), "r", "q", prompt="abcdab?" * 90, max_tokens=2)
+        assert run.turns[0].prompt is not None
+        spans.append({(query.start, query.stop) for query in run.turns[0].prompt.queries})
+    assert spans[0] == spans[1]
+    assert len(spans[0]) > 1
+
+
+def test_bm25_is_asked_by_the_words_of_the_question() -> None:
+    for text in (f"{QUESTION}\n\n{DOCUMENT}", f"{DOCUMENT}\n\n{QUESTION}\n\n{FORMAT}"):
+        (query,) = queries_of(text, scorer="bm25")
+        assert (query.text.strip(), query.weight) == (QUESTION, 1.0)
+    unmarked = queries_of(f"{DOCUMENT}\n\n{FORMAT}", scorer="bm25")
+    assert [query.text.strip() for query in unmarked[:3]] == FORMAT.split("\n")[::-1]
+
+
+def test_a_look_ahead_that_scores_nothing_is_not_shown() -> None:
+    config = SpecStackConfig(
+        PrefillConfig(
+            min_prompt_tokens=64,
+            scorer="bm25",
+            scoring_queries="look_ahead",
+            look_ahead=4,
+            on_scoring_error="raise",
+        )
+    )
+    generator = SpecStackGenerator.from_pretrained(device="cpu", precision="fp32", config=config)
+    questions = [f"{DOCUMENT}\n\n{QUESTION}", f"{DOCUMENT}\n\n{QUESTION}"]
+    for turn in watch_turns(WatchedGenerator.watching(generator), "r", [], questions, max_tokens=2).turns:
+        assert turn.prompt is not None
+        (query,) = turn.prompt.queries
+        assert query.text.strip() == QUESTION
+        assert query.stop < len(turn.prompt.tokens)
+        assert query.start >= turn.metrics["num_cached_tokens"]
+
+
+def test_the_papers_rule_is_asked_by_the_last_token_and_the_look_ahead() -> None:
+    last, ahead = queries_of(f"{DOCUMENT}\n\n{QUESTION}", scoring_queries="look_ahead", look_ahead=4)
+    assert (last.stop, last.stop - last.start, last.weight) == (ahead.start, 1, 1.0)
+    assert (ahead.stop - ahead.start, ahead.weight) == (4, 1.0)
+    assert ahead.text
+    assert len(queries_of(f"{DOCUMENT}\n\n{QUESTION}", scoring_queries="look_ahead", look_ahead=0)) == 1
 
 
 def test_the_turns_of_a_session_show_what_is_cached_and_what_is_new(watched: WatchedGenerator) -> None:
@@ -148,3 +227,13 @@ def test_the_command_makes_a_page_of_records(tmp_path: Path, capsys: pytest.Capt
     with pytest.raises(ValueError, match="no records of the request"):
         explain_records([records], "somebody else's")
     assert main(["explain", "--records", str(records), "--out", str(tmp_path / "no" / "page.html")]) == 2
+
+
+def test_the_command_says_what_scored_the_prompt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "page.html"
+    text = f"{DOCUMENT}\n\n{QUESTION}\n\n{FORMAT}"
+    assert main(["explain", text, "--chat", "--specprefill", "on", "--device", "cpu", "--out", str(page)]) == 0
+    queries = data_of(page.read_text(encoding="utf-8"))["runs"][0]["turns"][0]["prompt"]["queries"]
+    said = capsys.readouterr().out.splitlines()[1:]
+    assert said == [f"scoring query, weight {one['weight']:.2f}: {one['text'].strip()}" for one in queries[:3]]
+    assert any(line.endswith(QUESTION) for line in said)

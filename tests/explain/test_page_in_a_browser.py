@@ -63,6 +63,13 @@ def test_a_person_hovers_for_numbers_and_opens_what_is_folded(address: str, show
         assert "token 3 of" in tip
         assert prompt.importance is not None
         assert float(tip.split("importance ")[1].split("\n")[0]) == pytest.approx(prompt.importance[3], rel=0.01)
+        listed = [query.weight for query in prompt.queries]
+        weights = (
+            """[...document.querySelectorAll(".run:first-child .queries dt")].map((row) => Number(row.textContent))"""
+        )
+        assert page.evaluate(weights) == listed
+        title = page.evaluate("document.querySelector('.run:first-child .text.prompt .q').title")
+        assert float(title.removeprefix("scoring query, weight ")) in listed
         before = len(page.text(".text.prompt"))
         page.click(".text.prompt summary")
         page.evaluate("new Promise((done) => setTimeout(done, 200))")
@@ -89,7 +96,7 @@ def test_a_legend_says_what_each_colour_and_line_means(address: str, shown: list
     with Page(address) as page:
         text = page.text(".run:first-child")
         assert "importance to the draft: 0" in text
-        assert "a bar per chunk" in text
+        assert "a bar per line or chunk" in text
         writers = {token.writer for token in turn.answer}
         lines = page.evaluate(
             """Object.fromEntries([...document.querySelectorAll(".run:first-child .answer b")].map((token) => {
