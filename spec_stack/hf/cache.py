@@ -16,7 +16,7 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import DynamicCache, GenerationMixin
+from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 CACHE_NAMES = ("cache", "past_key_values")
 """What a forward calls its cache: transformers from 5.24 on, and before it."""
-_NAME = CACHE_NAMES["cache" not in signature(GenerationMixin.prepare_inputs_for_generation).parameters]
 # Slots set aside whenever there is no room left; so one forward in so many copies the cache.
 _ROOM = 256
 # Memory over what the slots take from which `compact` copies them: less than a twentieth stays.
@@ -78,9 +77,13 @@ class PreallocatedLayer(DynamicLayer):  # type: ignore[misc]
 
 @remember
 def _name_of(kind: type[PreTrainedModel]) -> str:
+    # Loading a model has imported it; a name of this package alone has not.
+    from transformers import GenerationMixin
+
+    newer, older = CACHE_NAMES
+    has_newer = newer in signature(GenerationMixin.prepare_inputs_for_generation).parameters
     # Code that comes with a checkpoint may have the older name under a newer transformers.
-    older = CACHE_NAMES[1]
-    return older if older in signature(kind.forward).parameters else _NAME
+    return older if older in signature(kind.forward).parameters or not has_newer else newer
 
 
 def cache_argument(model: PreTrainedModel, cache: DynamicCache) -> dict[str, DynamicCache]:

@@ -211,7 +211,7 @@ def test_an_error_while_scoring_is_logged_with_its_traceback_or_raised_on_reques
     target: PreTrainedModel, draft: PreTrainedModel, caplog: pytest.LogCaptureFixture
 ) -> None:
     options: dict[str, Any] = {"input_ids": random_prompt(100), "max_tokens": 3, "specprefill": True}
-    poison(draft, lambda size: size == 99 - PrefillConfig.look_ahead)
+    poison(draft, lambda size: size == 100)
     with pytest.warns(UserWarning, match="out of memory"):
         SpecStackGenerator(target, draft).generate(**options, keep_rate=0.1)
     assert [record.levelname for record in caplog.records] == ["ERROR"]

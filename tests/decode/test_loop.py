@@ -17,6 +17,7 @@ from spec_stack.decode.sampler import Sampler
 from spec_stack.hf.attention import install
 from spec_stack.hf.model import CachedModel
 from spec_stack.hf.sampling import make_warp
+from spec_stack.prefill.queries import find_candidates
 from spec_stack.prefill.scoring import score_prompt
 from tests.support import reference
 from tests.support.models import make_model, random_prompt
@@ -106,6 +107,7 @@ def test_after_sparse_prefill_the_tokens_are_those_of_the_pruned_prompt(
         look_ahead=look_ahead,
         chunk_size=8,
         skipped_layers=0,
+        head_vote="max",
         draft_context=draft_context,
     )
     generator = SpecStackGenerator(target, DRAFTS[draft](target), config=SpecStackConfig(prefill))
@@ -114,9 +116,13 @@ def test_after_sparse_prefill_the_tokens_are_those_of_the_pruned_prompt(
 
     ahead = look_ahead if queries == "look_ahead" else 0
     look = propose(CachedModel(generator.draft, 4096), prompt, ahead, Sampler(), ())
-    num_tail = 1 if queries == "look_ahead" else look_ahead + 1
     eager = _eager_copy(generator.draft)
-    scores = reference.importance(eager, prompt, look.token_ids, prefill.pool_kernel, num_tail=num_tail)
+    if queries == "look_ahead":
+        scores = reference.importance(eager, prompt, look.token_ids, prefill.pool_kernel)
+    else:
+        found = find_candidates(len(prompt), None)
+        options = {"marked": found.is_question, "opening": found.opening, "pool_kernel": prefill.pool_kernel}
+        scores = reference.question_importance(eager, prompt, (), found.segments, **options)
     positions = reference.selected_positions(scores, 0.3, 8, 1, 2)
     kept = [prompt[position] for position in positions]
     assert tokens == reference.sparse_greedy(make_model(seed=1), kept, positions, len(prompt), 30)

@@ -26,7 +26,7 @@ def calibrated_draft(tmp_path: Path) -> tuple[Path, Any, Any]:
         "draft_window": 64,
         "scoring_layers": None,
         "scoring_heads": ((1, 0),),
-        "scorer": "fused",
+        "scorer": "bm25",
         "min_prompt_tokens": 700,
     }
     Calibration(settings, fingerprint(target), fingerprint(draft), margin=0.1).save(tmp_path)
@@ -39,13 +39,13 @@ def test_a_server_takes_the_calibration_beside_the_draft(
     folder, *models = calibrated_draft
     prefill = with_calibration(ServerConfig(), str(folder), *models).prefill
     assert prefill == PrefillConfig(
-        keep_rate=((2048, 0.1),), draft_window=64, scoring_heads=((1, 0),), scorer="fused", min_prompt_tokens=700
+        keep_rate=((2048, 0.1),), draft_window=64, scoring_heads=((1, 0),), scorer="bm25", min_prompt_tokens=700
     )
     later = ServerConfig.from_mapping({"prefill": {"draft_window": [8192, 512]}})
     assert with_calibration(later, str(folder), *models).prefill.draft_window == (8192, 512)
     own = ServerConfig.from_mapping({"keep_rate": 0.4, "calibration": str(folder / FILE_NAME)})
     assert with_calibration(own, "elsewhere", *models).prefill.keep_rate == 0.4
-    assert with_calibration(own, "elsewhere", *models).prefill.scorer == "fused"
+    assert with_calibration(own, "elsewhere", *models).prefill.scorer == "bm25"
     none = ServerConfig(calibration="none")
     assert with_calibration(none, str(folder), *models) == none
     assert with_calibration(ServerConfig(), "a/hub-id", *models) == ServerConfig()
