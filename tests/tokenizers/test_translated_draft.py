@@ -16,6 +16,7 @@ from spec_stack.cli.demo import hide_fact
 from spec_stack.hf.attention import install
 from spec_stack.hf.loading import ASSETS
 from spec_stack.hf.model import CachedModel
+from spec_stack.prefill.queries import MOST_REPEATED
 from spec_stack.tokenizers.translated_draft import TranslatedDraft
 from spec_stack.tokenizers.translation import Translation
 from spec_stack.tokenizers.vocabulary import compare
@@ -128,7 +129,8 @@ def test_with_fewer_merges_the_fact_is_still_kept_and_drafts_accepted(retokenize
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_prompt_is_scored_in_the_drafts_tokens_and_selected_in_the_targets(seed: int) -> None:
-    config = PrefillConfig(keep_rate=0.3, unit="chunks", look_ahead=0, pool_kernel=5, chunk_size=4, skipped_layers=0)
+    last_token = {"scoring_queries": "look_ahead", "look_ahead": 0, "head_vote": "max"}
+    config = PrefillConfig(keep_rate=0.3, unit="chunks", pool_kernel=5, chunk_size=4, skipped_layers=0, **last_token)  # type: ignore[arg-type]
     generator = make_generator(config)
     # The last target token is one draft token, so that the last draft token alone asks.
     text = text_of(120, seed) + "f"
@@ -244,7 +246,7 @@ def test_half_a_character_is_prefilled_densely(retokenized: Path) -> None:
 def test_the_drafts_positions_are_counted_in_its_own_tokens() -> None:
     prompt = make_generator().tokenizer("abde" * 20).input_ids
     assert len(prompt) == 40
-    for num_positions, is_scored in ((80, True), (79, False)):
+    for num_positions, is_scored in ((80 + MOST_REPEATED, True), (79 + MOST_REPEATED, False)):
         each = make_generator(PrefillConfig(look_ahead=6, keep_first=0, keep_last=1, chunk_size=4))
         each.draft.config.max_position_embeddings = num_positions
         metrics = each.generate(input_ids=prompt, max_tokens=9, specprefill=True).metrics
