@@ -301,8 +301,8 @@ def test_the_demo_reports_both_modes_side_by_side() -> None:
     for turn in (second, third):
         assert turn["cached_tokens"] > 2200
         assert turn["new_tokens"] < 60
-    # What the first question had dropped is restored for the second one.
-    assert second["restored_tokens"] > 0
+    # What the first question had dropped is recalled for a later one.
+    assert second["restored_tokens"] + third["restored_tokens"] > 0
     assert second["question"] != third["question"]
     for label in ("restored", "cached", f"Q: {third['question']}"):
         assert label in table

@@ -133,7 +133,7 @@ def test_parts_are_short_while_requests_run(
 ) -> None:
     """runs: whether any do, before each part; then as before the last one."""
     runner = _runner("meta")
-    config = PrefillConfig(draft_window=window, look_ahead=0)
+    config = PrefillConfig(draft_window=window, scoring_queries="look_ahead", look_ahead=0)
 
     def most_of_a_part(chunk: int) -> int:
         num_done = len(runner.model.lengths)

@@ -98,10 +98,9 @@ def test_what_a_later_question_brought_back_counts_for_no_neighbour(num_new: int
         text = [*text, *[9] * 4, *[2 + turn] * num_new]
         beginning = server.turns.find(TENANT, text)
         assert beginning.num_tokens
-        wanted = torch.zeros(beginning.num_tokens)
-        wanted[1900:2000] = 100
         importance, prunes = torch.rand(len(text)), num_new > 1000
-        given = place(text, beginning, importance, wanted, prunes, SessionConfig(), CONFIG, protected)
+        importance[1900:2000] = 100
+        given = place(text, beginning, importance, prunes, SessionConfig(), CONFIG, protected)
         if not turn:
             assert given.num_recalled == 100
             assert given.inherits_all
