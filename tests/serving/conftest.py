@@ -224,10 +224,35 @@ class Server:
                     yield json.loads(data)
 
 
+@lru_cache(None)
+def _special_ids() -> frozenset[int]:
+    from transformers import AutoTokenizer
+
+    added = AutoTokenizer.from_pretrained(ASSETS / "target").added_tokens_decoder
+    return frozenset(token_id for token_id, token in added.items() if token.special)
+
+
+def special_spans(input_ids: Sequence[int]) -> list[list[int]]:
+    """The spans that Transformers' route protects of token ids: those of special tokens, in order."""
+    spans: list[list[int]] = []
+    for at, token_id in enumerate(input_ids):
+        if token_id not in _special_ids():
+            continue
+        if spans and spans[-1][1] == at:
+            spans[-1][1] = at + 1
+        else:
+            spans.append([at, at + 1])
+    return spans
+
+
 def generate_body(input_ids: Sequence[int], max_new_tokens: int, **custom: Any) -> dict[str, Any]:
-    """A greedy request. Nothing is protected unless asked for, as in the reference, which is given token ids too, and
-    what is pruned by force is pruned afresh, since the reference remembers nothing."""
-    custom = {"protect": [], **({"follow_up": "afresh"} if custom.get("specprefill") else {}), **custom}
+    """A greedy request. Special tokens alone are protected unless asked for, as in the reference, which is given token
+    ids too, and what is pruned by force is pruned afresh, since the reference remembers nothing."""
+    custom = {
+        "protect": special_spans(input_ids),
+        **({"follow_up": "afresh"} if custom.get("specprefill") else {}),
+        **custom,
+    }
     return {
         "input_ids": list(input_ids),
         # Which parts of earlier turns were kept is shown to those who share a salt.

@@ -9,7 +9,7 @@ import pytest
 
 from spec_stack import PrefillConfig
 
-from .conftest import CONTEXT, Reference, Server, generate_body
+from .conftest import CONTEXT, Reference, Server, generate_body, special_spans
 
 
 def test_a_dense_prompt_gives_the_references_tokens(server: Server, reference: Reference) -> None:
@@ -117,7 +117,8 @@ def kept_ids(reference: Reference, prompt: list[int], config: PrefillConfig | No
     draft = CachedModel(reference.generator.draft, config.prefill_chunk)
     look_ahead = partial(propose, draft, sampler=Sampler(), end_ids=())
     pieces = reference.generator.pair.pieces(prompt)
-    return list(score_prompt(draft, prompt, look_ahead, config, pieces=pieces)[0].token_ids)
+    protected = [(start, stop) for start, stop in special_spans(prompt)]
+    return list(score_prompt(draft, prompt, look_ahead, config, protected, pieces=pieces)[0].token_ids)
 
 
 def test_eight_mixed_requests_at_once_give_the_references_tokens(server: Server, reference: Reference) -> None:
