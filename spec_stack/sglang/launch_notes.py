@@ -130,7 +130,7 @@ def _state_bytes(gamma: int, size: int, context_len: int, page_size: int, backen
 
 
 def states_note(config: ServerConfig, num_bytes: int) -> str:
-    """What `states_bytes` found, for who asks beforehand."""
+    """The bytes that `states_bytes` gives, in words for the doctor."""
     if not num_bytes:
         return "not estimated for this attention backend"
     return f"about {num_bytes / 1e9:.2f} GB for {len(config.gammas)} gammas, beside the graphs themselves"

@@ -21,6 +21,17 @@ class Hides(Protocol):
     def hides(self, query: int, key: int, window: int | None) -> bool: ...
 
 
+def _mask(ids: torch.Tensor, prefill: Hides | None) -> torch.Tensor:
+    """What the tokens (1, n) see: all before them, less what `prefill` hides."""
+    if prefill is None:
+        return torch.ones_like(ids)
+    hidden = torch.ones(ids.shape[1], ids.shape[1]).triu(1)
+    for query in range(prefill.num_tokens):
+        for key in range(query):
+            hidden[query, key] = float(prefill.hides(query, key, None))
+    return (hidden * torch.finfo(torch.float32).min)[None, None]
+
+
 def importance(
     eager_model: PreTrainedModel,
     prompt: Sequence[int],
@@ -40,13 +51,7 @@ def importance(
     tokens do not see, for a model without windows of its own.
     """
     ids = torch.tensor([[*prompt, *look_ahead]])
-    mask = torch.ones_like(ids)
-    if prefill is not None:
-        hidden = torch.ones(ids.shape[1], ids.shape[1]).triu(1)
-        for query in range(prefill.num_tokens):
-            for key in range(query):
-                hidden[query, key] = float(prefill.hides(query, key, None))
-        mask = (hidden * torch.finfo(torch.float32).min)[None, None]
+    mask = _mask(ids, prefill)
     with torch.no_grad():
         attentions = eager_model(ids, attention_mask=mask, output_attentions=True).attentions
     size, half = len(prompt), pool_kernel // 2
@@ -89,13 +94,7 @@ def question_importance(
     """
     size = len(prompt)
     ids = torch.tensor([[*prompt, *(token for start, stop in repeated for token in prompt[start:stop])]])
-    mask = torch.ones_like(ids)
-    if prefill is not None:
-        hidden = torch.ones(ids.shape[1], ids.shape[1]).triu(1)
-        for query in range(prefill.num_tokens):
-            for key in range(query):
-                hidden[query, key] = float(prefill.hides(query, key, None))
-        mask = (hidden * torch.finfo(torch.float32).min)[None, None]
+    mask = _mask(ids, prefill)
     with torch.no_grad():
         attentions = eager_model(ids, attention_mask=mask, output_attentions=True).attentions
     every = [(layer, head) for layer in range(layers or len(attentions)) for head in range(attentions[0].shape[1])]
