@@ -24,7 +24,6 @@ from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.importance import Segment, finite, over_queries, segment_weights
 from spec_stack.prefill.queries import Candidates, find_candidates
 from spec_stack.prefill.registry import needs_attention
-from spec_stack.sglang.draft_pool import Ints
 from spec_stack.sglang.head_votes import LayerQueries, Queries, num_scoring_heads, opening_of_own_heads, over_own_heads
 from spec_stack.sglang.pooled_draft import PooledDraft
 from spec_stack.sglang.protocols import Scheduler
@@ -146,8 +145,8 @@ class DraftScorer:
         Notes
         -----
         Ranks may fail one by one, and agree after every part. So no part has a place to fail before a collective:
-        those are in the draft's forwards, and in the last part. Of a scoring that ends early the pool keeps what all
-        ranks have agreed on, since their pools must stay alike.
+        those are in the draft's forwards, and at the beginning of the last two parts. Of a scoring that ends early the
+        pool keeps what all ranks have agreed on, since their pools must stay alike.
         """
         num_tokens, config = len(prompt.token_ids), prompt.config
         # First layers alone do not know what comes after the prompt, and so draft no look-ahead.
@@ -194,24 +193,17 @@ class DraftScorer:
             if window is None:
                 num_agreed = num_tokens
             queries = Queries() if found is None else _queries_of(found, num_in_place)
-            importance = self._importance(slots[:num_tokens], layers, config, queries)
+            where = to_device(torch.from_numpy(slots[:num_tokens]), torch.device(self._device))
+            if queries.segments:
+                opening = opening_of_own_heads(self._draft, where, layers, config, queries)
+                yield
+                weights = segment_weights(sum_of_all(opening) / num_ranks(), queries.segments, queries.opening)
+                queries = replace(queries, weights=tuple(weights))
+            own = over_own_heads(self._draft, where, layers, config, own_rank(), queries)
             yield
-            return Score(importance.cpu(), num_tokens - num_shared)
+            return Score(_over_ranks(own, layers, config, queries).cpu(), num_tokens - num_shared)
         finally:
             lease.keep(num_agreed)
-
-    def _importance(
-        self, slots: Ints, layers: Mapping[int, LayerQueries], config: PrefillConfig, queries: Queries
-    ) -> torch.Tensor:
-        """Importance (num_tokens,) over the heads of all ranks."""
-        where = to_device(torch.from_numpy(slots), torch.device(self._device))
-        if queries.segments:
-            opening = sum_of_all(opening_of_own_heads(self._draft, where, layers, config, queries)) / num_ranks()
-            queries = replace(queries, weights=tuple(segment_weights(opening, queries.segments, queries.opening)))
-        own = over_own_heads(self._draft, where, layers, config, own_rank(), queries)
-        if config.head_vote == "mean":
-            return finite(sum_of_all(own) / num_scoring_heads(layers, config, num_ranks()))
-        return finite(over_queries(largest_of_all(own), queries.segments, queries.weights))
 
     def _stops(self, start: int, num_in_place: int, prompt: Prompt) -> range:
         """Where the parts end in which the draft prefills a text from `start` on, but that of the scoring queries.
@@ -271,6 +263,15 @@ def _window(prompt: Prompt) -> Window | None:
 def _walls(prompt: Prompt) -> Hashable:
     """Return whose keys in the draft's pool are a prompt's own: its tenant's, and of them those of the same window."""
     return prompt.tenant, _window(prompt)
+
+
+def _over_ranks(
+    own: torch.Tensor, layers: Mapping[int, LayerQueries], config: PrefillConfig, queries: Queries
+) -> torch.Tensor:
+    """Importance (num_tokens,) over the heads of all ranks."""
+    if config.head_vote == "mean":
+        return finite(sum_of_all(own) / num_scoring_heads(layers, config, num_ranks()))
+    return finite(over_queries(largest_of_all(own), queries.segments, queries.weights))
 
 
 def _queries_of(found: Candidates, num_in_place: int) -> Queries:

@@ -16,12 +16,21 @@ from transformers import AutoModelForCausalLM
 
 from spec_stack.config import PrefillConfig, SessionConfig
 from spec_stack.prefill.queries import WINDOW, Candidates, find_candidates
-from spec_stack.tokenizers.chat_turns import ChatTurns
 from spec_stack.tokenizers.pieces import Pieces
 from tests.support.reference import pair_scores, question_importance, rare_words
 from tests.support.reference_session import dropped_chunks_to_restore
 
-from .conftest import ASSETS, BY_CHUNKS, CONTEXT, MIN_PROMPT_TOKENS, Launcher, Reference, Server, generate_body
+from .conftest import (
+    ASSETS,
+    BY_CHUNKS,
+    CONTEXT,
+    MIN_PROMPT_TOKENS,
+    Launcher,
+    Reference,
+    Server,
+    generate_body,
+    special_spans,
+)
 
 Spans = list[list[int]]
 
@@ -108,7 +117,7 @@ def test_dropped_text_that_the_question_attends_to_or_shares_words_with_is_recal
     assert start == len(longer) - num_new - 1
     given = [*_positions(first), *range(len(prompt), start)]
     pieces = Pieces(reference.tokenizer).of(longer)
-    found = find_candidates(len(longer), pieces, ChatTurns.learn(reference.tokenizer).protected(longer).spans)
+    found = find_candidates(len(longer), pieces, [(start, stop) for start, stop in special_spans(longer)])
     cut = found.num_repeated
     wanted = question_importance(
         eager_draft, longer, found.segments[:cut], found.segments[cut:], found.is_question, found.opening, mean=True

@@ -105,16 +105,16 @@ def _fail_on(rank):
     """One rank alone cannot score long prompts, as if it had run out of memory."""
     from sglang.srt.distributed.parallel_state import get_tp_group
 
-    from spec_stack.sglang.scoring import DraftScorer
+    from spec_stack.sglang import scoring
 
-    best = DraftScorer._best_of_own_heads
+    over_own_heads = scoring.over_own_heads
 
-    def fail_on_long_prompts(scorer, slots, *args):
+    def fail_on_long_prompts(pool, slots, *args):
         if get_tp_group().rank_in_group == rank and len(slots) > 600:
             raise MemoryError("put out of action by a test")
-        return best(scorer, slots, *args)
+        return over_own_heads(pool, slots, *args)
 
-    DraftScorer._best_of_own_heads = fail_on_long_prompts
+    scoring.over_own_heads = fail_on_long_prompts
 
 
 def _break(name):
