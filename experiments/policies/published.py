@@ -23,8 +23,8 @@ from pathlib import Path
 import numpy as np
 
 from experiments.policies.published_columns import StepTable, read_steps
+from experiments.policies.replay import Costs, StepCosts
 from spec_stack.controller.base import DraftSignals, StepRecord
-from spec_stack.offline.replay import Costs, StepCosts
 
 STEPS_FILE = "phase2_step_results.csv"
 RUNS_FILE = "phase2_experiment_results.csv"

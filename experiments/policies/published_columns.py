@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from spec_stack.config import MAX_GAMMA, PRECISIONS
-from spec_stack.controller.base import StepRecord
 
 PUBLISHED_COLUMNS = {
     "compression": "precision",
@@ -76,28 +74,14 @@ def read_steps(path: Path) -> StepTable:
     return _table(rows)
 
 
-def tabulate(records: Iterable[StepRecord]) -> StepTable:
-    """Records as such a table; prefill steps and steps that drafted nothing are left out."""
-    rows = []
-    for record in records:
-        row = {name: getattr(record, name) for name in (*_TEXTS, *_COUNTS)}
-        if record.gamma and not record.is_prefill:
-            signals = record.signals
-            row |= {"acceptance_rate": record.num_accepted / record.gamma}
-            row |= {name: getattr(signals, name) for name in PUBLISHED_COLUMNS.values() if hasattr(signals, name)}
-        rows.append(row)
-    return _table(rows)
-
-
 def _table(rows: list[dict[str, Any]]) -> StepTable:
     run, expected = -1, -1
     columns: dict[str, list[Any]] = {name: [] for name in StepTable.__dataclass_fields__}
     for row in rows:
         run += row["step"] != expected
         expected = row["step"] + 1
-        if "acceptance_rate" in row:
-            for name, value in {**row, "run": run}.items():
-                columns[name].append(value)
+        for name, value in {**row, "run": run}.items():
+            columns[name].append(value)
     return StepTable(**{name: np.array(values) for name, values in columns.items()})
 
 

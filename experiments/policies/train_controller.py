@@ -25,10 +25,10 @@ import sklearn
 from experiments.common.environment import describe
 from experiments.common.script import run_script
 from experiments.policies import published
+from experiments.policies.evaluate_policies import read as read_file
+from experiments.policies.training import as_network, make_estimator, step_examples
 from spec_stack.controller.base import StepRecord
 from spec_stack.controller.predictor import FILE_NAME, KIND, STEP_FEATURES, Card, load_step_predictor, save_predictor
-from spec_stack.offline.records import read_records
-from spec_stack.offline.training import as_network, make_estimator, step_examples
 
 MODELS = ("ridge", "mlp-16", "mlp-32")
 
@@ -40,7 +40,7 @@ def read(paths: list[Path]) -> tuple[list[StepRecord], str]:
         files = [folder / published.STEPS_FILE, folder / published.RUNS_FILE]
         records = published.load(paths[0]).records
     else:
-        files, records = paths, read_records(*paths)
+        files, records = paths, [record for path in paths for record in read_file(path)]
     digest = hashlib.sha256()
     for file in files:
         digest.update(file.read_bytes())

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import pytest
-
 from experiments.policies.policy_cost import measure, seconds_a_step
+
 from experiments.serving.batch_policies import PLAIN, arms_of, follows_signals, parse_args
 from spec_stack.controller.base import Policy, StepContext, StepRecord
 

@@ -7,10 +7,10 @@ from itertools import pairwise
 
 import pytest
 
-from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord
+from experiments.policies.batch_replay import BatchCosts, replay_batch
+from experiments.policies.replay import ReplayText, merge_runs, replay
+from spec_stack.controller.base import Policy, StepContext, StepRecord
 from spec_stack.controller.fixed import Fixed
-from spec_stack.offline.batch_replay import BatchCosts, Trim, replay_batch
-from spec_stack.offline.replay import ReplayText, merge_runs, replay
 from tests.support.controller_data import COSTS, Greedy
 from tests.support.reference_controller import fixed_gamma_steps
 
@@ -76,26 +76,6 @@ def test_requests_of_a_batch_go_at_their_own_pace_and_the_next_takes_a_place_at_
     while waiting:
         ends = sorted([ends[0] + waiting.pop(0), *ends[1:]])
     assert len(replay_batch(texts, Fixed(4), BATCH_COSTS, 2).gammas) == ends[0]
-
-
-class Halved(Trim):
-    """Drafts four tokens and has two of them verified."""
-
-    name = "halved"
-
-    def choose(self, context: StepContext) -> int:
-        return 4
-
-    def trimmed(self, proposals: list[DraftSignals]) -> list[int]:
-        return [2 for _ in proposals]
-
-
-def test_what_is_trimmed_is_drafted_and_not_verified() -> None:
-    text = _texts()[0]
-    trimmed, plain = (replay_batch([text], policy, BATCH_COSTS, 1) for policy in (Halved(), Fixed(2)))
-    assert len(trimmed.gammas) == len(plain.gammas)
-    per_step = BATCH_COSTS.draft_s(4, 1) - BATCH_COSTS.draft_s(2, 1)
-    assert trimmed.seconds - plain.seconds == pytest.approx(per_step * len(plain.gammas))
 
 
 def test_a_request_is_told_of_the_token_that_its_next_step_begins_with() -> None:

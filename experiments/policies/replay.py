@@ -157,19 +157,34 @@ class _Facts:
     task: str = ""
 
 
+_RunKey = tuple[str, str, str, float]
+
+
+def _run_of(record: StepRecord) -> _RunKey:
+    """A run is one request under one policy, precision and keep_rate."""
+    return record.request_id, record.policy, record.precision, record.keep_rate
+
+
 def merge_runs(records: Iterable[StepRecord]) -> Merged:
     """Merge greedy runs of the same request_id, precision and keep_rate into one text each, by majority.
 
-    The steps of a run must follow each other, as `records` keeps them. A position no run drafted takes the text's
-    majority. Raises ValueError for no records.
+    A position no run drafted takes the text's majority. Raises ValueError for no records, and for a run whose steps
+    are not together, complete and in order.
     """
     facts: dict[tuple[str, str, float], _Facts] = {}
-    run: tuple[str, ...] = ()
+    runs: set[_RunKey] = set()
+    last: StepRecord | None = None
     position = 0
     for record in records:
         text = facts.setdefault((record.request_id, record.precision, record.keep_rate), _Facts(task=record.task))
-        if (this_run := (record.request_id, record.policy, record.precision, str(record.keep_rate))) != run:
-            run, position = this_run, 0
+        if last is None or _run_of(last) != _run_of(record):
+            if _run_of(record) in runs:
+                raise ValueError(f"the run {_run_of(record)} appears a second time; keep one per request and policy")
+            runs.add(_run_of(record))
+            position = 0
+        elif record.step != last.step + 1:
+            raise ValueError(f"step {record.step} after {last.step} in the run {_run_of(record)}; keep runs in order")
+        last = record
         _add_step(text, record, position)
         position += record.num_tokens
         text.end = max(text.end, position)

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import builtins
 import dataclasses
 import json
 import math
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from spec_stack.controller.base import DraftSignals, StepRecord
-from spec_stack.offline.records import SUFFIXES, add_records, check_record_path, read_records, write_records
+from spec_stack.records import add_records, check_record_path, read_records
 from tests.support.controller_data import Greedy, runs, step
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 
 
 def some_records() -> list[StepRecord]:
@@ -35,12 +34,9 @@ def write_lines(path: Path, rows: Iterable[object]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-@pytest.mark.parametrize("suffix", SUFFIXES)
-def test_records_are_read_back_equal(tmp_path: Path, suffix: str) -> None:
-    if suffix == ".parquet":
-        pytest.importorskip("pyarrow")
-    path = tmp_path / f"records{suffix}"
-    write_records(some_records(), path)
+def test_records_are_read_back_equal(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    add_records(some_records(), path)
     assert read_records(path) == some_records()
 
 
@@ -57,7 +53,7 @@ def test_a_label_that_is_no_valid_unicode_survives_a_line(tmp_path: Path) -> Non
 
 
 def test_records_written_and_records_added_are_the_same_file(tmp_path: Path) -> None:
-    write_records(runs(2), tmp_path / "written.jsonl")
+    add_records(runs(2), tmp_path / "written.jsonl")
     for number in range(2):
         mine = [record for record in runs(2) if record.request_id == f"prompt-{number}"]
         add_records(mine, tmp_path / "added.jsonl")
@@ -67,15 +63,13 @@ def test_records_written_and_records_added_are_the_same_file(tmp_path: Path) -> 
 def test_several_files_are_read_one_after_the_other(tmp_path: Path) -> None:
     paths = [tmp_path / "one.jsonl", tmp_path / "two.jsonl"]
     for path, gamma in zip(paths, (2, 4), strict=True):
-        write_records(runs(2, (gamma,)), path)
+        add_records(runs(2, (gamma,)), path)
     assert len(read_records(*paths)) == len(runs(2, (2,))) + len(runs(2, (4,)))
-    with pytest.raises(ValueError, match=r"one\.jsonl, line 1, field 'request_id'.*a second time"):
-        read_records(paths[0], paths[0])
 
 
 def test_positions_and_correctness_of_every_drafted_token_can_be_told_from_a_run(tmp_path: Path) -> None:
     greedy, path = Greedy(4), tmp_path / "records.jsonl"
-    write_records(greedy.record("a", 4), path)
+    add_records(greedy.record("a", 4), path)
     position = 0
     for row in lines_of(path):
         for index in range(min(row["num_accepted"] + 1, row["gamma"])):
@@ -86,7 +80,7 @@ def test_positions_and_correctness_of_every_drafted_token_can_be_told_from_a_run
 ADDING = """
 import sys
 from pathlib import Path
-from spec_stack.offline.records import add_records
+from spec_stack.records import add_records
 from tests.support.controller_data import Greedy
 path, name = Path(sys.argv[1]), sys.argv[2]
 text = Greedy(0, num_tokens=400)
@@ -145,7 +139,7 @@ def test_threads_that_append_to_one_file_do_not_tear_each_others_runs(tmp_path: 
 
 def test_appending_leaves_what_the_file_holds_unread_and_untouched(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
-    write_records(Greedy(0).record("a", 4), path)
+    add_records(Greedy(0).record("a", 4), path)
     path.write_bytes(b"damaged\n" + path.read_bytes())
     before = path.read_bytes()
     check_record_path(path)
@@ -169,7 +163,7 @@ def test_a_path_that_cannot_be_appended_to_is_refused_before_any_work(tmp_path: 
     path.write_text("# notes\n")
     with pytest.raises(ValueError, match=r"steps\.jsonl, last line: not JSON"):
         check_record_path(path)
-    for wrong, message in (("steps.csv", "give a .jsonl file"), ("steps.parquet", "write_records makes a .parquet")):
+    for wrong, message in (("steps.csv", "give a .jsonl file"), ("steps.parquet", "to_parquet converts one")):
         for refuse in (check_record_path, lambda path: add_records(some_records(), path)):
             with pytest.raises(ValueError, match=message):
                 refuse(tmp_path / wrong)
@@ -183,8 +177,6 @@ def test_a_path_that_cannot_be_appended_to_is_refused_before_any_work(tmp_path: 
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("precision", "int4", "unknown precision 'int4'; known: fp32"),
-        ("gamma", 17, "unknown gamma 17"),
         ("gamma", 2.5, "2.5 is no int"),
         ("gamma", True, "True is no int"),
         ("gamma", -1, "not a count"),
@@ -210,7 +202,7 @@ def test_a_wrong_value_is_named_with_file_line_and_field(
     tmp_path: Path, field: str, value: object, message: str
 ) -> None:
     path = tmp_path / "bad.jsonl"
-    write_records(Greedy(0).record("a", 4), path)
+    add_records(Greedy(0).record("a", 4), path)
     rows = lines_of(path)
     rows[2][field] = value
     write_lines(path, rows)
@@ -230,7 +222,7 @@ def test_a_wrong_signal_is_named_with_file_line_and_field(
     tmp_path: Path, inner: str, values: list[object], message: str
 ) -> None:
     path = tmp_path / "bad.jsonl"
-    write_records(Greedy(0).record("a", 4), path)
+    add_records(Greedy(0).record("a", 4), path)
     rows = lines_of(path)
     rows[2]["signals"][inner] = values
     write_lines(path, rows)
@@ -238,24 +230,13 @@ def test_a_wrong_signal_is_named_with_file_line_and_field(
         read_records(path)
 
 
-@pytest.mark.parametrize("write", [write_records, add_records])
-def test_what_could_not_be_read_is_not_written(tmp_path: Path, write: Callable[[list[StepRecord], Path], None]) -> None:
+def test_what_could_not_be_read_is_not_written(tmp_path: Path) -> None:
     path = tmp_path / "records.jsonl"
     records = some_records()
     records[1] = dataclasses.replace(records[1], verify_s=math.nan)
     with pytest.raises(ValueError, match="record 1, field 'verify_s'"):
-        write(records, path)
+        add_records(records, path)
     assert not path.exists()
-
-
-def test_a_failure_to_write_leaves_the_earlier_file_whole(tmp_path: Path) -> None:
-    path = tmp_path / "records.jsonl"
-    write_records(some_records(), path)
-    with pytest.raises(ValueError, match="no records"):
-        write_records([], path)
-    with pytest.raises(ValueError, match="a second time"):
-        write_records([*some_records(), *some_records()], path)
-    assert read_records(path) == some_records()
 
 
 @pytest.mark.parametrize(
@@ -277,15 +258,14 @@ def test_empty_and_foreign_files_are_refused(tmp_path: Path, text: str, message:
 
 @pytest.mark.parametrize("name", ["records.txt", "records.csv", "records"])
 def test_another_kind_of_file_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ValueError, match=r"give a \.jsonl file, or a \.parquet file"):
-        read_records(tmp_path / name)
-    with pytest.raises(ValueError, match=r"give a \.jsonl file, or a \.parquet file"):
-        write_records(some_records(), tmp_path / name)
+    for refuse in (read_records, lambda path: add_records(some_records(), path)):
+        with pytest.raises(ValueError, match=r"give a \.jsonl file"):
+            refuse(tmp_path / name)
 
 
 def test_a_damaged_byte_is_named_by_its_line(tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
-    write_records(some_records(), path)
+    add_records(some_records(), path)
     lines = path.read_bytes().splitlines(keepends=True)
     lines[1] = b"\xff\xfe\x00\n"
     path.write_bytes(b"".join(lines))
@@ -293,70 +273,20 @@ def test_a_damaged_byte_is_named_by_its_line(tmp_path: Path) -> None:
         read_records(path)
 
 
-def test_mixed_up_runs_are_refused_when_written_and_when_read(tmp_path: Path) -> None:
-    path = tmp_path / "mixed.jsonl"
-    one, other = Greedy(0).record("a", 4), Greedy(1).record("b", 4)
-    wrong = {
-        r"field 'request_id'.*a second time": [one[0], other[0], one[1]],
-        r"field 'step': 2 after 0": [one[0], one[2]],
-        r"field 'task': 'x' after 'chat'": [one[0], dataclasses.replace(one[1], task="x")],
-    }
-    for message, records in wrong.items():
-        with pytest.raises(ValueError, match=message):
-            write_records(records, path)
-        write_lines(path, [dataclasses.asdict(record) for record in records])
-        with pytest.raises(ValueError, match=rf"mixed\.jsonl, line {len(records)}, {message}"):
-            read_records(path)
-
-
-def test_a_damaged_parquet_file_is_refused(tmp_path: Path) -> None:
-    pytest.importorskip("pyarrow")
-    path = tmp_path / "bad.parquet"
-    path.write_bytes(b"not parquet")
-    with pytest.raises(ValueError, match=r"bad\.parquet: not a Parquet file"):
-        read_records(path)
-
-
-def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def without_pyarrow(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name.startswith("pyarrow"):
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without_pyarrow)
-    with pytest.raises(ImportError, match="pip install pyarrow"):
-        write_records(some_records(), tmp_path / "records.parquet")
-    with pytest.raises(ImportError, match="pip install pyarrow"):
-        check_record_path(tmp_path / "records.parquet", suffixes=SUFFIXES)
-
-
-@pytest.mark.parametrize("suffix", SUFFIXES)
-def test_extreme_numbers_survive_the_file(suffix: str, tmp_path: Path) -> None:
+def test_extreme_numbers_survive_the_file(tmp_path: Path) -> None:
     signals = DraftSignals([0.0, 1e-300], [1.0, 0.1 + 0.2])
     record = dataclasses.replace(step(2, 1), signals=signals, draft_s=1e-9)
-    write_records([record], tmp_path / f"records{suffix}")
-    assert read_records(tmp_path / f"records{suffix}") == [record]
+    add_records([record], tmp_path / "records.jsonl")
+    assert read_records(tmp_path / "records.jsonl") == [record]
 
 
-@pytest.mark.parametrize("suffix", SUFFIXES)
-def test_recomputed_tokens_are_kept_and_files_from_before_them_are_read(suffix: str, tmp_path: Path) -> None:
+def test_recomputed_tokens_are_kept_and_files_from_before_them_are_read(tmp_path: Path) -> None:
     records = [dataclasses.replace(record, num_recomputed=3) for record in Greedy(0).record("a", 4)]
-    path = tmp_path / f"records{suffix}"
-    write_records(records, path)
+    path = tmp_path / "records.jsonl"
+    add_records(records, path)
     assert read_records(path) == records
-    if suffix == ".jsonl":
-        rows = lines_of(path)
-        for row in rows:
-            del row["num_recomputed"]
-        write_lines(path, rows)
-        assert {record.num_recomputed for record in read_records(path)} == {0}
-
-
-@pytest.mark.slow
-def test_the_profile_in_the_repository_can_be_read() -> None:
-    pytest.importorskip("pyarrow")
-    records = read_records(ROOT / "experiments" / "results" / "profile.parquet")
-    assert {record.precision for record in records} == {"fp32", "bf16", "int8", "nf4"}
-    assert len({(record.request_id, record.precision, record.policy) for record in records}) == 24 * 4 * 8
+    rows = lines_of(path)
+    for row in rows:
+        del row["num_recomputed"]
+    write_lines(path, rows)
+    assert {record.num_recomputed for record in read_records(path)} == {0}

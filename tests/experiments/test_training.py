@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from experiments.policies.training import as_network, make_estimator, step_examples
 from spec_stack.controller.predictor import (
     KIND,
     STEP_FEATURES,
@@ -19,7 +20,6 @@ from spec_stack.controller.predictor import (
     step_features,
 )
 from spec_stack.controller.registry import make_policy
-from spec_stack.offline.training import as_network, make_estimator, step_examples
 from tests.support.controller_data import context, runs, step
 from tests.support.reference_controller import network_output
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord
-from spec_stack.controller.registry import make_policy
-from spec_stack.offline.oracles import best_fixed, oracle
-from spec_stack.offline.replay import (
+from experiments.policies.evaluate_policies import read
+from experiments.policies.oracles import best_fixed, oracle
+from experiments.policies.replay import (
     CostTable,
     ReplayText,
     StepCosts,
@@ -19,8 +19,12 @@ from spec_stack.offline.replay import (
     merge_runs,
     replay,
 )
+from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord
+from spec_stack.controller.registry import make_policy
 from tests.support.controller_data import COSTS, Greedy, runs
 from tests.support.reference_controller import fixed_gamma_steps, least_seconds
+
+ROOT = Path(__file__).parents[2]
 
 
 def text_of(correct: list[bool]) -> ReplayText:
@@ -182,3 +186,19 @@ def test_impossible_costs_and_missing_records_are_refused() -> None:
         StepCosts(0.0, -1.0, 0.1, 0.0)
     with pytest.raises(ValueError, match="take some time"):
         StepCosts(0.0, 1.0, 0.0, 0.0)
+
+
+def test_runs_that_are_mixed_up_are_refused() -> None:
+    one, other = Greedy(0).record("a", 4), Greedy(1).record("b", 4)
+    with pytest.raises(ValueError, match=r"'a'.*a second time"):
+        merge_runs([one[0], other[0], one[1]])
+    with pytest.raises(ValueError, match="step 2 after 0"):
+        merge_runs([one[0], one[2]])
+
+
+@pytest.mark.slow
+def test_the_profile_in_the_repository_can_be_replayed() -> None:
+    pytest.importorskip("pyarrow")
+    records = read(ROOT / "experiments" / "results" / "profile.parquet")
+    assert {record.precision for record in records} == {"fp32", "bf16", "int8", "nf4"}
+    assert len(merge_runs(records).texts) == 24 * 4

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from experiments.policies.simulate_texts import ARMS, copy_then_prose, read_costs
-from experiments.policies.simulated_pair import Costs, Text, oracle_s, read_texts, run_texts
 from spec_stack.controller.registry import make_policy
+from tests.support.simulated_pair import Costs, Text, oracle_s, run_texts
 
 COSTS = Costs({1: 1.0, 9: 1.0}, drafted_s=0.25, read_s=0.0, prefill_s=0.0)
 
@@ -47,29 +44,3 @@ def test_no_policy_beats_the_oracle(right: str, name: str) -> None:
 
 def test_the_oracle_is_plain_where_the_draft_is_never_right() -> None:
     assert oracle_s(Text.parse(row("0" * 8)), COSTS) == pytest.approx(7.0)
-
-
-def test_after_a_text_that_copies_the_draft_is_used_as_on_a_fresh_generator() -> None:
-    copied = list(range(200, 260))
-    copying = row("1" * 60, prompt=[1, *copied, 2, 200, 201], text=copied, draft=copied)
-    prose = [row("1110" * 20, task="chat") for _ in range(3)]
-    result = copy_then_prose([Text.parse(each) for each in (*[copying] * 5, *prose)], COSTS)
-    assert result["speed"] > 0.97
-    assert result["idle"] < 0.1
-
-
-def test_a_file_that_holds_no_texts_is_refused_by_name(tmp_path: Path) -> None:
-    (tmp_path / "texts.jsonl").write_text(json.dumps({"task": "code"}) + "\n", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"texts\.jsonl.*record_texts"):
-        read_texts([tmp_path / "texts.jsonl"])
-
-
-@pytest.mark.parametrize("told", ["5:250", "1:0", "1=258", ""])
-def test_costs_of_another_form_are_refused(told: str) -> None:
-    with pytest.raises(ValueError, match="verify-ms"):
-        read_costs(told)
-
-
-def test_every_arm_runs() -> None:
-    for name, arm in ARMS.items():
-        assert run_texts([Text.parse(row("1101" * 8))], arm.make, arm.proposer, COSTS)[0].decode_s > 0, name

@@ -7,11 +7,9 @@ itself takes to compute is not counted.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -59,7 +57,7 @@ class Text:
 
     @classmethod
     def parse(cls, row: dict[str, Any]) -> Text:
-        """Read a line that `record_texts.py` wrote."""
+        """Read a recorded text."""
         numbers: dict[int, int] = {}
 
         def renumbered(ids: Sequence[int]) -> list[int]:
@@ -80,26 +78,6 @@ class Text:
     def is_right(self) -> list[bool]:
         """By place, whether the draft's token is the target's."""
         return [row[2] == token_id for row, token_id in zip(self.draft_rows, self.text_ids, strict=True)]
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """A file's texts as they were recorded, without the empty ones."""
-    return [row for row in map(json.loads, path.read_text(encoding="utf-8").splitlines()) if row["text"]]
-
-
-def read_texts(paths: Sequence[Path], prompts: Collection[tuple[int, ...]] | None = None) -> list[Text]:
-    """The texts of some files, or of these prompts in them. Raises ValueError naming a file that is none or holds
-    none."""
-    texts = []
-    for path in paths:
-        try:
-            rows = [row for row in read_rows(path) if prompts is None or tuple(row["prompt"]) in prompts]
-            texts += [Text.parse(row) for row in rows]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"cannot read texts from {path}: {error!r}; record_texts.py makes such files") from error
-    if len(texts) < 2:
-        raise ValueError("two texts are the least that anything can be told from; record more with record_texts.py")
-    return texts
 
 
 @dataclass(frozen=True)
@@ -135,12 +113,6 @@ class Costs:
     def draft(self, num_tokens: int) -> float:
         """Seconds of a forward of the draft."""
         return self.drafted_s + self.read_s * max(num_tokens - 2, 0)
-
-    @classmethod
-    def at(cls, ratio: float, verify_s: dict[int, float]) -> Costs:
-        """A drafted token takes `ratio` of a plain step; tokens that are only read take what they take on a CPU."""
-        plain_s = verify_s[1]
-        return cls(verify_s, ratio * plain_s, ratio * plain_s / 23, plain_s / 28)
 
 
 @dataclass

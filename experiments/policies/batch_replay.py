@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from experiments.policies.replay import ReplayText, check_lag
 from spec_stack.config import MAX_GAMMA
 from spec_stack.controller.base import BatchMember, DraftSignals, Policy, StepContext, StepRecord
-from spec_stack.offline.replay import ReplayText, check_lag
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,6 @@ class BatchCosts:
 
     def _draft_forward_s(self, num_tokens: int) -> float:
         return self.draft_base_s + self.draft_per_token_s * (num_tokens - 1)
-
-
-class Trim(Policy):
-    """A rule that lets the batch draft, and then cuts each proposal before it is verified."""
-
-    def trimmed(self, proposals: Sequence[DraftSignals]) -> list[int]:
-        """How many tokens of each proposal are verified, given the signals of all of them."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -119,9 +111,9 @@ def replay_batch(
     texts : sequence of ReplayText
         Of one precision; one text may come several times.
     policy : Policy
-        Mutated. What it chooses holds for all of a batch; `keep_drafting` is not asked. A `Trim` cuts proposals too.
+        Mutated. What it chooses holds for all of a batch; `keep_drafting` is not asked.
     costs : BatchCosts
-        Its clock. A step costs what its batch and gamma say; where proposals are trimmed, what is verified.
+        Its clock. A step costs what its batch and gamma say.
     batch_size : int
         Requests that run side by side, while there are so many.
     lag : int
@@ -167,16 +159,13 @@ def replay_batch(
         )
         gamma = max(0, min(policy.choose(context), max_gamma))
         proposals = [each.proposal(gamma) for each in running]
-        widths = [gamma] * len(running)
-        if isinstance(policy, Trim):
-            widths = policy.trimmed([signals for signals, _ in proposals])
         draft_s = costs.draft_s(gamma, len(running))
-        verify_s = costs.verify_s(sum(widths) + len(running))
+        verify_s = costs.verify_s((gamma + 1) * len(running))
         seconds += draft_s + verify_s
         gammas.append(gamma)
         records = []
-        for each, (signals, num_right), width in zip(running, proposals, widths, strict=True):
-            num_accepted = min(num_right, width)
+        for each, (signals, num_right) in zip(running, proposals, strict=True):
+            num_accepted = min(num_right, gamma)
             num_new = min(num_accepted + 1, each.text.end - each.position)
             each.position += num_accepted + 1
             num_tokens += num_new
@@ -190,10 +179,10 @@ def replay_batch(
                     task=each.text.task,
                     is_prefill=False,
                     keep_rate=1.0,
-                    gamma=width,
+                    gamma=gamma,
                     num_accepted=num_accepted,
                     num_tokens=num_accepted + 1,
-                    signals=DraftSignals(signals.entropy[:width], signals.confidence[:width]),
+                    signals=signals,
                     draft_s=draft_s / len(running),
                     verify_s=verify_s / len(running),
                     controller_s=0.0,
