@@ -1,24 +1,25 @@
 """Which gamma policy gives most tokens per second? Scored by greedy replay, on prompts no policy was tuned on.
 
 RECORDS are .jsonl files that `records=` of generate wrote (greedy runs of the same prompts at several fixed gammas),
-the .parquet file of the profile in experiments/results, or the folder of the SpecKV authors' CSVs. Prompts are split
-into folds; what a policy needs to know beforehand (the best fixed gamma, the task oracle, trained predictors) comes
-from the training prompts. Gains are paired, with bootstrap intervals over prompts, over three rivals: the best fixed
-gamma chosen on training prompts, the best one in hindsight, and `confidence` with the threshold that was best on
-training prompts. Regret is tokens/s lost against the best any sequence of gammas could do. --worlds repeats all of it
-with other drawn signals where the authors' data leave them open, and prints the mean of the gains and their range.
+or the profile of the embedded pair, experiments/results/profile.parquet. Prompts are split into folds; what a policy
+needs to know beforehand (the best fixed gamma, the task oracle, trained predictors) comes from the training prompts.
+Gains are paired, with bootstrap intervals over prompts, over three rivals: the best fixed gamma chosen on training
+prompts, the best one in hindsight, and `confidence` with the threshold that was best on training prompts. Regret is
+tokens/s lost against the best any sequence of gammas could do.
 
---as-published instead repeats the SpecKV paper's own tables from the authors' CSVs, beside the paper's figures.
+--as-published instead repeats the SpecKV paper's own tables, from the folder of the authors' CSVs, beside the paper's
+figures.
 
-    python -m experiments.policies.evaluate_policies RECORDS... [--as-published] [--worlds 5]
+    python -m experiments.policies.evaluate_policies RECORDS...
+    python -m experiments.policies.evaluate_policies CSV_FOLDER --as-published
 """
 
 from __future__ import annotations
 
 import argparse
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,58 +51,17 @@ Scores = dict[str, dict[str, dict[str, Score]]]
 
 @dataclass
 class Data:
-    """The records; reserve as in `replay`. measured: tokens/s of the runs themselves, (precision, gamma)."""
+    """The records. measured: tokens/s of the runs themselves, (precision, gamma). note: how well the runs agree."""
 
     texts: list[ReplayText]
     records: list[StepRecord]
     costs: Mapping[str, Costs]
     measured: dict[tuple[str, int], float]
-    reserve: int
-    notes: list[str] = field(default_factory=list)
+    note: str
 
     @property
     def precisions(self) -> list[str]:
         return list(dict.fromkeys(text.precision for text in self.texts))
-
-
-def load(paths: list[Path], seed: int = 0) -> Data:
-    """Read records of ours, or the authors' folder."""
-    return _load_published(paths[0], seed) if published.is_published(paths) else _load_own(paths)
-
-
-def _load_published(path: Path, seed: int) -> Data:
-    data = published.load(path, seed)
-    merged = merge_runs(data.records)
-    measured: dict[tuple[str, int], float] = {}
-    for precision in data.costs:
-        for gamma in reproduce.GAMMAS:
-            runs = [run for run in data.runs if (run.precision, run.gamma) == (precision, gamma)]
-            measured[precision, gamma] = sum(run.num_tokens for run in runs) / sum(run.seconds for run in runs)
-    fitted = ", ".join(
-        f"{name} a={1e3 * cost.verify_base_s:.1f} b={1e3 * cost.draft_per_token_s:.1f} ms R2={data.cost_r2[name]:.4f}"
-        for name, cost in data.costs.items()
-    )
-    determined = ", ".join(f"{name} {share:.0%}" for name, share in data.determined.items())
-    notes = [
-        f"times fitted from whole runs (a per step, b per drafted token): {fitted}",
-        f"signals per token recovered from step aggregates; determined: {determined}",
-        _agreement(merged),
-    ]
-    return Data(merged.texts, data.records, data.costs, measured, 0, notes)
-
-
-def _load_own(paths: list[Path]) -> Data:
-    records = [record for path in paths for record in read(path)]
-    merged = merge_runs(records)
-    groups: dict[tuple[str, int], list[StepRecord]] = defaultdict(list)
-    for record in records:
-        if record.policy.startswith("fixed-") and not record.is_prefill:
-            groups[record.precision, int(record.policy.removeprefix("fixed-"))].append(record)
-    measured = {
-        key: sum(record.num_tokens for record in group) / sum(record.draft_s + record.verify_s for record in group)
-        for key, group in groups.items()
-    }
-    return Data(merged.texts, records, fit_costs(records), measured, 1, [_agreement(merged)])
 
 
 def read(path: Path) -> list[StepRecord]:
@@ -112,6 +72,22 @@ def read(path: Path) -> list[StepRecord]:
 
     rows = parquet.read_table(path).to_pylist()
     return [as_record(row, f"{path}, row {number}") for number, row in enumerate(rows)]
+
+
+def load(paths: Sequence[Path]) -> Data:
+    """The texts behind records, what their steps cost, and what the runs at fixed gammas themselves measured."""
+    records = [record for path in paths for record in read(path)]
+    merged = merge_runs(records)
+    groups: dict[tuple[str, int], list[StepRecord]] = defaultdict(list)
+    for record in records:
+        if record.policy.startswith("fixed-") and not record.is_prefill:
+            groups[record.precision, int(record.policy.removeprefix("fixed-"))].append(record)
+    measured = {
+        key: sum(record.num_tokens for record in group) / sum(record.draft_s + record.verify_s for record in group)
+        for key, group in groups.items()
+    }
+    costs = fit_costs(record for record in records if not record.draft_read_prompt)
+    return Data(merged.texts, records, costs, measured, _agreement(merged))
 
 
 def _agreement(merged: Merged) -> str:
@@ -134,13 +110,11 @@ def split(texts: list[ReplayText], num_folds: int) -> dict[str, int]:
 
 def policies_for(train: list[ReplayText], records: list[StepRecord], data: Data) -> dict[str, Maker]:
     """Every policy, with what it may know from the training prompts of all precisions."""
-    best = best_fixed(train, data.costs, reserve=data.reserve)
+    best = best_fixed(train, data.costs)
     by_task = {
         (precision, task): gamma
         for task in {text.task for text in train}
-        for precision, gamma in best_fixed(
-            [text for text in train if text.task == task], data.costs, reserve=data.reserve
-        ).items()
+        for precision, gamma in best_fixed([text for text in train if text.task == task], data.costs).items()
     }
     makers: dict[str, Maker] = {f"fixed-{gamma}": partial(make_policy, "fixed", gamma=gamma) for gamma in FIXED}
     makers |= {name: partial(make_policy, name) for name in POLICY_NAMES if name != "fixed"}
@@ -175,7 +149,7 @@ def tuned_confidence(train: list[ReplayText], data: Data) -> dict[str, float]:
     def rate_of(precision: str, threshold: float) -> float:
         texts = [text for text in train if text.precision == precision]
         costs = data.costs[precision]
-        return rate([replay(text, Confidence(threshold), costs, reserve=data.reserve) for text in texts])
+        return rate([replay(text, Confidence(threshold), costs) for text in texts])
 
     return {
         precision: max(THRESHOLDS, key=partial(rate_of, precision))
@@ -187,7 +161,6 @@ def evaluate(data: Data, num_folds: int, max_gamma: int) -> Scores:
     """Run every policy on every prompt, in the fold that leaves the prompt out of what it knows."""
     folds = split(data.texts, num_folds)
     scores: Scores = defaultdict(lambda: defaultdict(dict))
-    limits = {"max_gamma": max_gamma, "reserve": data.reserve}
     for fold in range(num_folds):
         train = [text for text in data.texts if folds[text.prompt] != fold]
         records = [record for record in data.records if folds[record.request_id] != fold]
@@ -198,9 +171,9 @@ def evaluate(data: Data, num_folds: int, max_gamma: int) -> Scores:
             for name, make in makers.items():
                 policy = make()
                 for text in tests:
-                    scores[name][precision][text.prompt] = replay(text, policy, costs, **limits)
+                    scores[name][precision][text.prompt] = replay(text, policy, costs, max_gamma=max_gamma)
             for text in tests:
-                scores["oracle"][precision][text.prompt] = oracle(text, costs, **limits)
+                scores["oracle"][precision][text.prompt] = oracle(text, costs, max_gamma=max_gamma)
     return scores
 
 
@@ -267,26 +240,6 @@ def print_summary(summary: dict[str, dict[str, Any]]) -> None:
             print(f"{line} {row['mean_gamma']:6.2f} {gain:+7.1%} {gains:>16s} {row['regret_oracle']:8.1%}")
 
 
-def over_worlds(summaries: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
-    """Print the mean gain and its range over drawn worlds; the same as plain values."""
-    result: dict[str, Any] = {}
-    print(f"\n{len(summaries)} worlds: mean gain [least, most] over best fixed (train, hindsight), tuned confidence")
-    for precision, rows in summaries[0].items():
-        result[precision] = {}
-        for name in rows:
-            mine = [summary[precision][name] for summary in summaries]
-            gains = {
-                "train": [row["gain"][0] for row in mine],
-                "hindsight": [row["gain_over_hindsight"][0] for row in mine],
-                "tuned_confidence": [row["gain_over_tuned_confidence"][0] for row in mine],
-            }
-            shown = {key: (float(np.mean(values)), min(values), max(values)) for key, values in gains.items()}
-            result[precision][name] = shown
-            cells = "  ".join(f"{mean:+6.1%} [{low:+.1%}, {high:+.1%}]" for mean, low, high in shown.values())
-            print(f"  {precision:5s} {name:24s} {cells}")
-    return result
-
-
 def check_replay(data: Data) -> dict[str, float]:
     """Replay of the recorded fixed gammas against the tokens/s those runs measured."""
     errors = {}
@@ -295,7 +248,7 @@ def check_replay(data: Data) -> dict[str, float]:
         policy = make_policy("fixed", gamma=gamma)
         costs = data.costs[precision]
         texts = [text for text in data.texts if text.precision == precision]
-        replayed = rate([replay(text, policy, costs, reserve=data.reserve) for text in texts])
+        replayed = rate([replay(text, policy, costs) for text in texts])
         errors[f"{precision} {gamma}"] = replayed / measured - 1
         figures = f"measured {measured:7.2f}  replayed {replayed:7.2f}  {replayed / measured - 1:+.2%}"
         print(f"  {precision:5s} fixed-{gamma}: {figures}")
@@ -304,15 +257,8 @@ def check_replay(data: Data) -> dict[str, float]:
 
 def as_published(folder: Path, num_resamples: int) -> dict[str, Any]:
     """Print the paper's tables beside ours."""
-    data = published.load(folder)
-    speeds: dict[tuple[str, str], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for run in data.runs:
-        # The authors' Table 1 averages the rounded tokens/s of runs; seconds and tokens give the same ranking.
-        speeds[run.precision, run.task][run.gamma].append(run.num_tokens / run.seconds)
-    oracle_gammas = {
-        key: max(by_gamma, key=lambda gamma: float(np.mean(by_gamma[gamma]))) for key, by_gamma in speeds.items()
-    }
-    outcome = reproduce.reproduce(data.table, oracle_gammas, num_resamples)
+    table = published.read_steps(folder / published.STEPS_FILE)
+    outcome = reproduce.reproduce(table, published.best_gammas(folder / published.RUNS_FILE), num_resamples)
     print(f"{'table':6s} {'cell':30s} {'paper':>10s} {'ours':>10s} {'difference':>10s}")
     for cell in outcome.cells:
         mark = "" if cell.within else "  <-- off"
@@ -336,15 +282,12 @@ def as_published(folder: Path, num_resamples: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("records", nargs="+", type=Path, help="record files, or the authors' folder")
+    parser.add_argument("records", nargs="+", type=Path, help="files of records, or the authors' folder")
     parser.add_argument("--as-published", action="store_true", help="repeat the SpecKV paper's tables")
     parser.add_argument("--folds", type=int, default=5)
     parser.add_argument("--max-gamma", type=int, default=MAX_GAMMA)
     parser.add_argument("--resamples", type=int, default=2000, help="bootstrap resamples (as published: 10000)")
-    parser.add_argument(
-        "--seed", type=int, default=0, help="of the bootstrap, and of signals that the authors' data leave open"
-    )
-    parser.add_argument("--worlds", type=int, default=1, help="seeds from --seed on, averaged (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the bootstrap")
     add_out_argument(parser)
     options = parser.parse_args()
     if not 1 <= options.max_gamma <= MAX_GAMMA:
@@ -355,20 +298,13 @@ def main() -> None:
     if options.as_published:
         print_report({**header, **as_published(options.records[0], 10_000)}, options.out)
         return
-    data = load(options.records, options.seed)
-    print("\n".join(data.notes))
+    data = load(options.records)
+    print(data.note)
     errors = check_replay(data)
     scores = evaluate(data, options.folds, options.max_gamma)
     summary = summarise(data, scores, options.resamples, options.seed)
     print_summary(summary)
-    line: dict[str, Any] = {**header, "replay_errors": errors, "summary": summary}
-    if options.worlds > 1:
-        others = [
-            summarise(world, evaluate(world, options.folds, options.max_gamma), options.resamples, options.seed)
-            for world in (load(options.records, options.seed + number) for number in range(1, options.worlds))
-        ]
-        line["worlds"] = over_worlds([summary, *others])
-    print_report(line, options.out)
+    print_report({**header, "replay_errors": errors, "summary": summary}, options.out)
 
 
 if __name__ == "__main__":

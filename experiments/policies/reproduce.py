@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.policies.published_columns import StepTable
+from experiments.policies.published import StepTable
 from experiments.policies.training import make_estimator
 from spec_stack.controller.predictor import PRECISION_CODES, STEP_MODELS
 

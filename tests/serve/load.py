@@ -3,15 +3,10 @@
 Every client sends its share of the requests one after the other: greedy chats and completions, whole and streamed,
 conversations that go on, streams hung up after their first piece, and bad bodies. Every whole answer is compared with
 the generator's own. About a minute for 200 requests on two cores.
-
-python -m experiments.serving.bench_serve --clients 8 --requests 200
 """
 
 from __future__ import annotations
 
-import argparse
-import ctypes
-import gc
 import json
 import random
 import threading
@@ -24,12 +19,9 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import psutil
-import uvicorn
 from openai import OpenAI
 
 from spec_stack import SpecStackGenerator
-from spec_stack.serve.app import build_app
-from spec_stack.serve.config import ServeConfig
 
 QUESTIONS = ("Where does Bruno live?", "What is the red code for Alice?", "Give three tips.", "Why?")
 PROMPTS = ("def read_lines(path):\n", "import os\n", "Once upon a time", "class Stack:\n    ")
@@ -180,39 +172,3 @@ def _becomes_idle(url: str, seconds: float = 30.0) -> bool:
             return True
         sleep(0.1)
     return False
-
-
-def in_use_mb() -> float:
-    """Return what is resident once the allocator has given back what is free: what it holds back grows by chance."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    return float(psutil.Process().memory_info().rss) / 1e6
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--clients", type=int, default=Load.num_clients)
-    parser.add_argument("--requests", type=int, default=Load.num_requests)
-    parser.add_argument("--rounds", type=int, default=6, help="how often; memory is flat where it stops growing")
-    arguments = parser.parse_args()
-    generator = SpecStackGenerator.from_pretrained(device="cpu", precision="fp32")
-    server = uvicorn.Server(uvicorn.Config(build_app(generator, ServeConfig()), port=0, log_level="warning"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    while not server.started:
-        sleep(0.01)
-    url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    run_load(url, generator, Load(arguments.clients, 5 * arguments.clients, seed=1))
-    for repeat in range(arguments.rounds):
-        outcome = run_load(url, generator, Load(arguments.clients, arguments.requests, seed=2 + repeat))
-        latencies = sorted(outcome.latencies_s)
-        print(f"{dict(outcome.counts)} in {outcome.seconds:.1f} s")
-        print(f"  median {latencies[len(latencies) // 2]:.2f} s, longest {latencies[-1]:.2f} s")
-        print(f"  {outcome.num_wrong} wrong, unexpected: {outcome.num_unexpected or 'nothing'}")
-        print(f"  idle afterwards: {outcome.is_idle}; memory {outcome.rss_growth_mb:+.1f} MB, {in_use_mb():.0f} in use")
-    server.should_exit = True
-    thread.join()
-
-
-if __name__ == "__main__":
-    main()
