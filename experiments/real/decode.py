@@ -210,7 +210,7 @@ def as_chat(prompt: Prompt) -> Prompt:
 
 
 def read_known(tokenizer: Any, paths: Sequence[Path]) -> list[str]:
-    """The prompts that files of `record_texts.py` hold, as text."""
+    """The prompts of files of JSON lines that have one as token ids ("prompt"), as text."""
     lines = [line for path in paths for line in path.read_text(encoding="utf-8").splitlines()]
     return [tokenizer.decode(row["prompt"]) for row in map(json.loads, lines) if "prompt" in row]
 
@@ -327,7 +327,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="most tokens of an answer (%(default)s)")
     parser.add_argument("--max-prompt-tokens", type=int, default=400, help="longer ones lose their middle")
     parser.add_argument("--gamma", type=int, default=3, help="of the arm fixed: the best one in the simulator")
-    parser.add_argument("--leave-out", nargs="*", type=Path, default=[], help="recorded texts: not their prompts")
+    parser.add_argument(
+        "--leave-out", nargs="*", type=Path, default=[], help='JSON lines with token ids as "prompt": not these prompts'
+    )
     add_out_argument(parser)
     arguments = parser.parse_args()
     rows = Rows(arguments.rows, arguments.minutes)

@@ -18,6 +18,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_every_arm_gives_the_tokens_of_plain_and_a_second_run_asks_for_nothing_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -46,6 +47,7 @@ def test_every_arm_gives_the_tokens_of_plain_and_a_second_run_asks_for_nothing_a
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_documents_are_continued_by_a_draft_of_random_weights_over_all_of_them_or_over_slots(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -137,6 +137,7 @@ def test_a_file_that_is_not_the_authors_is_refused(tmp_path: Path, text: str, me
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_evaluation_ends_in_one_json_line_with_every_policy(tmp_path: Path) -> None:
     path = tmp_path / "records.jsonl"
     add_records(runs(6), path)
