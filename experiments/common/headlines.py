@@ -1,6 +1,6 @@
-"""The ten rows that docs/results.md begins with: what was measured of a real pair, written from the committed results.
+"""The rows that docs/results.md begins with: what was measured of a real pair, written from the committed results.
 
-A row names the script that made it and its result files, which know their commits. `experiments.common.results --write`
+A row names the script that made it and its result files, which know their commits. `experiments.common.results`
 puts the table into the page. To add a row: a function that makes the figure of the files' contents, and a line in ROWS.
 """
 
@@ -198,12 +198,17 @@ ROWS = (
 )
 
 
-def table(commits: Mapping[str, str]) -> str:
-    """Return the rows in Markdown. commits: of each result file the one that it was made at."""
+def commit_of(content: Content) -> str:
+    """The commit that a result was made at; one that a rebase took out of the history has another beside it."""
+    return str(content.get("recorded_at") or content["commit"])
+
+
+def table() -> str:
+    """Return the rows in Markdown."""
     lines = ["| what | figure | n | made by |", "|---|---|---|---|"]
     for row in ROWS:
         contents = [load(name) for name in row.files]
-        made_at = ", ".join(f"`{commit}`" for commit in dict.fromkeys(commits[name] for name in row.files))
+        made_at = ", ".join(f"`{commit}`" for commit in dict.fromkeys(map(commit_of, contents)))
         made_by = f"`experiments/runs/{row.run}.sh`, {made_at}"
         lines.append(f"| {row.what} | {row.figure(*contents)} | {row.n(*contents)} | {made_by} |")
     return "\n".join(lines)

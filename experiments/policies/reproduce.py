@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from experiments.policies.published_columns import StepTable
+from experiments.policies.published import StepTable
+from experiments.policies.training import make_estimator
 from spec_stack.controller.predictor import PRECISION_CODES, STEP_MODELS
-from spec_stack.offline.training import make_estimator
 
 GAMMAS = (2, 4, 6, 8)
 PRECISIONS = ("fp16", "int8", "nf4")

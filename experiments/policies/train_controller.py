@@ -1,4 +1,4 @@
-"""Train the step predictors of the `speckv` policy on records, yours or the SpecKV authors', and export them.
+"""Train the step predictors of the `speckv` policy on records of yours, and export them.
 
 A step predictor (ridge, MLP-16, MLP-32) gives a step's acceptance rate from the signals of the step before, as the
 paper has it. Each is scored on prompts left out, then fitted to all of them and written as JSON with a card. --ship
@@ -24,32 +24,25 @@ import sklearn
 
 from experiments.common.environment import describe
 from experiments.common.script import run_script
-from experiments.policies import published
+from experiments.policies.evaluate_policies import read as read_file
+from experiments.policies.training import as_network, make_estimator, step_examples
 from spec_stack.controller.base import StepRecord
 from spec_stack.controller.predictor import FILE_NAME, KIND, STEP_FEATURES, Card, load_step_predictor, save_predictor
-from spec_stack.offline.records import read_records
-from spec_stack.offline.training import as_network, make_estimator, step_examples
 
 MODELS = ("ridge", "mlp-16", "mlp-32")
 
 
 def read(paths: list[Path]) -> tuple[list[StepRecord], str]:
     """The records and a hash of the files they come from."""
-    if published.is_published(paths):
-        folder = paths[0] if paths[0].is_dir() else paths[0].parent
-        files = [folder / published.STEPS_FILE, folder / published.RUNS_FILE]
-        records = published.load(paths[0]).records
-    else:
-        files, records = paths, read_records(*paths)
     digest = hashlib.sha256()
-    for file in files:
-        digest.update(file.read_bytes())
-    return records, digest.hexdigest()
+    for path in paths:
+        digest.update(path.read_bytes())
+    return [record for path in paths for record in read_file(path)], digest.hexdigest()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("records", nargs="+", type=Path, help="record files, or the SpecKV authors' folder")
+    parser.add_argument("records", nargs="+", type=Path, help="files of records")
     parser.add_argument("--out", type=Path, required=True, help="folder for the exported predictors")
     parser.add_argument("--folds", type=int, default=5)
     parser.add_argument("--policies", default="", help="train on runs of policies whose names begin so (default: all)")

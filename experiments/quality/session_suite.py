@@ -1,70 +1,40 @@
 """Do facts that the first question had dropped come back when a later turn asks for them?
 
-Conversations about a document with several facts, one asked for in every turn. Arms: a dense session (keep_rate 1.0),
-sessions with it for every setting given as THRESHOLDxCHUNKSxMARGINxANCHORSxORDER (the fields of SessionConfig; anchors
-of 0 have no vote; the order may be left out), and as controls a session without restoration ("none") and sparse prefill
-from nothing on every turn. The sessions below keep_rate 1.0 are branches of one first turn; each arm has its own
-answers in its history. Greedy. The arms of a turn take turns in being first; what a turn costs is CPU seconds up to its
-first token.
+Conversations about a document with several facts, one asked for in every turn. Arms: *dense*, a session at keep_rate
+1.0; *session*, at --keep-rate; and as controls *none*, a session that recalls nothing, and *sparse*, sparse prefill
+from nothing on every turn. The last three are branches of one first turn; each arm has its own answers in its history.
+Greedy. The arms of a turn are asked in a drawn order; what a turn costs is CPU seconds up to its first token.
 
 Before a turn, "dropped" is the share of the earlier prompt that the target lacks, "held" whether it has every token of
-the fact that is asked for, "after" the same with what the turn restored. Prints a table, ends in one JSON line; with
---out the answers are kept in a file from conversation to conversation, and a run that was cut short goes on there.
+the fact that is asked for, "after" the same with what the turn recalled. A run goes on after the conversations that
+--rows holds. Prints a table, ends in one JSON line.
 
-Choose thresholds on other seeds than those you report.
+    python -m experiments.quality.session_suite --rows ROWS.jsonl [--target TARGET --draft DRAFT]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import random
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from time import process_time
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from experiments.common.conversations import FAMILIES, Conversation, make_conversation
 from experiments.common.environment import describe
 from experiments.common.pair_arguments import add_pair_arguments, load_generator
+from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
+from experiments.real.rows import Row, Rows, add_row_arguments
 from spec_stack import PrefillConfig, Session, SessionConfig, SpecStackConfig, SpecStackGenerator
 from spec_stack.types import Metrics
 
 Messages = list[dict[str, str]]
-
-
-def parse_setting(text: str) -> SessionConfig:
-    """Read THRESHOLDxCHUNKSxMARGINxANCHORS[xORDER]; anchors of 0 have no vote.
-
-    Raises
-    ------
-    ValueError
-        For anything else.
-    """
-    try:
-        threshold, chunks, margin, anchors, *order = text.split("x")
-        return SessionConfig(
-            restore_threshold=float(threshold),
-            max_restored_chunks=int(chunks),
-            restore_margin=int(margin),
-            anchor_threshold=float(anchors) or None,
-            **dict(zip(["order"], order, strict=False)),  # type: ignore[arg-type]
-        )
-    except ValueError as error:
-        raise ValueError(f"{text!r} is not of the form THRESHOLDxCHUNKSxMARGINxANCHORSxORDER: {error}") from error
-
-
-def name_of(config: SessionConfig) -> str:
-    """The setting as it is written on the command line."""
-    anchors = config.anchor_threshold or 0
-    sizes = f"{config.restore_threshold:g}x{config.max_restored_chunks}x{config.restore_margin}x{anchors:g}"
-    return f"{sizes}x{config.order}"
+ARMS = ("dense", "session", "none", "sparse")
 
 
 class Watch:
@@ -115,208 +85,122 @@ class Arm:
         self.num_seen = metrics.num_prompt_tokens + metrics.num_tokens - 1
         return text, metrics, ttft_cpu_s
 
-    def branch(self, config: SessionConfig) -> Arm:
-        """Another session that goes on from here."""
-        if self.session is None:
-            raise ValueError("only a session has branches")
-        session = self.session.fork()
-        session.config = config
+    def branch(self, session: Session | None) -> Arm:
+        """Another way to go on from here."""
         return Arm(session, self.history, self.held, self.num_seen)
 
 
-def run_conversation(
-    generator: SpecStackGenerator,
-    watch: Watch,
-    conversation: Conversation,
-    turns: int,
-    settings: list[str],
-    keep: float,
-    controls: bool = True,
-) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
-    options: dict[str, Any] = {"max_tokens": 32, "keep_rate": keep, "specprefill": None}
-    spans = [span_of(generator.tokenizer, conversation, turn) for turn in range(turns)]
-    dense, stem = Arm(generator.session(), []), Arm(generator.session(SessionConfig(restore=False)), [])
-    arms = {"dense": dense, "stem": stem}
-    for turn in range(turns):
+def branches(stem: Arm) -> dict[str, Arm]:
+    """The arms that go on from a first turn in a session."""
+    if stem.session is None:
+        raise ValueError("only a session has branches")
+    recalling, forgetful = stem.session.fork(), stem.session.fork()
+    recalling.config, forgetful.config = SessionConfig(), SessionConfig(restore=False)
+    return {"session": stem.branch(recalling), "none": stem.branch(forgetful), "sparse": stem.branch(None)}
+
+
+def converse(
+    generator: SpecStackGenerator, watch: Watch, conversation: Conversation, num_turns: int, keep_rate: float
+) -> dict[str, list[Row]]:
+    """The turns of a conversation after the first, by arm."""
+    found: dict[str, list[Row]] = defaultdict(list)
+    arms = {"dense": Arm(generator.session(), []), "stem": Arm(generator.session(SessionConfig(restore=False)), [])}
+    for turn in range(num_turns):
+        span = span_of(generator.tokenizer, conversation, turn)
         content = conversation.ask(turn, [])[0]["content"]
-        rng = random.Random(f"{content} {turn}")
-        for name, arm in rng.sample(list(arms.items()), len(arms)):
-            held = spans[turn] & arm.held
+        order = random.Random(f"{content} {turn}").sample(list(arms.items()), len(arms))
+        for name, arm in order:
             # Rejected drafts of the last turn are no part of the conversation.
             num_seen, num_held = arm.num_seen, sum(position < arm.num_seen for position in arm.held)
+            held_before = len(span & arm.held) / len(span)
             watch.take()
-            of_arm = options | ({"keep_rate": 1.0} if name == "dense" else {})
-            text, metrics, ttft_cpu_s = arm.ask(
-                generator, content, of_arm | ({"specprefill": True} if not turn else {})
-            )
-            if name == "sparse":
-                arm.held = set()
-            arm.held |= watch.take()
-            rows.append(
-                {
-                    "arm": name,
-                    "turn": turn,
-                    "question": conversation.facts[turn].question,
-                    "expected": conversation.facts[turn].answer,
-                    "text": text,
-                    "right": conversation.facts[turn].answer in text,
-                    "dropped": 1 - num_held / num_seen if turn else 0.0,
-                    "held": len(held) / len(spans[turn]),
-                    "after": len(spans[turn] & arm.held) / len(spans[turn]),
-                    "restored": metrics.num_restored_tokens,
-                    "rewritten": metrics.num_rewritten_tokens,
-                    "ttft_cpu_s": ttft_cpu_s,
-                    "prompt_tokens": metrics.num_prompt_tokens,
-                    "kept_tokens": metrics.num_kept_tokens,
-                    "ttft_s": metrics.ttft_s,
-                }
-            )
+            options = {"max_tokens": 32, "keep_rate": 1.0 if name == "dense" else keep_rate}
+            text, metrics, ttft_cpu_s = arm.ask(generator, content, options | ({} if turn else {"specprefill": True}))
+            arm.held = watch.take() | (set() if name == "sparse" else arm.held)
+            if turn:
+                found[name].append(
+                    {
+                        "text": text,
+                        "right": conversation.facts[turn].answer in text,
+                        "dropped": 1 - num_held / num_seen,
+                        "held": held_before,
+                        "after": len(span & arm.held) / len(span),
+                        "recalled": metrics.num_restored_tokens,
+                        "prefilled_again": metrics.num_rewritten_tokens,
+                        "ttft_cpu_s": ttft_cpu_s,
+                        "ttft_s": metrics.ttft_s,
+                    }
+                )
         if turn == 0:
-            del arms["stem"]
-            if controls:
-                arms["none"] = stem.branch(SessionConfig(restore=False))
-                arms["sparse"] = Arm(None, stem.history, stem.held, stem.num_seen)
-            arms |= {text: stem.branch(parse_setting(text)) for text in settings}
-    return rows
+            arms = {"dense": arms["dense"], **branches(arms["stem"])}
+    return found
 
 
-def interval(rows: list[dict[str, Any]], arm: str, draws: int = 2000) -> tuple[float, float, float]:
+def interval(pairs: Sequence[tuple[Row, Row]], num_draws: int = 2000) -> list[float]:
     """Share right of an arm less that of dense, with its 95 % bootstrap interval over conversations."""
-    sums: dict[int, float] = defaultdict(float)
-    nums: dict[int, int] = defaultdict(int)
-    for row in rows:
-        if row["turn"] and row["arm"] in (arm, "dense"):
-            sums[row["conversation"]] += row["right"] * ((row["arm"] == arm) - (row["arm"] == "dense"))
-            nums[row["conversation"]] += row["arm"] == arm
-    difference = np.array([sums[key] / nums[key] for key in sums])
-    drawn = np.random.default_rng(0).choice(difference, (draws, len(difference))).mean(1)
-    low, high = np.quantile(drawn, [0.025, 0.975])
-    return float(difference.mean()), float(low), float(high)
+    difference = np.array([np.mean([turn["right"] for turn in own["turns"]]) for own, _ in pairs]) - np.array(
+        [np.mean([turn["right"] for turn in dense["turns"]]) for _, dense in pairs]
+    )
+    drawn = np.random.default_rng(0).choice(difference, (num_draws, len(difference))).mean(1)
+    return [float(difference.mean()), *map(float, np.quantile(drawn, [0.025, 0.975]))]
+
+
+def summarise(rows: Rows, families: Sequence[str]) -> list[dict[str, Any]]:
+    """Means over the turns after the first, by family and arm."""
+    summary = []
+    for family in families:
+        for arm in ARMS:
+            pairs = [pair for pair in rows.pairs(arm, "dense") if pair[0]["family"] == family]
+            turns = [turn for own, _ in pairs for turn in own["turns"]]
+            if not turns:
+                continue
+            means = {name: float(np.mean([turn[name] for turn in turns])) for name in ("dropped", "recalled")}
+            told = {
+                "family": family,
+                "arm": arm,
+                "asked": len(turns),
+                "right": float(np.mean([turn["right"] for turn in turns])),
+                "less_dense": interval(pairs),
+                "held": float(np.mean([turn["held"] == 1 for turn in turns])),
+                "after": float(np.mean([turn["after"] == 1 for turn in turns])),
+                "prefilled_again": float(np.mean([turn["prefilled_again"] for turn in turns])),
+                "ttft_cpu_s": float(np.median([turn["ttft_cpu_s"] for turn in turns])),
+                **means,
+            }
+            summary.append(told)
+            shown = "  ".join(f"{name} {value:.3f}" for name, value in told.items() if isinstance(value, float))
+            print(f"{family:11s}{arm:9s} n={len(turns):4d}  {shown}")
+    return summary
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_pair_arguments(parser)
+    add_row_arguments(parser, limited=False)
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
-    parser.add_argument("--tokens", type=int, default=4200)
+    parser.add_argument("--tokens", type=int, default=4200, help="of the document (%(default)s)")
     parser.add_argument("--facts", type=int, default=12)
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--conversations", type=int, default=40)
+    parser.add_argument("--conversations", type=int, default=40, help="of each family (%(default)s)")
     parser.add_argument("--first-seed", type=int, default=1000)
-    parser.add_argument("--keep-rate", type=float, default=0.05)
-    parser.add_argument("--no-controls", action="store_true", help="leave out the arms none and sparse")
-    parser.add_argument(
-        "--settings",
-        nargs="+",
-        default=[name_of(SessionConfig())],
-        help="THRESHOLDxCHUNKSxMARGINxANCHORSxORDER (%(default)s); costs are over the first one's",
-    )
-    parser.add_argument("--out", type=Path, help="file for the JSON, from which a run that was cut short goes on")
+    parser.add_argument("--keep-rate", type=float, default=0.05, help="(%(default)s)")
+    add_out_argument(parser)
     arguments = parser.parse_args()
-    for setting in arguments.settings:
-        parse_setting(setting)
     # Whatever a calibration says: attention selects, so that facts of other wordings are dropped.
     generator = load_generator(arguments, SpecStackConfig(PrefillConfig(scorer="attention")), calibration=False)
-    settings = {
-        name: value for name, value in vars(arguments).items() if name not in ("target", "draft", "device", "out")
-    }
-    rows = read_rows(arguments.out, settings)
-    asked = {(row["family"], row["conversation"]) for row in rows}
-    watch = Watch(generator)
+    rows, watch = Rows(Path(arguments.rows), arguments.minutes), Watch(generator)
     for family in arguments.families:
-        seeds = range(arguments.first_seed, arguments.first_seed + arguments.conversations)
-        for seed in tqdm([seed for seed in seeds if (family, seed) not in asked], desc=family, leave=False):
+        for seed in range(arguments.first_seed, arguments.first_seed + arguments.conversations):
+            key = f"{family} {seed}"
+            if (key, "dense") in rows or not rows.has_time:
+                continue
             conversation = make_conversation(generator.tokenizer, arguments.tokens, arguments.facts, seed, family)
-            measured = run_conversation(
-                generator,
-                watch,
-                conversation,
-                arguments.turns,
-                arguments.settings,
-                arguments.keep_rate,
-                not arguments.no_controls,
-            )
-            rows += [{"family": family, "conversation": seed, **row} for row in measured]
-            if arguments.out is not None:
-                write_rows(arguments.out, settings, rows)
-    arms = ["dense", *([] if arguments.no_controls else ["sparse", "none"]), *arguments.settings]
-    summary = summarise(rows, arguments.families, arms, arguments.settings[0])
-    print(
-        "family  arm                       right          less dense [95 %]         dropped   held  after  "
-        "restored/turn  rewritten  TTFT where it restores, elsewhere"
-    )
-    for entry in summary:
-        difference, low, high = entry["less_dense"]
-        print(
-            f"{entry['family']:6s}  {entry['arm']:24s}  {entry['right']:.3f} of {entry['asked']:3d}  "
-            f"{difference:+.3f} [{low:+.3f}, {high:+.3f}]  {entry['dropped']:10.2f}  {entry['held']:5.2f}  "
-            f"{entry['after']:5.2f}  {entry['restored_per_turn']:13.1f}  {entry['rewritten_per_turn']:9.1f}  "
-            f"{entry['ttft_restoring'] or math.nan:.2f}x, {entry['ttft_elsewhere'] or math.nan:.2f}x"
-        )
-    line = {"experiment": "session_suite", **describe(), **settings, "summary": summary}
-    print(json.dumps(line))
-    if arguments.out is not None:
-        write_rows(arguments.out, settings, rows, summary)
-
-
-def read_rows(path: Path | None, settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """The answers that an earlier run left. Raises ValueError where it asked in another way."""
-    if path is None or not path.exists():
-        return []
-    earlier = json.loads(path.read_text(encoding="utf-8"))
-    # How many conversations, and of which family, may differ from piece to piece.
-    free = ("families", "conversations", "first_seed", "no_controls")
-    other = [name for name, value in settings.items() if name not in free and earlier.get(name) != value]
-    if other:
-        raise ValueError(f"{path} holds answers to another run ({', '.join(other)} differ); name another --out")
-    rows: list[dict[str, Any]] = earlier["rows"]
-    return rows
-
-
-def write_rows(
-    path: Path, settings: dict[str, Any], rows: list[dict[str, Any]], summary: list[dict[str, Any]] | None = None
-) -> None:
-    report = {"experiment": "session_suite", **describe(), **settings, "summary": summary or [], "rows": rows}
-    path.write_text(json.dumps(report) + "\n", encoding="utf-8")
-
-
-def cost_over(rows: list[dict[str, Any]], arm: str, other: str, restores: bool) -> float | None:
-    """Return the median of CPU seconds to the first token over another arm's, turn by turn of both."""
-    cost = {(row["conversation"], row["turn"], row["arm"]): row for row in rows if row["turn"]}
-    ratios = [
-        row["ttft_cpu_s"] / cost[conversation, turn, other]["ttft_cpu_s"]
-        for (conversation, turn, name), row in cost.items()
-        if name == arm and bool(row["restored"]) == bool(cost[conversation, turn, other]["restored"]) == restores
-    ]
-    return float(np.median(ratios)) if ratios else None
-
-
-def summarise(rows: list[dict[str, Any]], families: list[str], arms: list[str], first: str) -> list[dict[str, Any]]:
-    """Sum up the turns after the first, by family and arm; costs are over the arm `first`."""
-    summary = []
-    for family in families:
-        own = [row for row in rows if row["family"] == family]
-        for arm in arms:
-            later = [row for row in own if row["arm"] == arm and row["turn"]]
-            num = len(later)
-            summary.append(
-                {
-                    "family": family,
-                    "arm": arm,
-                    "right": sum(row["right"] for row in later) / num,
-                    "asked": num,
-                    "less_dense": list(interval(own, arm)),
-                    "dropped": sum(row["dropped"] for row in later) / num,
-                    "held": sum(row["held"] == 1 for row in later) / num,
-                    "after": sum(row["after"] == 1 for row in later) / num,
-                    "restored_per_turn": sum(row["restored"] for row in later) / num,
-                    "rewritten_per_turn": sum(row["rewritten"] for row in later) / num,
-                    "ttft_restoring": cost_over(own, arm, first, restores=True),
-                    "ttft_elsewhere": cost_over(own, arm, first, restores=False),
-                }
-            )
-    return summary
+            found = converse(generator, watch, conversation, arguments.turns, arguments.keep_rate)
+            for arm, turns in found.items():
+                rows.add(key, arm, {"family": family, "turns": turns})
+    settings = {name: getattr(arguments, name) for name in ("tokens", "facts", "turns", "conversations", "keep_rate")}
+    report = {"experiment": "session_suite", **describe(), **settings}
+    print_report({**report, "summary": summarise(rows, arguments.families)}, arguments.out)
 
 
 if __name__ == "__main__":

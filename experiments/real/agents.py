@@ -3,10 +3,9 @@
 Reads conversations as OpenAI's messages, a JSON object with "messages" (and "tools", "id") a line: anyone's log. Every
 prefix that ends before an assistant's message is a turn. Two sessions go through all of them, the order turning: *kept*
 is the dense target with its cache kept; *session* prunes what a turn adds where that is long, and drafts. What a log
-lacks of a system message and tools stands before it, as an agent has them. At the last turn three more: *cold kept*
-and *cold session* begin with the whole conversation, as after an eviction; *retried* asks again for that turn after a
-call that was closed halfway through its scoring. Every row says whether the system message or a schema lost a token
-(there must be none). Resumable by conversation; seconds are of the wall, so nothing else may run.
+lacks of a system message and tools stands before it, as an agent has them. At the last turn two more: *cold kept* and
+*cold session* begin with the whole conversation, as after an eviction. Every row says whether the system message or a
+schema lost a token (there must be none). Resumable by conversation; seconds are of the wall, so nothing else may run.
 
     agents.py sessions.jsonl --target T --draft D --rows rows.jsonl --most-tokens 11000
 """
@@ -88,17 +87,6 @@ def shared_tokens(tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: 
     return next(at for at, (one, other) in enumerate(zip(*ids, strict=False)) if one != other)
 
 
-def close_halfway(session: Session, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> None:
-    """Ask for a turn, and close it when half of its first phase is done."""
-    stream = session.stream(
-        messages=messages,
-        on_progress=lambda done, total, phase: stream.close() if done >= total / 2 else None,
-        **options,
-    )
-    for _ in stream:
-        stream.close()
-
-
 def replay(
     generator: SpecStackGenerator,
     key: str,
@@ -136,9 +124,6 @@ def replay(
     for arm in (KEPT, SESSION):
         with generator.session() as cold:
             note(f"cold {arm}", last, cold, ask(cold, turns[last], options[arm]))
-    with generator.session() as retried:
-        close_halfway(retried, turns[last], options[SESSION])
-        note("retried", last, retried, ask(retried, turns[last], options[SESSION]))
     for each in found:
         rows.add(f"{key}/{each['turn']}", each["arm"], {name: value for name, value in each.items() if name != "arm"})
     return found
@@ -172,7 +157,6 @@ def report_of(rows: Rows) -> dict[str, Any]:
         "warm turns, nothing pruned": [pair for pair in later if not pair[0]["specprefill"]],
         "warm turns, pruned": [pair for pair in later if pair[0]["specprefill"]],
         "cold, whole conversation": rows.pairs(f"cold {SESSION}", f"cold {KEPT}"),
-        "retried, over a cold turn": rows.pairs("retried", f"cold {SESSION}"),
     }
     report: dict[str, Any] = {}
     for name, found in kinds.items():
@@ -180,7 +164,7 @@ def report_of(rows: Rows) -> dict[str, Any]:
             continue
         report[name] = compare(name, [(one["ttft_s"], other["ttft_s"]) for one, other in found])
         report[name]["prefilled"] = sum(prefilled_of(rows, one) for one, _ in found)
-    pruning = (SESSION, f"cold {SESSION}", "retried")
+    pruning = (SESSION, f"cold {SESSION}")
     lost = sum(row["system_tokens_lost"] for arm in pruning for row in rows.of_arm(arm).values())
     restored = sum(row["num_restored_tokens"] for row in rows.of_arm(SESSION).values())
     print(f"tokens of system messages and schemas that were dropped: {lost}; tokens restored: {restored}")
@@ -207,7 +191,7 @@ def main() -> None:
     done = 0
     for key, row in conversations.items():
         turns = turns_of(row)
-        if (f"{key}/{len(turns) - 1}", "retried") in rows or (arguments.ids and key not in arguments.ids):
+        if (f"{key}/{len(turns) - 1}", f"cold {SESSION}") in rows or (arguments.ids and key not in arguments.ids):
             continue
         text = generator.tokenizer.apply_chat_template(turns[-1], tools=row.get("tools") or TOOLS, tokenize=False)
         length = len(generator.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)

@@ -1,16 +1,18 @@
-"""Decoding on a real pair, live: ours and transformers' own, greedily, over prompts that tuned nothing.
+"""Decoding, live: every policy of ours and transformers' own, greedily, over prompts that tuned nothing.
 
 Every prompt goes through all arms, the order turning by one from prompt to prompt, so that a change of the machine's
-speed meets all of them; seconds are CPU seconds of whole calls, prefill included, since machines are shared. All arms
-run the same weights in the same layout. Ours keep over a run what they learn, as in a generator: *default* (draft and
-look-up), *draft* (the draft alone), *fixed* (--gamma tokens a step, by the draft alone) and *own look-up* (no draft).
-Transformers': *assisted* (its dynamic rule), *assisted 3, 5, 10* (so many tokens a step), *look-up 10* and *look-up 10
-by 3-grams*, which was its best setting over recorded texts (`lookup_texts.py`).
+speed meets all of them; seconds are CPU seconds, since machines are shared: of whole calls, and of ours also of what
+follows the first token (decode_s). All arms run the same weights in the same layout. Ours keep over a run what they
+learn, as in a generator: *default* (draft and n-gram lookup), *draft* (the draft alone), *fixed* (--gamma tokens a
+step, by the draft alone), *whole* (the same, the draft over the whole of a long prompt), *own look-up* (no draft), and
+any policy by name, with the draft alone. Transformers': *assisted* (its dynamic rule), *assisted 3, 5, 10* (so many
+tokens a step), *look-up 10* and *look-up 10 by 3-grams*, its best setting over recorded texts.
 
-Greedy answers must be those of *plain*; where one parts from it, the row says at which token, and how far apart the
-two logits of a dense forward were there (a tie is 0 or a rounding's width). A table's row is printed after every
-prompt, over plain; rows are kept at once, so a run goes on where it ended, its policies as new ones. Prints acceptance
-and tokens a step by category, pooled; ends in one JSON line with intervals of a bootstrap over prompts.
+Prompts are files, or standard-library modules of --documents tokens, to be continued. --random-draft gives the draft
+random weights: the floor, where drafting can only lose. Greedy answers must be those of *plain*; where one parts from
+it, the row says at which token, and how far apart the two logits of a dense forward were there (a tie is 0 or a
+rounding's width). A table's row is printed after every prompt, over plain; rows are kept at once, so a run goes on
+where it ended, its policies as new ones. Ends in one JSON line with intervals of a bootstrap over prompts.
 
     decode.py code=HumanEval.jsonl.gz math=gsm8k.jsonl chat=mt_bench.jsonl --target T --draft D --rows rows.jsonl
 """
@@ -29,7 +31,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from experiments.common.environment import describe
 from experiments.common.pair_arguments import add_pair_arguments, load_generator
@@ -38,8 +40,10 @@ from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
 from experiments.real.rows import Rows, add_row_arguments, first_divergence
 from spec_stack import SpecStackGenerator
+from spec_stack.calibrate.documents import MODULES, module_source
 from spec_stack.config import DecodeConfig
-from spec_stack.controller.registry import make_policy
+from spec_stack.controller.base import Policy
+from spec_stack.controller.registry import POLICY_NAMES, make_policy
 
 Row = dict[str, Any]
 Ask = Callable[[list[int]], Row]
@@ -53,28 +57,32 @@ _ASK_FOR = {
 # Behind it the project's own texts to copy begin to copy themselves.
 _COPY = "\n\n\n# The same once more"
 _KNOWN_BY = 160
+_DRAFT: dict[str, Any] = {"proposer": "model"}
 
 
+@dataclass
 class Ours:
-    """The generator under one policy and proposer."""
+    """The generator under one policy, which learns, with more options of `stream`."""
 
-    def __init__(self, generator: SpecStackGenerator, num_tokens: int, proposer: str, policy: str, **options: int):
-        self._generator, self._num_tokens, self._proposer = generator, num_tokens, proposer
-        self._policy = make_policy(policy, **options)
+    generator: SpecStackGenerator
+    num_tokens: int
+    policy: Policy
+    options: dict[str, Any]
 
     def __call__(self, prompt_ids: list[int]) -> Row:
         began = process_time()
-        result = self._generator.generate(
-            input_ids=prompt_ids,
-            max_tokens=self._num_tokens,
-            specprefill=False,
-            policy=self._policy,
-            proposer=self._proposer,
+        steps = self.generator.stream(
+            input_ids=prompt_ids, max_tokens=self.num_tokens, specprefill=False, policy=self.policy, **self.options
         )
-        metrics = result.metrics
+        outputs = [next(steps)]
+        first_s = process_time() - began
+        outputs += steps
+        metrics = outputs[-1].metrics
+        seconds = process_time() - began
         return {
-            "cpu_s": process_time() - began,
-            "token_ids": result.token_ids,
+            "cpu_s": seconds,
+            "decode_s": seconds - first_s,
+            "token_ids": [token for output in outputs for token in output.token_ids],
             "num_steps": metrics.num_steps,
             "num_proposed": metrics.num_proposed,
             "num_accepted": metrics.num_accepted,
@@ -149,8 +157,13 @@ def make_arms(generator: SpecStackGenerator, num_tokens: int, gamma: int) -> dic
     """Return what makes each arm, by name."""
     target, draft, policy = generator.target, generator.draft, DecodeConfig().policy
 
-    def ours(proposer: str, policy: str, **options: int) -> Callable[[], Ask]:
-        return lambda: Ours(generator, num_tokens, proposer, policy, **options)
+    def ours(policy: str, options: dict[str, Any], **settings: Any) -> Callable[[], Ask]:
+        return lambda: Ours(generator, num_tokens, make_policy(policy, **settings), options)
+
+    def by_draft(name: str) -> Callable[[], Ask]:
+        # `speckv` gets the predictor that a user of the pair gets.
+        files = generator.pair.predictors
+        return ours(name, _DRAFT, **({"predictor": files[name]} if name in files else {}))
 
     def assisted(**settings: Any) -> Callable[[], Ask]:
         return lambda: Theirs(target, num_tokens, draft, settings)
@@ -166,22 +179,26 @@ def make_arms(generator: SpecStackGenerator, num_tokens: int, gamma: int) -> dic
         return lambda: Theirs(target, num_tokens, options={"prompt_lookup_num_tokens": 10, **options})
 
     return {
-        PLAIN: ours("model", "fixed", gamma=0),
+        PLAIN: ours("fixed", _DRAFT, gamma=0),
         "assisted": assisted(),
         "assisted 3": constant(3),
         "assisted 5": constant(5),
         "assisted 10": constant(10),
         "look-up 10": look_up(),
         "look-up 10 by 3-grams": look_up(max_matching_ngram_size=3),
-        "default": ours("both", policy),
-        "draft": ours("model", policy),
-        "fixed": ours("model", "fixed", gamma=gamma),
-        "own look-up": ours("lookup", policy),
+        "default": ours(policy, {"proposer": "both"}),
+        "draft": by_draft(policy),
+        "fixed": ours("fixed", _DRAFT, gamma=gamma),
+        "whole": ours("fixed", _DRAFT | {"prune": "none"}, gamma=gamma),
+        "own look-up": ours(policy, {"proposer": "lookup"}),
+        **{name: by_draft(name) for name in OTHER_POLICIES},
     }
 
 
 THEIRS = ("assisted", "assisted 3", "assisted 5", "assisted 10", "look-up 10", "look-up 10 by 3-grams")
 ARMS = (PLAIN, *THEIRS, "default", "draft", "fixed", "own look-up")
+OTHER_POLICIES = tuple(name for name in POLICY_NAMES if name not in ("fixed", DecodeConfig().policy))
+MORE_ARMS = ("whole", *OTHER_POLICIES)
 
 
 def as_chat(prompt: Prompt) -> Prompt:
@@ -193,9 +210,20 @@ def as_chat(prompt: Prompt) -> Prompt:
 
 
 def read_known(tokenizer: Any, paths: Sequence[Path]) -> list[str]:
-    """The prompts that files of `record_texts.py` hold, as text."""
+    """The prompts of files of JSON lines that have one as token ids ("prompt"), as text."""
     lines = [line for path in paths for line in path.read_text(encoding="utf-8").splitlines()]
     return [tokenizer.decode(row["prompt"]) for row in map(json.loads, lines) if "prompt" in row]
+
+
+def documents(tokenizer: Any, lengths: Sequence[int], per_length: int) -> list[tuple[str, Prompt]]:
+    """Standard-library modules with a key each, cut to each length in tokens."""
+    found = []
+    for length in lengths:
+        for number in range(per_length):
+            source = module_source(MODULES[number % len(MODULES)])[: 6 * length]
+            ids = tokenizer(source, add_special_tokens=False, verbose=False).input_ids[:length]
+            found.append((f"{length}-{number}", Prompt(f"{length} tokens", tokenizer.decode(ids), False)))
+    return found
 
 
 def choose(sources: list[str], per_task: int, known: Sequence[str]) -> list[tuple[str, Prompt]]:
@@ -259,42 +287,69 @@ def summary(rows: Rows, arms: Sequence[str]) -> dict[str, Any]:
 
 def compare(done: Sequence[Row], plain: Sequence[Row], num_draws: int = 2000) -> dict[str, Any]:
     """Some prompts' rows of an arm beside plain's."""
-    own, other = (np.array([row["cpu_s"] for row in side]) for side in (done, plain))
-    draws = np.random.default_rng(0).integers(len(own), size=(num_draws, len(own)))
-    low, high = np.percentile(other[draws].sum(1) / own[draws].sum(1), [2.5, 97.5])
     return {
-        "speed_over_plain": [float(other.sum() / own.sum()), float(low), float(high)],
-        "cpu_s": float(own.sum()),
+        "speed_over_plain": _ratio(done, plain, "cpu_s", num_draws),
+        "decode_over_plain": _ratio(done, plain, "decode_s", num_draws) if "decode_s" in done[0] else None,
+        "cpu_s": sum(row["cpu_s"] for row in done),
         "acceptance": sum(row["num_accepted"] for row in done) / max(sum(row["num_proposed"] for row in done), 1),
         "tokens_per_step": sum(len(row["token_ids"]) for row in done) / sum(row["num_steps"] for row in done),
         "same_tokens": sum(row["token_ids"] == text["token_ids"] for row, text in zip(done, plain, strict=True)),
     }
 
 
+def _ratio(done: Sequence[Row], plain: Sequence[Row], name: str, num_draws: int) -> list[float]:
+    """Plain's seconds over an arm's, and a 95 % bootstrap interval over prompts."""
+    own, other = (np.array([row[name] for row in side]) for side in (done, plain))
+    draws = np.random.default_rng(0).integers(len(own), size=(num_draws, len(own)))
+    low, high = np.percentile(other[draws].sum(1) / own[draws].sum(1), [2.5, 97.5])
+    return [float(other.sum() / own.sum()), float(low), float(high)]
+
+
+def with_random_draft(generator: SpecStackGenerator) -> SpecStackGenerator:
+    """The same target beside a draft of the same shape that knows nothing."""
+    draft = generator.draft
+    torch.manual_seed(0)
+    twin = AutoModelForCausalLM.from_config(draft.config).to(device=draft.device, dtype=draft.dtype).eval()
+    return SpecStackGenerator(generator.target, twin, generator.tokenizer, precision=generator.precision)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("prompts", nargs="+", help="TASK=FILE or TASK=FILE:CATEGORY")
+    parser.add_argument("prompts", nargs="*", help="TASK=FILE or TASK=FILE:CATEGORY (default: the project's own)")
+    parser.add_argument("--documents", type=int, nargs="+", help="tokens of documents to continue, in place of prompts")
+    parser.add_argument("--random-draft", action="store_true", help="a draft of random weights")
     add_pair_arguments(parser)
     add_row_arguments(parser)
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="plain is always one of them")
+    parser.add_argument(
+        "--arms", nargs="+", choices=(*ARMS, *MORE_ARMS), default=list(ARMS), help="plain is always one of them"
+    )
     parser.add_argument("--per-task", type=int, default=5, help="prompts per task (%(default)s)")
     parser.add_argument("--tokens", type=int, default=64, help="most tokens of an answer (%(default)s)")
     parser.add_argument("--max-prompt-tokens", type=int, default=400, help="longer ones lose their middle")
     parser.add_argument("--gamma", type=int, default=3, help="of the arm fixed: the best one in the simulator")
-    parser.add_argument("--leave-out", nargs="*", type=Path, default=[], help="recorded texts: not their prompts")
+    parser.add_argument(
+        "--leave-out", nargs="*", type=Path, default=[], help='JSON lines with token ids as "prompt": not these prompts'
+    )
     add_out_argument(parser)
     arguments = parser.parse_args()
-    rows, names = Rows(arguments.rows, arguments.minutes), [name for name in ARMS if name in (PLAIN, *arguments.arms)]
+    rows = Rows(arguments.rows, arguments.minutes)
+    names = [name for name in (*ARMS, *MORE_ARMS) if name in (PLAIN, *arguments.arms)]
     generator = load_generator(arguments)
+    if arguments.random_draft:
+        generator = with_random_draft(generator)
     known = read_known(generator.tokenizer, arguments.leave_out)
-    prompts = choose(arguments.prompts, arguments.per_task, known)[: arguments.limit]
+    if arguments.documents:
+        prompts = documents(generator.tokenizer, arguments.documents, arguments.per_task)[: arguments.limit]
+    else:
+        prompts = choose(arguments.prompts, arguments.per_task, known)[: arguments.limit]
     make = make_arms(generator, arguments.tokens, arguments.gamma)
     arms = {name: make[name]() for name in names}
     for turn, (key, prompt) in enumerate(prompts):
         if any((key, name) not in rows for name in (*names, _PARTINGS)):
             if not rows.has_time:
                 break
-            ids = prompt.encode(generator.tokenizer, arguments.max_prompt_tokens)
+            most = None if arguments.documents else arguments.max_prompt_tokens
+            ids = prompt.encode(generator.tokenizer, most)
             run_prompt(generator, arms, turn, key, prompt, ids, rows)
         partings = rows.of_arm(_PARTINGS)[key]["partings"]
         print(told(key, {name: rows.of_arm(name)[key] for name in names}, partings), flush=True)

@@ -1,10 +1,9 @@
 #!/usr/bin/env bash
-# The tables of the two sparse-prefill papers, on your pair. Needs a network (data sets), the extra lm-eval, and a GPU for
+# SpecPrefill's tables, on your pair. Needs a network (data sets), the extra lm-eval, and a GPU for
 # pairs of a real size; none of it has been run on one by this project.
 #     TARGET=meta-llama/Llama-3.1-70B-Instruct DRAFT=meta-llama/Llama-3.1-8B-Instruct paper_tables.sh [TABLE…]
-#     paper_tables.sh offline        the parts that need no network, small, on the embedded pair
 # SpecPrefill (https://arxiv.org/abs/2502.02789): longbench (its table 1 and figures 2 and 8), ruler (its table 2).
-# SpecPrefill on unified memory: perplexity, adversarial, keep_ablation. A table's name may be given; default: all.
+# A table's name may be given; default: all.
 # LIMIT bounds the documents per task; OUT is the folder for results.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -37,25 +36,6 @@ ruler() { # by length, at keep rate 0.1
     done
 }
 
-perplexity() { # of a text's last tokens after a pruned beginning, over that after all of it; by keep rate
-    "$python" -m experiments.quality.perplexity_ratio ${TARGET:+--target "$TARGET" --draft "$DRAFT"} "$@"
-}
-
-adversarial() { # eight probes by keep rate, dense beside; two trials as in the paper
-    "$python" -m experiments.quality.adversarial ${TARGET:+--target "$TARGET" --draft "$DRAFT"} "$@"
-}
-
-keep_ablation() { # TTFT, and the probes, by keep rate at one length
-    "$python" -m experiments.quality.adversarial ${TARGET:+--target "$TARGET" --draft "$DRAFT"} \
-        --keep-rates 0.1 0.2 0.3 0.5 1.0 "$@"
-}
-
-if [ "${1:-}" = offline ]; then
-    unset TARGET DRAFT
-    perplexity --tokens 2000 --documents 4 --keep-rates 0.1 0.2 --threads 1
-    adversarial --tokens 2000 --trials 1 --keep-rates 0.1 0.2 --threads 1
-    exit
-fi
 : "${TARGET:?name the target, a folder or hub id}" "${DRAFT:?name the draft}"
-if [ $# -eq 0 ]; then set -- longbench ruler perplexity adversarial keep_ablation; fi
+if [ $# -eq 0 ]; then set -- longbench ruler; fi
 for table in "$@"; do "$table"; done

@@ -1,10 +1,9 @@
 #!/usr/bin/env bash
-# A real pair on SGLang servers, turn by turn, beside STANDALONE and no speculation: real_serving.sh TARGET DRAFT ROWS
-# About half an hour on two quiet cores and the check; a run that ended goes on after the rows it finds.
+# Conversations of a real pair on SGLang servers, beside STANDALONE and no speculation, every reply beside Transformers':
+# real_serving.sh TARGET DRAFT [options]. About half an hour on two quiet cores and the check.
 # Once before: make .venv-serving/.ready
 set -euo pipefail
-cd "$(dirname "$0")/../.."
-PYTHON=${PYTHON:-.venv-serving/bin/python}
 # Three servers share the machine's memory: room for so many tokens each, and a share of what is left when it starts.
-"$PYTHON" -m experiments.serving.real_pair --target "$1" --draft "$2" --rows "$3" --check \
-    --server-args '--mem-fraction-static 0.85 --max-total-tokens 12000' "${@:4}"
+"$(dirname "$0")/serving.sh" --target "$1" --draft "$2" --parts conversations --arms off STANDALONE SPEC_STACK --check \
+    --precision bf16 --chunk 2048 --repeats 5 \
+    --server-args '--dtype bfloat16 --mem-fraction-static 0.85 --max-total-tokens 12000' "${@:3}"

@@ -68,11 +68,6 @@ class Client:
         connection.close()
         return answer
 
-    def hang_up(self, input_ids: Sequence[int], after_s: float) -> None:
-        connection = self._send(input_ids, 16, {})
-        sleep(after_s)
-        connection.close()
-
     def forget(self) -> None:
         """Empty the server's caches. Raises ServerError where it still works after 20 seconds."""
         for _ in range(40):
@@ -115,14 +110,3 @@ class Prompts:
 
     def words(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
-
-    def follow_up(self, number: int) -> list[int]:
-        """The text after a reply: what the template ends it with, and the next question."""
-        reply = "the reply before"
-        messages = [
-            {"role": "user", "content": "?"},
-            {"role": "assistant", "content": reply},
-            {"role": "user", "content": f"And what does part {number} of it say?"},
-        ]
-        text = str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-        return list(self._tokenizer(text.partition(reply)[2], add_special_tokens=False).input_ids)

@@ -1,75 +1,21 @@
-"""The requests of a serving benchmark, and what its replies amount to. No SGLang here."""
+"""Requests at a rate, and what the replies of a server at that rate amount to."""
 
 from __future__ import annotations
 
 import math
-import random
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from http.client import HTTPException
+from time import perf_counter, sleep
 
 import numpy as np
 
-from spec_stack.cli.demo import hide_fact
+from experiments.serving.client import Answer
 
-SHORT_TOKENS = 200
-OUTPUT_TOKENS = (32, 64)
 PERCENTILES = (50, 90, 99)
 GOAL = 0.99
-
-
-@dataclass(frozen=True)
-class Question:
-    """One request. num_tokens: the document's; max_tokens: how many it gets."""
-
-    messages: Sequence[Mapping[str, str]]
-    answer: str
-    num_tokens: int
-    max_tokens: int
-
-    def as_row(self) -> dict[str, Any]:
-        """A line of SGLang's dataset format "openai"; special tokens are shown, so that every token makes a chunk."""
-        return {
-            "messages": list(self.messages),
-            "max_tokens": self.max_tokens,
-            "stream_options": {"include_usage": True},
-            "skip_special_tokens": False,
-        }
-
-
-@dataclass(frozen=True)
-class Workload:
-    """The requests, whatever the mode. lengths: shortest and longest document, in tokens, of the long requests."""
-
-    lengths: tuple[int, int]
-    short_share: float
-    seconds: float
-    fewest: int
-    seed: int
-
-    def __post_init__(self) -> None:
-        if not 0 < self.lengths[0] <= self.lengths[1]:
-            raise ValueError(f"--tokens must be a shortest and a longest length, got {self.lengths}")
-        if not 0 <= self.short_share < 1:
-            raise ValueError(f"--short-share must be in [0, 1), got {self.short_share}")
-        if not self.seconds > 0 or self.fewest < 1:
-            raise ValueError("--seconds must be over 0, and --fewest 1 or more")
-
-    def count(self, rate: float) -> int:
-        """Requests to send at a rate; all at once is the fewest."""
-        return self.fewest if math.isinf(rate) else max(self.fewest, math.ceil(rate * self.seconds))
-
-    def questions(self, tokenizer: Any, count: int, variant: int) -> list[Question]:
-        """The same documents, lengths and token counts in every variant, under other headings and with other facts."""
-        rng = random.Random(self.seed)
-        found = []
-        for index in range(count):
-            num_tokens = SHORT_TOKENS if rng.random() < self.short_share else rng.randint(*self.lengths)
-            number = (variant + 1) * 10_000 + index
-            fact = hide_fact(tokenizer, num_tokens, number)
-            fact = replace(fact, document=f"Document {number}:\n{fact.document}")
-            found.append(Question(fact.messages, fact.answer, num_tokens, rng.randint(*OUTPUT_TOKENS)))
-        return found
+"""Share of the requests that a server must answer in time to carry a rate."""
 
 
 @dataclass(frozen=True)
@@ -78,40 +24,41 @@ class Reply:
 
     ttft_s: float
     latency_s: float
-    num_tokens: int
-    right: bool
+    is_right: bool
 
-    @property
-    def seconds_per_token(self) -> float:
-        if math.isinf(self.latency_s) or self.num_tokens < 2:
-            return math.inf
-        return (self.latency_s - self.ttft_s) / (self.num_tokens - 1)
+
+NOT_ANSWERED = Reply(math.inf, math.inf, False)
 
 
 def arrival_times(rate: float, count: int, seed: int) -> list[float]:
-    """When SGLang's benchmark sends each request, in seconds: at once, then after exponential intervals."""
-    if math.isinf(rate):
-        return [0.0] * count
-    intervals = np.random.RandomState(seed).exponential(1 / rate, count - 1)
+    """Seconds at which requests are sent: at once, then after exponential intervals."""
+    intervals = np.random.default_rng(seed).exponential(1 / rate, count - 1)
     return [0.0, *np.cumsum(intervals).tolist()]
 
 
-def parse_replies(result: Mapping[str, Any], questions: Sequence[Question]) -> list[Reply]:
-    """Replies out of a line of SGLang's output file, written with --output-details.
+def send_all(
+    prompts: Sequence[tuple[list[int], str]],
+    starts_s: Sequence[float],
+    ask: Callable[[list[int]], Answer],
+    num_new: int,
+    decode: Callable[[Sequence[int]], str],
+) -> list[Reply]:
+    """Send every prompt at its time, side by side. prompts: token ids, and what a right answer holds."""
+    begun = perf_counter()
 
-    Raises ValueError where it is not about these questions.
-    """
-    columns = [result[name] for name in ("ttfts", "itls", "output_lens", "generated_texts", "errors")]
-    if {len(column) for column in columns} != {len(questions)}:
-        raise ValueError(f"SGLang's benchmark reports {len(columns[0])} requests, {len(questions)} were sent")
-    replies = []
-    for question, ttft_s, gaps, num_tokens, text, error in zip(questions, *columns, strict=True):
-        # An aborted reply is no error to the client, and a request without any text has a TTFT of 0.
-        complete = not error and ttft_s > 0 and num_tokens >= question.max_tokens
-        latency_s = ttft_s + sum(gaps) if complete else math.inf
-        first_s = ttft_s if not error and ttft_s > 0 else math.inf
-        replies.append(Reply(first_s, latency_s, num_tokens if complete else 0, complete and question.answer in text))
-    return replies
+    def send(prompt: tuple[list[int], str], start_s: float) -> Reply:
+        sleep(max(0.0, begun + start_s - perf_counter()))
+        try:
+            answer = ask(prompt[0])
+        except (OSError, HTTPException):
+            return NOT_ANSWERED
+        if len(answer.output_ids) < num_new:
+            return NOT_ANSWERED
+        latency_s = answer.chunk_times[-1] - answer.started
+        return Reply(answer.ttft_s, latency_s, prompt[1] in decode(answer.output_ids))
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        return list(pool.map(send, prompts, starts_s))
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -121,16 +68,12 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 def figures(replies: Sequence[Reply], timeout_s: float) -> dict[str, float]:
     """The account of one server at one rate. Seconds are infinite where that many requests were not answered."""
-    columns = {
-        "ttft_s": [reply.ttft_s for reply in replies],
-        "seconds_per_token": [reply.seconds_per_token for reply in replies],
-        "latency_s": [reply.latency_s for reply in replies],
-    }
+    columns = {"ttft_s": [reply.ttft_s for reply in replies], "latency_s": [reply.latency_s for reply in replies]}
     found = {
         f"{name}_p{percent}": percentile(column, percent) for name, column in columns.items() for percent in PERCENTILES
     }
     found["share_in_time"] = sum(reply.latency_s <= timeout_s for reply in replies) / len(replies)
-    found["num_right"] = sum(reply.right for reply in replies)
+    found["num_right"] = sum(reply.is_right for reply in replies)
     found["num_answered"] = sum(reply.latency_s < math.inf for reply in replies)
     found["num_requests"] = len(replies)
     return found

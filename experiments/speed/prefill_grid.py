@@ -16,6 +16,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from statistics import median
+from time import perf_counter
 from typing import Any
 
 from experiments.common.environment import describe
@@ -23,7 +24,6 @@ from experiments.common.memory import peak_over, reset_peak
 from experiments.common.pair_arguments import add_pair_arguments, load_generator
 from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
-from experiments.speed.bench_latency import interleave
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
 from spec_stack.cli.demo import hide_fact
 from spec_stack.decode.propose import propose
@@ -55,6 +55,18 @@ def make_prompt(tokenizer: Any, num_tokens: int) -> list[int]:
 def first_token(generator: SpecStackGenerator, prompt: Sequence[int], is_sparse: bool) -> Any:
     options: dict[str, Any] = {"specprefill": True} if is_sparse else {"specprefill": False, "gamma": 0}
     return next(iter(generator.stream(input_ids=list(prompt), max_tokens=16, **options)))
+
+
+def interleave(variants: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
+    """Seconds per variant and repeat, all variants in turn, after one round of warm-up."""
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for repeat in range(repeats + 1):
+        for name, run in variants.items():
+            began = perf_counter()
+            run()
+            if repeat:
+                times[name].append(perf_counter() - began)
+    return times
 
 
 def bench(pair: ModelPair, prompt: list[int], settings: dict[str, PrefillConfig], repeats: int) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from spec_stack.engine.request import CallOptions, Request
 from spec_stack.hf.answer_parser import parse_answer
 from spec_stack.hf.processors import CannotCopyError, Processor, check_processors, copy_processor
 from spec_stack.hf.prompt import EncodedPrompt, Message, PromptSource, Span, unpadded
-from spec_stack.offline.records import add_records, check_record_path
+from spec_stack.records import add_records, check_record_path
 from spec_stack.types import GenerationResult, StepOutput
 
 
@@ -181,7 +181,7 @@ class Answering(ABC):
         return_records : bool
             Keep one StepRecord per step in the result.
         records : str or Path, optional
-            Append the records to this .jsonl file, which is made where there is none (`offline.records`).
+            Append the records to this .jsonl file, which is made where there is none (`spec_stack.records`).
         streamer : optional
             A streamer of transformers (`TextStreamer`, say): it is put the prompt, then every step's tokens, and told
             of the end.

@@ -30,7 +30,7 @@ from spec_stack.cli.arguments import (
 )
 from spec_stack.cli.chat import Chat, read_document, status_line
 from spec_stack.config import SessionConfig, SpecStackConfig, how_to_install
-from spec_stack.offline.records import add_records, check_record_path
+from spec_stack.records import add_records, check_record_path
 from spec_stack.serve.config import ServeConfig
 from spec_stack.settings.plugins import import_plugins
 

@@ -1,4 +1,4 @@
-"""Step predictors trained offline (see `offline.training`), exported as plain arrays in JSON, run in numpy.
+"""Step predictors, trained by `experiments.policies.train_controller`, exported as arrays in JSON, run in numpy.
 
 A step predictor is the SpecKV paper's: a step's acceptance rate from the signals of a step and a candidate gamma
 (section 4.3). Files hold numbers and a card that says where they come from, never code.

@@ -11,7 +11,7 @@ from spec_stack.controller.base import DraftSignals, StepRecord
 from spec_stack.controller.predictor import Network, read_predictor
 
 FILE = Path(__file__).parents[1] / "assets" / "survival.json"
-"""The weights: experiments/policies/train_survival.py writes them."""
+"""The weights, fitted to recorded texts of one pretrained pair."""
 KIND = "survival"
 SURVIVAL_FEATURES = (
     "log_confidence",

@@ -12,7 +12,7 @@ import torch
 from spec_stack.explain.data import Explanation, RunView, runs_of_records
 from spec_stack.explain.observe import WatchedGenerator, watch_prompt, watch_turns
 from spec_stack.explain.page import render
-from spec_stack.offline.records import read_records
+from spec_stack.records import read_records
 
 # More would be a page that nobody reads, and that a phone cannot show.
 MAX_RUNS = 24

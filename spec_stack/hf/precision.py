@@ -29,8 +29,8 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 QUANTIZED = tuple(name for name in PRECISIONS if name not in DTYPES)
 TIE_TOLERANCE = {"fp32": 1e-3, "fp16": 0.05, "bf16": 0.25, "int8": 0.5, "nf4": 0.25}
 """Gap between the target's two best logits up to which greedy output may differ with and without speculation: a block
-and a single token round differently. Twice what experiments/exactness/block_rounding.py finds on the embedded pair,
-whose logits reach 19, or more; nf4 is as bf16 because bitsandbytes' CPU kernel multiplies in it, whatever dtype it is
+and a single token round differently. Twice the largest difference that was measured on the embedded pair, whose logits
+reach 19, or more; nf4 is as bf16 because bitsandbytes' CPU kernel multiplies in it, whatever dtype it is
 given."""
 _QUANTIZED_ON = ("cpu", "cuda")
 _PACKAGES = ("bitsandbytes", "accelerate")

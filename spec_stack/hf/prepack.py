@@ -2,8 +2,8 @@
 
 A verification computes 2 to 17 tokens at once, and there `F.linear` in fp32 takes two to three times what it takes for
 one token, which eats what speculation gains; laid out for oneDNN the same product hardly costs more than one token's,
-and prefill is faster too (measured: `experiments/speed/bench_prepack.py`). The operators are private to torch, so they
-are tried before anything is replaced.
+and prefill is faster too (verifying 4 tokens over a plain step: 1.42 → 1.06). The operators are private to torch, so
+they are tried before anything is replaced.
 
 In bf16 oneDNN is slower with one to three rows than with four of them: a trial on the layers themselves says where rows
 of zeros are added. They change the rounding of a product, as any other block of tokens does, and nothing else.

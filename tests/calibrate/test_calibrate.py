@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments.quality.retokenize import drop_merges
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
 from spec_stack.calibrate import search
 from spec_stack.calibrate.heads import Setting
@@ -28,6 +27,7 @@ from spec_stack.prefill.scoring import look_at
 from spec_stack.prefill.selection import select
 from spec_stack.prefill.units import make_units
 from tests.support.models import make_model
+from tests.support.retokenize import drop_merges
 
 TEXTS = ["\n".join(f"Line {number} of a long text about nothing." for number in range(500))]
 

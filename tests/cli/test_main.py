@@ -15,7 +15,7 @@ from spec_stack.cli.arguments import build_parser, prefill_of, request_of
 from spec_stack.cli.demo import format_demo, hide_fact, hide_more, run_demo
 from spec_stack.cli.main import ProgressLine, main
 from spec_stack.config import LoadConfig
-from spec_stack.offline.records import read_records
+from spec_stack.records import read_records
 
 
 def test_the_defaults_are_those_of_the_configuration() -> None:

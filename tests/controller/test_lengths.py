@@ -8,11 +8,11 @@ from functools import partial
 
 import pytest
 
-from experiments.policies.simulate_floor import GROWING, turns_over_plain
 from spec_stack.controller.base import StepContext, StepRecord
 from spec_stack.controller.lengths import ByLength
 from spec_stack.controller.registry import make_batch_policy, make_policy
 from tests.support.controller_data import step
+from tests.support.simulated_costs import GROWING, turns_over_plain
 
 
 def at(target: int, draft: int = 0, precision: str = "fp32") -> StepContext:

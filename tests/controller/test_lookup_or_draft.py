@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from experiments.policies.simulated_pair import Costs, Text, run_text, run_texts
 from spec_stack.controller.base import StepContext
 from spec_stack.controller.lookup import Found, LookupGate
 from spec_stack.controller.registry import make_policy
 from spec_stack.controller.throughput import Throughput
 from tests.support.controller_data import step
+from tests.support.simulated_pair import Costs, Text, run_text, run_texts
 
 # A drafted token takes a quarter of a plain step, whatever is verified beside it.
 COSTS = Costs({1: 0.1, 17: 0.1}, drafted_s=0.025, read_s=0.0025, prefill_s=0.003)

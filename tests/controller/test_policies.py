@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experiments.policies.rivals.bandit import Bandit
+from experiments.policies.oracles import BestFixed, TaskOracle, oracle
+from experiments.policies.replay import StepCosts, merge_runs, replay
 from spec_stack.config import MAX_GAMMA
 from spec_stack.controller.base import DraftSignals, Policy, StepContext
 from spec_stack.controller.batch_throughput import BatchThroughput
@@ -27,16 +28,14 @@ from spec_stack.controller.registry import (
 )
 from spec_stack.controller.speckv import SpecKV
 from spec_stack.controller.throughput import Throughput
-from spec_stack.offline.oracles import BestFixed, TaskOracle, oracle
-from spec_stack.offline.replay import StepCosts, merge_runs, replay
 from tests.support.controller_data import Greedy, context, step
 
 
 def test_importing_the_controller_loads_no_torch_and_no_scikit_learn() -> None:
     code = (
         "import sys, spec_stack.controller, spec_stack.controller.registry, spec_stack.controller.throughput, "
-        "spec_stack.controller.predictor, spec_stack.offline.replay, spec_stack.offline.training, "
-        "spec_stack.controller.speckv, spec_stack.offline.records, spec_stack.offline.oracles, "
+        "spec_stack.controller.predictor, experiments.policies.replay, experiments.policies.training, "
+        "spec_stack.controller.speckv, spec_stack.records, experiments.policies.oracles, "
         "spec_stack.controller.batch_throughput; "
         "print([name for name in ('torch', 'transformers', 'sklearn', 'pyarrow') if name in sys.modules])"
     )
@@ -66,7 +65,6 @@ class ThreeAtMost(Policy):
 MAKERS: dict[str, Callable[[], Policy]] = {
     **{name: lambda name=name: make_policy(name) for name in POLICY_NAMES},  # type: ignore[misc]
     **{f"{name} for batches": lambda name=name: make_batch_policy(name) for name in BATCH_POLICY_NAMES},  # type: ignore[misc]
-    "bandit": Bandit,
     "best-fixed": lambda: BestFixed({"fp16": 3}),
     "task-oracle": lambda: TaskOracle({("fp16", "chat"): 3}),
     "ThreeAtMost": ThreeAtMost,
@@ -207,7 +205,6 @@ def test_an_object_that_is_no_policy_is_refused_with_what_to_write() -> None:
         ("speckv", {"predictor": "no/such/file.json"}, "file.json: cannot be read"),
         ("throughput", {"cold_threshold": 1.0}, "cold_threshold"),
         ("throughput", {"max_gamma": "8"}, "max_gamma"),
-        (Bandit, {"discount": 1.0}, "discount"),
         ("speckv", {"gammas": 4}, "cannot be built"),
         ("speckv", {"objective": "tokens"}, "objective must be one of"),
     ],

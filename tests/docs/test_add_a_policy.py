@@ -31,8 +31,8 @@ def _python(root: Path | str, folder: Path, *arguments: str) -> str:
 
 @pytest.mark.slow
 def test_a_policy_put_into_the_package_has_a_name_and_passes_the_tests_of_all(tmp_path: Path) -> None:
-    for folder in ("spec_stack", "tests"):
-        ignored = shutil.ignore_patterns("__pycache__", "*.safetensors")
+    for folder in ("spec_stack", "tests", "experiments"):
+        ignored = shutil.ignore_patterns("__pycache__", "*.safetensors", "results")
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignored)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     policy = next(block for block in blocks(PAGE) if block.language == "python")

@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 
-from experiments.real.agents import KEPT, SESSION, ask, close_halfway, replay, report_of, shared_tokens, turns_of
+from experiments.real.agents import KEPT, SESSION, replay, report_of, shared_tokens, turns_of
 from experiments.real.rows import Rows
-from experiments.serving.client import Answer
-from experiments.serving.replay_agents import row_of, summarise
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
 
 LOG: dict[str, Any] = {
@@ -48,7 +46,7 @@ def test_a_replay_prunes_what_is_new_and_nothing_of_system_and_tools(
     by_arm = {(row["arm"], row["turn"]): row for row in found}
     assert set(by_arm) == {
         *((arm, turn) for arm in (KEPT, SESSION) for turn in (0, 1)),
-        *((arm, 1) for arm in (f"cold {KEPT}", f"cold {SESSION}", "retried")),
+        *((arm, 1) for arm in (f"cold {KEPT}", f"cold {SESSION}")),
     }
     assert all(row["system_tokens_lost"] == 0 for row in found)
     for turn in (0, 1):
@@ -61,25 +59,8 @@ def test_a_replay_prunes_what_is_new_and_nothing_of_system_and_tools(
         "first turns": 1,
         "warm turns, pruned": 1,
         "cold, whole conversation": 1,
-        "retried, over a cold turn": 1,
     }
     assert report["system_tokens_lost"] == 0
-
-
-def test_a_turn_asked_again_after_it_was_closed_is_not_scored_from_its_beginning(
-    generator: SpecStackGenerator,
-) -> None:
-    num_tokens: list[int] = []
-    hook = generator.draft.register_forward_pre_hook(
-        lambda module, args, kwargs: num_tokens.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-    )
-    messages = turns_of(LOG)[1]
-    with generator.session() as session:
-        close_halfway(session, messages, {"max_tokens": 2})
-        closed = sum(num_tokens)
-        asked = ask(session, messages, {"max_tokens": 2, "gamma": 0})
-    hook.remove()
-    assert closed > asked["num_prompt_tokens"] / 2 > sum(num_tokens) - closed
 
 
 def test_what_is_protected_ends_where_two_users_part(generator: SpecStackGenerator) -> None:
@@ -89,31 +70,3 @@ def test_what_is_protected_ends_where_two_users_part(generator: SpecStackGenerat
     protected = tokenizer.decode(chat[: shared_tokens(tokenizer, messages, [])])
     assert messages[0]["content"] in protected
     assert "Run the tests" not in protected
-
-
-def test_a_reply_tells_what_of_its_prompt_was_given_and_what_of_the_system_message_was_lost() -> None:
-    meta = {
-        "cached_tokens": 3,
-        "spec_stack": {"kept_spans": [[0, 4], [8, 9]], "num_kept_tokens": 5, "outcome": "pruned"},
-    }
-    row = row_of(Answer(0.0, chunk_times=[0.5], meta_info=meta), 20, 6)
-    assert (row["cached"], row["given"], row["recalled"], row["system_tokens_lost"]) == (3, 5, 0, 2)
-    assert row_of(Answer(0.0, chunk_times=[0.5], meta_info={"cached_tokens": 0}), 20, 6)["given"] == 20
-
-
-def test_a_server_s_turns_are_compared_by_kind() -> None:
-    def turn(seconds: float, given: int = 9, outcome: str = "pruned") -> dict[str, Any]:
-        return {"ttft_s": seconds, "given": given, "num_tokens": 10, "outcome": outcome, "system_tokens_lost": 0}
-
-    arms = {
-        "dense": [turn(4), turn(2), turn(2)], "cold dense": [turn(8)],
-        "default": [turn(2), turn(1), turn(2, 10, "dense")], "cold default": [turn(2)], "retried": [turn(1)],
-    }  # fmt: skip
-    kinds = summarise({"log": arms})["kinds"]
-    assert {name: kind["ttft_ratio"][0] for name, kind in kinds.items()} == {
-        "first turns, after which it is warm": 0.5,
-        "warm turns, pruned": 0.5,
-        "warm turns, nothing pruned": 1.0,
-        "cold, whole conversation": 0.25,
-        "retried, over a cold turn": 0.5,
-    }

@@ -41,6 +41,7 @@ def run_bench(out: Path, *options: str) -> tuple[dict[str, Any], str]:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_every_case_runs_and_leaves_its_figures(tmp_path: Path) -> None:
     report, output = run_bench(tmp_path / "out.json", "--repeats", "2", "--precisions", "bf16", "--commit", "abc")
     assert json.loads(output.splitlines()[-1]) == report
@@ -77,6 +78,7 @@ def test_every_case_runs_and_leaves_its_figures(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_spent_budget_skips_every_case_and_says_so(tmp_path: Path) -> None:
     report, output = run_bench(tmp_path / "out.json", "--budget-s", "0")
     assert report["cases"] == {}

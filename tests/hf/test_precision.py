@@ -28,7 +28,7 @@ from spec_stack.hf.precision import (
     unquantized_dtype,
     weight_bytes,
 )
-from spec_stack.offline.records import read_records, write_records
+from spec_stack.records import add_records, read_records
 from tests.support import reference, tiny_architectures
 from tests.support.controller_data import step
 from tests.support.folders import copy_draft
@@ -314,7 +314,7 @@ def test_a_precision_without_a_name_is_other_also_in_records(tmp_path: Path) -> 
     precision = precision_of(model.double())
     assert precision == "other"
     records = [step(2, 1, precision=precision)]
-    write_records(records, tmp_path / "steps.jsonl")
+    add_records(records, tmp_path / "steps.jsonl")
     assert read_records(tmp_path / "steps.jsonl") == records
     gptq = LlamaConfig(quantization_config={"quant_method": "gptq", "bits": 4})
     resolved = resolve_precisions(gptq, LlamaConfig(), LoadConfig(), CPU)

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from experiments.policies.training import as_network, make_estimator, step_examples
 from spec_stack import SpecStackGenerator
 from spec_stack.cli import doctor
 from spec_stack.controller.predictor import FILE_NAME, KIND, STEP_FEATURES, Card, load_step_predictor, save_predictor
 from spec_stack.controller.registry import POLICY_NAMES, make_policy
 from spec_stack.hf import loading
-from spec_stack.offline.training import as_network, make_estimator, step_examples
 
 OPTIONS = {"max_tokens": 60, "ignore_eos": True}
 PROMPT = "def read_lines(path):\n    "

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from experiments.serving.bench_serve import Load, run_load
 from spec_stack import SpecStackGenerator
 from tests.serve.conftest import Server
+from tests.serve.load import Load, run_load
 
 
 @pytest.mark.slow

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
+from experiments.policies.replay import StepCosts
 from spec_stack.controller.base import DraftSignals, StepContext, StepRecord
-from spec_stack.offline.replay import StepCosts
 
 COSTS = StepCosts(0.0, 0.01, 0.03, 0.0)
 

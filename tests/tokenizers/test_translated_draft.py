@@ -10,7 +10,6 @@ import pytest
 import torch
 from tokenizers import processors
 
-from experiments.quality.retokenize import drop_merges
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
 from spec_stack.cli.demo import hide_fact
 from spec_stack.hf.attention import install
@@ -22,6 +21,7 @@ from spec_stack.tokenizers.translation import Translation
 from spec_stack.tokenizers.vocabulary import compare
 from tests.support import reference
 from tests.support.models import make_model, make_tokenizer
+from tests.support.retokenize import drop_merges
 
 TARGET_TOKENS = "a b c d e f ab abc de cd"
 DRAFT_TOKENS = "f e bc d abc c b ef a"

@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from experiments.quality.retokenize import drop_merges
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
 from spec_stack.cli.doctor import diagnose
 from spec_stack.hf.attention import install
@@ -23,6 +22,7 @@ from spec_stack.tokenizers.vocabulary import compare, token_bytes
 from tests.support import reference
 from tests.support.folders import copy_draft
 from tests.support.models import make_model, make_tokenizer, random_prompt
+from tests.support.retokenize import drop_merges
 
 LETTERS = "a b c d e f g h i j"
 

@@ -1,0 +1,201 @@
+"""SGLang servers side by side: rates, conversations, long documents, and a stream while prompts arrive.
+
+Each arm is a server of its own: *off* (no speculation, none of ours), *STANDALONE* (SGLang's own, same draft), *dense*
+(SPEC_STACK with keep_rate 1), *slots* (a dense target whose draft decodes over its own slots), *SPEC_STACK* at its
+defaults, and any other: --arm NAME='--LAUNCH FLAGS'. All run at once and sleep while they have nothing to do; every
+request goes to one arm after the other, in a rotating order. Times are from sending a request to its first chunk.
+
+- rates: the highest rate of single requests about long documents of which 99 % are answered within --timeout.
+- conversations: documents with facts, one asked for in every turn: seconds to the first token, tokens given to the
+  target, right answers, memory. With --check every reply beside Transformers' greedy text over the same tokens at the
+  same positions: where they part, and the gap of the two logits (a tie or not).
+- lengths: one and four documents at once: tokens/s, acceptance, and whether all tokens are those of *off*.
+- growing: a conversation to which every turn adds 1,000 tokens.
+- stream: the longest gap of a running stream while one prompt of 8K, then five of 4K, arrive.
+
+On a CPU it needs the stand-ins of tests/serving/support, and its times show a direction only. Ends in one JSON line.
+
+    python -m experiments.serving.bench --parts rates conversations [--target TARGET --draft DRAFT]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from transformers import AutoTokenizer
+
+from experiments.common.environment import describe, note_pair
+from experiments.common.report import add_out_argument, print_report
+from experiments.common.script import run_script
+from experiments.real.answers import Target
+from experiments.serving import parts
+from experiments.serving.client import Client, Prompts
+from experiments.serving.parts import OFF, Arms, Row
+from experiments.serving.server import CPU_ARGUMENTS, CPU_ENVIRONMENT, SglangServer, free_port, other_plugins
+from spec_stack.hf.loading import resolve_pair
+
+STANDALONE, DENSE, SLOTS, SPEC_STACK = "STANDALONE", "dense", "slots", "SPEC_STACK"
+_OURS = f"--speculative-algorithm {SPEC_STACK}"
+ARMS = {
+    OFF: "",
+    STANDALONE: f"--speculative-algorithm {STANDALONE} --speculative-num-steps 4 --speculative-num-draft-tokens 5 "
+    "--speculative-eagle-topk 1",
+    DENSE: f"{_OURS} --spec-stack-keep-rate 1",
+    SLOTS: f"{_OURS} --spec-stack-prune draft",
+    SPEC_STACK: _OURS,
+}
+PARTS = ("rates", "conversations", "lengths", "growing", "stream")
+
+
+def server_of(flags: str, name: str, options: argparse.Namespace, folder: Path) -> SglangServer:
+    """An arm's server, launched with these flags over those of all arms."""
+    target, draft = resolve_pair(options.target, options.draft)
+    arguments = ["--model-path", str(target), "--device", options.device, "--chunked-prefill-size", str(options.chunk)]
+    arguments += CPU_ARGUMENTS if options.device == "cpu" else []
+    # Servers that wait by looking again and again would take turns with the one that is measured.
+    arguments += ["--sleep-on-idle", *shlex.split(options.server_args), *shlex.split(flags)]
+    if "--speculative-algorithm" in flags:
+        arguments += ["--speculative-draft-model-path", str(draft)]
+    environment = dict(CPU_ENVIRONMENT) if options.device == "cpu" else {}
+    if SPEC_STACK not in flags:
+        environment["SGLANG_PLUGINS"] = other_plugins()
+    return SglangServer(arguments, environment, free_port(), folder / f"{name}.log", options.start_limit)
+
+
+def measure(options: argparse.Namespace, arms: Arms, tokenizer: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The parts asked for, with what they found by arm, or by length, arm and turn."""
+    prompts = Prompts(tokenizer)
+    of_one: dict[str, Callable[[Client], Any]] = {
+        "rates": lambda client: parts.rates(
+            client, tokenizer, options.rates, (min(options.lengths), max(options.lengths)), options.seconds,
+            options.timeout,
+        ),
+        "stream": lambda client: parts.stream(client, prompts),
+    }  # fmt: skip
+    of_all: dict[str, Callable[[], Any]] = {
+        "conversations": lambda: parts.conversations(
+            arms, tokenizer, options.lengths, options.repeats, options.turns, options.max_tokens
+        ),
+        "lengths": lambda: parts.lengths(arms, prompts, options.lengths, options.repeats),
+        "growing": lambda: parts.growing(arms, prompts, options.turns, options.repeats),
+    }
+    for part in options.parts:
+        arms.forget()
+        if part in of_all:
+            yield part, of_all[part]()
+        else:
+            yield part, {arm: of_one[part](client) for arm, client in arms.clients.items()}
+
+
+def memory_mb(pid: int) -> float:
+    """What a process and its children hold, a page that several have counted once in all (Linux)."""
+    process = psutil.Process(pid)
+    return sum(one.memory_full_info().pss for one in (process, *process.children(recursive=True))) / 1e6
+
+
+@torch.inference_mode()
+def parting(target: Target, row: Row) -> list[float] | None:
+    """Where a reply parts from Transformers' greedy text, and the two logits' gap; None where it does not."""
+    ids, spans, output = row["prompt_ids"], row["kept_spans"], row["output_ids"]
+    positions = [at for start, stop in spans for at in range(start, stop)] if spans else list(range(len(ids)))
+    (wanted,) = target.decode([target.prefill(ids, positions)], len(output))
+    at = next((index for index, (a, b) in enumerate(zip(wanted, output, strict=False)) if a != b), None)
+    if at is None:
+        return None
+    tokens = [ids[position] for position in positions] + wanted[:at]
+    places = [*positions, *range(len(ids), len(ids) + at)]
+    made = target.model(
+        torch.tensor([tokens]),
+        attention_mask=torch.ones(1, len(tokens), dtype=torch.long),
+        position_ids=torch.tensor([places]),
+        logits_to_keep=1,
+    )
+    logits = made.logits[0, -1].float()
+    return [float(at), float(logits[wanted[at]] - logits[output[at]])]
+
+
+def check(folder: Path, precision: str, found: Mapping[str, Sequence[Sequence[Row]]]) -> dict[str, Any]:
+    """By length and arm, where each reply parts from Transformers' text."""
+    target = Target(folder, precision)
+    report: dict[str, Any] = {}
+    for name, every in found.items():
+        partings = [parting(target, row) for turns in every for row in turns]
+        report[name] = partings
+        print(f"{name}: {sum(each is None for each in partings)} of {len(partings)} replies the same", flush=True)
+    return report
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Launch the servers, measure the parts, print what they found and return it."""
+    target, draft = resolve_pair(options.target, options.draft)
+    note_pair(target, draft)
+    tokenizer, found = AutoTokenizer.from_pretrained(target), {}
+    flags = {name: ARMS[name] for name in options.arms} | dict(arm.split("=", 1) for arm in options.arm)
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        launch = partial(server_of, options=options, folder=Path(folder))
+        servers = {name: stack.enter_context(launch(own, name)) for name, own in flags.items()}
+        arms = Arms({name: Client(server.port, options.limit, "bench") for name, server in servers.items()})
+        for client in arms.clients.values():
+            client.ask(Prompts(tokenizer).document(3000, 791), 8)
+        for part, figures in measure(options, arms, tokenizer):
+            shown = found[part] = parts.turns_told(figures) if part == "conversations" else figures
+            print(f"{part}:", *(f"  {name:28} {json.dumps(own)}" for name, own in shown.items()), sep="\n", flush=True)
+            if part == "conversations":
+                replies = figures
+        found["memory_mb"] = {name: memory_mb(server.pid) for name, server in servers.items()}
+    if options.check and "conversations" in options.parts:
+        found["partings"] = check(Path(target), options.precision, replies)
+    return found
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arms", nargs="*", choices=ARMS, default=[OFF, STANDALONE, DENSE, SPEC_STACK])
+    parser.add_argument("--arm", action="append", default=[], metavar="NAME='--FLAG VALUE …'", help="one arm more")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=["rates", "conversations"])
+    parser.add_argument("--target", help="model folder or name (default: the embedded pair's)")
+    parser.add_argument("--draft", help="model folder or name (default: the embedded pair's)")
+    parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="of --check (%(default)s)")
+    parser.add_argument("--device", default="cpu", help="(%(default)s)")
+    parser.add_argument("--chunk", type=int, default=512, help="--chunked-prefill-size (%(default)s)")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096], help="of documents (%(default)s)")
+    parser.add_argument("--repeats", type=int, default=3, help="conversations or documents (%(default)s)")
+    parser.add_argument("--turns", type=int, default=3, help="of each conversation (%(default)s)")
+    parser.add_argument("--max-tokens", type=int, default=16, help="of a conversation's reply (%(default)s)")
+    parser.add_argument("--rates", type=float, nargs="+", default=[0.4, 0.6, 0.8, 1.1, 1.5, 2.1, 3.0, 4.2])
+    parser.add_argument("--seconds", type=float, default=12.0, help="how long each rate is kept up (%(default)s)")
+    parser.add_argument("--timeout", type=float, default=5.0, help="seconds a request of a rate may take (%(default)s)")
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds a client waits for a chunk (%(default)s)")
+    parser.add_argument("--check", action="store_true", help="compare replies with Transformers' greedy text")
+    parser.add_argument("--start-limit", type=float, default=300, metavar="S", help="(%(default)s)")
+    parser.add_argument("--server-args", default="", metavar="'--FLAG VALUE …'", help="more launch arguments for all")
+    add_out_argument(parser)
+    options = parser.parse_args(argv)
+    if options.repeats < 1 or options.turns < 2 or min(options.rates) <= 0:
+        raise ValueError("--repeats must be 1 or more, --turns 2 or more, --rates over 0")
+    if wrong := [arm for arm in options.arm if "=" not in arm]:
+        raise ValueError(f"--arm {wrong[0]!r} is not of the form NAME='--FLAG VALUE …'")
+    return options
+
+
+def main() -> None:
+    options = parse_args()
+    found = run(options)
+    settings = {name: value for name, value in vars(options).items() if name not in ("out", "target", "draft")}
+    report = {"experiment": "bench", **describe(), "sglang": version("sglang"), "settings": settings, "parts": found}
+    print_report(report, options.out)
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,212 @@
+"""What `bench.py` measures of running servers. Every request goes to one arm after the other, in a rotating order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+from threading import Thread
+from time import perf_counter, sleep
+from typing import Any
+
+from experiments.common.conversations import make_conversation
+from experiments.serving.client import Answer, Client, Prompts
+from experiments.serving.load import GOAL, arrival_times, figures, highest_rate, send_all
+from experiments.serving.server import ServerError
+from spec_stack.cli.demo import hide_fact
+from spec_stack.hf.prompt import encode_messages
+
+OFF = "off"
+Row = dict[str, Any]
+
+
+@dataclass
+class Arms:
+    """The running servers' clients, by arm, and whose turn it is to be the first."""
+
+    clients: Mapping[str, Client]
+    first: int = 0
+
+    def forget(self) -> None:
+        """Empty every server's caches: documents begin like others."""
+        for client in self.clients.values():
+            client.forget()
+
+    def in_turn(self) -> Iterator[tuple[str, Client]]:
+        """All of them, each time beginning with another."""
+        names = list(self.clients)
+        self.first = (self.first + 1) % len(names)
+        for name in [*names[self.first :], *names[: self.first]]:
+            yield name, self.clients[name]
+
+
+def rates(
+    client: Client, tokenizer: Any, tried: Sequence[float], lengths: tuple[int, int], seconds: float, timeout_s: float
+) -> dict[str, Any]:
+    """The highest rate of single requests that one server carries, and its figures up to the first that it does not."""
+    num_new, found = 32, {}
+    for variant, rate in enumerate(sorted(tried)):
+        count = max(8, math.ceil(rate * seconds))
+        facts = [
+            hide_fact(tokenizer, lengths[0] + (lengths[1] - lengths[0]) * at // count, 1000 * variant + at)
+            for at in range(count)
+        ]
+        prompts = [(encode_messages(tokenizer, fact.messages)[0], fact.answer) for fact in facts]
+        starts_s = arrival_times(rate, count, seed=variant)
+        replies = send_all(prompts, starts_s, lambda ids: client.ask(ids, num_new), num_new, tokenizer.decode)
+        found[rate] = figures(replies, timeout_s)
+        client.forget()
+        if found[rate]["share_in_time"] < GOAL:
+            break
+    highest = highest_rate({rate: each["share_in_time"] for rate, each in found.items()})
+    return {"highest_rate": highest, "by_rate": {str(rate): each for rate, each in found.items()}}
+
+
+def conversations(
+    arms: Arms, tokenizer: Any, lengths: Sequence[int], count: int, num_turns: int, num_new: int
+) -> dict[str, list[list[Row]]]:
+    """By length and arm ("2048 off") the turns of every conversation: documents with facts, one asked for in each turn.
+
+    Each arm goes on from its own replies.
+    """
+    found: dict[str, list[list[Row]]] = {f"{length} {arm}": [] for length in lengths for arm in arms.clients}
+    for length in lengths:
+        for seed in range(count):
+            arms.forget()
+            conversation = make_conversation(tokenizer, length, 8, 5000 + seed, "mixed")
+            histories: dict[str, list[dict[str, str]]] = {arm: [] for arm in arms.clients}
+            turns: dict[str, list[Row]] = {arm: [] for arm in arms.clients}
+            for turn in range(num_turns):
+                for arm, client in arms.in_turn():
+                    messages = conversation.ask(turn, histories[arm])
+                    prompt = encode_messages(tokenizer, messages)[0]
+                    answer = client.ask(prompt, num_new, may_end=True, explain=True)
+                    text = tokenizer.decode(answer.output_ids, skip_special_tokens=True)
+                    histories[arm] = [*messages, {"role": "assistant", "content": text}]
+                    turns[arm].append(turn_row(answer, prompt, conversation.facts[turn].answer in text))
+            for arm, rows in turns.items():
+                found[f"{length} {arm}"].append(rows)
+    return found
+
+
+def turn_row(answer: Answer, prompt: Sequence[int], is_right: bool) -> Row:
+    """What a reply waited for, and what its report says. Raises ServerError for a request that the server aborted."""
+    ended = answer.meta_info["finish_reason"]
+    if ended["type"] == "abort":
+        raise ServerError(f"{ended}; give the server more room (--server-args)")
+    report = answer.meta_info.get("spec_stack", {})
+    return {
+        "ttft_s": answer.ttft_s,
+        "cached": answer.meta_info["cached_tokens"],
+        "given": report.get("num_kept_tokens") or len(prompt),
+        "is_right": is_right,
+        "kept_spans": report.get("kept_spans"),
+        "prompt_ids": list(prompt),
+        "output_ids": list(answer.output_ids),
+    }
+
+
+def turns_told(found: Mapping[str, Sequence[Sequence[Row]]]) -> dict[str, Any]:
+    """Medians over conversations by length, arm and turn."""
+    report: dict[str, Any] = {}
+    for name, every in found.items():
+        for turn, rows in enumerate(zip(*every, strict=True), 1):
+            medians = {key: median(row[key] for row in rows) for key in ("ttft_s", "cached", "given")}
+            right = sum(row["is_right"] for row in rows)
+            report[f"{name}, turn {turn}"] = {"n": len(rows), **medians, "right": right}
+    return report
+
+
+def lengths(arms: Arms, prompts: Prompts, tried: Sequence[int], repeats: int, num_new: int = 128) -> dict[str, Any]:
+    """Medians over documents, by arm, length and how many are asked about at once."""
+    found: dict[str, Any] = {arm: {} for arm in arms.clients}
+    for length in tried:
+        for num_at_once in (1, 4):
+            rows: dict[str, list[dict[str, float]]] = {arm: [] for arm in arms.clients}
+            as_off = dict.fromkeys(arms.clients, True)
+            for repeat in range(repeats):
+                asked = [prompts.document(length, 900 + 10 * repeat + at) for at in range(num_at_once)]
+                tokens: dict[str, list[list[int]]] = {}
+                for arm, client in arms.in_turn():
+                    client.forget()
+                    with ThreadPoolExecutor(num_at_once) as pool:
+                        answers = list(pool.map(lambda prompt, client=client: client.ask(prompt, num_new), asked))
+                    tokens[arm] = [answer.output_ids for answer in answers]
+                    rows[arm] += [decode_row(answer) for answer in answers]
+                as_off = {arm: is_so and tokens[arm] == tokens.get(OFF) for arm, is_so in as_off.items()}
+            for arm, measured in rows.items():
+                found[arm][f"{length} x {num_at_once}"] = {**_medians(measured), "as_off": as_off[arm]}
+    return found
+
+
+def growing(arms: Arms, prompts: Prompts, num_turns: int, repeats: int, num_new: int = 64) -> dict[str, Any]:
+    """Medians by arm and turn of conversations that grow by 1,000 tokens a turn, on from the first arm's replies."""
+    rows: dict[str, list[list[dict[str, float]]]] = {arm: [[] for _ in range(num_turns)] for arm in arms.clients}
+    for at in range(repeats):
+        arms.forget()
+        messages: list[dict[str, str]] = []
+        for turn in range(num_turns):
+            text = prompts.text(1000, 1400 + num_turns * at + turn)
+            messages.append({"role": "user", "content": f"{text}\n\nWhat does part {turn} of this say?"})
+            prompt = prompts.chat(messages)
+            answers = {arm: client.ask(prompt, num_new) for arm, client in arms.in_turn()}
+            lead = answers[next(iter(arms.clients))].output_ids
+            for arm, answer in answers.items():
+                same = float(answer.output_ids == lead)
+                rows[arm][turn].append({"num_tokens": len(prompt), "as_first_arm": same, **decode_row(answer)})
+            messages.append({"role": "assistant", "content": prompts.words(lead)})
+    return {arm: {f"turn {turn + 1}": _medians(own) for turn, own in enumerate(each)} for arm, each in rows.items()}
+
+
+def decode_row(answer: Answer) -> dict[str, float]:
+    """Seconds to the first token, tokens/s after it, and the share of drafted tokens that was accepted."""
+    report = answer.meta_info.get("spec_stack", answer.meta_info)
+    seconds = answer.chunk_times[-1] - answer.chunk_times[0]
+    proposed, accepted = (report.get(name, 0) for name in ("num_proposed", "num_accepted"))
+    return {
+        "ttft_s": answer.ttft_s,
+        "tokens_per_s": (len(answer.output_ids) - 1) / seconds,
+        "accepted": accepted / proposed if proposed else report.get("spec_accept_rate", 0.0),
+    }
+
+
+def _medians(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {name: round(median(row[name] for row in rows), 4) for name in rows[0]}
+
+
+def stream(client: Client, prompts: Prompts) -> dict[str, Any]:
+    """The longest gap of a running stream: alone, while one prompt of 8K arrives, and while five of 4K do."""
+    with _running_stream(client, prompts, 700) as running:
+        alone = [after - before for before, after in pairwise(running.chunk_times[5:60])]
+        found: dict[str, Any] = {"step_s": median(alone), "longest_step_s": max(alone)}
+        for name, arriving in (("one_8k", [8000]), ("five_4k", [4000] * 5)):
+            documents = [prompts.document(length, 710 + at + len(arriving)) for at, length in enumerate(arriving)]
+            since = perf_counter()
+            with ThreadPoolExecutor(len(arriving)) as pool:
+                answers = list(pool.map(lambda ids: client.ask(ids, 2), documents))
+            gap_s = running.longest_gap_s(since, perf_counter())
+            found[name] = {"longest_gap_s": gap_s, "ttfts_s": sorted(answer.ttft_s for answer in answers)}
+    return found
+
+
+@contextmanager
+def _running_stream(client: Client, prompts: Prompts, seed: int) -> Iterator[Answer]:
+    """A stream without drafting, with its first 60 chunks here; hangs up at the end."""
+    answer = Answer(perf_counter())
+    running = Thread(target=client.ask, args=(prompts.document(60, seed), 3000, answer), kwargs={"gamma": 0})
+    running.start()
+    try:
+        while len(answer.chunk_times) < 60:
+            if not running.is_alive():
+                raise ServerError("a stream ended before its 60th chunk")
+            sleep(0.02)
+        yield answer
+        if not running.is_alive():
+            raise ServerError("the stream ended before what it was to run beside; nothing was measured")
+    finally:
+        answer.is_enough = True
+        running.join()
