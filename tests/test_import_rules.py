@@ -108,7 +108,6 @@ LIBRARIES = {
     "transformers": {"hf", "tokenizers", "engine", "api"},
     "bitsandbytes": {"hf"},
     "xgrammar": {"hf"},
-    "flashinfer": {"hf"},
     "peft": {"hf"},
     "fastapi": {"serve"},
     "openai": {"serve"},

@@ -27,9 +27,10 @@ from spec_stack.config import SpecStackConfig
 from spec_stack.controller.base import Policy
 from spec_stack.hf.batch_rows import Place, for_rows
 from spec_stack.hf.cache import CACHE_NAMES
-from spec_stack.hf.loading import has_tokenizer, load_draft, load_tokenizer
+from spec_stack.hf.loading import load_draft, load_tokenizer
 from spec_stack.hf.processors import Processor
 from spec_stack.hf.prompt import unpadded
+from spec_stack.hf.sources import has_tokenizer
 from spec_stack.types import Metrics, StepOutput
 
 if TYPE_CHECKING:

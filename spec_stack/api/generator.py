@@ -20,10 +20,10 @@ from spec_stack.engine.engine import Engine
 from spec_stack.engine.pair import ModelPair
 from spec_stack.engine.request import Request
 from spec_stack.hf.architectures import text_config
-from spec_stack.hf.gguf import name_file
 from spec_stack.hf.loading import ASSETS, DeviceMap
 from spec_stack.hf.precision import precision_named
 from spec_stack.hf.prompt import Message
+from spec_stack.hf.sources import name_file
 from spec_stack.prefill.shipped import choose_calibration, sketch
 from spec_stack.types import GenerationResult, StepOutput
 from spec_stack.warning import warn_caller

@@ -12,7 +12,6 @@ import torch
 from spec_stack.config import PRECISIONS, DecodeConfig, LoadConfig, PrefillConfig
 from spec_stack.controller.predictor import load_step_predictor
 from spec_stack.hf import architectures, loading
-from spec_stack.hf.fused_verify import fused_problem
 from spec_stack.hf.precision import (
     Precision,
     estimate_bytes,
@@ -30,7 +29,7 @@ from spec_stack.tokenizers.vocabulary import Vocabulary, compare
 _PACKAGES = ("spec-stack", "torch", "transformers", "tokenizers", "safetensors", "numpy")
 # Prompts whose gain is told.
 _LENGTHS = (2048, 8192, 32768, 131072)
-_OPTIONAL = ("scikit-learn", "bitsandbytes", "accelerate", "xgrammar", "flashinfer-python", "sglang")
+_OPTIONAL = ("scikit-learn", "bitsandbytes", "accelerate", "xgrammar", "sglang")
 # With more weights than so many times its target's a draft is refused; rows of padding alone make it a little larger.
 _ROUGHLY_AS_LARGE = 1.1
 
@@ -57,8 +56,6 @@ def diagnose(
         asked = LoadConfig(precision, draft_precision)
         on = loading.resolve_device(device)
         report["device"] = str(on)
-        problem = fused_problem(on)
-        report["verification"] = "flashinfer" if problem is None else f"torch (flashinfer: {problem})"
         report["policy"] = DecodeConfig.policy
         report["specprefill"] = (
             f"prompts of {PrefillConfig.min_prompt_tokens} tokens or more, unless a call says otherwise"

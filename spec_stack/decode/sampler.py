@@ -7,8 +7,6 @@ from typing import Protocol
 
 import torch
 
-from spec_stack.types import Verification
-
 Warp = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -41,8 +39,6 @@ class Sampler:
         Maps logits (n, vocab) to warped logits, for draft and target alike; None is greedy.
     generator : torch.Generator, optional
         On the models' device; every draw advances it.
-    accept : callable, optional
-        Takes the place of `verify.accept` where a device has a faster route to the same law.
     shaper : Shaper, optional
         Goes over every row before it is warped. It is advanced by every row of the target that counts.
     """
@@ -51,12 +47,10 @@ class Sampler:
         self,
         warp: Warp | None = None,
         generator: torch.Generator | None = None,
-        accept: Accept | None = None,
         shaper: Shaper | None = None,
     ) -> None:
         self._warp = warp
         self._generator = generator
-        self.accept = accept
         self.shaper = shaper
 
     @property
@@ -90,10 +84,3 @@ class Sampler:
 
     def uniform(self, num: int, device: torch.device) -> torch.Tensor:
         return torch.rand(num, generator=self._generator, device=device)
-
-    def draw_seed(self) -> int:
-        """A seed for a kernel that makes its own random numbers."""
-        return int(torch.randint(1 << 62, (), generator=self._generator, device=self.device))
-
-
-Accept = Callable[[torch.Tensor, torch.Tensor, Sequence[int], Sampler], Verification]

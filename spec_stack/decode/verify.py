@@ -28,7 +28,7 @@ def verify_sampled(target_logits: torch.Tensor, proposal: Proposal, sampler: Sam
     if draft_probs is None:
         tokens = torch.tensor(proposal.token_ids, device=target_probs.device)[:, None]
         draft_probs = torch.zeros_like(target_probs[:-1]).scatter_(1, tokens, 1.0)
-    return (sampler.accept or accept)(target_probs, draft_probs, proposal.token_ids, sampler)
+    return accept(target_probs, draft_probs, proposal.token_ids, sampler)
 
 
 def accept(

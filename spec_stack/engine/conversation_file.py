@@ -18,7 +18,7 @@ from spec_stack.config import PrefillConfig, SessionConfig
 from spec_stack.engine.pair import ModelPair
 from spec_stack.hf.architectures import text_config
 from spec_stack.hf.model import CachedModel
-from spec_stack.hf.prompt import Cut, EncodedPrompt
+from spec_stack.hf.prompt import EncodedPrompt
 from spec_stack.prefill.calibration import fingerprint
 
 VERSION = 1
@@ -171,16 +171,11 @@ def _check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
 
 def _check_encoded(encoded: EncodedPrompt, vocab_size: int) -> None:
     _check_ids("encoded.token_ids", encoded.token_ids, vocab_size)
-    num_tokens, num_chars = len(encoded.token_ids), len(encoded.text)
+    num_tokens = len(encoded.token_ids)
     if not isinstance(encoded.text, str) or not isinstance(encoded.note, str):
         raise ValueError("encoded.text and encoded.note must be texts")
     if not _increase([edge for span in encoded.protected for edge in span], num_tokens):
         raise ValueError(f"encoded.protected must be spans in order within 0…{num_tokens}")
-    if not (
-        _increase([cut.token for cut in encoded.cuts], num_tokens)
-        and _increase([edge for cut in encoded.cuts for edge in (cut.start, cut.stop)], num_chars)
-    ):
-        raise ValueError(f"encoded.cuts must be in order within {num_chars} characters and {num_tokens} tokens")
 
 
 def _increase(numbers: Sequence[int], last: int) -> bool:
@@ -200,7 +195,9 @@ def _encoded(values: dict[str, Any] | None) -> EncodedPrompt | None:
     if values is None:
         return None
     protected = [(start, stop) for start, stop in values["protected"]]
-    return EncodedPrompt(**{**values, "protected": protected, "cuts": [Cut(**cut) for cut in values["cuts"]]})
+    # Files of before hold `cuts` too.
+    known = {name: value for name, value in values.items() if name != "cuts"}
+    return EncodedPrompt(**{**known, "protected": protected})
 
 
 def _made_with(pair: ModelPair, prefill: PrefillConfig) -> dict[str, Any]:

@@ -11,7 +11,6 @@ import torch
 from spec_stack.decode.sampler import Sampler
 from spec_stack.decode.stopping import Stopper
 from spec_stack.engine.request import Request
-from spec_stack.hf.fused_verify import accept_fused, fused_problem
 from spec_stack.hf.processors import ProcessedRows
 from spec_stack.hf.sampling import make_warp
 from spec_stack.hf.text import open_text_stream
@@ -48,8 +47,7 @@ def drawing_of(request: Request, target: PreTrainedModel) -> Drawing:
     if warp is None:
         return Drawing(greedy, greedy)
     seed = params.seed if params.seed is not None else secrets.randbits(63)
-    accept = accept_fused if fused_problem(target.device) is None else None
-    return Drawing(Sampler(warp, torch.Generator(target.device).manual_seed(seed), accept, shaper), greedy, seed)
+    return Drawing(Sampler(warp, torch.Generator(target.device).manual_seed(seed), shaper), greedy, seed)
 
 
 def stopper_of(request: Request, tokenizer: Any) -> Stopper:

@@ -10,25 +10,22 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from spec_stack.hf.chat_template import MARKED_TOOL, ChatTemplate
 from spec_stack.hf.json_schema import json_rules
-from spec_stack.hf.prompt import PromptSource, fit_messages, special_tokens
+from spec_stack.hf.prompt import special_tokens
 
 logger = logging.getLogger(__name__)
 
 THINK_OPENS, THINK_CLOSES = "<think>", "</think>"
-_NAME, _KEY, _VALUE, _ID = "marked_tool_name", "marked_key", "marked_value", "marked001"
-_TOOL = {
-    "type": "function",
-    "function": {
-        "name": _NAME,
-        "description": "a tool",
-        "parameters": {"type": "object", "properties": {_KEY: {"type": "string"}}, "required": [_KEY]},
-    },
-}
-_CALL = {"id": _ID, "type": "function", "function": {"name": _NAME, "arguments": json.dumps({_KEY: _VALUE})}}
-_ARGUMENTS = re.compile(r'\{\s*"marked_key"\s*:\s*"marked_value"\s*\}')
 # What the name and the arguments of a call are called.
 NAME_KEYS, ARGUMENTS_KEYS = ("name", "tool_name"), ("arguments", "parameters")
+_QUESTION, _NAME, _ID = "marked question", "marked_tool_name", "marked001"
+_CALL = {"id": _ID, "type": "function", "function": {"name": _NAME, "arguments": '{"marked_key": "marked_value"}'}}
+_ASKED = {"role": "user", "content": _QUESTION}
+_CALLED = {"role": "assistant", "content": None, "tool_calls": [_CALL]}
+_ARGUMENTS = re.compile(r'\{\s*"marked_key"\s*:\s*"marked_value"\s*\}')
+_BEFORE_ARGUMENTS = re.compile(rf'"\s*,\s*"({"|".join(ARGUMENTS_KEYS)})"\s*:\s*')
+_BEFORE_NAME = re.compile(rf'"({"|".join(NAME_KEYS)})"\s*:\s*"$')
 
 
 @dataclass(frozen=True)
@@ -56,7 +53,7 @@ class ToolFormat:
 
     @property
     def _frame(self) -> tuple[str, str]:
-        """What stands ahead of a call's JSON, and behind it. Raises ValueError where it holds none."""
+        """The text ahead of a call's JSON, and behind it. Raises ValueError where it holds none."""
         for bracket in re.finditer(r"[\[{]", self.begin):
             written = f"{self.begin[bracket.start() :]}{self.middle}{{}}{self.end}"
             with suppress(ValueError):
@@ -67,15 +64,7 @@ class ToolFormat:
 
 @dataclass(frozen=True)
 class ForcedCall:
-    """An answer that is one call of one of these tools.
-
-    Parameters
-    ----------
-    tools : ToolFormat
-        How the template writes it.
-    schemas : mapping of str to str
-        The tools by name, and the JSON schema of their arguments, as JSON.
-    """
+    """An answer that is one call of one of these tools. schemas: the JSON schema, as JSON, of each tool's arguments."""
 
     tools: ToolFormat
     schemas: Mapping[str, str]
@@ -83,11 +72,11 @@ class ForcedCall:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """What stands around a call, tokens of their own in many vocabularies."""
+        """The texts around a call, tokens of their own in many vocabularies."""
         return tuple(mark for mark in (self.tools.opener, self.tools.closer) if mark)
 
     def rules(self) -> Any:
-        """Return the grammar of such an answer. Raises ValueError where the schemas make none."""
+        """The grammar of such an answer. Raises ValueError where the schemas make none."""
         from xgrammar import Grammar as Rules
 
         calls = []
@@ -101,12 +90,7 @@ class ForcedCall:
 class AnswerFormat:
     """The parts that an answer to a chat may hold beside text.
 
-    Parameters
-    ----------
-    tools : ToolFormat or None
-        How it calls tools; None where the template writes no calls.
-    thinks : bool
-        Whether it may begin with a thought, `<think> … </think>`.
+    tools: how it calls tools; None where the template writes no calls. thinks: whether it may begin with a thought.
     """
 
     tools: ToolFormat | None = None
@@ -114,27 +98,12 @@ class AnswerFormat:
 
     @classmethod
     def learn(cls, tokenizer: Any) -> AnswerFormat:
-        """Render the template with a marked call, and remember what stands around its name and its arguments.
-
-        Parameters
-        ----------
-        tokenizer : object or None
-            The target's.
-
-        Returns
-        -------
-        AnswerFormat
-            Never an error: of a template that cannot be learnt all stays text.
-        """
+        """Learn a tokenizer's template. Never an error: what cannot be learnt stays text."""
         if not getattr(tokenizer, "chat_template", None):
             return cls()
+        thinks = False
         try:
-            thinks = THINK_CLOSES in str(tokenizer.get_chat_template(tools=[_TOOL]))
-        except Exception:
-            # One of several templates, none of which is the default.
-            logger.info("the chat template cannot be told", exc_info=True)
-            return cls()
-        try:
+            thinks = THINK_CLOSES in str(tokenizer.get_chat_template(tools=[MARKED_TOOL]))
             return cls(_learn_tools(tokenizer), thinks)
         except Exception:
             # Templates are programs of strangers, and many know no tools.
@@ -142,19 +111,9 @@ class AnswerFormat:
             return cls(thinks=thinks)
 
     def forced_call(self, tool_choice: object, tools: Sequence[Any] | None) -> ForcedCall | None:
-        """Return what an answer must be that has to call a tool; None where it need not.
+        """The call that an answer has to be under OpenAI's tool_choice; None where it need not be one.
 
-        Parameters
-        ----------
-        tool_choice : str, mapping or None
-            OpenAI's (see `forced_names`).
-        tools : sequence, optional
-            OpenAI's form of them.
-
-        Raises
-        ------
-        ValueError
-            As `forced_names`, and where the template does not show how tools are called.
+        Raises ValueError as `forced_names`, and where the template does not show how tools are called.
         """
         names = forced_names(tool_choice, tools)
         if names is None:
@@ -165,71 +124,51 @@ class AnswerFormat:
         return ForcedCall(self.tools, {name: json.dumps(parameters[name]) for name in names})
 
     def begins_in_thought(self, rendered: str) -> bool:
-        """Return whether a rendered chat ends with the beginning of a thought, in which the answer goes on."""
+        """Whether a rendered chat ends with the beginning of a thought, in which the answer goes on."""
         return self.thinks and rendered.rstrip().endswith(THINK_OPENS)
 
 
 def _learn_tools(tokenizer: Any) -> ToolFormat | None:
-    asked = {"role": "user", "content": "marked question"}
-    called = {"role": "assistant", "content": None, "tool_calls": [_CALL]}
-    messages, _ = fit_messages(tokenizer, PromptSource(messages=[asked, called], tools=[_TOOL]))
-    text = _render(tokenizer, messages, False)
-    # The tools themselves are written somewhere before.
-    matches = list(_ARGUMENTS.finditer(text, max(0, text.rfind("marked question"))))
+    """Render a marked call, and take what stands around its name and its arguments; None for other than JSON."""
+    template = ChatTemplate(tokenizer, {"tools": [MARKED_TOOL], "add_generation_prompt": False})
+    chat = template.fit([_ASKED, _CALLED]).messages
+    text = _behind_question(template.render(chat))
+    matches = list(_ARGUMENTS.finditer(text))
     if not matches:
         return None
     arguments = matches[-1]
     name = text.rfind(_NAME, 0, arguments.start())
-    head = text[text.rfind("marked question") + len("marked question") : name]
+    prompt = ChatTemplate(tokenizer, {"tools": [MARKED_TOOL], "add_generation_prompt": True}).render(chat[:1])
     special = [token for token in special_tokens(tokenizer) if token]
-    # The header of the turn ends as a prompt does that asks for an answer; special tokens are no text of the answer.
-    prompt = _render(tokenizer, messages[:1], True)
-    header = prompt[prompt.rfind("marked question") + len("marked question") :]
-    begin = _without(head.removeprefix(header) if head.startswith(header) else _last_part(head, special), special)
-    tail = text[arguments.end() :]
+    begin = _begin_of_answer(text[:name], _behind_question(prompt), special)
+    begin = re.sub(rf'"id":\s*"{_ID}",\s*', "", begin).lstrip()
+    middle, tail = text[name + len(_NAME) : arguments.start()], text[arguments.end() :]
     ends = [at for token in {tokenizer.eos_token, *special} if token and (at := tail.find(token)) >= 0]
     end = re.sub(rf',\s*"id":\s*"{_ID}"', "", tail[: min(ends, default=len(tail))]).rstrip()
-    begin = re.sub(rf'"id":\s*"{_ID}",\s*', "", begin).lstrip()
-    # Others than JSON (parameters as tags, say) are not parsed.
-    middle = text[name + len(_NAME) : arguments.start()]
-    names, keys = "|".join(NAME_KEYS), "|".join(ARGUMENTS_KEYS)
-    if not re.fullmatch(rf'"\s*,\s*"({keys})"\s*:\s*', middle) or not re.search(rf'"({names})"\s*:\s*"$', begin):
+    if not _BEFORE_ARGUMENTS.fullmatch(middle) or not _BEFORE_NAME.search(begin):
         return None
-    learnt = ToolFormat(begin, middle, end)
-    logger.debug("a call is written between %r and %r", learnt.opener, learnt.closer)
-    return learnt
+    return ToolFormat(begin, middle, end)
 
 
-def _render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], is_asked: bool) -> str:
-    return str(tokenizer.apply_chat_template(messages, tools=[_TOOL], tokenize=False, add_generation_prompt=is_asked))
+def _behind_question(text: str) -> str:
+    # The tools themselves are written somewhere before.
+    return text[text.rfind(_QUESTION) + len(_QUESTION) :]
 
 
-def _without(text: str, tokens: Sequence[str]) -> str:
-    for token in tokens:
-        text = text.replace(token, "")
-    return text
-
-
-def _last_part(text: str, tokens: Sequence[str]) -> str:
-    """Return what comes after the last special token but one that opens a call."""
-    cut = max((text.rfind(token) + len(token) for token in tokens if token in text), default=0)
-    return text[cut:]
+def _begin_of_answer(turn: str, header: str, special: Sequence[str]) -> str:
+    """A turn without the header that ends a prompt, or else behind its last special token; and without these."""
+    if not turn.startswith(header):
+        return turn[max((turn.rfind(token) + len(token) for token in special if token in turn), default=0) :]
+    turn = turn.removeprefix(header)
+    for token in special:
+        turn = turn.replace(token, "")
+    return turn
 
 
 def forced_names(tool_choice: object, tools: Sequence[Any] | None) -> list[str] | None:
-    """Names of the tools of which one must be called; None where none must.
+    """Names of the tools of which one must be called under OpenAI's tool_choice; None where none must.
 
-    Parameters
-    ----------
-    tool_choice : str, mapping or None
-        OpenAI's: "auto", "none", "required" or {"type": "function", "function": {"name": …}}.
-    tools : sequence, optional
-        OpenAI's form of them.
-
-    Raises
-    ------
-    ValueError
-        For another choice, one without tools, and a name that none of them has.
+    Raises ValueError for another choice, one without tools, and a name that none of them has.
     """
     if tool_choice is None or (isinstance(tool_choice, str) and tool_choice in ("auto", "none")):
         return None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Collection, Iterator, Sequence
+import string
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Literal, NoReturn
 
 from spec_stack.hf.answer_format import ARGUMENTS_KEYS, NAME_KEYS, THINK_CLOSES, THINK_OPENS, AnswerFormat
@@ -19,11 +20,13 @@ _BETWEEN = re.compile(r"[\s,;]*")
 _STRING = r'"[^"\\\n]*(?:\\[^\n][^"\\\n]*)*"?'
 _KEY = re.compile(r'[\s,]*("(?:[^"\\]|\\.)*")\s*:\s*')
 
+Take = Callable[[bool], list[AnswerPart]]
+
 
 class AnswerParser:
     """Takes an answer apart as its text comes.
 
-    What cannot be parsed stays text, in the place where it was written. A call is told once it is whole.
+    What cannot be parsed stays text, in the place where it was written. A call is handed out once it is whole.
 
     Parameters
     ----------
@@ -41,8 +44,10 @@ class AnswerParser:
         self._opener, self._closer = (tools.opener, tools.closer) if tools else ("", "")
         self._starts = (*_STARTS, _compact(tools.begin.removeprefix(self._opener))) if tools else ()
         self._thinks = answer_format.thinks
-        self._take = self._begin_thought if in_thought else self._take_start
+        self._take: Take = self._take_thought if in_thought else self._take_start
         self._buffer = ""
+        # Blanks that belong to the template: they are dropped before the next part begins.
+        self._blanks = "\n" if in_thought else ""
         # Blanks ahead of the mark of a call that may turn out to be none.
         self._gap = ""
 
@@ -52,22 +57,28 @@ class AnswerParser:
         return self._run(is_end=False)
 
     def flush(self) -> list[AnswerPart]:
-        """Return what was held back: the answer has ended."""
+        """What was held back: the answer has ended."""
         return self._run(is_end=True)
 
     def _run(self, is_end: bool) -> list[AnswerPart]:
         parts: list[AnswerPart] = []
         while True:
-            before = self._take
+            self._buffer = self._buffer.lstrip(self._blanks) if self._blanks else self._buffer
+            if self._blanks and not self._buffer and not is_end:
+                return _merged(parts)
+            before, self._blanks = self._take, ""
             parts += self._take(is_end)
             if self._take == before:
                 return _merged(parts)
 
+    def _go_on(self, rest: str, take: Take, blanks: str = "") -> None:
+        self._buffer, self._take, self._blanks = rest, take, blanks
+
     def _take_start(self, is_end: bool) -> list[AnswerPart]:
-        """Return what the answer begins with, behind blanks: a thought, a call without a mark, or text."""
+        """The beginning of the answer behind blanks: a thought, a call without a mark, or text."""
         start = self._buffer.lstrip()
         if self._thinks and start.startswith(THINK_OPENS):
-            self._buffer, self._take = start[len(THINK_OPENS) :], self._begin_thought
+            self._go_on(start[len(THINK_OPENS) :], self._take_thought, "\n")
             return []
         may_think = self._thinks and THINK_OPENS.startswith(start)
         may_call = any(begin.startswith(_compact(start)) for begin in self._starts)
@@ -76,25 +87,13 @@ class AnswerParser:
             self._take = self._take_bare if calls else self._take_text
         return []
 
-    def _begin_thought(self, is_end: bool) -> list[AnswerPart]:
-        self._buffer = self._buffer.lstrip("\n")
-        if self._buffer or is_end:
-            self._take = self._take_thought
-        return []
-
     def _take_thought(self, is_end: bool) -> list[AnswerPart]:
         thought, found, rest = self._buffer.partition(THINK_CLOSES)
         if not found:
             return self._hold("reasoning", THINK_CLOSES, is_end)
-        self._buffer, self._take, self._thinks = rest, self._take_after_thought, False
+        self._thinks = False
+        self._go_on(rest, self._take_start, "\n")
         return [AnswerPart("reasoning", thought.rstrip())] if thought.strip() else []
-
-    def _take_after_thought(self, is_end: bool) -> list[AnswerPart]:
-        """The blank lines behind a thought are the template's."""
-        self._buffer = self._buffer.lstrip("\n")
-        if self._buffer or is_end:
-            self._take = self._take_start
-        return []
 
     def _take_bare(self, is_end: bool) -> list[AnswerPart]:
         """An answer that is JSON from its beginning: calls if all of it is calls, else text."""
@@ -115,7 +114,8 @@ class AnswerParser:
         if not found:
             return self._hold("content", self._opener, is_end)
         said = text.rstrip()
-        self._buffer, self._gap, self._take = rest, text[len(said) :], self._take_call
+        self._gap = text[len(said) :]
+        self._go_on(rest, self._take_call)
         return [AnswerPart("content", said)] if said else []
 
     def _take_call(self, is_end: bool) -> list[AnswerPart]:
@@ -123,16 +123,13 @@ class AnswerParser:
         end = self._end_of_call()
         if end < 0 and not is_end:
             return []
-        inner, self._buffer = (self._buffer[:end], self._buffer[end:]) if end >= 0 else (self._buffer, "")
-        calls = _read_calls(inner)
-        if not calls:
-            self._take = self._take_text
-            inner, found, rest = _partition(inner + self._buffer, self._closer)
-            self._buffer = rest
-            return [AnswerPart("content", f"{self._gap}{self._opener}{inner}{found}")]
-        self._buffer = self._buffer.removeprefix(self._closer)
-        self._take = self._take_between
-        return [AnswerPart("call", call=call) for call in calls]
+        inner, rest = (self._buffer[:end], self._buffer[end:]) if end >= 0 else (self._buffer, "")
+        if calls := _read_calls(inner):
+            self._go_on(rest.removeprefix(self._closer), self._take_text, string.whitespace)
+            return [AnswerPart("call", call=call) for call in calls]
+        inner, found, rest = self._buffer.partition(self._closer) if self._closer else (self._buffer, "", "")
+        self._go_on(rest, self._take_text)
+        return [AnswerPart("content", f"{self._gap}{self._opener}{inner}{found}")]
 
     def _end_of_call(self) -> int:
         """Where the first closing mark outside of strings begins; -1 where none has come yet."""
@@ -141,21 +138,13 @@ class AnswerParser:
         tokens = re.finditer(f"{_STRING}|{re.escape(self._closer)}", self._buffer)
         return next((token.start() for token in tokens if token[0] == self._closer), -1)
 
-    def _take_between(self, is_end: bool) -> list[AnswerPart]:
-        """The blanks behind a call are the template's."""
-        self._buffer = self._buffer.lstrip()
-        if self._buffer or is_end:
-            self._take = self._take_text
-        return []
-
     def _hold(self, kind: Literal["content", "reasoning"], mark: str, is_end: bool) -> list[AnswerPart]:
         """Give the buffer out but for its end, which may be the beginning of a mark, or blanks ahead of one."""
-        held = 0
+        text = self._buffer
         if not is_end:
-            held = max((n for n in range(1, len(mark)) if self._buffer.endswith(mark[:n])), default=0)
-            unheld = self._buffer[: len(self._buffer) - held]
-            held += len(unheld) - len(unheld.rstrip())
-        text, self._buffer = self._buffer[: len(self._buffer) - held], self._buffer[len(self._buffer) - held :]
+            held = max((n for n in range(1, len(mark)) if text.endswith(mark[:n])), default=0)
+            text = text[: len(text) - held].rstrip()
+        self._buffer = self._buffer[len(text) :]
         return [AnswerPart(kind, text)] if text else []
 
 
@@ -168,10 +157,6 @@ def _merged(parts: Sequence[AnswerPart]) -> list[AnswerPart]:
         else:
             merged.append(part)
     return merged
-
-
-def _partition(text: str, mark: str) -> tuple[str, str, str]:
-    return text.partition(mark) if mark else (text, "", "")
 
 
 def _compact(text: str) -> str:

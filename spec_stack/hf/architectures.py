@@ -90,7 +90,7 @@ def text_config(config: Any) -> Any:
 
 
 def abilities(config: Any) -> Abilities:
-    """Return what can be done with a model of this configuration, which may be any."""
+    """What can be done with a model of this configuration, which may be any."""
     config = text_config(config)
     refusal = _refusal(config)
     if refusal:
@@ -104,7 +104,7 @@ def abilities(config: Any) -> Abilities:
 
 
 def is_recurrent(config: Any) -> bool:
-    """Return whether some layers of a supported model keep a state instead of a KV cache."""
+    """Whether some layers of a supported model keep a state instead of a KV cache."""
     architecture = SUPPORTED.get(text_config(config).model_type)
     return architecture is not None and bool(architecture.recurrent)
 

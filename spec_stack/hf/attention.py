@@ -1,11 +1,8 @@
 """The attention function that spec_stack's models run on: transformers' SDPA, plus what it lacks.
 
-- It can hand the post-rotary queries and keys of a forward to whoever is capturing (the draft's scoring).
-- Under a `CachedModel` it sees by the original position of every cache slot. transformers slides its windows over
-  cache slots, so over a pruned cache they would span more of the text than they were made for.
-- A draft may prefill with a window and sinks, whatever window its layers have.
-- It takes the kernel that fits the call (`attend` says which, and why), and never makes a mask of a long block times a
-  long cache.
+It hands a forward's post-rotary queries and keys to the draft's scoring, and under a `CachedModel` it masks by the
+original position of every cache slot, where transformers slides windows over slots. A draft may prefill with a window
+and sinks of its own. It takes the kernel that fits the call, and never makes a mask of a long block times a long cache.
 """
 
 from __future__ import annotations
@@ -39,19 +36,11 @@ _MAX_COPIED = 1024
 
 @dataclass
 class LayerCapture:
-    """Queries and keys of one attention layer, rotary positions applied.
+    """One attention layer's queries and keys, rotary positions applied.
 
-    Attributes
-    ----------
-    scaling
-        Of the scores.
-    queries
-        One (num_heads, n, head_dim) tensor per forward.
-    keys
-        (num_kv_heads, num_cached, head_dim), the latest, or None once a sliding window hides some of them from the
-        newest queries.
-    sinks
-        (num_heads,): logits that take part in the softmax beside the keys', for a model that has them.
+    queries: one (num_heads, n, head_dim) tensor per forward. keys: (num_kv_heads, num_cached, head_dim), the latest;
+    None once a sliding window hides some of them from the newest queries. sinks: (num_heads,), logits that take part in
+    the softmax beside the keys'.
     """
 
     scaling: float
@@ -65,13 +54,7 @@ _thread = threading.local()
 
 @contextmanager
 def capture_attention() -> Iterator[dict[int, LayerCapture]]:
-    """Collect the queries and keys of every attention layer run by this thread inside the block, by layer index.
-
-    Raises
-    ------
-    RuntimeError
-        Inside another such block of the same thread.
-    """
+    """Collect the queries and keys of every attention layer run by this thread inside the block, by layer index."""
     if getattr(_thread, "captured", None) is not None:
         raise RuntimeError("attention is being captured already in this thread")
     layers: dict[int, LayerCapture] = {}
@@ -103,14 +86,8 @@ def causal_mask(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """A transformers mask function.
-
-    Returns
-    -------
-    torch.Tensor or None
-        transformers' SDPA mask (batch, 1, q_length, kv_length), or None where that means to `attend` what is asked for,
-        or where `attend` sees by position anyway.
-    """
+    """A transformers mask function: its SDPA mask (batch, 1, q_length, kv_length), or None where `attend` is causal
+    without one or masks by position."""
     if getattr(_thread, "slots", None) is not None:
         return None
     # Not so in a cache allocated for longer than what it holds, nor where a window hides keys.
@@ -141,26 +118,11 @@ def attend(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A transformers attention function.
+    """A transformers attention function; the output (1, n, num_heads, head_dim), and no weights.
 
-    Parameters
-    ----------
-    module
-        The attention layer.
-    query
-        (1, num_heads, n, head_dim), rotary positions applied.
-    key, value
-        (1, num_kv_heads, num_cached, head_dim), the newest n are the queries' own.
-    attention_mask
-        (1, 1, n, num_cached), bool or additive. None is causal with the last query at the last key, however many
-        keys come before the queries. Under `attend_by_position` the positions say what is seen instead.
-    scaling
-        Of the scores; None is head_dim ** -0.5.
-
-    Returns
-    -------
-    tuple
-        The output (1, n, num_heads, head_dim), and None for the weights.
+    query: (1, num_heads, n, head_dim), rotary positions applied. key, value: (1, num_kv_heads, num_cached, head_dim),
+    the newest n are the queries' own. attention_mask: (1, 1, n, num_cached), bool or additive; None is causal with the
+    last query at the last key. Under `attend_by_position` the positions take the mask's place.
     """
     window, sinks = kwargs.get("sliding_window"), kwargs.get("s_aux")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
@@ -406,13 +368,7 @@ def _attend_in_alike_blocks(
 
 
 def install(model: PreTrainedModel) -> None:
-    """Run the model's attention through `attend`; the model is changed in place, once.
-
-    Raises
-    ------
-    ValueError
-        For a model that was not loaded with SDPA, or with eager attention where transformers has no SDPA for it.
-    """
+    """Run the model's attention through `attend`; the model is changed in place, once."""
     loaded = model.config._attn_implementation
     if loaded == NAME:
         return
@@ -448,7 +404,7 @@ def _narrow(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _tokens(value: Any, num_tokens: int, start: int, stop: int) -> Any:
-    """Return what a layer is handed, with the tokens start…stop - 1 of whatever there is one row per token of."""
+    """What a layer is handed, with the tokens start…stop - 1 of whatever there is one row per token of."""
     if isinstance(value, torch.Tensor):
         return value[:, start:stop] if value.dim() > 1 and value.shape[1] == num_tokens else value
     if isinstance(value, tuple):

@@ -20,13 +20,7 @@ Criterion = Callable[[torch.Tensor, Any], Any]
 
 
 def for_rows(given: Sequence[Called], num_rows: int) -> list[list[Called]]:
-    """The processors or criteria of a call for each of its rows: the given ones for the first, copies for the others.
-
-    Raises
-    ------
-    ValueError
-        For one that cannot be copied, where there are several rows.
-    """
+    """A call's processors or criteria for each row: the given ones for the first, copies for the others."""
     return [list(given), *([_copy(each) for each in given] for _ in range(num_rows - 1))]
 
 
@@ -77,13 +71,7 @@ class Place:
         return Place(0, 1, self.padding)
 
     def is_over(self, criteria: Sequence[Criterion], sequence: torch.Tensor) -> bool:
-        """Return whether one of the row's criteria holds for the sequence (n,), padding included; all are asked.
-
-        Raises
-        ------
-        ValueError
-            For a criterion that answers for the batch as a whole.
-        """
+        """Whether one of the row's criteria holds for the sequence (n,), padding included; all are asked."""
         rows = sequence.expand(self.num_rows, -1)
         return any([self._holds(criterion, criterion(rows, None)) for criterion in criteria])
 

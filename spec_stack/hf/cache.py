@@ -1,8 +1,7 @@
 """The cache behind a `CachedModel`: key/value slots that can be dropped, and recurrent states that cannot.
 
-Sliding-window layers hold every slot: what a window shows is decided by position (`hf.attention`), and a rollback
-past the window finds its keys. A recurrent state (linear attention, Mamba) has no slots: it is copied before the
-tokens that may be rolled back, put back, and the tokens that stay are recomputed.
+Sliding-window layers hold every slot: a window is applied by position (`hf.attention`), and a rollback past the window
+finds its keys. Recurrent states have no slots (`hf.states`).
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy as shallow_copy
 from copy import deepcopy
-from dataclasses import dataclass
 from functools import cache as remember
 from inspect import signature
 from typing import TYPE_CHECKING, Any
@@ -29,7 +27,7 @@ _ROOM = 256
 # Memory over what the slots take from which `compact` copies them: less than a twentieth stays.
 _MOST_SLACK = 1.05
 # What a layer calls its states, and the options of `lazy_initialization` that make room for them.
-_STATES = ("conv_states", "recurrent_states")
+STATES = ("conv_states", "recurrent_states")
 
 
 class PreallocatedLayer(DynamicLayer):  # type: ignore[misc]
@@ -101,11 +99,6 @@ def new_cache(config: Any) -> DynamicCache:
     return cache
 
 
-def is_stateful(cache: DynamicCache) -> bool:
-    """Return whether some layer has a recurrent state."""
-    return any(hasattr(layer, "recurrent_states") for layer in cache.layers)
-
-
 def last_attention_layer(cache: DynamicCache) -> int | None:
     """Index of the last layer that keeps anything of its tokens, if it keeps keys alone; None where a recurrent state
     comes with the keys or after them. A prefill may end there, once these are cached."""
@@ -141,7 +134,7 @@ def contents(cache: DynamicCache) -> dict[str, torch.Tensor]:
     for index, layer in enumerate(cache.layers):
         if getattr(layer, "keys", None) is not None and layer.keys.numel():
             found |= {f"{index}.keys": layer.keys, f"{index}.values": layer.values}
-        for name in _STATES:
+        for name in STATES:
             states = getattr(layer, name, {})
             found |= {f"{index}.{name}.{at}": state for at, state in states.items() if state is not None}
     return found
@@ -155,7 +148,7 @@ def fill(cache: DynamicCache, found: Mapping[str, torch.Tensor]) -> None:
         if f"{index}.keys" in found and isinstance(layer, DynamicLayer):
             layer.update(found[f"{index}.keys"], found[f"{index}.values"])
             placed += 2
-        for name in _STATES:
+        for name in STATES:
             for at in getattr(layer, name, {}):
                 state = found.get(f"{index}.{name}.{at}")
                 if state is not None:
@@ -214,28 +207,3 @@ def _fitted(tensor: torch.Tensor) -> torch.Tensor:
 
 def _attention_layers(cache: DynamicCache) -> Iterator[Any]:
     return (layer for layer in cache.layers if getattr(layer, "keys", None) is not None)
-
-
-@dataclass(frozen=True)
-class StateSnapshot:
-    """Copies of every recurrent state as it was after num_slots tokens."""
-
-    num_slots: int
-    _states: list[tuple[dict[int, torch.Tensor], int, torch.Tensor]]
-
-    @classmethod
-    def take(cls, cache: DynamicCache, num_slots: int) -> StateSnapshot:
-        return cls(num_slots, [(states, index, states[index].clone()) for states, index in _states(cache)])
-
-    def restore(self, cache: DynamicCache) -> None:
-        """Put the states back and drop the later slots. The cache is the one the snapshot was taken of."""
-        for states, index, copy in self._states:
-            states[index].copy_(copy)
-        crop(cache, self.num_slots)
-
-
-def _states(cache: DynamicCache) -> Iterator[tuple[dict[int, torch.Tensor], int]]:
-    """Where each state tensor of the cache is: the convolution's last inputs, and the recurrent state proper."""
-    for layer in cache.layers:
-        for states in (getattr(layer, "conv_states", {}), getattr(layer, "recurrent_states", {})):
-            yield from ((states, index) for index, state in states.items() if state is not None)

@@ -57,18 +57,7 @@ _ESCAPES = {*"dDwWsSnrtfv0xuc"}
 
 
 def enforceable(schema: Any) -> Any:
-    """Return a schema whose grammar lets nothing through that the given one forbids.
-
-    Parameters
-    ----------
-    schema : mapping or bool
-        As `json` reads it.
-
-    Raises
-    ------
-    ValueError
-        For a keyword that no grammar enforces; the message has its name and its place.
-    """
+    """Return a schema whose grammar lets nothing through that the given one forbids."""
     reader = _Reader(schema)
     read = reader.schema(schema, "#")
     reader.check_references()
@@ -76,18 +65,7 @@ def enforceable(schema: Any) -> Any:
 
 
 def json_rules(schema: str) -> Any:
-    """The grammar of texts that fit a JSON schema.
-
-    Parameters
-    ----------
-    schema : str
-        As JSON.
-
-    Raises
-    ------
-    ValueError
-        As `enforceable`.
-    """
+    """The grammar of texts that fit a JSON schema."""
     from xgrammar import Grammar
 
     # One way to write white space, json.dumps' own: with all of them a small model may never end, and a forced call
@@ -96,18 +74,7 @@ def json_rules(schema: str) -> Any:
 
 
 def check_pattern(pattern: str) -> None:
-    """Refuse what xgrammar leaves out of a regular expression.
-
-    Parameters
-    ----------
-    pattern : str
-        It stands for a whole text.
-
-    Raises
-    ------
-    ValueError
-        For look-around, an anchor inside, and an escape that is not known.
-    """
+    """Refuse what xgrammar leaves out of a regular expression."""
     depth, pieces = 0, ["|", *_PIECE.findall(pattern), "|"]
     for before, piece, after in zip(pieces, pieces[1:], pieces[2:], strict=False):
         depth += (piece == "(") - (piece == ")")

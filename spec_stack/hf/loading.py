@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,11 +14,20 @@ from safetensors import SafetensorError, safe_open
 
 from spec_stack.config import PRECISIONS, HubConfig, LoadConfig
 from spec_stack.controller.predictor import find_predictor
-from spec_stack.hf.adapters import base_of, check_file, check_folder, is_adapter, merge
 from spec_stack.hf.architectures import check_architecture, text_config
-from spec_stack.hf.gguf import as_plain, check_gguf, is_gguf, load_gguf_config, locate, unpacking
 from spec_stack.hf.precision import DTYPES, QUANTIZED, Precision, precision_of, resolve_precisions, stored_precision
 from spec_stack.hf.prepack import can_prepack, prepack
+from spec_stack.hf.sources import (
+    as_plain,
+    base_of,
+    has_tokenizer,
+    is_adapter,
+    is_gguf,
+    load_gguf_config,
+    locate,
+    merge,
+    resolve_source,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -27,36 +36,13 @@ ASSETS = Path(__file__).resolve().parent.parent / "assets"
 # Policies that use a trained predictor where one lies beside the draft. `throughput` is not among them: none has
 # beaten what it learns online (experiments/LOG.md).
 _PREDICTED = ("speckv",)
-# A folder with a tokenizer has one of these.
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _ROLES = ("target", "draft")
 DeviceMap = str | Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class FoundPair:
-    """A pair that can be loaded: all that is known of it before the weights are read.
-
-    Parameters
-    ----------
-    sources : (str, str)
-        Folders, GGUF files or hub ids of target and draft.
-    configs, tokenizers : (object, object)
-        Target's and draft's.
-    precisions : (Precision, Precision)
-        What each is loaded in.
-    packs : (bool, bool)
-        Whether the linear layers of each are laid out for oneDNN.
-    device : torch.device
-        Where both go.
-    predictors : mapping of str to Path
-        Files of trained predictors that lie beside the draft, by the policy that uses them.
-    hub : HubConfig
-        Versions and rights.
-    device_map : str or mapping, optional
-        Where transformers puts the parts of the target, and, where it is a name, those of the draft.
-    """
+    """A pair that can be loaded: all that is known of it before the weights are read."""
 
     sources: tuple[str, str]
     configs: tuple[Any, Any]
@@ -115,20 +101,7 @@ def resolve_pair(target: str | Path | None, draft: str | Path | None) -> tuple[s
     if target is None or draft is None:
         missing = "target" if target is None else "draft"
         raise ValueError(f"no {missing} given; name both target= and draft=, or neither for the embedded pair")
-    return _resolve_source("target", target), _resolve_source("draft", draft)
-
-
-def _resolve_source(role: str, source: str | Path) -> str:
-    if is_gguf(source):
-        return check_gguf(role, str(source))
-    path = Path(source).expanduser()
-    if path.is_dir():
-        check_folder(role, path)
-        return str(path)
-    check_file(role, path)
-    if isinstance(source, str) and _HUB_ID.fullmatch(source) and not source.startswith("."):
-        return source
-    raise ValueError(f"{role} {str(source)!r} is neither a folder nor a hub id of the form owner/name")
+    return resolve_source("target", target), resolve_source("draft", draft)
 
 
 def predictors_beside(draft: str | Path) -> dict[str, Path]:
@@ -164,11 +137,6 @@ def load_tokenizer(source: str, hub: Mapping[str, Any] | None = None) -> Any:
         raise ValueError(f"cannot load the tokenizer of {source!r}: {error}") from error
 
 
-def has_tokenizer(source: str) -> bool:
-    """Return whether this is a folder that holds one."""
-    return any((Path(source) / name).is_file() for name in _TOKENIZER_FILES)
-
-
 def load_tokenizers(target: str, draft: str, hub: HubConfig | None = None) -> tuple[Any, Any]:
     """Both tokenizers. A draft folder without one is taken to have the target's; the pair embedded in the package is
     stored so. Raises ValueError as `load_tokenizer` does."""
@@ -179,14 +147,8 @@ def load_tokenizers(target: str, draft: str, hub: HubConfig | None = None) -> tu
 
 
 def load_draft(source: str | Path, target: PreTrainedModel) -> PreTrainedModel:
-    """A draft for a target that is loaded already, on its device and in its precision.
-
-    Raises
-    ------
-    ValueError
-        As `open_pair` and `FoundPair.load_models` do.
-    """
-    path = _resolve_source("draft", source)
+    """A draft for a target that is loaded already, on its device and in its precision."""
+    path = resolve_source("draft", source)
     config = load_config(path)
     check_pair(target.config, config)
     asked = precision_of(target)
@@ -220,14 +182,7 @@ def _as_ids(ids: Any) -> frozenset[int]:
 
 
 def check_contents(source: str, config: Any) -> None:
-    """Check the files of a folder beside its configuration, whose weights are not read.
-
-    Raises
-    ------
-    ValueError
-        For weights of another shape than the configuration's, files that cannot be read, and ends of a text that are no
-        token ids.
-    """
+    """Check the files of a folder beside its configuration, whose weights are not read."""
     from transformers import GenerationConfig
 
     folder = Path(source)
@@ -266,28 +221,11 @@ def open_pair(
     hub: HubConfig | None = None,
     device_map: DeviceMap | None = None,
 ) -> FoundPair:
-    """Find a pair and settle how it is loaded; everything that can be refused is refused here, before any long work.
+    """Find a pair and settle how it is loaded.
 
-    Parameters
-    ----------
-    target, draft : str or Path or None
-        Folders, GGUF files or hub ids; the embedded pair where neither is named.
-    load : LoadConfig
-        The precisions asked for.
-    device : str, optional
-        "cpu", "cuda", "cuda:1", …; None takes CUDA where there is one.
-    prepack_linears : bool, optional
-        Lay the weights of linear layers out for oneDNN (`hf.prepack`); None does so wherever it works.
-    hub : HubConfig, optional
-        Versions and rights.
-    device_map : str or mapping, optional
-        In place of `device`: where transformers, with accelerate, puts the parts of the models.
-
-    Raises
-    ------
-    ValueError
-        For what a caller can change: a missing folder, an unsupported architecture, a precision or device that cannot
-        be had here.
+    All that a caller can change is refused here (ValueError), before any long work. prepack_linears: None lays linear
+    layers out for oneDNN (`hf.prepack`) wherever that works. device_map: in place of `device`, where transformers puts
+    the parts of the models.
     """
     hub = hub or HubConfig()
     if device_map is not None and device is not None:
@@ -297,34 +235,44 @@ def open_pair(
     configs = load_config(sources[0], hub.options("target")), load_config(sources[1], hub.options("draft"))
     check_pair(*configs)
     precisions = resolve_precisions(*configs, load, on)
-    for role, source, each in zip(_ROLES, sources, precisions, strict=True):
-        if is_adapter(source) and each.name in QUANTIZED:
-            raise ValueError(
-                f"the {role}'s adapter cannot be merged in {each.name}; merge it in bf16, save the model, and load that"
-            )
-        if is_gguf(source) and each.name in QUANTIZED:
-            raise ValueError(
-                f"the {role} is a GGUF file, whose weights are unpacked when it loads; {each.name} is for checkpoints "
-                "of plain weights, so leave its precision out, or have bf16 or fp32"
-            )
-    # A layer that accelerate may move about must stay as it is.
-    wanted = prepack_linears is not False and device_map is None
-    packs = tuple(wanted and can_prepack(on, each.dtype) for each in precisions)
-    if prepack_linears and not all(packs):
-        refused = precisions[packs.index(False)].name
-        place = f"on {on}" if device_map is None else "under a device_map"
-        raise ValueError(f"linear layers cannot be prepacked {place} in {refused}; leave prepack_linears out")
+    for role, source, precision in zip(_ROLES, sources, precisions, strict=True):
+        _check_quantizable_source(role, source, precision.name)
     return FoundPair(
         sources=sources,
         configs=configs,
         tokenizers=load_tokenizers(*sources, hub),
         precisions=precisions,
-        packs=(packs[0], packs[1]),
+        packs=_packs(precisions, on, prepack_linears, device_map),
         device=on,
         predictors=predictors_beside(sources[1]),
         hub=hub,
         device_map=device_map,
     )
+
+
+def _check_quantizable_source(role: str, source: str, name: str) -> None:
+    if name in QUANTIZED and is_adapter(source):
+        raise ValueError(
+            f"the {role}'s adapter cannot be merged in {name}; merge it in bf16, save the model, and load that"
+        )
+    if name in QUANTIZED and is_gguf(source):
+        raise ValueError(
+            f"the {role} is a GGUF file, whose weights are unpacked when it loads; {name} is for checkpoints of plain "
+            "weights, so leave its precision out, or have bf16 or fp32"
+        )
+
+
+def _packs(
+    precisions: tuple[Precision, Precision], on: torch.device, asked: bool | None, device_map: DeviceMap | None
+) -> tuple[bool, bool]:
+    """Whether each model is prepacked. Raises ValueError where that was asked for and cannot be had."""
+    # A layer that accelerate may move about must stay as it is.
+    first, second = (asked is not False and device_map is None and can_prepack(on, each.dtype) for each in precisions)
+    if asked and not (first and second):
+        refused = precisions[1 if first else 0].name
+        place = f"on {on}" if device_map is None else "under a device_map"
+        raise ValueError(f"linear layers cannot be prepacked {place} in {refused}; leave prepack_linears out")
+    return first, second
 
 
 def _shell(config: Any) -> PreTrainedModel:
@@ -345,30 +293,24 @@ def _load_model(
     config: Any = None,
 ) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging as transformers_logging
 
-    # A bar for a model that loads in milliseconds is noise; a large one keeps it.
-    quiet = Path(source).is_relative_to(ASSETS)
-    shown = transformers_logging.is_progress_bar_enabled()
-    if quiet:
-        transformers_logging.disable_progress_bar()
     try:
         folder, located = locate(base_of(source), hub)
         options = precision.load_options(device) | located
         if is_gguf(source):
+            from transformers import GgufConfig
+
             # Its configuration takes seconds to read, and is known.
-            options |= unpacking() | {"config": config}
+            options |= {"quantization_config": GgufConfig(dequantize=True), "config": config}
         if device_map is not None:
             options["device_map"] = device_map
         # Without attn_implementation: SDPA, or eager attention for those that have none (GPT-OSS).
-        model, loaded = AutoModelForCausalLM.from_pretrained(
-            folder, **options, output_loading_info=True, ignore_mismatched_sizes=True
-        )
+        with _quiet_bars(source):
+            model, loaded = AutoModelForCausalLM.from_pretrained(
+                folder, **options, output_loading_info=True, ignore_mismatched_sizes=True
+            )
     except (OSError, ImportError, SafetensorError, NotImplementedError) as error:
         raise ValueError(f"cannot load the weights of {source!r}: {error}") from error
-    finally:
-        if shown:
-            transformers_logging.enable_progress_bar()
     _check_fit(source, sorted(loaded["mismatched_keys"]))
     missing = sorted(loaded["missing_keys"])
     if missing and precision.name not in QUANTIZED and stored_precision(model.config) is None:
@@ -380,10 +322,26 @@ def _load_model(
     if is_adapter(source):
         model = merge(model, source)
     model.eval()
-    if "device_map" in options:
-        return model
+    return model if "device_map" in options else _put(model, device)
+
+
+@contextmanager
+def _quiet_bars(source: str) -> Iterator[None]:
+    """No progress bar for the embedded models, which load in milliseconds."""
+    from transformers.utils import logging as transformers_logging
+
+    is_shown = transformers_logging.is_progress_bar_enabled()
+    if Path(source).is_relative_to(ASSETS):
+        transformers_logging.disable_progress_bar()
     try:
-        model.to(device)
+        yield
+    finally:
+        if is_shown:
+            transformers_logging.enable_progress_bar()
+
+
+def _put(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+    try:
+        return model.to(device)
     except (RuntimeError, NotImplementedError, AssertionError) as error:
         raise ValueError(f"cannot put the model on device {str(device)!r}: {error}") from error
-    return model

@@ -1,4 +1,4 @@
-"""A model, its cache and its position counter, for one request: counts in, logits out, positions explicit."""
+"""A model with its cache and its position counter, for one request."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from spec_stack.hf import cache as model_cache
 from spec_stack.hf.architectures import text_config
 from spec_stack.hf.attention import LayerCapture, attend_by_position, capture_attention
-from spec_stack.hf.cache import StateSnapshot
 from spec_stack.hf.slots import KeysCached, RestoredSlots, SlotPositions
+from spec_stack.hf.states import States
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 # Tokens to recompute up to which they ride along with the next forward; more get one of their own, so that a
 # snapshot can follow them.
 _MAX_RIDING = 16
-_MAX_SNAPSHOTS = 17
 # Most tokens in a piece on a CPU, where a longer one is no faster and its caller waits for seconds.
 _CPU_PIECE = 2048
 # Tokens without logits from which the last layer leaves them out.
@@ -34,19 +33,8 @@ _MIN_NARROWED = 64
 def piece_ends(num_tokens: int, num_logits: int, chunk: int, own_piece: bool) -> list[int]:
     """Where the pieces of a long forward end.
 
-    Parameters
-    ----------
-    num_tokens, num_logits
-        Tokens of the forward, and how many of the last ones are asked for logits; these stay together.
-    chunk
-        Most tokens in a piece; the last one may hold more where more logits are asked for.
-    own_piece
-        Whether the tokens with logits get a piece of their own.
-
-    Returns
-    -------
-    list of int
-        Strictly increasing; the last one is num_tokens.
+    The last num_logits tokens stay together (in a piece of their own, if own_piece); no other piece is longer than
+    chunk.
     """
     ends, at = [], 0
     while num_tokens - at > (num_logits if own_piece else max(chunk, num_logits)):
@@ -58,36 +46,31 @@ def piece_ends(num_tokens: int, num_logits: int, chunk: int, own_piece: bool) ->
 class CachedModel:
     """One request's view of a model on which `attention.install` has been called.
 
-    Without that call transformers masks, and slides windows over slots, not positions.
+    The model is shared and never changed. Without `attention.install`, windows would slide over slots, not positions.
 
     Parameters
     ----------
-    model
-        The model; shared, never changed.
-    prefill_chunk
-        Most tokens in one piece of a long forward; on a CPU pieces are of 2,048 at most.
-    num_ids
-        Width of the logits handed out, for a draft whose own are wider (the rest is cut off) or narrower (the rest is
-        -inf) than the target's; None leaves them. An id that the model has no row for is taken as its last row.
+    model : PreTrainedModel
+        The model.
+    prefill_chunk : int
+        Most tokens in one piece of a long forward (2,048 at most on a CPU).
+    num_ids : int, optional
+        Width of the logits, for a draft whose own are wider (the rest is cut off) or narrower (the rest is -inf) than
+        the target's. An id without a row in the model is taken as its last row.
 
     Attributes
     ----------
-    num_cached
-        Tokens prefilled or decoded and not forgotten.
-    next_position
-        The position after the largest of theirs, which is larger than num_cached after a sparse prefill.
     forward_s
-        Seconds spent inside the model so far (on CUDA: until the launch returned).
+        Seconds inside the model so far (on CUDA: until the launch returned).
     on_piece
-        Called with a piece's tokens and the share of its layers that is done: at every attention layer of a piece,
-        and with 1.0 after it. What it raises ends the forward there; the cache then holds the whole pieces before (of
-        a model with a state, nobody knows what).
+        Called with a piece's tokens and the share of its layers that is done, at every attention layer, and with 1.0
+        after it. An exception of it ends the forward; the cache then holds the whole pieces before (of a model with a
+        state: undefined).
 
     Notes
     -----
-    A recurrent state cannot be cropped. For models that have one, a rollback goes back to the latest snapshot before
-    the tokens that are forgotten; those after it that stay are recomputed by the next forward, ahead of its own tokens
-    (num_to_recompute says how many). Their cost is therefore part of the next forward's.
+    A recurrent state cannot be cropped. A rollback goes back to the latest snapshot before the forgotten tokens; those
+    after it that stay are recomputed by the next forward, ahead of its own tokens (`num_to_recompute`).
     """
 
     def __init__(self, model: PreTrainedModel, prefill_chunk: int, num_ids: int | None = None) -> None:
@@ -99,22 +82,23 @@ class CachedModel:
         self._num_rows: int = text_config(model.config).vocab_size
         self._num_ids = num_ids or self._num_rows
         self._cache = model_cache.new_cache(model.config)
-        self._is_stateful = model_cache.is_stateful(self._cache)
+        self._states = States(self._cache)
         self._last_layer = model_cache.last_attention_layer(self._cache)
-        # What the cache holds, one entry per slot, and what it has yet to recompute.
+        # One entry per slot, and the tokens that are still to be recomputed.
         self._token_ids: list[int] = []
         self._positions: list[int] = []
         self._to_recompute: list[tuple[int, int]] = []
-        self._snapshots: list[StateSnapshot] = []
         # Slots up to the end of the last ones that went back to an earlier position; from there on positions increase.
         self._restored_end = 0
 
     @property
     def num_cached(self) -> int:
+        """Tokens prefilled or decoded and not forgotten."""
         return len(self._positions) + len(self._to_recompute)
 
     @property
     def next_position(self) -> int:
+        """The position after the largest cached one: more than num_cached after a sparse prefill."""
         if self._to_recompute:
             return self._to_recompute[-1][1] + 1
         if len(self._positions) > self._restored_end:
@@ -141,8 +125,8 @@ class CachedModel:
 
     @property
     def can_restore(self) -> bool:
-        """Return whether tokens may come in at positions before those of cached ones: no state has gone past them."""
-        return not self._is_stateful
+        """Whether tokens may come in at positions before those of cached ones: no state has gone past them."""
+        return not self.is_stateful
 
     @property
     def num_layers(self) -> int:
@@ -151,8 +135,8 @@ class CachedModel:
 
     @property
     def is_stateful(self) -> bool:
-        """Return whether there is a recurrent state, which cannot be cropped."""
-        return self._is_stateful
+        """Whether there is a recurrent state, which cannot be cropped."""
+        return self._states.exist
 
     def forget_from(self, position: int) -> None:
         """Forget all tokens from the first one written at or past a position on.
@@ -169,6 +153,7 @@ class CachedModel:
         other = CachedModel(self.model, self.prefill_chunk, self._num_ids)
         with torch.inference_mode():
             other._cache = model_cache.fork(self._cache)
+        other._states = States(other._cache)
         other._positions, other._token_ids = list(self._positions), list(self._token_ids)
         other._to_recompute, other._restored_end = list(self._to_recompute), self._restored_end
         return other
@@ -179,8 +164,7 @@ class CachedModel:
             model_cache.compact(self._cache)
 
     def contents(self) -> dict[str, torch.Tensor]:
-        """Return what is cached, as tensors that `filled` takes: ids and positions by slot, what there is to
-        recompute, keys, values and states. Not copied."""
+        """The cache as tensors that `filled` takes. Not copied."""
         slots = {
             "token_ids": torch.tensor(self._token_ids, dtype=torch.long),
             "positions": torch.tensor(self._positions, dtype=torch.long),
@@ -190,8 +174,7 @@ class CachedModel:
         return slots | {f"cache.{name}": tensor for name, tensor in model_cache.contents(self._cache).items()}
 
     def filled(self, contents: Mapping[str, torch.Tensor]) -> CachedModel:
-        """Another view of the same model with the contents of one (on any device). Raises ValueError where they are not
-        those of such a model."""
+        """Another view of the same model with these contents. Raises ValueError where they are another model's."""
         other = CachedModel(self.model, self.prefill_chunk, self._num_ids)
         try:
             other._token_ids = contents["token_ids"].tolist()
@@ -213,41 +196,27 @@ class CachedModel:
         return other
 
     def forward(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> torch.Tensor:
-        """Append tokens to the cache, in pieces of prefill_chunk where they are many.
+        """Append tokens to the cache, in pieces of prefill_chunk where they are many; logits (num_logits, vocab).
 
-        Parameters
-        ----------
-        token_ids, positions
-            One each per token. Positions increase strictly and begin at next_position or after it. Tokens that are
-            restored, at increasing positions before that which are not cached, may come ahead of them: every token sees
-            all that were written before it, also those of larger position (a sliding window counts both ways).
-        num_logits
-            How many of the last tokens are asked for logits, 1 or more.
-
-        Returns
-        -------
-        torch.Tensor
-            Logits (num_logits, vocab), in the model's dtype.
-
-        Raises
-        ------
-        ValueError
-            Where the counts do not fit, or the positions do not go on from the cached ones. The cache is unchanged.
+        Positions increase strictly and begin at next_position or after it. Restored tokens, at increasing positions
+        before that which are not cached, may come ahead of them: every token sees all that were written before it (a
+        sliding window counts both ways). Raises ValueError where counts or positions do not fit; the cache is then
+        unchanged.
         """
         if num_logits < 1:
             raise ValueError(f"{num_logits} logits do not fit; `prefill` gives none")
         self._catch_up()
         started = perf_counter()
         token_ids, positions = self._take(token_ids, positions, num_logits)
-        # Only tokens whose logits were asked for are ever rolled back: a state is copied right before them, unless
-        # so few come before them that recomputing those is cheaper than a forward of their own.
-        own_piece = self._is_stateful and num_logits > 1 and len(token_ids) - num_logits > _MAX_RIDING
+        # Only tokens with logits are ever rolled back: a state is copied right before them, unless so few come before
+        # them that recomputing those is cheaper than a forward of their own.
+        own_piece = self.is_stateful and num_logits > 1 and len(token_ids) - num_logits > _MAX_RIDING
         ends = piece_ends(len(token_ids), num_logits, self._most_in_piece, own_piece)
         *earlier, (start, end) = pairwise([0, *ends])
         with torch.inference_mode():
             for first, last in earlier:
                 self._cache_keys(token_ids[first:last], positions[first:last], self._last_layer)
-            self._take_snapshot()
+            self._states.take(len(self._positions))
             logits = self._run(token_ids[start:end], positions[start:end], num_logits)
         self.forward_s += perf_counter() - started
         return self._widen(logits)
@@ -260,23 +229,12 @@ class CachedModel:
         num_sinks: int = 0,
         num_layers: int | None = None,
     ) -> None:
-        """Append tokens to the cache without asking for logits, which costs less than `forward`.
+        """Append tokens to the cache without logits, which costs less than `forward`.
 
-        Parameters
-        ----------
-        token_ids, positions
-            As in `forward`.
-        window, num_sinks
-            Where a window is given, each token sees only the window's positions up to itself and the positions below
-            num_sinks; layers with a window of their own keep the smaller one. What comes later sees everything again.
-        num_layers
-            Run only so many of the model's layers (at least as far as its first attention layer). The cache is then
-            good for scoring alone, until `prefill_kept`.
-
-        Raises
-        ------
-        ValueError
-            As in `forward`.
+        Under a window each token sees the window's positions up to itself and the positions below num_sinks; layers
+        with a window of their own keep the smaller one. What comes later sees everything again. num_layers: run only
+        so many layers (as far as the first attention layer at least); the cache is then good for scoring alone, until
+        `prefill_kept`.
         """
         started = perf_counter()
         token_ids, positions = self._take(token_ids, positions, 0)
@@ -290,14 +248,14 @@ class CachedModel:
         self.forward_s += perf_counter() - started
 
     def _catch_up(self) -> None:
-        """Prefill what there is to recompute where it is too much to ride along with other tokens."""
+        """Recompute tokens that are too many to ride along with others."""
         if len(self._to_recompute) > _MAX_RIDING:
             token_ids, positions = zip(*self._to_recompute, strict=True)
             self._to_recompute = []
             self.prefill(token_ids, positions)
 
     def _take(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> tuple[list[int], list[int]]:
-        """Return what a forward over these tokens has to run: they, and before them what there is to recompute."""
+        """These tokens and positions with those to recompute before them."""
         if not (len(token_ids) == len(positions) >= num_logits and token_ids):
             raise ValueError(f"{len(token_ids)} tokens, {len(positions)} positions, {num_logits} logits do not fit")
         if positions[0] < self.next_position:
@@ -360,7 +318,7 @@ class CachedModel:
         try:
             yield
         except BaseException:
-            if not self._is_stateful:
+            if not self.is_stateful:
                 model_cache.crop(self._cache, num_whole)
                 del self._positions[num_whole:], self._token_ids[num_whole:]
             raise
@@ -393,47 +351,30 @@ class CachedModel:
     def checkpoint(self) -> None:
         """Hold a recurrent state as it is now, so that a rollback to here recomputes nothing. Others need none."""
         self._catch_up()
-        self._take_snapshot()
-
-    def _take_snapshot(self) -> None:
-        num_slots = len(self._positions)
-        latest = self._snapshots[-1].num_slots if self._snapshots else 0
-        if self._is_stateful and num_slots > latest and len(self._snapshots) < _MAX_SNAPSHOTS:
-            self._snapshots.append(StateSnapshot.take(self._cache, num_slots))
+        self._states.take(len(self._positions))
 
     def rollback(self, num_tokens: int) -> None:
-        """Forget the last num_tokens cached tokens. Called after every step, also with 0.
-
-        Raises
-        ------
-        ValueError
-            Where fewer are cached.
-        """
+        """Forget the last num_tokens cached tokens. Called after every step, also with 0."""
         if not 0 <= num_tokens <= self.num_cached:
             raise ValueError(f"cannot roll back {num_tokens} of {self.num_cached} cached tokens")
         num_left = self.num_cached - num_tokens
-        with torch.inference_mode():
-            if num_left >= len(self._positions):
-                del self._to_recompute[num_left - len(self._positions) :]
-            elif self._is_stateful:
-                self._restore(num_left)
-            else:
+        if num_left >= len(self._positions):
+            del self._to_recompute[num_left - len(self._positions) :]
+        elif self.is_stateful:
+            self._restore(num_left)
+        else:
+            with torch.inference_mode():
                 model_cache.crop(self._cache, num_left)
-                del self._positions[num_left:], self._token_ids[num_left:]
-        del self._snapshots[:-1]
+            del self._positions[num_left:], self._token_ids[num_left:]
+        self._states.keep_latest()
 
     def _restore(self, num_left: int) -> None:
-        """Go back to the latest state of no more than num_left tokens, at worst to none.
-
-        The next forward recomputes the tokens between.
-        """
-        while self._snapshots and self._snapshots[-1].num_slots > num_left:
-            self._snapshots.pop()
-        num_slots = self._snapshots[-1].num_slots if self._snapshots else 0
-        if self._snapshots:
-            self._snapshots[-1].restore(self._cache)
-        else:
+        """Go back to the latest state of no more than num_left tokens; the tokens between are recomputed."""
+        with torch.inference_mode():
+            num_slots = self._states.restore(num_left)
+        if not num_slots:
             self._cache = model_cache.new_cache(self.model.config)
+            self._states = States(self._cache)
         forgotten = self._token_ids[num_slots:num_left], self._positions[num_slots:num_left]
         self._to_recompute = list(zip(*forgotten, strict=True))
         del self._positions[num_slots:], self._token_ids[num_slots:]
@@ -442,13 +383,8 @@ class CachedModel:
         """Keep only these cache slots; their positions stay as they were.
 
         A recurrent state cannot forget single tokens: a model that has one keeps its whole context.
-
-        Parameters
-        ----------
-        slots
-            Indices into the cached tokens, in increasing order.
         """
-        if self._is_stateful or len(slots) == self.num_cached:
+        if self.is_stateful or len(slots) == self.num_cached:
             return
         with torch.inference_mode():
             model_cache.keep_slots(self._cache, slots, self.model.device)
@@ -458,19 +394,13 @@ class CachedModel:
         self._token_ids = [self._token_ids[slot] for slot in slots]
 
     def prefill_kept(self, prompt_ids: Sequence[int], positions: Sequence[int]) -> None:
-        """Forget everything, and hold the prompt's tokens at these positions alone, through all layers.
+        """Forget everything, and hold the prompt's tokens at these increasing positions alone, through all layers.
 
-        They count as cached at once; the next forward prefills them, which may come after the target's first token.
-
-        Parameters
-        ----------
-        prompt_ids
-            The whole prompt.
-        positions
-            Of the tokens to prefill, in increasing order; each sees those before it.
+        They count as cached at once, and the next forward prefills them.
         """
         self._cache = model_cache.new_cache(self.model.config)
-        self._token_ids, self._positions, self._snapshots = [], [], []
+        self._states = States(self._cache)
+        self._token_ids, self._positions = [], []
         self._restored_end = 0
         self._to_recompute = [(prompt_ids[position], position) for position in positions]
 

@@ -42,13 +42,7 @@ _UNKNOWN_SAMPLED: dict[str, tuple[object, ...]] = {
 
 
 def complete_sampling(generation_config: Any, params: SamplingParams) -> SamplingParams:
-    """The options of a call, with the checkpoint's own where they are at their defaults.
-
-    Raises
-    ------
-    ValueError
-        Where the checkpoint sets what has no option here.
-    """
+    """The options of a call, with the checkpoint's own where they are at their defaults."""
     own = model_sampling(generation_config)
     defaults = SamplingParams()
     changes = {

@@ -1,8 +1,8 @@
 """Precisions: what their names mean to transformers, where they work, and how many bytes they take.
 
-fp32, fp16 and bf16 are the dtype of the whole model. int8 (LLM.int8, with outliers apart) and nf4 (4 bits, constants
-quantized once more) are bitsandbytes' and quantize the linear layers; what is left (embeddings, norms, the last layer)
-has the device's own float dtype. A checkpoint that is quantized already loads as it is.
+fp32, fp16 and bf16 are the dtype of the whole model. int8 (LLM.int8) and nf4 (4 bits, doubly quantized) are
+bitsandbytes' and quantize the linear layers; the rest (embeddings, norms, the last layer) has the device's own float
+dtype. A checkpoint that is quantized already loads as it is.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import copy
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +19,7 @@ from torch import nn
 from spec_stack.config import OTHER_PRECISION, PRECISIONS, LoadConfig, how_to_install
 from spec_stack.hf.architectures import text_config
 from spec_stack.hf.prepack import PrepackedLinear
+from spec_stack.hf.sources import missing_packages
 from spec_stack.warning import warn_caller
 
 if TYPE_CHECKING:
@@ -29,16 +29,14 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 QUANTIZED = tuple(name for name in PRECISIONS if name not in DTYPES)
 TIE_TOLERANCE = {"fp32": 1e-3, "fp16": 0.05, "bf16": 0.25, "int8": 0.5, "nf4": 0.25}
 """Gap between the target's two best logits up to which greedy output may differ with and without speculation: a block
-and a single token round differently. Twice the largest difference that was measured on the embedded pair, whose logits
-reach 19, or more; nf4 is as bf16 because bitsandbytes' CPU kernel multiplies in it, whatever dtype it is
-given."""
+and a single token round differently. Twice the largest difference measured on the embedded pair, or more; nf4 is as bf16
+because bitsandbytes' CPU kernel multiplies in it."""
 _QUANTIZED_ON = ("cpu", "cuda")
 _PACKAGES = ("bitsandbytes", "accelerate")
-# What bitsandbytes' nf4 kernel for CPUs with AVX512-BF16 works in: rows of output, and a block of quantized weights.
+# Rows and columns that bitsandbytes' nf4 kernel for CPUs with AVX512-BF16 works in.
 _CPU_TILE = (32, 64)
 _BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "avx10_2", "bf16", "arm_bf16", "sve_bf16")
-# Weights from which a CPU runs a model in the bf16 it is stored in. A smaller one gains nothing by it: of the embedded
-# pair, 6 M and 1 M, a step of the target takes as long and one of the draft longer, and fp32 rounds less.
+# Weights from which a CPU runs a model in the bf16 it is stored in; smaller ones gain nothing, and fp32 rounds less.
 _LEAST_BF16_WEIGHTS = 50_000_000
 # nf4: half a byte per weight, a byte per 64 of them, a float per 256 of those.
 _NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
@@ -61,16 +59,13 @@ class Precision:
             return {"dtype": self.dtype}
         from transformers import BitsAndBytesConfig
 
-        quantization = (
-            BitsAndBytesConfig(load_in_8bit=True)
-            if self.name == "int8"
-            else BitsAndBytesConfig(
-                load_in_4bit=True,
-                bnb_4bit_quant_type="nf4",
-                bnb_4bit_use_double_quant=True,
-                bnb_4bit_compute_dtype=self.dtype,
-            )
-        )
+        nf4 = {
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": True,
+            "bnb_4bit_compute_dtype": self.dtype,
+        }
+        quantization = BitsAndBytesConfig(**({"load_in_8bit": True} if self.name == "int8" else nf4))
         return {"dtype": self.dtype, "quantization_config": quantization, "device_map": {"": str(device)}}
 
 
@@ -88,15 +83,14 @@ def stored_precision(config: Any) -> str | None:
 def resolve_precisions(
     target_config: Any, draft_config: Any, load: LoadConfig, device: torch.device
 ) -> tuple[Precision, Precision]:
-    """Target's and draft's; see LoadConfig for what "auto" is. Warns of fp16 on a CPU.
+    """Target's and draft's, where `LoadConfig` says what "auto" is.
 
     Raises ValueError for another precision than a quantized checkpoint has, and for int8 and nf4 where they cannot
     work.
     """
     target = _resolve("target", load.precision, None, target_config, device)
-    draft = _resolve(
-        "draft", load.draft_precision, target.name if target.name in DTYPES else None, draft_config, device
-    )
+    default = target.name if target.name in DTYPES else None
+    draft = _resolve("draft", load.draft_precision, default, draft_config, device)
     if device.type == "cpu" and "fp16" in (target.name, draft.name):
         warn_caller("fp16 prefill is very slow on a CPU; use bf16 or fp32 there")
     return target, draft
@@ -108,9 +102,9 @@ def unquantized_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def has_bf16_instructions() -> bool:
-    """Return whether this machine's processor multiplies in bf16 (AVX512-BF16, AMX, Arm's BF16), as torch tells it."""
-    told = torch.cpu.get_capabilities()
-    return any(bool(told.get(name)) for name in _BF16_INSTRUCTIONS)
+    """Whether this machine's processor multiplies in bf16 (AVX512-BF16, AMX, Arm's BF16)."""
+    capabilities = torch.cpu.get_capabilities()
+    return any(bool(capabilities.get(name)) for name in _BF16_INSTRUCTIONS)
 
 
 def default_precision(config: Any, device: torch.device) -> str:
@@ -140,7 +134,7 @@ def _resolve(role: str, asked: str, default: str | None, config: Any, device: to
     name = (default or default_precision(config, device)) if asked == "auto" else asked
     if name in QUANTIZED:
         _check_bitsandbytes(role, name, config, device)
-        check_quantizable(role, name, config)
+        _check_quantizable(role, name, config)
     return Precision(name, unquantized_dtype(name, device))
 
 
@@ -149,26 +143,28 @@ def _check_bitsandbytes(role: str, name: str, config: Any, device: torch.device)
         raise ValueError(
             f"{name} for the {role} works on {' and '.join(_QUANTIZED_ON)}, not on {device.type!r}; use bf16 there"
         )
-    missing = [package for package in _PACKAGES if find_spec(package) is None]
-    if missing:
+    if missing := missing_packages(_PACKAGES):
         raise ValueError(
             f"{name} for the {role} needs {' and '.join(missing)}, not installed here: {how_to_install('quantized')}"
         )
     if name == "nf4" and device.type == "cpu":
-        from bitsandbytes.functional import has_avx512bf16
-
-        shapes = [tuple(layer.weight.shape) for layer in _quantizable(_skeleton(config))]
-        odd = [shape for shape in shapes if shape[0] % _CPU_TILE[0] or shape[1] % _CPU_TILE[1]]
-        if odd and has_avx512bf16():
-            raise ValueError(
-                f"the {role} cannot be had in nf4 on this CPU: bitsandbytes' kernel wants weights of multiples of "
-                f"{_CPU_TILE[0]} by {_CPU_TILE[1]}, and it has one of {odd[0][0]} by {odd[0][1]}; use int8 or bf16"
-            )
+        _check_tiles(role, config)
 
 
-def check_quantizable(role: str, name: str, config: Any) -> None:
-    """Raise ValueError for a model most of whose layers bitsandbytes would leave as they are: it quantizes plain linear
-    layers, and not, for example, experts that are stored as one tensor."""
+def _check_tiles(role: str, config: Any) -> None:
+    from bitsandbytes.functional import has_avx512bf16
+
+    shapes = [tuple(layer.weight.shape) for layer in _quantizable(_skeleton(config))]
+    odd = [shape for shape in shapes if shape[0] % _CPU_TILE[0] or shape[1] % _CPU_TILE[1]]
+    if odd and has_avx512bf16():
+        raise ValueError(
+            f"the {role} cannot be had in nf4 on this CPU: bitsandbytes' kernel wants weights of multiples of "
+            f"{_CPU_TILE[0]} by {_CPU_TILE[1]}, and it has one of {odd[0][0]} by {odd[0][1]}; use int8 or bf16"
+        )
+
+
+def _check_quantizable(role: str, name: str, config: Any) -> None:
+    """Refuse a model most of whose layers bitsandbytes would leave as they are (experts stored as one tensor, say)."""
     linear, embedded, total = _count_weights(config)
     if total == embedded or linear / (total - embedded) < 0.5:
         share = linear / max(total - embedded, 1)
@@ -256,7 +252,7 @@ def precision_of(model: PreTrainedModel) -> str:
 
 def warm_up_quantized(model: PreTrainedModel) -> None:
     """Run a quantized model once: bitsandbytes lays its weights out in the first forward, which two threads must not do
-    at once. On a CPU its int8 layers also say in every call that they cast their inputs; that is not passed on."""
+    at once. Its notice about casts, printed in every int8 call on a CPU, is left out."""
     if stored_precision(model.config) is None:
         return
     logging.getLogger("bitsandbytes.autograd._functions").addFilter(_is_news)

@@ -1,12 +1,9 @@
 """Linear layers for CPUs whose weights oneDNN has laid out beforehand.
 
-A verification computes 2 to 17 tokens at once, and there `F.linear` in fp32 takes two to three times what it takes for
-one token, which eats what speculation gains; laid out for oneDNN the same product hardly costs more than one token's,
-and prefill is faster too (verifying 4 tokens over a plain step: 1.42 → 1.06). The operators are private to torch, so
-they are tried before anything is replaced.
-
-In bf16 oneDNN is slower with one to three rows than with four of them: a trial on the layers themselves says where rows
-of zeros are added. They change the rounding of a product, as any other block of tokens does, and nothing else.
+A verification computes 2 to 17 tokens at once, for which `F.linear` in fp32 takes two to three times what it takes for
+one; laid out beforehand, the product costs hardly more than one token's (verifying 4 tokens over a plain step: 1.42 →
+1.06). The operators are private to torch, so they are tried before anything is replaced. In bf16 oneDNN is slower with
+one to three rows than with four: a trial on the layers themselves decides where rows of zeros are added.
 """
 
 from __future__ import annotations
@@ -27,32 +24,18 @@ from torch import nn
 _PRECISIONS = (torch.float32, torch.bfloat16)
 # The batch that oneDNN lays the weights out for: a typical verification.
 _TYPICAL_TOKENS = 8
-# With fewer weights than the first, oneDNN's call costs more than it saves. With fewer than the second it does so for
-# one token only, and keeping the weights twice costs little; not in bf16, where the plain product is the slow one.
+# With fewer weights oneDNN's call costs more than it saves.
 _SMALLEST_LAYER = 1 << 16
+# With fewer weights it does so for one token, in fp32; the plain weights are then kept too.
 _SMALL_LAYER = 1 << 20
-# Rows that fewer are filled up to, and what that must save to be done: less is within the noise of a trial.
-_FILLED_ROWS = 4
-_LEAST_SAVING = 0.05
-_TRIAL_ROUNDS = 9
-# The trial goes through this many layers of a shape in turn, so that their weights come from memory, as in a model.
-_TRIAL_LAYERS = 6
+# Rows that fewer are filled up to, and the share of time that this must save (less is noise).
+_FILLED_ROWS, _LEAST_SAVING = 4, 0.05
+# The trial goes through several layers of a shape in turn, so that their weights come from memory, as in a model.
+_TRIAL_ROUNDS, _TRIAL_LAYERS = 9, 6
 
 
 class PrepackedLinear(nn.Module):
-    """A drop-in nn.Linear for inference on a CPU. Its weights can be saved, as the plain layer's, but not trained.
-
-    Attributes
-    ----------
-    dtype : torch.dtype
-        Of the weights.
-    plain : torch.Tensor or None
-        The weights as they were, where they are kept for products of one row.
-    least_rows : int
-        Inputs of fewer rows are filled up to so many, with zeros.
-    num_bytes : int
-        What the weights take, copies included.
-    """
+    """A drop-in nn.Linear for inference on a CPU. Its weights can be saved, as the plain layer's, but not trained."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -60,8 +43,9 @@ class PrepackedLinear(nn.Module):
         weight = linear.weight.detach()
         self.dtype = weight.dtype
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _TYPICAL_TOKENS)
-        is_kept = weight.dtype == torch.float32 and weight.numel() < _SMALL_LAYER
-        self.plain = weight if is_kept else None
+        # The weights as they were, for products of one row.
+        self.plain = weight if weight.dtype == torch.float32 and weight.numel() < _SMALL_LAYER else None
+        # Inputs of fewer rows are filled up with zeros.
         self.least_rows = 1
         # The bias stays a parameter, counted with the others.
         self.num_bytes = weight.nbytes * (1 if self.plain is None else 2)
@@ -92,7 +76,7 @@ class PrepackedLinear(nn.Module):
 
 
 def _works(dtype: torch.dtype) -> bool:
-    """Return whether the operators exist here and give the right product."""
+    """Whether the operators exist here and give the right product."""
     linear = nn.Linear(32, 48, bias=False).to(dtype)
     inputs = torch.randn(5, 32, generator=torch.Generator().manual_seed(0)).to(dtype)
     try:
@@ -104,19 +88,14 @@ def _works(dtype: torch.dtype) -> bool:
 
 
 def can_prepack(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether linear layers of this kind can be laid out beforehand here."""
+    """Whether linear layers of this kind can be laid out beforehand here."""
     return device.type == "cpu" and dtype in _PRECISIONS and _works(dtype)
 
 
 def prepack(model: nn.Module) -> int:
-    """Replace every plain nn.Linear of the model that gains by it, in place.
+    """Replace every plain nn.Linear of the model that gains by it, in place; how many these were.
 
     Each layer's plain weights are given back before the next one is laid out, so memory never holds the model twice.
-
-    Returns
-    -------
-    int
-        How many were replaced. Subclasses (quantized layers) stay.
     """
     places = [
         (parent, name)
@@ -149,10 +128,10 @@ def _mapped_files() -> list[range]:
 
 
 def _forget_pages(weight: torch.Tensor, mapped: Sequence[range]) -> None:
-    """Give back the memory of a weight that nobody needs any more, where it is mapped from a file.
+    """Give back the pages of a weight nobody needs any more, where it is mapped from a file.
 
-    Such a mapping lives until its last tensor goes, and with it every page that was touched. Those of the file alone
-    are given back, never memory of another kind, which would be lost.
+    The mapping lives until its last tensor goes, and with it every page that was touched. Memory of another kind would
+    be lost by this.
     """
     start, stop = weight.data_ptr(), weight.data_ptr() + weight.nbytes
     if not any(start in span and stop - 1 in span for span in mapped):

@@ -101,12 +101,12 @@ def copy_processor(processor: Called) -> Called:
 
 
 def keeps_nothing(processor: object) -> bool:
-    """Return whether it is a processor or criterion of transformers that goes by the tokens alone."""
+    """Whether it is a processor or criterion of transformers that goes by the tokens alone."""
     return type(processor) in _STATELESS
 
 
 def _holds_model(holder: object) -> bool:
-    """Return whether a deep copy would copy a model: with its weights, in every step."""
+    """Whether a deep copy would copy a model: with its weights, in every step."""
     seen: dict[int, object] = {}
     waiting = [holder]
     while waiting:
@@ -120,18 +120,12 @@ def _holds_model(holder: object) -> bool:
 
 
 def name_of(processor: object) -> str:
-    """Return what messages call a processor."""
+    """What messages call a processor."""
     return str(getattr(processor, "__qualname__", None) or type(processor).__name__)
 
 
 def check_processors(given: object) -> list[Processor]:
-    """The processors of a call, as a list.
-
-    Raises
-    ------
-    ValueError
-        For something that is neither a callable nor a list of callables.
-    """
+    """The processors of a call, as a list."""
     if given is None:
         return []
     # transformers' LogitsProcessorList is both: a list that can be called.

@@ -45,7 +45,7 @@ def make_warp(
 def make_processors(
     params: SamplingParams, num_prompt_tokens: int, end_ids: Collection[int], device: torch.device
 ) -> list[Processor]:
-    """Return what these options do to a row by the tokens before it, in the order of `generate` of transformers."""
+    """What these options do to a row by the tokens before it, in the order of `generate` of transformers."""
     processors: list[Processor] = []
     if params.logit_bias:
         processors.append(SequenceBiasLogitsProcessor({(int(at),): float(b) for at, b in params.logit_bias.items()}))

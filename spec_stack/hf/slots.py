@@ -18,16 +18,10 @@ class KeysCached(Exception):  # noqa: N818
 
 @dataclass(frozen=True)
 class Seen:
-    """The slots that one layer shows to the newest tokens.
+    """The slots that a layer shows to the newest tokens: `first` is the oldest that any of them sees, sinks aside.
 
-    Attributes
-    ----------
-    first
-        The oldest slot that any of them sees, the sinks aside.
-    window
-        Width in positions, the token itself included; None where each sees everything from `first` up to itself.
-    num_sinks
-        Slots at the beginning of the cache that are seen beside the window.
+    window: width in positions, the token itself included; None where each sees everything from `first` up to itself.
+    num_sinks: slots at the beginning of the cache that are seen beside the window.
     """
 
     first: int = 0
@@ -36,25 +30,13 @@ class Seen:
 
 
 class SlotPositions:
-    """The original positions of all cache slots during one forward, and what follows from them.
+    """The original positions of all cache slots during one forward, the forward's own tokens last.
 
-    Parameters
-    ----------
-    positions
-        Strictly increasing, one per slot, the forward's own tokens last. Not copied.
-    window, num_sinks
-        Where a window is given, a layer that sees everything shows each token only the window's positions up to
-        itself and the positions below num_sinks; a layer with a window of its own keeps the smaller one, without
-        sinks.
-    last_layer
-        Index of the attention layer at which the forward ends, once its keys and values are cached; None for no end.
-
-    Attributes
-    ----------
-    narrow_layer, num_wanted
-        From this layer on, past its keys and values, only the newest num_wanted tokens go on; None for all.
-    on_layer
-        Called with the layer's index whenever attention begins; what it raises ends the forward there.
+    window, num_sinks: a layer that sees everything shows each token only the window's positions up to itself and the
+    positions below num_sinks; a layer with a window of its own keeps the smaller one, without sinks. last_layer: the
+    attention layer at which the forward ends, once its keys and values are cached. narrow_layer: past this layer's keys
+    and values only the newest num_wanted tokens go on. on_layer: called with each attention layer's index; an exception
+    of it ends the forward.
     """
 
     def __init__(
@@ -74,7 +56,7 @@ class SlotPositions:
         self._masks: dict[tuple[int, int, Seen, torch.device], torch.Tensor] = {}
 
     def seen(self, num_queries: int, layer_window: int | None) -> Seen:
-        """Return what a layer with this window of its own (None: it has none) shows to the newest num_queries
+        """What a layer with this window of its own (None: it has none) shows to the newest num_queries
         tokens."""
         window, num_sinks = layer_window, 0
         if self._window is not None and (layer_window is None or self._window < layer_window):
@@ -100,7 +82,7 @@ class SlotPositions:
         return (0, 0) if first <= seen.num_sinks else (seen.num_sinks, first)
 
     def mask(self, start: int, stop: int, seen: Seen, device: torch.device) -> torch.Tensor:
-        """Return what the tokens of the slots start…stop - 1 see of the slots that are `shown` to them up to their
+        """What the tokens of the slots start…stop - 1 see of the slots that are `shown` to them up to their
         own: bool (1, 1, stop - start, num_shown)."""
         key = start, stop, seen, device
         mask = self._masks.get(key)

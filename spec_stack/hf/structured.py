@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Collection, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
@@ -52,15 +53,7 @@ def structured_problem() -> str | None:
 
 
 class Grammars:
-    """Compiles what `response_format=` asks for, for one tokenizer; safe to use from several threads.
-
-    Parameters
-    ----------
-    tokenizer : object
-        The target's.
-    vocab_size : int
-        Width of the target's rows.
-    """
+    """Compiles what `response_format=` asks for, for one tokenizer; safe to use from several threads."""
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
@@ -70,25 +63,7 @@ class Grammars:
     def compile(
         self, response_format: object, end_ids: Collection[int], num_prompt_tokens: int, in_thought: bool = False
     ) -> Grammar | None:
-        """The grammar of a request; None for {"type": "text"}.
-
-        Parameters
-        ----------
-        response_format : mapping, or a class with `model_json_schema`
-            See `api.answering.Answering.generate`.
-        end_ids : collection of int
-            Tokens that end a text: where it may end, and there alone, they are allowed.
-        num_prompt_tokens : int
-            The grammar is about what comes after them.
-        in_thought : bool
-            Whether they end inside a thought: it runs free up to its closing mark, and the format holds behind it.
-
-        Raises
-        ------
-        ValueError
-            For a format that is none, one that cannot be compiled or enforced, no tokenizer, no end token, and where
-            xgrammar is not installed.
-        """
+        """The grammar of a request; None for {"type": "text"}."""
         compiled = self._compiled(response_format, frozenset(end_ids), in_thought)
         if compiled is None:
             return None
@@ -170,13 +145,7 @@ def _marks_of(response_format: object) -> tuple[str, ...]:
 
 
 def read_format(response_format: object) -> tuple[str, str]:
-    """The kind of a format, and the schema (as JSON), pattern or grammar it holds.
-
-    Raises
-    ------
-    ValueError
-        For something of another form; the message says which there are.
-    """
+    """The kind of a format, and the schema (as JSON), pattern or grammar it holds."""
     schema_of = getattr(response_format, "model_json_schema", None)
     if callable(schema_of):
         return "json_schema", json.dumps(schema_of())
@@ -224,23 +193,10 @@ def _behind_thought(rules: Any) -> Any:
 
 
 class Grammar:
-    """Where one text stands in its grammar.
+    """Where one text stands in its grammar: it advances with the prefixes that it is shown, each longer than the last.
 
-    It is taken forward by the prefixes that it is shown, each of which goes on from the last one.
-
-    Parameters
-    ----------
-    compiled
-        xgrammar's.
-    forbidden : collection of int
-        Tokens that are never allowed.
-    vocab_size : int
-        Width of the rows.
-    num_prompt_tokens : int
-        The text begins after them.
-    mark_ids : sequence of int
-        Tokens that are a whole mark: where little else may come, they do. Spelt in letters a mark reads alike, but a
-        model does not know it again in the next turn.
+    forbidden: tokens that are never allowed. mark_ids: tokens that are a whole mark. They come where little else may,
+    since a model does not recognise a mark spelt in letters in the next turn.
     """
 
     def __init__(
@@ -250,14 +206,11 @@ class Grammar:
         vocab_size: int,
         num_prompt_tokens: int,
         mark_ids: Sequence[int] = (),
-        matcher: Any = None,
     ) -> None:
         import xgrammar
 
-        self._compiled, self._forbidden, self._mark_ids = compiled, forbidden, mark_ids
-        self._vocab_size = vocab_size
-        self._num_prompt_tokens = num_prompt_tokens
-        self._matcher = xgrammar.GrammarMatcher(compiled) if matcher is None else matcher
+        self._forbidden, self._mark_ids = forbidden, mark_ids
+        self._matcher = xgrammar.GrammarMatcher(compiled)
         self._num_seen = num_prompt_tokens
         # The tokens allowed after so many: of the last row asked about.
         self._allowed_after = -1
@@ -266,18 +219,9 @@ class Grammar:
 
     def fork(self) -> Grammar:
         """Another one, at the same place of the text."""
-        other = self._made(self._matcher.fork())
-        other._num_seen = self._num_seen
+        other = copy(self)
+        other._matcher, other._allowed = self._matcher.fork(), self._allowed.clone()
         return other
-
-    def restart(self) -> Grammar:
-        """Another one, at the beginning of the text."""
-        return self._made(None)
-
-    def _made(self, matcher: Any) -> Grammar:
-        return Grammar(
-            self._compiled, self._forbidden, self._vocab_size, self._num_prompt_tokens, self._mark_ids, matcher
-        )
 
     def mask(self, prefix_ids: Sequence[int], scores: torch.Tensor) -> torch.Tensor:
         """The scores (1, vocab), which are written on, with -inf for what may not come after these tokens."""

@@ -28,15 +28,6 @@ class WindowedText:
 
     A decoder may treat the beginning of a text apart: SentencePiece-style ones drop its first space, which belongs to a
     continuation all the same.
-
-    Parameters
-    ----------
-    decode : callable
-        Maps token ids to text.
-    context_ids : sequence of int
-        The tokens that the text goes on after.
-    piece_of : callable, optional
-        Maps a token id to its name in the vocabulary; tells the tokens of single bytes (`<0x0A>`).
     """
 
     def __init__(
@@ -63,7 +54,7 @@ class WindowedText:
         return added
 
     def flush(self) -> str:
-        """Return what is held back, as it stands."""
+        """What is held back, as it stands."""
         return self._decode(self._window)[len(self._context_text) :]
 
     def _remember(self) -> None:
@@ -72,11 +63,11 @@ class WindowedText:
         self._context_text = self._decode(self._window) if self._window else ""
 
     def _is_settled(self, text: str) -> bool:
-        """Return whether no later token changes this text of the window."""
+        """Whether no later token changes this text of the window."""
         return not text.endswith(_INCOMPLETE) and not self._ends_in_bytes()
 
     def _ends_in_bytes(self) -> bool:
-        """Return whether the last token with a text is a byte: a run of bytes is decoded as one, all of it or none."""
+        """Whether the last token with a text is a byte: a run of bytes is decoded as one, all of it or none."""
         for token_id in reversed(self._window):
             if _BYTE_PIECE.fullmatch(self._piece_of(token_id) or ""):
                 return True

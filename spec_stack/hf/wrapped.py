@@ -10,13 +10,7 @@ from spec_stack.hf.model import CachedModel
 
 
 class WrappedDraft:
-    """Hands on what a draft and the one under it have in common.
-
-    Parameters
-    ----------
-    draft : CachedModel or WrappedDraft
-        The one under it, owned from now on.
-    """
+    """Hands on what a draft and the one under it have in common."""
 
     def __init__(self, draft: CachedModel | WrappedDraft) -> None:
         self._draft = draft

@@ -14,13 +14,7 @@ from spec_stack.tokenizers.vocabulary import added_tokens, bytes_of_token, decod
 
 
 class Pieces:
-    """Pieces of text by token id; shared by requests, which only fill its store.
-
-    Parameters
-    ----------
-    tokenizer : object
-        The target's.
-    """
+    """Pieces of text by token id; shared by requests, which only fill its store."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -36,13 +30,7 @@ class Pieces:
         return [decoder.decode(self.bytes_of(token_id)) for token_id in token_ids]
 
     def bytes_of(self, token_id: int) -> bytes:
-        """The bytes that a token adds to a text that goes on; empty for an id that is no token.
-
-        Parameters
-        ----------
-        token_id : int
-            Any id of the model.
-        """
+        """The bytes that a token adds to a text that goes on; empty for an id that is no token."""
         known = self._bytes.get(token_id)
         if known is None:
             token = self._tokenizer.convert_ids_to_tokens(token_id) or ""

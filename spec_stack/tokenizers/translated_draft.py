@@ -22,16 +22,6 @@ class TranslatedDraft(WrappedDraft):
     `hell|o` for the target and `he|llo` for the draft, ranges (0, 2) and (1, 2). With the target's `hell` the draft is
     fed `he` (`llo` also belongs to `o`), with `o` the rest; so after the prompt `_ends` is [1, 2]. A generated `world`
     that the draft spells `wor|ld` makes it [1, 2, 4], and rolling it back takes two tokens from the draft.
-
-    Parameters
-    ----------
-    draft : CachedModel
-        Over the draft's own ids, holding nothing or the beginning of a text. What it shares with the prompt is not fed
-        again; what comes after that is forgotten.
-    translation : Translation
-        Of the pair.
-    tokenization : DraftTokenization
-        The prompt in the draft's tokens.
     """
 
     _draft: CachedModel

@@ -31,7 +31,7 @@ class Vocabulary:
 
     @property
     def can_propose(self) -> bool:
-        """Return whether the draft has a token to propose that the target has too."""
+        """Whether the draft has a token to propose that the target has too."""
         return self.relation != "other" or bool(self.common)
 
     @property
@@ -43,7 +43,7 @@ class Vocabulary:
 
     @property
     def decode_reason(self) -> str:
-        """Return what drafting does, and why; begins with on or off."""
+        """What drafting does, and why; begins with on or off."""
         if self.relation == "same":
             return "on: target and draft share a tokenizer"
         if self.relation == "padded":

@@ -11,8 +11,8 @@ from transformers import AutoTokenizer, PreTrainedModel
 from spec_stack import SpecStackGenerator
 from spec_stack.cli.doctor import diagnose
 from spec_stack.engine.pair import ModelPair
-from spec_stack.hf.gguf import name_file
 from spec_stack.hf.loading import ASSETS, resolve_pair
+from spec_stack.hf.sources import name_file
 from tests.support.gguf_files import make_qwen2, set_first_type, write_gguf
 
 TOKENIZER = ASSETS / "target" / "tokenizer.json"

@@ -57,7 +57,7 @@ def grammar_of(schema: Any) -> Grammar:
 def takes(grammar: Grammar, text: str) -> bool:
     import torch
 
-    begun = grammar.restart()
+    begun = grammar.fork()
     ids = [*TOKENIZER(text, add_special_tokens=False).input_ids, END]
     return all(begun.mask(ids[:at], torch.zeros(1, len(TOKENIZER)))[0, ids[at]] == 0 for at in range(len(ids)))
 

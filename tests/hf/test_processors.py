@@ -21,11 +21,7 @@ from transformers.generation.logits_process import (
 
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
 from spec_stack.cli.demo import hide_fact
-from spec_stack.decode.sampler import Sampler
-from spec_stack.decode.verify import verify
-from spec_stack.hf.processors import CannotCopyError, ProcessedRows, copy_processor
-from spec_stack.hf.sampling import make_warp
-from spec_stack.types import Proposal
+from spec_stack.hf.processors import CannotCopyError, copy_processor
 from tests.support import reference
 from tests.support.models import make_model, make_tokenizer, random_prompt
 
@@ -378,24 +374,6 @@ def test_min_p_leaves_out_what_is_far_less_likely_than_the_likeliest(target: Pre
     for each in seen.logprobs or []:
         best = each.warped_top[0][1]
         assert all(value >= best + np.log(0.5) - 1e-4 for _, value in each.warped_top)
-
-
-def test_a_fused_kernel_is_not_asked_about_rows_that_depend_on_the_text() -> None:
-    def never(*arguments: Any) -> Any:
-        raise RuntimeError("the kernel was asked")
-
-    rows = ProcessedRows([far_from_the_last])
-    sampler = Sampler(make_warp(1.0, 0, 1.0), torch.Generator().manual_seed(0), accept=never, shaper=rows)
-    logits = torch.zeros(3, 8)
-    drawn = Proposal([4, 0], torch.full((2, 8), 1 / 8))
-    verification = verify(logits, drawn, sampler, committed_ids=[2, 0], end_ids=())
-    # After 0 no token under 4 may follow, and after 4 none from 4 on.
-    assert verification.rows is not None
-    assert torch.equal(verification.rows[0] > -torch.inf, torch.arange(8) >= 4)
-    assert verification.num_accepted == 2
-    assert verification.next_token >= 4
-    with pytest.raises(RuntimeError, match="was asked"):
-        verify(logits, drawn, Sampler(make_warp(1.0, 0, 1.0), torch.Generator().manual_seed(0), accept=never))
 
 
 def test_a_draft_to_which_everything_is_forbidden_proposes_nothing_and_is_not_called_broken() -> None:

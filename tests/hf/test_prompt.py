@@ -440,5 +440,5 @@ def test_a_spliced_chat_is_the_one_encoded_beside_the_known(embedded: SpecStackG
         if draw.random() < 0.3:
             messages[draw.randrange(len(messages))]["content"] = said()
         wanted = encode(tokenizer, messages, known)
-        assert splice(encode(tokenizer, messages), known) == wanted
+        assert splice(tokenizer, encode(tokenizer, messages), known) == wanted
         known = wanted

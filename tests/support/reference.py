@@ -275,39 +275,6 @@ def speculative_law(target: np.ndarray, draft: np.ndarray) -> dict[tuple[int, ..
     return law
 
 
-def chain_speculative_sampling(
-    draft_probs: torch.Tensor,
-    draft_token_ids: torch.Tensor,
-    target_probs: torch.Tensor,
-    maybe_output_accepted_token_num: torch.Tensor | None = None,
-    maybe_output_emitted_draft_token_num: torch.Tensor | None = None,
-    deterministic: bool = True,
-    generator: torch.Generator | None = None,
-    seed: int | None = None,
-    offset: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What flashinfer 0.6.15's kernel of this name does, read from its source (include/flashinfer/sampling.cuh): it
-    stands in for the kernel where there is no GPU, so that our use of it is tested."""
-    if draft_token_ids.dtype != torch.int32 or draft_probs.dtype != torch.float32:
-        raise TypeError("the kernel reads int32 ids and float32 probabilities")
-    rng = np.random.default_rng([seed, offset])
-    batch, num_drafted = draft_token_ids.shape
-    output = torch.full((batch, num_drafted + 1), -1, dtype=torch.int32)
-    independent, emitted = torch.zeros(batch, dtype=torch.int32), torch.zeros(batch, dtype=torch.int32)
-    for row in range(batch):
-        draft, target = draft_probs[row].double().numpy(), target_probs[row].double().numpy()
-        ids = draft_token_ids[row].tolist()
-        # Uniform numbers in (0, 1], as CURAND gives them.
-        keeps = [(1 - rng.random()) * draft[i, token] < target[i, token] for i, token in enumerate(ids)]
-        stop = keeps.index(False) if False in keeps else num_drafted
-        output[row, :stop] = draft_token_ids[row, :stop]
-        residual = np.maximum(target[stop] - (draft[stop] if stop < num_drafted else 0), 0)
-        threshold = (1 - rng.random()) * residual.sum()
-        output[row, stop] = int(np.flatnonzero(residual.cumsum() >= threshold)[0]) if residual.sum() > 0 else -1
-        independent[row], emitted[row] = sum(keeps), stop
-    return output, independent, emitted
-
-
 def rare_words(ids: Sequence[int], start: int, size: int, half_life: float) -> list[float]:
     """Rare n-grams shared by ids[start:] with what comes before, chunk by chunk, by counting in lists."""
     scores = [0.0] * math.ceil(len(ids) / size)

@@ -1,0 +1,172 @@
+"""The places that models come from: a folder, a hub id, a GGUF file (a path, or owner/name/file.gguf), a LoRA adapter.
+
+A GGUF file's weights are unpacked to the dtype of a precision, an adapter is merged into its base.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from spec_stack.config import how_to_install
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_ADAPTER, _MODEL = "adapter_config.json", "config.json"
+# A folder with a tokenizer has one of these.
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+_HUB_FILE = re.compile(r"[\w-][\w.-]*/[\w.-]+/[\w./-]+\.gguf", re.IGNORECASE)
+_PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$", re.IGNORECASE)
+_MERGE = "model.merge_and_unload().save_pretrained(...)"
+
+
+def is_gguf(source: str | Path) -> bool:
+    """Whether a source names a GGUF file, here or on the hub."""
+    return str(source).lower().endswith(".gguf")
+
+
+def is_adapter(source: str | Path) -> bool:
+    """Whether this is a folder with an adapter and no model beside it."""
+    return (Path(source) / _ADAPTER).is_file() and not (Path(source) / _MODEL).is_file()
+
+
+def has_tokenizer(source: str) -> bool:
+    """Whether this is a folder that holds a tokenizer."""
+    return any((Path(source) / name).is_file() for name in _TOKENIZER_FILES)
+
+
+def missing_packages(names: Sequence[str]) -> list[str]:
+    """Those of these packages that are not installed."""
+    return [name for name in names if find_spec(name) is None]
+
+
+def name_file(source: str | Path | None, gguf_file: str | None) -> str | Path | None:
+    """A source with the `gguf_file` of transformers beside it, in one name. Raises ValueError for no such file."""
+    if gguf_file is None:
+        return source
+    if source is None or not isinstance(gguf_file, str) or not is_gguf(gguf_file):
+        raise ValueError(f"gguf_file names a .gguf file in the folder or hub id beside it, got {gguf_file!r}")
+    return f"{source}/{gguf_file}"
+
+
+def resolve_source(role: str, source: str | Path) -> str:
+    """The name by which a model is loaded. Raises ValueError, with the way to go, where none can be loaded from it."""
+    path = Path(source).expanduser()
+    if is_gguf(source):
+        return _resolve_gguf(role, str(source), path)
+    if path.is_dir():
+        _check_folder(role, path)
+        return str(path)
+    if path.is_file():
+        raise ValueError(f"{role} {path} is a file; name the folder that it is in")
+    if isinstance(source, str) and _HUB_ID.fullmatch(source):
+        return source
+    raise ValueError(f"{role} {str(source)!r} is neither a folder nor a hub id of the form owner/name")
+
+
+def _resolve_gguf(role: str, source: str, path: Path) -> str:
+    if not path.is_file() and not _HUB_FILE.fullmatch(source):
+        raise ValueError(f"{role} {source!r} is neither a file nor of the form owner/name/file.gguf")
+    if _PART.search(source):
+        raise ValueError(f"{role} {source!r} is one part of several; join them first: llama-gguf-split --merge")
+    if missing := missing_packages(("gguf", "accelerate")):
+        raise ValueError(
+            f"{role} {source!r} needs {' and '.join(missing)}, not installed here: {how_to_install('gguf')}"
+        )
+    return str(path) if path.is_file() else source
+
+
+def _check_folder(role: str, folder: Path) -> None:
+    files = sorted(folder.glob("*.gguf"))
+    if (folder / _MODEL).is_file():
+        return
+    if is_adapter(folder) and not missing_packages(["peft"]):
+        return
+    if is_adapter(folder):
+        raise ValueError(
+            f"{role} folder {folder} holds an adapter; pip install peft, and it is merged when the pair loads, or "
+            f"merge it yourself: {_MERGE}"
+        )
+    if files:
+        raise ValueError(f"{role} folder {folder} holds GGUF files; name the one that is meant, {files[0]}")
+    raise ValueError(f"{role} folder {folder} holds no config.json; is it a transformers model?")
+
+
+def base_of(source: str) -> str:
+    """An adapter's base, else the source itself. Raises ValueError for an adapter without a base that is here."""
+    if not is_adapter(source):
+        return source
+    try:
+        base = json.loads((Path(source) / _ADAPTER).read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"cannot read the base model of the adapter {source}: {error!r}") from error
+    if not isinstance(base, str) or not base:
+        raise ValueError(f"the adapter {source} names no base_model_name_or_path; merge it by hand")
+    if Path(base).is_absolute() and not Path(base).is_dir():
+        raise ValueError(
+            f"the base {base} that the adapter {source} names is not here; correct base_model_name_or_path in its "
+            f"{_ADAPTER}, or merge it by hand: {_MERGE}"
+        )
+    return base
+
+
+def locate(source: str, hub: Mapping[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+    """The name and the options of `from_pretrained` for a source. hub: `HubConfig.options`; a file on the hub is
+    fetched by them."""
+    options = dict(hub or {})
+    if not is_gguf(source):
+        return source, options
+    path = Path(source)
+    if not path.is_file():
+        from transformers.utils.hub import cached_file
+
+        owner, name, file = source.split("/", 2)
+        path = Path(cached_file(f"{owner}/{name}", file, revision=options.get("revision"), token=options.get("token")))
+    return str(path.parent), options | {"gguf_file": path.name}
+
+
+def load_gguf_config(folder: str, options: Mapping[str, Any]) -> Any:
+    """A GGUF file's configuration. Raises ValueError for a file that transformers cannot read."""
+    from transformers import AutoConfig
+    from transformers.integrations.gguf.reader import GgufHeader
+
+    # It goes through all tensors and refuses types that are unknown to it.
+    try:
+        header = GgufHeader.from_file(str(Path(folder) / options["gguf_file"]))
+    except (struct.error, IndexError, OverflowError, MemoryError) as error:
+        raise ValueError(f"the file is cut off or damaged in its header: {error}") from error
+    config = AutoConfig.from_pretrained(folder, **options)
+    if config.dtype is None:
+        # Blocks of 8 bits and less hold no more than bf16 does.
+        config.dtype = header.dtype or torch.bfloat16
+    return config
+
+
+def as_plain(model: PreTrainedModel) -> PreTrainedModel:
+    """A model whose GGUF weights are unpacked, in place, without a trace of how they were packed."""
+    for holder in (model.config, model):
+        for name in ("quantization_config", "hf_quantizer", "quantization_method"):
+            if name in vars(holder):
+                delattr(holder, name)
+    model.is_quantized = False
+    return model
+
+
+def merge(model: PreTrainedModel, source: str) -> PreTrainedModel:
+    """The model with the adapter's weights added to its own. Raises ValueError where they do not fit."""
+    from peft import PeftModel
+
+    try:
+        merged: PreTrainedModel = PeftModel.from_pretrained(model, source).merge_and_unload()
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise ValueError(f"cannot merge the adapter {source} into its base: {error}") from error
+    return merged

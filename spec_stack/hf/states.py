@@ -1,0 +1,60 @@
+"""Recurrent states (linear attention, Mamba): without slots to drop, they are copied before, and put back after."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from transformers import DynamicCache
+
+from spec_stack.hf.cache import STATES, crop
+
+_MAX_SNAPSHOTS = 17
+
+
+@dataclass(frozen=True)
+class _State:
+    """Where the cache has a state, and a copy of it."""
+
+    states: dict[int, torch.Tensor]
+    index: int
+    copy: torch.Tensor
+
+
+class States:
+    """Snapshots of the recurrent states of a cache; of a cache without any, nothing is taken."""
+
+    def __init__(self, cache: DynamicCache) -> None:
+        self.exist = any(hasattr(layer, "recurrent_states") for layer in cache.layers)
+        self._cache = cache
+        self._snapshots: list[tuple[int, list[_State]]] = []
+
+    def take(self, num_slots: int) -> None:
+        """Copy the states as they are after so many tokens."""
+        latest = self._snapshots[-1][0] if self._snapshots else 0
+        if self.exist and num_slots > latest and len(self._snapshots) < _MAX_SNAPSHOTS:
+            self._snapshots.append((num_slots, list(self._copies())))
+
+    def restore(self, num_left: int) -> int:
+        """Go back to the latest snapshot of no more than num_left tokens, and return its tokens; 0 where there is
+        none."""
+        while self._snapshots and self._snapshots[-1][0] > num_left:
+            self._snapshots.pop()
+        if not self._snapshots:
+            return 0
+        num_slots, copies = self._snapshots[-1]
+        for each in copies:
+            each.states[each.index].copy_(each.copy)
+        crop(self._cache, num_slots)
+        return num_slots
+
+    def keep_latest(self) -> None:
+        """Give up all snapshots but the last."""
+        del self._snapshots[:-1]
+
+    def _copies(self) -> Iterator[_State]:
+        for layer in self._cache.layers:
+            for name in STATES:
+                states = getattr(layer, name, {})
+                yield from (_State(states, at, state.clone()) for at, state in states.items() if state is not None)
