@@ -12,7 +12,7 @@ import torch
 
 from spec_stack.api.streaming import Streamer, awaitable, awaitable_result, feed
 from spec_stack.api.unknown_options import parameters_of, refuses_unknown_options
-from spec_stack.config import Prune, SamplingParams, check_samples
+from spec_stack.config import SamplingParams, SparsePrefill, check_samples
 from spec_stack.controller.base import Policy
 from spec_stack.engine.progress import OnProgress, Stream
 from spec_stack.engine.request import CallOptions, Request
@@ -71,8 +71,7 @@ class Answering(ABC):
         response_format: Mapping[str, Any] | type | None = None,
         logprobs: int | None = None,
         keep_rate: float | None = None,
-        specprefill: bool | None = None,
-        prune: Prune | None = None,
+        sparse_prefill: SparsePrefill | None = None,
         policy: str | Policy | None = None,
         gamma: int | None = None,
         proposer: str | None = None,
@@ -158,12 +157,10 @@ class Answering(ABC):
         keep_rate : float, optional
             Share of the prompt, in a session of its new text, that the target prefills, over 0 to 1; None is the
             configuration's.
-        specprefill : bool, optional
-            Prune the prompt, in a session its new text: True whatever its length, False never, None from
-            `PrefillConfig.min_prompt_tokens` tokens on.
-        prune : {"both", "draft", "none"}, optional
-            Who goes without a part of a long prompt (see `PrefillConfig`): with "draft" the target is dense, and the
-            answer that of the target alone; None is the configuration's.
+        sparse_prefill : {"auto", "on", "off", "draft_only"}, optional
+            "auto" prunes the prompt, in a session its new text, from `PrefillConfig.min_prompt_tokens` tokens on; "on"
+            whatever its length; "off" prefills it whole; with "draft_only" the target prefills it whole too, and the
+            draft decodes over `draft_slots` of it. None is the configuration's.
         policy : str or Policy, optional
             What chooses gamma, the number of tokens drafted in a step; None is the generator's.
         gamma : int, optional
@@ -242,8 +239,7 @@ class Answering(ABC):
             ),
             CallOptions(
                 keep_rate=keep_rate,
-                specprefill=specprefill,
-                prune=prune,
+                sparse_prefill=sparse_prefill,
                 policy=policy,
                 gamma=gamma,
                 proposer=proposer,
@@ -328,8 +324,7 @@ class Answering(ABC):
         response_format: Mapping[str, Any] | type | None = None,
         logprobs: int | None = None,
         keep_rate: float | None = None,
-        specprefill: bool | None = None,
-        prune: Prune | None = None,
+        sparse_prefill: SparsePrefill | None = None,
         policy: str | Policy | None = None,
         gamma: int | None = None,
         proposer: str | None = None,
@@ -392,8 +387,7 @@ class Answering(ABC):
             ),
             CallOptions(
                 keep_rate=keep_rate,
-                specprefill=specprefill,
-                prune=prune,
+                sparse_prefill=sparse_prefill,
                 policy=policy,
                 gamma=gamma,
                 proposer=proposer,

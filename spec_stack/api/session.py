@@ -192,9 +192,9 @@ class Session(Answering):
 
     def _plan(self, call: Call) -> Request:
         held = self._conversation
-        asked = call.options.prune or self._engine.config.prefill.prune
+        asked = call.options.sparse_prefill or self._engine.config.prefill.sparse_prefill
         # A dense target goes on from what it has read densely, and reads the rest again.
-        held_ids = held.token_ids if asked == "both" else held.token_ids[: held.num_dense]
+        held_ids = held.token_ids if asked in ("auto", "on") else held.token_ids[: held.num_dense]
         request = self._engine.plan(call.source, call.params, call.options, held_ids, held.encoded)
         self._say_that_it_begins_anew(call, request)
         if request.num_cached and self._room(request) < 0:

@@ -8,6 +8,8 @@ from difflib import get_close_matches
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
+from spec_stack.config import OLD_SWITCHES
+
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
@@ -199,6 +201,8 @@ def _entries(text: str) -> list[tuple[list[str], str]]:
 
 
 def _hint(name: str, known: list[str]) -> str:
+    if name in OLD_SWITCHES and "sparse_prefill" in known:
+        return f": it is now sparse_prefill=, {OLD_SWITCHES[name]}"
     alias = ALIASES.get(name)
     if name in _WHOLE_ANSWERS and "prompt" in known:
         return f": {_WHOLE_ANSWERS[name]}"

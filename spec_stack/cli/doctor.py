@@ -60,7 +60,7 @@ def diagnose(
         problem = fused_problem(on)
         report["verification"] = "flashinfer" if problem is None else f"torch (flashinfer: {problem})"
         report["policy"] = DecodeConfig.policy
-        report["specprefill"] = (
+        report["sparse_prefill"] = (
             f"prompts of {PrefillConfig.min_prompt_tokens} tokens or more, unless a call says otherwise"
         )
         sources = loading.resolve_pair(target, draft)

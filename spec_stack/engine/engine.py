@@ -77,12 +77,11 @@ class Engine:
             self._warnings.warn(
                 "sampling", f'the checkpoint\'s generation config sets {ignored}; sampling="model" applies it'
             )
-        if options.keep_rate not in (None, 1) and options.specprefill is None and not (request.scores or held_ids):
+        if options.keep_rate not in (None, 1) and options.sparse_prefill is None and not (request.scores or held_ids):
             self._warnings.warn(
                 "keep_rate",
                 f"keep_rate={options.keep_rate} is not applied ({request.reason}); "
-                + ("" if request.prefill.prune == "both" else 'prune="both" with ')
-                + "specprefill=True prunes a prompt whatever its length",
+                'sparse_prefill="on" prunes a prompt of any length',
             )
         return request
 

@@ -12,8 +12,8 @@ from spec_stack.config import (
     DEFAULT_MAX_TOKENS,
     MAX_LOOK_AHEAD,
     PrefillConfig,
-    Prune,
     SamplingParams,
+    SparsePrefill,
     SpecStackConfig,
     check_logprobs,
 )
@@ -49,8 +49,7 @@ class CallOptions:
     """
 
     keep_rate: float | None = None
-    specprefill: bool | None = None
-    prune: Prune | None = None
+    sparse_prefill: SparsePrefill | None = None
     policy: str | Policy | None = None
     gamma: int | None = None
     proposer: str | None = None
@@ -73,8 +72,6 @@ class CallOptions:
             value = getattr(self, name)
             if not isinstance(value, str) and not (value is None and name == "request_id"):
                 raise ValueError(f"{name} must be a string, got {value!r}")
-        if not isinstance(self.specprefill, bool | None):
-            raise ValueError(f"specprefill must be True, False or None (by length), got {self.specprefill!r}")
         if not isinstance(self.sampling, str | None) or self.sampling not in (None, "model"):
             raise ValueError(f'sampling must be "model" (the checkpoint\'s own) or None, got {self.sampling!r}')
         if self.on_progress is not None and not callable(self.on_progress):
@@ -247,7 +244,6 @@ class Request:
         tokenization, obstacle = pair.tokenize_for_draft(prompt_ids)
         num_draft_tokens = len(prompt_ids) if tokenization is None else len(tokenization.token_ids)
         scores, reason = decide_scoring(
-            options.specprefill,
             prefill,
             len(prompt_ids) - num_cached,
             clip_spans(protected, num_cached),
@@ -315,7 +311,9 @@ class Request:
 
 def _prefill_of(config: PrefillConfig, options: CallOptions) -> PrefillConfig:
     """The configuration with what the call names of it."""
-    named = {name: getattr(options, name) for name in ("prune", "keep_rate") if getattr(options, name) is not None}
+    named = {
+        name: getattr(options, name) for name in ("sparse_prefill", "keep_rate") if getattr(options, name) is not None
+    }
     return replace(config, **named) if named else config
 
 

@@ -138,7 +138,7 @@ def drafts_over_slots(pair: ModelPair, request: Request, index: CachedModel) -> 
     """
     prefill = request.prefill
     is_short = len(request.prompt_ids) <= prefill.draft_slots
-    has_all = prefill.prune == "none" or is_short or request.draft_start or pair.translation is not None
+    has_all = prefill.sparse_prefill == "off" or is_short or request.draft_start or pair.translation is not None
     return not has_all and index.can_restore
 
 

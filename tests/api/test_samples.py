@@ -67,10 +67,16 @@ def test_samples_share_the_prefill(target: PreTrainedModel, draft: PreTrainedMod
         model.register_forward_pre_hook(
             lambda module, args, kwargs: sizes.append(kwargs["input_ids"].shape[1]), with_kwargs=True
         )
-    for specprefill in (False, True):
+    for pruned in (False, True):
         sizes.clear()
         result = generator.generate(
-            input_ids=prompt, max_tokens=6, temperature=1.0, seed=5, n=4, specprefill=specprefill, gamma=2
+            input_ids=prompt,
+            max_tokens=6,
+            temperature=1.0,
+            seed=5,
+            n=4,
+            sparse_prefill="on" if pruned else "off",
+            gamma=2,
         )
         assert len(result.choices) == 4
         assert result.choices[0] is result
@@ -80,7 +86,7 @@ def test_samples_share_the_prefill(target: PreTrainedModel, draft: PreTrainedMod
         assert all(choice.metrics.num_cached_tokens == 299 for choice in result.others)
         kept = {choice.metrics.num_kept_tokens for choice in result.choices}
         assert len(kept) == 1
-        assert (kept == {300}) is not specprefill
+        assert (kept == {300}) is not pruned
 
 
 def test_samples_go_by_their_own_seeds_and_processors(target: PreTrainedModel, draft: PreTrainedModel) -> None:

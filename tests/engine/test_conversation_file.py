@@ -53,7 +53,7 @@ def test_a_loaded_session_goes_on_token_for_token(seed: int, tmp_path: Path) -> 
         result = session.generate(input_ids=prompt, max_tokens=max_tokens)
         again = loaded.generate(input_ids=prompt, max_tokens=max_tokens)
         assert again.token_ids == result.token_ids
-        for name in ("num_cached_tokens", "num_kept_tokens", "num_restored_tokens", "specprefill_reason"):
+        for name in ("num_cached_tokens", "num_kept_tokens", "num_restored_tokens", "sparse_prefill_reason"):
             assert getattr(again.metrics, name) == getattr(result.metrics, name)
         num_restored += again.metrics.num_restored_tokens
         assert slots(loaded) == slots(session)

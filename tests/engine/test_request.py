@@ -22,7 +22,7 @@ def test_a_keep_rate_that_is_not_applied_says_so_once(target: PreTrainedModel, d
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         generator.generate(input_ids=prompt, keep_rate=0.2, max_tokens=2)
-        SpecStackGenerator(target, draft).generate(input_ids=prompt, keep_rate=0.2, max_tokens=2, specprefill=False)
+        SpecStackGenerator(target, draft).generate(input_ids=prompt, keep_rate=0.2, max_tokens=2, sparse_prefill="off")
 
 
 def test_max_tokens_by_default_is_what_there_are_positions_for(embedded: SpecStackGenerator) -> None:

@@ -21,31 +21,31 @@ def make_generator(config: SpecStackConfig | None = None) -> SpecStackGenerator:
     return SpecStackGenerator(target, draft, config=config or SpecStackConfig(PrefillConfig(chunk_size=8)))
 
 
-@pytest.mark.parametrize("specprefill", [None, True])
+@pytest.mark.parametrize("sparse_prefill", [None, "on"])
 @pytest.mark.parametrize("num_prompt", [LIMIT - 8, LIMIT - 7, LIMIT, 3 * LIMIT])
 @pytest.mark.parametrize("max_tokens", [10, LIMIT])
 def test_a_drafts_few_positions_refuse_no_prompt_and_change_no_token(
-    specprefill: bool | None, num_prompt: int, max_tokens: int
+    sparse_prefill: str | None, num_prompt: int, max_tokens: int
 ) -> None:
     generator = make_generator()
     prompt = random_prompt(num_prompt)
-    options = {"input_ids": prompt, "ignore_eos": True, "max_tokens": max_tokens, "specprefill": specprefill}
+    options = {"input_ids": prompt, "ignore_eos": True, "max_tokens": max_tokens, "sparse_prefill": sparse_prefill}
     is_long = num_prompt > LIMIT
     if not is_long:
-        options["specprefill"] = False
+        options["sparse_prefill"] = False
     drafted = generator.generate(**options, gamma=3)
     assert drafted.token_ids == generator.generate(**options, gamma=0).token_ids
     assert drafted.metrics.num_proposed > 0
-    assert not drafted.metrics.specprefill
+    assert not drafted.metrics.sparse_prefill
     assert ("sees the end of the prompt alone" in drafted.metrics.decode_reason) == is_long
-    if specprefill and is_long:
-        assert f"has {num_prompt} tokens, and the draft {LIMIT} positions" in drafted.metrics.specprefill_reason
+    if sparse_prefill and is_long:
+        assert f"has {num_prompt} tokens, and the draft {LIMIT} positions" in drafted.metrics.sparse_prefill_reason
 
 
 def test_a_rule_that_asks_no_draft_prunes_what_is_longer_than_the_draft() -> None:
     generator = make_generator(SpecStackConfig(PrefillConfig(scorer="bm25", chunk_size=8)))
-    result = generator.generate(input_ids=random_prompt(4 * LIMIT), max_tokens=10, specprefill=True, ignore_eos=True)
-    assert result.metrics.specprefill
+    result = generator.generate(input_ids=random_prompt(4 * LIMIT), max_tokens=10, sparse_prefill="on", ignore_eos=True)
+    assert result.metrics.sparse_prefill
     assert len(result.token_ids) == 10
 
 
