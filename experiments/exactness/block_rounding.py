@@ -59,7 +59,7 @@ def main() -> None:
         for prompt in tqdm(prompts, desc=precision, leave=False):
             ids = prompt.encode(generator.tokenizer, arguments.max_prompt_tokens)
             text = generator.generate(
-                input_ids=ids, max_tokens=arguments.tokens, gamma=0, specprefill=False, ignore_eos=True
+                input_ids=ids, max_tokens=arguments.tokens, gamma=0, sparse_prefill="off", ignore_eos=True
             ).token_ids
             single, block = (read(generator, ids, text, size) for size in (1, arguments.block))
             largest = max(largest, float(single.abs().max()))

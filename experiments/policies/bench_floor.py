@@ -93,7 +93,8 @@ def measure(case: Case, policy: str, proposer: str, repeats: int) -> dict[str, A
             ours = make_policy(policy)
         started = process_time()
         generator.generate(
-            input_ids=ids, max_tokens=case.num_tokens, temperature=case.temperature, specprefill=False, ignore_eos=True,
+            input_ids=ids, max_tokens=case.num_tokens, temperature=case.temperature, sparse_prefill="draft_only",
+            ignore_eos=True,
             policy=plain if is_plain else ours, proposer="model" if is_plain else proposer,
         )  # fmt: skip
         return process_time() - started

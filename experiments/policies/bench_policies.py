@@ -61,7 +61,7 @@ class Contest:
             policy=policy,
             proposer=proposer,
             temperature=self.temperature,
-            specprefill=False,
+            sparse_prefill="draft_only",
             ignore_eos=True,
         )
         metrics = result.metrics

@@ -35,7 +35,7 @@ def run_prompt(
         input_ids=ids,
         max_tokens=num_tokens,
         policy=policy,
-        specprefill=False,
+        sparse_prefill="draft_only",
         ignore_eos=True,
         task=task,
         request_id=request_id,

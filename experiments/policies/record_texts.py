@@ -93,7 +93,7 @@ def _tails(
 
 def record(generator: SpecStackGenerator, prompt_ids: list[int], num_tokens: int, task: str) -> dict[str, Any] | None:
     """One prompt's row; None where the target ends before its second token."""
-    result = generator.generate(input_ids=prompt_ids, max_tokens=num_tokens, specprefill=False, task=task)
+    result = generator.generate(input_ids=prompt_ids, max_tokens=num_tokens, sparse_prefill="draft_only", task=task)
     text_ids = [token_id for token_id in result.token_ids if token_id not in generator.pair.end_ids]
     if len(text_ids) < 2:
         return None

@@ -139,7 +139,10 @@ def main() -> None:
             for rate in [1.0, *rates]:
                 name = "dense" if rate == 1 else str(rate)
                 result = generator.generate(
-                    messages=messages, max_tokens=arguments.max_tokens, keep_rate=rate, specprefill=rate < 1
+                    messages=messages,
+                    max_tokens=arguments.max_tokens,
+                    keep_rate=rate,
+                    sparse_prefill="on" if rate < 1 else "off",
                 )
                 right[name] = all(answer in result.text for answer in probe.answers)
                 ttft.setdefault(name, []).append(result.metrics.ttft_s)

@@ -134,7 +134,7 @@ def run_conversation(
     controls: bool = True,
 ) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    options: dict[str, Any] = {"max_tokens": 32, "keep_rate": keep, "specprefill": None}
+    options: dict[str, Any] = {"max_tokens": 32, "keep_rate": keep, "sparse_prefill": None}
     spans = [span_of(generator.tokenizer, conversation, turn) for turn in range(turns)]
     dense, stem = Arm(generator.session(), []), Arm(generator.session(SessionConfig(restore=False)), [])
     arms = {"dense": dense, "stem": stem}
@@ -148,7 +148,7 @@ def run_conversation(
             watch.take()
             of_arm = options | ({"keep_rate": 1.0} if name == "dense" else {})
             text, metrics, ttft_cpu_s = arm.ask(
-                generator, content, of_arm | ({"specprefill": True} if not turn else {})
+                generator, content, of_arm | ({"sparse_prefill": "on"} if not turn else {})
             )
             if name == "sparse":
                 arm.held = set()

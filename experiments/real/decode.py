@@ -67,7 +67,7 @@ class Ours:
         result = self._generator.generate(
             input_ids=prompt_ids,
             max_tokens=self._num_tokens,
-            specprefill=False,
+            sparse_prefill="draft_only",
             policy=self._policy,
             proposer=self._proposer,
         )

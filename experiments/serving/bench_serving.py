@@ -450,7 +450,7 @@ def main() -> None:
     for found in bench.pruning[:1]:
         print(
             f"SPEC_STACK prefilled {found['num_kept_tokens']} of {found['num_prompt_tokens']} tokens of the longest "
-            f"warm-up prompt ({found['specprefill_reason']})"
+            f"warm-up prompt ({found['sparse_prefill_reason']})"
         )
     report = {
         "experiment": "bench_serving",

@@ -1,6 +1,6 @@
 """Conversations on a server: what a follow-up waits for, and what is left of the text it asks about, by rule.
 
-Arms are what a request asks for, of one server: "dense" (specprefill false, so the radix cache alone), "freeze",
+Arms are what a request asks for, of one server: "dense" (sparse_prefill off, so the radix cache alone), "freeze",
 "afresh" and "recall". "earlier" is a server of its own from another checkout of this project (--earlier FOLDER), at its
 defaults. Every part goes to one arm after the other, in an order that rotates, with empty caches. A conversation goes
 on from its arm's own replies. Every time is from sending a request to its first streamed chunk, and one run is one
@@ -247,7 +247,7 @@ def run(options: argparse.Namespace, folder: Path, pair: tuple[str, str]) -> dic
     with ExitStack() as servers:
         server = servers.enter_context(server_of(options, folder, pair, False))
         client = Client(server.port, extra_key="follow-ups")
-        customs = {DENSE: {"specprefill": False}, **{rule: {"follow_up": rule} for rule in RULES}}
+        customs = {DENSE: {"sparse_prefill": "off"}, **{rule: {"follow_up": rule} for rule in RULES}}
         arms = {arm: Arm(client, customs[arm]) for arm in options.arms if arm != EARLIER}
         if EARLIER in options.arms:
             arms[EARLIER] = Arm(Client(servers.enter_context(server_of(options, folder, pair, True)).port), {})

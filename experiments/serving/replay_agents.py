@@ -1,7 +1,7 @@
 """Recorded agents, replayed on an SGLang server: what does a turn wait for, and what is prefilled of it?
 
 The same log and the same turns as `experiments.real.agents`, sent as token ids to one server, arm by arm from empty
-caches: *dense* is the radix cache alone (specprefill false), *default* what a request gets that asks for nothing. Then
+caches: *dense* is the radix cache alone (sparse_prefill off), *default* what a request gets that asks for nothing. Then
 the whole conversation's last turn from empty caches (*cold*), and again after a client hung up on it halfway
 (*retried*). A row is printed after every reply: seconds to its first streamed chunk, what was cached, given to the
 target and recalled, and whether the system message or a schema lost a token (there must be none). On a CPU it needs the
@@ -31,7 +31,7 @@ from spec_stack.cli.demo import hide_fact
 from spec_stack.hf.loading import resolve_pair
 
 DENSE, DEFAULT = "dense", "default"
-ARMS: dict[str, dict[str, Any]] = {DENSE: {"specprefill": False}, DEFAULT: {}}
+ARMS: dict[str, dict[str, Any]] = {DENSE: {"sparse_prefill": "off"}, DEFAULT: {}}
 _NUM_NEW = 4
 
 

@@ -13,7 +13,7 @@ them alike. Every time is from sending a request to its first streamed chunk.
   may be: one chunk's work (a part of a scoring, or a prefill batch of the chunk size, whichever is longer) and a step.
 - lengths (asked for by --parts, with --arms off STANDALONE dense slots): documents of 1K to 8K, one and four at once:
   seconds to the first token, tokens/s after it, the share of drafted tokens that is accepted, whether all tokens are
-  those of "off". "slots" is SPEC_STACK with `--spec-stack-prune draft`.
+  those of "off". "slots" is SPEC_STACK with `--spec-stack-sparse-prefill draft_only`.
 - growing (asked for by --parts, same arms): a conversation to which every turn adds 1,000 tokens of text and a
   question: by turn the same values. All arms go on from the replies of "off", or of the first arm without it.
 - hang-ups: four clients send 8K prompts and close their connections; how long a short request waits then, alone and
@@ -86,13 +86,13 @@ def turn_of(answer: Answer) -> dict[str, Any]:
         "ttft_s": answer.ttft_s,
         "cached": answer.meta_info["cached_tokens"],
         "scored": report.get("num_scored_tokens", 0),
-        "reason": report.get("specprefill_reason", ""),
+        "reason": report.get("sparse_prefill_reason", ""),
     }
 
 
 def converse(arms: Arms, prompts: Prompts, seed: int, num_turns: int) -> dict[str, dict[str, list[dict[str, Any]]]]:
     """Two conversations per arm, turn by turn: dense in the first turn, and as the server has it. By kind and arm."""
-    kinds: dict[str, dict[str, Any]] = {"dense_first": {"specprefill": False}, "as_it_comes": {}}
+    kinds: dict[str, dict[str, Any]] = {"dense_first": {"sparse_prefill": "off"}, "as_it_comes": {}}
     arms.forget()
     documents = {kind: prompts.document(8000, seed + at) for at, kind in enumerate(kinds)}
     histories = {(kind, arm): list(document) for kind, document in documents.items() for arm in arms.clients}
@@ -154,7 +154,7 @@ def shared_system(arms: Arms, prompts: Prompts, num_clients: int) -> dict[str, A
             "first_ttft_s": each[0].ttft_s,
             "median_ttft_s": median(answer.ttft_s for answer in each[1:]),
             "median_cached": median(answer.meta_info["cached_tokens"] for answer in each[1:]),
-            "num_pruned": sum(answer.meta_info.get("spec_stack", {}).get("specprefill", False) for answer in each),
+            "num_pruned": sum(answer.meta_info.get("spec_stack", {}).get("sparse_prefill", False) for answer in each),
         }
         for arm, each in answers.items()
     }
@@ -170,7 +170,7 @@ def system_and_tools(arms: Arms, prompts: Prompts) -> dict[str, Any]:
         found[arm] = {
             "num_prompt_tokens": len(ids),
             "num_kept_tokens": report.get("num_kept_tokens", len(ids)),
-            "reason": report.get("specprefill_reason", ""),
+            "reason": report.get("sparse_prefill_reason", ""),
         }
     return found
 
@@ -200,8 +200,8 @@ def prefill_chunk_s(client: Client, prompts: Prompts, chunk: int) -> float:
     times = []
     for at in range(3):
         ids = prompts.document(3 * chunk + 100, 740 + at)[: 3 * chunk]
-        client.ask(ids[: 2 * chunk], 1, specprefill=False)
-        times.append(client.ask(ids, 1, specprefill=False).ttft_s)
+        client.ask(ids[: 2 * chunk], 1, sparse_prefill="off")
+        times.append(client.ask(ids, 1, sparse_prefill="off").ttft_s)
     return median(times)
 
 
@@ -320,7 +320,7 @@ def server_of(arm: str, options: argparse.Namespace, folder: Path, pair: tuple[s
     if arm == DENSE:
         arguments += ["--spec-stack-keep-rate", "1"]
     if arm == SLOTS:
-        arguments += ["--spec-stack-prune", "draft"]
+        arguments += ["--spec-stack-sparse-prefill", "draft_only"]
     environment = dict(CPU_ENVIRONMENT) if options.device == "cpu" else {}
     if algorithm != SPEC_STACK:
         environment["SGLANG_PLUGINS"] = other_plugins()

@@ -73,7 +73,7 @@ def bench_prefill(generator: SpecStackGenerator, num_tokens: int, keep_rate: flo
         lambda module, args, kwargs: kept.extend(kwargs["position_ids"][0].tolist()), with_kwargs=True
     )
     options: dict[str, Any] = {"input_ids": prompt, "keep_rate": keep_rate, "max_tokens": 32}
-    next(generator.stream(specprefill=True, **options))
+    next(generator.stream(sparse_prefill="on", **options))
     handle.remove()
     positions = [position for position in kept if position < len(prompt)]
     selection = Selection([prompt[position] for position in positions], positions, len(prompt))
@@ -88,8 +88,8 @@ def bench_prefill(generator: SpecStackGenerator, num_tokens: int, keep_rate: flo
             "target, whole prompt": bare(generator.target, whole),
             "draft, whole prompt": bare(generator.draft, whole),
             "target, kept tokens": bare(generator.target, selection),
-            "TTFT dense": lambda: next(generator.stream(specprefill=False, gamma=0, **options)),
-            "TTFT sparse": lambda: next(generator.stream(specprefill=True, **options)),
+            "TTFT dense": lambda: next(generator.stream(sparse_prefill="draft_only", gamma=0, **options)),
+            "TTFT sparse": lambda: next(generator.stream(sparse_prefill="on", **options)),
         },
         repeats,
     )
@@ -150,7 +150,7 @@ def bench_decode(
 
     def ours(name: str, ids: list[int], gamma: int) -> None:
         result = generator.generate(
-            input_ids=ids, max_tokens=num_tokens, gamma=gamma, specprefill=False, ignore_eos=True
+            input_ids=ids, max_tokens=num_tokens, gamma=gamma, sparse_prefill="draft_only", ignore_eos=True
         )
         tokens[name] = result.token_ids
         metrics = result.metrics

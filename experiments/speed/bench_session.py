@@ -159,7 +159,7 @@ def make_arms(
             kept = KeptCache(plain, generator.tokenizer)
             made[arm] = partial(kept.answer, max_tokens=options["max_tokens"])
         elif arm in ("dense", "sparse"):
-            more = {"specprefill": False, "gamma": 0} if arm == "dense" else {}
+            more = {"sparse_prefill": "off", "gamma": 0} if arm == "dense" else {}
             made[arm] = partial(ask, generator.stream, False, options=options | more)
         else:
             session = generator.session(config if arm == "session" else SessionConfig(restore=False))

@@ -62,7 +62,7 @@ from spec_stack.hf.cache import cache_argument, crop, new_cache
 from spec_stack.hf.model import CachedModel
 from spec_stack.hf.prompt import PromptSource
 
-SPARSE = {"sparse": Arm({"specprefill": True}), "both": Arm({"specprefill": True})}
+SPARSE = {"sparse": Arm({"sparse_prefill": "on"}), "both": Arm({"sparse_prefill": "on"})}
 ARMS = ("plain", *dense_arms(1, 1), *SPARSE)
 LOSSLESS = ("plain", "full", "window", "words", "attention", "chosen")
 PLAIN = ("plain", "sparse")
@@ -154,9 +154,12 @@ class Bench:
 
     def ttft(self, ids: list[int], name: str) -> dict[str, float]:
         """Seconds to the first token of a prompt that nobody has prefilled."""
-        options = {"plain": {"gamma": 0, "prune": "none"}, "chosen": {"prune": "draft", "proposer": "model"}}[name]
+        options = {
+            "plain": {"gamma": 0, "sparse_prefill": "off"},
+            "chosen": {"sparse_prefill": "draft_only", "proposer": "model"},
+        }[name]
         started = self._now()
-        self._generator.generate(input_ids=ids, max_tokens=1, specprefill=False, **options)  # type: ignore[arg-type]
+        self._generator.generate(input_ids=ids, max_tokens=1, **options)  # type: ignore[arg-type]
         return {"ttft_s": self._now() - started}
 
 

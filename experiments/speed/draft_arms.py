@@ -47,7 +47,7 @@ def _window(pair: ModelPair, request: Request) -> SlottedDraft:
 class Arm:
     """The options of a call, and the draft where it is not the library's own."""
 
-    options: dict[str, Any] = field(default_factory=lambda: {"specprefill": False, "prune": "none"})
+    options: dict[str, Any] = field(default_factory=lambda: {"sparse_prefill": "off"})
     open_draft: OpenDraft | None = None
 
 
@@ -58,8 +58,8 @@ def dense_arms(num_tokens: int, num_slots: int) -> dict[str, Arm]:
         "full": Arm(),
         "window": Arm(open_draft=_window),
         "words": Arm(open_draft=partial(_by_words, renew_every=NEVER)),
-        "attention": Arm({"specprefill": True, "keep_rate": min(1.0, num_slots / num_tokens)}),
-        "chosen": Arm({"specprefill": False, "prune": "draft"}),
+        "attention": Arm({"sparse_prefill": "on", "keep_rate": min(1.0, num_slots / num_tokens)}),
+        "chosen": Arm({"sparse_prefill": "draft_only"}),
     }
 
 
