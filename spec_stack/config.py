@@ -22,7 +22,6 @@ from spec_stack.settings.curve import KeepCurve, rate_at, require_keep_rate
 from spec_stack.settings.options import documented, option, remembers_given, renamed
 from spec_stack.settings.registry import check_name
 
-WritingOrder = Literal["position", "written"]
 DraftContext = Literal["full", "kept"]
 OnScoringError = Literal["dense", "raise"]
 Unit = Literal["lines", "chunks"]
@@ -437,10 +436,15 @@ class SamplingParams:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
 
+@renamed({"order": "always order='position', which answers better; leave it out"})
 @documented
 @dataclass(frozen=True)
 class SessionConfig:
-    """Says what a session keeps of a conversation, and what comes back of the text it dropped."""
+    """Says what a session keeps of a conversation, and what comes back of the text it dropped.
+
+    It is written before the text behind all that was dropped (the last questions and answers, 256 tokens at most),
+    which is prefilled again for it.
+    """
 
     restore: bool = option(
         True,
@@ -462,12 +466,6 @@ class SessionConfig:
         "turn's new text to come back whatever attention says; best first, as many as max_restored_chunks. A question "
         "that shares none leaves it to attention. None asks attention alone",
     )
-    order: WritingOrder = option(
-        "position",
-        "where what comes back is written: 'position' before the text behind all that was dropped (the last questions "
-        f"and answers, {MOST_REWRITTEN} tokens at most), which is prefilled again for it; 'written' after it, which "
-        "costs less and is answered worse",
-    )
     max_cached_tokens: int | None = option(
         None,
         "most tokens that the target's cache may hold when a turn begins; a turn that would go past them begins a new "
@@ -487,7 +485,6 @@ class SessionConfig:
                 self.anchor_threshold > 0,
                 f"anchor_threshold must be over 0, got {self.anchor_threshold}; None asks attention alone",
             )
-        require_one_of("order", self.order, get_args(WritingOrder))
         if self.max_cached_tokens is not None:
             require_int("max_cached_tokens", self.max_cached_tokens, 1)
 

@@ -1,7 +1,7 @@
 """Do facts that the first question had dropped come back when a later turn asks for them?
 
 Conversations about a document with several facts, one asked for in every turn. Arms: a dense session (keep_rate 1.0),
-sessions with it for every setting given as THRESHOLDxCHUNKSxMARGINxANCHORSxORDER (the fields of SessionConfig; anchors
+sessions with it for every setting given as THRESHOLDxCHUNKSxMARGINxANCHORS (the fields of SessionConfig; anchors
 of 0 have no vote; the order may be left out), and as controls a session without restoration ("none") and sparse prefill
 from nothing on every turn. The sessions below keep_rate 1.0 are branches of one first turn; each arm has its own
 answers in its history. Greedy. The arms of a turn take turns in being first; what a turn costs is CPU seconds up to its
@@ -40,7 +40,7 @@ Messages = list[dict[str, str]]
 
 
 def parse_setting(text: str) -> SessionConfig:
-    """Read THRESHOLDxCHUNKSxMARGINxANCHORS[xORDER]; anchors of 0 have no vote.
+    """Read THRESHOLDxCHUNKSxMARGINxANCHORS; anchors of 0 have no vote.
 
     Raises
     ------
@@ -48,23 +48,21 @@ def parse_setting(text: str) -> SessionConfig:
         For anything else.
     """
     try:
-        threshold, chunks, margin, anchors, *order = text.split("x")
+        threshold, chunks, margin, anchors = text.split("x")
         return SessionConfig(
             restore_threshold=float(threshold),
             max_restored_chunks=int(chunks),
             restore_margin=int(margin),
             anchor_threshold=float(anchors) or None,
-            **dict(zip(["order"], order, strict=False)),  # type: ignore[arg-type]
         )
     except ValueError as error:
-        raise ValueError(f"{text!r} is not of the form THRESHOLDxCHUNKSxMARGINxANCHORSxORDER: {error}") from error
+        raise ValueError(f"{text!r} is not of the form THRESHOLDxCHUNKSxMARGINxANCHORS: {error}") from error
 
 
 def name_of(config: SessionConfig) -> str:
     """The setting as it is written on the command line."""
     anchors = config.anchor_threshold or 0
-    sizes = f"{config.restore_threshold:g}x{config.max_restored_chunks}x{config.restore_margin}x{anchors:g}"
-    return f"{sizes}x{config.order}"
+    return f"{config.restore_threshold:g}x{config.max_restored_chunks}x{config.restore_margin}x{anchors:g}"
 
 
 class Watch:
@@ -210,7 +208,7 @@ def main() -> None:
         "--settings",
         nargs="+",
         default=[name_of(SessionConfig())],
-        help="THRESHOLDxCHUNKSxMARGINxANCHORSxORDER (%(default)s); costs are over the first one's",
+        help="THRESHOLDxCHUNKSxMARGINxANCHORS (%(default)s); costs are over the first one's",
     )
     parser.add_argument("--out", type=Path, help="file for the JSON, from which a run that was cut short goes on")
     arguments = parser.parse_args()

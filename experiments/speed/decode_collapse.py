@@ -54,7 +54,7 @@ from spec_stack.calibrate.documents import MODULES, module_source
 from spec_stack.clock import Clock
 from spec_stack.controller.registry import make_policy
 from spec_stack.devices import synchronize
-from spec_stack.engine.caches import RequestCaches
+from spec_stack.engine.conversation import SingleTurn
 from spec_stack.engine.pair import ModelPair
 from spec_stack.engine.request import CallOptions
 from spec_stack.hf.attention import install
@@ -133,7 +133,7 @@ class Bench:
         request = engine.plan(PromptSource(input_ids=ids), params, CallOptions(**options))
         request = replace(request, clock=Clock(self._now))
         pair = engine.pair
-        caches = DenseCaches(pair, request, prefilled, arm) if name in dense else RequestCaches(pair, request)
+        caches = DenseCaches(pair, request, prefilled, arm) if name in dense else SingleTurn(pair, request)
         outputs = list(engine.answer(request, caches))
         later = [output.record for output in outputs if not output.record.is_prefill]
         timed = [record for record in later if not record.draft_read_prompt]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from spec_stack.engine.caches import RequestCaches
+from spec_stack.engine.conversation import SingleTurn
 from spec_stack.engine.pair import ModelPair
 from spec_stack.engine.request import Request
 from spec_stack.engine.slotted_draft import SlottedDraft
@@ -63,7 +63,7 @@ def dense_arms(num_tokens: int, num_slots: int) -> dict[str, Arm]:
     }
 
 
-class DenseCaches(RequestCaches):
+class DenseCaches(SingleTurn):
     """A target that has prefilled all of the prompt but its last token before, and an arm's draft."""
 
     def __init__(self, pair: ModelPair, request: Request, prefilled: CachedModel, arm: Arm) -> None:

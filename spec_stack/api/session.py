@@ -34,8 +34,7 @@ class Session(Answering):
     turn wants. These are prefilled at their original positions and stay, together with the text behind all that was
     dropped (the last questions and answers), which is rolled back for it, so that it comes after them.
 
-    A turn that is ended before its answer leaves the session as it was; what its prefill had done is taken up where the
-    same turn is asked for again.
+    A turn that is cancelled before its answer leaves the session as it was.
 
     Parameters
     ----------
@@ -113,8 +112,6 @@ class Session(Answering):
         """
         held, pair = self._conversation, self._engine.pair
         encoded = encode_prompt(pair.tokenizer, pair.vocab_size, PromptSource(**prompt), held.encoded)
-        if held.unfinished is not None and held.unfinished.prompt_ids == encoded.token_ids:
-            return len(encoded.token_ids)
         asked = held.encoded.question if held.encoded is not None else None
         num_least = len(held.token_ids) if asked is None else asked[1]
         num_continued = num_shared(held.token_ids, encoded.token_ids[:-1])

@@ -8,7 +8,7 @@ from functools import partial
 
 from spec_stack.decode.propose import propose
 from spec_stack.decode.sampler import Sampler
-from spec_stack.engine.caches import Caches
+from spec_stack.engine.conversation import Turn
 from spec_stack.engine.pair import ModelPair
 from spec_stack.engine.request import Request
 from spec_stack.types import Metrics, Proposal, Selection
@@ -31,7 +31,7 @@ class DraftedPrompt:
     reason: str
 
 
-def draft_prompt(request: Request, caches: Caches, sampler: Sampler, warnings: OnceEach) -> DraftedPrompt:
+def draft_prompt(request: Request, caches: Turn, sampler: Sampler, warnings: OnceEach) -> DraftedPrompt:
     """Have the draft score the prompt where that is needed; else, or where it fails, take it whole.
 
     Advances the draft's cache. Raises what scoring raises where the request wants it raised.

@@ -14,11 +14,11 @@ from spec_stack.controller.pool import PolicyPool, Shelf
 from spec_stack.decode.loop import decode
 from spec_stack.decode.proposer import Means
 from spec_stack.decode.registry import make_proposer
-from spec_stack.engine.caches import Caches, RequestCaches, StoredCaches
+from spec_stack.engine.conversation import SingleTurn, Turn
 from spec_stack.engine.drafted import begin_metrics, draft_prompt
 from spec_stack.engine.drawing import drawing_of, stopper_of
 from spec_stack.engine.pair import ModelPair
-from spec_stack.engine.prefix_store import PrefixStore
+from spec_stack.engine.prefix_store import PrefixStore, StoredTurn
 from spec_stack.engine.request import CallOptions, Request
 from spec_stack.hf.model_sampling import ignored_sampling
 from spec_stack.hf.prompt import EncodedPrompt, PromptSource
@@ -89,11 +89,11 @@ class Engine:
         """Answer a planned request over caches of its own, which begin with what the store has of its prompt."""
         if self.store.max_tokens:
             return self._run_stored(request)
-        return self.answer(request, RequestCaches(self.pair, request))
+        return self.answer(request, SingleTurn(self.pair, request))
 
     def _run_stored(self, request: Request) -> Generator[StepOutput, None, None]:
         request.clock.resume()
-        caches = StoredCaches(self.pair, request, self.store)
+        caches = StoredTurn(self.pair, request, self.store)
         try:
             yield from self.answer(request, caches)
         except GeneratorExit:
@@ -101,7 +101,7 @@ class Engine:
             raise
         caches.remember()
 
-    def answer(self, request: Request, caches: Caches) -> Generator[StepOutput, None, None]:
+    def answer(self, request: Request, caches: Turn) -> Generator[StepOutput, None, None]:
         """Make the steps of a planned request over these caches, which they advance.
 
         Its clock stands still between the steps.
@@ -112,7 +112,7 @@ class Engine:
             drawing = drawing_of(request, pair.target)
             forwards = ForwardSeconds(caches.target, caches.draft)
             drafted = draft_prompt(request, caches, drawing.look_ahead, self._warnings)
-            draft = caches.draft if drafted.num_scored_tokens else caches.beside_dense()
+            draft = caches.draft if drafted.num_scored_tokens else caches.draft_beside_dense()
             forwards.count(draft)
             metrics = begin_metrics(request, drafted, pair, policy.name, drawing.seed)
             steps = decode(

@@ -128,8 +128,6 @@ class Request:
         What its records carry.
     tokenization : DraftTokenization or None
         The prompt in the tokens of a draft with another tokenizer, where that draft is of use.
-    draft_start : int
-        The first token of the prompt that the draft sees: not 0 where the prompt is longer than its positions.
     encoded : EncodedPrompt or None
         The prompt as it was encoded.
     num_cached : int
@@ -167,7 +165,6 @@ class Request:
     proposer: str = "model"
     can_score: bool = True
     tokenization: DraftTokenization | None = None
-    draft_start: int = 0
     encoded: EncodedPrompt | None = None
     num_cached: int = 0
     processors: list[Processor] = field(default_factory=list)
@@ -233,9 +230,7 @@ class Request:
         # How far a look-up goes is told by the clock, as a clock policy's gamma is.
         by_default = "model" if is_seeded and options.policy is None else config.decode.proposer
         asked = by_default if options.proposer is None else options.proposer
-        proposer = choose_proposer(asked, policy.name, pair.vocabulary.can_propose)
-        if not pair.vocabulary.can_propose:
-            policy = pool.choose(gamma=0)
+        proposer = choose_proposer(asked, policy.name)
         encoded = encode_prompt(pair.tokenizer, pair.vocab_size, source, known)
         prompt_ids, protected = encoded.token_ids, encoded.protected
         # The last token is always new: what comes after it is asked for.
@@ -255,7 +250,11 @@ class Request:
         draft_room = max(0, draft_limit - num_draft_tokens)
         notes = [uncopied_note(processors)]
         if num_draft_tokens > draft_limit:
-            notes.append(f"the draft has {draft_limit} positions and sees the end of the prompt alone")
+            notes.append(f"the prompt is longer than the draft's {draft_limit} positions, so it proposes nothing")
+        can_propose = pair.vocabulary.can_propose and num_draft_tokens <= draft_limit
+        if not can_propose:
+            policy = pool.choose(gamma=0)
+            proposer = "lookup" if proposer == "both" else proposer
         num_behind = MOST_REPEATED if prefill.asks_prompt else 0
         if num_draft_tokens + num_behind > draft_limit and needs_attention(prefill.scorer):
             too_long = f"the prompt has {num_draft_tokens} tokens, and the draft {draft_limit} positions"
@@ -274,7 +273,7 @@ class Request:
             grammar = pair.grammars.compile(wanted, stop_tokens.all_ids, len(prompt_ids), in_thought)
         own = make_processors(params, len(prompt_ids), stop_tokens.all_ids, pair.target.device)
         # Where nothing can be proposed there is nothing to look ahead with either.
-        most = min(room, draft_room, MAX_LOOK_AHEAD) if pair.vocabulary.can_propose else 0
+        most = min(room, draft_room, MAX_LOOK_AHEAD) if can_propose else 0
         clock.pause()
         return cls(
             prompt_ids=prompt_ids,
@@ -288,13 +287,6 @@ class Request:
             proposer=proposer,
             can_score=not obstacle and sees_whole(prefill, num_draft_tokens, pair.scoring_limit),
             tokenization=tokenization,
-            draft_start=_draft_start(
-                len(prompt_ids),
-                num_draft_tokens,
-                min(prefill.look_ahead, draft_room),
-                params.max_tokens or 0,
-                draft_limit,
-            ),
             encoded=encoded,
             num_cached=num_cached,
             processors=[*own, *processors],
@@ -325,7 +317,7 @@ def _wanted_format(pair: ModelPair, source: PromptSource, options: CallOptions) 
     return forced or options.response_format
 
 
-def choose_proposer(asked: str, policy: str, can_propose: bool) -> str:
+def choose_proposer(asked: str, policy: str) -> str:
     """Who proposes for a request.
 
     A look-up is taken or left by measured time, so it joins by itself where the policy goes by the clock too. Raises
@@ -333,8 +325,8 @@ def choose_proposer(asked: str, policy: str, can_propose: bool) -> str:
     """
     check_name("proposer", asked, ["auto", *PROPOSERS])
     if asked == "auto":
-        asked = "both" if policy in CLOCK_POLICY_NAMES else "model"
-    return "lookup" if asked == "both" and not can_propose else asked
+        return "both" if policy in CLOCK_POLICY_NAMES else "model"
+    return asked
 
 
 def _what_stops(pair: ModelPair, params: SamplingParams) -> tuple[StopTokens, list[str]]:
@@ -355,7 +347,7 @@ def _what_stops(pair: ModelPair, params: SamplingParams) -> tuple[StopTokens, li
 
 
 def _positions_left(pair: ModelPair, num_prompt_tokens: int, max_tokens: int) -> int:
-    """Positions that the target has after the prompt. The draft's are no bound: see `_draft_start`.
+    """Positions that the target has after the prompt. The draft's are no bound.
 
     Raises ValueError where the request would run past them.
     """
@@ -366,15 +358,3 @@ def _positions_left(pair: ModelPair, num_prompt_tokens: int, max_tokens: int) ->
             "shorten the prompt or lower max_tokens"
         )
     return limit - num_prompt_tokens
-
-
-def _draft_start(num_tokens: int, num_draft_tokens: int, look_ahead: int, max_tokens: int, limit: int) -> int:
-    """The first token of the prompt that the draft sees: 0, or where what follows fits its positions with the answer.
-
-    A draft that runs past its positions proposes worse, and changes nothing else; so half of them are enough for a
-    prompt before an answer that is asked to be long and may be short.
-    """
-    if num_draft_tokens + look_ahead <= limit:
-        return 0
-    room = max(limit // 2, limit - max_tokens - look_ahead)
-    return max(1, num_tokens - room * num_tokens // num_draft_tokens)

@@ -12,7 +12,7 @@ import torch
 from spec_stack.api.generator import SpecStackGenerator
 from spec_stack.config import SamplingParams, SpecStackConfig
 from spec_stack.controller.base import StepRecord
-from spec_stack.engine.caches import Caches
+from spec_stack.engine.conversation import Turn
 from spec_stack.engine.engine import Engine
 from spec_stack.engine.pair import ModelPair
 from spec_stack.engine.request import CallOptions, Request
@@ -64,9 +64,9 @@ class Seen:
 
 
 class WatchedCaches:
-    """The caches of a request (`engine.caches.Caches`); keeps the selection that goes through."""
+    """The caches of a request (`engine.conversation.Turn`); keeps the selection that goes through."""
 
-    def __init__(self, caches: Caches, seen: Seen) -> None:
+    def __init__(self, caches: Turn, seen: Seen) -> None:
         self._caches, self._seen = caches, seen
 
     def __getattr__(self, name: str) -> Any:
@@ -103,7 +103,7 @@ class WatchedEngine(Engine):
         seen.request = replace(super().plan(source, params, options, held_ids, known), observer=seen)
         return seen.request
 
-    def answer(self, request: Request, caches: Caches) -> Generator[StepOutput, None, None]:
+    def answer(self, request: Request, caches: Turn) -> Generator[StepOutput, None, None]:
         seen = self._planned
         seen.held = list(caches.target.positions)
         self.seen.append(seen)

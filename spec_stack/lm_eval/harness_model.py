@@ -25,7 +25,7 @@ from spec_stack.config import (
 )
 from spec_stack.decode.propose import propose
 from spec_stack.decode.sampler import Sampler
-from spec_stack.engine.caches import RequestCaches
+from spec_stack.engine.conversation import SingleTurn
 from spec_stack.engine.request import CallOptions
 from spec_stack.hf.prompt import PromptSource
 from spec_stack.settings.plugins import import_plugins
@@ -261,7 +261,7 @@ class ReadContext:
         pair = generator.pair
         options = CallOptions(keep_rate=keep_rate, sparse_prefill=sparse_prefill, gamma=0)
         request = generator.engine.plan(PromptSource(input_ids=context_ids), SamplingParams(max_tokens=1), options)
-        caches = RequestCaches(pair, request)
+        caches = SingleTurn(pair, request)
         look_ahead = partial(propose, caches.draft, sampler=Sampler(), end_ids=pair.end_ids)
         selection = caches.score(look_ahead)[0] if caches.needs_scoring else caches.take_all()
         self.num_kept = len(selection.positions)

@@ -97,43 +97,6 @@ def test_a_session_whose_prefill_was_ended_goes_on_from_before_it(
     assert after.metrics.num_cached_tokens == expected.metrics.num_cached_tokens > 60
 
 
-@pytest.mark.parametrize(("phase", "pruned"), [("scoring", True), ("prefill", True), ("prefill", False)])
-@pytest.mark.parametrize("first", [[], random_prompt(60)], ids=["first turn", "later turn"])
-def test_a_turn_that_was_cancelled_goes_on_where_it_was_when_it_is_asked_again(
-    first: list[int], phase: str, pruned: bool, target: PreTrainedModel, draft: PreTrainedModel
-) -> None:
-    generator = SpecStackGenerator(target, draft, config=CONFIG)
-    session, undisturbed = generator.session(), generator.session()
-    options: dict[str, Any] = {"max_tokens": 6, "gamma": 0, "sparse_prefill": "on" if pruned else "off"}
-    prompt = random_prompt(300, 3)
-    for each in (session, undisturbed) if first else ():
-        prompt = [*first, *each.generate(input_ids=first, **options).token_ids, *random_prompt(300, 3)]
-    num_before = session.num_cached_tokens
-    whole = undisturbed.generate(input_ids=prompt, **options)
-    stream = session.stream(
-        input_ids=prompt,
-        on_progress=lambda done, total, at: stream.close() if at == phase and done >= 96 else None,
-        **options,
-    )
-    assert list(stream) == []
-    assert session.num_cached_tokens == num_before
-    sizes: dict[str, int] = {"target": 0, "draft": 0}
-    for name, model in (("target", target), ("draft", draft)):
-
-        def count(module: Any, args: Any, kwargs: Any, name: str = name) -> None:
-            sizes[name] += kwargs["input_ids"].shape[1]
-
-        model.register_forward_pre_hook(count, with_kwargs=True)
-    again = session.generate(input_ids=prompt, **options)
-    assert again.token_ids == whole.token_ids
-    assert again.metrics.num_kept_tokens == whole.metrics.num_kept_tokens
-    assert again.metrics.sparse_prefill == whole.metrics.sparse_prefill == pruned
-    num_new = whole.metrics.num_kept_tokens - num_before + whole.metrics.num_restored_tokens
-    assert sizes["target"] <= num_new + 6 + CONFIG.prefill.look_ahead - (96 if phase == "prefill" else 0)
-    if phase == "scoring":
-        assert sizes["draft"] <= 300 + 64 + CONFIG.prefill.look_ahead + 8 - 96
-
-
 def test_a_stream_closed_from_another_thread_ends_at_its_next_step(
     target: PreTrainedModel, draft: PreTrainedModel
 ) -> None:
