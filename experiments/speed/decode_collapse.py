@@ -49,18 +49,17 @@ from experiments.common.script import run_script
 from experiments.gpu.shapes import SHAPES
 from experiments.real.rows import Row, Rows
 from experiments.speed.draft_arms import Arm, DenseCaches, dense_arms
-from spec_stack import PrefillConfig, SamplingParams, SpecStackGenerator
+from spec_stack import PrefillConfig, SpecStackGenerator
 from spec_stack.calibrate.documents import MODULES, module_source
 from spec_stack.clock import Clock
 from spec_stack.controller.registry import make_policy
 from spec_stack.devices import synchronize
 from spec_stack.engine.conversation import SingleTurn
+from spec_stack.engine.options import Call
 from spec_stack.engine.pair import ModelPair
-from spec_stack.engine.request import CallOptions
 from spec_stack.hf.attention import install
 from spec_stack.hf.cache import cache_argument, crop, new_cache
 from spec_stack.hf.model import CachedModel
-from spec_stack.hf.prompt import PromptSource
 
 SPARSE = {"sparse": Arm({"sparse_prefill": "on"}), "both": Arm({"sparse_prefill": "on"})}
 ARMS = ("plain", *dense_arms(1, 1), *SPARSE)
@@ -129,8 +128,8 @@ class Bench:
             options["gamma"] = 0 if name in PLAIN else own.gamma
         else:
             options["policy"] = self._policies.setdefault(name, make_policy("throughput"))
-        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-        request = engine.plan(PromptSource(input_ids=ids), params, CallOptions(**options))
+        call = Call(input_ids=ids, max_tokens=max_tokens, ignore_eos=True, **options)
+        request = engine.plan(call)
         request = replace(request, clock=Clock(self._now))
         pair = engine.pair
         caches = DenseCaches(pair, request, prefilled, arm) if name in dense else SingleTurn(pair, request)

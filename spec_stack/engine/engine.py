@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any, Protocol
 
-from spec_stack.config import SamplingParams, SpecStackConfig
+from spec_stack.config import SpecStackConfig
 from spec_stack.controller.base import Policy
 from spec_stack.controller.lookup import LookupGate
 from spec_stack.controller.pool import PolicyPool, Shelf
@@ -17,11 +17,12 @@ from spec_stack.decode.registry import make_proposer
 from spec_stack.engine.conversation import SingleTurn, Turn
 from spec_stack.engine.drafted import begin_metrics, draft_prompt
 from spec_stack.engine.drawing import drawing_of, stopper_of
+from spec_stack.engine.options import Call
 from spec_stack.engine.pair import ModelPair
 from spec_stack.engine.prefix_store import PrefixStore, StoredTurn
-from spec_stack.engine.request import CallOptions, Request
+from spec_stack.engine.request import Request, plan_request
 from spec_stack.hf.model_sampling import ignored_sampling
-from spec_stack.hf.prompt import EncodedPrompt, PromptSource
+from spec_stack.hf.prompt import EncodedPrompt
 from spec_stack.types import StepOutput
 from spec_stack.warning import OnceEach
 
@@ -64,26 +65,30 @@ class Engine:
 
     def plan(
         self,
-        source: PromptSource,
-        params: SamplingParams,
-        options: CallOptions,
+        call: Call,
         held_ids: Sequence[int] = (),
         known: EncodedPrompt | None = None,
     ) -> Request:
-        """Check a call and settle what is done for it (see `Request.plan`)."""
-        request = Request.plan(self.pair, self.config, self._pool, source, params, options, held_ids, known)
-        ignored = ignored_sampling(self.pair.target.generation_config, params) if options.sampling is None else ""
+        """Check a call and settle what is done for it (see `plan_request`)."""
+        request = plan_request(self.pair, self.config, self._pool, call, held_ids, known)
+        self._warn_of_what_is_ignored(call, request, bool(held_ids))
+        return request
+
+    def _warn_of_what_is_ignored(self, call: Call, request: Request, is_follow_up: bool) -> None:
+        ignored = ""
+        if call.get("sampling") is None:
+            ignored = ignored_sampling(self.pair.target.generation_config, request.params)
         if ignored:
             self._warnings.warn(
                 "sampling", f'the checkpoint\'s generation config sets {ignored}; sampling="model" applies it'
             )
-        if options.keep_rate not in (None, 1) and options.sparse_prefill is None and not (request.scores or held_ids):
+        keep_rate, is_by_default = call.get("keep_rate"), call.get("sparse_prefill") is None
+        if keep_rate not in (None, 1) and is_by_default and not (request.scores or is_follow_up):
             self._warnings.warn(
                 "keep_rate",
-                f"keep_rate={options.keep_rate} is not applied ({request.reason}); "
+                f"keep_rate={keep_rate} is not applied ({request.reason}); "
                 'sparse_prefill="on" prunes a prompt of any length',
             )
-        return request
 
     def run(self, request: Request) -> Generator[StepOutput, None, None]:
         """Answer a planned request over caches of its own, which begin with what the store has of its prompt."""

@@ -26,8 +26,7 @@ from spec_stack.config import (
 from spec_stack.decode.propose import propose
 from spec_stack.decode.sampler import Sampler
 from spec_stack.engine.conversation import SingleTurn
-from spec_stack.engine.request import CallOptions
-from spec_stack.hf.prompt import PromptSource
+from spec_stack.engine.options import Call
 from spec_stack.settings.plugins import import_plugins
 
 # What lm-eval's tasks call the most tokens to generate.
@@ -121,12 +120,12 @@ class SpecStackLM(TemplateLM):  # type: ignore[misc]
             raise ValueError("the target has no tokenizer; lm-eval's requests are texts")
         self.tokenizer = self.generator.tokenizer
         self._name = target or "embedded"
-        self._options = CallOptions(
-            keep_rate=None if keep_rate is None else float(keep_rate),
-            sparse_prefill=sparse_prefill,
-            policy=policy,
-            gamma=gamma,
-        )
+        self._options: dict[str, Any] = {
+            "keep_rate": None if keep_rate is None else float(keep_rate),
+            "sparse_prefill": sparse_prefill,
+            "policy": policy,
+            "gamma": gamma,
+        }
         limit = self.generator.pair.max_positions[0]
         self.max_length = limit if max_length is None else min(int(max_length), limit)
         self._seed, self._metrics = seed, metrics
@@ -182,11 +181,8 @@ class SpecStackLM(TemplateLM):  # type: ignore[misc]
             result = self.generator.generate(
                 input_ids=self.tok_encode(context)[-room:],
                 params=params,
-                keep_rate=self._options.keep_rate,
-                sparse_prefill=self._options.sparse_prefill,
-                policy=self._options.policy,
-                gamma=self._options.gamma,
                 task=str(getattr(request, "task_name", None) or ""),
+                **self._options,
             )
             self._note(request, result.metrics.as_dict())
             self.cache_hook.add_partial("generate_until", request.args, result.text)
@@ -215,7 +211,7 @@ class SpecStackLM(TemplateLM):  # type: ignore[misc]
             room = self.max_length - len(continuation)
             if room < 1:
                 raise ValueError(f"a continuation of {len(continuation)} tokens exceeds max_length={self.max_length}")
-            answer = self._read(context[-room:], self._options.sparse_prefill).score(continuation)
+            answer = self._read(context[-room:], self._options["sparse_prefill"]).score(continuation)
             self.cache_hook.add_partial("loglikelihood", texts, answer)
             found.append(answer)
         return found
@@ -224,7 +220,7 @@ class SpecStackLM(TemplateLM):  # type: ignore[misc]
         """The context in both models' caches; that of the request before where it is the same one (the choices of a
         question come one after the other)."""
         if self._context is None or not self._context.is_of(context, sparse_prefill):
-            self._context = ReadContext(self.generator, context, self._options.keep_rate, sparse_prefill)
+            self._context = ReadContext(self.generator, context, self._options["keep_rate"], sparse_prefill)
         return self._context
 
     def _note(self, request: Any, metrics: Mapping[str, Any]) -> None:
@@ -259,8 +255,8 @@ class ReadContext:
     ) -> None:
         self._asked = context_ids, sparse_prefill
         pair = generator.pair
-        options = CallOptions(keep_rate=keep_rate, sparse_prefill=sparse_prefill, gamma=0)
-        request = generator.engine.plan(PromptSource(input_ids=context_ids), SamplingParams(max_tokens=1), options)
+        call = Call(input_ids=context_ids, max_tokens=1, keep_rate=keep_rate, sparse_prefill=sparse_prefill, gamma=0)
+        request = generator.engine.plan(call)
         caches = SingleTurn(pair, request)
         look_ahead = partial(propose, caches.draft, sampler=Sampler(), end_ids=pair.end_ids)
         selection = caches.score(look_ahead)[0] if caches.needs_scoring else caches.take_all()
