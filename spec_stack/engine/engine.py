@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 from spec_stack.config import SpecStackConfig
 from spec_stack.controller.base import Policy
@@ -25,15 +25,6 @@ from spec_stack.hf.model_sampling import ignored_sampling
 from spec_stack.hf.prompt import EncodedPrompt
 from spec_stack.types import StepOutput
 from spec_stack.warning import OnceEach
-
-
-class Timed(Protocol):
-    """A model that counts the seconds inside it."""
-
-    @property
-    def forward_s(self) -> float:
-        """So far."""
-        ...
 
 
 class Engine:
@@ -115,10 +106,12 @@ class Engine:
         clock.resume()
         with self._pool.lend(request.policy) as policy, self._gates.lend() as gate:
             drawing = drawing_of(request, pair.target)
-            forwards = ForwardSeconds(caches.target, caches.draft)
+            models: list[Any] = [caches.draft]
+            begun_s = caches.draft.forward_s
             drafted = draft_prompt(request, caches, drawing.look_ahead, self._warnings)
             draft = caches.draft if drafted.num_scored_tokens else caches.draft_beside_dense()
-            forwards.count(draft)
+            models += [caches.target] if draft is models[0] else [caches.target, draft]
+            begun_s += sum(model.forward_s for model in models[1:])
             metrics = begin_metrics(request, drafted, pair, policy.name, drawing.seed)
             steps = decode(
                 target=caches.target,
@@ -145,32 +138,7 @@ class Engine:
                 if output.record.is_prefill:
                     metrics.scoring_s = output.record.draft_s
                 if output.finish_reason is not None:
-                    metrics.forward_s = forwards.total_s
+                    metrics.forward_s = sum(model.forward_s for model in models) - begun_s
                     output = replace(output, metrics=metrics)
                 with clock.paused():
                     yield output
-
-
-class ForwardSeconds:
-    """The seconds inside models since each was first counted.
-
-    Parameters
-    ----------
-    *models
-        Anything with `forward_s`.
-    """
-
-    def __init__(self, *models: Timed) -> None:
-        self._begun: list[tuple[Timed, float]] = []
-        for model in models:
-            self.count(model)
-
-    def count(self, model: Timed) -> None:
-        """Count a model from now on; nothing where it is counted already."""
-        if all(model is not counted for counted, _ in self._begun):
-            self._begun.append((model, model.forward_s))
-
-    @property
-    def total_s(self) -> float:
-        """Of all of them together."""
-        return sum(model.forward_s - begun_s for model, begun_s in self._begun)

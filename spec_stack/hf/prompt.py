@@ -31,7 +31,7 @@ _NULL = re.compile(r"\b(?:None|null)\b")
 class PromptSource:
     """A prompt as a call gives it: a text, a chat or token ids, exactly one of them, and how a chat is rendered.
 
-    The meaning of each is told at `Answering.generate`. `encoded` stands for all of them where they were encoded
+    The meaning of each is told at `GenerationMixin.generate`. `encoded` stands for all of them where they were encoded
     before.
     """
 

@@ -75,7 +75,7 @@ class Grammars:
         Parameters
         ----------
         response_format : mapping, or a class with `model_json_schema`
-            See `api.answering.Answering.generate`.
+            See `api.answering.GenerationMixin.generate`.
         end_ids : collection of int
             Tokens that end a text: where it may end, and there alone, they are allowed.
         num_prompt_tokens : int
