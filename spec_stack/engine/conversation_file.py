@@ -153,7 +153,7 @@ def _made_with(pair: ModelPair, prefill: PrefillConfig) -> dict[str, Any]:
 
 def _check_made_with(saved: dict[str, Any], own: dict[str, Any]) -> None:
     for name, value in own.items():
-        given = saved.get(name)
+        given: Any = saved.get(name)
         if given == value:
             continue
         if name == "prefill":
