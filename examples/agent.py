@@ -32,7 +32,7 @@ def main() -> None:
             messages.append({"role": "assistant", "content": answer.text})
             metrics = answer.metrics
             print(f"{metrics.num_new_tokens} new of {metrics.num_prompt_tokens} tokens: {answer.text}")
-            print(f"  the target holds {metrics.num_kept_tokens}; {metrics.specprefill_reason}")
+            print(f"  the target holds {metrics.num_kept_tokens}; {metrics.sparse_prefill_reason}")
 
 
 if __name__ == "__main__":

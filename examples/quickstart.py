@@ -18,7 +18,7 @@ def main() -> None:
         result = generator.generate(messages=[question], keep_rate=keep_rate)
         metrics = result.metrics
         print(f"{metrics.num_kept_tokens} of {metrics.num_prompt_tokens} prompt tokens: {result.text}")
-        print(f"  first token after {metrics.ttft_s:.2f} s; {metrics.specprefill_reason}")
+        print(f"  first token after {metrics.ttft_s:.2f} s; {metrics.sparse_prefill_reason}")
 
 
 if __name__ == "__main__":

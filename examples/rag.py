@@ -22,7 +22,7 @@ def main() -> None:
         documents = "\n\n".join(f"{FILLER * 60}\n{fact}\n{FILLER * 60}" for fact in facts)
         user = {"role": "user", "content": f"{documents}\n\n{question}"}
         with stem.fork() as branch:
-            result = branch.generate(messages=[system, user], max_tokens=32, specprefill=True)
+            result = branch.generate(messages=[system, user], max_tokens=32, sparse_prefill="on")
         metrics = result.metrics
         print(f"{question} {result.text}")
         print(f"  {metrics.num_cached_tokens} cached, {metrics.num_kept_tokens} of {metrics.num_prompt_tokens} kept")

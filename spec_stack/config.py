@@ -19,16 +19,15 @@ from spec_stack.settings.checks import (
     require_window,
 )
 from spec_stack.settings.curve import KeepCurve, rate_at, require_keep_rate
-from spec_stack.settings.options import documented, option, remembers_given
+from spec_stack.settings.options import documented, option, remembers_given, renamed
 from spec_stack.settings.registry import check_name
 
-WritingOrder = Literal["position", "written"]
 DraftContext = Literal["full", "kept"]
 OnScoringError = Literal["dense", "raise"]
 Unit = Literal["lines", "chunks"]
 ScoringQueries = Literal["look_ahead", "prompt"]
 HeadVote = Literal["max", "mean"]
-Prune = Literal["both", "draft", "none"]
+SparsePrefill = Literal["auto", "on", "off", "draft_only"]
 # Names that can be configured: the keys of the rooms' registries, which write them here. No entry is loaded for it.
 KNOWN_POLICIES: list[str] = []
 KNOWN_PROPOSERS: list[str] = []
@@ -46,6 +45,11 @@ OTHER_PRECISION = "other"
 MIN_TEMPERATURE = 1e-3
 DEFAULT_MAX_TOKENS = 256
 """The number that max_tokens=None asks for where the models have positions for it."""
+OLD_SWITCHES = {
+    "specprefill": "'on' for true, 'off' for false, 'auto' for none",
+    "prune": "'auto' for 'both', 'draft_only' for 'draft', 'off' for 'none'",
+}
+"""Former options whose place sparse_prefill took, and its values for theirs."""
 MAX_LOGPROBS = 100
 MAX_SAMPLES = 128
 
@@ -67,6 +71,7 @@ def check_samples(n: object, temperature: float) -> None:
     require(n == 1 or temperature > 0, f"n={n} greedy answers would all be the same; give a temperature over 0")
 
 
+@renamed({name: f"sparse_prefill: {values}" for name, values in OLD_SWITCHES.items()})
 @remembers_given
 @documented
 @dataclass(frozen=True)
@@ -110,17 +115,18 @@ class PrefillConfig:
     chunk_size: int = option(32, "tokens per chunk, and what keep_first and keep_last count in, whatever the unit")
     keep_first: int = option(1, "chunks at the beginning that are always kept")
     keep_last: int = option(2, "chunks at the end that are always kept, 1 or more")
-    min_prompt_tokens: int = option(2048, "shortest prompt, in tokens, that is pruned without being asked to")
+    min_prompt_tokens: int = option(2048, "shortest prompt, in tokens, that sparse_prefill 'auto' prunes")
     prefill_chunk: int = option(8192, "most tokens in one forward; bounds the memory of long prefills")
     draft_context: DraftContext = option(
         "kept",
         "whether the draft decodes over the 'full' prompt or over the 'kept' slots only; a draft with a recurrent "
         "state keeps the full prompt either way",
     )
-    prune: Prune = option(
-        "both",
-        "who goes without a part of a long prompt: 'both' models (sparse prefill; where that is off, the draft alone), "
-        "the 'draft' alone, which changes no token, or 'none'",
+    sparse_prefill: SparsePrefill = option(
+        "auto",
+        "'auto' prunes prompts of min_prompt_tokens and more, and in a session new text of that length; 'on' prunes "
+        "any, 'off' none: both models prefill the whole prompt; 'draft_only' keeps the target dense and has the draft "
+        "decode over its draft_slots, which changes no token. Under 'auto' a prompt that is not pruned is 'draft_only'",
     )
     draft_slots: int = option(
         512,
@@ -176,7 +182,7 @@ class PrefillConfig:
         require_int("min_prompt_tokens", self.min_prompt_tokens, 0)
         require_int("prefill_chunk", self.prefill_chunk, 1)
         require_one_of("draft_context", self.draft_context, get_args(DraftContext))
-        require_one_of("prune", self.prune, get_args(Prune))
+        require_one_of("sparse_prefill", self.sparse_prefill, get_args(SparsePrefill))
         require_int("draft_slots", self.draft_slots, 4)
         require_one_of("on_scoring_error", self.on_scoring_error, get_args(OnScoringError))
         require_window(self.draft_window)
@@ -430,10 +436,15 @@ class SamplingParams:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
 
+@renamed({"order": "always order='position', which answers better; leave it out"})
 @documented
 @dataclass(frozen=True)
 class SessionConfig:
-    """Says what a session keeps of a conversation, and what comes back of the text it dropped."""
+    """Says what a session keeps of a conversation, and what comes back of the text it dropped.
+
+    It is written before the text behind all that was dropped (the last questions and answers, 256 tokens at most),
+    which is prefilled again for it.
+    """
 
     restore: bool = option(
         True,
@@ -455,12 +466,6 @@ class SessionConfig:
         "turn's new text to come back whatever attention says; best first, as many as max_restored_chunks. A question "
         "that shares none leaves it to attention. None asks attention alone",
     )
-    order: WritingOrder = option(
-        "position",
-        "where what comes back is written: 'position' before the text behind all that was dropped (the last questions "
-        f"and answers, {MOST_REWRITTEN} tokens at most), which is prefilled again for it; 'written' after it, which "
-        "costs less and is answered worse",
-    )
     max_cached_tokens: int | None = option(
         None,
         "most tokens that the target's cache may hold when a turn begins; a turn that would go past them begins a new "
@@ -480,7 +485,6 @@ class SessionConfig:
                 self.anchor_threshold > 0,
                 f"anchor_threshold must be over 0, got {self.anchor_threshold}; None asks attention alone",
             )
-        require_one_of("order", self.order, get_args(WritingOrder))
         if self.max_cached_tokens is not None:
             require_int("max_cached_tokens", self.max_cached_tokens, 1)
 

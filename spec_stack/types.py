@@ -268,17 +268,17 @@ class Metrics:
 
     Durations are in seconds, without the time that the caller of a stream lets pass; `precision` is the target's; the
     bytes are those of the weights in memory. `proposer` is who might propose ("model", "lookup", "both"); of the
-    proposed and the accepted tokens those that were looked up are counted by themselves too. `specprefill_reason` and
-    `decode_reason` say each time why the prompt was or was not pruned, and whether the draft can propose to this
-    target. `seed` is what a sampled request drew with: given to the same call with the same `gamma`, it gives the same
-    tokens; under a policy that watches the clock the drafted lengths were those of that run only.
+    proposed and the accepted tokens those that were looked up are counted by themselves too. `sparse_prefill` is
+    whether the prompt was pruned, `sparse_prefill_reason` why or why not, and `decode_reason` whether the draft can
+    propose to this target. `seed` is what a sampled request drew with: given to the same call with the same `gamma`, it
+    gives the same tokens; under a policy that watches the clock the drafted lengths were those of that run only.
     """
 
     num_prompt_tokens: int
     num_kept_tokens: int
     num_scored_tokens: int
-    specprefill: bool
-    specprefill_reason: str
+    sparse_prefill: bool
+    sparse_prefill_reason: str
     policy: str
     precision: str
     draft_precision: str

@@ -70,7 +70,7 @@ def main() -> None:
                 max_tokens=arguments.max_tokens,
                 gamma=gamma,
                 proposer="model",
-                specprefill=False,
+                sparse_prefill="draft_only",
                 ignore_eos=True,
             )
             row[name] = first_divergence(generator, prompt, wanted, result.token_ids)

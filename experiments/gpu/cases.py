@@ -73,7 +73,11 @@ def bench_prefill(models: Models, length: int, repeats: int, budget: Budget, war
 
     def first_step(keep_rate: float | None) -> None:
         options = {"gamma": 0} if keep_rate is None else {"keep_rate": keep_rate}
-        step = next(generator.stream(input_ids=prompt, specprefill=keep_rate is not None, max_tokens=16, **options))
+        step = next(
+            generator.stream(
+                input_ids=prompt, sparse_prefill="off" if keep_rate is None else "on", max_tokens=16, **options
+            )
+        )
         if keep_rate is not None:
             if step.record.keep_rate == 1:
                 raise RuntimeError("scoring failed and the prompt was prefilled densely; the warning above says why")

@@ -115,7 +115,9 @@ def converse(
             held_before = len(span & arm.held) / len(span)
             watch.take()
             options = {"max_tokens": 32, "keep_rate": 1.0 if name == "dense" else keep_rate}
-            text, metrics, ttft_cpu_s = arm.ask(generator, content, options | ({} if turn else {"specprefill": True}))
+            text, metrics, ttft_cpu_s = arm.ask(
+                generator, content, options | ({} if turn else {"sparse_prefill": "on"})
+            )
             arm.held = watch.take() | (set() if name == "sparse" else arm.held)
             if turn:
                 found[name].append(

@@ -29,7 +29,7 @@ from spec_stack import Session, SpecStackGenerator
 
 KEPT, SESSION = "kept", "session"
 _SYSTEM = "You are a coding agent. Work in small steps, use the tools, and say what you did in one sentence."
-_DENSE = {"specprefill": False, "gamma": 0}
+_DENSE = {"sparse_prefill": "off", "gamma": 0}
 _COUNTED = (
     "num_prompt_tokens",
     "num_cached_tokens",
@@ -37,7 +37,7 @@ _COUNTED = (
     "num_kept_tokens",
     "num_restored_tokens",
     "num_rewritten_tokens",
-    "specprefill",
+    "sparse_prefill",
 )
 
 
@@ -154,8 +154,8 @@ def report_of(rows: Rows) -> dict[str, Any]:
     later = [(one, other) for one, other in pairs if one["turn"]]
     kinds = {
         "first turns": [pair for pair in pairs if not pair[0]["turn"]],
-        "warm turns, nothing pruned": [pair for pair in later if not pair[0]["specprefill"]],
-        "warm turns, pruned": [pair for pair in later if pair[0]["specprefill"]],
+        "warm turns, nothing pruned": [pair for pair in later if not pair[0]["sparse_prefill"]],
+        "warm turns, pruned": [pair for pair in later if pair[0]["sparse_prefill"]],
         "cold, whole conversation": rows.pairs(f"cold {SESSION}", f"cold {KEPT}"),
     }
     report: dict[str, Any] = {}

@@ -71,9 +71,8 @@ class Ours:
 
     def __call__(self, prompt_ids: list[int]) -> Row:
         began = process_time()
-        steps = self.generator.stream(
-            input_ids=prompt_ids, max_tokens=self.num_tokens, specprefill=False, policy=self.policy, **self.options
-        )
+        options = {"sparse_prefill": "draft_only"} | self.options
+        steps = self.generator.stream(input_ids=prompt_ids, max_tokens=self.num_tokens, policy=self.policy, **options)
         outputs = [next(steps)]
         first_s = process_time() - began
         outputs += steps
@@ -189,7 +188,7 @@ def make_arms(generator: SpecStackGenerator, num_tokens: int, gamma: int) -> dic
         "default": ours(policy, {"proposer": "both"}),
         "draft": by_draft(policy),
         "fixed": ours("fixed", _DRAFT, gamma=gamma),
-        "whole": ours("fixed", _DRAFT | {"prune": "none"}, gamma=gamma),
+        "whole": ours("fixed", _DRAFT | {"sparse_prefill": "off"}, gamma=gamma),
         "own look-up": ours(policy, {"proposer": "lookup"}),
         **{name: by_draft(name) for name in OTHER_POLICIES},
     }

@@ -89,7 +89,7 @@ def ask(generator: SpecStackGenerator, prompt_ids: list[int], arm: str, max_toke
         input_ids=prompt_ids,
         max_tokens=max_tokens,
         stop=_STOP,
-        specprefill=False,
+        sparse_prefill="draft_only",
         gamma=0 if arm == "plain" else None,
         proposer="model" if arm == "plain" else None,
     )

@@ -36,8 +36,8 @@ from spec_stack.hf.prompt import encode_messages
 from spec_stack.prefill.registry import needs_attention
 
 DENSE, WHOLE = "dense", "target, whole"
-_PLAIN: Mapping[str, Any] = {"specprefill": False, "gamma": 0, "proposer": "model"}
-_SPARSE: Mapping[str, Any] = {"specprefill": True}
+_PLAIN: Mapping[str, Any] = {"sparse_prefill": "off", "gamma": 0, "proposer": "model"}
+_SPARSE: Mapping[str, Any] = {"sparse_prefill": "on"}
 
 
 @dataclass
@@ -184,7 +184,7 @@ def main() -> None:
         for num_tokens in arguments.tokens
     }
     # A process's first forward over a long text allocates what later ones find.
-    loaded.generate(input_ids=prompts[min(prompts)], max_tokens=2, specprefill=False)
+    loaded.generate(input_ids=prompts[min(prompts)], max_tokens=2, sparse_prefill="off")
     for repeat in range(arguments.repeats):
         for num_tokens in arguments.tokens[: arguments.limit]:
             for name, run in bench.parts(prompts[num_tokens]):

@@ -14,7 +14,7 @@ tokenizer=spec_stack/assets/target
 mkdir -p "$out"
 
 for rate in dense 0.1 0.2 0.3; do
-    if [ "$rate" = dense ]; then how=specprefill=off; else how="specprefill=on,keep_rate=$rate"; fi
+    if [ "$rate" = dense ]; then how=sparse_prefill=off; else how="sparse_prefill=on,keep_rate=$rate"; fi
     "$python" -m spec_stack.lm_eval run --model spec_stack --device cpu --batch_size 1 \
         --model_args "$how,tokenizer=$tokenizer,metrics=$out/requests_$rate.jsonl" \
         --include_path experiments/quality/lm_eval_tasks --tasks local_niah local_vt local_cwe local_fwe \

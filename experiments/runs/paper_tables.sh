@@ -22,13 +22,13 @@ evaluate() { # NAME MODEL_ARGS TASKS…
 }
 
 longbench() { # by keep rate and category; the ablations without look-ahead are its "Full"
-    evaluate longbench_dense specprefill=off longbench
-    for rate in 0.1 0.3 0.5 0.7 0.9; do evaluate "longbench_$rate" "specprefill=on,keep_rate=$rate" longbench; done
+    evaluate longbench_dense sparse_prefill=off longbench
+    for rate in 0.1 0.3 0.5 0.7 0.9; do evaluate "longbench_$rate" "sparse_prefill=on,keep_rate=$rate" longbench; done
 }
 
 ruler() { # by length, at keep rate 0.1
     for rate in off 0.1; do
-        if [ "$rate" = off ]; then how=specprefill=off; else how="specprefill=on,keep_rate=$rate"; fi
+        if [ "$rate" = off ]; then how=sparse_prefill=off; else how="sparse_prefill=on,keep_rate=$rate"; fi
         # shellcheck disable=SC2086
         "$python" -m spec_stack.lm_eval run --model spec_stack --batch_size 1 --apply_chat_template --tasks ruler $limit \
             --model_args "target=$TARGET,draft=$DRAFT,tokenizer=$TARGET,$how" --output_path "$out/ruler_$rate" \

@@ -52,7 +52,7 @@ ARMS = {
     STANDALONE: f"--speculative-algorithm {STANDALONE} --speculative-num-steps 4 --speculative-num-draft-tokens 5 "
     "--speculative-eagle-topk 1",
     DENSE: f"{_OURS} --spec-stack-keep-rate 1",
-    SLOTS: f"{_OURS} --spec-stack-prune draft",
+    SLOTS: f"{_OURS} --spec-stack-sparse-prefill draft_only",
     SPEC_STACK: _OURS,
 }
 PARTS = ("rates", "conversations", "lengths", "growing", "stream")

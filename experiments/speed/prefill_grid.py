@@ -53,7 +53,7 @@ def make_prompt(tokenizer: Any, num_tokens: int) -> list[int]:
 
 
 def first_token(generator: SpecStackGenerator, prompt: Sequence[int], is_sparse: bool) -> Any:
-    options: dict[str, Any] = {"specprefill": True} if is_sparse else {"specprefill": False, "gamma": 0}
+    options: dict[str, Any] = {"sparse_prefill": "on"} if is_sparse else {"sparse_prefill": "off", "gamma": 0}
     return next(iter(generator.stream(input_ids=list(prompt), max_tokens=16, **options)))
 
 

@@ -1,29 +1,36 @@
-"""Answer calls: generate and stream, alike for a generator and for a session."""
+"""generate and stream, alike for a generator and for a session."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import Any, Unpack, cast
 
 from spec_stack.api.streaming import Streamer, awaitable, awaitable_result, feed
-from spec_stack.api.unknown_options import parameters_of, refuses_unknown_options
-from spec_stack.config import Prune, SamplingParams, check_samples
-from spec_stack.controller.base import Policy
-from spec_stack.engine.progress import OnProgress, Stream
-from spec_stack.engine.request import CallOptions, Request
+from spec_stack.api.unknown_options import parameters_of, shows_options
+from spec_stack.config import check_samples
+from spec_stack.engine.options import Call, GenerateOptions
+from spec_stack.engine.progress import Stream
+from spec_stack.engine.request import Request
 from spec_stack.hf.answer_parser import parse_answer
 from spec_stack.hf.processors import CannotCopyError, Processor, check_processors, copy_processor
-from spec_stack.hf.prompt import EncodedPrompt, Message, PromptSource, Span, unpadded
+from spec_stack.hf.prompt import EncodedPrompt
 from spec_stack.records import add_records, check_record_path
 from spec_stack.types import GenerationResult, StepOutput
 
 
-class Answering(ABC):
+class AnswerOptions(GenerateOptions, total=False):
+    """The keywords of `generate`, with those that a whole answer has beside a stream's."""
+
+    n: int
+    return_records: bool
+    records: str | Path | None
+    streamer: Streamer | None
+
+
+class GenerationMixin(ABC):
     """Has `generate` and `stream`; how a call is planned and run is its own."""
 
     @abstractmethod
@@ -38,52 +45,8 @@ class Answering(ABC):
     def _sample(self, calls: Sequence[Call]) -> list[GenerationResult]:
         """Answer calls with the same prompt: the first prefills it, the others go on from copies of its caches."""
 
-    @refuses_unknown_options
-    def generate(
-        self,
-        prompt: str | None = None,
-        *,
-        messages: Sequence[Message] | None = None,
-        input_ids: Sequence[int] | torch.Tensor | None = None,
-        attention_mask: Sequence[int] | torch.Tensor | None = None,
-        protected: Sequence[Span] = (),
-        tools: Sequence[Any] | None = None,
-        tool_choice: str | Mapping[str, Any] | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        continue_final_message: bool = False,
-        params: SamplingParams | None = None,
-        max_tokens: int | None = SamplingParams.max_tokens,
-        temperature: float = SamplingParams.temperature,
-        top_k: int = SamplingParams.top_k,
-        top_p: float = SamplingParams.top_p,
-        seed: int | None = SamplingParams.seed,
-        stop: str | Sequence[str] | None = None,
-        ignore_eos: bool = SamplingParams.ignore_eos,
-        min_p: float = SamplingParams.min_p,
-        repetition_penalty: float = SamplingParams.repetition_penalty,
-        bad_words_ids: Sequence[Sequence[int]] = SamplingParams.bad_words_ids,
-        logit_bias: Mapping[int, float] | None = SamplingParams.logit_bias,
-        min_tokens: int = SamplingParams.min_tokens,
-        stop_token_ids: Sequence[int] = SamplingParams.stop_token_ids,
-        sampling: str | None = None,
-        logits_processor: Processor | Sequence[Processor] | None = None,
-        response_format: Mapping[str, Any] | type | None = None,
-        logprobs: int | None = None,
-        keep_rate: float | None = None,
-        specprefill: bool | None = None,
-        prune: Prune | None = None,
-        policy: str | Policy | None = None,
-        gamma: int | None = None,
-        proposer: str | None = None,
-        request_id: str | None = None,
-        task: str = "",
-        on_progress: OnProgress | None = None,
-        n: int = 1,
-        return_records: bool = False,
-        records: str | Path | None = None,
-        streamer: Streamer | None = None,
-    ) -> GenerationResult:
+    @shows_options(AnswerOptions, n=1, return_records=False)
+    def generate(self, prompt: str | None = None, **options: Unpack[AnswerOptions]) -> GenerationResult:
         """Answer or continue a prompt.
 
         Exactly one of `prompt`, `messages` and `input_ids` is given.
@@ -158,12 +121,10 @@ class Answering(ABC):
         keep_rate : float, optional
             Share of the prompt, in a session of its new text, that the target prefills, over 0 to 1; None is the
             configuration's.
-        specprefill : bool, optional
-            Prune the prompt, in a session its new text: True whatever its length, False never, None from
-            `PrefillConfig.min_prompt_tokens` tokens on.
-        prune : {"both", "draft", "none"}, optional
-            Who goes without a part of a long prompt (see `PrefillConfig`): with "draft" the target is dense, and the
-            answer that of the target alone; None is the configuration's.
+        sparse_prefill : {"auto", "on", "off", "draft_only"}, optional
+            "auto" prunes the prompt, in a session its new text, from `PrefillConfig.min_prompt_tokens` tokens on; "on"
+            whatever its length; "off" prefills it whole; with "draft_only" the target prefills it whole too, and the
+            draft decodes over `draft_slots` of it. None is the configuration's.
         policy : str or Policy, optional
             What chooses gamma, the number of tokens drafted in a step; None is the generator's.
         gamma : int, optional
@@ -207,66 +168,16 @@ class Answering(ABC):
         >>> len(result.token_ids), result.metrics.num_prompt_tokens
         (8, 4)
         """
-        if not isinstance(return_records, bool):
-            raise ValueError(f"return_records must be True or False, got {return_records!r}")
-        if records is not None:
-            if not isinstance(records, str | Path):
-                raise ValueError(f"records must be the path of a .jsonl file, got {records!r}")
-            check_record_path(records, request_id)
-        call = Call.of(
-            PromptSource(
-                prompt=prompt,
-                messages=messages,
-                input_ids=unpadded(input_ids, attention_mask),
-                protected=protected,
-                tools=None if isinstance(tool_choice, str) and tool_choice == "none" else tools,
-                documents=documents,
-                chat_template_kwargs={} if chat_template_kwargs is None else chat_template_kwargs,
-                continue_final_message=continue_final_message,
-            ),
-            params,
-            SamplingParams(
-                max_tokens=max_tokens,
-                temperature=temperature,
-                top_k=top_k,
-                top_p=top_p,
-                seed=seed,
-                stop=SamplingParams.stop if stop is None else stop,
-                ignore_eos=ignore_eos,
-                min_p=min_p,
-                repetition_penalty=repetition_penalty,
-                bad_words_ids=bad_words_ids,
-                logit_bias=logit_bias,
-                min_tokens=min_tokens,
-                stop_token_ids=stop_token_ids,
-            ),
-            CallOptions(
-                keep_rate=keep_rate,
-                specprefill=specprefill,
-                prune=prune,
-                policy=policy,
-                gamma=gamma,
-                proposer=proposer,
-                request_id=request_id,
-                task=task,
-                logits_processor=logits_processor,
-                response_format=response_format,
-                tool_choice=tool_choice,
-                logprobs=logprobs,
-                sampling=sampling,
-                on_progress=on_progress,
-            ),
-        )
-        request = self._plan(call)
+        keeps_records, path, streamer = _whole_answer(options)
+        call = cast(Call, {**options, "prompt": prompt})
+        request, n = self._plan(call), options.get("n", 1)
         check_samples(n, request.params.temperature)
-        if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
-            raise ValueError(f"streamer must have put() and end(), as those of transformers do, got {streamer!r}")
         if n > 1 and streamer is not None:
             raise ValueError("a streamer takes one answer; leave out n, or the streamer")
-        results = self._sample(call.samples(n)) if n > 1 else [self._collect(request, streamer)]
-        if records is not None:
-            add_records([step for result in results for step in result.records or []], records)
-        if not return_records:
+        results = self._sample(samples(call, n)) if n > 1 else [self._collect(request, streamer)]
+        if path is not None:
+            add_records([step for result in results for step in result.records or []], path)
+        if not keeps_records:
             results = [replace(result, records=None) for result in results]
         return replace(results[0], others=results[1:])
 
@@ -295,47 +206,9 @@ class Answering(ABC):
         )
 
     @parameters_of(generate)
-    @refuses_unknown_options
+    @shows_options(GenerateOptions)
     def stream(
-        self,
-        prompt: str | None = None,
-        *,
-        messages: Sequence[Message] | None = None,
-        input_ids: Sequence[int] | torch.Tensor | None = None,
-        attention_mask: Sequence[int] | torch.Tensor | None = None,
-        protected: Sequence[Span] = (),
-        tools: Sequence[Any] | None = None,
-        tool_choice: str | Mapping[str, Any] | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        continue_final_message: bool = False,
-        params: SamplingParams | None = None,
-        max_tokens: int | None = SamplingParams.max_tokens,
-        temperature: float = SamplingParams.temperature,
-        top_k: int = SamplingParams.top_k,
-        top_p: float = SamplingParams.top_p,
-        seed: int | None = SamplingParams.seed,
-        stop: str | Sequence[str] | None = None,
-        ignore_eos: bool = SamplingParams.ignore_eos,
-        min_p: float = SamplingParams.min_p,
-        repetition_penalty: float = SamplingParams.repetition_penalty,
-        bad_words_ids: Sequence[Sequence[int]] = SamplingParams.bad_words_ids,
-        logit_bias: Mapping[int, float] | None = SamplingParams.logit_bias,
-        min_tokens: int = SamplingParams.min_tokens,
-        stop_token_ids: Sequence[int] = SamplingParams.stop_token_ids,
-        sampling: str | None = None,
-        logits_processor: Processor | Sequence[Processor] | None = None,
-        response_format: Mapping[str, Any] | type | None = None,
-        logprobs: int | None = None,
-        keep_rate: float | None = None,
-        specprefill: bool | None = None,
-        prune: Prune | None = None,
-        policy: str | Policy | None = None,
-        gamma: int | None = None,
-        proposer: str | None = None,
-        request_id: str | None = None,
-        task: str = "",
-        on_progress: OnProgress | None = None,
+        self, prompt: str | None = None, **options: Unpack[GenerateOptions]
     ) -> Generator[StepOutput, None, None]:
         """Answer or continue a prompt, step by step.
 
@@ -363,55 +236,16 @@ class Answering(ABC):
         >>> sum(len(output.token_ids) for output in generator.stream("def main():", max_tokens=8))
         8
         """
-        call = Call.of(
-            PromptSource(
-                prompt=prompt,
-                messages=messages,
-                input_ids=unpadded(input_ids, attention_mask),
-                protected=protected,
-                tools=None if isinstance(tool_choice, str) and tool_choice == "none" else tools,
-                documents=documents,
-                chat_template_kwargs={} if chat_template_kwargs is None else chat_template_kwargs,
-                continue_final_message=continue_final_message,
-            ),
-            params,
-            SamplingParams(
-                max_tokens=max_tokens,
-                temperature=temperature,
-                top_k=top_k,
-                top_p=top_p,
-                seed=seed,
-                stop=SamplingParams.stop if stop is None else stop,
-                ignore_eos=ignore_eos,
-                min_p=min_p,
-                repetition_penalty=repetition_penalty,
-                bad_words_ids=bad_words_ids,
-                logit_bias=logit_bias,
-                min_tokens=min_tokens,
-                stop_token_ids=stop_token_ids,
-            ),
-            CallOptions(
-                keep_rate=keep_rate,
-                specprefill=specprefill,
-                prune=prune,
-                policy=policy,
-                gamma=gamma,
-                proposer=proposer,
-                request_id=request_id,
-                task=task,
-                logits_processor=logits_processor,
-                response_format=response_format,
-                tool_choice=tool_choice,
-                logprobs=logprobs,
-                sampling=sampling,
-                on_progress=on_progress,
-            ),
-        )
-        request = self._plan(call)
-        return Stream(self._run(request), request.progress)
+        return self._stream(cast(Call, {**options, "prompt": prompt}))
 
-    def stream_call(self, call: Call) -> Generator[StepOutput, None, None]:
-        """`stream` of a call that was put together before. Raises ValueError as that does."""
+    def stream_encoded(self, encoded: EncodedPrompt, options: Mapping[str, Any]) -> Generator[StepOutput, None, None]:
+        """`stream` of a prompt that was encoded before. Raises ValueError and TypeError as that does."""
+        unknown = [name for name in options if name not in GenerateOptions.__annotations__]
+        if unknown:
+            raise TypeError(f"there is no option {', '.join(unknown)}")
+        return self._stream(cast(Call, {**options, "encoded": encoded}))
+
+    def _stream(self, call: Call) -> Generator[StepOutput, None, None]:
         request = self._plan(call)
         return Stream(self._run(request), request.progress)
 
@@ -422,75 +256,50 @@ class Answering(ABC):
     """`stream` for code that awaits: `async for output in generator.astream(...)`. The steps are made in a thread."""
 
 
-@dataclass(frozen=True)
-class Call:
-    """A call, checked and put together, as `_plan` takes it."""
+def samples(call: Mapping[str, Any], n: int) -> list[Call]:
+    """A call n times: with seeds in a row, names of their own, and processors that know nothing of each other.
 
-    source: PromptSource
-    params: SamplingParams
-    options: CallOptions
+    Raises ValueError for a processor that cannot be copied.
+    """
+    calls = []
+    for index in range(n):
+        own = dict(call)
+        if index:
+            own["logits_processor"] = _fresh_processors(call.get("logits_processor"))
+        if call.get("request_id") is not None:
+            own["request_id"] = f"{call['request_id']}-{index}"
+        if call.get("seed") is not None:
+            own["seed"] = _next_seed(call["seed"], index)
+        params = call.get("params")
+        if params is not None and params.seed is not None:
+            own["params"] = replace(params, seed=_next_seed(params.seed, index))
+        calls.append(cast(Call, own))
+    return calls
 
-    @classmethod
-    def of(
-        cls, source: PromptSource, params: SamplingParams | None, single: SamplingParams, options: CallOptions
-    ) -> Call:
-        """Put a call together. Its sampling options come as one object, params, or one by one, single.
 
-        Raises ValueError where they come both ways.
-        """
-        if params is None:
-            return cls(source, single, options)
-        if not isinstance(params, SamplingParams):
-            raise ValueError(f"params must be a SamplingParams, got {type(params).__name__}")
-        if single != SamplingParams():
-            raise ValueError("give params or single sampling options (max_tokens, temperature, …), not both")
-        return cls(source, params, options)
+def _next_seed(seed: int, index: int) -> int:
+    return (int(seed) + index) % (1 << 63)
 
-    @classmethod
-    def over(cls, encoded: EncodedPrompt, options: Mapping[str, Any]) -> Call:
-        """Put together a call over a prompt that was encoded before.
 
-        Parameters
-        ----------
-        encoded : EncodedPrompt
-            The prompt.
-        options : mapping
-            Options of `stream` by name, but for those of the prompt and `params`.
+def _fresh_processors(given: Any) -> list[Processor]:
+    try:
+        return [copy_processor(processor) for processor in check_processors(given)]
+    except CannotCopyError as error:
+        raise ValueError(
+            f"n samples need a copy each of every logits processor, and one cannot be copied ({error}): give it a "
+            "method copy(), or a true attribute `stateless` where it keeps nothing"
+        ) from error
 
-        Raises
-        ------
-        ValueError
-            For a value that cannot be used.
-        TypeError
-            For an unknown option.
-        """
-        drawn = {entry.name for entry in fields(SamplingParams)}
-        sampling = {name: value for name, value in options.items() if name in drawn}
-        rest = {name: value for name, value in options.items() if name not in drawn}
-        return cls(PromptSource(encoded=encoded), SamplingParams(**sampling), CallOptions(**rest))
 
-    def samples(self, n: int) -> list[Call]:
-        """The call n times: with seeds in a row, names of their own, and processors that know nothing of each other.
-
-        Raises ValueError for a processor that cannot be copied.
-        """
-        calls = []
-        for index in range(n):
-            options, params = self.options, self.params
-            if index:
-                options = replace(options, logits_processor=self._fresh_processors())
-            if self.options.request_id is not None:
-                options = replace(options, request_id=f"{self.options.request_id}-{index}")
-            if params.seed is not None:
-                params = replace(params, seed=(params.seed + index) % (1 << 63))
-            calls.append(Call(self.source, params, options))
-        return calls
-
-    def _fresh_processors(self) -> list[Processor]:
-        try:
-            return [copy_processor(processor) for processor in check_processors(self.options.logits_processor)]
-        except CannotCopyError as error:
-            raise ValueError(
-                f"n samples need a copy each of every logits processor, and one cannot be copied ({error}): give it a "
-                "method copy(), or a true attribute `stateless` where it keeps nothing"
-            ) from error
+def _whole_answer(options: AnswerOptions) -> tuple[bool, str | Path | None, Streamer | None]:
+    """return_records, records and streamer of a call. Raises ValueError for a value that is none."""
+    keeps, path, streamer = options.get("return_records", False), options.get("records"), options.get("streamer")
+    if not isinstance(keeps, bool):
+        raise ValueError(f"return_records must be True or False, got {keeps!r}")
+    if path is not None:
+        if not isinstance(path, str | Path):
+            raise ValueError(f"records must be the path of a .jsonl file, got {path!r}")
+        check_record_path(path, options.get("request_id"))
+    if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
+        raise ValueError(f"streamer must have put() and end(), as those of transformers do, got {streamer!r}")
+    return keeps, path, streamer

@@ -23,7 +23,8 @@ from transformers.generation import (
 
 from spec_stack.api.generator import SpecStackGenerator
 from spec_stack.api.streaming import Streamer
-from spec_stack.config import SpecStackConfig
+from spec_stack.api.unknown_options import refuses_unknown_options
+from spec_stack.config import SparsePrefill, SpecStackConfig
 from spec_stack.controller.base import Policy
 from spec_stack.hf.batch_rows import Place, for_rows
 from spec_stack.hf.cache import CACHE_NAMES
@@ -55,11 +56,12 @@ class SpecStackOutput(GenerateDecoderOnlyOutput):  # type: ignore[misc]
     metrics: list[Metrics | None] | None = None
 
 
+@refuses_unknown_options
 def with_draft(
     draft: str | Path | PreTrainedModel,
     *,
     keep_rate: float | None = None,
-    specprefill: bool | None = None,
+    sparse_prefill: SparsePrefill | None = None,
     policy: str | Policy | None = None,
     gamma: int | None = None,
     config: SpecStackConfig | None = None,
@@ -73,7 +75,7 @@ def with_draft(
     draft : str, Path or PreTrainedModel
         A folder or hub id, which is loaded at the first call in the model's precision and on its device, or a loaded
         model.
-    keep_rate, specprefill, policy, gamma
+    keep_rate, sparse_prefill, policy, gamma
         For all calls, as in `SpecStackGenerator.generate`.
     config : SpecStackConfig, optional
         For all calls.
@@ -105,7 +107,7 @@ def with_draft(
         raise TypeError(f"draft must be a folder, a hub id or a loaded transformers model, got {draft!r}")
     if config is not None and not isinstance(config, SpecStackConfig):
         raise TypeError(f"config must be a SpecStackConfig, got {config!r}")
-    options = {"keep_rate": keep_rate, "specprefill": specprefill, "policy": policy, "gamma": gamma}
+    options = {"keep_rate": keep_rate, "sparse_prefill": sparse_prefill, "policy": policy, "gamma": gamma}
     return CustomGenerate(draft, config or SpecStackConfig(), tokenizer, draft_tokenizer, options)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from spec_stack.api.answering import Answering, Call
+from spec_stack.api.answering import GenerationMixin
 from spec_stack.api.session import Session
 from spec_stack.api.unknown_options import refuses_unknown_options
 from spec_stack.config import HubConfig, LoadConfig, SessionConfig, SpecStackConfig
@@ -17,6 +17,7 @@ from spec_stack.controller.base import Policy
 from spec_stack.controller.registry import policy_class
 from spec_stack.decode.lookup_index import TextMemory
 from spec_stack.engine.engine import Engine
+from spec_stack.engine.options import Call
 from spec_stack.engine.pair import ModelPair
 from spec_stack.engine.request import Request
 from spec_stack.hf.architectures import text_config
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class SpecStackGenerator(Answering):
+class SpecStackGenerator(GenerationMixin):
     """Sparse prefill and speculative decoding with one draft model.
 
     Requests share only the weights: each has its own caches, so several threads may generate, and several streams may
@@ -284,7 +285,7 @@ class SpecStackGenerator(Answering):
             return [session.generate(**one, **options) for one in several]
 
     def _plan(self, call: Call) -> Request:
-        return self.engine.plan(call.source, call.params, call.options)
+        return self.engine.plan(call)
 
     def _sample(self, calls: Sequence[Call]) -> list[GenerationResult]:
         with self.session(SessionConfig(restore=False)) as session:

@@ -8,22 +8,23 @@ from collections.abc import Generator, Sequence
 from contextlib import closing
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
-from spec_stack.api.answering import Answering, Call
+from spec_stack.api.answering import GenerationMixin
 from spec_stack.config import SessionConfig
 from spec_stack.decode.lookup_index import TextMemory
 from spec_stack.engine.conversation import Conversation
 from spec_stack.engine.conversation_file import SavedSession
 from spec_stack.engine.engine import Engine
+from spec_stack.engine.options import Call, prompt_source
 from spec_stack.engine.request import Request
-from spec_stack.hf.prompt import PromptSource, encode_prompt, num_shared
+from spec_stack.hf.prompt import encode_prompt, num_shared
 from spec_stack.prefill.recall import dropped_positions
 from spec_stack.types import GenerationResult, StepOutput
 from spec_stack.warning import OnceEach
 
 
-class Session(Answering):
+class Session(GenerationMixin):
     """`generate` and `stream` of a generator, with caches that are kept between the calls.
 
     Every call is given the whole prompt, as without a session. What it shares with the prompt and the answer of the
@@ -34,8 +35,7 @@ class Session(Answering):
     turn wants. These are prefilled at their original positions and stay, together with the text behind all that was
     dropped (the last questions and answers), which is rolled back for it, so that it comes after them.
 
-    A turn that is ended before its answer leaves the session as it was; what its prefill had done is taken up where the
-    same turn is asked for again.
+    A turn that is cancelled before its answer leaves the session as it was.
 
     Parameters
     ----------
@@ -112,9 +112,7 @@ class Session(Answering):
             As it is given to `generate`: prompt, messages, tools and the like.
         """
         held, pair = self._conversation, self._engine.pair
-        encoded = encode_prompt(pair.tokenizer, pair.vocab_size, PromptSource(**prompt), held.encoded)
-        if held.unfinished is not None and held.unfinished.prompt_ids == encoded.token_ids:
-            return len(encoded.token_ids)
+        encoded = encode_prompt(pair.tokenizer, pair.vocab_size, prompt_source(cast(Call, prompt)), held.encoded)
         asked = held.encoded.question if held.encoded is not None else None
         num_least = len(held.token_ids) if asked is None else asked[1]
         num_continued = num_shared(held.token_ids, encoded.token_ids[:-1])
@@ -192,18 +190,18 @@ class Session(Answering):
 
     def _plan(self, call: Call) -> Request:
         held = self._conversation
-        asked = call.options.prune or self._engine.config.prefill.prune
+        asked = call.get("sparse_prefill") or self._engine.config.prefill.sparse_prefill
         # A dense target goes on from what it has read densely, and reads the rest again.
-        held_ids = held.token_ids if asked == "both" else held.token_ids[: held.num_dense]
-        request = self._engine.plan(call.source, call.params, call.options, held_ids, held.encoded)
+        held_ids = held.token_ids if asked in ("auto", "on") else held.token_ids[: held.num_dense]
+        request = self._engine.plan(call, held_ids, held.encoded)
         self._say_that_it_begins_anew(call, request)
         if request.num_cached and self._room(request) < 0:
-            request = self._engine.plan(call.source, call.params, call.options, (), held.encoded)
+            request = self._engine.plan(call, (), held.encoded)
         return request
 
     def _say_that_it_begins_anew(self, call: Call, request: Request) -> None:
         """Warn who gives the new message alone: without the turns before it, it is another conversation."""
-        messages, held = call.source.messages, self._conversation.token_ids
+        messages, held = call.get("messages"), self._conversation.token_ids
         if (
             not (held and self.tells_of_beginnings)
             or messages is None

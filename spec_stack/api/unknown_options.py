@@ -8,6 +8,9 @@ from difflib import get_close_matches
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
+from spec_stack.config import OLD_SWITCHES
+from spec_stack.engine.options import DEFAULTS
+
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
@@ -154,6 +157,26 @@ _WHOLE_ANSWERS = {
 _LIKENESS = 0.75
 
 
+def shows_options(
+    options: type, **defaults: object
+) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
+    """Give a function that takes these options (a TypedDict) as **options a signature that lists them, and have it
+    refuse others. defaults: those that `engine.options.DEFAULTS` lacks and are not None."""
+    defaults = DEFAULTS | defaults
+    listed = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults.get(name), annotation=kind)
+        for name, kind in options.__annotations__.items()
+    ]
+
+    def complete(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+        signature = inspect.signature(function)
+        own = [each for each in signature.parameters.values() if each.kind != inspect.Parameter.VAR_KEYWORD]
+        function.__signature__ = signature.replace(parameters=[*own, *listed])  # type: ignore[attr-defined]
+        return refuses_unknown_options(function)
+
+    return complete
+
+
 def refuses_unknown_options(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """Make an unknown keyword raise a TypeError that names the function called and the nearest option."""
     known = [name for name in inspect.signature(function).parameters if name not in ("self", "cls")]
@@ -199,6 +222,8 @@ def _entries(text: str) -> list[tuple[list[str], str]]:
 
 
 def _hint(name: str, known: list[str]) -> str:
+    if name in OLD_SWITCHES and "sparse_prefill" in known:
+        return f": it is now sparse_prefill=, {OLD_SWITCHES[name]}"
     alias = ALIASES.get(name)
     if name in _WHOLE_ANSWERS and "prompt" in known:
         return f": {_WHOLE_ANSWERS[name]}"

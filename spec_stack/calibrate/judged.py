@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from spec_stack.calibrate.prompts import Prompt
 from spec_stack.config import PrefillConfig
-from spec_stack.engine.pair import ModelPair, WholeDraft
+from spec_stack.engine.pair import DraftModel, ModelPair
 from spec_stack.hf.model import CachedModel
 from spec_stack.hf.prompt import num_shared
 from spec_stack.prefill.alignment import Span
@@ -130,7 +130,7 @@ def judge(
 
 def open_prompt(
     pair: ModelPair, index: CachedModel, prompt: Prompt, on_piece: Callable[[int, float], None] | None = None
-) -> WholeDraft:
+) -> DraftModel:
     """The draft with what a prompt shares with the one before it."""
     index.on_piece = on_piece
     index.forget_from(num_shared(index.token_ids, draft_ids(prompt)))

@@ -12,7 +12,7 @@ import select
 import stat
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -22,13 +22,14 @@ from spec_stack.calibrate.config import CalibrateConfig
 from spec_stack.cli.chat import read_document
 from spec_stack.config import (
     MAX_GAMMA,
+    OLD_SWITCHES,
     PRECISIONS,
     DecodeConfig,
     LoadConfig,
     PrefillConfig,
-    Prune,
     SamplingParams,
     SessionConfig,
+    SparsePrefill,
     SpecStackConfig,
 )
 from spec_stack.controller.registry import POLICIES
@@ -68,7 +69,6 @@ _EXAMPLES = """examples:
   spec-stack chat --file report.txt
   spec-stack generate "Hello" --target Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B
 """
-SPECPREFILL = {"auto": None, "on": True, "off": False}
 
 
 def _or_none(read: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -110,6 +110,19 @@ PRUNING: dict[str, Callable[[str], Any]] = {
     "head_vote": str,
     "scorer": str,
 }
+
+
+class OldSwitch(argparse.Action):
+    """Refuses a former flag, naming what took its place."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        parser.error(f"there is no {option_string}: it is now --sparse-prefill, {OLD_SWITCHES[self.dest]}")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -317,12 +330,6 @@ def _add_answer_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _add_option(parser, SamplingParams, "stop", action="append", default=[])
     _add_option(parser, SamplingParams, "ignore_eos", action="store_true")
-    parser.add_argument(
-        "--specprefill",
-        choices=[*SPECPREFILL],
-        default="auto",
-        help="prune the prompt: on whatever its length, off never, auto from --min-prompt-tokens on (%(default)s)",
-    )
     _add_pruning_arguments(parser)
     _add_option(parser, DecodeConfig, "policy", default=None, metavar="|".join(POLICIES))
     _add_option(parser, DecodeConfig, "proposer", default=None, choices=["auto", *PROPOSERS])
@@ -334,7 +341,9 @@ def _add_answer_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_pruning_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_option(parser, PrefillConfig, "prune", default=None, choices=[*get_args(Prune)])
+    _add_option(parser, PrefillConfig, "sparse_prefill", default=None, choices=[*get_args(SparsePrefill)])
+    for name in OLD_SWITCHES:
+        parser.add_argument(f"--{name}", action=OldSwitch, help=argparse.SUPPRESS)
     for name, read in PRUNING.items():
         _add_option(parser, PrefillConfig, name, type=read, default=argparse.SUPPRESS)
 
@@ -423,8 +432,7 @@ def answer_options(arguments: argparse.Namespace) -> dict[str, Any]:
         "seed": arguments.seed,
         "stop": arguments.stop,
         "ignore_eos": arguments.ignore_eos,
-        "specprefill": SPECPREFILL[arguments.specprefill],
-        "prune": arguments.prune,
+        "sparse_prefill": arguments.sparse_prefill,
         "policy": arguments.policy,
         "gamma": arguments.gamma,
         "proposer": arguments.proposer,
@@ -439,8 +447,8 @@ def prefill_of(arguments: argparse.Namespace) -> PrefillConfig:
 def served_config(arguments: argparse.Namespace) -> SpecStackConfig:
     """Return what the requests of `serve` find where they name nothing themselves."""
     prefill = prefill_of(arguments)
-    if arguments.prune is not None:
-        prefill = replace(prefill, prune=arguments.prune)
+    if arguments.sparse_prefill is not None:
+        prefill = replace(prefill, sparse_prefill=arguments.sparse_prefill)
     return SpecStackConfig(prefill, DecodeConfig(policy=arguments.policy, proposer=arguments.proposer))
 
 

@@ -91,8 +91,8 @@ def hide_more(fact: HiddenFact, seed: int) -> tuple[str, list[Question]]:
 
 _NUM_CONTINUED = 128
 MODES: dict[str, dict[str, Any]] = {
-    "dense prefill + plain decoding": {"specprefill": False, "gamma": 0},
-    "sparse prefill + speculative decoding": {"specprefill": True},
+    "dense prefill + plain decoding": {"sparse_prefill": "off", "gamma": 0},
+    "sparse prefill + speculative decoding": {"sparse_prefill": "on"},
 }
 
 
@@ -125,7 +125,7 @@ def run_demo(
             progress(f"{'warm-up' if repeat == 0 else f'run {repeat} of {repeats}'}: {mode}")
             answers[mode].append(generator.generate(messages=fact.messages, max_tokens=48, **options))
             texts[mode].append(generator.generate(fact.document, max_tokens=_NUM_CONTINUED, ignore_eos=True, **options))
-    plain = generator.generate(fact.document, max_tokens=_NUM_CONTINUED, ignore_eos=True, specprefill=True, gamma=0)
+    plain = generator.generate(fact.document, max_tokens=_NUM_CONTINUED, ignore_eos=True, sparse_prefill="on", gamma=0)
     rows = {mode: _summarise(fact, answers[mode][1:], texts[mode][1:]) for mode in MODES}
     dense, sparse = rows.values()
     return {
@@ -159,7 +159,7 @@ def run_conversation(
     for repeat in range(repeats):
         for arm, results in runs.items():
             progress(f"conversation {repeat + 1} of {repeats}: {arm}")
-            options: dict[str, Any] = {"specprefill": False, "gamma": 0} if arm == "dense" else {}
+            options: dict[str, Any] = {"sparse_prefill": "off", "gamma": 0} if arm == "dense" else {}
             config = SessionConfig(restore=False) if arm == "dense" else None
             results.append([])
             messages: list[Mapping[str, str]] = []
@@ -167,7 +167,7 @@ def run_conversation(
                 for turn in range(3):
                     text = asked[turn].text
                     messages.append({"role": "user", "content": text if turn else f"{document}\n\n{text}"})
-                    more = {"specprefill": True} if arm == "session" and not turn else {}
+                    more = {"sparse_prefill": "on"} if arm == "session" and not turn else {}
                     result = session.generate(messages=messages, max_tokens=48, **options | more)
                     results[-1].append(result)
                     messages.append({"role": "assistant", "content": result.text})

@@ -57,7 +57,7 @@ def diagnose(
         on = loading.resolve_device(device)
         report["device"] = str(on)
         report["policy"] = DecodeConfig.policy
-        report["specprefill"] = (
+        report["sparse_prefill"] = (
             f"prompts of {PrefillConfig.min_prompt_tokens} tokens or more, unless a call says otherwise"
         )
         sources = loading.resolve_pair(target, draft)

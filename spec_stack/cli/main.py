@@ -88,7 +88,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     else:
         print()
     if arguments.stats:
-        print(f"{status_line(last.metrics)}\n{last.metrics.specprefill_reason}", file=sys.stderr)
+        print(f"{status_line(last.metrics)}\n{last.metrics.sparse_prefill_reason}", file=sys.stderr)
     return 0
 
 

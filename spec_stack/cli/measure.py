@@ -234,7 +234,7 @@ def long_prompt(generator: SpecStackGenerator, num_tokens: int) -> list[int]:
 def ttft(generator: SpecStackGenerator, ids: list[int], is_sparse: bool, timer: Timer) -> float:
     """Seconds to the first token of a prompt that is prefilled densely or sparsely."""
     began = _now(generator, timer)
-    generator.generate(input_ids=ids, max_tokens=1, ignore_eos=True, specprefill=is_sparse)
+    generator.generate(input_ids=ids, max_tokens=1, ignore_eos=True, sparse_prefill="on" if is_sparse else "off")
     return _now(generator, timer) - began
 
 
@@ -300,7 +300,7 @@ class _Answers:
             for gamma, speeds in ((0, self.plain), (None, self.drafted)):
                 began = _now(self._generator, self._timer)
                 result = self._generator.generate(
-                    input_ids=ids, max_tokens=_ANSWER_TOKENS, ignore_eos=True, gamma=gamma, specprefill=False
+                    input_ids=ids, max_tokens=_ANSWER_TOKENS, ignore_eos=True, gamma=gamma, sparse_prefill="draft_only"
                 )
                 speeds[name] = len(result.token_ids) / (_now(self._generator, self._timer) - began)
                 if gamma is None:

@@ -8,7 +8,7 @@ from functools import partial
 
 from spec_stack.decode.propose import propose
 from spec_stack.decode.sampler import Sampler
-from spec_stack.engine.caches import Caches
+from spec_stack.engine.conversation import Turn
 from spec_stack.engine.pair import ModelPair
 from spec_stack.engine.request import Request
 from spec_stack.types import Metrics, Proposal, Selection
@@ -31,7 +31,7 @@ class DraftedPrompt:
     reason: str
 
 
-def draft_prompt(request: Request, caches: Caches, sampler: Sampler, warnings: OnceEach) -> DraftedPrompt:
+def draft_prompt(request: Request, caches: Turn, sampler: Sampler, warnings: OnceEach) -> DraftedPrompt:
     """Have the draft score the prompt where that is needed; else, or where it fails, take it whole.
 
     Advances the draft's cache. Raises what scoring raises where the request wants it raised.
@@ -49,7 +49,7 @@ def draft_prompt(request: Request, caches: Caches, sampler: Sampler, warnings: O
             # Nothing has been handed out yet, so dense prefill is still open, whatever went wrong.
             logger.exception("scoring a prompt of %d tokens failed; it is prefilled densely", len(request.prompt_ids))
             reason = f"scoring failed, prefilled densely: {type(error).__name__}: {error}"
-            warnings.warn("scoring", f"{reason} (metrics.specprefill_reason tells each time)")
+            warnings.warn("scoring", f"{reason} (metrics.sparse_prefill_reason tells each time)")
             caches.reopen_draft()
         else:
             if request.scores and selection.num_new == request.num_new_tokens:
@@ -66,8 +66,8 @@ def begin_metrics(request: Request, drafted: DraftedPrompt, pair: ModelPair, pol
         num_prompt_tokens=len(request.prompt_ids),
         num_kept_tokens=selection.num_held + len(selection.positions),
         num_scored_tokens=drafted.num_scored_tokens,
-        specprefill=selection.num_new < request.num_new_tokens,
-        specprefill_reason=drafted.reason,
+        sparse_prefill=selection.num_new < request.num_new_tokens,
+        sparse_prefill_reason=drafted.reason,
         policy=policy,
         precision=pair.precision,
         draft_precision=pair.draft_precision,

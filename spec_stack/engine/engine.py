@@ -5,34 +5,26 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
-from spec_stack.config import SamplingParams, SpecStackConfig
+from spec_stack.config import SpecStackConfig
 from spec_stack.controller.base import Policy
 from spec_stack.controller.lookup import LookupGate
 from spec_stack.controller.pool import PolicyPool, Shelf
 from spec_stack.decode.loop import decode
 from spec_stack.decode.proposer import Means
 from spec_stack.decode.registry import make_proposer
-from spec_stack.engine.caches import Caches, RequestCaches, StoredCaches
+from spec_stack.engine.conversation import SingleTurn, Turn
 from spec_stack.engine.drafted import begin_metrics, draft_prompt
 from spec_stack.engine.drawing import drawing_of, stopper_of
+from spec_stack.engine.options import Call
 from spec_stack.engine.pair import ModelPair
-from spec_stack.engine.prefix_store import PrefixStore
-from spec_stack.engine.request import CallOptions, Request
+from spec_stack.engine.prefix_store import PrefixStore, StoredTurn
+from spec_stack.engine.request import Request, plan_request
 from spec_stack.hf.model_sampling import ignored_sampling
-from spec_stack.hf.prompt import EncodedPrompt, PromptSource
+from spec_stack.hf.prompt import EncodedPrompt
 from spec_stack.types import StepOutput
 from spec_stack.warning import OnceEach
-
-
-class Timed(Protocol):
-    """A model that counts the seconds inside it."""
-
-    @property
-    def forward_s(self) -> float:
-        """So far."""
-        ...
 
 
 class Engine:
@@ -64,37 +56,40 @@ class Engine:
 
     def plan(
         self,
-        source: PromptSource,
-        params: SamplingParams,
-        options: CallOptions,
+        call: Call,
         held_ids: Sequence[int] = (),
         known: EncodedPrompt | None = None,
     ) -> Request:
-        """Check a call and settle what is done for it (see `Request.plan`)."""
-        request = Request.plan(self.pair, self.config, self._pool, source, params, options, held_ids, known)
-        ignored = ignored_sampling(self.pair.target.generation_config, params) if options.sampling is None else ""
+        """Check a call and settle what is done for it (see `plan_request`)."""
+        request = plan_request(self.pair, self.config, self._pool, call, held_ids, known)
+        self._warn_of_what_is_ignored(call, request, bool(held_ids))
+        return request
+
+    def _warn_of_what_is_ignored(self, call: Call, request: Request, is_follow_up: bool) -> None:
+        ignored = ""
+        if call.get("sampling") is None:
+            ignored = ignored_sampling(self.pair.target.generation_config, request.params)
         if ignored:
             self._warnings.warn(
                 "sampling", f'the checkpoint\'s generation config sets {ignored}; sampling="model" applies it'
             )
-        if options.keep_rate not in (None, 1) and options.specprefill is None and not (request.scores or held_ids):
+        keep_rate, is_by_default = call.get("keep_rate"), call.get("sparse_prefill") is None
+        if keep_rate not in (None, 1) and is_by_default and not (request.scores or is_follow_up):
             self._warnings.warn(
                 "keep_rate",
-                f"keep_rate={options.keep_rate} is not applied ({request.reason}); "
-                + ("" if request.prefill.prune == "both" else 'prune="both" with ')
-                + "specprefill=True prunes a prompt whatever its length",
+                f"keep_rate={keep_rate} is not applied ({request.reason}); "
+                'sparse_prefill="on" prunes a prompt of any length',
             )
-        return request
 
     def run(self, request: Request) -> Generator[StepOutput, None, None]:
         """Answer a planned request over caches of its own, which begin with what the store has of its prompt."""
         if self.store.max_tokens:
             return self._run_stored(request)
-        return self.answer(request, RequestCaches(self.pair, request))
+        return self.answer(request, SingleTurn(self.pair, request))
 
     def _run_stored(self, request: Request) -> Generator[StepOutput, None, None]:
         request.clock.resume()
-        caches = StoredCaches(self.pair, request, self.store)
+        caches = StoredTurn(self.pair, request, self.store)
         try:
             yield from self.answer(request, caches)
         except GeneratorExit:
@@ -102,7 +97,7 @@ class Engine:
             raise
         caches.remember()
 
-    def answer(self, request: Request, caches: Caches) -> Generator[StepOutput, None, None]:
+    def answer(self, request: Request, caches: Turn) -> Generator[StepOutput, None, None]:
         """Make the steps of a planned request over these caches, which they advance.
 
         Its clock stands still between the steps.
@@ -111,10 +106,12 @@ class Engine:
         clock.resume()
         with self._pool.lend(request.policy) as policy, self._gates.lend() as gate:
             drawing = drawing_of(request, pair.target)
-            forwards = ForwardSeconds(caches.target, caches.draft)
+            models: list[Any] = [caches.draft]
+            begun_s = caches.draft.forward_s
             drafted = draft_prompt(request, caches, drawing.look_ahead, self._warnings)
-            draft = caches.draft if drafted.num_scored_tokens else caches.beside_dense()
-            forwards.count(draft)
+            draft = caches.draft if drafted.num_scored_tokens else caches.draft_beside_dense()
+            models += [caches.target] if draft is models[0] else [caches.target, draft]
+            begun_s += sum(model.forward_s for model in models[1:])
             metrics = begin_metrics(request, drafted, pair, policy.name, drawing.seed)
             steps = decode(
                 target=caches.target,
@@ -141,32 +138,7 @@ class Engine:
                 if output.record.is_prefill:
                     metrics.scoring_s = output.record.draft_s
                 if output.finish_reason is not None:
-                    metrics.forward_s = forwards.total_s
+                    metrics.forward_s = sum(model.forward_s for model in models) - begun_s
                     output = replace(output, metrics=metrics)
                 with clock.paused():
                     yield output
-
-
-class ForwardSeconds:
-    """The seconds inside models since each was first counted.
-
-    Parameters
-    ----------
-    *models
-        Anything with `forward_s`.
-    """
-
-    def __init__(self, *models: Timed) -> None:
-        self._begun: list[tuple[Timed, float]] = []
-        for model in models:
-            self.count(model)
-
-    def count(self, model: Timed) -> None:
-        """Count a model from now on; nothing where it is counted already."""
-        if all(model is not counted for counted, _ in self._begun):
-            self._begun.append((model, model.forward_s))
-
-    @property
-    def total_s(self) -> float:
-        """Of all of them together."""
-        return sum(model.forward_s - begun_s for model, begun_s in self._begun)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spec_stack.config import HubConfig, LoadConfig
-from spec_stack.engine.tail_draft import TailDraft
 from spec_stack.hf.answer_format import AnswerFormat
 from spec_stack.hf.architectures import scoring_limit, text_config
 from spec_stack.hf.attention import install
@@ -26,8 +25,7 @@ from spec_stack.types import DraftTokenization
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-WholeDraft = CachedModel | TranslatedDraft
-DraftModel = WholeDraft | TailDraft
+DraftModel = CachedModel | TranslatedDraft
 
 
 @dataclass(frozen=True)
@@ -206,21 +204,16 @@ class ModelPair:
         """The target with an empty cache."""
         return CachedModel(self.target, prefill_chunk)
 
-    def open_draft(self, prefill_chunk: int, tokenization: DraftTokenization | None = None) -> WholeDraft:
+    def open_draft(self, prefill_chunk: int, tokenization: DraftTokenization | None = None) -> DraftModel:
         """The draft with an empty cache, taking target ids and giving logits over them whatever its own tokenizer."""
         return self.view_draft(self.open_index(prefill_chunk), tokenization)
-
-    def open_tail(self, prefill_chunk: int, prompt_ids: Sequence[int], start: int) -> TailDraft:
-        """The draft with an empty cache as it sees the prompt from token `start` on (see `TailDraft`)."""
-        tokenization, _ = self.tokenize_for_draft(prompt_ids[start:])
-        return TailDraft(self.open_draft(prefill_chunk, tokenization), start)
 
     def open_index(self, prefill_chunk: int) -> CachedModel:
         """The draft with an empty cache over its own ids, that can go on from turn to turn (see `view_draft`)."""
         num_ids = None if self.translation is not None else self.vocabulary.num_target
         return CachedModel(self.draft, prefill_chunk, num_ids)
 
-    def view_draft(self, index: CachedModel, tokenization: DraftTokenization | None = None) -> WholeDraft:
+    def view_draft(self, index: CachedModel, tokenization: DraftTokenization | None = None) -> DraftModel:
         """The draft behind an index as a request sees it: target ids in, logits over them out.
 
         Of a draft with another tokenizer the index goes back to what it shares with the tokenization. Where such a

@@ -7,8 +7,14 @@ from dataclasses import dataclass
 from threading import Lock
 
 from spec_stack.config import PrefillConfig
+from spec_stack.engine.conversation import SingleTurn
+from spec_stack.engine.pair import ModelPair
+from spec_stack.engine.request import Request
 from spec_stack.hf.model import CachedModel
 from spec_stack.hf.prompt import num_shared
+from spec_stack.prefill.registry import needs_attention
+from spec_stack.prefill.scoring import LookAhead
+from spec_stack.types import Proposal, Selection
 
 Slots = list[tuple[int, int]]
 
@@ -133,3 +139,83 @@ class PrefixStore:
         """Forget everything."""
         with self._lock:
             self._stored = []
+
+
+class StoredTurn(SingleTurn):
+    """A request that begins with what a store has of its prompt, and can leave it what it made of it."""
+
+    def __init__(self, pair: ModelPair, request: Request, store: PrefixStore) -> None:
+        super().__init__(pair, request)
+        self._store = store
+        self._num_reused = 0
+        # Whether the index holds the prompt whole; the index as it was before the selection dropped any of it.
+        self._keeps_index = False
+        self._read: CachedModel | None = None
+        prefill = request.prefill
+        reads_whole = not request.scores or (prefill.scoring_layers is None and needs_attention(prefill.scorer))
+        # A state cannot go back to what two prompts share.
+        if reads_whole and self._draft_ids is not None and not self.index.is_stateful:
+            self._keeps_index = True
+            self.index = store.take_index(self._draft_ids, self._settings) or self.index
+            self.draft = pair.view_draft(self.index, request.tokenization)
+
+    @property
+    def num_cached(self) -> int:
+        return self._num_reused
+
+    @property
+    def _settings(self) -> tuple[int, int] | None:
+        """What the draft's keys of this prompt depend on; what it prefills in order to propose has no window."""
+        request = self._request
+        return draft_settings(request.prefill, len(request.prompt_ids)) if request.scores else None
+
+    @property
+    def _draft_ids(self) -> Sequence[int] | None:
+        """The prompt in the draft's own tokens; None where the draft is of no use for it."""
+        if self._pair.translation is None:
+            return self._request.prompt_ids
+        return None if self._request.tokenization is None else self._request.tokenization.token_ids
+
+    def score(self, look_ahead: LookAhead) -> tuple[Selection, Proposal]:
+        def remember_index() -> None:
+            # The draft has prefilled the prompt but the scoring queries, and nothing of it is dropped yet.
+            self._read = self.index.fork() if self._keeps_index else None
+
+        selection, proposal = self._score(look_ahead, whole=True, on_prefilled=remember_index)
+        return self._take_over(selection), proposal
+
+    def take_all(self) -> Selection:
+        return self._take_over(super().take_all())
+
+    def reopen_draft(self) -> None:
+        self._keeps_index, self._read = False, None
+        super().reopen_draft()
+
+    def _take_over(self, selection: Selection) -> Selection:
+        """Return what is left of a selection behind the slots that the store has."""
+        if self.target.is_stateful:
+            return selection
+        slots = list(zip(selection.positions, selection.token_ids, strict=True))
+        target = self._store.take_target(slots)
+        if target is None:
+            return selection
+        self.target, num_held = target, target.num_cached
+        self._num_reused = selection.positions[num_held]
+        return Selection(
+            selection.token_ids[num_held:],
+            selection.positions[num_held:],
+            selection.num_prompt_tokens,
+            num_held=num_held,
+            num_new_held=num_held,
+        )
+
+    def remember(self) -> None:
+        """Move this request's caches into the store. Do not use them afterwards."""
+        if self.target.is_stateful:
+            return
+        self.target.forget_from(len(self._request.prompt_ids))
+        index = self._read
+        if index is None and not self._request.scores and self._keeps_index and self._draft_ids is not None:
+            index = self.index
+            index.forget_from(len(self._draft_ids))
+        self._store.put(StoredPrompt(self.target, index, self._settings))

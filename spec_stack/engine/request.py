@@ -11,19 +11,18 @@ from spec_stack.clock import Clock
 from spec_stack.config import (
     DEFAULT_MAX_TOKENS,
     MAX_LOOK_AHEAD,
+    DecodeConfig,
     PrefillConfig,
-    Prune,
     SamplingParams,
     SpecStackConfig,
-    check_logprobs,
 )
-from spec_stack.controller.base import Policy
 from spec_stack.controller.pool import PolicyChoice, PolicyPool
 from spec_stack.controller.registry import CLOCK_POLICY_NAMES
 from spec_stack.decode.loop import RequestLabels
 from spec_stack.decode.registry import PROPOSERS
+from spec_stack.engine.options import Call, checked, prompt_source, sampling_params
 from spec_stack.engine.pair import ModelPair
-from spec_stack.engine.progress import OnProgress, Progress
+from spec_stack.engine.progress import Progress
 from spec_stack.hf.answer_format import tool_names
 from spec_stack.hf.answer_parser import AnswerParser
 from spec_stack.hf.model_sampling import complete_sampling
@@ -36,67 +35,16 @@ from spec_stack.prefill.queries import MOST_REPEATED
 from spec_stack.prefill.recall import clip_spans
 from spec_stack.prefill.registry import needs_attention
 from spec_stack.prefill.rule import Observer
-from spec_stack.settings.checks import plain
 from spec_stack.settings.registry import check_name
 from spec_stack.types import DraftTokenization
 
 
 @dataclass(frozen=True)
-class CallOptions:
-    """The options of a call beside its prompt and how tokens are drawn; None is the generator's own way.
-
-    The meaning of each is told at `Answering.generate`.
-    """
-
-    keep_rate: float | None = None
-    specprefill: bool | None = None
-    prune: Prune | None = None
-    policy: str | Policy | None = None
-    gamma: int | None = None
-    proposer: str | None = None
-    request_id: str | None = None
-    task: str = ""
-    logits_processor: Any = None
-    response_format: Any = None
-    tool_choice: Any = None
-    logprobs: int | None = None
-    sampling: str | None = None
-    on_progress: OnProgress | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("keep_rate", "gamma", "logprobs"):
-            object.__setattr__(self, name, plain(getattr(self, name)))
-        check_logprobs(self.logprobs)
-        if not isinstance(self.proposer, str | None):
-            raise ValueError(f"proposer must be a name or None, got {self.proposer!r}")
-        for name in ("request_id", "task"):
-            value = getattr(self, name)
-            if not isinstance(value, str) and not (value is None and name == "request_id"):
-                raise ValueError(f"{name} must be a string, got {value!r}")
-        if not isinstance(self.specprefill, bool | None):
-            raise ValueError(f"specprefill must be True, False or None (by length), got {self.specprefill!r}")
-        if not isinstance(self.sampling, str | None) or self.sampling not in (None, "model"):
-            raise ValueError(f'sampling must be "model" (the checkpoint\'s own) or None, got {self.sampling!r}')
-        if self.on_progress is not None and not callable(self.on_progress):
-            raise ValueError(
-                f"on_progress must be a callable over (num_done, num_total, phase), got {self.on_progress!r}"
-            )
-
-
-@dataclass(frozen=True)
 class StopTokens:
-    """Tokens that end a request.
+    """Tokens that end a request: the model's own, empty where they are ignored, and those of the call."""
 
-    Parameters
-    ----------
-    end_ids : frozenset of int
-        The model's own; empty where they are ignored.
-    stop_ids : frozenset of int
-        Those of the call.
-    """
-
-    end_ids: frozenset[int]
-    stop_ids: frozenset[int]
+    end_ids: frozenset[int] = frozenset()
+    stop_ids: frozenset[int] = frozenset()
 
     @property
     def all_ids(self) -> frozenset[int]:
@@ -105,83 +53,40 @@ class StopTokens:
 
 @dataclass(frozen=True)
 class Request:
-    """A call, planned.
+    """A call, planned: the prompt, what is pruned of it, how tokens are drafted and drawn, and when it ends."""
 
-    Parameters
-    ----------
-    prompt_ids : list of int
-        The prompt, N tokens of the target.
-    protected : list of (int, int)
-        Half-open spans of it that are never pruned.
-    params : SamplingParams
-        How tokens are drawn, and when it ends.
-    prefill : PrefillConfig
-        The generator's, with this call's keep_rate and as much look-ahead as the models have positions for.
-    scores : bool
-        Whether the prompt, or what it adds to a session, is scored, to be pruned.
-    reason : str
-        Why, or why not.
-    can_score : bool
-        Whether the draft can score it at all.
-    policy : PolicyChoice
-        Which policy chooses gamma.
-    proposer : str
-        Who proposes, one of `decode.registry.PROPOSERS`.
-    labels : RequestLabels
-        What its records carry.
-    tokenization : DraftTokenization or None
-        The prompt in the tokens of a draft with another tokenizer, where that draft is of use.
-    draft_start : int
-        The first token of the prompt that the draft sees: not 0 where the prompt is longer than its positions.
-    encoded : EncodedPrompt or None
-        The prompt as it was encoded.
-    num_cached : int
-        Tokens at its beginning that a session has dealt with already.
-    processors : list of callable
-        What goes over every row of logits.
-    grammar : Grammar or None
-        What the answer has to keep to.
-    stop_tokens : StopTokens
-        Tokens that end it.
-    stop_strings : list of str
-        Texts that do.
-    decode_note : str
-        What there is to say of the draft's part in decoding.
-    parser : AnswerParser or None
-        Takes the answer to a chat apart.
-    num_logprobs : int or None
-        How many likely tokens are given beside each token's log-probability; None gives none of either.
-    progress : Progress
-        Hears of every chunk of the prefill.
-    observer : Observer or None
-        Hears how the prompt is selected.
-    clock : Clock
-        Began with the call, and stands still until the first step.
-    """
-
+    # N tokens of the target, and the half-open spans of it that are never pruned.
     prompt_ids: list[int]
     protected: list[Span]
     params: SamplingParams
+    # The generator's, with this call's keep_rate and as much look-ahead as the models have positions for.
     prefill: PrefillConfig
+    # Whether the prompt, or what it adds to a session, is scored to be pruned, and why or why not.
     scores: bool
     reason: str
     policy: PolicyChoice
     labels: RequestLabels
+    # One of `decode.registry.PROPOSERS`.
     proposer: str = "model"
+    # Whether the draft can score the prompt at all.
     can_score: bool = True
+    # The prompt in the tokens of a draft with another tokenizer, where that draft is of use.
     tokenization: DraftTokenization | None = None
-    draft_start: int = 0
     encoded: EncodedPrompt | None = None
+    # Tokens at the prompt's beginning that a session has prefilled or dropped already.
     num_cached: int = 0
     processors: list[Processor] = field(default_factory=list)
     grammar: Grammar | None = None
-    stop_tokens: StopTokens = field(default_factory=lambda: StopTokens(frozenset(), frozenset()))
+    stop_tokens: StopTokens = field(default_factory=StopTokens)
     stop_strings: list[str] = field(default_factory=list)
+    # What there is to say of the draft's part in decoding.
     decode_note: str = ""
     parser: AnswerParser | None = None
+    # Likely tokens given beside each token's log-probability; None gives none of either.
     num_logprobs: int | None = None
     progress: Progress = field(default_factory=Progress)
     observer: Observer | None = None
+    # Began with the call, and stands still until the first step.
     clock: Clock = field(default_factory=Clock)
 
     @property
@@ -197,7 +102,7 @@ class Request:
     @property
     def num_draft_tokens(self) -> int:
         """The prompt's length in the draft's own tokens."""
-        return len(self.prompt_ids if self.tokenization is None else self.tokenization.token_ids)
+        return _num_draft_tokens(self.prompt_ids, self.tokenization)
 
     @property
     def is_shaped(self) -> bool:
@@ -209,125 +114,143 @@ class Request:
         """Return what reasons call the part of the prompt that may be pruned."""
         return "new text" if self.num_cached else "prompt"
 
-    @classmethod
-    def plan(
-        cls,
-        pair: ModelPair,
-        config: SpecStackConfig,
-        pool: PolicyPool,
-        source: PromptSource,
-        params: SamplingParams,
-        options: CallOptions,
-        held_ids: Sequence[int] = (),
-        known: EncodedPrompt | None = None,
-    ) -> Request:
-        """Check a call and settle what is done for it. Nothing goes through a model yet.
 
-        held_ids: the tokens that a session has dealt with; known: its last prompt, with the answer. Raises ValueError
-        for what the caller can change; the message says how.
-        """
-        clock = Clock()
-        if options.sampling == "model":
-            params = complete_sampling(pair.target.generation_config, params)
-        processors = check_processors(options.logits_processor)
-        stop_tokens, stop_strings = _what_stops(pair, params)
-        is_seeded = params.seed is not None and params.temperature > 0
-        policy = pool.choose(options.policy, options.gamma, is_seeded)
-        # How far a look-up goes is told by the clock, as a clock policy's gamma is.
-        by_default = "model" if is_seeded and options.policy is None else config.decode.proposer
-        asked = by_default if options.proposer is None else options.proposer
-        proposer = choose_proposer(asked, policy.name, pair.vocabulary.can_propose)
-        if not pair.vocabulary.can_propose:
-            policy = pool.choose(gamma=0)
-        encoded = encode_prompt(pair.tokenizer, pair.vocab_size, source, known)
-        prompt_ids, protected = encoded.token_ids, encoded.protected
-        # The last token is always new: what comes after it is asked for.
-        num_cached = min(num_shared(held_ids, prompt_ids), len(prompt_ids) - 1)
-        prefill = _prefill_of(config.prefill, options)
-        tokenization, obstacle = pair.tokenize_for_draft(prompt_ids)
-        num_draft_tokens = len(prompt_ids) if tokenization is None else len(tokenization.token_ids)
-        scores, reason = decide_scoring(
-            options.specprefill,
-            prefill,
-            len(prompt_ids) - num_cached,
-            clip_spans(protected, num_cached),
-            num_draft_tokens,
-            pair.scoring_limit,
-            "new text" if num_cached else "prompt",
-        )
-        draft_limit = pair.max_positions[1]
-        draft_room = max(0, draft_limit - num_draft_tokens)
-        notes = [uncopied_note(processors)]
-        if num_draft_tokens > draft_limit:
-            notes.append(f"the draft has {draft_limit} positions and sees the end of the prompt alone")
-        num_behind = MOST_REPEATED if prefill.asks_prompt else 0
-        if num_draft_tokens + num_behind > draft_limit and needs_attention(prefill.scorer):
-            too_long = f"the prompt has {num_draft_tokens} tokens, and the draft {draft_limit} positions"
-            obstacle = obstacle or too_long
-        if scores and obstacle:
-            scores, reason = False, f"off: {obstacle}"
-        if encoded.note:
-            reason += f"; {encoded.note}"
-        room = _positions_left(pair, len(prompt_ids), params.max_tokens or max(1, params.min_tokens))
-        if params.max_tokens is None:
-            params = replace(params, max_tokens=min(max(DEFAULT_MAX_TOKENS, params.min_tokens), room))
-        in_thought = pair.answer_format.begins_in_thought(encoded.text)
-        wanted = _wanted_format(pair, source, options)
-        grammar = None
-        if wanted is not None:
-            grammar = pair.grammars.compile(wanted, stop_tokens.all_ids, len(prompt_ids), in_thought)
-        own = make_processors(params, len(prompt_ids), stop_tokens.all_ids, pair.target.device)
+def plan_request(
+    pair: ModelPair,
+    config: SpecStackConfig,
+    pool: PolicyPool,
+    call: Call,
+    held_ids: Sequence[int] = (),
+    known: EncodedPrompt | None = None,
+) -> Request:
+    """Check a call and settle what is done for it. Nothing goes through a model yet.
+
+    held_ids: the tokens that a session has dealt with; known: its last prompt, with the answer. Raises ValueError for
+    what the caller can change; the message says how.
+    """
+    clock = Clock()
+    call, source, params = checked(call), prompt_source(call), sampling_params(call)
+    if call.get("sampling") == "model":
+        params = complete_sampling(pair.target.generation_config, params)
+    processors = check_processors(call.get("logits_processor"))
+    stop_tokens, stop_strings = _what_stops(pair, params)
+    policy, proposer = _who_drafts(pool, config.decode, call, params)
+    encoded = encode_prompt(pair.tokenizer, pair.vocab_size, source, known)
+    prompt_ids = encoded.token_ids
+    # The last token is always new: what comes after it is asked for.
+    num_cached = min(num_shared(held_ids, prompt_ids), len(prompt_ids) - 1)
+    prefill = _prefill_of(config.prefill, call)
+
+    tokenization, problem = pair.tokenize_for_draft(prompt_ids)
+    num_draft_tokens, draft_limit = _num_draft_tokens(prompt_ids, tokenization), pair.max_positions[1]
+    obstacle = problem or _no_room_to_score(prefill, num_draft_tokens, draft_limit)
+    scores, reason = _decide(pair, prefill, encoded, num_cached, num_draft_tokens, obstacle)
+    notes = [uncopied_note(processors)]
+    if num_draft_tokens > draft_limit:
+        notes.append(f"the prompt is longer than the draft's {draft_limit} positions, so it proposes nothing")
+    can_propose = pair.vocabulary.can_propose and num_draft_tokens <= draft_limit
+    if not can_propose:
+        policy, proposer = pool.choose(gamma=0), "lookup" if proposer == "both" else proposer
+
+    room = _positions_left(pair, len(prompt_ids), params.max_tokens or max(1, params.min_tokens))
+    if params.max_tokens is None:
+        params = replace(params, max_tokens=min(max(DEFAULT_MAX_TOKENS, params.min_tokens), room))
+    if not prefill.asks_prompt:
         # Where nothing can be proposed there is nothing to look ahead with either.
-        most = min(room, draft_room, MAX_LOOK_AHEAD) if pair.vocabulary.can_propose else 0
-        clock.pause()
-        return cls(
-            prompt_ids=prompt_ids,
-            protected=protected,
-            params=params,
-            prefill=prefill if prefill.asks_prompt else replace(prefill, look_ahead=min(prefill.look_ahead, most)),
-            scores=scores,
-            reason=reason,
-            policy=policy,
-            labels=RequestLabels(options.request_id or secrets.token_hex(4), pair.precision, options.task),
-            proposer=proposer,
-            can_score=not obstacle and sees_whole(prefill, num_draft_tokens, pair.scoring_limit),
-            tokenization=tokenization,
-            draft_start=_draft_start(
-                len(prompt_ids),
-                num_draft_tokens,
-                min(prefill.look_ahead, draft_room),
-                params.max_tokens or 0,
-                draft_limit,
-            ),
-            encoded=encoded,
-            num_cached=num_cached,
-            processors=[*own, *processors],
-            grammar=grammar,
-            stop_tokens=stop_tokens,
-            stop_strings=stop_strings,
-            decode_note="; ".join(filter(None, notes)),
-            parser=AnswerParser(pair.answer_format, tool_names(source.tools), in_thought) if encoded.text else None,
-            num_logprobs=options.logprobs,
-            progress=Progress(options.on_progress),
-            clock=clock,
-        )
+        most = min(room, draft_limit - num_draft_tokens, MAX_LOOK_AHEAD) if can_propose else 0
+        prefill = replace(prefill, look_ahead=min(prefill.look_ahead, most))
+    in_thought = pair.answer_format.begins_in_thought(encoded.text)
+    wanted = _wanted_format(pair, source, call)
+    grammar = None
+    if wanted is not None:
+        grammar = pair.grammars.compile(wanted, stop_tokens.all_ids, len(prompt_ids), in_thought)
+    own = make_processors(params, len(prompt_ids), stop_tokens.all_ids, pair.target.device)
+    clock.pause()
+    return Request(
+        prompt_ids=prompt_ids,
+        protected=encoded.protected,
+        params=params,
+        prefill=prefill,
+        scores=scores,
+        reason=reason,
+        policy=policy,
+        labels=RequestLabels(call.get("request_id") or secrets.token_hex(4), pair.precision, call.get("task", "")),
+        proposer=proposer,
+        can_score=not obstacle and sees_whole(prefill, num_draft_tokens, pair.scoring_limit),
+        tokenization=tokenization,
+        encoded=encoded,
+        num_cached=num_cached,
+        processors=[*own, *processors],
+        grammar=grammar,
+        stop_tokens=stop_tokens,
+        stop_strings=stop_strings,
+        decode_note="; ".join(filter(None, notes)),
+        parser=AnswerParser(pair.answer_format, tool_names(source.tools), in_thought) if encoded.text else None,
+        num_logprobs=call.get("logprobs"),
+        progress=Progress(call.get("on_progress")),
+        clock=clock,
+    )
 
 
-def _prefill_of(config: PrefillConfig, options: CallOptions) -> PrefillConfig:
+def _num_draft_tokens(prompt_ids: Sequence[int], tokenization: DraftTokenization | None) -> int:
+    return len(prompt_ids if tokenization is None else tokenization.token_ids)
+
+
+def _no_room_to_score(prefill: PrefillConfig, num_draft_tokens: int, draft_limit: int) -> str:
+    """Why the draft has too few positions to score a prompt; empty where it has enough."""
+    num_behind = MOST_REPEATED if prefill.asks_prompt else 0
+    if num_draft_tokens + num_behind <= draft_limit or not needs_attention(prefill.scorer):
+        return ""
+    return f"the prompt has {num_draft_tokens} tokens, and the draft {draft_limit} positions"
+
+
+def _decide(
+    pair: ModelPair,
+    prefill: PrefillConfig,
+    encoded: EncodedPrompt,
+    num_cached: int,
+    num_draft_tokens: int,
+    obstacle: str,
+) -> tuple[bool, str]:
+    """Whether the prompt is scored to be pruned, and why."""
+    scores, reason = decide_scoring(
+        prefill,
+        len(encoded.token_ids) - num_cached,
+        clip_spans(encoded.protected, num_cached),
+        num_draft_tokens,
+        pair.scoring_limit,
+        "new text" if num_cached else "prompt",
+    )
+    if scores and obstacle:
+        scores, reason = False, f"off: {obstacle}"
+    return scores, f"{reason}; {encoded.note}" if encoded.note else reason
+
+
+def _who_drafts(pool: PolicyPool, config: DecodeConfig, call: Call, params: SamplingParams) -> tuple[PolicyChoice, str]:
+    """The policy and the proposer of a call."""
+    is_seeded = params.seed is not None and params.temperature > 0
+    policy = pool.choose(call.get("policy"), call.get("gamma"), is_seeded)
+    # How far a look-up goes is told by the clock, as a clock policy's gamma is.
+    by_default = "model" if is_seeded and call.get("policy") is None else config.proposer
+    proposer = call.get("proposer")
+    return policy, choose_proposer(by_default if proposer is None else proposer, policy.name)
+
+
+def _prefill_of(config: PrefillConfig, call: Call) -> PrefillConfig:
     """The configuration with what the call names of it."""
-    named = {name: getattr(options, name) for name in ("prune", "keep_rate") if getattr(options, name) is not None}
-    return replace(config, **named) if named else config
+    named = {name: call.get(name) for name in ("sparse_prefill", "keep_rate") if call.get(name) is not None}
+    return replace(config, **named) if named else config  # type: ignore[arg-type]
 
 
-def _wanted_format(pair: ModelPair, source: PromptSource, options: CallOptions) -> Any:
+def _wanted_format(pair: ModelPair, source: PromptSource, call: Call) -> Any:
     """Return the answer's format, None where it may be anything. Raises ValueError where two things are asked of it."""
-    forced = pair.answer_format.forced_call(options.tool_choice, source.tools)
-    if forced is not None and options.response_format is not None:
+    forced = pair.answer_format.forced_call(call.get("tool_choice"), source.tools)
+    if forced is not None and call.get("response_format") is not None:
         raise ValueError("give response_format or a forced tool_choice, not both")
-    return forced or options.response_format
+    return forced or call.get("response_format")
 
 
-def choose_proposer(asked: str, policy: str, can_propose: bool) -> str:
+def choose_proposer(asked: str, policy: str) -> str:
     """Who proposes for a request.
 
     A look-up is taken or left by measured time, so it joins by itself where the policy goes by the clock too. Raises
@@ -335,8 +258,8 @@ def choose_proposer(asked: str, policy: str, can_propose: bool) -> str:
     """
     check_name("proposer", asked, ["auto", *PROPOSERS])
     if asked == "auto":
-        asked = "both" if policy in CLOCK_POLICY_NAMES else "model"
-    return "lookup" if asked == "both" and not can_propose else asked
+        return "both" if policy in CLOCK_POLICY_NAMES else "model"
+    return asked
 
 
 def _what_stops(pair: ModelPair, params: SamplingParams) -> tuple[StopTokens, list[str]]:
@@ -357,7 +280,7 @@ def _what_stops(pair: ModelPair, params: SamplingParams) -> tuple[StopTokens, li
 
 
 def _positions_left(pair: ModelPair, num_prompt_tokens: int, max_tokens: int) -> int:
-    """Positions that the target has after the prompt. The draft's are no bound: see `_draft_start`.
+    """Positions that the target has after the prompt. The draft's are no bound.
 
     Raises ValueError where the request would run past them.
     """
@@ -368,15 +291,3 @@ def _positions_left(pair: ModelPair, num_prompt_tokens: int, max_tokens: int) ->
             "shorten the prompt or lower max_tokens"
         )
     return limit - num_prompt_tokens
-
-
-def _draft_start(num_tokens: int, num_draft_tokens: int, look_ahead: int, max_tokens: int, limit: int) -> int:
-    """The first token of the prompt that the draft sees: 0, or where what follows fits its positions with the answer.
-
-    A draft that runs past its positions proposes worse, and changes nothing else; so half of them are enough for a
-    prompt before an answer that is asked to be long and may be short.
-    """
-    if num_draft_tokens + look_ahead <= limit:
-        return 0
-    room = max(limit // 2, limit - max_tokens - look_ahead)
-    return max(1, num_tokens - room * num_tokens // num_draft_tokens)

@@ -134,11 +134,11 @@ def drafts_over_slots(pair: ModelPair, request: Request, index: CachedModel) -> 
     """Return whether a request whose target takes in the whole prompt has a draft over chosen slots.
 
     A prompt that the slots hold is kept whole, as is that of a draft which can drop none of it: one with a
-    recurrent state, with another tokenizer, or without positions for it.
+    recurrent state, or with another tokenizer.
     """
     prefill = request.prefill
     is_short = len(request.prompt_ids) <= prefill.draft_slots
-    has_all = prefill.prune == "none" or is_short or request.draft_start or pair.translation is not None
+    has_all = prefill.sparse_prefill == "off" or is_short or pair.translation is not None
     return not has_all and index.can_restore
 
 

@@ -76,7 +76,7 @@ def explain_live(
     generator.generate(input_ids=[0] * 8, max_tokens=4, ignore_eos=True)
     ways = {"sparse prefill" if compare else "this run": dict(options)}
     if compare:
-        ways["dense prefill"] = {**options, "specprefill": False}
+        ways["dense prefill"] = {**options, "sparse_prefill": "off"}
     runs: list[RunView] = []
     for name, own in ways.items():
         if prompt is not None:

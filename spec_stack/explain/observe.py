@@ -10,15 +10,16 @@ from typing import Any
 import torch
 
 from spec_stack.api.generator import SpecStackGenerator
-from spec_stack.config import SamplingParams, SpecStackConfig
+from spec_stack.config import SpecStackConfig
 from spec_stack.controller.base import StepRecord
-from spec_stack.engine.caches import Caches
+from spec_stack.engine.conversation import Turn
 from spec_stack.engine.engine import Engine
+from spec_stack.engine.options import Call
 from spec_stack.engine.pair import ModelPair
-from spec_stack.engine.request import CallOptions, Request
+from spec_stack.engine.request import Request
 from spec_stack.explain.data import STATE_LETTERS, PromptView, QuerySegment, RunView, TurnView, step_of, written
 from spec_stack.hf.architectures import text_config
-from spec_stack.hf.prompt import EncodedPrompt, PromptSource
+from spec_stack.hf.prompt import EncodedPrompt
 from spec_stack.hf.text import open_text_stream
 from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.cost import Shape, prefill_flops
@@ -64,9 +65,9 @@ class Seen:
 
 
 class WatchedCaches:
-    """The caches of a request (`engine.caches.Caches`); keeps the selection that goes through."""
+    """The caches of a request (`engine.conversation.Turn`); keeps the selection that goes through."""
 
-    def __init__(self, caches: Caches, seen: Seen) -> None:
+    def __init__(self, caches: Turn, seen: Seen) -> None:
         self._caches, self._seen = caches, seen
 
     def __getattr__(self, name: str) -> Any:
@@ -92,18 +93,16 @@ class WatchedEngine(Engine):
 
     def plan(
         self,
-        source: PromptSource,
-        params: SamplingParams,
-        options: CallOptions,
+        call: Call,
         held_ids: Sequence[int] = (),
         known: EncodedPrompt | None = None,
     ) -> Request:
         # Calls are made one after the other here, so the request that is answered is the one that was planned last.
         self._planned = seen = Seen()
-        seen.request = replace(super().plan(source, params, options, held_ids, known), observer=seen)
+        seen.request = replace(super().plan(call, held_ids, known), observer=seen)
         return seen.request
 
-    def answer(self, request: Request, caches: Caches) -> Generator[StepOutput, None, None]:
+    def answer(self, request: Request, caches: Turn) -> Generator[StepOutput, None, None]:
         seen = self._planned
         seen.held = list(caches.target.positions)
         self.seen.append(seen)

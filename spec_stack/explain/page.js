@@ -90,7 +90,7 @@
       add(tile, "b", {}, value);
       add(tile, "span", {}, label);
     }
-    if (m.specprefill_reason) add(parent, "p", { class: "note" }, `Sparse prefill: ${m.specprefill_reason}.`);
+    if (m.sparse_prefill_reason) add(parent, "p", { class: "note" }, `Sparse prefill: ${m.sparse_prefill_reason}.`);
   }
 
   function firstToken(parent, turn, dense) {
@@ -105,7 +105,7 @@
       ["the rest", rest, "var(--controller)"],
     ]]];
     if (dense !== null) rows.push(["dense, measured", dense, [["dense prefill, measured in the run beside", dense, "var(--verify)"]]]);
-    else if (turn.dense_estimate_s && turn.metrics.specprefill) {
+    else if (turn.dense_estimate_s && turn.metrics.sparse_prefill) {
       const text = "dense prefill, estimated: this run's seconds of the target's prefill, times the multiply-adds of a dense one over its own";
       rows.push(["dense, estimated", turn.dense_estimate_s, [[text, turn.dense_estimate_s, "var(--verify)"]]]);
     }
@@ -371,7 +371,7 @@
   runs.replaceChildren();
   if (data.runs.length === 2) runs.className = "side";
   // In a comparison the run that pruned nothing is what the other one is measured against, turn by turn.
-  const denseRun = data.runs.find((run) => run.turns.every((turn) => turn.metrics.specprefill === false));
+  const denseRun = data.runs.find((run) => run.turns.every((turn) => turn.metrics.sparse_prefill === false));
   for (const run of data.runs) {
     const section = add(runs, "section", { class: "run" });
     add(section, "h2", {}, run.name);

@@ -29,7 +29,7 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 QUANTIZED = tuple(name for name in PRECISIONS if name not in DTYPES)
 TIE_TOLERANCE = {"fp32": 1e-3, "fp16": 0.05, "bf16": 0.25, "int8": 0.5, "nf4": 0.25}
 """Gap between the target's two best logits up to which greedy output may differ with and without speculation: a block
-and a single token round differently. Twice the largest difference measured on the embedded pair, or more; nf4 is as bf16
+and a single token round differently. Twice the largest difference on the embedded pair, or more; nf4 is as bf16
 because bitsandbytes' CPU kernel multiplies in it."""
 _QUANTIZED_ON = ("cpu", "cuda")
 _PACKAGES = ("bitsandbytes", "accelerate")

@@ -14,15 +14,21 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from spec_stack.api.generator import SpecStackGenerator
-from spec_stack.config import DEFAULT_MAX_TOKENS, LoadConfig, PrefillConfig, SamplingParams, SpecStackConfig
+from spec_stack.api.unknown_options import refuses_unknown_options
+from spec_stack.config import (
+    DEFAULT_MAX_TOKENS,
+    LoadConfig,
+    PrefillConfig,
+    SamplingParams,
+    SparsePrefill,
+    SpecStackConfig,
+)
 from spec_stack.decode.propose import propose
 from spec_stack.decode.sampler import Sampler
-from spec_stack.engine.caches import RequestCaches
-from spec_stack.engine.request import CallOptions
-from spec_stack.hf.prompt import PromptSource
+from spec_stack.engine.conversation import SingleTurn
+from spec_stack.engine.options import Call
 from spec_stack.settings.plugins import import_plugins
 
-SPECPREFILL = {"auto": None, "on": True, "off": False}
 # What lm-eval's tasks call the most tokens to generate.
 _MAX_TOKENS_NAMES = ("max_gen_toks", "max_new_tokens", "max_tokens")
 _KNOWN_SAMPLING = {"until", "do_sample", "temperature", "top_p", "top_k", *_MAX_TOKENS_NAMES}
@@ -37,8 +43,8 @@ class SpecStackLM(TemplateLM):  # type: ignore[misc]
         Folders or hub ids; the embedded pair where neither is named.
     keep_rate : float, optional
         Share of each context that the target prefills; 1.0 is dense. None is the pair's calibration, or the default.
-    specprefill : {"auto", "on", "off"}
-        Prune contexts from min_prompt_tokens on, all of them, none.
+    sparse_prefill : {"auto", "on", "off", "draft_only"}
+        As in `SpecStackGenerator.generate`.
     min_prompt_tokens : int
         Shortest context that "auto" prunes.
     policy : str, optional
@@ -72,13 +78,14 @@ class SpecStackLM(TemplateLM):  # type: ignore[misc]
     of a text has no question that anything could be pruned for, so it is always the target's own.
     """
 
+    @refuses_unknown_options
     def __init__(
         self,
         target: str | None = None,
         draft: str | None = None,
         *,
         keep_rate: float | None = None,
-        specprefill: str = "auto",
+        sparse_prefill: SparsePrefill = PrefillConfig.sparse_prefill,
         min_prompt_tokens: int = PrefillConfig.min_prompt_tokens,
         policy: str | None = None,
         gamma: int | None = None,
@@ -97,11 +104,9 @@ class SpecStackLM(TemplateLM):  # type: ignore[misc]
         import_plugins()
         if str(batch_size) not in ("None", "1", "auto"):
             raise ValueError(f"batch_size must be 1, got {batch_size}; requests run one at a time")
-        if specprefill not in SPECPREFILL:
-            raise ValueError(f"specprefill must be one of {list(SPECPREFILL)}, got {specprefill!r}")
         if metrics is not None and not Path(metrics).parent.is_dir():
             raise ValueError(f"{metrics}: the folder {Path(metrics).parent} does not exist")
-        config = SpecStackConfig(PrefillConfig(min_prompt_tokens=min_prompt_tokens))
+        config = SpecStackConfig(PrefillConfig(min_prompt_tokens=min_prompt_tokens, sparse_prefill=sparse_prefill))
         self.generator = SpecStackGenerator.from_pretrained(
             target,
             draft,
@@ -115,12 +120,12 @@ class SpecStackLM(TemplateLM):  # type: ignore[misc]
             raise ValueError("the target has no tokenizer; lm-eval's requests are texts")
         self.tokenizer = self.generator.tokenizer
         self._name = target or "embedded"
-        self._options = CallOptions(
-            keep_rate=None if keep_rate is None else float(keep_rate),
-            specprefill=SPECPREFILL[specprefill],
-            policy=policy,
-            gamma=gamma,
-        )
+        self._options: dict[str, Any] = {
+            "keep_rate": None if keep_rate is None else float(keep_rate),
+            "sparse_prefill": sparse_prefill,
+            "policy": policy,
+            "gamma": gamma,
+        }
         limit = self.generator.pair.max_positions[0]
         self.max_length = limit if max_length is None else min(int(max_length), limit)
         self._seed, self._metrics = seed, metrics
@@ -176,11 +181,8 @@ class SpecStackLM(TemplateLM):  # type: ignore[misc]
             result = self.generator.generate(
                 input_ids=self.tok_encode(context)[-room:],
                 params=params,
-                keep_rate=self._options.keep_rate,
-                specprefill=self._options.specprefill,
-                policy=self._options.policy,
-                gamma=self._options.gamma,
                 task=str(getattr(request, "task_name", None) or ""),
+                **self._options,
             )
             self._note(request, result.metrics.as_dict())
             self.cache_hook.add_partial("generate_until", request.args, result.text)
@@ -196,7 +198,7 @@ class SpecStackLM(TemplateLM):  # type: ignore[misc]
             total = 0.0
             for window in windows:
                 context, continuation = make_disjoint_window(window)
-                total += self._read(context, False).score(continuation)[0]
+                total += self._read(context, "off").score(continuation)[0]
             likelihoods.append(total)
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return likelihoods
@@ -209,16 +211,16 @@ class SpecStackLM(TemplateLM):  # type: ignore[misc]
             room = self.max_length - len(continuation)
             if room < 1:
                 raise ValueError(f"a continuation of {len(continuation)} tokens exceeds max_length={self.max_length}")
-            answer = self._read(context[-room:], self._options.specprefill).score(continuation)
+            answer = self._read(context[-room:], self._options["sparse_prefill"]).score(continuation)
             self.cache_hook.add_partial("loglikelihood", texts, answer)
             found.append(answer)
         return found
 
-    def _read(self, context: list[int], specprefill: bool | None) -> ReadContext:
+    def _read(self, context: list[int], sparse_prefill: SparsePrefill | None) -> ReadContext:
         """The context in both models' caches; that of the request before where it is the same one (the choices of a
         question come one after the other)."""
-        if self._context is None or not self._context.is_of(context, specprefill):
-            self._context = ReadContext(self.generator, context, self._options.keep_rate, specprefill)
+        if self._context is None or not self._context.is_of(context, sparse_prefill):
+            self._context = ReadContext(self.generator, context, self._options["keep_rate"], sparse_prefill)
         return self._context
 
     def _note(self, request: Any, metrics: Mapping[str, Any]) -> None:
@@ -240,7 +242,7 @@ class ReadContext:
         N tokens, one or more.
     keep_rate : float, optional
         Share of it that is kept; None is the configuration's.
-    specprefill : bool, optional
+    sparse_prefill : str, optional
         As in `generate`.
     """
 
@@ -249,22 +251,22 @@ class ReadContext:
         generator: SpecStackGenerator,
         context_ids: list[int],
         keep_rate: float | None,
-        specprefill: bool | None,
+        sparse_prefill: SparsePrefill | None,
     ) -> None:
-        self._asked = context_ids, specprefill
+        self._asked = context_ids, sparse_prefill
         pair = generator.pair
-        options = CallOptions(keep_rate=keep_rate, specprefill=specprefill, gamma=0)
-        request = generator.engine.plan(PromptSource(input_ids=context_ids), SamplingParams(max_tokens=1), options)
-        caches = RequestCaches(pair, request)
+        call = Call(input_ids=context_ids, max_tokens=1, keep_rate=keep_rate, sparse_prefill=sparse_prefill, gamma=0)
+        request = generator.engine.plan(call)
+        caches = SingleTurn(pair, request)
         look_ahead = partial(propose, caches.draft, sampler=Sampler(), end_ids=pair.end_ids)
         selection = caches.score(look_ahead)[0] if caches.needs_scoring else caches.take_all()
         self.num_kept = len(selection.positions)
         self._target = caches.target
         self._next = self._target.forward(selection.token_ids, selection.positions, 1)
 
-    def is_of(self, context_ids: list[int], specprefill: bool | None) -> bool:
+    def is_of(self, context_ids: list[int], sparse_prefill: SparsePrefill | None) -> bool:
         """Return whether it is this context, prefilled in this way."""
-        return self._asked == (context_ids, specprefill)
+        return self._asked == (context_ids, sparse_prefill)
 
     def score(self, continuation: Sequence[int]) -> tuple[float, bool]:
         """Log-likelihood of a continuation (n,), and whether it is what greedy decoding would give."""

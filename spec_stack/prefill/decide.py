@@ -11,7 +11,6 @@ from spec_stack.prefill.registry import needs_attention
 
 
 def decide_scoring(
-    specprefill: bool | None,
     config: PrefillConfig,
     num_new_tokens: int,
     protected: Sequence[Span],
@@ -23,31 +22,22 @@ def decide_scoring(
 
     num_new_tokens: of the prompt, or of what a turn adds to it; protected: spans of these. num_draft_tokens: the whole
     prompt's length in the draft's tokens. scoring_limit: the longest context that the draft sees whole, None for any.
-    text: what the reason calls it. Raises ValueError where specprefill is not True, False or None, and for True with a
-    prune that leaves the target dense.
+    text: what the reason calls it.
     """
-    if specprefill not in (True, False, None):
-        raise ValueError(f"specprefill must be True, False or None (by length), got {specprefill!r}")
-    if config.prune != "both":
-        if specprefill is True:
-            raise ValueError(
-                f'specprefill=True prunes both models, prune="{config.prune}" does not; give prune="both" with it'
-            )
-        return False, f'off: prune="{config.prune}" leaves the target dense'
+    if config.sparse_prefill in ("off", "draft_only"):
+        return False, f'off: sparse_prefill="{config.sparse_prefill}" leaves the target dense'
     num_prunable = num_new_tokens - sum(stop - start for start, stop in protected)
-    if specprefill is False:
-        return False, "off: the call asked for dense prefill"
     if config.rate_for(num_new_tokens) == 1:
         return False, "off: keep_rate is 1.0"
-    if specprefill is None and num_new_tokens < config.min_prompt_tokens:
+    if config.sparse_prefill == "auto" and num_new_tokens < config.min_prompt_tokens:
         return False, f"off: the {text} is shorter than min_prompt_tokens={config.min_prompt_tokens}"
     if num_prunable <= sum(config.forced_tokens):
         return False, f"off: no more than {num_prunable} of {num_new_tokens} {text} tokens could be pruned"
     if needs_attention(config.scorer) and not sees_whole(config, num_draft_tokens, scoring_limit):
         return False, f"off: every attention layer of the draft slides over {scoring_limit} tokens, and none sees more"
     by = f"; calibrated by {config.calibrated_by}" if config.calibrated_by else ""
-    if specprefill is True:
-        return True, f"on: the call asked for it{by}"
+    if config.sparse_prefill == "on":
+        return True, f'on: sparse_prefill="on"{by}'
     return True, f"on: the {text} has min_prompt_tokens={config.min_prompt_tokens} or more{by}"
 
 

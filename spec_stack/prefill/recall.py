@@ -15,7 +15,7 @@ from itertools import zip_longest
 
 import torch
 
-from spec_stack.config import MOST_REWRITTEN, PrefillConfig, SessionConfig, WritingOrder
+from spec_stack.config import MOST_REWRITTEN, PrefillConfig, SessionConfig
 from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.queries import Candidates
 from spec_stack.prefill.rule import Evidence
@@ -190,7 +190,7 @@ def pair_scores(prompt_ids: Sequence[int], question: Span, units: Units) -> torc
 
 
 def order_slots(
-    held: Sequence[int], restored: Sequence[int], num_cached: int, order: WritingOrder, owed: Sequence[int] = ()
+    held: Sequence[int], restored: Sequence[int], num_cached: int, lost: Sequence[int] = ()
 ) -> tuple[int, list[int]]:
     """Say where what comes back is written.
 
@@ -206,24 +206,22 @@ def order_slots(
         Positions that come back, increasing; none of them is held.
     num_cached : int
         Tokens of earlier turns.
-    order : {"position", "written"}
-        "position" ends what stays at the first slot behind all that was dropped, or MOST_REWRITTEN slots ahead of the
-        end where that is nearer to it; "written" keeps all of it.
-    owed : sequence of int
+    lost : sequence of int
         Positions that were held, and have to be again.
 
     Returns
     -------
     tuple
-        How many of the held slots stay, and the positions that are written behind them, increasing.
+        How many of the held slots stay (up to the first one behind all that was dropped, or MOST_REWRITTEN ahead of the
+        end where that is nearer to it), and the positions that are written behind them, increasing.
     """
     num_staying = len(held)
-    if restored and order == "position":
-        last_dropped = dropped_positions([*held, *owed], num_cached)[-1]
+    if restored:
+        last_dropped = dropped_positions([*held, *lost], num_cached)[-1]
         num_staying = next((slot for slot, position in enumerate(held) if position > last_dropped), num_staying)
         # After many turns of which nothing was dropped, all of them would stand behind it.
         num_staying = max(num_staying, len(held) - MOST_REWRITTEN)
-    return num_staying, sorted([*held[num_staying:], *restored, *owed])
+    return num_staying, sorted([*held[num_staying:], *restored, *lost])
 
 
 def select_turn(
@@ -233,8 +231,7 @@ def select_turn(
     restored: Sequence[int] = (),
     config: PrefillConfig | None = None,
     protected: Sequence[Span] = (),
-    order: WritingOrder = "position",
-    owed: Sequence[int] = (),
+    lost: Sequence[int] = (),
 ) -> Selection:
     """Select what the target prefills in a turn: what comes back of the old text, then what is kept of the new.
 
@@ -252,17 +249,15 @@ def select_turn(
         How the new text is pruned; None keeps all of it.
     protected : sequence of (int, int)
         Half-open spans of the conversation that are never dropped.
-    order : {"position", "written"}
-        Where what comes back is written (`SessionConfig.order`).
-    owed : sequence of int
-        Positions that an earlier turn held, and that a turn which ended early has left out.
+    lost : sequence of int
+        Positions that an earlier turn held, and that a turn which was cancelled has left out.
 
     Returns
     -------
     Selection
         num_held of it says how many of the held slots stay; the rest of them is rolled back, and is part of it.
     """
-    num_staying, back = order_slots(held, restored, num_cached, order, owed)
+    num_staying, back = order_slots(held, restored, num_cached, lost)
     prompt_ids = evidence.prompt_ids
     kept: Sequence[int] = range(num_cached, len(prompt_ids))
     if config is not None:

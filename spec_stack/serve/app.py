@@ -28,7 +28,6 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.requests import ClientDisconnect
 
-from spec_stack.api.answering import Call
 from spec_stack.hf.answer_format import AnswerFormat
 from spec_stack.hf.answer_parser import AnswerParser
 from spec_stack.serve.bodies import BODIES, MAX_CALLS
@@ -287,7 +286,7 @@ class Endpoint:
         options.pop(MAX_CALLS, None)
         try:
             # Checks all the rest, and does nothing until its first step.
-            generator.stream_call(Call.over(prepared.encoded, options))
+            generator.stream_encoded(prepared.encoded, options)
         except (ValueError, TypeError, OverflowError) as error:
             raise Refused(str(error)) from error
         return options

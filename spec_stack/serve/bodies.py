@@ -16,6 +16,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from spec_stack.config import OLD_SWITCHES
 from spec_stack.hf.prompt import PromptSource
 from spec_stack.serve.config import ServeConfig
 
@@ -24,7 +25,7 @@ from spec_stack.serve.config import ServeConfig
 _SAME = (
     *("top_p", "seed", "stop", "response_format"),
     *("top_k", "min_p", "min_tokens", "repetition_penalty", "stop_token_ids", "ignore_eos"),
-    *("keep_rate", "specprefill", "prune", "policy", "gamma"),
+    *("keep_rate", "sparse_prefill", "policy", "gamma"),
 )
 MAX_TOP_LOGPROBS = 20
 # The one option that is none of the generator's.
@@ -87,8 +88,7 @@ class Body(BaseModel):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     keep_rate: float | None = None
-    specprefill: bool | None = None
-    prune: str | None = None
+    sparse_prefill: str | None = None
     policy: str | None = None
     gamma: int | None = None
 
@@ -96,6 +96,9 @@ class Body(BaseModel):
     @classmethod
     def _without_nulls(cls, values: dict[str, Any]) -> dict[str, Any]:
         """A field that is null is one that is left out, as OpenAI's clients mean it."""
+        for name in OLD_SWITCHES:
+            if values.get(name) is not None:
+                raise ValueError(f"there is no {name}: it is now sparse_prefill, {OLD_SWITCHES[name]}")
         return {name: value for name, value in values.items() if value is not None}
 
     @property

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Mapping
 from contextlib import closing
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from spec_stack.api.answering import Call
+from spec_stack.api.answering import samples
 from spec_stack.serve.config import ServeConfig
 from spec_stack.serve.line import Cancelled, Failure, Job, Line, Piece
 from spec_stack.serve.meters import Meters
@@ -79,8 +80,8 @@ class Worker:
             _check(job)
             with self.sessions.lend(job.client, job.prompt) as session:
                 options = {**job.options, "on_progress": lambda *_: _check(job)}
-                for index, call in enumerate(Call.over(job.prompt, options).samples(job.num_choices)):
-                    self._choose(job, session, index, call)
+                for index, choice in enumerate(samples(options, job.num_choices)):
+                    self._choose(job, session, index, choice)
         except Cancelled:
             outcome = "cancelled"
         except ValueError as error:
@@ -93,8 +94,8 @@ class Worker:
             job.deliver(Failure("the server could not answer this request; its log says why", is_callers=False))
         self.meters.requests.labels(outcome).inc()
 
-    def _choose(self, job: Job, session: Session, index: int, call: Call) -> None:
-        with closing(session.stream_call(call)) as outputs:
+    def _choose(self, job: Job, session: Session, index: int, options: Mapping[str, Any]) -> None:
+        with closing(session.stream_encoded(job.prompt, options)) as outputs:
             for output in outputs:
                 _check(job)
                 job.deliver(Piece(index, output))

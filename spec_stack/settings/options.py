@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import Field, field, fields
 from functools import wraps
 from itertools import takewhile
@@ -56,3 +57,21 @@ def remembers_given(config: Config) -> Config:
 
     config.__init__ = remember  # type: ignore[misc]
     return config
+
+
+def renamed(names: Mapping[str, str]) -> Callable[[Config], Config]:
+    """Have a configuration refuse these former names of fields with a TypeError that says what took their place."""
+
+    def decorate(config: Config) -> Config:
+        make = config.__init__  # type: ignore[misc]
+
+        @wraps(make)
+        def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+            for name in names.keys() & kwargs.keys():
+                raise TypeError(f"{config.__name__} has no field {name!r}: it is now {names[name]}")
+            make(self, *args, **kwargs)
+
+        config.__init__ = checked  # type: ignore[misc]
+        return config
+
+    return decorate

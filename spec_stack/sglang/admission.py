@@ -68,7 +68,7 @@ class RequestPruner:
         )
         self._refusal = model.refusal
         # Beside a draft with slots of its own there is none that could score.
-        self.prunes = self._refusal is None and self.config.prefill.prune != "draft"
+        self.prunes = self._refusal is None and self.config.prefill.sparse_prefill != "draft_only"
         self._template = ChatTurns.learn(self._scheduler.tokenizer, scheduler.server_args.chat_template)
         self._pieces = None if self._scheduler.tokenizer is None else Pieces(self._scheduler.tokenizer)
         decode_interval = self.config.prefill_decode_interval if prunes(self.config, self._refusal) else 0
@@ -147,7 +147,7 @@ class RequestPruner:
     def _decide(self, request: RunningRequest) -> None:
         options = self._options(request)
         prefill = options.prefill(self.config)
-        scores, reason = decide_scoring(options.specprefill, prefill, len(request.origin_input_ids), ())
+        scores, reason = decide_scoring(prefill, len(request.origin_input_ids), ())
         refusal = self._refusal or dense_reason(request)
         if not scores:
             self._settler.leave_whole(request, options, reason, "not_wanted")
@@ -169,7 +169,7 @@ class RequestPruner:
             return
         protected = options.protect
         found = self._template.protected(prompt.token_ids) if protected is None else Protected(protected)
-        scores, reason = decide_scoring(options.specprefill, prefill, len(prompt.token_ids), found.spans)
+        scores, reason = decide_scoring(prefill, len(prompt.token_ids), found.spans)
         waiting.prompt, waiting.protected = replace(prompt, protected=found.spans), found
         if not scores:
             self._settler.leave_whole(request, options, reason, "not_wanted", found)
@@ -371,7 +371,7 @@ class RequestPruner:
         if prompt.follow_up == "afresh":
             return False
         waiting.beginning = self._turns.find(prompt.tenant, prompt.token_ids)
-        if waiting.options.specprefill is not None:
+        if prompt.config.sparse_prefill == "on":
             return False
         num_tokens, num_cached = len(prompt.token_ids), self._scorer.num_cached(prompt)
         if num_cached < waiting.beginning.num_tokens:
@@ -408,8 +408,7 @@ class RequestPruner:
             return self._is_settled_without_the_draft(waiting)
         num_new = num_tokens - beginning.num_tokens
         spans = new_spans(prompt.protected, beginning)
-        wish = waiting.options.specprefill
-        waiting.prunes, waiting.why_new = decide_scoring(wish, prompt.config, num_new, spans, text="new text")
+        waiting.prunes, waiting.why_new = decide_scoring(prompt.config, num_new, spans, text="new text")
         waiting.recalls = prompt.follow_up == "recall" and self.config.recall.restore and not beginning.is_dense
         return self._is_settled_without_the_draft(waiting)
 
@@ -471,7 +470,7 @@ class RequestPruner:
         except ValueError as error:
             # The server has refused it already, unless the request came in another way; no loop ends for its sake.
             logger.warning("a request's options are left aside, and its prompt is prefilled densely: %s", error)
-            return RequestOptions(specprefill=False)
+            return RequestOptions(sparse_prefill="off")
 
     def _end_ids(self, request: RunningRequest) -> Collection[int]:
         if request.sampling_params.ignore_eos:

@@ -128,8 +128,7 @@ def place(
             words = shared_words(prompt_ids, units, find_candidates(len(prompt_ids), pieces, protected))
         recalled = recall(wanted, dropped, units, config, recalling, words)
     evidence = Evidence(prompt_ids, None, protected, pieces, importance)
-    order = "position" if recalling is None else recalling.order
-    turn = select_turn(evidence, beginning.positions, start, recalled, config if prunes else None, protected, order)
+    turn = select_turn(evidence, beginning.positions, start, recalled, config if prunes else None, protected)
     positions = (*beginning.positions[: turn.num_held], *turn.positions)
     token_ids = tuple(prompt_ids[position] for position in positions)
     return Placement(token_ids, positions, len(prompt_ids), start, len(recalled))

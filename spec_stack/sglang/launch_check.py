@@ -97,7 +97,7 @@ def _check(arguments: list[str], report: dict[str, Any]) -> None:
     elif (refusal := scoring_refusal(resolved, algorithm, *models)) is not None:
         raise ValueError(f"--spec-stack-scoring-model does not work here: {refusal}")
     config = with_calibration(config, scoring, target_text, draft_text)
-    if algorithm == NAME and config.prefill.prune == "draft":
+    if algorithm == NAME and config.prefill.sparse_prefill == "draft_only":
         require_slots(resolved, models[1])
     turns = ChatTurns.learn(tokenizer, resolved.chat_template)
     report["prompts"] = pruning_note(config, refusal, turns.unrecognised)

@@ -16,7 +16,7 @@ _SMALL_DEVICE, _FEW_GAMMAS = 40e9, (0, 2, 4)
 
 def prunes(config: ServerConfig, refusal: str | None) -> bool:
     """Return whether any prompt of a server is pruned that no request asked for. refusal: why none may be, or None."""
-    return refusal is None and config.prefill.prune == "both" and config.prefill.keep_rate != 1
+    return refusal is None and config.prefill.sparse_prefill in ("auto", "on") and config.prefill.keep_rate != 1
 
 
 def pruning_note(config: ServerConfig, refusal: str | None, unrecognised: str) -> str:
@@ -24,14 +24,14 @@ def pruning_note(config: ServerConfig, refusal: str | None, unrecognised: str) -
 
     unrecognised: what the chat template does not let be told from what users write, "" for nothing.
     """
-    prune = config.prefill.prune
-    if prune == "draft":
+    switch = config.prefill.sparse_prefill
+    if switch == "draft_only":
         slots = config.prefill.draft_slots
         return f"the target prefills densely; of prompts of over {slots} tokens the draft has {slots} slots"
     if refusal is not None:
         return f"no prompt is pruned here, since {refusal}"
     if not prunes(config, refusal):
-        return f"no prompt is pruned, since {'keep_rate is 1.0' if prune == 'both' else f'prune is {prune!r}'}"
+        return f"no prompt is pruned, since {'sparse_prefill is off' if switch == 'off' else 'keep_rate is 1.0'}"
     from_length = config.prefill.min_prompt_tokens
     share = f"{100 * config.prefill.rate_for(from_length):.0f} %"
     longer = f"{100 * config.prefill.rate_for(4 * from_length):.0f} %"
@@ -44,7 +44,7 @@ def pruning_note(config: ServerConfig, refusal: str | None, unrecognised: str) -
     return (
         f"PROMPTS ARE PRUNED, which is lossy: of those with {from_length} or more tokens that are not cached, the "
         f"target prefills about {share}. {kept_whole}. "
-        "--spec-stack-keep-rate 1 prefills all prompts densely"
+        "--spec-stack-sparse-prefill off prefills all prompts densely"
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from spec_stack.config import PrefillConfig, Prune
+from spec_stack.config import OLD_SWITCHES, PrefillConfig, SparsePrefill
 from spec_stack.controller.base import StepRecord
 from spec_stack.controller.registry import BATCH_POLICIES
 from spec_stack.prefill.alignment import Span
@@ -18,7 +18,7 @@ META_INFO = "spec_stack"
 """The key of a reply's meta info, and of what SGLang carries there token by token."""
 STATE = "spec_stack"
 """The attribute of SGLang's requests that holds their RequestState."""
-OPTIONS = ("specprefill", "keep_rate", "prune", "follow_up", "protect", "explain", "gamma", "policy", "signals")
+OPTIONS = ("sparse_prefill", "keep_rate", "follow_up", "protect", "explain", "gamma", "policy", "signals")
 OUTCOMES = ("pruned", "not_wanted", "not_possible", "cached", "covered", "no_room", "failed")
 """Outcomes of a prompt, in few words: for counting, where the reason is for reading. not_wanted: by the request or
 by its length; covered: everything was protected or selected."""
@@ -35,8 +35,8 @@ _MOST_TOKENS = 16_777_216
 class RequestOptions:
     """A request's own wishes; None is the server's way.
 
-    specprefill: prune this prompt (True: whatever its length, and whatever of it is cached), or do not.
-    keep_rate: share of it that the target prefills. prune: who goes without a part of it, as far as the server can.
+    sparse_prefill: whether this prompt is pruned ("on": whatever its length, and whatever of it is cached).
+    keep_rate: share of it that the target prefills.
     follow_up: what becomes of the text of earlier turns. protect: half-open token spans [start, stop) that are kept
     whole, in place of what the server recognises as system messages and template. explain: report which spans were
     kept.
@@ -44,9 +44,8 @@ class RequestOptions:
     and entropy for every token it proposed.
     """
 
-    specprefill: bool | None = None
+    sparse_prefill: SparsePrefill | None = None
     keep_rate: float | None = None
-    prune: Prune | None = None
     follow_up: str | None = None
     protect: tuple[Span, ...] | None = None
     explain: bool | None = None
@@ -70,22 +69,18 @@ class RequestOptions:
         return options
 
     def _check(self, config: ServerConfig) -> None:
-        for name in ("specprefill", "explain", "signals"):
+        for name in ("explain", "signals"):
             if not isinstance(getattr(self, name), bool | None):
                 raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
         # The configuration checks it.
-        prune = self.prefill(config).prune
-        if (prune == "draft") != (config.prefill.prune == "draft"):
+        switch, launched = self.prefill(config).sparse_prefill, config.prefill.sparse_prefill
+        is_draft_only = launched == "draft_only"
+        if switch not in (("draft_only", "off") if is_draft_only else ("auto", "on", "off")):
             raise ValueError(
-                f"prune={prune!r} cannot be had on this server, whose draft's slots are settled at launch: it was "
-                f"launched with --spec-stack-prune {config.prefill.prune}"
+                f"sparse_prefill={switch!r} cannot be had on this server, whose draft's slots are settled at launch: "
+                f"it was launched with --spec-stack-sparse-prefill {launched}"
             )
-        if self.specprefill and prune != "both":
-            whose = "this server's is" if self.prune is None else "yours is"
-            # Past the check above, "draft" is the launch's.
-            remedy = "it was launched with --spec-stack-prune draft" if prune == "draft" else "send prune='both'"
-            raise ValueError(f"specprefill=true prunes both models, and prune, {whose} {prune!r}; {remedy}")
-        if prune == "draft":
+        if is_draft_only:
             idle = [name for name in _OF_SPARSE_PREFILL if getattr(self, name) is not None]
             if idle:
                 raise ValueError(
@@ -113,29 +108,32 @@ class RequestOptions:
             )
 
     def prefill(self, config: ServerConfig) -> PrefillConfig:
-        """The server's prefill configuration with this request's keep_rate and prune."""
-        asked: dict[str, Any] = {"keep_rate": self.keep_rate, "prune": self.prune}
+        """The server's prefill configuration with this request's keep_rate and sparse_prefill."""
+        asked: dict[str, Any] = {"keep_rate": self.keep_rate, "sparse_prefill": self.sparse_prefill}
         return replace(config.prefill, **{name: value for name, value in asked.items() if value is not None})
 
 
 def _given(params: Mapping[str, Any]) -> dict[str, Any]:
     """The options among a request's parameters, by name."""
-    values = {name: params[name] for name in OPTIONS if params.get(name) is not None}
     nested = params.get(NESTED)
+    for name, values in OLD_SWITCHES.items():
+        if params.get(name) is not None or (isinstance(nested, Mapping) and nested.get(name) is not None):
+            raise ValueError(f"there is no option {name}: it is now sparse_prefill, {values}")
+    given = {name: params[name] for name in OPTIONS if params.get(name) is not None}
     if nested is None:
-        return values
+        return given
     if not isinstance(nested, Mapping):
         raise ValueError(f"custom_params.{NESTED} must be an object of options, got {nested!r}")
     unknown = [str(name) for name in nested if name not in OPTIONS]
     if unknown:
         raise ValueError(f"custom_params.{NESTED} has no option {', '.join(unknown)}; it has {', '.join(OPTIONS)}")
     inside = {name: value for name, value in nested.items() if value is not None}
-    twice = [name for name in inside if name in values and values[name] != inside[name]]
+    twice = [name for name in inside if name in given and given[name] != inside[name]]
     if twice:
         raise ValueError(
             f"custom_params and custom_params.{NESTED} give {', '.join(twice)} different values; give it once"
         )
-    return values | inside
+    return given | inside
 
 
 def _spans(protect: object) -> tuple[Span, ...]:
@@ -174,8 +172,8 @@ class PrefillReport:
     num_cached_tokens: int
     num_recalled_tokens: int
     follow_up: str
-    specprefill: bool
-    specprefill_reason: str
+    sparse_prefill: bool
+    sparse_prefill_reason: str
     outcome: str
     keep_rate: float
     scoring_s: float

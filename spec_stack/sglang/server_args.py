@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from spec_stack.config import MAX_GAMMA, DecodeConfig, PrefillConfig, SessionConfig
+from spec_stack.config import MAX_GAMMA, OLD_SWITCHES, DecodeConfig, PrefillConfig, SessionConfig
 from spec_stack.controller.base import Policy
 from spec_stack.controller.registry import BATCH_POLICIES, make_batch_policy
 from spec_stack.settings.options import documented, meaning, option
@@ -112,8 +112,8 @@ class ServerConfig:
             raise ValueError(
                 f"prefill_decode_interval must be a number of steps, 0 or more, got {self.prefill_decode_interval!r}"
             )
-        if self.scoring_model is not None and self.prefill.prune == "draft":
-            raise ValueError("prune 'draft' is of SPEC_STACK's own draft, and beside a scoring_model there is none")
+        if self.scoring_model is not None and self.prefill.sparse_prefill == "draft_only":
+            raise ValueError("sparse_prefill 'draft_only' needs SPEC_STACK's own draft; leave scoring_model out")
         if self.follow_up not in FOLLOW_UPS:
             raise ValueError(f"follow_up must be one of {', '.join(FOLLOW_UPS)}, got {self.follow_up!r}")
         if self.draft_pool_tokens is not None and (
@@ -179,9 +179,11 @@ class ServerConfig:
                 f"{', '.join(idle)} set how SPEC_STACK drafts, and beside a scoring_model it does not; leave them out"
             )
         prefill = dict(_mapping("prefill", values.pop("prefill", {})))
+        for name in OLD_SWITCHES.keys() & (values.keys() | prefill.keys()):
+            raise ValueError(f"there is no setting {name}: it is now sparse_prefill, {OLD_SWITCHES[name]}")
         prefill.update({name: values.pop(name) for name in _OF_PREFILL if name in values})
-        if "draft_slots" in prefill and prefill.get("prune") != "draft":
-            raise ValueError("draft_slots are those of prune 'draft'; add it, or leave draft_slots out")
+        if "draft_slots" in prefill and prefill.get("sparse_prefill") != "draft_only":
+            raise ValueError("draft_slots are those of sparse_prefill 'draft_only'; add it, or leave draft_slots out")
         _refuse_unknown("", values, [entry.name for entry in fields(cls)])
         _refuse_unknown("prefill.", prefill, [entry.name for entry in fields(PrefillConfig) if not entry.kw_only])
         for name in ("keep_rate", "scoring_heads", "draft_window"):
@@ -223,13 +225,26 @@ class _Remember(argparse.Action):
         os.environ[ENVIRONMENT] = json.dumps({**_read_environment(), self.dest.removeprefix("spec_stack_"): values})
 
 
+class _OldSwitch(argparse.Action):
+    """Refuses a former flag, naming what took its place."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        parser.error(f"there is no {option_string}: it is now --spec-stack-sparse-prefill, {OLD_SWITCHES['prune']}")
+
+
 # What means nothing beside a scoring model.
 _OF_DRAFTING = ("policy", "policy_options", "gammas", "max_gamma_by_batch_size", "predictor", "draft_slots")
 # How each flag is read, and what stands for its value; default and meaning are the field's.
 _FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
     "keep_rate": (float, "SHARE"),
     "min_prompt_tokens": (int, "TOKENS"),
-    "prune": (str, "WHO"),
+    "sparse_prefill": (str, "MODE"),
     "draft_slots": (int, "SLOTS"),
     "scoring_model": (str, "PATH"),
     "policy": (str, "NAME"),
@@ -239,7 +254,7 @@ _FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
     "follow_up": (str, "RULE"),
     "draft_pool_tokens": (int, "TOKENS"),
 }
-_OF_PREFILL = ("keep_rate", "min_prompt_tokens", "prune", "draft_slots")
+_OF_PREFILL = ("keep_rate", "min_prompt_tokens", "sparse_prefill", "draft_slots")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -259,6 +274,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         shown = meaning(config, name) + ("" if default is None else f" (default {default})")
         flag = f"--spec-stack-{name.replace('_', '-')}"
         group.add_argument(flag, type=read, metavar=metavar, help=shown.replace("%", "%%"), **common_of)
+    group.add_argument("--spec-stack-prune", action=_OldSwitch, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     settings = ", ".join([*_OF_PREFILL, *(entry.name for entry in fields(ServerConfig))])
     group.add_argument(
         "--spec-stack-config", metavar="FILE", help=f"JSON with any of: {settings}; flags go over it", **common

@@ -106,7 +106,9 @@ def require_slots(args: Any, draft: Any) -> None:
     """
     refusal = _slots_refusal(args, draft)
     if refusal is not None:
-        raise ValueError(f"--spec-stack-prune draft gives the draft its own slots, and {refusal}; leave it out")
+        raise ValueError(
+            f"--spec-stack-sparse-prefill draft_only gives the draft its own slots, and {refusal}; leave it out"
+        )
 
 
 def _slots_refusal(args: Any, draft: Any) -> str | None:

@@ -63,8 +63,8 @@ class SpecStackDraftWorker(StandaloneDraftWorker):  # type: ignore[misc]
         super().init_attention_backend()
         if self.slots is not None and not draft_positions_are_mapped(self.draft_runner):
             raise ValueError(
-                "--spec-stack-prune draft needs a draft whose attention takes its lengths from lengths; name "
-                f"{', '.join(MAPPED_DRAFT_BACKENDS)} by --speculative-draft-attention-backend, or leave it out"
+                "--spec-stack-sparse-prefill draft_only needs a draft whose attention takes its lengths from "
+                f"lengths; name {', '.join(MAPPED_DRAFT_BACKENDS)} by --speculative-draft-attention-backend"
             )
         args = self.draft_runner.server_args
         name = args.speculative_draft_attention_backend or self.draft_runner.decode_attention_backend_str
@@ -132,7 +132,7 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
         # The record holds what was typed; what SGLang and the algorithm made of it lies over it.
         resolved = resolving_view(self.server_args)
         self.scoring_model = ScoringModel(source, draft, runner.model_config, resolved, config)
-        if config.prefill.prune == "draft":
+        if config.prefill.sparse_prefill == "draft_only":
             self._give_slots(draft, resolved)
         self.batch_policy = BatchPolicy(
             config,

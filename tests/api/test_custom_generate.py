@@ -412,7 +412,7 @@ def test_a_long_prompt_is_pruned_and_the_metrics_say_so(embedded: SpecStackGener
         custom_generate=with_draft(embedded.draft, keep_rate=0.3, config=config),
     )
     (metrics,) = outputs.metrics
-    assert metrics.specprefill
+    assert metrics.sparse_prefill
     assert metrics.num_kept_tokens < 0.5 * metrics.num_prompt_tokens
     expected = SpecStackGenerator(embedded.target, embedded.draft, config=config).generate(
         input_ids=inputs.input_ids, max_tokens=8, keep_rate=0.3

@@ -40,7 +40,7 @@ def joined(embedded: SpecStackGenerator, **options: Any) -> tuple[list[int], str
     "options",
     [
         {"prompt": CODE, "max_tokens": 40},
-        {"prompt": CODE, "max_tokens": 40, "specprefill": True, "keep_rate": 0.5},
+        {"prompt": CODE, "max_tokens": 40, "sparse_prefill": "on", "keep_rate": 0.5},
         {"prompt": CODE, "max_tokens": 40, "temperature": 0.8, "seed": 7, "top_k": 50, "top_p": 0.9},
         {"prompt": CODE, "max_tokens": 40, "stop": ["return", "\n\n"]},
         {"messages": [{"role": "user", "content": "Give three tips."}], "max_tokens": 1},
@@ -90,12 +90,12 @@ def test_an_end_token_inside_an_accepted_run_cuts_like_plain_decoding(target: Pr
 def test_the_look_ahead_ends_at_an_end_token(target: PreTrainedModel, draft: PreTrainedModel) -> None:
     config = SpecStackConfig(PrefillConfig(chunk_size=8, scoring_queries="look_ahead"))
     prompt = random_prompt(100)
-    first = next(SpecStackGenerator(target, draft, config=config).stream(input_ids=prompt, specprefill=True)).record
+    first = next(SpecStackGenerator(target, draft, config=config).stream(input_ids=prompt, sparse_prefill="on")).record
     assert first.gamma == 8
     probe = SpecStackGenerator(draft, draft).generate(input_ids=prompt, max_tokens=8, gamma=0)
     end = probe.token_ids[3]
     target.generation_config.eos_token_id = end
-    record = next(SpecStackGenerator(target, draft, config=config).stream(input_ids=prompt, specprefill=True)).record
+    record = next(SpecStackGenerator(target, draft, config=config).stream(input_ids=prompt, sparse_prefill="on")).record
     assert record.gamma == probe.token_ids.index(end) + 1
 
 
@@ -151,8 +151,8 @@ def test_top_k_one_is_greedy(embedded: SpecStackGenerator) -> None:
     [
         (99, {}, False, "shorter than min_prompt_tokens=100"),
         (100, {}, True, "min_prompt_tokens=100 or more"),
-        (99, {"specprefill": True}, True, "asked for it"),
-        (100, {"specprefill": False}, False, "asked for dense"),
+        (99, {"sparse_prefill": "on"}, True, "asked for it"),
+        (100, {"sparse_prefill": "off"}, False, "asked for dense"),
         (100, {"keep_rate": 1.0}, False, "keep_rate is 1.0"),
     ],
 )
@@ -165,8 +165,8 @@ def test_the_metrics_say_whether_the_prompt_was_pruned_and_why(
         .generate(input_ids=random_prompt(length), max_tokens=3, **options)
         .metrics
     )
-    assert metrics.specprefill is on
-    assert reason in metrics.specprefill_reason
+    assert metrics.sparse_prefill is on
+    assert reason in metrics.sparse_prefill_reason
     assert metrics.num_scored_tokens == (length if on else 0)
     assert (metrics.num_kept_tokens < length) is on
     assert metrics.as_dict()["keep_rate"] == metrics.num_kept_tokens / length
@@ -188,29 +188,29 @@ def test_an_error_while_scoring_falls_back_to_dense_with_one_warning(
     config = SpecStackConfig(PrefillConfig(chunk_size=8, scoring_queries="look_ahead"))
     generator = SpecStackGenerator(target, draft, config=config)
     prompt = random_prompt(100)
-    dense = generator.generate(input_ids=prompt, max_tokens=10, specprefill=False)
+    dense = generator.generate(input_ids=prompt, max_tokens=10, sparse_prefill="off")
     calls = iter(range(100))
     handle = poison(draft, lambda size: next(calls) == 3)
     with pytest.warns(UserWarning, match="out of memory"):
-        result = generator.generate(input_ids=prompt, max_tokens=10, specprefill=True)
+        result = generator.generate(input_ids=prompt, max_tokens=10, sparse_prefill="on")
     assert result.token_ids == dense.token_ids
-    assert not result.metrics.specprefill
+    assert not result.metrics.sparse_prefill
     assert result.metrics.num_scored_tokens == 0
-    assert "scoring failed, prefilled densely: RuntimeError: out of memory" in result.metrics.specprefill_reason
+    assert "scoring failed, prefilled densely: RuntimeError: out of memory" in result.metrics.sparse_prefill_reason
     handle.remove()
     handle = poison(draft, lambda size: size == 99)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        again = generator.generate(input_ids=prompt, max_tokens=10, specprefill=True)
+        again = generator.generate(input_ids=prompt, max_tokens=10, sparse_prefill="on")
     assert again.token_ids == dense.token_ids
     handle.remove()
-    assert generator.generate(input_ids=prompt, max_tokens=10, specprefill=True).metrics.specprefill
+    assert generator.generate(input_ids=prompt, max_tokens=10, sparse_prefill="on").metrics.sparse_prefill
 
 
 def test_an_error_while_scoring_is_logged_with_its_traceback_or_raised_on_request(
     target: PreTrainedModel, draft: PreTrainedModel, caplog: pytest.LogCaptureFixture
 ) -> None:
-    options: dict[str, Any] = {"input_ids": random_prompt(100), "max_tokens": 3, "specprefill": True}
+    options: dict[str, Any] = {"input_ids": random_prompt(100), "max_tokens": 3, "sparse_prefill": "on"}
     poison(draft, lambda size: size == 100)
     with pytest.warns(UserWarning, match="out of memory"):
         SpecStackGenerator(target, draft).generate(**options, keep_rate=0.1)
@@ -252,9 +252,9 @@ def test_an_interrupt_while_scoring_is_not_swallowed(target: PreTrainedModel, dr
 
     handle = poison(draft, interrupt)
     with pytest.raises(KeyboardInterrupt):
-        generator.generate(input_ids=random_prompt(100), specprefill=True, max_tokens=4)
+        generator.generate(input_ids=random_prompt(100), sparse_prefill="on", max_tokens=4)
     handle.remove()
-    assert generator.generate(input_ids=random_prompt(100), specprefill=True, max_tokens=4).metrics.specprefill
+    assert generator.generate(input_ids=random_prompt(100), sparse_prefill="on", max_tokens=4).metrics.sparse_prefill
 
 
 def test_streams_stopped_early_or_run_side_by_side_do_not_disturb_each_other(
@@ -315,9 +315,9 @@ def test_the_system_message_and_the_templates_own_tokens_stay_dense(embedded: Sp
     handle = embedded.target.register_forward_pre_hook(
         lambda module, args, kwargs: seen.extend(kwargs["position_ids"][0].tolist()), with_kwargs=True
     )
-    metrics = embedded.generate(messages=messages, max_tokens=1, specprefill=True, keep_rate=0.05).metrics
+    metrics = embedded.generate(messages=messages, max_tokens=1, sparse_prefill="on", keep_rate=0.05).metrics
     handle.remove()
-    assert metrics.specprefill
+    assert metrics.sparse_prefill
     special = [at for at, token in enumerate(prompt) if token in tokenizer.all_special_ids]
     assert len(special) == 10
     assert set(special) <= set(seen)
@@ -365,7 +365,7 @@ def test_the_system_message_and_the_templates_own_tokens_stay_dense(embedded: Sp
         ({"prompt": "a", "seed": 1.5}, "seed"),
         ({"prompt": "a", "seed": 2**70}, "seed"),
         ({"prompt": "a", "temperature": 1e-40}, "temperature"),
-        ({"prompt": "a", "specprefill": "off"}, "specprefill"),
+        ({"prompt": "a", "sparse_prefill": False}, "sparse_prefill"),
         ({"prompt": "a", "policy": type(make_policy("fixed"))}, "a class Mine"),
     ],
 )
@@ -435,15 +435,15 @@ def test_a_policy_by_name_keeps_what_it_learned_and_is_never_shared(
     "policy",
     [pytest.param(name, marks=[] if name in ("fixed", "throughput") else pytest.mark.slow) for name in POLICY_NAMES],
 )
-@pytest.mark.parametrize("specprefill", [False, True])
+@pytest.mark.parametrize("pruned", [False, True])
 def test_every_policy_is_lossless_live(
-    policy: str, specprefill: bool, target: PreTrainedModel, draft: PreTrainedModel
+    policy: str, pruned: bool, target: PreTrainedModel, draft: PreTrainedModel
 ) -> None:
     config = SpecStackConfig(PrefillConfig(chunk_size=8))
     prompt = random_prompt(100)
     for helper in (draft, make_model(seed=1)):
         generator = SpecStackGenerator(target, helper, config=config)
-        options: dict[str, Any] = {"input_ids": prompt, "max_tokens": 60, "specprefill": specprefill}
+        options: dict[str, Any] = {"input_ids": prompt, "max_tokens": 60, "sparse_prefill": "on" if pruned else "off"}
         plain = generator.generate(gamma=0, **options)
         for _ in range(2):
             assert generator.generate(policy=policy, **options).token_ids == plain.token_ids
@@ -473,10 +473,10 @@ def test_records_are_added_to_a_file(embedded: SpecStackGenerator, tmp_path: Pat
 def test_scoring_is_not_begun_where_nothing_could_be_pruned(embedded: SpecStackGenerator) -> None:
     long_system = [{"role": "system", "content": CODE * 100}, {"role": "user", "content": "What does it do?"}]
     for request in ({"prompt": "hello"}, {"messages": long_system}):
-        metrics = embedded.generate(specprefill=True, max_tokens=1, **request).metrics
-        assert not metrics.specprefill
+        metrics = embedded.generate(sparse_prefill="on", max_tokens=1, **request).metrics
+        assert not metrics.sparse_prefill
         assert metrics.num_scored_tokens == 0
-        assert "could be pruned" in metrics.specprefill_reason
+        assert "could be pruned" in metrics.sparse_prefill_reason
 
 
 def test_the_look_ahead_stays_within_the_models_positions(embedded: SpecStackGenerator) -> None:
@@ -486,7 +486,7 @@ def test_the_look_ahead_stays_within_the_models_positions(embedded: SpecStackGen
     generator = SpecStackGenerator(
         target, draft, config=SpecStackConfig(PrefillConfig(chunk_size=8, scoring_queries="look_ahead"))
     )
-    first = next(generator.stream(input_ids=random_prompt(200), max_tokens=2, specprefill=True))
+    first = next(generator.stream(input_ids=random_prompt(200), max_tokens=2, sparse_prefill="on"))
     assert first.record.gamma == 3
 
 
@@ -511,7 +511,7 @@ def test_a_fallback_starts_from_a_fresh_draft(target: PreTrainedModel) -> None:
 
     handle = twin.model.layers[1].register_forward_pre_hook(fail)
     with pytest.warns(UserWarning, match="inside the model"):
-        result = generator.generate(input_ids=random_prompt(100), max_tokens=30, specprefill=True, gamma=4)
+        result = generator.generate(input_ids=random_prompt(100), max_tokens=30, sparse_prefill="on", gamma=4)
     handle.remove()
     assert result.metrics.acceptance_rate == 1.0
 
@@ -524,7 +524,7 @@ def test_the_look_ahead_does_not_depend_on_the_seed(target: PreTrainedModel, dra
         with_kwargs=True,
     )
     for seed in range(5):
-        generator.generate(input_ids=random_prompt(90), temperature=5.0, seed=seed, max_tokens=1, specprefill=True)
+        generator.generate(input_ids=random_prompt(90), temperature=5.0, seed=seed, max_tokens=1, sparse_prefill="on")
     handle.remove()
     assert all(first == firsts[0] for first in firsts)
 
@@ -564,7 +564,7 @@ def test_durations_are_where_the_time_went(target: PreTrainedModel, draft: PreTr
     """Lower bounds only: how fast the machine is does not matter."""
     target.register_forward_pre_hook(lambda *_: time.sleep(0.05))
     generator = SpecStackGenerator(target, draft, config=SpecStackConfig(PrefillConfig(chunk_size=8)))
-    stream = generator.stream(input_ids=random_prompt(80), max_tokens=12, specprefill=True, policy=Unhurried())
+    stream = generator.stream(input_ids=random_prompt(80), max_tokens=12, sparse_prefill="on", policy=Unhurried())
     outputs = []
     for output in stream:
         outputs.append(output)
@@ -599,7 +599,7 @@ def test_the_step_in_which_the_draft_reads_the_prompt_is_marked(
 def test_on_cuda_the_tokens_are_those_of_the_cpu(embedded: SpecStackGenerator) -> None:
     on_cuda = SpecStackGenerator.from_pretrained(device="cuda", precision="fp32")
     options: dict[str, Any] = {"max_tokens": 60, "ignore_eos": True}
-    for extra in ({}, {"specprefill": True, "keep_rate": 0.5}):
+    for extra in ({}, {"sparse_prefill": "on", "keep_rate": 0.5}):
         assert (
             on_cuda.generate(CODE * 40, **options, **extra).token_ids
             == embedded.generate(CODE * 40, **options, **extra).token_ids

@@ -13,6 +13,7 @@ from scipy.stats import chisquare
 from transformers import LogitsProcessorList, PreTrainedModel, RepetitionPenaltyLogitsProcessor
 
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
+from spec_stack.engine.options import Call
 from tests.support import reference
 from tests.support.models import make_model, random_prompt
 
@@ -67,10 +68,16 @@ def test_samples_share_the_prefill(target: PreTrainedModel, draft: PreTrainedMod
         model.register_forward_pre_hook(
             lambda module, args, kwargs: sizes.append(kwargs["input_ids"].shape[1]), with_kwargs=True
         )
-    for specprefill in (False, True):
+    for pruned in (False, True):
         sizes.clear()
         result = generator.generate(
-            input_ids=prompt, max_tokens=6, temperature=1.0, seed=5, n=4, specprefill=specprefill, gamma=2
+            input_ids=prompt,
+            max_tokens=6,
+            temperature=1.0,
+            seed=5,
+            n=4,
+            sparse_prefill="on" if pruned else "off",
+            gamma=2,
         )
         assert len(result.choices) == 4
         assert result.choices[0] is result
@@ -80,7 +87,7 @@ def test_samples_share_the_prefill(target: PreTrainedModel, draft: PreTrainedMod
         assert all(choice.metrics.num_cached_tokens == 299 for choice in result.others)
         kept = {choice.metrics.num_kept_tokens for choice in result.choices}
         assert len(kept) == 1
-        assert (kept == {300}) is not specprefill
+        assert (kept == {300}) is not pruned
 
 
 def test_samples_go_by_their_own_seeds_and_processors(target: PreTrainedModel, draft: PreTrainedModel) -> None:
@@ -161,18 +168,9 @@ def test_the_checkpoints_own_settings_are_taken_when_asked_for_and_said_to_be_ig
     assert given.token_ids == expected[:5]
     target.generation_config.update(do_sample=True, temperature=0.6, top_p=0.9)
     sampled = generator.engine.plan  # the plan tells what is drawn from
-    request = sampled(*_call(prompt, "model"))
+    request = sampled(Call(input_ids=prompt, sampling="model"))
     params = request.params
     assert (params.temperature, params.top_k, params.top_p, params.repetition_penalty) == (0.6, 50, 0.9, 1.5)
     target.generation_config.update(no_repeat_ngram_size=3)
     with pytest.raises(ValueError, match="no_repeat_ngram_size"):
         generator.generate(input_ids=prompt, sampling="model")
-
-
-def _call(prompt: list[int], sampling: str) -> tuple[Any, Any, Any]:
-    from spec_stack import SamplingParams
-    from spec_stack.engine.request import CallOptions
-    from spec_stack.hf.prompt import PromptSource
-
-    source = PromptSource(None, None, prompt, (), None, None, {}, False)
-    return source, SamplingParams(), CallOptions(sampling=sampling)

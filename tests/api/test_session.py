@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 
 from spec_stack import PrefillConfig, SessionConfig, SpecStackConfig, SpecStackGenerator
 from spec_stack.api.session import Session
-from spec_stack.config import WritingOrder
 from spec_stack.prefill.queries import WINDOW
 from spec_stack.prefill.recall import clip_spans, dropped_positions, recall
 from spec_stack.prefill.units import Chunks
@@ -103,7 +102,7 @@ def test_only_what_is_new_goes_through_the_models() -> None:
     assert sizes == [4, 1, 1, 1, 1]
     metrics = second.metrics
     assert (metrics.num_prompt_tokens, metrics.num_cached_tokens, metrics.num_new_tokens) == (108, 104, 4)
-    assert not metrics.specprefill
+    assert not metrics.sparse_prefill
     sizes.clear()
     again = session.generate(input_ids=prompt, max_tokens=5, gamma=0)
     assert sizes[0] == 1
@@ -114,16 +113,16 @@ def test_the_threshold_counts_new_text_alone_and_a_long_one_is_pruned_alone() ->
     session = make_generator(session=SessionConfig(restore=False)).session()
     prompt = random_prompt(200)
     first = session.generate(input_ids=prompt, max_tokens=4)
-    assert first.metrics.specprefill
+    assert first.metrics.sparse_prefill
     kept = {position for position in slots(session)[1] if position < 200}
     prompt = [*prompt, *first.token_ids, *random_prompt(6, seed=3)]
     short = session.generate(input_ids=prompt, max_tokens=4)
-    assert not short.metrics.specprefill
-    assert "new text is shorter than min_prompt_tokens=24" in short.metrics.specprefill_reason
+    assert not short.metrics.sparse_prefill
+    assert "new text is shorter than min_prompt_tokens=24" in short.metrics.sparse_prefill_reason
     start = len(prompt) + 3
     prompt = [*prompt, *short.token_ids, *random_prompt(160, seed=4)]
     long = session.generate(input_ids=prompt, max_tokens=4)
-    assert long.metrics.specprefill
+    assert long.metrics.sparse_prefill
     assert long.metrics.num_new_tokens == 161
     held = set(slots(session)[1])
     assert kept <= held
@@ -135,7 +134,7 @@ def test_the_threshold_counts_new_text_alone_and_a_long_one_is_pruned_alone() ->
 
 def test_protected_spans_of_new_text_are_kept() -> None:
     session = make_generator().session()
-    first = session.generate(input_ids=random_prompt(60), max_tokens=2, specprefill=False)
+    first = session.generate(input_ids=random_prompt(60), max_tokens=2, sparse_prefill="off")
     prompt = [*random_prompt(60), *first.token_ids, *random_prompt(150, seed=5)]
     protected = [(90, 117), (150, 153)]
     session.generate(input_ids=prompt, protected=protected, max_tokens=2, keep_rate=0.05)
@@ -217,9 +216,8 @@ def test_restoration_is_off_on_request_and_then_short_turns_are_not_scored() -> 
     assert restored[False] == 0
 
 
-@pytest.mark.parametrize("order", ["position", "written"])
-def test_a_restored_chunk_goes_when_text_that_it_was_written_behind_is_edited(order: WritingOrder) -> None:
-    config = SessionConfig(restore_threshold=0.0, max_restored_chunks=100, order=order)
+def test_a_restored_chunk_stays_when_text_behind_it_is_edited() -> None:
+    config = SessionConfig(restore_threshold=0.0, max_restored_chunks=100)
     session = make_generator(session=config).session()
     prompt = random_prompt(200)
     first = session.generate(input_ids=prompt, max_tokens=3)
@@ -231,27 +229,24 @@ def test_a_restored_chunk_goes_when_text_that_it_was_written_behind_is_edited(or
     # The same question again: what it restored was written before it.
     session.generate(input_ids=[*longer[:-1], 9], max_tokens=3)
     assert session.num_dropped_tokens == 0
-    # Another beginning of the answer: restored tokens that were written behind it have seen it.
+    # Another beginning of the answer: restored tokens were written before it.
     edited = session.generate(
-        input_ids=[*prompt, (first.token_ids[0] + 1) % VOCAB, 4, 5], max_tokens=3, specprefill=False
+        input_ids=[*prompt, (first.token_ids[0] + 1) % VOCAB, 4, 5], max_tokens=3, sparse_prefill="off"
     )
-    assert edited.metrics.num_restored_tokens == (restored if order == "written" else 0)
+    assert edited.metrics.num_restored_tokens == 0
 
 
 def test_what_comes_back_is_written_before_what_stands_behind_all_that_was_dropped() -> None:
     prompt, question = random_prompt(200), random_prompt(5, seed=8)
-    found = {}
-    for order in ("position", "written"):
-        session = make_generator(session=replace(EAGER, order=order)).session()
-        prompt_2 = [*prompt, *session.generate(input_ids=prompt, max_tokens=3).token_ids, *question]
-        held, num_cached = slots(session)[1], 202
-        result = session.generate(input_ids=prompt_2, max_tokens=3)
-        restored = sorted({*range(num_cached)} & {*slots(session)[1]} - {*held})
-        assert result.metrics.num_restored_tokens == len(restored) > 0
-        old = reference_session.slots_with_restored(held, restored, num_cached, order)
-        assert slots(session)[1] == [*old, *range(num_cached, 210)]
-        found[order] = result.metrics.num_rewritten_tokens
-    assert found["position"] > found["written"] == 0
+    session = make_generator(session=EAGER).session()
+    prompt_2 = [*prompt, *session.generate(input_ids=prompt, max_tokens=3).token_ids, *question]
+    held, num_cached = slots(session)[1], 202
+    result = session.generate(input_ids=prompt_2, max_tokens=3)
+    restored = sorted({*range(num_cached)} & {*slots(session)[1]} - {*held})
+    assert result.metrics.num_restored_tokens == len(restored) > 0
+    old = reference_session.slots_with_restored(held, restored, num_cached, "position")
+    assert slots(session)[1] == [*old, *range(num_cached, 210)]
+    assert result.metrics.num_rewritten_tokens > 0
 
 
 def test_a_session_saved_after_a_cancelled_turn_holds_what_it_held_before(tmp_path: Path) -> None:
@@ -327,11 +322,11 @@ def test_a_scoring_error_takes_the_new_text_whole_and_the_session_goes_on() -> N
     with pytest.warns(UserWarning, match="no memory"):
         result = session.generate(input_ids=prompt, max_tokens=3)
     handle.remove()
-    assert not result.metrics.specprefill
+    assert not result.metrics.sparse_prefill
     ids, positions = slots(session)
     assert reference_session.answers_by_slots(make_model(seed=1), ids, positions, 3) == result.token_ids
     prompt = [*prompt, *result.token_ids, *random_prompt(100, seed=2)]
-    assert session.generate(input_ids=prompt, max_tokens=3).metrics.specprefill
+    assert session.generate(input_ids=prompt, max_tokens=3).metrics.sparse_prefill
 
 
 def test_a_stream_closed_early_keeps_what_it_handed_out() -> None:
@@ -394,7 +389,7 @@ def test_a_bound_on_the_cache_makes_the_conversation_be_selected_afresh() -> Non
         assert result.metrics.num_kept_tokens <= 100
         if turn and not result.metrics.num_cached_tokens:
             afresh += 1
-            assert result.metrics.specprefill
+            assert result.metrics.sparse_prefill
         prompt = [*prompt, *result.token_ids, *random_prompt(12, seed=turn)]
     assert afresh
     # But the tokens whose queries score.
@@ -511,7 +506,7 @@ def test_a_dropped_fact_comes_back_when_it_is_asked_for(embedded: SpecStackGener
     begin = text.index(fact)
     of_the_fact = {index for index, (left, right) in enumerate(offsets) if left < begin + len(fact) and right > begin}
 
-    first = session.generate(messages=messages, max_tokens=24, specprefill=True, keep_rate=0.05)
+    first = session.generate(messages=messages, max_tokens=24, sparse_prefill="on", keep_rate=0.05)
     assert len(of_the_fact & set(session.dropped_positions)) > 0.9 * len(of_the_fact)
     messages += [
         {"role": "assistant", "content": first.text},

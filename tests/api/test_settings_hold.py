@@ -97,9 +97,9 @@ def test_a_keep_rate_of_the_configuration_and_of_a_call_hold_beside_a_calibratio
     for rate in (None, DEFAULT.keep_rate):
         prefill = PrefillConfig() if rate is None else PrefillConfig(keep_rate=rate)
         generator = SpecStackGenerator.from_pretrained(config=SpecStackConfig(prefill=prefill), calibration=file)
-        result = generator.generate(input_ids=prompt, max_tokens=1, specprefill=True)
+        result = generator.generate(input_ids=prompt, max_tokens=1, sparse_prefill="on")
         kept[rate] = result.metrics.num_kept_tokens
-        called = generator.generate(input_ids=prompt, max_tokens=1, specprefill=True, keep_rate=DEFAULT.keep_rate)
+        called = generator.generate(input_ids=prompt, max_tokens=1, sparse_prefill="on", keep_rate=DEFAULT.keep_rate)
         assert called.metrics.num_kept_tokens == pytest.approx(200, abs=32)
     assert kept[None] < 150
     assert kept[DEFAULT.keep_rate] == pytest.approx(200, abs=32)

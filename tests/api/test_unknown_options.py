@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from typing import Any
 
 import pytest
 from transformers import GenerationConfig, GenerationMixin, StoppingCriteriaList
 from transformers.generation import logits_process
 
-from spec_stack import SpecStackGenerator
+from spec_stack import PrefillConfig, SpecStackGenerator, with_draft
 from spec_stack.api.unknown_options import ALIASES, PROCESSORS, WAYS
 from tests.support.pages import ROOT
 
@@ -84,6 +85,17 @@ def test_a_stream_says_where_the_options_of_a_whole_answer_are(embedded: SpecSta
     asked: dict[str, Any] = {option: 2}
     with pytest.raises(TypeError, match=rf"stream\(\) has no option '{option}': generate\(\)"):
         embedded.stream(PROMPT, **asked)
+
+
+@pytest.mark.parametrize("old", ["specprefill", "prune"])
+def test_a_former_switch_is_refused_by_naming_the_new_one(embedded: SpecStackGenerator, old: str) -> None:
+    asked: dict[str, Any] = {old: None}
+    for call in (embedded.generate, embedded.stream, embedded.session().generate):
+        with pytest.raises(TypeError, match="it is now sparse_prefill="):
+            call(PROMPT, **asked)
+    for make in (PrefillConfig, partial(with_draft, embedded.draft)):
+        with pytest.raises(TypeError, match="sparse_prefill"):
+            make(**asked)
 
 
 def test_the_page_names_every_option_that_has_no_counterpart() -> None:

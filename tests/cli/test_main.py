@@ -27,9 +27,8 @@ def test_the_defaults_are_those_of_the_configuration() -> None:
 
 def test_every_option_of_the_command_line_arrives() -> None:
     line = "generate hello --system S --max-tokens 3 --temperature 0.5 --top-k 4 --top-p 0.6 --seed 7 --stop a --stop b"
-    more = (
-        "--ignore-eos --specprefill off --keep-rate 0.3 --min-prompt-tokens 9 --look-ahead 2 --gamma 5 --proposer both"
-    )
+    line += " --sparse-prefill off"
+    more = "--ignore-eos --keep-rate 0.3 --min-prompt-tokens 9 --look-ahead 2 --gamma 5 --proposer both"
     more += " --min-p 0.1 --repetition-penalty 1.2 --min-tokens 2 --sampling model --regex a+"
     arguments = build_parser().parse_args([*line.split(), *more.split()])
     request, prefill = request_of(arguments, "hello", False), prefill_of(arguments)
@@ -48,12 +47,21 @@ def test_every_option_of_the_command_line_arrives() -> None:
         "seed": 7,
         "stop": ["a", "b"],
         "ignore_eos": True,
-        "specprefill": False,
-        "prune": None,
+        "sparse_prefill": "off",
         "policy": None,
         "gamma": 5,
         "proposer": "both",
     }
+
+
+@pytest.mark.parametrize("flag", ["--specprefill", "--prune"])
+@pytest.mark.parametrize("command", ["generate", "chat", "explain", "serve"])
+def test_a_former_switch_is_refused_by_naming_the_new_one(
+    command: str, flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        build_parser().parse_args([command, flag, "on"])
+    assert "it is now --sparse-prefill" in capsys.readouterr().err
 
 
 def test_both_precisions_arrive(capsys: pytest.CaptureFixture[str]) -> None:
@@ -231,11 +239,11 @@ def test_help_and_version_tell_what_there_is(capsys: pytest.CaptureFixture[str])
 
 def test_json_carries_text_and_metrics(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["generate", "Hello", "--system", "Be brief.", "--max-tokens", "8", "--gamma", "2", "--json"]
-    assert main([*command, "--specprefill", "on", "--keep-rate", "0.5"]) == 0
+    assert main([*command, "--sparse-prefill", "on", "--keep-rate", "0.5"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["finish_reason"] in ("eos", "length")
     assert answer["metrics"]["num_tokens"] <= 8
-    assert answer["metrics"]["specprefill_reason"].startswith("off: no more than")
+    assert answer["metrics"]["sparse_prefill_reason"].startswith("off: no more than")
 
 
 @pytest.mark.parametrize(

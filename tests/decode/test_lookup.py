@@ -100,12 +100,12 @@ def test_what_was_dropped_from_the_prompt_can_be_looked_up_all_the_same(embedded
     passage = embedded.tokenizer("The blue heron landed on pier 47319 at dusk, and nobody saw it.\n").input_ids
     other = embedded.tokenizer("import os\nimport sys\n" * 40).input_ids
     prompt = [*other, *passage, *other, *passage[:6]]
-    kept = embedded.generate(input_ids=prompt, max_tokens=4, specprefill=True, keep_rate=0.2, proposer="lookup")
+    kept = embedded.generate(input_ids=prompt, max_tokens=4, sparse_prefill="on", keep_rate=0.2, proposer="lookup")
     index = LookupIndex()
     index.extend(prompt)
     assert [found.token_id for found in islice(index.continuations()[0], 3)] == passage[6:9]
-    assert kept.metrics.specprefill
-    plain = embedded.generate(input_ids=prompt, max_tokens=4, specprefill=True, keep_rate=0.2, gamma=0)
+    assert kept.metrics.sparse_prefill
+    plain = embedded.generate(input_ids=prompt, max_tokens=4, sparse_prefill="on", keep_rate=0.2, gamma=0)
     assert kept.token_ids == plain.token_ids
 
 
@@ -287,7 +287,12 @@ def test_a_sessions_look_ups_know_earlier_turns_and_a_shared_memory_other_sessio
 def test_taking_in_a_long_prompt_is_no_reading_of_the_drafts(embedded: SpecStackGenerator) -> None:
     ids = embedded.tokenizer("import os\nimport sys\n" * 400).input_ids
     result = embedded.generate(
-        input_ids=ids, max_tokens=6, proposer="both", policy="throughput", prune="draft", return_records=True
+        input_ids=ids,
+        max_tokens=6,
+        proposer="both",
+        policy="throughput",
+        sparse_prefill="draft_only",
+        return_records=True,
     )
     first = next(record for record in result.records or [] if not record.is_prefill)
     assert first.controller_s > 2e-6 * len(ids)

@@ -111,7 +111,7 @@ def test_after_sparse_prefill_the_tokens_are_those_of_the_pruned_prompt(
         draft_context=draft_context,
     )
     generator = SpecStackGenerator(target, DRAFTS[draft](target), config=SpecStackConfig(prefill))
-    outputs = list(generator.stream(input_ids=prompt, max_tokens=30, specprefill=True, policy=RandomGamma(0)))
+    outputs = list(generator.stream(input_ids=prompt, max_tokens=30, sparse_prefill="on", policy=RandomGamma(0)))
     tokens = [token for output in outputs for token in output.token_ids]
 
     ahead = look_ahead if queries == "look_ahead" else 0
@@ -142,13 +142,13 @@ def _eager_copy(model: PreTrainedModel) -> PreTrainedModel:
 def test_keep_rate_one_equals_dense_prefill(target: PreTrainedModel, draft: PreTrainedModel) -> None:
     generator = SpecStackGenerator(target, draft)
     prompt = random_prompt(200)
-    dense = generator.generate(input_ids=prompt, max_tokens=30, specprefill=False)
+    dense = generator.generate(input_ids=prompt, max_tokens=30, sparse_prefill="off")
     expected = reference.greedy(make_model(seed=1), prompt, 30)
     # 0.999 keeps every chunk as well, but through scoring and with the look-ahead as the first proposal.
     for keep_rate, num_scored in ((1.0, 0), (0.999, 200)):
-        kept = generator.generate(input_ids=prompt, max_tokens=30, specprefill=True, keep_rate=keep_rate)
+        kept = generator.generate(input_ids=prompt, max_tokens=30, sparse_prefill="on", keep_rate=keep_rate)
         assert kept.token_ids == dense.token_ids == expected
-        assert not kept.metrics.specprefill
+        assert not kept.metrics.sparse_prefill
         assert kept.metrics.num_scored_tokens == num_scored
 
 
@@ -220,7 +220,7 @@ def test_the_draft_is_fed_only_what_it_has_not_seen(target: PreTrainedModel, dra
 def test_a_record_counts_only_what_was_handed_out(target: PreTrainedModel) -> None:
     config = SpecStackConfig(PrefillConfig(chunk_size=8, keep_rate=0.99, scoring_queries="look_ahead"))
     result = SpecStackGenerator(target, DRAFTS["equal"](target), config=config).generate(
-        input_ids=random_prompt(60), max_tokens=3, specprefill=True, return_records=True
+        input_ids=random_prompt(60), max_tokens=3, sparse_prefill="on", return_records=True
     )
     assert result.records is not None
     assert result.metrics.num_tokens == len(result.token_ids) == 3

@@ -176,7 +176,7 @@ def make_pair(kind: str) -> tuple[SpecStackGenerator, list[int]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("specprefill", "kind"),
+    ("pruned", "kind"),
     [
         (False, "same"),
         (True, "same"),
@@ -185,12 +185,12 @@ def make_pair(kind: str) -> tuple[SpecStackGenerator, list[int]]:
         (True, "other"),
     ],
 )
-def test_sampled_text_of_the_real_loop_has_the_targets_distribution(specprefill: bool, kind: str) -> None:
+def test_sampled_text_of_the_real_loop_has_the_targets_distribution(pruned: bool, kind: str) -> None:
     """Three tokens, so that the plain first step, drafted tokens, corrections and bonus tokens all take part; with
     pruning also the look-ahead as the first proposal, judged over the pruned cache. The draft's vocabulary may be
     narrower or wider than the target's, or another one."""
     generator, prompt = make_pair(kind)
-    options = {"gamma": 2, "specprefill": specprefill, "max_tokens": 3, "temperature": 1.0}
+    options = {"gamma": 2, "sparse_prefill": "on" if pruned else "off", "max_tokens": 3, "temperature": 1.0}
     read: list[int] = []
     handle = generator.target.register_forward_pre_hook(
         lambda module, args, kwargs: read.extend(kwargs["position_ids"][0].tolist()), with_kwargs=True
@@ -199,7 +199,7 @@ def test_sampled_text_of_the_real_loop_has_the_targets_distribution(specprefill:
     handle.remove()
     assert metrics.num_proposed
     positions = [position for position in read if position < 40]
-    assert len(positions) == (16 if specprefill else 40)
+    assert len(positions) == (16 if pruned else 40)
     law = pair_law(generator.target, [prompt[position] for position in positions], positions, 40)
 
     num_draws, counts = 2000, np.zeros((5, 5))

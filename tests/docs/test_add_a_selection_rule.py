@@ -28,9 +28,9 @@ def test_a_rule_put_into_the_package_has_a_name_in_python_and_on_the_command_lin
     made = "from spec_stack.prefill.registry import make_rule; print(type(make_rule('rare_words')).__name__)"
     assert _python(tmp_path, tmp_path, "-c", made) == "RareWords\n"
     text = "".join(f"def step_{number}(value):\n    return value + {number}\n" for number in range(40))
-    asked = ("--scorer", "rare_words", "--keep-rate", "0.3", "--specprefill", "on", "--max-tokens", "4", "--json")
+    asked = ("--scorer", "rare_words", "--keep-rate", "0.3", "--sparse-prefill", "on", "--max-tokens", "4", "--json")
     answer = _python(tmp_path, tmp_path, "-m", "spec_stack", "generate", *asked, text + "# What does step_17 add?\n")
-    assert '"specprefill": true' in answer
+    assert '"sparse_prefill": true' in answer
 
 
 @pytest.mark.slow
@@ -42,10 +42,10 @@ def test_a_rule_in_a_module_of_ones_own_has_a_name_on_the_command_line(
     (tmp_path / "rare_words.py").write_text(rule.code + registers.code, encoding="utf-8")
     monkeypatch.setenv("SPEC_STACK_PLUGINS", "rare_words")
     text = "".join(f"def step_{number}(value):\n    return value + {number}\n" for number in range(40))
-    asked = ("--scorer", "rare_words", "--keep-rate", "0.3", "--specprefill", "on", "--max-tokens", "4", "--json")
+    asked = ("--scorer", "rare_words", "--keep-rate", "0.3", "--sparse-prefill", "on", "--max-tokens", "4", "--json")
     path = f"{ROOT}{os.pathsep}{tmp_path}"
     answer = _python(path, tmp_path, "-m", "spec_stack", "generate", *asked, text + "# What does step_17 add?\n")
-    assert '"specprefill": true' in answer
+    assert '"sparse_prefill": true' in answer
 
 
 def test_the_page_names_everything_that_a_rule_is_shown() -> None:

@@ -145,7 +145,7 @@ def test_the_server_page_has_the_servers_defaults_and_a_file_that_it_takes() -> 
     shown = {
         "min-prompt-tokens": str(defaults.prefill.min_prompt_tokens),
         "keep-rate": str(defaults.prefill.keep_rate),
-        "prune": defaults.prefill.prune,
+        "sparse-prefill": defaults.prefill.sparse_prefill,
         "draft-slots": str(defaults.prefill.draft_slots),
         "scoring-model": "",
         "policy": defaults.policy,

@@ -69,7 +69,7 @@ def test_a_store_changes_no_token(prefill: PrefillConfig, seed: int) -> None:
         result, expected = stored.generate(**options), plain.generate(**options)
         assert result.token_ids == expected.token_ids
         metrics, without = result.metrics, expected.metrics
-        for name in ("num_prompt_tokens", "num_kept_tokens", "specprefill", "specprefill_reason", "num_accepted"):
+        for name in ("num_prompt_tokens", "num_kept_tokens", "sparse_prefill", "sparse_prefill_reason", "num_accepted"):
             assert getattr(metrics, name) == getattr(without, name), name
         assert metrics.num_cached_tokens + metrics.num_new_tokens == len(prompt)
         assert without.num_cached_tokens == 0
@@ -86,14 +86,14 @@ def test_a_prompt_asked_again_is_read_by_neither_model() -> None:
         )
     prompt = random_prompt(200)
     first = generator.generate(input_ids=prompt, max_tokens=3)
-    assert first.metrics.specprefill
+    assert first.metrics.sparse_prefill
     assert sum(sizes["draft"]) >= 199
     for size in sizes.values():
         size.clear()
     again = generator.generate(input_ids=prompt, max_tokens=3)
     assert again.token_ids == first.token_ids
     assert again.metrics.num_cached_tokens == 199
-    assert again.metrics.specprefill
+    assert again.metrics.sparse_prefill
     # The scoring queries run again.
     assert sum(sizes["draft"]) < 12 + WINDOW + 64
     assert sum(sizes["target"]) < 12
@@ -108,10 +108,10 @@ def test_a_dense_prompt_asked_again_is_read_by_neither_model_where_scored_ones_h
             lambda module, args, kwargs: sizes.append(kwargs["input_ids"].shape[1]), with_kwargs=True
         )
     prompt = random_prompt(200)
-    first = generator.generate(input_ids=prompt, max_tokens=6, specprefill=False, gamma=2, proposer="model")
+    first = generator.generate(input_ids=prompt, max_tokens=6, sparse_prefill="off", gamma=2, proposer="model")
     assert sum(sizes) >= 399
     sizes.clear()
-    again = generator.generate(input_ids=prompt, max_tokens=6, specprefill=False, gamma=2, proposer="model")
+    again = generator.generate(input_ids=prompt, max_tokens=6, sparse_prefill="off", gamma=2, proposer="model")
     assert again.token_ids == first.token_ids
     assert sum(sizes) < 50
 
@@ -133,7 +133,7 @@ def test_the_store_holds_no_more_than_it_may_and_forgets_on_request() -> None:
     # Asked again and again, a prompt is there once; one that is too long is not kept at all.
     num_tokens = generator.engine.store.num_tokens
     generator.generate(input_ids=random_prompt(150, seed=11), max_tokens=2)
-    generator.generate(input_ids=random_prompt(900, seed=1), max_tokens=2, specprefill=False)
+    generator.generate(input_ids=random_prompt(900, seed=1), max_tokens=2, sparse_prefill="off")
     assert generator.engine.store.num_tokens == num_tokens
     generator.clear_store()
     assert generator.engine.store.num_tokens == 0

@@ -16,14 +16,14 @@ CONFIG = SpecStackConfig(PrefillConfig(prefill_chunk=32, chunk_size=8, keep_rate
 Told = list[tuple[int, int, str]]
 
 
-@pytest.mark.parametrize("specprefill", [False, True])
-def test_every_chunk_is_told(specprefill: bool, target: PreTrainedModel, draft: PreTrainedModel) -> None:
+@pytest.mark.parametrize("pruned", [False, True])
+def test_every_chunk_is_told(pruned: bool, target: PreTrainedModel, draft: PreTrainedModel) -> None:
     told: Told = []
     generator = SpecStackGenerator(target, draft, config=CONFIG)
     result = generator.generate(
         input_ids=random_prompt(200),
         max_tokens=8,
-        specprefill=specprefill,
+        sparse_prefill="on" if pruned else "off",
         on_progress=lambda *each: told.append(each),
     )
     kept = result.metrics.num_kept_tokens
@@ -36,7 +36,7 @@ def test_every_chunk_is_told(specprefill: bool, target: PreTrainedModel, draft: 
             assert phase[0][0] == 0
             assert phase[-1][:2] == (total, total)
             assert len(phase) >= total // 32
-    assert bool(scoring) is specprefill
+    assert bool(scoring) is pruned
 
 
 @pytest.mark.parametrize("phase", ["scoring", "prefill"])
@@ -62,7 +62,7 @@ def test_a_prefill_can_be_ended_between_two_chunks(
                 thread.start()
                 thread.join()
 
-    stream = generator.stream(input_ids=prompt, specprefill=phase == "scoring", on_progress=end)
+    stream = generator.stream(input_ids=prompt, sparse_prefill="on" if phase == "scoring" else "off", on_progress=end)
     if how == "raise":
         with pytest.raises(RuntimeError, match="enough"):
             next(stream)
@@ -76,13 +76,13 @@ def test_a_prefill_can_be_ended_between_two_chunks(
     )
 
 
-@pytest.mark.parametrize("specprefill", [False, True])
+@pytest.mark.parametrize("pruned", [False, True])
 def test_a_session_whose_prefill_was_ended_goes_on_from_before_it(
-    specprefill: bool, target: PreTrainedModel, draft: PreTrainedModel
+    pruned: bool, target: PreTrainedModel, draft: PreTrainedModel
 ) -> None:
     generator = SpecStackGenerator(target, draft, config=CONFIG)
     session, fresh = generator.session(), generator.session()
-    options: dict[str, Any] = {"max_tokens": 6, "gamma": 2, "specprefill": specprefill}
+    options: dict[str, Any] = {"max_tokens": 6, "gamma": 2, "sparse_prefill": "on" if pruned else "off"}
     first = random_prompt(60)
     answer = session.generate(input_ids=first, **options).token_ids
     assert fresh.generate(input_ids=first, **options).token_ids == answer
@@ -95,43 +95,6 @@ def test_a_session_whose_prefill_was_ended_goes_on_from_before_it(
     expected = fresh.generate(input_ids=prompt, **options)
     assert after.token_ids == expected.token_ids
     assert after.metrics.num_cached_tokens == expected.metrics.num_cached_tokens > 60
-
-
-@pytest.mark.parametrize(("phase", "specprefill"), [("scoring", True), ("prefill", True), ("prefill", False)])
-@pytest.mark.parametrize("first", [[], random_prompt(60)], ids=["first turn", "later turn"])
-def test_a_turn_that_was_cancelled_goes_on_where_it_was_when_it_is_asked_again(
-    first: list[int], phase: str, specprefill: bool, target: PreTrainedModel, draft: PreTrainedModel
-) -> None:
-    generator = SpecStackGenerator(target, draft, config=CONFIG)
-    session, undisturbed = generator.session(), generator.session()
-    options: dict[str, Any] = {"max_tokens": 6, "gamma": 0, "specprefill": specprefill}
-    prompt = random_prompt(300, 3)
-    for each in (session, undisturbed) if first else ():
-        prompt = [*first, *each.generate(input_ids=first, **options).token_ids, *random_prompt(300, 3)]
-    num_before = session.num_cached_tokens
-    whole = undisturbed.generate(input_ids=prompt, **options)
-    stream = session.stream(
-        input_ids=prompt,
-        on_progress=lambda done, total, at: stream.close() if at == phase and done >= 96 else None,
-        **options,
-    )
-    assert list(stream) == []
-    assert session.num_cached_tokens == num_before
-    sizes: dict[str, int] = {"target": 0, "draft": 0}
-    for name, model in (("target", target), ("draft", draft)):
-
-        def count(module: Any, args: Any, kwargs: Any, name: str = name) -> None:
-            sizes[name] += kwargs["input_ids"].shape[1]
-
-        model.register_forward_pre_hook(count, with_kwargs=True)
-    again = session.generate(input_ids=prompt, **options)
-    assert again.token_ids == whole.token_ids
-    assert again.metrics.num_kept_tokens == whole.metrics.num_kept_tokens
-    assert again.metrics.specprefill == whole.metrics.specprefill == specprefill
-    num_new = whole.metrics.num_kept_tokens - num_before + whole.metrics.num_restored_tokens
-    assert sizes["target"] <= num_new + 6 + CONFIG.prefill.look_ahead - (96 if phase == "prefill" else 0)
-    if phase == "scoring":
-        assert sizes["draft"] <= 300 + 64 + CONFIG.prefill.look_ahead + 8 - 96
 
 
 def test_a_stream_closed_from_another_thread_ends_at_its_next_step(
@@ -151,7 +114,7 @@ def test_a_draft_with_another_tokenizer_tells_in_its_own_tokens() -> None:
     tokenizer, other = make_tokenizer("a b c ab ca"), make_tokenizer("c a cb b")
     models = [make_model(seed=1, vocab=5), make_model(seed=2, vocab=4)]
     generator = SpecStackGenerator(*models, tokenizer, config=CONFIG, draft_tokenizer=other)
-    generator.generate("abcab" * 40, max_tokens=3, specprefill=True, on_progress=lambda *each: told.append(each))
+    generator.generate("abcab" * 40, max_tokens=3, sparse_prefill="on", on_progress=lambda *each: told.append(each))
     num_draft_tokens = len(other("abcab" * 40).input_ids)
     assert (num_draft_tokens, num_draft_tokens, "scoring") in told
 
@@ -163,7 +126,7 @@ def test_a_long_prefill_is_told_of_every_2048_tokens_on_a_cpu(target: PreTrained
     SpecStackGenerator(target, draft).generate(
         input_ids=random_prompt(5000),
         max_tokens=1,
-        specprefill=False,
+        sparse_prefill="off",
         on_progress=lambda num_done, num_total, phase: told.append(num_done),
     )
     assert {0, 2048, 4096, 5000} <= set(told)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 import pytest
 from transformers import PreTrainedModel
 
-from spec_stack import SamplingParams, SpecStackGenerator
+from spec_stack import SpecStackGenerator
 from spec_stack.config import DEFAULT_MAX_TOKENS
-from spec_stack.engine.request import CallOptions
-from spec_stack.hf.prompt import PromptSource
+from spec_stack.engine.options import Call
 from tests.support.models import random_prompt
 
 
@@ -22,22 +20,18 @@ def test_a_keep_rate_that_is_not_applied_says_so_once(target: PreTrainedModel, d
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         generator.generate(input_ids=prompt, keep_rate=0.2, max_tokens=2)
-        SpecStackGenerator(target, draft).generate(input_ids=prompt, keep_rate=0.2, max_tokens=2, specprefill=False)
+        SpecStackGenerator(target, draft).generate(input_ids=prompt, keep_rate=0.2, max_tokens=2, sparse_prefill="off")
 
 
 def test_max_tokens_by_default_is_what_there_are_positions_for(embedded: SpecStackGenerator) -> None:
     limit = min(embedded.pair.max_positions)
     for room in (1, 20):
         prompt = random_prompt(limit - room, vocab=4096)
-        request = embedded.engine.plan(*_plan(prompt))
+        request = embedded.engine.plan(Call(input_ids=prompt))
         assert request.params.max_tokens == room
         with pytest.raises(ValueError, match="positions"):
             embedded.stream(input_ids=prompt, max_tokens=room + 1)
     with pytest.raises(ValueError, match="positions"):
         embedded.stream(input_ids=random_prompt(limit, vocab=4096))
-    assert embedded.engine.plan(*_plan([5])).params.max_tokens == DEFAULT_MAX_TOKENS
-    assert embedded.engine.plan(*_plan([5], min_tokens=300)).params.max_tokens == 300
-
-
-def _plan(prompt: list[int], **params: Any) -> tuple[Any, Any, Any]:
-    return PromptSource(input_ids=prompt), SamplingParams(**params), CallOptions()
+    assert embedded.engine.plan(Call(input_ids=[5])).params.max_tokens == DEFAULT_MAX_TOKENS
+    assert embedded.engine.plan(Call(input_ids=[5], min_tokens=300)).params.max_tokens == 300

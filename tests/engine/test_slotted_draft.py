@@ -36,27 +36,29 @@ def test_greedy_tokens_are_the_targets_own_while_the_slots_are_chosen_anew(
 ) -> None:
     prompt = random_prompt(90, seed)
     # A draft that is often right, so that slots are renewed after accepted and rejected tokens.
-    result = generator(target, make_model(seed=1)).generate(input_ids=prompt, max_tokens=80, prune="draft", **options)  # type: ignore[arg-type]
+    result = generator(target, make_model(seed=1)).generate(
+        input_ids=prompt, max_tokens=80, sparse_prefill="draft_only", **options
+    )  # type: ignore[arg-type]
     assert result.token_ids == reference.greedy(make_model(seed=1), prompt, 80)
-    assert not result.metrics.specprefill
+    assert not result.metrics.sparse_prefill
     assert result.metrics.num_kept_tokens == len(prompt)
 
 
 @pytest.mark.parametrize("seed", [0, 3])
 def test_a_random_draft_costs_no_token_either(seed: int, target: PreTrainedModel, draft: PreTrainedModel) -> None:
     prompt = random_prompt(100, seed)
-    result = generator(target, draft).generate(input_ids=prompt, max_tokens=70, gamma=3, prune="draft")
+    result = generator(target, draft).generate(input_ids=prompt, max_tokens=70, gamma=3, sparse_prefill="draft_only")
     assert result.token_ids == reference.greedy(make_model(seed=1), prompt, 70)
 
 
 def test_the_draft_reads_no_more_of_the_prompt_than_its_slots(target: PreTrainedModel, draft: PreTrainedModel) -> None:
     prompt = random_prompt(100)
-    for prune, most in (("draft", SLOTS), ("both", SLOTS), ("none", 100)):
+    for switch, most in (("draft_only", SLOTS), ("auto", SLOTS), ("off", 100)):
         result = generator(target, draft).generate(
             input_ids=prompt,
             max_tokens=6,
             gamma=2,
-            prune=prune,
+            sparse_prefill=switch,
             return_records=True,  # type: ignore[arg-type]
         )
         first = next(record for record in result.records or [] if record.num_drafted)
@@ -69,7 +71,7 @@ def test_a_prompt_that_the_slots_hold_is_read_whole_and_a_longer_one_is_not(
     num_tokens: int, num_read: int, target: PreTrainedModel, draft: PreTrainedModel
 ) -> None:
     result = generator(target, draft).generate(
-        input_ids=random_prompt(num_tokens), max_tokens=6, gamma=2, prune="draft", return_records=True
+        input_ids=random_prompt(num_tokens), max_tokens=6, gamma=2, sparse_prefill="draft_only", return_records=True
     )
     # With the first token of the answer, which the target made alone.
     assert max(record.num_unread for record in result.records or []) == num_read
@@ -255,7 +257,9 @@ def test_a_later_turn_reads_what_is_new_and_keeps_its_slots(target: PreTrainedMo
     history = random_prompt(100)
     with own.session() as session:
         for turn in range(4):
-            result = session.generate(input_ids=history, max_tokens=12, gamma=2, prune="draft", return_records=True)
+            result = session.generate(
+                input_ids=history, max_tokens=12, gamma=2, sparse_prefill="draft_only", return_records=True
+            )
             assert result.token_ids == reference.greedy(make_model(seed=1), history, 12), turn
             most = max(record.num_unread for record in result.records or [])
             assert most == SLOTS if turn == 0 else most < 12
@@ -283,20 +287,20 @@ def test_a_conversation_that_outgrows_the_slots_takes_them_from_what_its_draft_h
     assert max(record.num_unread for record in second.records or []) < SLOTS
 
 
-@pytest.mark.parametrize("prune", ["draft", "none"])
+@pytest.mark.parametrize("switch", ["draft_only", "off"])
 def test_a_turn_that_asks_for_a_dense_target_has_one_though_earlier_ones_were_pruned(
-    prune: str, target: PreTrainedModel, draft: PreTrainedModel
+    switch: str, target: PreTrainedModel, draft: PreTrainedModel
 ) -> None:
     own = generator(target, draft)
     prompt = random_prompt(100)
     with own.session() as session:
-        first = session.generate(input_ids=prompt, max_tokens=8, specprefill=True)
-        assert first.metrics.specprefill
+        first = session.generate(input_ids=prompt, max_tokens=8, sparse_prefill="on")
+        assert first.metrics.sparse_prefill
         longer = [*prompt, *first.token_ids, *random_prompt(20, seed=7)]
-        second = session.generate(input_ids=longer, max_tokens=30, prune=prune)  # type: ignore[arg-type]
+        second = session.generate(input_ids=longer, max_tokens=30, sparse_prefill=switch)  # type: ignore[arg-type]
         assert session.num_dropped_tokens == 0
         third = [*longer, *second.token_ids, *random_prompt(5, seed=8)]
-        again = session.generate(input_ids=third, max_tokens=10, prune=prune)  # type: ignore[arg-type]
+        again = session.generate(input_ids=third, max_tokens=10, sparse_prefill=switch)  # type: ignore[arg-type]
     assert second.token_ids == reference.greedy(make_model(seed=1), longer, 30)
     assert second.metrics.num_kept_tokens == len(longer)
     assert again.metrics.num_cached_tokens >= len(longer)
@@ -307,23 +311,21 @@ def test_a_session_and_a_stored_prompt_give_the_same(target: PreTrainedModel, dr
     prompt = random_prompt(100)
     own = generator(target, draft)
     with own.session() as session:
-        first = session.generate(input_ids=prompt, max_tokens=20, gamma=3, prune="draft").token_ids
+        first = session.generate(input_ids=prompt, max_tokens=20, gamma=3, sparse_prefill="draft_only").token_ids
         longer = [*prompt, *first, *random_prompt(30, seed=4)]
-        second = session.generate(input_ids=longer, max_tokens=40, gamma=3, prune="draft")
+        second = session.generate(input_ids=longer, max_tokens=40, gamma=3, sparse_prefill="draft_only")
     assert first == reference.greedy(make_model(seed=1), prompt, 20)
     assert second.token_ids == reference.greedy(make_model(seed=1), longer, 40)
     assert second.metrics.num_cached_tokens >= len(prompt)
 
 
-def test_who_is_pruned_is_one_of_three(target: PreTrainedModel, draft: PreTrainedModel) -> None:
+def test_sparse_prefill_is_one_of_four(target: PreTrainedModel, draft: PreTrainedModel) -> None:
     own = generator(target, draft)
-    assert own.generate(input_ids=random_prompt(100), max_tokens=2, specprefill=True, prune="both").metrics.specprefill
-    for prune in ("draft", "none"):
-        metrics = own.generate(input_ids=random_prompt(100), max_tokens=2, prune=prune).metrics  # type: ignore[arg-type]
-        assert f'prune="{prune}"' in metrics.specprefill_reason
-        with pytest.raises(ValueError, match="specprefill=True prunes both"):
-            own.generate(input_ids=random_prompt(100), max_tokens=2, specprefill=True, prune=prune)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="prune must be one of"):
-        own.generate(input_ids=random_prompt(9), max_tokens=2, prune="target")  # type: ignore[arg-type]
+    assert own.generate(input_ids=random_prompt(100), max_tokens=2, sparse_prefill="on").metrics.sparse_prefill
+    for switch in ("draft_only", "off"):
+        metrics = own.generate(input_ids=random_prompt(100), max_tokens=2, sparse_prefill=switch).metrics  # type: ignore[arg-type]
+        assert f'sparse_prefill="{switch}"' in metrics.sparse_prefill_reason
+    with pytest.raises(ValueError, match="sparse_prefill must be one of"):
+        own.generate(input_ids=random_prompt(9), max_tokens=2, sparse_prefill="target")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="draft_slots must be"):
         PrefillConfig(draft_slots=3)

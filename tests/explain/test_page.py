@@ -232,7 +232,7 @@ def test_the_command_makes_a_page_of_records(tmp_path: Path, capsys: pytest.Capt
 def test_the_command_says_what_scored_the_prompt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.html"
     text = f"{DOCUMENT}\n\n{QUESTION}\n\n{FORMAT}"
-    assert main(["explain", text, "--chat", "--specprefill", "on", "--device", "cpu", "--out", str(page)]) == 0
+    assert main(["explain", text, "--chat", "--sparse-prefill", "on", "--device", "cpu", "--out", str(page)]) == 0
     queries = data_of(page.read_text(encoding="utf-8"))["runs"][0]["turns"][0]["prompt"]["queries"]
     said = capsys.readouterr().out.splitlines()[1:]
     assert said == [f"scoring query, weight {one['weight']:.2f}: {one['text'].strip()}" for one in queries[:3]]

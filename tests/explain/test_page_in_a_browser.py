@@ -23,8 +23,8 @@ def shown() -> list[RunView]:
     config = SpecStackConfig(PrefillConfig(min_prompt_tokens=64))
     generator = SpecStackGenerator.from_pretrained(device="cpu", precision="fp32", config=config)
     watched = WatchedGenerator.watching(generator)
-    ways = {"sparse": None, "dense": False}
-    return [watch_turns(watched, name, [], QUESTIONS, max_tokens=16, specprefill=way) for name, way in ways.items()]
+    ways = {"sparse": None, "dense": "off"}
+    return [watch_turns(watched, name, [], QUESTIONS, max_tokens=16, sparse_prefill=way) for name, way in ways.items()]
 
 
 @pytest.fixture(scope="module")

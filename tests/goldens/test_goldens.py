@@ -21,9 +21,9 @@ from tests.support.models import make_model, make_tokenizer, random_prompt
 
 EXPECTED = Path(__file__).with_name("expected.json")
 # Every option whose name may change stands here, and nowhere else in this file.
-DENSE: dict[str, Any] = {"specprefill": False}
-SPARSE: dict[str, Any] = {"specprefill": True}
-DRAFT_ONLY: dict[str, Any] = {"prune": "draft"}
+DENSE: dict[str, Any] = {"sparse_prefill": "off"}
+SPARSE: dict[str, Any] = {"sparse_prefill": "on"}
+DRAFT_ONLY: dict[str, Any] = {"sparse_prefill": "draft_only"}
 NGRAM: dict[str, Any] = {"proposer": "lookup"}
 DRAFT_MODEL: dict[str, Any] = {"proposer": "model"}
 DRAFT_BUDGET: dict[str, Any] = {"draft_slots": 128, "min_prompt_tokens": 64}

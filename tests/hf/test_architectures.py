@@ -216,9 +216,9 @@ def test_a_draft_whose_every_layer_slides_scores_only_what_it_sees_whole() -> No
     generator = SpecStackGenerator(make_model("Mistral"), make_model(name))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        result = generator.generate(input_ids=random_prompt(200), max_tokens=4, specprefill=True)
-    assert not result.metrics.specprefill
-    assert f"every attention layer of the draft slides over {WINDOW} tokens" in result.metrics.specprefill_reason
+        result = generator.generate(input_ids=random_prompt(200), max_tokens=4, sparse_prefill="on")
+    assert not result.metrics.sparse_prefill
+    assert f"every attention layer of the draft slides over {WINDOW} tokens" in result.metrics.sparse_prefill_reason
 
 
 def test_gaps_in_positions_are_never_read_as_packed_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,7 +348,7 @@ def test_a_pair_loads_from_folders_and_generates(name: str, tmp_path: Path) -> N
         _add_tokenizer(tmp_path / role)
     generator = SpecStackGenerator.from_pretrained(*folders, device="cpu")
     prompt = random_prompt(120)
-    result = generator.generate(input_ids=prompt, max_tokens=10, keep_rate=0.3, specprefill=True)
+    result = generator.generate(input_ids=prompt, max_tokens=10, keep_rate=0.3, sparse_prefill="on")
     assert len(result.token_ids) == 10
 
 

@@ -104,10 +104,10 @@ def test_a_draft_with_padded_embeddings_works_as_the_unpadded_one(folders: tuple
     pairs = (folders[0], folders[0]), folders
     plain, padded = (SpecStackGenerator.from_pretrained(*pair, device="cpu", precision="fp32") for pair in pairs)
     assert (plain.vocabulary.relation, padded.vocabulary.relation) == ("same", "padded")
-    for specprefill in (False, True):
-        options = {"max_tokens": 20, "gamma": 4, "specprefill": specprefill}
+    for pruned in (False, True):
+        options = {"max_tokens": 20, "gamma": 4, "sparse_prefill": "on" if pruned else "off"}
         one, two = (generator.generate("def main():\n    pass\n" * 40, **options) for generator in (plain, padded))
-        assert two.metrics.specprefill == specprefill
+        assert two.metrics.sparse_prefill == pruned
         assert (two.token_ids, two.metrics.num_accepted) == (one.token_ids, one.metrics.num_accepted)
         assert two.metrics.num_accepted > 0
 

@@ -131,7 +131,7 @@ def test_the_embedded_pair_gives_the_same_tokens_prepacked(embedded: SpecStackGe
     assert not any(isinstance(module, PrepackedLinear) for module in plain.target.modules())
     assert any(isinstance(module, PrepackedLinear) for module in embedded.target.modules())
     prompt = random_prompt(300, vocab=4096)
-    for options in ({}, {"specprefill": True, "keep_rate": 0.5}):
+    for options in ({}, {"sparse_prefill": "on", "keep_rate": 0.5}):
         results = [g.generate(input_ids=prompt, max_tokens=40, ignore_eos=True, **options) for g in (plain, embedded)]
         assert results[0].token_ids == results[1].token_ids
 

@@ -245,7 +245,7 @@ def test_after_sparse_prefill_processors_see_the_whole_prompt(target: PreTrained
     generator, prompt = SpecStackGenerator(target, similar(target), config=config), random_prompt(120)
     options: dict[str, Any] = {
         "input_ids": prompt,
-        "specprefill": True,
+        "sparse_prefill": "on",
         "logits_processor": Forbidding(),
         "max_tokens": 30,
         "gamma": 4,
@@ -264,7 +264,7 @@ def test_in_a_session_processors_see_the_whole_conversation(target: PreTrainedMo
         made = PROCESSORS["library"]()
         expected = reference.greedy(plain, prompt, 20, logits_processor=LogitsProcessorList(made))
         result = session.generate(
-            input_ids=prompt, max_tokens=20, gamma=4, specprefill=False, logits_processor=PROCESSORS["library"]()
+            input_ids=prompt, max_tokens=20, gamma=4, sparse_prefill="off", logits_processor=PROCESSORS["library"]()
         )
         assert result.token_ids == expected
         prompt = [*prompt, *result.token_ids, *random_prompt(10, turn)]
@@ -285,22 +285,22 @@ def tiny_pair(kind: str) -> tuple[SpecStackGenerator, list[int]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("specprefill", "kind"), [pytest.param(False, "same", marks=pytest.mark.nightly), (True, "same"), (False, "other")]
+    ("pruned", "kind"), [pytest.param(False, "same", marks=pytest.mark.nightly), (True, "same"), (False, "other")]
 )
-def test_sampled_tokens_have_the_enumerated_law_with_processors(specprefill: bool, kind: str) -> None:
+def test_sampled_tokens_have_the_enumerated_law_with_processors(pruned: bool, kind: str) -> None:
     """Vocabulary 5, three tokens, every cell. The draft's rows go through the processors too, and another tokenizer's
     draft proposes what both vocabularies have."""
     generator, prompt = tiny_pair(kind)
     options: dict[str, Any] = {
         "input_ids": prompt,
-        "specprefill": specprefill,
+        "sparse_prefill": "on" if pruned else "off",
         "max_tokens": 3,
         "gamma": 2,
         "temperature": 1.0,
         "logits_processor": Forbidding(),
     }
     positions = positions_read(generator, seed=0, **options)
-    assert len(positions) == (16 if specprefill else 40)
+    assert len(positions) == (16 if pruned else 40)
     kept = [prompt[position] for position in positions]
     law = reference.shaped_law(generator.target, prompt, kept, positions, forbid_row, 3)
     num_draws = 1500
@@ -389,7 +389,7 @@ def test_a_draft_to_which_everything_is_forbidden_proposes_nothing_and_is_not_ca
                 max_tokens=8,
                 gamma=3,
                 temperature=temperature,
-                specprefill=False,
+                sparse_prefill="off",
                 logits_processor=pairs_alone,
             )
             assert set(result.token_ids) <= {3, 4}

@@ -186,11 +186,11 @@ def test_a_grammar_beside_sparse_prefill_and_processors(embedded: SpecStackGener
         messages=[{"role": "user", "content": document + "Give a name and an age as JSON."}],
         max_tokens=60,
         response_format=FORMAT,
-        specprefill=True,
+        sparse_prefill="on",
         repetition_penalty=1.1,
         gamma=4,
     )
-    assert result.metrics.specprefill
+    assert result.metrics.sparse_prefill
     assert fits(result.text)
 
 

@@ -32,12 +32,12 @@ class Asked:
 
 @pytest.fixture(scope="module")
 def dense() -> SpecStackLM:
-    return SpecStackLM(specprefill="off", device="cpu", precision="fp32")
+    return SpecStackLM(sparse_prefill="off", device="cpu", precision="fp32")
 
 
 @pytest.fixture(scope="module")
 def sparse() -> SpecStackLM:
-    return SpecStackLM(specprefill="on", keep_rate=0.3, device="cpu", precision="fp32")
+    return SpecStackLM(sparse_prefill="on", keep_rate=0.3, device="cpu", precision="fp32")
 
 
 def test_the_entry_point_and_the_launcher_name_one_class() -> None:
@@ -115,10 +115,10 @@ def test_a_rolling_log_likelihood_is_that_of_the_whole_text_and_never_pruned(
 
 def test_answers_are_the_generators_and_their_metrics_are_kept(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
-    model = SpecStackLM(specprefill="on", keep_rate=0.3, device="cpu", precision="fp32", metrics=str(file))
+    model = SpecStackLM(sparse_prefill="on", keep_rate=0.3, device="cpu", precision="fp32", metrics=str(file))
     asked = {"until": ["\n\n"], "max_gen_toks": 12, "do_sample": False, "temperature": 0.0}
     (answer,) = model.generate_until([Asked((TEXT + "\ndef f", asked))], disable_tqdm=True)
-    alone = model.generator.generate(TEXT + "\ndef f", max_tokens=12, stop="\n\n", specprefill=True, keep_rate=0.3)
+    alone = model.generator.generate(TEXT + "\ndef f", max_tokens=12, stop="\n\n", sparse_prefill="on", keep_rate=0.3)
     assert answer == alone.text
     (line,) = file.read_text(encoding="utf-8").splitlines()
     assert json.loads(line)["num_kept_tokens"] == alone.metrics.num_kept_tokens < alone.metrics.num_prompt_tokens

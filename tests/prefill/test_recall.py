@@ -11,15 +11,14 @@ from spec_stack.prefill.recall import order_slots
 from tests.support.reference_session import slots_with_restored
 
 
-@pytest.mark.parametrize("order", ["position", "written"])
 @pytest.mark.parametrize("seed", range(20))
-def test_what_comes_back_is_written_before_the_last_text_and_little_is_written_again(seed: int, order: str) -> None:
+def test_what_comes_back_is_written_before_the_last_text_and_little_is_written_again(seed: int) -> None:
     rng = random.Random(seed)
     num_cached = rng.choice([50, 400, 1500])
     last_dropped = rng.randrange(1, num_cached)
     dropped = sorted({last_dropped, *rng.sample(range(last_dropped), rng.randint(0, last_dropped // 2))})
     held = [position for position in range(num_cached) if position not in dropped]
     restored = sorted(rng.sample(dropped, rng.randint(0, len(dropped) - 1))) if len(dropped) > 1 else []
-    num_staying, behind = order_slots(held, restored, num_cached, order)  # type: ignore[arg-type]
-    assert [*held[:num_staying], *behind] == slots_with_restored(held, restored, num_cached, order)
-    assert len(behind) - len(restored) <= (MOST_REWRITTEN if restored and order == "position" else 0)
+    num_staying, behind = order_slots(held, restored, num_cached)
+    assert [*held[:num_staying], *behind] == slots_with_restored(held, restored, num_cached, "position")
+    assert len(behind) - len(restored) <= (MOST_REWRITTEN if restored else 0)

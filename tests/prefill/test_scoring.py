@@ -167,8 +167,8 @@ def test_chosen_heads_need_no_layer_behind_them(heads: tuple[tuple[int, int], ..
 def test_whoever_scores_the_tokens_are_those_of_the_pruned_prompt(way: str) -> None:
     config = PrefillConfig(**BASE, **WAYS[way])  # type: ignore[arg-type]
     generator = SpecStackGenerator(make_model(seed=1), make_model(), config=SpecStackConfig(config))
-    result = generator.generate(input_ids=PROMPT, max_tokens=24, specprefill=True, gamma=3)
-    assert result.metrics.specprefill, result.metrics.specprefill_reason
+    result = generator.generate(input_ids=PROMPT, max_tokens=24, sparse_prefill="on", gamma=3)
+    assert result.metrics.sparse_prefill, result.metrics.sparse_prefill_reason
     kept = list(scored(open_draft(), config)[0].positions)
     kept_ids = [PROMPT[position] for position in kept]
     assert result.token_ids == reference.sparse_greedy(make_model(seed=1), kept_ids, kept, len(PROMPT), 24)
@@ -193,8 +193,8 @@ def test_every_architecture_scores_with_a_window_and_by_its_first_layers(name: s
     config = PrefillConfig(**BASE, **WAYS[way] | ({"scoring_layers": 2} if "exit" in way else {}))  # type: ignore[arg-type]
     draft = make_architecture(name, disturbed=True)
     generator = SpecStackGenerator(make_architecture("Llama"), draft, config=SpecStackConfig(config))
-    result = generator.generate(input_ids=PROMPT, max_tokens=8, specprefill=True, gamma=3)
-    assert result.metrics.specprefill, result.metrics.specprefill_reason
+    result = generator.generate(input_ids=PROMPT, max_tokens=8, sparse_prefill="on", gamma=3)
+    assert result.metrics.sparse_prefill, result.metrics.sparse_prefill_reason
     assert result.metrics.num_kept_tokens < 0.5 * len(PROMPT)
 
 
@@ -202,10 +202,10 @@ def test_every_architecture_scores_with_a_window_and_by_its_first_layers(name: s
 def test_a_draft_with_another_tokenizer_goes_every_way(way: str) -> None:
     generator = make_generator(PrefillConfig(**BASE, **WAYS[way]))  # type: ignore[arg-type]
     prompt = generator.tokenizer(text_of(300)).input_ids
-    result = generator.generate(input_ids=prompt, max_tokens=24, specprefill=True, gamma=3)
-    assert result.metrics.specprefill, result.metrics.specprefill_reason
+    result = generator.generate(input_ids=prompt, max_tokens=24, sparse_prefill="on", gamma=3)
+    assert result.metrics.sparse_prefill, result.metrics.sparse_prefill_reason
     assert result.metrics.num_kept_tokens < 0.5 * len(prompt)
-    plain = generator.generate(input_ids=prompt, max_tokens=24, specprefill=True, gamma=0)
+    plain = generator.generate(input_ids=prompt, max_tokens=24, sparse_prefill="on", gamma=0)
     assert result.token_ids == plain.token_ids
 
 
@@ -215,6 +215,6 @@ def test_bm25_prune_for_a_draft_that_sees_too_little_to_score() -> None:
     for scorer in ("attention", "bm25"):
         config = SpecStackConfig(PrefillConfig(**BASE, scorer=scorer))  # type: ignore[arg-type]
         generator = SpecStackGenerator(make_architecture("Llama"), draft, config=config)
-        metrics = generator.generate(input_ids=PROMPT, max_tokens=6, specprefill=True, gamma=2).metrics
-        reasons.append((metrics.specprefill, metrics.specprefill_reason))
+        metrics = generator.generate(input_ids=PROMPT, max_tokens=6, sparse_prefill="on", gamma=2).metrics
+        reasons.append((metrics.sparse_prefill, metrics.sparse_prefill_reason))
     assert [is_on for is_on, _ in reasons] == [False, True], reasons

@@ -250,7 +250,7 @@ def generate_body(input_ids: Sequence[int], max_new_tokens: int, **custom: Any) 
     ids too, and what is pruned by force is pruned afresh, since the reference remembers nothing."""
     custom = {
         "protect": special_spans(input_ids),
-        **({"follow_up": "afresh"} if custom.get("specprefill") else {}),
+        **({"follow_up": "afresh"} if custom.get("sparse_prefill") == "on" else {}),
         **custom,
     }
     return {
@@ -279,20 +279,20 @@ class Reference:
         self.tokenizer = self.generator.tokenizer
         self._result = lru_cache(None)(self._generate)
 
-    def _generate(self, input_ids: tuple[int, ...], max_tokens: int, specprefill: bool, keep_rate: float) -> Any:
+    def _generate(self, input_ids: tuple[int, ...], max_tokens: int, sparse_prefill: str, keep_rate: float) -> Any:
         return self.generator.generate(
             input_ids=list(input_ids),
             max_tokens=max_tokens,
-            specprefill=specprefill,
+            sparse_prefill=sparse_prefill,
             keep_rate=keep_rate,
             gamma=0,
             ignore_eos=True,
         )
 
     def result(
-        self, input_ids: Sequence[int], max_new_tokens: int = 24, specprefill: bool = False, keep_rate: float = 0.2
+        self, input_ids: Sequence[int], max_new_tokens: int = 24, sparse_prefill: str = "off", keep_rate: float = 0.2
     ) -> Any:
-        return self._result(tuple(input_ids), max_new_tokens, specprefill, keep_rate)
+        return self._result(tuple(input_ids), max_new_tokens, sparse_prefill, keep_rate)
 
     def tokens(self, input_ids: Sequence[int], **options: Any) -> list[int]:
         return list(self.result(input_ids, **options).token_ids)

@@ -81,13 +81,13 @@ def test_a_pair_of_this_architecture_is_pruned_as_plain_transformers_would(
     )
     sizes = PrefillConfig.chunk_size, PrefillConfig.keep_first, PrefillConfig.keep_last
     kept = oracle.selected_positions(scores.tolist(), 0.3, *sizes)
-    reply = server.generate(prompt, 12, specprefill=True, explain=True, gamma=4)
+    reply = server.generate(prompt, 12, sparse_prefill="on", explain=True, gamma=4)
     assert _positions(reply) == kept
     assert reply["output_ids"] == oracle.sparse_greedy(model, [prompt[at] for at in kept], kept, len(prompt), 12)
     # It is its own draft, but for the prompt's first token, which SGLang's drafts never see.
     assert reply["meta_info"]["spec_stack"]["num_accepted"] > 0
     longer = [*prompt, *reply["output_ids"], *reference.text_ids(40, seed=6)]
-    second = server.generate(longer, 12, specprefill=True, explain=True, follow_up="recall")
+    second = server.generate(longer, 12, sparse_prefill="on", explain=True, follow_up="recall")
     given = _positions(second)
     assert set(given) >= {*kept, *range(len(prompt), len(longer))}
     expected = oracle.sparse_greedy(model, [longer[at] for at in given], given, len(longer), 12)

@@ -80,7 +80,7 @@ def test_the_doctor_knows_a_scoring_model_beside_another_algorithm(tmp_path: Pat
             marks=pytest.mark.nightly,
         ),
         pytest.param(
-            (*_PAIR, *_SPEC_STACK, *_CPU, "--spec-stack-prune", "draft", "--page-size", "16"),
+            (*_PAIR, *_SPEC_STACK, *_CPU, "--spec-stack-sparse-prefill", "draft_only", "--page-size", "16"),
             "--page-size 1 can; leave it out",
             marks=pytest.mark.nightly,
         ),
@@ -167,8 +167,8 @@ def test_an_engine_without_a_server_takes_its_settings_from_the_environment(
     done = _python(["engine.py", "asked.json"], tmp_path, SPEC_STACK_SGLANG=settings)
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("reply: ")] or [done.stderr[-3000:]]
     reply = json.loads(line.removeprefix("reply: "))
-    assert reply["ids"] == reference.tokens(prompt, specprefill=True, keep_rate=0.3)
-    assert reply["report"]["specprefill"] is True
+    assert reply["ids"] == reference.tokens(prompt, sparse_prefill="on", keep_rate=0.3)
+    assert reply["report"]["sparse_prefill"] is True
     assert set(reply["report"]["gamma_trace"]) <= {0, 3}
 
 

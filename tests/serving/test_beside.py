@@ -96,7 +96,7 @@ def _check(server: Server, reference: Reference, environment: Mapping[str, str],
     assert {"pruned", "not_wanted"} <= {report["outcome"] for report in traffic.reports}
     if environment is _RETRACTIONS:
         retracted = [reply for _, reply in traffic.replies if reply["meta_info"]["num_retractions"]]
-        assert any(reply["meta_info"]["spec_stack"]["specprefill"] for reply in retracted)
+        assert any(reply["meta_info"]["spec_stack"]["sparse_prefill"] for reply in retracted)
     pool = server.state()["draft_pool"]
     assert (pool["num_held"] + pool["num_free"], pool["num_pinned"]) == (pool["num_tokens"], 0)
     assert not server.state()["num_failures"]
@@ -114,7 +114,7 @@ def _check_single_requests(server: Server, reference: Reference, num_uncached: i
     short, long = reference.prompt(200, seed=41), reference.prompt(900, seed=42)
     dense, pruned = server.generate(short), server.generate(long, explain=True)
     assert dense["output_ids"] == reference.tokens(short)
-    assert pruned["output_ids"] == reference.tokens(long, specprefill=True)
+    assert pruned["output_ids"] == reference.tokens(long, sparse_prefill="on")
     report = pruned["meta_info"]["spec_stack"]
     kept = [long[position] for start, stop in report["kept_spans"] for position in range(start, stop)]
     assert kept == kept_ids(reference, long, PrefillConfig(min_prompt_tokens=MIN_PROMPT_TOKENS))
@@ -132,7 +132,7 @@ def _check_single_requests(server: Server, reference: Reference, num_uncached: i
         num_cached = reply["meta_info"]["cached_tokens"]
         assert rule == "recall" or num_cached >= report["num_kept_tokens"] + 1 - num_uncached
         assert reply["output_ids"] == reference.tokens_over(turn, followed["kept_spans"], 12)
-    whole = server.generate(long, specprefill=False)
+    whole = server.generate(long, sparse_prefill="off")
     assert whole["output_ids"] == reference.tokens(long)
 
 
@@ -154,7 +154,7 @@ def test_ngram_drafts_from_the_dropped_text_of_a_prompt_without_walls(launch: An
         prompt, texts = reference.prompt(1500, seed=seed), []
         for extra_key in num_steps:
             server.flush()
-            body = generate_body(prompt, 80, specprefill=True) | {"extra_key": extra_key}
+            body = generate_body(prompt, 80, sparse_prefill="on") | {"extra_key": extra_key}
             status, reply = server.post("/generate", body)
             assert status == 200, reply
             num_steps[extra_key] += reply["meta_info"]["spec_verify_ct"]

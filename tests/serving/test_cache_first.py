@@ -7,7 +7,7 @@ from .conftest import MIN_PROMPT_TOKENS, Reference, Server, generate_body
 
 def test_a_follow_up_of_a_dense_turn_is_never_pruned(server: Server, reference: Reference) -> None:
     history = reference.prompt(1000, seed=71)
-    first = server.generate(history, specprefill=False)
+    first = server.generate(history, sparse_prefill="off")
     for turn in range(3):
         history = [*history, *first["output_ids"], *reference.text_ids(60, seed=72 + turn)]
         reply = server.generate(history)
@@ -15,7 +15,7 @@ def test_a_follow_up_of_a_dense_turn_is_never_pruned(server: Server, reference: 
         num_cached = reply["meta_info"]["cached_tokens"]
         assert num_cached >= len(history) - 90
         assert report["outcome"] == "cached"
-        assert report["specprefill_reason"] == f"off: {num_cached} of {len(history)} tokens are cached"
+        assert report["sparse_prefill_reason"] == f"off: {num_cached} of {len(history)} tokens are cached"
         assert report["num_scored_tokens"] == 0
         assert reply["output_ids"] == reference.tokens(history)
         first = reply
@@ -23,7 +23,7 @@ def test_a_follow_up_of_a_dense_turn_is_never_pruned(server: Server, reference: 
 
 def test_much_new_text_after_a_dense_turn_is_scored_over_what_is_cached(server: Server, reference: Reference) -> None:
     history = reference.prompt(700, seed=81)
-    server.generate(history, specprefill=False)
+    server.generate(history, sparse_prefill="off")
     longer = [*history, *reference.text_ids(MIN_PROMPT_TOKENS + 200, seed=82)]
     reply = server.generate(longer, explain=True)
     report = reply["meta_info"]["spec_stack"]
@@ -34,7 +34,7 @@ def test_much_new_text_after_a_dense_turn_is_scored_over_what_is_cached(server: 
     assert first[0] == 0
     assert len(history) - 1 <= num_cached <= first[1]
     assert report["num_scored_tokens"] == len(longer) - num_cached
-    assert f"{num_cached} of {len(longer)} tokens are cached and kept" in report["specprefill_reason"]
+    assert f"{num_cached} of {len(longer)} tokens are cached and kept" in report["sparse_prefill_reason"]
     assert report["num_kept_tokens"] < len(longer) - 100
     assert reply["output_ids"] == reference.tokens_over(longer, report["kept_spans"], 24)
 
@@ -44,7 +44,7 @@ def test_a_prompt_with_a_short_cached_beginning_is_scored_from_the_first_token(
 ) -> None:
     """So that its selection is the same on every server."""
     system = reference.text_ids(40, seed=91)
-    server.generate(system, 2, specprefill=False)
+    server.generate(system, 2, sparse_prefill="off")
     prompt = [*system, *reference.text_ids(800, seed=92)]
     report = server.generate(prompt)["meta_info"]["spec_stack"]
     assert report["num_scored_tokens"] == len(prompt)
@@ -53,9 +53,9 @@ def test_a_prompt_with_a_short_cached_beginning_is_scored_from_the_first_token(
 def test_dense_and_pruned_prompts_share_the_beginning_they_truly_share(server: Server, reference: Reference) -> None:
     """Kept from the first token on, a beginning has the same positions either way."""
     system = reference.text_ids(200, seed=95)
-    server.generate([*system, *reference.text_ids(50, seed=96)], 2, specprefill=False)
+    server.generate([*system, *reference.text_ids(50, seed=96)], 2, sparse_prefill="off")
     prompt = [*system, *reference.text_ids(700, seed=97)]
-    reply = server.generate(prompt, specprefill=True, protect=[[0, len(system)]], explain=True)
+    reply = server.generate(prompt, sparse_prefill="on", protect=[[0, len(system)]], explain=True)
     assert reply["meta_info"]["cached_tokens"] >= len(system)
     spans = reply["meta_info"]["spec_stack"]["kept_spans"]
     assert reply["output_ids"] == reference.tokens_over(prompt, spans, 24)
@@ -65,11 +65,11 @@ def test_nothing_crosses_the_wall_of_a_tenant(server: Server, reference: Referen
     """Not cached tokens, and not the memory of a selection."""
     prompt = reference.prompt(900, seed=98)
     for wall in ({"extra_key": "tenant a"}, {"extra_key": "tenant b"}, {"cache_salt": "c"}):
-        body = {**generate_body(prompt, 8, specprefill=True), **wall}
+        body = {**generate_body(prompt, 8, sparse_prefill="on"), **wall}
         _, first = server.post("/generate", body)
         _, second = server.post("/generate", body)
         assert first["meta_info"]["cached_tokens"] == 0, wall
         assert first["meta_info"]["spec_stack"]["num_scored_tokens"] == len(prompt)
         assert second["meta_info"]["spec_stack"]["num_scored_tokens"] == 0
         assert second["meta_info"]["cached_tokens"] > 100
-        assert first["output_ids"] == second["output_ids"] == reference.tokens(prompt, specprefill=True)[:8]
+        assert first["output_ids"] == second["output_ids"] == reference.tokens(prompt, sparse_prefill="on")[:8]

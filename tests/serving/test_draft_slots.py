@@ -23,7 +23,14 @@ GAMMA = 4
 NUM_ROWS = 6
 FLAGS = (
     *("--max-total-tokens", "24000", "--chunked-prefill-size", "256", "--max-running-requests", str(NUM_ROWS)),
-    *("--context-length", str(CONTEXT), "--spec-stack-prune", "draft", "--spec-stack-draft-slots", str(SLOTS)),
+    *(
+        "--context-length",
+        str(CONTEXT),
+        "--spec-stack-sparse-prefill",
+        "draft_only",
+        "--spec-stack-draft-slots",
+        str(SLOTS),
+    ),
 )
 
 
@@ -143,16 +150,16 @@ def test_nothing_is_left_behind_by_aborts_and_an_emptied_cache(slotted: Server, 
 
 def test_a_request_says_who_is_pruned_as_far_as_the_launch_lets_it(slotted: Server, server: Server) -> None:
     for asked, custom, status, said in (
-        (slotted, {"prune": "draft"}, 200, 'off: prune="draft" leaves the target dense'),
-        (slotted, {"prune": "both"}, 400, "launched with --spec-stack-prune draft"),
-        (slotted, {"specprefill": True}, 400, "launched with --spec-stack-prune draft"),
-        (server, {"prune": "none"}, 200, 'off: prune="none" leaves the target dense'),
-        (server, {"prune": "draft"}, 400, "launched with --spec-stack-prune both"),
-        (server, {"prune": "target"}, 400, "prune must be one of"),
+        (slotted, {"sparse_prefill": "draft_only"}, 200, 'off: sparse_prefill="draft_only" leaves the target dense'),
+        (slotted, {"sparse_prefill": "auto"}, 400, "launched with --spec-stack-sparse-prefill draft_only"),
+        (slotted, {"sparse_prefill": "on"}, 400, "launched with --spec-stack-sparse-prefill draft_only"),
+        (server, {"sparse_prefill": "off"}, 200, 'off: sparse_prefill="off" leaves the target dense'),
+        (server, {"sparse_prefill": "draft_only"}, 400, "launched with --spec-stack-sparse-prefill auto"),
+        (server, {"sparse_prefill": "target"}, 400, "sparse_prefill must be one of"),
     ):
         found, reply = asked.post("/generate", generate_body(list(range(20, 60)), 2, **custom))
         assert found == status
-        assert said in (_report(reply)["specprefill_reason"] if status == 200 else str(reply))
+        assert said in (_report(reply)["sparse_prefill_reason"] if status == 200 else str(reply))
 
 
 @pytest.mark.parametrize("fault", ["slots", "reading", "places"])
@@ -290,7 +297,14 @@ def test_ranks_choose_alike(launch: Any, reference: Reference) -> None:
 @pytest.mark.nightly
 def test_the_one_flag_is_enough(launch: Any, reference: Reference) -> None:
     """SGLang's limit of requests, which the slots are counted by, is settled at launch where nobody gives it."""
-    flags = ("--max-total-tokens", "12000", "--context-length", str(CONTEXT), "--spec-stack-prune", "draft")
+    flags = (
+        "--max-total-tokens",
+        "12000",
+        "--context-length",
+        str(CONTEXT),
+        "--spec-stack-sparse-prefill",
+        "draft_only",
+    )
     server = launch(*flags)
     try:
         prompt = reference.text_ids(1500, 5)
@@ -302,7 +316,7 @@ def test_the_one_flag_is_enough(launch: Any, reference: Reference) -> None:
 
 @pytest.mark.nightly
 def test_a_row_may_be_longer_than_the_longest_text(launch: Any, reference: Reference) -> None:
-    slots = ("--spec-stack-prune", "draft", "--spec-stack-draft-slots", str(CONTEXT))
+    slots = ("--spec-stack-sparse-prefill", "draft_only", "--spec-stack-draft-slots", str(CONTEXT))
     server = launch("--max-total-tokens", "12000", "--context-length", str(CONTEXT), *slots)
     try:
         prompt = reference.text_ids(600, 6)

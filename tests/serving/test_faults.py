@@ -57,10 +57,13 @@ def faulty(launch: Any, chosen: Path) -> Iterator[Server]:
 def _ask(server: Server, reference: Reference, seed: int) -> list[dict[str, Any]]:
     """Long prompts and a short one at once, one with a penalty; then OpenAI's clients. The tokens are right ones."""
     prompts = [reference.prompt(num_tokens, seed=seed + at) for at, num_tokens in enumerate((600, 450, 80, 90))]
-    asked: list[dict[str, Any]] = [{"specprefill": True}, {}, {}, {"gamma": 2}]
+    asked: list[dict[str, Any]] = [{"sparse_prefill": "on"}, {}, {}, {"gamma": 2}]
     replies = server.generate_all([(ids, {"max_new_tokens": 8, **it}) for ids, it in zip(prompts, asked, strict=True)])
     for prompt, reply in zip(prompts, replies, strict=True):
-        right = [reference.tokens(prompt, max_new_tokens=8, specprefill=pruned) for pruned in (False, True)]
+        right = [
+            reference.tokens(prompt, max_new_tokens=8, sparse_prefill="on" if pruned else "off")
+            for pruned in (False, True)
+        ]
         assert reply["output_ids"] in right
     penalty = {"frequency_penalty": 0.5, "repetition_penalty": 1.1}
     reply = ask_penalised(server, prompts[2], 12, penalty)
@@ -89,7 +92,7 @@ def test_a_failure_costs_a_dense_prompt_or_a_number_and_never_the_server(
     log = faulty.log.read_text(errors="replace")
     assert f"RuntimeError: put out of action by a test: {fault}" in log
     prompt = reference.prompt(500, seed=seed + 7)
-    reply = faulty.generate(prompt, 4, specprefill=True)
+    reply = faulty.generate(prompt, 4, sparse_prefill="on")
     assert reply["meta_info"]["spec_stack"]["outcome"] == "pruned"
-    assert reply["output_ids"] == reference.tokens(prompt, max_new_tokens=4, specprefill=True)
+    assert reply["output_ids"] == reference.tokens(prompt, max_new_tokens=4, sparse_prefill="on")
     assert faulty.state()["num_failures"]

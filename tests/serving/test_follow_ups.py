@@ -69,7 +69,9 @@ def _text(reference: Reference, num_tokens: int, seed: int) -> list[int]:
 
 def _first_turn(server: Server, reference: Reference, seed: int, **custom: Any) -> tuple[list[int], dict[str, Any]]:
     prompt = _document(reference, 1300, seed)
-    return prompt, server.generate(prompt, 12, explain=True, **{"follow_up": "recall", "specprefill": True, **custom})
+    return prompt, server.generate(
+        prompt, 12, explain=True, **{"follow_up": "recall", "sparse_prefill": "on", **custom}
+    )
 
 
 def test_freeze_does_what_a_session_in_python_does_that_restores_nothing(server: Server, reference: Reference) -> None:
@@ -78,7 +80,7 @@ def test_freeze_does_what_a_session_in_python_does_that_restores_nothing(server:
     asked = _document(reference, 1300, 800)
     with reference.generator.session(SessionConfig(restore=False)) as session:
         for turn in range(4):
-            options = {"specprefill": True} if turn in (0, 3) else {}
+            options = {"sparse_prefill": "on"} if turn in (0, 3) else {}
             expected = session.generate(input_ids=asked, max_tokens=12, gamma=0, ignore_eos=True, **options)
             reply = server.generate(asked, 12, explain=True, follow_up="freeze", **options)
             report = _report(reply)
@@ -204,7 +206,7 @@ def test_long_new_text_is_pruned_over_what_was_given(server: Server, reference: 
 def test_afresh_a_reply_does_not_depend_on_what_the_server_remembers(server: Server, reference: Reference) -> None:
     prompt, reply = _first_turn(server, reference, 830)
     follow_up = [*prompt, *reply["output_ids"], *_text(reference, 25, 831)]
-    server.generate(follow_up[:-10], 4, specprefill=False)
+    server.generate(follow_up[:-10], 4, sparse_prefill="off")
     with_memory = server.generate(follow_up, 12, explain=True, follow_up="afresh")
     server.flush()
     without = server.generate(follow_up, 12, explain=True, follow_up="afresh")
@@ -235,7 +237,7 @@ def test_edits_and_branches_go_on_from_the_last_turn_whose_question_they_hold(
         if num_cached:
             assert _positions(reply)[: len(_positions(first))] == _positions(first)
     # The very same prompt is given to the target as it was, as for n replies at once.
-    again = server.generate(prompt, 12, explain=True, follow_up="freeze", specprefill=True)
+    again = server.generate(prompt, 12, explain=True, follow_up="freeze", sparse_prefill="on")
     assert _positions(again) == _positions(first)
     assert again["output_ids"] == first["output_ids"]
 
@@ -269,7 +271,7 @@ def test_a_question_does_not_wait_for_a_long_prompts_scoring(server: Server, ref
     ended: list[str] = []
 
     def ask_long(document: list[int]) -> None:
-        server.generate(document, 1, specprefill=True)
+        server.generate(document, 1, sparse_prefill="on")
         ended.append("long")
 
     with ThreadPoolExecutor(len(documents)) as pool:

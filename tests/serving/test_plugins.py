@@ -46,14 +46,14 @@ def test_a_rule_and_a_policy_of_ones_own_module_work_on_a_server(
     lines = [f"def step_{number}(value):\n    return value + {number}\n" for number in range(40)]
     lines[17] = "LANTERN_WATTS = 60\n"
     prompt = reference.tokenizer("".join(lines) + "\n# What is LANTERN_WATTS?\n").input_ids
-    reply = server.generate(prompt, specprefill=True, explain=True)
+    reply = server.generate(prompt, sparse_prefill="on", explain=True)
     info = reply["meta_info"]["spec_stack"]
     server.stop()
     kept = [position for start, stop in info["kept_spans"] for position in range(start, stop)]
     assert kept == _selected_by(tmp_path, monkeypatch, reference, prompt)
     assert "LANTERN_WATTS = 60" in reference.tokenizer.decode([prompt[position] for position in kept])
     # The rule asks no draft.
-    assert (info["specprefill"], info["num_draft_tokens"]) == (True, 0)
+    assert (info["sparse_prefill"], info["num_draft_tokens"]) == (True, 0)
     assert (info["policy"], set(info["gamma_trace"])) == ("twos", {2})
     assert reply["output_ids"] == reference.tokens_over(prompt, info["kept_spans"], len(reply["output_ids"]))
 

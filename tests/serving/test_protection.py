@@ -18,10 +18,10 @@ def _messages(reference: Reference, num_system: int, num_user: int, seed: int) -
 def test_a_long_system_message_before_a_short_question_is_kept_whole(server: Server, reference: Reference) -> None:
     messages = _messages(reference, 900, 5, seed=1)
     report = server.chat(messages)["spec_stack"]
-    assert (report["specprefill"], report["num_kept_tokens"]) == (False, report["num_prompt_tokens"])
+    assert (report["sparse_prefill"], report["num_kept_tokens"]) == (False, report["num_prompt_tokens"])
     assert report["num_protected_tokens"] > 880
     assert report["outcome"] == "not_wanted"
-    assert "could be pruned" in report["specprefill_reason"]
+    assert "could be pruned" in report["sparse_prefill_reason"]
 
 
 @pytest.mark.parametrize("keep_rate", [0.1, 0.4])
@@ -33,25 +33,25 @@ def test_a_chat_is_pruned_as_the_library_prunes_it(server: Server, reference: Re
         {"role": "user", "content": "Which of them comes first?"},
     ]
     expected = reference.generator.generate(
-        messages=messages, max_tokens=24, specprefill=True, keep_rate=keep_rate, gamma=0, ignore_eos=True
+        messages=messages, max_tokens=24, sparse_prefill="on", keep_rate=keep_rate, gamma=0, ignore_eos=True
     )
-    asked = {"specprefill": True, "keep_rate": keep_rate, "follow_up": "afresh"}
+    asked = {"sparse_prefill": "on", "keep_rate": keep_rate, "follow_up": "afresh"}
     reply = server.chat(messages, custom_params=asked)
     report = reply["spec_stack"]
     assert report["num_kept_tokens"] == expected.metrics.num_kept_tokens < report["num_prompt_tokens"]
     assert reply["text"] == expected.text
-    assert report["specprefill_reason"] == "on: the call asked for it"
+    assert report["sparse_prefill_reason"] == "on: the call asked for it"
 
 
 def test_what_a_caller_protects_is_kept_in_place_of_what_the_server_finds(server: Server, reference: Reference) -> None:
     prompt = reference.prompt(700, seed=12)
     span = [300, 340]
-    reply = server.generate(prompt, specprefill=True, keep_rate=0.1, protect=[span], explain=True)
+    reply = server.generate(prompt, sparse_prefill="on", keep_rate=0.1, protect=[span], explain=True)
     report = reply["meta_info"]["spec_stack"]
     assert any(start <= 300 and stop >= 340 for start, stop in report["kept_spans"])
     assert report["num_protected_tokens"] == 40
     assert reply["output_ids"] == reference.tokens_over(prompt, report["kept_spans"], 24)
-    without = server.generate(prompt, specprefill=True, keep_rate=0.1, protect=[], explain=True)
+    without = server.generate(prompt, sparse_prefill="on", keep_rate=0.1, protect=[], explain=True)
     assert without["meta_info"]["spec_stack"]["num_kept_tokens"] < report["num_kept_tokens"]
 
 
@@ -60,10 +60,10 @@ def test_a_plain_text_is_pruned_and_the_reason_says_that_nothing_is_protected(
 ) -> None:
     body: dict[str, Any] = {
         "input_ids": reference.text_ids(600, seed=6),
-        "sampling_params": {"temperature": 0, "max_new_tokens": 4, "custom_params": {"specprefill": True}},
+        "sampling_params": {"temperature": 0, "max_new_tokens": 4, "custom_params": {"sparse_prefill": "on"}},
     }
     _, reply = server.post("/generate", body)
     report = reply["meta_info"]["spec_stack"]
-    assert report["specprefill"]
+    assert report["sparse_prefill"]
     assert report["num_protected_tokens"] == 0
-    assert "no chat turn was found" in report["specprefill_reason"]
+    assert "no chat turn was found" in report["sparse_prefill_reason"]

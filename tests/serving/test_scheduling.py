@@ -37,13 +37,13 @@ def test_running_requests_get_tokens_while_a_prompt_is_scored(server: Server, re
     running.start()
     _wait_until(lambda: len(arrivals) > 5)
     begun = time.monotonic()
-    reply = server.generate(prompt, 1, specprefill=True, keep_rate=0.1)
+    reply = server.generate(prompt, 1, sparse_prefill="on", keep_rate=0.1)
     ended = time.monotonic()
     running.join()
     assert reply["meta_info"]["spec_stack"]["num_scored_tokens"] == len(prompt)
     # Eleven chunks of 256, then the look-ahead and the prefill.
     assert sum(begun < arrival < ended for arrival in arrivals) >= 9
-    assert reply["output_ids"] == reference.tokens(prompt, specprefill=True, keep_rate=0.1)[:1]
+    assert reply["output_ids"] == reference.tokens(prompt, sparse_prefill="on", keep_rate=0.1)[:1]
 
 
 @contextmanager
@@ -67,7 +67,7 @@ def test_prompts_of_clients_that_hang_up_are_not_scored(server: Server, referenc
     with _paused(server):
         for seed in range(12):
             # SGLang notices at once that a stream's client has gone, and others within four seconds.
-            asked = {**generate_body(reference.prompt(3000, seed=50 + seed), 4, specprefill=True), "stream": True}
+            asked = {**generate_body(reference.prompt(3000, seed=50 + seed), 4, sparse_prefill="on"), "stream": True}
             body = json.dumps(asked).encode()
             client = socket.create_connection((address.hostname, address.port))
             head = f"POST /generate HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Type: application/json\r\n"
@@ -93,7 +93,7 @@ def test_an_empty_cache_and_a_pause_find_no_scoring_in_their_way(server: Server,
         prompts = [reference.prompt(2500, seed=600 + 8 * attempt + number) for number in range(8)]
         with ThreadPoolExecutor(len(prompts)) as pool:
             with _paused(server):
-                replies = [pool.submit(server.generate, prompt, 8, specprefill=True) for prompt in prompts]
+                replies = [pool.submit(server.generate, prompt, 8, sparse_prefill="on") for prompt in prompts]
                 time.sleep(1)
             with _paused(server):
                 # SGLang 0.5.20 empties nothing while requests wait, paused or not.
@@ -103,7 +103,7 @@ def test_an_empty_cache_and_a_pause_find_no_scoring_in_their_way(server: Server,
         scored = [reply.result()["meta_info"]["spec_stack"]["num_scored_tokens"] for reply in replies]
         assert scored == [len(prompt) for prompt in prompts]
         for prompt, reply in list(zip(prompts, replies, strict=True))[::3]:
-            assert reply.result()["output_ids"] == reference.tokens(prompt, specprefill=True)[:8]
+            assert reply.result()["output_ids"] == reference.tokens(prompt, sparse_prefill="on")[:8]
         if num_held:
             return
     pytest.skip("this machine scores eight prompts sooner than it can be asked to pause")
@@ -111,16 +111,16 @@ def test_an_empty_cache_and_a_pause_find_no_scoring_in_their_way(server: Server,
 
 def test_equal_prompts_at_once_are_scored_once(server: Server, reference: Reference) -> None:
     prompt = reference.prompt(1500, seed=65)
-    replies = server.generate_all([(prompt, {"specprefill": True, "max_new_tokens": 8})] * 4)
+    replies = server.generate_all([(prompt, {"sparse_prefill": "on", "max_new_tokens": 8})] * 4)
     assert sorted(reply["meta_info"]["spec_stack"]["num_scored_tokens"] for reply in replies) == [0, 0, 0, len(prompt)]
     for reply in replies:
-        assert reply["output_ids"] == reference.tokens(prompt, specprefill=True)[:8]
+        assert reply["output_ids"] == reference.tokens(prompt, sparse_prefill="on")[:8]
 
 
 def test_a_prompt_over_sglangs_own_limit_is_refused_unscored(server: Server, reference: Reference) -> None:
     before = server.state()["num_requests"]
     ids = reference.text_ids(1500, seed=66) * 3
-    status, reply = server.post("/generate", generate_body(ids, 4, specprefill=True))
+    status, reply = server.post("/generate", generate_body(ids, 4, sparse_prefill="on"))
     assert status == 400
     assert "length" in str(reply)
     assert server.state()["num_requests"]["pruned"] == before["pruned"]

@@ -17,7 +17,7 @@ def test_a_dense_prompt_gives_the_references_tokens(server: Server, reference: R
     reply = server.generate(prompt, 48)
     assert reply["output_ids"] == reference.tokens(prompt, max_new_tokens=48)
     report = reply["meta_info"]["spec_stack"]
-    assert (report["num_kept_tokens"], report["num_scored_tokens"], report["specprefill"]) == (len(prompt), 0, False)
+    assert (report["num_kept_tokens"], report["num_scored_tokens"], report["sparse_prefill"]) == (len(prompt), 0, False)
 
 
 @pytest.mark.parametrize("keep_rate", [0.1, 0.3])
@@ -26,8 +26,8 @@ def test_a_pruned_prompt_gives_the_references_tokens(
     server: Server, reference: Reference, num_tokens: int, keep_rate: float
 ) -> None:
     prompt = reference.prompt(num_tokens, seed=num_tokens)
-    reply = server.generate(prompt, specprefill=True, keep_rate=keep_rate)
-    expected = reference.result(prompt, specprefill=True, keep_rate=keep_rate)
+    reply = server.generate(prompt, sparse_prefill="on", keep_rate=keep_rate)
+    expected = reference.result(prompt, sparse_prefill="on", keep_rate=keep_rate)
     report = reply["meta_info"]["spec_stack"]
     assert report["num_kept_tokens"] == expected.metrics.num_kept_tokens < len(prompt)
     assert report["num_scored_tokens"] == reply["meta_info"]["prompt_tokens"] == len(prompt)
@@ -39,20 +39,20 @@ def test_a_prompt_over_the_threshold_is_pruned_and_finds_its_fact(server: Server
 
     fact = hide_fact(reference.tokenizer, 3100, 5)
     body = {"model": "default", "messages": fact.messages, "max_tokens": 32, "temperature": 0, "return_meta_info": True}
-    for specprefill in (None, False):
-        extra = {} if specprefill is None else {"custom_params": {"specprefill": specprefill}}
+    for switch in (None, "off"):
+        extra = {} if switch is None else {"custom_params": {"sparse_prefill": switch}}
         status, reply = server.post("/v1/chat/completions", {**body, **extra})
         assert status == 200, reply
         report = reply["choices"][0]["meta_info"]["spec_stack"]
         assert reply["usage"]["prompt_tokens"] == report["num_prompt_tokens"] > 3100
-        assert report["specprefill"] is (specprefill is None)
+        assert report["sparse_prefill"] is (switch is None)
         assert fact.is_answered_by(reply["choices"][0]["message"]["content"])
 
 
 def test_a_streamed_reply_is_the_whole_one_and_reports_all_along(server: Server, reference: Reference) -> None:
     prompt = reference.prompt(700, seed=7)
-    whole = server.generate(prompt, specprefill=True)
-    chunks = list(server.stream("/generate", generate_body(prompt, 24, specprefill=True)))
+    whole = server.generate(prompt, sparse_prefill="on")
+    chunks = list(server.stream("/generate", generate_body(prompt, 24, sparse_prefill="on")))
     assert len(chunks) > 2
     assert chunks[-1]["text"] == whole["text"]
     for chunk in chunks:
@@ -70,7 +70,7 @@ def test_an_openai_stream_gives_the_same_text(server: Server, reference: Referen
         "messages": hide_fact(reference.tokenizer, 600, 3).messages,
         "max_tokens": 24,
         "temperature": 0,
-        "custom_params": {"specprefill": True, "keep_rate": 0.3},
+        "custom_params": {"sparse_prefill": "on", "keep_rate": 0.3},
     }
     _, whole = server.post("/v1/chat/completions", body)
     parts = [
@@ -86,17 +86,17 @@ def test_a_repeated_pruned_prompt_reuses_its_prefix_and_gives_the_same_tokens(
     server: Server, reference: Reference
 ) -> None:
     prompt = reference.prompt(800, seed=21)
-    first, second = (server.generate(prompt, specprefill=True) for _ in range(2))
+    first, second = (server.generate(prompt, sparse_prefill="on") for _ in range(2))
     kept = first["meta_info"]["spec_stack"]["num_kept_tokens"]
     # Other prompts begin alike: the first kept tokens stand at their own positions, so they are shared.
     assert first["meta_info"]["cached_tokens"] < 64
     assert second["meta_info"]["cached_tokens"] >= kept - 1
-    assert first["output_ids"] == second["output_ids"] == reference.tokens(prompt, specprefill=True)
+    assert first["output_ids"] == second["output_ids"] == reference.tokens(prompt, sparse_prefill="on")
 
 
 def test_pruned_kv_never_serves_a_prompt_of_the_same_tokens(server: Server, reference: Reference) -> None:
     prompt = reference.prompt(800, seed=22)
-    server.generate(prompt, specprefill=True)
+    server.generate(prompt, sparse_prefill="on")
     compact = kept_ids(reference, prompt)
     reply = server.generate(compact)
     # The first tokens of many prompts are alike: a few may be cached, dense ones.
@@ -123,13 +123,16 @@ def kept_ids(reference: Reference, prompt: list[int], config: PrefillConfig | No
 
 def test_eight_mixed_requests_at_once_give_the_references_tokens(server: Server, reference: Reference) -> None:
     requests = [
-        (reference.prompt(150 + 130 * index, seed=30 + index), {"specprefill": index % 2 == 0, "keep_rate": 0.25})
+        (
+            reference.prompt(150 + 130 * index, seed=30 + index),
+            {"sparse_prefill": "on" if index % 2 == 0 else "off", "keep_rate": 0.25},
+        )
         for index in range(8)
     ]
     replies = server.generate_all(requests)
     for (prompt, options), reply in zip(requests, replies, strict=True):
         assert reply["output_ids"] == reference.tokens(prompt, **options), (len(prompt), options)
-    assert sum(reply["meta_info"]["spec_stack"]["specprefill"] for reply in replies) == 4
+    assert sum(reply["meta_info"]["spec_stack"]["sparse_prefill"] for reply in replies) == 4
 
 
 def test_gamma_changes_under_load_and_the_tokens_do_not(server: Server, reference: Reference) -> None:
@@ -176,7 +179,8 @@ def test_a_request_alone_gets_the_gamma_it_asks_for(server: Server, reference: R
         ({"keep_rate": 0}, "keep_rate"),
         ({"keep_rate": 1.5}, "keep_rate"),
         ({"keep_rate": "most"}, "keep_rate"),
-        ({"specprefill": "yes"}, "specprefill"),
+        ({"specprefill": True}, "sparse_prefill"),
+        ({"sparse_prefill": "yes"}, "sparse_prefill"),
         ({"gamma": 3}, "gamma"),
         ({"gamma": -1}, "gamma"),
         ({"gamma": 4, "policy": "ema"}, "gamma"),
@@ -200,25 +204,25 @@ def test_options_of_others_in_custom_params_are_left_alone(server: Server) -> No
 
 
 def test_a_pruned_prompt_may_be_answered_in_a_grammar_several_times(server: Server, reference: Reference) -> None:
-    body = generate_body(reference.prompt(500, seed=13), 20, specprefill=True)
+    body = generate_body(reference.prompt(500, seed=13), 20, sparse_prefill="on")
     body["sampling_params"] |= {"regex": "(yes|no)[0-9]{3}", "n": 2, "ignore_eos": False}
     status, replies = server.post("/generate", body)
     assert status == 200, replies
     assert len(replies) == 2
     for reply in replies:
-        assert reply["meta_info"]["spec_stack"]["specprefill"]
+        assert reply["meta_info"]["spec_stack"]["sparse_prefill"]
         assert re.fullmatch("(yes|no)[0-9]{3}", reply["text"])
     assert replies[0]["text"] == replies[1]["text"]
 
 
 def test_input_logprobs_are_served_densely_with_the_reason(server: Server, reference: Reference) -> None:
     prompt = reference.prompt(400, seed=9)
-    body = {**generate_body(prompt, 4, specprefill=True), "return_logprob": True, "logprob_start_len": 0}
+    body = {**generate_body(prompt, 4, sparse_prefill="on"), "return_logprob": True, "logprob_start_len": 0}
     status, reply = server.post("/generate", body)
     assert status == 200
     report = reply["meta_info"]["spec_stack"]
-    assert not report["specprefill"]
-    assert "logprobs" in report["specprefill_reason"]
+    assert not report["sparse_prefill"]
+    assert "logprobs" in report["sparse_prefill_reason"]
     assert len(reply["meta_info"]["input_token_logprobs"]) == len(prompt)
 
 
@@ -227,7 +231,7 @@ def test_an_unbounded_request_ends_where_its_true_length_fills_the_context(
 ) -> None:
     """Counted by the kept tokens it would run past the rotary positions, with no error."""
     prompt = reference.prompt(CONTEXT - 80, seed=11)[-(CONTEXT - 40) :]
-    body = generate_body(prompt, 0, specprefill=True, keep_rate=0.1)
+    body = generate_body(prompt, 0, sparse_prefill="on", keep_rate=0.1)
     body["sampling_params"]["max_new_tokens"] = None
     status, reply = server.post("/generate", body)
     assert status == 200, reply

@@ -24,7 +24,7 @@ def _mixed(reference: Reference, num_requests: int, max_new_tokens: int) -> list
     return [
         (
             reference.prompt(180 + 90 * index, seed=40 + index),
-            {"specprefill": index % 3 != 1, "keep_rate": 0.3, "max_new_tokens": max_new_tokens},
+            {"sparse_prefill": "on" if index % 3 != 1 else "off", "keep_rate": 0.3, "max_new_tokens": max_new_tokens},
         )
         for index in range(num_requests)
     ]
@@ -62,7 +62,7 @@ def test_retracted_requests_go_on_at_their_original_positions(launch: Any, refer
     traffic.check_numbers(before)
     replies = [*_check(server, reference, _mixed(reference, 6, 40)), *(reply for _, reply in traffic.replies)]
     retracted = [reply for reply in replies if reply["meta_info"]["num_retractions"]]
-    assert any(reply["meta_info"]["spec_stack"]["specprefill"] for reply in retracted)
+    assert any(reply["meta_info"]["spec_stack"]["sparse_prefill"] for reply in retracted)
     pool = server.state()["draft_pool"]
     assert (pool["num_held"] + pool["num_free"], pool["num_pinned"]) == (3000, 0)
     assert sum(reply["meta_info"]["spec_stack"]["num_draft_tokens"] for reply in replies) > 3000
@@ -81,16 +81,16 @@ def test_scoring_needs_no_room_of_the_targets(small: Server, reference: Referenc
     """A long request holds most of the pool when a second one arrives; both are answered, and nothing leaks."""
     first, second = reference.prompt(1100, seed=61), reference.prompt(800, seed=62)
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(small.generate, first, 300, specprefill=False)
+        running = pool.submit(small.generate, first, 300, sparse_prefill="off")
         deadline = time.monotonic() + 60
         while not small.get("/v1/loads")["loads"][0]["num_running_reqs"]:
             assert not running.done()
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        reply = small.generate(second, specprefill=True)
+        reply = small.generate(second, sparse_prefill="on")
         assert running.result()["output_ids"] == reference.tokens(first, max_new_tokens=300)
-    assert reply["meta_info"]["spec_stack"]["specprefill"] is True
-    assert reply["output_ids"] == reference.tokens(second, specprefill=True)
+    assert reply["meta_info"]["spec_stack"]["sparse_prefill"] is True
+    assert reply["output_ids"] == reference.tokens(second, sparse_prefill="on")
 
 
 def test_a_launch_that_was_told_no_threshold_measures_where_pruning_pays(small: Server) -> None:
@@ -103,10 +103,13 @@ def test_a_launch_that_was_told_no_threshold_measures_where_pruning_pays(small: 
 def test_scoring_leaves_others_all_of_their_cache(small: Server, reference: Reference) -> None:
     small.flush()
     cached = reference.prompt(1200, seed=64)
-    small.generate(cached, 2, specprefill=False)
+    small.generate(cached, 2, sparse_prefill="off")
     prompt = reference.prompt(900, seed=65)
-    assert small.generate(prompt, 2, specprefill=True)["output_ids"] == reference.tokens(prompt, specprefill=True)[:2]
-    again = small.generate(cached, 2, specprefill=False)
+    assert (
+        small.generate(prompt, 2, sparse_prefill="on")["output_ids"]
+        == reference.tokens(prompt, sparse_prefill="on")[:2]
+    )
+    again = small.generate(cached, 2, sparse_prefill="off")
     assert again["meta_info"]["cached_tokens"] == len(cached) - 1
     assert again["output_ids"] == reference.tokens(cached)[:2]
 
@@ -115,14 +118,14 @@ def test_a_prompt_longer_than_the_drafts_pool_is_prefilled_densely(small: Server
     """And those that fit go on being pruned, however full the pool is."""
     for seed, num_tokens in ((66, 1300), (67, 700), (68, 800), (69, 900)):
         prompt = reference.prompt(num_tokens, seed=seed)
-        reply = small.generate(prompt, 2, specprefill=True)
+        reply = small.generate(prompt, 2, sparse_prefill="on")
         report = reply["meta_info"]["spec_stack"]
         fits = len(prompt) + 8 <= 1000
         assert report["outcome"] == ("pruned" if fits else "no_room")
         # All chats begin alike.
         assert len(prompt) - 10 < report["num_draft_tokens"] <= len(prompt) if fits else not report["num_draft_tokens"]
-        assert fits or "the draft pool has room for" in report["specprefill_reason"]
-        assert reply["output_ids"] == reference.tokens(prompt, specprefill=fits)[:2]
+        assert fits or "the draft pool has room for" in report["sparse_prefill_reason"]
+        assert reply["output_ids"] == reference.tokens(prompt, sparse_prefill="on" if fits else "off")[:2]
         assert small.state()["draft_pool"]["num_held"] <= 1000
 
 
@@ -130,15 +133,15 @@ def test_a_conversation_that_outgrows_the_drafts_pool_goes_on_from_what_was_kept
     small: Server, reference: Reference
 ) -> None:
     prompt = reference.prompt(850, seed=71)
-    first = small.generate(prompt, 8, specprefill=True, explain=True, follow_up="recall")
+    first = small.generate(prompt, 8, sparse_prefill="on", explain=True, follow_up="recall")
     longer = [*prompt, *first["output_ids"], *reference.text_ids(150, seed=72)]
     assert len(longer) > 1000
-    reply = small.generate(longer, 8, explain=True, follow_up="recall", specprefill=True)
+    reply = small.generate(longer, 8, explain=True, follow_up="recall", sparse_prefill="on")
     report, kept = reply["meta_info"]["spec_stack"], first["meta_info"]["spec_stack"]["kept_spans"]
     assert report["outcome"] == "no_room"
-    assert "the draft pool has room for" in report["specprefill_reason"]
+    assert "the draft pool has room for" in report["sparse_prefill_reason"]
     start = report["num_cached_tokens"]
-    assert (report["specprefill"], start) == (True, len(prompt) + 7)
+    assert (report["sparse_prefill"], start) == (True, len(prompt) + 7)
     # The reply follows the prompt's last span.
     assert report["kept_spans"] == [*kept[:-1], [kept[-1][0], len(longer)]]
     assert reply["meta_info"]["cached_tokens"] >= sum(stop - start for start, stop in kept)
@@ -185,10 +188,10 @@ def test_two_ranks_agree_on_selection_and_gamma_and_on_the_failure_of_one(launch
         kept = reply["meta_info"]["spec_stack"]["num_kept_tokens"]
         assert kept == reference.result(prompt, **options).metrics.num_kept_tokens
     prompt = reference.prompt(900, seed=48)
-    reply = server.generate(prompt, 8, specprefill=True)
+    reply = server.generate(prompt, 8, sparse_prefill="on")
     report = reply["meta_info"]["spec_stack"]
-    assert (report["outcome"], report["specprefill"]) == ("failed", False)
-    assert "on another rank" in report["specprefill_reason"]
+    assert (report["outcome"], report["sparse_prefill"]) == ("failed", False)
+    assert "on another rank" in report["sparse_prefill_reason"]
     assert reply["output_ids"] == reference.tokens(prompt)[:8]
     assert "put out of action by a test" in server.log.read_text(errors="replace"), "the traceback is in the log"
     server.stop()
@@ -214,8 +217,8 @@ def test_a_server_takes_the_calibration_that_lies_beside_its_draft(launch: Any, 
     kept = [longer[position] for start, stop in spans for position in range(start, stop)]
     assert kept == kept_ids(reference, longer, prefill)
     short = server.generate(prompt[-2000:], 4)["meta_info"]["spec_stack"]
-    assert not short["specprefill"]
-    assert str(prefill.min_prompt_tokens) in short["specprefill_reason"]
+    assert not short["sparse_prefill"]
+    assert str(prefill.min_prompt_tokens) in short["sparse_prefill_reason"]
     server.stop()
 
 

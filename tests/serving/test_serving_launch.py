@@ -136,6 +136,6 @@ def test_sglang_serve_takes_settings_from_a_file_and_flags_over_them(
     prompt = reference.prompt(500, seed=3)
     reply = server.generate(prompt)
     info = reply["meta_info"]["spec_stack"]
-    assert reply["output_ids"] == reference.tokens(prompt, specprefill=True, keep_rate=0.3)
-    assert (info["specprefill"], info["policy"], set(info["gamma_trace"])) == (True, "fixed", {2})
+    assert reply["output_ids"] == reference.tokens(prompt, sparse_prefill="on", keep_rate=0.3)
+    assert (info["sparse_prefill"], info["policy"], set(info["gamma_trace"])) == (True, "fixed", {2})
     server.stop()

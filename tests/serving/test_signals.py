@@ -51,7 +51,7 @@ def test_the_drafts_signals_are_those_of_transformers_on_the_same_context(
     server.flush()
     prompts = _prompts(reference, num_requests, seed=400)
     options = [
-        {"max_new_tokens": 16 + 8 * index, "signals": True, "policy": policy, "specprefill": False}
+        {"max_new_tokens": 16 + 8 * index, "signals": True, "policy": policy, "sparse_prefill": "off"}
         for index in range(num_requests)
     ]
     replies = server.generate_all(list(zip(prompts, options, strict=True)))

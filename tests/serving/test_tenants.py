@@ -45,7 +45,7 @@ def test_a_neighbours_question_about_the_same_document_changes_nothing_of_what_i
 
 def test_what_was_kept_of_earlier_turns_is_shown_under_a_salt_alone(server: Server, reference: Reference) -> None:
     prompt = reference.prompt(900, seed=2200)
-    first = _ask(server, prompt, 8, specprefill=True, follow_up="freeze")
+    first = _ask(server, prompt, 8, sparse_prefill="on", follow_up="freeze")
     longer = [*prompt, *first["output_ids"], *reference.text_ids(30, seed=2201)]
     reply = _ask(server, longer, follow_up="freeze")
     num_cached = reply["meta_info"]["spec_stack"]["num_cached_tokens"]

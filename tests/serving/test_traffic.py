@@ -62,7 +62,7 @@ class Traffic:
                 text = rng.choice(self._texts)
             prompt = [*history, *text] if len(history) + len(text) < 1400 else list(text)
             custom: dict[str, Any] = {
-                "specprefill": rng.choice((None, None, True, False)),
+                "sparse_prefill": rng.choice((None, None, "on", "off")),
                 "keep_rate": rng.choice((0.2, 0.4)),
                 "follow_up": rng.choice((None, "recall", "freeze", "afresh")),
                 "gamma": rng.choice((None, None, 0, 2, 8)) if self.sets_gamma else None,
@@ -145,7 +145,7 @@ def test_random_conversations_get_the_references_tokens_and_the_numbers_add_up(
     assert {"pruned", "cached", "not_wanted"} <= {report["outcome"] for report in traffic.reports}
     assert any(report["num_recalled_tokens"] for report in traffic.reports)
     for rule in ("recall", "freeze"):
-        assert any(report["specprefill"] and report["num_cached_tokens"] for report in traffic.followed(rule))
+        assert any(report["sparse_prefill"] and report["num_cached_tokens"] for report in traffic.followed(rule))
     assert not any(report["num_cached_tokens"] for report in traffic.followed("afresh"))
     pool = server.state()["draft_pool"]
     assert pool["num_held"] + pool["num_free"] == pool["num_tokens"]
@@ -161,7 +161,10 @@ def test_metrics_are_the_sums_over_replies(server: Server, reference: Reference)
     _settle(server)
     before = server.metrics()
     requests = [
-        (reference.text_ids(100 + 150 * at, seed=700 + at), {"specprefill": at % 2 == 0, "gamma": gamma})
+        (
+            reference.text_ids(100 + 150 * at, seed=700 + at),
+            {"sparse_prefill": "on" if at % 2 == 0 else "off", "gamma": gamma},
+        )
         for at, gamma in enumerate((8, 0, 2, 4, 1, 8))
     ]
     # The last two at once: while several requests of a batch ask for a gamma, the smallest holds.
@@ -224,7 +227,7 @@ def test_an_openai_stream_reports_in_its_last_chunk(server: Server, reference: R
         "messages": [{"role": "user", "content": reference.tokenizer.decode(reference.text_ids(600, seed=77))}],
         "max_tokens": 16,
         "temperature": 0,
-        "custom_params": {"spec_stack": {"specprefill": True}},
+        "custom_params": {"spec_stack": {"sparse_prefill": "on"}},
         "stream_options": {"include_usage": True},
     }
     for path, asked in (
@@ -232,7 +235,7 @@ def test_an_openai_stream_reports_in_its_last_chunk(server: Server, reference: R
         ("/v1/completions", {**body, "prompt": body["messages"][0]["content"]}),
     ):
         *others, last = server.stream(path, asked)
-        assert last["spec_stack"]["specprefill"], path
+        assert last["spec_stack"]["sparse_prefill"], path
         assert last["spec_stack"]["num_prompt_tokens"] == last["usage"]["prompt_tokens"]
         assert last["metrics"]["speculative_decoding"]["num_draft_tokens"] == last["spec_stack"]["num_proposed"]
         assert not any("spec_stack" in chunk for chunk in others)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import gc
 import random
 import weakref
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spec_stack.config import PrefillConfig, SessionConfig, WritingOrder
+from spec_stack.config import PrefillConfig, SessionConfig
 from spec_stack.sglang.follow_up import Beginning, Turns, place, protected_lead
 from tests.support.reference_session import dropped_chunks_to_restore, slots_with_restored
 
@@ -151,11 +151,8 @@ def test_the_protected_lead_is_the_first_run_of_protected_tokens(spans: list[lis
     assert protected_lead([(start, stop) for start, stop in spans]) == inside.index(False)
 
 
-@pytest.mark.parametrize("order", ["position", "written"])
 @given(st.randoms(use_true_random=False), st.booleans())
-def test_what_comes_back_is_what_the_sessions_oracle_restores(
-    order: WritingOrder, rng: random.Random, prunes: bool
-) -> None:
+def test_what_comes_back_is_what_the_sessions_oracle_restores(rng: random.Random, prunes: bool) -> None:
     num_tokens = rng.randrange(20, 90)
     prompt = [rng.randrange(50) for _ in range(num_tokens)]
     num_cached = rng.randrange(4, num_tokens - 1)
@@ -167,13 +164,13 @@ def test_what_comes_back_is_what_the_sessions_oracle_restores(
         Beginning(num_cached, held),
         importance,
         prunes,
-        replace(RECALLING, order=order),
+        RECALLING,
         CONFIG,
         [(num_cached, num_cached + 2)],
     )
     expected = dropped_chunks_to_restore(importance.tolist(), held, num_cached, 4, 1.0, 3, margin=2)
     old = given_to.positions[: len(held) + len(expected)]
-    assert list(old) == slots_with_restored(held, expected, num_cached, order)
+    assert list(old) == slots_with_restored(held, expected, num_cached, "position")
     new = given_to.positions[len(held) + len(expected) :]
     assert new == tuple(sorted(set(new)))
     assert {num_cached, num_tokens - 1} <= set(new) <= set(range(num_cached, num_tokens))

@@ -32,7 +32,7 @@ def test_what_travels_with_tokens_adds_up_to_the_reply() -> None:
     unfinished, info = reply.meta_info(is_finished=False), reply.meta_info(is_finished=True)
     assert info is not None
     assert unfinished == {key: value for key, value in info.items() if key not in ("gamma_trace", "accepted_trace")}
-    assert (info["num_prompt_tokens"], info["num_kept_tokens"], info["specprefill"]) == (9, 4, True)
+    assert (info["num_prompt_tokens"], info["num_kept_tokens"], info["sparse_prefill"]) == (9, 4, True)
     assert (info["gamma_trace"], info["num_proposed"], info["num_accepted"]) == ([4, 0, 8], 12, 10)
 
 

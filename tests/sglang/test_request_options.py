@@ -21,8 +21,10 @@ CONFIG = ServerConfig()
 @pytest.mark.parametrize(
     "custom",
     [
-        {"specprefill": 1},
-        {"specprefill": "on"},
+        {"specprefill": True},
+        {"sparse_prefill": 1},
+        {"sparse_prefill": True},
+        {"prune": "both"},
         {"keep_rate": 0},
         {"keep_rate": 1.1},
         {"keep_rate": True},
@@ -40,9 +42,8 @@ CONFIG = ServerConfig()
         {"protect": [[-1, 3]]},
         {"protect": [[0, 1.5]]},
         {"protect": [[0, 10**9]]},
-        {"prune": "draft"},
-        {"prune": "target"},
-        {"specprefill": True, "prune": "none"},
+        {"sparse_prefill": "draft_only"},
+        {"sparse_prefill": "target"},
         {"keep_rate": 0.2, "spec_stack": {"keep_rate": 0.3}},
         {"spec_stack": {"specprefil": True}},
         {"spec_stack": 3},
@@ -68,28 +69,36 @@ def test_the_launch_says_what_a_longer_prompt_keeps_where_a_curve_says_less() ->
     assert "about 20 %." in pruning_note(CONFIG, None, "")
 
 
-@pytest.mark.parametrize("asked", [{}, {"prune": "draft"}, {"specprefill": False}, {"protect": [[0, 3]]}])
+@pytest.mark.parametrize(
+    "asked", [{}, {"sparse_prefill": "draft_only"}, {"sparse_prefill": "off"}, {"protect": [[0, 3]]}]
+)
 def test_a_draft_with_slots_of_its_own_leaves_the_target_dense(asked: dict[str, Any]) -> None:
-    config = ServerConfig.from_mapping({"prune": "draft", "draft_slots": 256})
+    config = ServerConfig.from_mapping({"sparse_prefill": "draft_only", "draft_slots": 256})
     assert "of prompts of over 256 tokens the draft has 256 slots" in pruning_note(config, None, "")
-    assert RequestOptions.parse(asked, config).prefill(config).prune == "draft"
-    for other in ({"prune": "both"}, {"prune": "none"}, {"specprefill": True}):
-        with pytest.raises(ValueError, match="prune"):
+    assert RequestOptions.parse(asked, config).prefill(config).sparse_prefill == asked.get(
+        "sparse_prefill", "draft_only"
+    )
+    for other in ({"sparse_prefill": "auto"}, {"sparse_prefill": "on"}):
+        with pytest.raises(ValueError, match="sparse_prefill"):
             RequestOptions.parse(other, config)
     for name, value in {"keep_rate": 0.3, "follow_up": "afresh"}.items():
         with pytest.raises(ValueError, match=f"{name} set how prompts are pruned"):
             RequestOptions.parse({name: value}, config)
 
 
-def test_who_asks_for_a_pruned_prompt_is_told_what_stands_against_it() -> None:
-    for custom, config, named in (
-        ({"specprefill": True}, ServerConfig.from_mapping({"prune": "none"}), "this server's is 'none'"),
-        ({"specprefill": True, "prune": "none"}, CONFIG, "yours is 'none'"),
-    ):
-        with pytest.raises(ValueError, match=named):
-            RequestOptions.parse(custom, config)
-    prunes_none = ServerConfig.from_mapping({"prune": "none"})
-    assert RequestOptions.parse({"specprefill": True, "prune": "both"}, prunes_none).specprefill
+def test_a_request_may_ask_for_a_pruned_prompt_where_the_server_prunes_none() -> None:
+    prunes_none = ServerConfig.from_mapping({"sparse_prefill": "off"})
+    assert RequestOptions.parse({"sparse_prefill": "on"}, prunes_none).sparse_prefill == "on"
+
+
+@pytest.mark.parametrize("old", [{"specprefill": False}, {"prune": "draft"}])
+def test_the_former_switches_are_refused_by_naming_the_new_one(old: dict[str, Any]) -> None:
+    for custom in (old, {"spec_stack": old}):
+        with pytest.raises(ValueError, match="it is now sparse_prefill"):
+            RequestOptions.parse(custom, CONFIG)
+    for settings in (old, {"prefill": old}):
+        with pytest.raises(ValueError, match="it is now sparse_prefill"):
+            ServerConfig.from_mapping(settings)
 
 
 @pytest.mark.parametrize("custom", [None, {}, {"mine": 3}, "text", {"keep_rate": None}])
@@ -98,10 +107,10 @@ def test_what_is_not_an_option_is_left_alone(custom: Any) -> None:
 
 
 def test_options_are_read() -> None:
-    options = RequestOptions.parse({"specprefill": True, "keep_rate": 0.3, "gamma": 8, "protect": [[0, 4]]}, CONFIG)
-    assert options == RequestOptions(specprefill=True, keep_rate=0.3, gamma=8, protect=((0, 4),))
+    options = RequestOptions.parse({"sparse_prefill": "on", "keep_rate": 0.3, "gamma": 8, "protect": [[0, 4]]}, CONFIG)
+    assert options == RequestOptions(sparse_prefill="on", keep_rate=0.3, gamma=8, protect=((0, 4),))
     assert options == RequestOptions.parse(
-        {"keep_rate": 0.3, "spec_stack": {"specprefill": True, "keep_rate": 0.3, "gamma": 8, "protect": [[0, 4]]}},
+        {"keep_rate": 0.3, "spec_stack": {"sparse_prefill": "on", "keep_rate": 0.3, "gamma": 8, "protect": [[0, 4]]}},
         CONFIG,
     )
     assert options.prefill(CONFIG).keep_rate == 0.3
@@ -160,7 +169,7 @@ def test_output_logprobs_and_nothing_special_need_no_whole_prompt(start: int) ->
         ({"calibration": 3}, "calibration"),
         ({"scoring_model": ""}, "scoring_model"),
         ({"scoring_model": "draft", "gammas": [2], "policy": "ema"}, "policy, gammas set how SPEC_STACK drafts"),
-        ({"scoring_model": "draft", "prune": "draft"}, "prune 'draft' is of SPEC_STACK's own draft"),
+        ({"scoring_model": "draft", "sparse_prefill": "draft_only"}, "prune 'draft' is of SPEC_STACK's own draft"),
         ({"scoring_model": "draft", "draft_slots": 256}, "draft_slots set how SPEC_STACK drafts"),
         ({"draft_slots": 256}, "draft_slots are those of prune 'draft'"),
         ({"keep_rate": [[0, 0.5]]}, "keep_rate"),

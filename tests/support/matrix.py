@@ -135,7 +135,7 @@ def decoded_sparsely(name: str, draft: str, seed: int = 0, num_tokens: int = 32)
         )
 
     handle = generator.target.register_forward_pre_hook(note, with_kwargs=True)
-    result = generator.generate(input_ids=prompt, max_tokens=num_tokens, specprefill=True, policy=RandomGamma(seed))
+    result = generator.generate(input_ids=prompt, max_tokens=num_tokens, sparse_prefill="on", policy=RandomGamma(seed))
     handle.remove()
     kept = sorted(seen)
     assert len(kept) < len(prompt)

@@ -68,8 +68,8 @@ def test_tokens_that_the_draft_has_no_row_for_never_reach_it(bos: bool) -> None:
     generator = SpecStackGenerator(*models, target, draft_tokenizer=draft)
     plain = SpecStackGenerator(models[0], models[0], target)
     for prompt in ("abc<x>de", "<x>", "abcdef"):
-        expected = plain.generate(prompt, max_tokens=6, specprefill=False).token_ids
-        assert generator.generate(prompt, max_tokens=6, gamma=3, specprefill=False).token_ids == expected
+        expected = plain.generate(prompt, max_tokens=6, sparse_prefill="off").token_ids
+        assert generator.generate(prompt, max_tokens=6, gamma=3, sparse_prefill="off").token_ids == expected
 
 
 @pytest.fixture(scope="module")
@@ -80,20 +80,20 @@ def retokenized(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("bos", [False, True])
-@pytest.mark.parametrize("specprefill", [False, True])
-def test_greedy_tokens_are_the_targets_own(specprefill: bool, bos: bool) -> None:
+@pytest.mark.parametrize("pruned", [False, True])
+def test_greedy_tokens_are_the_targets_own(pruned: bool, bos: bool) -> None:
     generator = make_generator(bos=bos)
     for seed in range(3):
         prompt = generator.tokenizer(text_of(160, seed)).input_ids
-        options = {"input_ids": prompt, "max_tokens": 40, "specprefill": specprefill}
+        options = {"input_ids": prompt, "max_tokens": 40, "sparse_prefill": "on" if pruned else "off"}
         plain = generator.generate(gamma=0, **options).token_ids
-        if not specprefill:
+        if not pruned:
             assert plain == reference.greedy(generator.target, prompt, 40)
         for gamma in (1, 3, 8):
             result = generator.generate(gamma=gamma, **options)
             assert result.token_ids == plain
             assert result.metrics.num_proposed
-            assert result.metrics.specprefill == specprefill
+            assert result.metrics.sparse_prefill == pruned
 
 
 def test_a_draft_whose_ids_alone_differ_works_as_the_original(embedded: SpecStackGenerator, tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_a_draft_whose_ids_alone_differ_works_as_the_original(embedded: SpecStac
     assert len(shuffled.vocabulary.common) == 4096
     messages = hide_fact(embedded.tokenizer, 2500, seed=3).messages
     for options in (
-        {"messages": messages, "specprefill": True, "gamma": 4},
+        {"messages": messages, "sparse_prefill": "on", "gamma": 4},
         {"prompt": CODE, "gamma": 6},
         {"prompt": CODE, "gamma": 6, "temperature": 1.0, "seed": 5},
     ):
@@ -112,14 +112,14 @@ def test_a_draft_whose_ids_alone_differ_works_as_the_original(embedded: SpecStac
         assert two.token_ids == one.token_ids
         assert two.metrics.gamma_trace == one.metrics.gamma_trace
         assert two.metrics.num_accepted == one.metrics.num_accepted > 0
-    options = {"messages": messages, "specprefill": True, "keep_rate": 0.1}
+    options = {"messages": messages, "sparse_prefill": "on", "keep_rate": 0.1}
     assert positions_read(shuffled, **options) == positions_read(embedded, **options)
 
 
 def test_with_fewer_merges_the_fact_is_still_kept_and_drafts_accepted(retokenized: Path) -> None:
     generator = SpecStackGenerator.from_pretrained(ASSETS / "target", retokenized, device="cpu", precision="fp32")
     fact = hide_fact(generator.tokenizer, 3000, seed=5)
-    result = generator.generate(messages=fact.messages, max_tokens=32, specprefill=True, keep_rate=0.2)
+    result = generator.generate(messages=fact.messages, max_tokens=32, sparse_prefill="on", keep_rate=0.2)
     assert fact.is_answered_by(result.text)
     assert result.metrics.keep_rate < 0.25
     assert result.metrics.num_scored_tokens == result.metrics.num_prompt_tokens
@@ -143,7 +143,7 @@ def test_the_prompt_is_scored_in_the_drafts_tokens_and_selected_in_the_targets(s
     scores = reference.importance(eager, draft.input_ids, [], 5)
     mapped = reference.importance_by_characters(scores.tolist(), target.offset_mapping, draft.offset_mapping)
     expected = reference.selected_positions(mapped, 0.3, 4, 1, 2)
-    assert positions_read(generator, prompt=text, specprefill=True) == expected
+    assert positions_read(generator, prompt=text, sparse_prefill="on") == expected
 
 
 def masked(logits: torch.Tensor, translation: Translation) -> torch.Tensor:
@@ -227,20 +227,20 @@ def test_ids_that_are_not_what_the_tokenizer_gives_are_scored_by_their_character
     assert list(tokenization.token_ids) == other(text).input_ids
     for at, (start, stop) in enumerate(tokenization.ranges):
         assert [index for index, (first, last) in enumerate(spans) if first <= at < last] == list(range(start, stop))
-    result = generator.generate(input_ids=letters, max_tokens=30, specprefill=True, gamma=3)
-    assert result.metrics.specprefill
+    result = generator.generate(input_ids=letters, max_tokens=30, sparse_prefill="on", gamma=3)
+    assert result.metrics.sparse_prefill
     assert result.metrics.num_scored_tokens == len(letters)
-    plain = generator.generate(input_ids=letters, max_tokens=30, specprefill=True, gamma=0)
+    plain = generator.generate(input_ids=letters, max_tokens=30, sparse_prefill="on", gamma=0)
     assert result.token_ids == plain.token_ids
 
 
 def test_half_a_character_is_prefilled_densely(retokenized: Path) -> None:
     generator = SpecStackGenerator.from_pretrained(ASSETS / "target", retokenized, device="cpu", precision="fp32")
     whole = generator.tokenizer("naïve café ☕ " * 40 + "☕").input_ids
-    assert generator.generate(input_ids=whole, max_tokens=2, specprefill=True).metrics.specprefill
-    half = generator.generate(input_ids=whole[:-1], max_tokens=2, specprefill=True).metrics
-    assert not half.specprefill
-    assert "another tokenizer" in half.specprefill_reason
+    assert generator.generate(input_ids=whole, max_tokens=2, sparse_prefill="on").metrics.sparse_prefill
+    half = generator.generate(input_ids=whole[:-1], max_tokens=2, sparse_prefill="on").metrics
+    assert not half.sparse_prefill
+    assert "another tokenizer" in half.sparse_prefill_reason
 
 
 def test_the_drafts_positions_are_counted_in_its_own_tokens() -> None:
@@ -249,6 +249,6 @@ def test_the_drafts_positions_are_counted_in_its_own_tokens() -> None:
     for num_positions, is_scored in ((80 + MOST_REPEATED, True), (79 + MOST_REPEATED, False)):
         each = make_generator(PrefillConfig(look_ahead=6, keep_first=0, keep_last=1, chunk_size=4))
         each.draft.config.max_position_embeddings = num_positions
-        metrics = each.generate(input_ids=prompt, max_tokens=9, specprefill=True).metrics
-        assert metrics.specprefill == is_scored
-        assert (f"80 tokens, and the draft {num_positions} positions" in metrics.specprefill_reason) != is_scored
+        metrics = each.generate(input_ids=prompt, max_tokens=9, sparse_prefill="on").metrics
+        assert metrics.sparse_prefill == is_scored
+        assert (f"80 tokens, and the draft {num_positions} positions" in metrics.sparse_prefill_reason) != is_scored

@@ -131,10 +131,10 @@ def test_a_padded_pair_is_lossless_in_both_phases(widths: tuple[int, int]) -> No
     assert widths[0] <= widths[1] or max(prompt + dense) >= widths[1]
     for gamma in (0, 1, 4, 8):
         options = {"input_ids": prompt, "max_tokens": 40, "gamma": gamma}
-        assert generator.generate(specprefill=False, **options).token_ids == dense
-        pruned = generator.generate(specprefill=True, **options)
-        assert pruned.token_ids == generator.generate(specprefill=True, **options | {"gamma": 0}).token_ids
-        assert pruned.metrics.specprefill
+        assert generator.generate(sparse_prefill="off", **options).token_ids == dense
+        pruned = generator.generate(sparse_prefill="on", **options)
+        assert pruned.token_ids == generator.generate(sparse_prefill="on", **options | {"gamma": 0}).token_ids
+        assert pruned.metrics.sparse_prefill
         assert pruned.metrics.decode_reason.startswith("on: target and draft share a tokenizer; their logits differ")
 
 
@@ -158,8 +158,8 @@ def test_without_a_common_token_the_prompt_is_pruned_and_nothing_is_drafted() ->
     models_of = make_model(seed=1, vocab=8), make_model(seed=2, vocab=9)
     generator = SpecStackGenerator(*models_of, target, config=config, draft_tokenizer=draft)
     prompt = random_prompt(100, vocab=8)
-    metrics = generator.generate(input_ids=prompt, max_tokens=20, specprefill=True, gamma=4).metrics
-    assert metrics.specprefill
+    metrics = generator.generate(input_ids=prompt, max_tokens=20, sparse_prefill="on", gamma=4).metrics
+    assert metrics.sparse_prefill
     assert metrics.num_proposed == 0
     assert metrics.policy == "fixed-0"
     assert metrics.decode_reason.startswith("off: other tokenizer, with no token in common")

@@ -1,0 +1,125 @@
+"""The options of a call, listed once. What each means is told at `GenerationMixin.generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any, TypedDict, cast
+
+import torch
+
+from spec_stack.config import SamplingParams, SparsePrefill, check_logprobs
+from spec_stack.controller.base import Policy
+from spec_stack.engine.progress import OnProgress
+from spec_stack.hf.processors import Processor
+from spec_stack.hf.prompt import EncodedPrompt, Message, PromptSource, Span, unpadded
+from spec_stack.settings.checks import plain
+
+
+class GenerateOptions(TypedDict, total=False):
+    """The keywords of `generate` and `stream`."""
+
+    # The prompt, where it is no text.
+    messages: Sequence[Message] | None
+    input_ids: Sequence[int] | torch.Tensor | None
+    attention_mask: Sequence[int] | torch.Tensor | None
+    protected: Sequence[Span]
+    tools: Sequence[Any] | None
+    tool_choice: str | Mapping[str, Any] | None
+    documents: Sequence[Mapping[str, Any]] | None
+    chat_template_kwargs: Mapping[str, Any] | None
+    continue_final_message: bool
+    # How tokens are drawn, and when the answer ends: as one object, or one by one.
+    params: SamplingParams | None
+    max_tokens: int | None
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int | None
+    stop: str | Sequence[str] | None
+    ignore_eos: bool
+    min_p: float
+    repetition_penalty: float
+    bad_words_ids: Sequence[Sequence[int]]
+    logit_bias: Mapping[int, float] | None
+    min_tokens: int
+    stop_token_ids: Sequence[int]
+    sampling: str | None
+    logits_processor: Processor | Sequence[Processor] | None
+    response_format: Mapping[str, Any] | type | None
+    logprobs: int | None
+    # What is pruned and drafted.
+    keep_rate: float | None
+    sparse_prefill: SparsePrefill | None
+    policy: str | Policy | None
+    gamma: int | None
+    proposer: str | None
+    # Labels, and who is told.
+    request_id: str | None
+    task: str
+    on_progress: OnProgress | None
+
+
+class Call(GenerateOptions, total=False):
+    """A call's options with its prompt: a text, or one that was encoded before."""
+
+    prompt: str | None
+    encoded: EncodedPrompt | None
+
+
+DEFAULTS: dict[str, Any] = {
+    **{entry.name: getattr(SamplingParams, entry.name) for entry in fields(SamplingParams)},
+    **{"stop": None, "protected": (), "continue_final_message": False, "task": ""},
+}
+"""Of the options whose default is not None."""
+_OF_PROMPT = tuple(entry.name for entry in fields(PromptSource))
+_OF_SAMPLING = tuple(entry.name for entry in fields(SamplingParams))
+
+
+def prompt_source(call: Call) -> PromptSource:
+    """The prompt among a call's options."""
+    given = {name: value for name, value in call.items() if name in _OF_PROMPT and value is not None}
+    ids = unpadded(call.get("input_ids"), call.get("attention_mask"))
+    if isinstance(call.get("tool_choice"), str) and call.get("tool_choice") == "none":
+        given.pop("tools", None)
+    return PromptSource(**cast(dict[str, Any], given | ({} if ids is None else {"input_ids": ids})))
+
+
+def sampling_params(call: Call) -> SamplingParams:
+    """The sampling options of a call. Raises ValueError where they come as one object and one by one."""
+    given = {name: value for name, value in call.items() if name in _OF_SAMPLING}
+    if given.get("stop") is None:
+        given.pop("stop", None)
+    single = SamplingParams(**cast(dict[str, Any], given))
+    params = call.get("params")
+    if params is None:
+        return single
+    if not isinstance(params, SamplingParams):
+        raise ValueError(f"params must be a SamplingParams, got {type(params).__name__}")
+    if single != SamplingParams():
+        raise ValueError("give params or single sampling options (max_tokens, temperature, …), not both")
+    return params
+
+
+def checked(call: Call) -> Call:
+    """The call with plain numbers. Raises ValueError for a value that no other check sees."""
+    numbers = {name: plain(value) for name, value in call.items() if name in ("keep_rate", "gamma", "logprobs")}
+    call = cast(Call, {**call, **numbers})
+    check_logprobs(call.get("logprobs"))
+    _require(call, "proposer", "a name or None", lambda value: isinstance(value, str | None))
+    _require(call, "request_id", "a string", lambda value: isinstance(value, str | None))
+    _require(call, "task", "a string", lambda value: isinstance(value, str), "")
+    _require(call, "sampling", '"model" (the checkpoint\'s own) or None', _is_model_or_none)
+    told = "a callable over (num_done, num_total, phase)"
+    _require(call, "on_progress", told, lambda value: value is None or callable(value))
+    return call
+
+
+def _is_model_or_none(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and value == "model")
+
+
+def _require(call: Call, name: str, what: str, holds: Callable[[Any], bool], default: Any = None) -> None:
+    value = call.get(name, default)
+    if not holds(value):
+        raise ValueError(f"{name} must be {what}, got {value!r}")
