@@ -1,8 +1,8 @@
 """Checks that chunked sparse prefill is right on a device, by each attention there is: against fp32 without a cache.
 
-The trap: transformers reads positions with gaps as borders between packed sequences; in its masks where there is
-neither cache nor mask, and in its FlashAttention calls even where there is a cache. Tokens then see their own run
-alone, and nothing says so. Routes that are known to fall into it are measured too: they show that this check can fail.
+The trap: transformers reads positions with gaps as borders between packed sequences where there is neither cache nor
+mask. Tokens then see their own run alone, and nothing says so. The route that is known to fall into it is measured too:
+it shows that this check can fail.
 """
 
 from __future__ import annotations
@@ -12,12 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTrainedModel
-from transformers.utils import is_flash_attn_2_available
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from experiments.gpu.timing import describe_error
 from spec_stack.hf.attention import install
-from spec_stack.hf.cache import cache_argument
 from spec_stack.hf.model import CachedModel
 
 NUM_TOKENS, CHUNK, FOLLOW = 2048, 200, 6
@@ -75,28 +73,6 @@ def _without_cache(model: PreTrainedModel, ids: Sequence[int], positions: Sequen
         ).logits[0, -FOLLOW - 1 :]
 
 
-def _with_lengths(model: PreTrainedModel, ids: Sequence[int], positions: Sequence[int], chunk: int) -> torch.Tensor:
-    """FlashAttention told the lengths of queries and keys, which keeps it from guessing them."""
-    cache, rows = DynamicCache(config=model.config), []
-    num_kept = len(ids) - FOLLOW
-    starts = [*range(0, num_kept, chunk), num_kept]
-    for start, stop in zip(starts, [*starts[1:], len(ids)], strict=True):
-        lengths = [torch.tensor([0, size], dtype=torch.int32, device=model.device) for size in (stop - start, stop)]
-        with torch.inference_mode():
-            logits = model(
-                input_ids=torch.tensor([ids[start:stop]], device=model.device),
-                position_ids=torch.tensor([positions[start:stop]], device=model.device),
-                use_cache=True,
-                **cache_argument(model, cache),
-                cu_seq_lens_q=lengths[0],
-                cu_seq_lens_k=lengths[1],
-                max_length_q=stop - start,
-                max_length_k=stop,
-            ).logits[0]
-        rows.append(logits)
-    return torch.cat([rows[-2][-1:], rows[-1]])
-
-
 def check_attention(device: torch.device) -> dict[str, Any]:
     """Errors over the reference's standard deviation, and a verdict per route; package_right for the package's own."""
     make = _make_models(device)
@@ -122,14 +98,6 @@ def check_attention(device: torch.device) -> dict[str, Any]:
         "package bf16, chunked": lambda: _by_cached_model(bf16, ids, positions, CHUNK),
         "trap: fp32, neither cache nor mask": lambda: _without_cache(plain, ids, positions, mask=False),
     }
-    has_flash = device.type == "cuda" and is_flash_attn_2_available()
-    if has_flash:
-        flash = make("flash_attention_2", torch.bfloat16)
-        routes |= {
-            "flash_attention_2, one forward": lambda: _by_cached_model(flash, ids, positions, whole),
-            "trap: flash_attention_2, chunked": lambda: _by_cached_model(flash, ids, positions, CHUNK),
-            "flash_attention_2, chunked, lengths given": lambda: _with_lengths(flash, ids, positions, CHUNK),
-        }
     errors: dict[str, float | str] = {}
     for name, run in routes.items():
         try:
@@ -141,13 +109,10 @@ def check_attention(device: torch.device) -> dict[str, Any]:
     print(f"chunked sparse prefill: {len(kept)} of {NUM_TOKENS} tokens in pieces of {CHUNK}, then {FOLLOW} more")
     for name, error in errors.items():
         print(f"  {name:44s} {error if isinstance(error, str) else f'{error:10.2e}'}  {verdicts[name]}")
-    if not has_flash:
-        print("  flash_attention_2 was not run: it needs a CUDA device and the package flash-attn")
     return {
         "errors": errors,
         "verdicts": verdicts,
         "package_right": all(verdict == "right" for name, verdict in verdicts.items() if name.startswith("package")),
-        "flash_attention_2": "run" if has_flash else "needs a CUDA device and the package flash-attn",
     }
 
 

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from experiments.common.bootstrap import mean_interval
 from experiments.common.conversations import FAMILIES, Conversation, make_conversation
 from experiments.common.environment import describe
 from experiments.common.pair_arguments import add_pair_arguments, load_generator
@@ -138,13 +139,13 @@ def converse(
     return found
 
 
-def interval(pairs: Sequence[tuple[Row, Row]], num_draws: int = 2000) -> list[float]:
-    """Share right of an arm less that of dense, with its 95 % bootstrap interval over conversations."""
-    difference = np.array([np.mean([turn["right"] for turn in own["turns"]]) for own, _ in pairs]) - np.array(
-        [np.mean([turn["right"] for turn in dense["turns"]]) for _, dense in pairs]
-    )
-    drawn = np.random.default_rng(0).choice(difference, (num_draws, len(difference))).mean(1)
-    return [float(difference.mean()), *map(float, np.quantile(drawn, [0.025, 0.975]))]
+def less_dense(pairs: Sequence[tuple[Row, Row]]) -> list[float]:
+    """Share right of an arm less that of dense, with its interval over conversations."""
+
+    def right(row: Row) -> float:
+        return sum(turn["right"] for turn in row["turns"]) / len(row["turns"])
+
+    return mean_interval([right(own) - right(dense) for own, dense in pairs])
 
 
 def summarise(rows: Rows, families: Sequence[str]) -> list[dict[str, Any]]:
@@ -162,7 +163,7 @@ def summarise(rows: Rows, families: Sequence[str]) -> list[dict[str, Any]]:
                 "arm": arm,
                 "asked": len(turns),
                 "right": float(np.mean([turn["right"] for turn in turns])),
-                "less_dense": interval(pairs),
+                "less_dense": less_dense(pairs),
                 "held": float(np.mean([turn["held"] == 1 for turn in turns])),
                 "after": float(np.mean([turn["after"] == 1 for turn in turns])),
                 "prefilled_again": float(np.mean([turn["prefilled_again"] for turn in turns])),

@@ -29,10 +29,10 @@ from pathlib import Path
 from time import process_time
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from experiments.common.bootstrap import ratio_interval
 from experiments.common.environment import describe
 from experiments.common.pair_arguments import add_pair_arguments, load_generator
 from experiments.common.prompt_files import Prompt, choose_prompts
@@ -284,24 +284,20 @@ def summary(rows: Rows, arms: Sequence[str]) -> dict[str, Any]:
     return report
 
 
-def compare(done: Sequence[Row], plain: Sequence[Row], num_draws: int = 2000) -> dict[str, Any]:
+def compare(done: Sequence[Row], plain: Sequence[Row]) -> dict[str, Any]:
     """Some prompts' rows of an arm beside plain's."""
+
+    def over_plain(name: str) -> list[float]:
+        return ratio_interval([row[name] for row in plain], [row[name] for row in done])
+
     return {
-        "speed_over_plain": _ratio(done, plain, "cpu_s", num_draws),
-        "decode_over_plain": _ratio(done, plain, "decode_s", num_draws) if "decode_s" in done[0] else None,
+        "speed_over_plain": over_plain("cpu_s"),
+        "decode_over_plain": over_plain("decode_s") if "decode_s" in done[0] else None,
         "cpu_s": sum(row["cpu_s"] for row in done),
         "acceptance": sum(row["num_accepted"] for row in done) / max(sum(row["num_proposed"] for row in done), 1),
         "tokens_per_step": sum(len(row["token_ids"]) for row in done) / sum(row["num_steps"] for row in done),
         "same_tokens": sum(row["token_ids"] == text["token_ids"] for row, text in zip(done, plain, strict=True)),
     }
-
-
-def _ratio(done: Sequence[Row], plain: Sequence[Row], name: str, num_draws: int) -> list[float]:
-    """Plain's seconds over an arm's, and a 95 % bootstrap interval over prompts."""
-    own, other = (np.array([row[name] for row in side]) for side in (done, plain))
-    draws = np.random.default_rng(0).integers(len(own), size=(num_draws, len(own)))
-    low, high = np.percentile(other[draws].sum(1) / own[draws].sum(1), [2.5, 97.5])
-    return [float(other.sum() / own.sum()), float(low), float(high)]
 
 
 def with_random_draft(generator: SpecStackGenerator) -> SpecStackGenerator:

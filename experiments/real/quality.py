@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from experiments.common.bootstrap import ratio_interval
 from experiments.common.environment import describe, note_pair
 from experiments.common.report import add_out_argument, print_report
 from experiments.common.script import run_script
@@ -40,7 +41,6 @@ from spec_stack.tokenizers.pieces import Pieces
 
 NOISE, RANDOM = "dense, other rounding", "random 0.2"
 _SHIFT = 7
-_DRAWS = 4000
 
 
 def arms_of(calibration: Path | None) -> dict[str, PrefillConfig | None]:
@@ -139,10 +139,8 @@ def compare(pairs: Sequence[tuple[Row, Row]]) -> dict[str, Any]:
 
 def share(pairs: Sequence[tuple[Row, Row]]) -> list[float]:
     """An arm's score over dense, and its interval."""
-    scores = np.array([[dense["score"], row["score"]] for dense, row in pairs])
-    drawn = scores[np.random.default_rng(0).integers(len(scores), size=(_DRAWS, len(scores)))].mean(1)
-    middle, *ends = (own / max(1e-9, dense) for dense, own in (scores.mean(0), *drawn))
-    return [round(float(each), 3) for each in (middle, *np.percentile(ends, [2.5, 97.5]))]
+    found = ratio_interval([row["score"] for _, row in pairs], [dense["score"] for dense, _ in pairs])
+    return [round(each, 3) for each in found]
 
 
 def summary(rows: Rows, names: Sequence[str]) -> dict[str, Any]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -82,17 +81,18 @@ class EncodedPrompt:
             question = (question[0] - start, question[1] - start) if question[0] >= start else None
         return replace(self, token_ids=self.token_ids[start:], protected=protected, question=question)
 
-    def going_on(self, length: int, tail: EncodedPrompt) -> EncodedPrompt:
-        """The first `length` tokens of this prompt with another one's tail behind them."""
-        before = [(first, min(stop, length)) for first, stop in self.protected if first < length]
+    def going_on(self, tail: EncodedPrompt) -> EncodedPrompt:
+        """This prompt with another one's tail behind it, in whose text it lies."""
+        length = len(self.token_ids)
+        protected = list(self.protected)
         behind = [(first + length, stop + length) for first, stop in tail.protected]
-        if before and behind and before[-1][1] == behind[0][0]:
-            behind[0] = before.pop()[0], behind[0][1]
-        question = self.question if self.question is not None and self.question[1] <= length else None
+        if protected and behind and protected[-1][1] == behind[0][0]:
+            behind[0] = protected.pop()[0], behind[0][1]
+        question = self.question
         if tail.question is not None:
             question = tail.question[0] + length, tail.question[1] + length
-        token_ids = [*self.token_ids[:length], *tail.token_ids]
-        return replace(tail, token_ids=token_ids, protected=before + behind, question=question)
+        token_ids = [*self.token_ids, *tail.token_ids]
+        return replace(tail, token_ids=token_ids, protected=protected + behind, question=question)
 
 
 def encode_prompt(
@@ -101,7 +101,7 @@ def encode_prompt(
     """Token ids of the one prompt given, and the spans of it that are never pruned.
 
     tokenizer: the target's; None takes input_ids only. vocab_size: ids that the target knows. known: an earlier chat,
-    whose tokens are kept for what both share. Raises ValueError for what the caller can change.
+    whose tokens are kept where this one goes on from it. Raises ValueError for what the caller can change.
     """
     if source.encoded is not None:
         return source.encoded if known is None else splice(tokenizer, source.encoded, known)
@@ -293,11 +293,10 @@ def _encode_chat(tokenizer: Any, source: PromptSource, known: EncodedPrompt | No
         ids = list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
         return EncodedPrompt(ids, [(0, len(ids))], "the tokenizer gives no offsets, so all is protected", text)
     contents = chat.contents(text)
-    wall = _last_shared_wall(tokenizer, text, known)
-    if known is None or wall is None or _is_lost(contents.question, known.question, wall.char, wall.token):
-        encoded = _tokenize(tokenizer, text, 0, contents)
+    if known is not None and _goes_on(tokenizer, text, known):
+        encoded = known.going_on(_tokenize(tokenizer, text, len(known.text), contents))
     else:
-        encoded = known.going_on(wall.token, _tokenize(tokenizer, text, wall.char, contents))
+        encoded = _tokenize(tokenizer, text, 0, contents)
     edits = f"the chat template edits {contents.num_edited} of {len(chat.messages)} messages, which stay dense"
     return replace(encoded, text=text, note=edits if contents.num_edited else "")
 
@@ -318,55 +317,20 @@ def _tokenize(tokenizer: Any, text: str, begin: int, contents: Contents) -> Enco
     return EncodedPrompt(list(encoded.input_ids), protected, question=question)
 
 
-class _Wall(NamedTuple):
-    """A place where a special token begins: how many come before it, its character and its token in a known prompt."""
-
-    number: int
-    char: int
-    token: int
-
-
-def _last_shared_wall(tokenizer: Any, text: str, known: EncodedPrompt | None) -> _Wall | None:
-    """The last special token that a chat has where a known one has it, or ends.
-
-    What comes before a special token does not matter to the tokens after it.
-    """
-    special = special_tokens(tokenizer)
-    if known is None or not known.text or not special:
-        return None
-    written = re.compile("|".join(re.escape(token) for token in sorted(special, key=len, reverse=True)))
-    places = _places(tokenizer, known)
-    if len(places) != len(written.findall(known.text)):
-        # Some were generated that no text shows, or spelt in letters.
-        return None
-    length = num_shared(known.text, text)
-    found = list(written.finditer(text, 0, length))
-    if length == len(known.text) and (next_mark := written.match(text, length)):
-        found, places = [*found, next_mark], [*places, len(known.token_ids)]
-    number = min(len(found), len(places)) - 1
-    return _Wall(number, found[number].start(), places[number]) if number >= 0 else None
-
-
-def _places(tokenizer: Any, encoded: EncodedPrompt) -> list[int]:
-    """The special tokens of a prompt."""
-    special = special_ids(tokenizer)
-    return [at for at, token_id in enumerate(encoded.token_ids) if token_id in special]
-
-
-def _is_lost(question: Span | None, known: Span | None, start: int, token: int) -> bool:
-    """Whether a question begins before a wall, where the known prompt does not tell its tokens."""
-    return question is not None and question[0] < start and (known is None or known[1] > token)
+def _goes_on(tokenizer: Any, text: str, known: EncodedPrompt) -> bool:
+    """Whether a chat goes on from a known one with a special token: before one, the text does not matter to the tokens
+    after it."""
+    if not known.text or not text.startswith(known.text):
+        return False
+    return any(token and text.startswith(token, len(known.text)) for token in special_tokens(tokenizer))
 
 
 def splice(tokenizer: Any, encoded: EncodedPrompt, known: EncodedPrompt) -> EncodedPrompt:
-    """A chat that was encoded by itself, in the tokens of a known one for what both share."""
-    wall = _last_shared_wall(tokenizer, encoded.text, known)
-    if wall is None:
+    """A chat that was encoded by itself, in the tokens of a known one where it goes on from that."""
+    if not _goes_on(tokenizer, encoded.text, known):
         return encoded
-    start = _places(tokenizer, encoded)[wall.number]
-    if _is_lost(encoded.question, known.question, start, wall.token):
-        return encoded
-    return known.going_on(wall.token, encoded.tail(start))
+    tail = tokenizer(encoded.text[len(known.text) :], add_special_tokens=False, verbose=False).input_ids
+    return known.going_on(encoded.tail(len(encoded.token_ids) - len(tail)))
 
 
 def num_shared(one: Any, other: Any) -> int:

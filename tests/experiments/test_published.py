@@ -141,7 +141,7 @@ def test_a_file_that_is_not_the_authors_is_refused(tmp_path: Path, text: str, me
 def test_the_evaluation_ends_in_one_json_line_with_every_policy(tmp_path: Path) -> None:
     path = tmp_path / "records.jsonl"
     add_records(runs(6), path)
-    arguments = ("-m", "experiments.policies.evaluate_policies", str(path), "--folds=3", "--resamples=50")
+    arguments = ("-m", "experiments.policies.evaluate_policies", str(path), "--folds=3")
     done = subprocess.run(
         [sys.executable, "-W", "ignore", *arguments],
         capture_output=True,

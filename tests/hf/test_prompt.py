@@ -290,6 +290,7 @@ def test_only_the_tail_of_a_known_chat_is_tokenized(embedded: SpecStackGenerator
     tokenizer = copy.copy(embedded.tokenizer)
     messages = [{"role": "user", "content": "word " * 4000}, {"role": "assistant", "content": "Fine."}]
     known = encode(tokenizer, messages[:1])
+    known = known.with_answer(tokenizer("Fine.", add_special_tokens=False).input_ids, "Fine.")
     seen: list[int] = []
 
     class Watched(type(tokenizer)):  # type: ignore[misc]

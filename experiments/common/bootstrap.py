@@ -1,0 +1,30 @@
+"""Means and ratios with their 95 % intervals, by drawing what was measured again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+NUM_DRAWS = 2000
+
+
+def mean_interval(values: Sequence[float], seed: int = 0) -> list[float]:
+    """The mean of some values, with the ends of its interval."""
+    own = np.array(values, dtype=float)
+    drawn = own[_draws(len(own), seed)].mean(1)
+    return [float(own.mean()), *map(float, np.percentile(drawn, [2.5, 97.5]))]
+
+
+def ratio_interval(over: Sequence[float], under: Sequence[float], seed: int = 0) -> list[float]:
+    """The ratio of two sums over the same prompts, in order, with the ends of its interval."""
+    above, below = np.array(over, dtype=float), np.array(under, dtype=float)
+    draws = _draws(len(above), seed)
+    # A drawn sum of scores may be 0.
+    ratios = above[draws].sum(1) / np.maximum(below[draws].sum(1), 1e-9)
+    middle = above.sum() / max(below.sum(), 1e-9)
+    return [float(middle), *map(float, np.percentile(ratios, [2.5, 97.5]))]
+
+
+def _draws(count: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(count, size=(NUM_DRAWS, count))
