@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Generator, Sequence
-from contextlib import closing
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
@@ -224,8 +224,17 @@ class Session(GenerationMixin):
         num_held = sum(position < request.num_cached for position in self._conversation.held)
         return self.config.max_cached_tokens - num_held - math.ceil(rate * request.num_new_tokens)
 
-    def _answers(self) -> OneAtATime:
-        return OneAtATime(self._answering)
+    @contextmanager
+    def _answers(self) -> Iterator[None]:
+        """Hold the session's lock, which is refused where another call has it."""
+        if not self._answering.acquire(blocking=False):
+            raise RuntimeError(
+                "this session is answering another call; end or close that stream, or fork the session before it"
+            )
+        try:
+            yield
+        finally:
+            self._answering.release()
 
     def _run(self, request: Request) -> Generator[StepOutput, None, None]:
         with self._answers():
@@ -247,19 +256,3 @@ class Session(GenerationMixin):
                 held.recover(request, turn)
                 raise
             held.commit(request, turn, answer_ids, None if output.finish_reason == "stop" else text)
-
-
-class OneAtATime:
-    """Holds a session's lock, which is refused where another call has it."""
-
-    def __init__(self, lock: threading.Lock) -> None:
-        self._lock = lock
-
-    def __enter__(self) -> None:
-        if not self._lock.acquire(blocking=False):
-            raise RuntimeError(
-                "this session is answering another call; end or close that stream, or fork the session before it"
-            )
-
-    def __exit__(self, *error: object) -> None:
-        self._lock.release()

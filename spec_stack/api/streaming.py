@@ -54,9 +54,7 @@ def feed(streamer: Streamer, prompt_ids: Sequence[int], outputs: Iterator[StepOu
 def awaitable(function: Callable[Parameters, Generator[Item]]) -> Callable[Parameters, AsyncGenerator[Item]]:
     """Make of a function that gives a generator one that gives an asynchronous generator.
 
-    The call itself is made at once, so what it refuses it refuses at once. The steps are made in a thread of their own,
-    one for each generator, while the event loop goes on; where the loop closes the generator, or cancels who awaits
-    it, the inner one is closed after the step that it is in.
+    The call is made, and refused, at once. The steps are made in a thread; a cancelled loop closes the generator.
     """
 
     @wraps(function)

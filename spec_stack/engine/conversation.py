@@ -23,29 +23,9 @@ from spec_stack.types import Proposal, Selection
 class Conversation:
     """Both models' caches of one text.
 
-    Parameters
-    ----------
-    pair : ModelPair
-        The models.
-    prefill_chunk : int
-        Most tokens in one forward.
-    memory : TextMemory, optional
-        Earlier answers in which look-ups look too; it takes in this conversation's.
-
-    Attributes
-    ----------
-    token_ids
-        All tokens prefilled or dropped. Token i is at position i in both caches.
-    encoded
-        The last prompt as it was encoded, with its answer.
-    target
-        Holds the kept and recalled tokens, in the order in which they were written.
-    index
-        The draft, over its own ids. Holds the text from the beginning on, maybe not yet the last tokens.
-    lookups
-        Where look-ups look: all turns so far.
-    slotted
-        The draft over chosen slots of the text, where a turn had one.
+    Token i of `token_ids` is at position i in both caches. `target` holds the kept and recalled tokens in the order in
+    which they were written; `index`, the draft over its own ids, holds the text from the beginning on, maybe not
+    yet the last tokens. `lookups` covers all turns; `slotted` is the draft over chosen slots, where a turn had one.
     """
 
     def __init__(self, pair: ModelPair, prefill_chunk: int, memory: TextMemory | None = None) -> None:
@@ -155,14 +135,7 @@ class Conversation:
 class Turn:
     """The caches of a conversation while one request is answered over them.
 
-    Parameters
-    ----------
-    conversation : Conversation
-        As far as the request shares it.
-    pair, request, config, room
-        As `Conversation.begin` has them.
-    lost : sequence of int
-        Positions that the target held before a turn that was cancelled, and lacks now.
+    lost: positions that the target held before a turn that was cancelled, and lacks now.
     """
 
     def __init__(

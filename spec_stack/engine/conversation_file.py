@@ -31,19 +31,7 @@ _TOLERANCE = 0.01
 
 @dataclass(frozen=True)
 class SavedSession:
-    """The contents of a session.
-
-    Parameters
-    ----------
-    token_ids : list of int
-        The conversation.
-    encoded : EncodedPrompt or None
-        The last prompt as it was encoded, with its answer.
-    target, index : mapping of str to torch.Tensor
-        Contents of both caches (`CachedModel.contents`).
-    config : SessionConfig
-        The session's.
-    """
+    """The contents of a session; those of the caches are `CachedModel.contents`."""
 
     token_ids: list[int]
     encoded: EncodedPrompt | None
@@ -80,14 +68,7 @@ class SavedSession:
 
     @classmethod
     def load(cls, path: str | Path, pair: ModelPair, prefill: PrefillConfig) -> SavedSession:
-        """Read a file.
-
-        Raises
-        ------
-        ValueError
-            For a file that is no session, of another version or changed since; and where it was made with another pair,
-            tokenizer or configuration than this one, naming what differs.
-        """
+        """Read a file. Raises ValueError where it is no session of this pair and configuration, or was changed."""
         try:
             with safe_open(path, framework="pt") as opened:
                 metadata = opened.metadata() or {}

@@ -28,22 +28,7 @@ from spec_stack.warning import OnceEach
 
 
 class Engine:
-    """Plans requests and runs them over their caches. Several threads may have requests running at once.
-
-    Parameters
-    ----------
-    pair : ModelPair
-        The models.
-    config : SpecStackConfig
-        What holds where a call says nothing else.
-    policy : str or Policy, optional
-        What chooses gamma in calls that name none; None is the configuration's.
-
-    Raises
-    ------
-    ValueError
-        For a policy that is none.
-    """
+    """Plans requests and runs them over their caches. Several threads may have requests running at once."""
 
     def __init__(self, pair: ModelPair, config: SpecStackConfig, policy: str | Policy | None = None) -> None:
         self.pair, self.config = pair, config
@@ -98,10 +83,7 @@ class Engine:
         caches.remember()
 
     def answer(self, request: Request, caches: Turn) -> Generator[StepOutput, None, None]:
-        """Make the steps of a planned request over these caches, which they advance.
-
-        Its clock stands still between the steps.
-        """
+        """Make the steps of a planned request over these caches. Its clock stands still between the steps."""
         pair, clock = self.pair, request.clock
         clock.resume()
         with self._pool.lend(request.policy) as policy, self._gates.lend() as gate:

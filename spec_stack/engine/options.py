@@ -74,6 +74,20 @@ DEFAULTS: dict[str, Any] = {
 """Of the options whose default is not None."""
 _OF_PROMPT = tuple(entry.name for entry in fields(PromptSource))
 _OF_SAMPLING = tuple(entry.name for entry in fields(SamplingParams))
+# Options that no other check sees.
+_CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "proposer": ("a name or None", lambda value: isinstance(value, str | None)),
+    "request_id": ("a string", lambda value: isinstance(value, str | None)),
+    "task": ("a string", lambda value: isinstance(value, str)),
+    "sampling": (
+        '"model" (the checkpoint\'s own) or None',
+        lambda value: value is None or (isinstance(value, str) and value == "model"),
+    ),
+    "on_progress": (
+        "a callable over (num_done, num_total, phase)",
+        lambda value: value is None or callable(value),
+    ),
+}
 
 
 def prompt_source(call: Call) -> PromptSource:
@@ -106,20 +120,7 @@ def checked(call: Call) -> Call:
     numbers = {name: plain(value) for name, value in call.items() if name in ("keep_rate", "gamma", "logprobs")}
     call = cast(Call, {**call, **numbers})
     check_logprobs(call.get("logprobs"))
-    _require(call, "proposer", "a name or None", lambda value: isinstance(value, str | None))
-    _require(call, "request_id", "a string", lambda value: isinstance(value, str | None))
-    _require(call, "task", "a string", lambda value: isinstance(value, str), "")
-    _require(call, "sampling", '"model" (the checkpoint\'s own) or None', _is_model_or_none)
-    told = "a callable over (num_done, num_total, phase)"
-    _require(call, "on_progress", told, lambda value: value is None or callable(value))
+    for name, (what, holds) in _CHECKS.items():
+        if name in call and not holds(call.get(name)):
+            raise ValueError(f"{name} must be {what}, got {call.get(name)!r}")
     return call
-
-
-def _is_model_or_none(value: Any) -> bool:
-    return value is None or (isinstance(value, str) and value == "model")
-
-
-def _require(call: Call, name: str, what: str, holds: Callable[[Any], bool], default: Any = None) -> None:
-    value = call.get(name, default)
-    if not holds(value):
-        raise ValueError(f"{name} must be {what}, got {value!r}")

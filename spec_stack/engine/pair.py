@@ -32,24 +32,8 @@ DraftModel = CachedModel | TranslatedDraft
 class ModelPair:
     """Loaded models that fit together. Made by `assemble` or `load`; requests share it and change nothing in it.
 
-    Parameters
-    ----------
-    target, draft : PreTrainedModel
-        On one device, their attention replaced by `hf.attention`.
-    tokenizer : object or None
-        The target's; None takes token ids only.
-    vocabulary : Vocabulary
-        How the draft's ids relate to the target's.
-    translation : Translation or None
-        For a draft with another tokenizer.
-    precision, draft_precision : str
-        Names of the precisions.
-    target_weight_bytes, draft_weight_bytes : int
-        Memory of the weights.
-    grammars : Grammars
-        Compiles the formats that answers are asked in.
-    predictors : mapping of str to Path
-        Files of trained predictors, by the name of the policy that uses them: those beside the draft, unless named.
+    tokenizer is the target's, None for token ids only; translation is for a draft with another one. predictors are
+    files, by the name of the policy that uses them.
     """
 
     target: PreTrainedModel
@@ -90,11 +74,7 @@ class ModelPair:
     ) -> ModelPair:
         """Put loaded models together; their attention is replaced in place.
 
-        Raises
-        ------
-        ValueError
-            For a pair that does not fit together: an unsupported architecture, two devices, vocabularies that cannot be
-            matched.
+        Raises ValueError for an unsupported architecture, two devices, vocabularies that cannot be matched.
         """
         check_pair(target.config, draft.config)
         if target.device != draft.device:
@@ -216,8 +196,7 @@ class ModelPair:
     def view_draft(self, index: CachedModel, tokenization: DraftTokenization | None = None) -> DraftModel:
         """The draft behind an index as a request sees it: target ids in, logits over them out.
 
-        Of a draft with another tokenizer the index goes back to what it shares with the tokenization. Where such a
-        draft is of no use for a prompt (no tokenization) the index is left alone.
+        Another tokenizer's index goes back to what it shares with the tokenization; None leaves it alone.
         """
         if self.translation is None:
             return index

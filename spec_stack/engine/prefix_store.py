@@ -23,14 +23,7 @@ Slots = list[tuple[int, int]]
 class StoredPrompt:
     """Both caches of a prompt that was answered. Nothing is ever written to them: calls take forks.
 
-    Parameters
-    ----------
-    target : CachedModel
-        The slots of the prompt that were kept, by increasing position.
-    index : CachedModel or None
-        The draft over its own ids, the whole prompt or its beginning; None where it prefilled only parts of it.
-    prefilled_by : tuple or None
-        How the draft prefilled it (`draft_settings`).
+    index is None where the draft prefilled only parts of the prompt; prefilled_by says how (`draft_settings`).
     """
 
     target: CachedModel
@@ -67,16 +60,10 @@ def draft_settings(config: PrefillConfig, num_tokens: int) -> tuple[int, int] | 
 
 
 class PrefixStore:
-    """The latest prompts, as many as fit; safe to use from several threads.
+    """The latest prompts, as many as fit into max_tokens of both caches; safe to use from several threads.
 
-    A target's key depends on all slots before it and their positions. So a call takes over the beginning of a prompt's
-    slots in which tokens and positions are the same, compared one by one, and of the draft the beginning in which its
-    tokens are; both are then what they would be without the store.
-
-    Parameters
-    ----------
-    max_tokens : int
-        Most tokens in both caches together; 0 stores nothing.
+    A target's key depends on all slots before it and their positions, so a call takes over the beginning in which
+    tokens and positions are the same, and of the draft the beginning in which its tokens are.
     """
 
     def __init__(self, max_tokens: int) -> None:

@@ -20,10 +20,7 @@ _REPORT_EVERY_S = 0.5
 
 
 class Cancelled(BaseException):
-    """Ends a prefill between two of its layers: the stream was closed, or `on_progress` raised (error).
-
-    No Exception, as GeneratorExit is none: scoring that fails is made up for by dense prefill, and this is no failure.
-    """
+    """Ends a prefill between two layers. No Exception, as GeneratorExit is none: it is no failure of scoring."""
 
     def __init__(self, error: Exception | None = None) -> None:
         super().__init__()
@@ -37,13 +34,7 @@ class Watched(Protocol):
 
 
 class Progress:
-    """Follows the prefill of one request: hears of every chunk, tells the caller, and ends it where it was asked to.
-
-    Parameters
-    ----------
-    tell : callable, optional
-        The caller's `on_progress`.
-    """
+    """Follows the prefill of one request: hears of every chunk, tells the caller, and ends it where it was asked to."""
 
     def __init__(self, tell: OnProgress | None = None) -> None:
         self._tell = tell
@@ -68,11 +59,7 @@ class Progress:
         self._report(phase, 0)
 
     def advance(self, num_tokens: int, share: float = 1.0) -> None:
-        """Take note that so large a share of a piece's layers is done.
-
-        Tokens beyond those announced (a look-ahead) do not count. Within a piece the caller is told now and then, of
-        the tokens that its layers amount to.
-        """
+        """Report that this share of a piece's layers is done. A look-ahead's tokens do not count."""
         if self._phase is None or self._num_done >= self._num_total:
             return
         if share < 1:
@@ -99,11 +86,7 @@ class Progress:
 
 
 class Stream(Generator[StepOutput, None, None]):
-    """The steps of a request.
-
-    `close` may be called at any time, also from another thread or from `on_progress`: a prefill then ends
-    before the layer to come.
-    """
+    """The steps of a request. `close` may be called from any thread: a prefill ends before its next layer."""
 
     def __init__(self, steps: Generator[StepOutput, None, None], progress: Progress) -> None:
         self._steps, self._progress = steps, progress

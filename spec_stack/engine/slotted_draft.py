@@ -18,23 +18,11 @@ from spec_stack.prefill.draft_slots import MOST_RESTORED, RENEW_EVERY, RENEW_WHE
 class SlottedDraft(WrappedDraft):
     """Counts in the whole text and holds its sinks, its newest part and chunks that share words with what is written.
 
-    The first forward takes in no more of the text than the slots. As the text grows, the slots are chosen anew at the
-    beginning of a step, soon where half of the last proposal or more was wrong: what is no longer chosen is forgotten,
-    what is chosen now is prefilled at its own positions, behind the older slots. What a draft proposes is verified, so
-    a bad choice costs speed alone.
-
-    Parameters
-    ----------
-    draft : CachedModel
-        Of the target's ids; empty, or with the text's beginning, of which it keeps what is chosen. Owned.
-    num_slots : int
-        Most slots when they are chosen; the text written since comes on top.
-    choose : callable
-        Gives so many positions of a text, as `prefill.draft_slots.choose_slots` does.
-    renew_every : (int, int)
-        Tokens written until they are chosen anew, while the draft is right and where it is wrong.
-    max_restored : int
-        Most tokens that come back then.
+    As the text grows, the slots are chosen anew at the beginning of a step, sooner where half of the last proposal or
+    more was wrong. What is no longer chosen is forgotten; what is chosen now is prefilled at its own positions, behind
+    the older slots. `choose(text_ids, num_slots)` gives positions, as `prefill.draft_slots.choose_slots` does;
+    renew_every: tokens between two choices, while the draft is right and where it is wrong; max_restored: most tokens
+    that are recalled then.
     """
 
     _draft: CachedModel
@@ -69,10 +57,7 @@ class SlottedDraft(WrappedDraft):
         return min(num_tokens - len(self._text), self._num_slots)
 
     def forward(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> torch.Tensor:
-        """Go on with the text; of a part that is longer than the slots, with the chosen positions of it.
-
-        Raises ValueError for other positions than those from `next_position` on, and for more than one row of logits.
-        """
+        """Go on with the text; of a part longer than the slots, with its chosen positions. One row of logits."""
         if num_logits != 1 or list(positions) != list(range(len(self._text), len(self._text) + len(token_ids))):
             raise ValueError("a draft over chosen slots goes on from its next position and gives one row of logits")
         wanted = list(positions)
@@ -131,11 +116,7 @@ class SlottedDraft(WrappedDraft):
 
 
 def drafts_over_slots(pair: ModelPair, request: Request, index: CachedModel) -> bool:
-    """Return whether a request whose target takes in the whole prompt has a draft over chosen slots.
-
-    A prompt that the slots hold is kept whole, as is that of a draft which can drop none of it: one with a
-    recurrent state, or with another tokenizer.
-    """
+    """Return whether a dense request's draft decodes over chosen slots: of a long prompt, if it can drop any of it."""
     prefill = request.prefill
     is_short = len(request.prompt_ids) <= prefill.draft_slots
     has_all = prefill.sparse_prefill == "off" or is_short or pair.translation is not None

@@ -151,8 +151,8 @@ def test_top_k_one_is_greedy(embedded: SpecStackGenerator) -> None:
     [
         (99, {}, False, "shorter than min_prompt_tokens=100"),
         (100, {}, True, "min_prompt_tokens=100 or more"),
-        (99, {"sparse_prefill": "on"}, True, "asked for it"),
-        (100, {"sparse_prefill": "off"}, False, "asked for dense"),
+        (99, {"sparse_prefill": "on"}, True, 'sparse_prefill="on"'),
+        (100, {"sparse_prefill": "off"}, False, "leaves the target dense"),
         (100, {"keep_rate": 1.0}, False, "keep_rate is 1.0"),
     ],
 )

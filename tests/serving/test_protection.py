@@ -40,7 +40,7 @@ def test_a_chat_is_pruned_as_the_library_prunes_it(server: Server, reference: Re
     report = reply["spec_stack"]
     assert report["num_kept_tokens"] == expected.metrics.num_kept_tokens < report["num_prompt_tokens"]
     assert reply["text"] == expected.text
-    assert report["sparse_prefill_reason"] == "on: the call asked for it"
+    assert report["sparse_prefill_reason"] == 'on: sparse_prefill="on"'
 
 
 def test_what_a_caller_protects_is_kept_in_place_of_what_the_server_finds(server: Server, reference: Reference) -> None:
