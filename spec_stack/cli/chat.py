@@ -5,29 +5,26 @@ from __future__ import annotations
 import json
 import select
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from spec_stack.api.session import Session
-    from spec_stack.types import Metrics
+    from spec_stack.types import Metrics, StepOutput
 
 HELP = (
     "/file PATH adds a document to the next message, /undo takes the last turn back, /stats, /save PATH, /load PATH, "
     "/reset begins anew, /help, /quit; what is pasted is one message; Ctrl-C stops an answer"
 )
 _DIM, _PLAIN = "\033[2m", "\033[0m"
-# How soon the next line of a paste is there.
+# Seconds within which the next line of a paste arrives.
 _PASTE_S = 0.05
 
 
 def read_block(prompt: str, source: TextIO | None = None) -> str:
-    """Return the next line from a terminal, or all the lines that were pasted at once; elsewhere one line.
-
-    Raises EOFError where the input has ended, as `input` does.
-    """
+    """Return the next line, or all lines that were pasted into a terminal at once. Raises EOFError as `input` does."""
     source = source or sys.stdin
     lines = [input(prompt)]
     while source.isatty() and select.select([source], [], [], _PASTE_S)[0]:
@@ -63,26 +60,9 @@ def status_line(metrics: Metrics) -> str:
 
 
 class Chat:
-    """Reads lines, answers them, and says below each answer what it cost.
+    """Reads lines, answers them in one session, and prints below each answer what it cost.
 
-    Parameters
-    ----------
-    open_session : callable
-        Makes the session; called again after /reset.
-    options : dict
-        For every `Session.stream`.
-    system : str, optional
-        A system message.
-    documents : sequence of str
-        Texts that go ahead of the first message.
-    read : callable
-        Gives the next line, as `input` does, whose errors end the chat.
-    out : file
-        Where answers go.
-    settle : callable, optional
-        Called when a turn has ended, or was ended.
-    load_session : callable, optional
-        Reads a session from a file, for /load.
+    `settle` is called when a turn has ended, in whatever way; `load_session` reads a session from a file, for /load.
     """
 
     def __init__(
@@ -96,9 +76,8 @@ class Chat:
         settle: Callable[[], object] | None = None,
         load_session: Callable[[Path], Session] | None = None,
     ) -> None:
-        self._load_session = load_session
-        self._settle = settle or (lambda: None)
-        self._open_session, self._options, self._read, self._out = open_session, options, read, out or sys.stdout
+        self._open_session, self._load_session, self._options = open_session, load_session, options
+        self._read, self._out, self._settle = read, out or sys.stdout, settle or (lambda: None)
         self._head = [] if system is None else [{"role": "system", "content": system}]
         self._begin(documents)
 
@@ -127,18 +106,14 @@ class Chat:
                 self._answer(line)
 
     def _command(self, line: str) -> None:
-        name, _, rest = line.partition(" ")
-        command = {
-            "/reset": self._reset,
-            "/undo": self._undo,
-            "/stats": self._stats,
-        }.get(name)
-        with_path = {"/file": self._add_document, "/save": self._save, "/load": self._load}.get(name)
+        name, _, path = line.partition(" ")
+        commands = {"/reset": self._reset, "/undo": self._undo, "/stats": self._stats}
+        path_commands = {"/file": self._add_document, "/save": self._save, "/load": self._load}
         try:
-            if command is not None:
-                command()
-            elif with_path is not None and rest.strip():
-                with_path(Path(rest.strip()).expanduser())
+            if name in commands:
+                commands[name]()
+            elif name in path_commands and path.strip():
+                path_commands[name](Path(path.strip()).expanduser())
             else:
                 self._say(HELP, dim=True)
         except (ValueError, OSError) as error:
@@ -152,7 +127,7 @@ class Chat:
         self._documents.append(read_document(path))
 
     def _undo(self) -> None:
-        """Take the last turn back; the session goes back by itself when it is asked again."""
+        """Take the last turn back; the session does so by itself at the next message."""
         if len(self.messages) <= len(self._head):
             raise ValueError("there is no turn to take back")
         self.messages = self.messages[:-2]
@@ -163,7 +138,7 @@ class Chat:
         return sum(message["role"] == "user" for message in self.messages)
 
     def _stats(self) -> None:
-        """Say what the answers since the beginning have cost, and what the session holds."""
+        """Print what all answers cost, and how many tokens the session holds."""
         costs, session = self._costs, self.session
         self._say(
             f"{self._num_turns} turns · {sum(cost.num_new_tokens for cost in costs)} tokens prefilled or scored, "
@@ -174,7 +149,7 @@ class Chat:
         )
 
     def _save(self, path: Path) -> None:
-        """The session in one file, and what was said in another beside it."""
+        """Write the session to one file, and the messages to another beside it."""
         self.session.save(path)
         said = _messages_of(path)
         said.write_text(json.dumps({"messages": self.messages, "documents": self._documents}), encoding="utf-8")
@@ -190,19 +165,11 @@ class Chat:
         self._say(f"loaded; {self._num_turns} turns", dim=True)
 
     def _answer(self, line: str) -> None:
-        """One turn; what an interrupted one has said stays in the history, a refused one leaves none."""
+        """One turn. The text of an interrupted one stays in the history; a refused one leaves none."""
         asked = [*self.messages, {"role": "user", "content": "\n\n".join([*self._documents, line])}]
-        text, metrics = "", None
+        answer: list[StepOutput] = []
         try:
-            with closing(self.session.stream(messages=asked, **self._options)) as outputs:
-                try:
-                    for output in outputs:
-                        text += output.text
-                        self._out.write(output.text)
-                        self._out.flush()
-                        metrics = output.metrics
-                finally:
-                    self._settle()
+            self._stream(asked, answer)
         except KeyboardInterrupt:
             self._say("\n(stopped)", dim=True)
         except ValueError as error:
@@ -211,10 +178,21 @@ class Chat:
         else:
             self._say("")
         self._documents = []
-        self.messages = [*asked, {"role": "assistant", "content": text}]
-        if metrics is not None:
+        self.messages = [*asked, {"role": "assistant", "content": "".join(output.text for output in answer)}]
+        if answer and (metrics := answer[-1].metrics) is not None:
             self._costs.append(metrics)
             self._say(status_line(metrics), dim=True)
+
+    def _stream(self, asked: Sequence[Mapping[str, str]], answer: list[StepOutput]) -> None:
+        """Print an answer as it comes, and append its steps to `answer`."""
+        with closing(self.session.stream(messages=asked, **self._options)) as outputs:
+            try:
+                for output in outputs:
+                    answer.append(output)
+                    self._out.write(output.text)
+                    self._out.flush()
+            finally:
+                self._settle()
 
     def _say(self, text: str, dim: bool = False) -> None:
         if dim and self._out.isatty():
@@ -227,17 +205,14 @@ def _messages_of(path: Path) -> Path:
 
 
 def _read_messages(path: Path) -> tuple[list[dict[str, str]], list[str]]:
-    """Return what /save wrote. Raises ValueError where it is something else."""
+    """Return what /save wrote. Raises ValueError for anything else."""
     try:
         values = json.loads(read_document(path))
         messages, documents = list(values["messages"]), list(values["documents"])
-        fits = all(set(message) == {"role", "content"} and all(map(_is_text, message.values())) for message in messages)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        texts = [*documents, *(text for message in messages for text in message.values())]
+        fits = all(set(message) == {"role", "content"} for message in messages)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"cannot read {path}: {error}") from error
-    if not fits or not all(map(_is_text, documents)):
+    if not fits or not all(isinstance(text, str) for text in texts):
         raise ValueError(f"cannot read {path}: its messages are not those of a chat")
     return messages, documents
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)

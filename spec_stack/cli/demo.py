@@ -19,6 +19,15 @@ _NAMES = ("Alice", "Bruno", "Carla", "Daniel", "Elena", "Felix", "Greta", "Hassa
 
 
 @dataclass(frozen=True)
+class Question:
+    """A question about a line of a document."""
+
+    line: str
+    text: str
+    answer: str
+
+
+@dataclass(frozen=True)
 class HiddenFact:
     """A long document with a fact in it. depth: where the fact stands, 0 (start) to 1 (end)."""
 
@@ -37,9 +46,9 @@ class HiddenFact:
 
 
 def hide_fact(tokenizer: Any, num_tokens: int, seed: int) -> HiddenFact:
-    """The first num_tokens tokens of a module with a fact on a line of its own; both are chosen by the seed.
+    """The first tokens of a module, with a fact on a line of its own; the seed chooses both.
 
-    Raises ValueError where the module is shorter than num_tokens.
+    Raises ValueError for a module of fewer tokens.
     """
     rng = random.Random(seed)
     module = MODULES[seed % len(MODULES)]
@@ -51,40 +60,23 @@ def hide_fact(tokenizer: Any, num_tokens: int, seed: int) -> HiddenFact:
     lines = tokenizer.decode(token_ids).split("\n")
     line = rng.randrange(len(lines))
     adjective, name, code = rng.choice(_ADJECTIVES), rng.choice(_NAMES), str(rng.randint(10000, 99999))
-    fact = f"The {adjective} code for {name} is {code}."
-    return HiddenFact(
-        module=module,
-        depth=line / len(lines),
-        document="\n".join([*lines[:line], fact, *lines[line:]]),
-        question=f"What is the {adjective} code for {name}?",
-        answer=code,
-    )
+    fact = _asked(adjective, name, code)
+    document = "\n".join([*lines[:line], fact.line, *lines[line:]])
+    return HiddenFact(module, line / len(lines), document, fact.text, fact.answer)
 
 
-@dataclass(frozen=True)
-class Question:
-    """Asks for a line of a document."""
-
-    line: str
-    text: str
-    answer: str
+def _asked(adjective: str, name: str, code: str) -> Question:
+    return Question(f"The {adjective} code for {name} is {code}.", f"What is the {adjective} code for {name}?", code)
 
 
 def hide_more(fact: HiddenFact, seed: int) -> tuple[str, list[Question]]:
-    """The document with facts about four other people in it, for the turns after the first.
-
-    They are worded as the first one is; in mixed wordings the embedded pair answers fewer over a long document.
-    """
+    """The document with facts about four other people, in the same wording, for the turns after the first."""
     rng = random.Random(f"more {seed}")
-    questions = []
-    for name in rng.sample([name for name in _NAMES if f" {name}" not in fact.question], 4):
-        adjective, code = rng.choice(_ADJECTIVES), str(rng.randint(10000, 99999))
-        line = f"The {adjective} code for {name} is {code}."
-        questions.append(Question(line, f"What is the {adjective} code for {name}?", code))
+    names = rng.sample([name for name in _NAMES if f" {name}" not in fact.question], 4)
+    questions = [_asked(rng.choice(_ADJECTIVES), name, str(rng.randint(10000, 99999))) for name in names]
     lines = fact.document.split("\n")
-    for question, at in zip(
-        questions, sorted(rng.sample(range(len(lines)), len(questions)), reverse=True), strict=True
-    ):
+    places = sorted(rng.sample(range(len(lines)), len(questions)), reverse=True)
+    for question, at in zip(questions, places, strict=True):
         lines.insert(at, question.line)
     return "\n".join(lines), questions
 
@@ -105,15 +97,12 @@ def run_demo(
 ) -> dict[str, Any]:
     """Ask about the hidden fact and continue the document, in both modes in turn; medians of `repeats` runs.
 
-    The question gives the answer and the time to first token; the continuation, longer than an answer, gives the
-    decoding speed. "lossless" tells whether speculation changed a token against plain greedy decoding over
-    the same sparse prefill. "turns" are those of a conversation about the document (`run_conversation`).
+    The question gives the time to first token, the continuation the decoding speed. "lossless": speculation gave the
+    tokens of plain greedy decoding over the same sparse prefill.
     """
     fact = hide_fact(generator.tokenizer, num_tokens, seed)
-    needed, limit = (
-        len(generator.tokenizer(fact.document).input_ids) + _NUM_CONTINUED,
-        min(generator.pair.max_positions),
-    )
+    needed = len(generator.tokenizer(fact.document).input_ids) + _NUM_CONTINUED
+    limit = min(generator.pair.max_positions)
     if needed > limit:
         raise ValueError(
             f"a document of {num_tokens} tokens takes {needed} of the pair's {limit} positions; ask for less"
@@ -148,13 +137,12 @@ def run_conversation(
     repeats: int,
     progress: Callable[[str], None] = lambda _: None,
 ) -> list[dict[str, Any]]:
-    """Three turns over one session, and over one without pruning, speculation and restoration; medians of `repeats`.
+    """Three turns over a session, and over a dense one; medians of `repeats`.
 
-    The first asks for the hidden fact, the others for facts that it had dropped, as far as there are such.
+    The first asks for the hidden fact, the others for the facts of which its selection kept least.
     """
     document, questions = hide_more(fact, seed)
-    first = Question("", fact.question, fact.answer)
-    asked = [first]
+    asked = [Question("", fact.question, fact.answer)]
     runs: dict[str, list[list[GenerationResult]]] = {"session": [], "dense": []}
     for repeat in range(repeats):
         for arm, results in runs.items():
@@ -179,7 +167,7 @@ def run_conversation(
 def _dropped_first(
     tokenizer: Any, message: Mapping[str, str], questions: list[Question], session: Session
 ) -> list[Question]:
-    """The questions, those in front of whose lines the target has least."""
+    """The questions, sorted by the share of their line that the target holds, least first."""
     text = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
     offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False).offset_mapping
     dropped = set(session.dropped_positions)
@@ -234,26 +222,29 @@ def format_demo(report: dict[str, Any]) -> str:
     """The report as a table for a terminal."""
     columns = list(report["modes"].values())
     acceptance = ["–" if c["acceptance_rate"] is None else f"{c['acceptance_rate']:.0%}" for c in columns]
+    speeds = [f"{c['decode_tokens_per_s']:.0f} tokens/s" for c in columns]
     table = [
         ("", "dense + plain", "sparse + speculative", ""),
         ("prompt tokens prefilled", *(f"{c['kept_tokens']:,} of {c['prompt_tokens']:,}" for c in columns), ""),
         ("share of the prompt kept", *(f"{c['keep_rate']:.0%}" for c in columns), ""),
         ("time to first token", *(f"{c['ttft_s']:.2f} s" for c in columns), f"{report['ttft_ratio']:.1f}x sooner"),
-        (
-            "decoding",
-            *(f"{c['decode_tokens_per_s']:.0f} tokens/s" for c in columns),
-            f"{report['decode_ratio']:.1f}x faster",
-        ),
+        ("decoding", *speeds, f"{report['decode_ratio']:.1f}x faster"),
         ("tokens per step", *(f"{c['tokens_per_step']:.2f}" for c in columns), ""),
         ("drafted tokens accepted", *acceptance, ""),
         ("fact found", *("yes" if c["correct"] else "no" for c in columns), f"expected {report['expected']}"),
     ]
-    lines = _aligned(table)
-    lines += ["", f"Q: {report['question']}"]
-    lines += [f"A ({mode}): {row['answer']}" for mode, row in report["modes"].items()]
     verdict = "the same tokens as" if report["lossless"] else "NOT the same tokens as"
-    lines += ["", f"Speculative decoding gave {verdict} plain greedy decoding over the same sparse prefill."]
-    return "\n".join([*lines, "", *_format_turns(report["turns"])])
+    lines = [
+        *_aligned(table),
+        "",
+        f"Q: {report['question']}",
+        *(f"A ({mode}): {row['answer']}" for mode, row in report["modes"].items()),
+        "",
+        f"Speculative decoding gave {verdict} plain greedy decoding over the same sparse prefill.",
+        "",
+        *_format_turns(report["turns"]),
+    ]
+    return "\n".join(lines)
 
 
 def _aligned(table: list[tuple[str, ...]]) -> list[str]:
@@ -264,7 +255,7 @@ def _aligned(table: list[tuple[str, ...]]) -> list[str]:
 
 
 def _format_turns(turns: list[dict[str, Any]]) -> list[str]:
-    """The conversation as a table: a session beside dense prefill and plain decoding, both with their caches kept."""
+    """The conversation as a table: a session beside dense prefill with plain decoding, which keeps its cache too."""
     table: list[tuple[str, ...]] = [
         ("turn", "new", "cached", "kept", "restored", "TTFT", "dense", "tokens/s", "dense", "found", "dense")
     ]
@@ -274,12 +265,6 @@ def _format_turns(turns: list[dict[str, Any]]) -> list[str]:
         speeds = (f"{turn['tokens_per_s']:.0f}", f"{turn['dense_tokens_per_s']:.0f}")
         found = ("yes" if turn[name] else "no" for name in ("correct", "dense_correct"))
         table.append((str(number), *counts, *times, *speeds, *found))
-    lines = [
-        "A conversation with a session; dense keeps its cache too. Tokens/s over the whole answer.",
-        "",
-        *_aligned(table),
-        "",
-    ]
-    for turn in turns:
-        lines += [f"Q: {turn['question']}", f"A: {turn['answer']}"]
-    return lines
+    said = [line for turn in turns for line in (f"Q: {turn['question']}", f"A: {turn['answer']}")]
+    head = "A conversation with a session; dense keeps its cache too. Tokens/s over the whole answer."
+    return [head, "", *_aligned(table), "", *said]

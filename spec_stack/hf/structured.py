@@ -19,6 +19,8 @@ from spec_stack.hf.json_schema import check_pattern, json_rules
 
 # Of compiled formats: who asks for many should not fill the memory with them.
 _MAX_CACHED_BYTES = 64 << 20
+# Sets of end tokens, each of which needs the whole vocabulary anew.
+_MAX_END_IDS = 8
 # Tokens that a mark may begin with.
 _MOST_SPELLINGS = 16
 FORMATS = ("text", "json_object", "json_schema", "regex", "grammar")
@@ -85,6 +87,14 @@ class Grammars:
         with self._lock:
             self._compiler(frozenset(end_ids))
 
+    def clear(self) -> None:
+        """Forget all formats, and all end tokens but the first ones: no caller notices what another one compiled."""
+        with self._lock:
+            for end_ids in list(self._compilers)[1:]:
+                del self._compilers[end_ids]
+            for compiler in self._compilers.values():
+                compiler.compiler.clear_cache()
+
     def _compiled(self, response_format: object, end_ids: frozenset[int], in_thought: bool) -> Any:
         wanted = response_format if isinstance(response_format, SerializedFormat | ForcedCall) else None
         kind, content = ("", "") if wanted else read_format(response_format)
@@ -124,6 +134,9 @@ class Grammars:
                 # Whatever of a tokenizer is foreign to the library: the caller can do nothing but leave it.
                 raise ValueError(f"response_format cannot be had with this tokenizer: {error}") from error
             compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=_MAX_CACHED_BYTES)
+            if len(self._compilers) >= _MAX_END_IDS:
+                # Not the first, which are the model's own.
+                del self._compilers[list(self._compilers)[1]]
             self._compilers[end_ids] = Compiler(compiler, info)
         return self._compilers[end_ids]
 

@@ -13,7 +13,6 @@ from spec_stack.settings.options import documented, option
 _MAX_PORT = 65535
 # Of a request, for each position of the models: text has about 4 characters to a token, blanks and code more.
 _BYTES_PER_POSITION, _CHARS_PER_POSITION, _LEAST_BYTES = 32, 16, 1 << 16
-_S_PER_BYTE, _WALL_SHARE = 5e-6, 6.0
 _COUNTS = (
     *("max_queued", "max_queued_per_client", "max_choices", "default_max_tokens"),
     *("max_grammar_size", "max_prepare_bytes"),
@@ -97,39 +96,9 @@ class ServeConfig:
             raise ValueError(f"prepare_s must be over 0, got {self.prepare_s!r}")
 
     def bounded_by(self, num_positions: int) -> ServeConfig:
-        """Return these settings with every bound that was left to the models' positions.
-
-        Parameters
-        ----------
-        num_positions : int
-            Tokens that both models were made for.
-        """
+        """Return these settings with the limits that follow from the number of the models' positions."""
         return replace(
             self,
             max_body_bytes=self.max_body_bytes or max(_LEAST_BYTES, _BYTES_PER_POSITION * num_positions),
             max_prompt_chars=self.max_prompt_chars or max(_LEAST_BYTES, _CHARS_PER_POSITION * num_positions),
         )
-
-
-@dataclass(frozen=True)
-class PreparationLimits:
-    """Limits of the process in which one body is prepared.
-
-    Parameters
-    ----------
-    prepare_s : float
-        Processor seconds for a short body.
-    max_bytes : int
-        Memory beside what every such process has.
-    """
-
-    prepare_s: float
-    max_bytes: int
-
-    def cpu_s(self, num_bytes: int) -> float:
-        """Return the processor seconds for a body of so many bytes."""
-        return self.prepare_s + _S_PER_BYTE * num_bytes
-
-    def wall_s(self, num_bytes: int) -> float:
-        """Return the seconds after which it is ended, where others keep the processor from it."""
-        return _WALL_SHARE * self.cpu_s(num_bytes)

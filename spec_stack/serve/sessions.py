@@ -16,23 +16,15 @@ if TYPE_CHECKING:
 
 
 class SessionStore:
-    """Sessions by client. Used by one thread.
+    """Sessions by client, and the n-gram memory of each client's answers. Used by one thread.
 
-    Parameters
-    ----------
-    generator : SpecStackGenerator
-        Opens them.
-    max_sessions : int
-        Most that are kept; the least recently used is closed first. Answers are remembered of as many clients.
-    remembered_tokens : int
-        Tokens of a client's earlier answers in which look-ups of all of its conversations look; 0 remembers none.
+    At most `max_sessions` sessions, and memories of as many clients, are kept: those used last.
     """
 
     def __init__(self, generator: SpecStackGenerator, max_sessions: int, remembered_tokens: int = 0) -> None:
         self._generator, self._max, self._remembered_tokens = generator, max_sessions, remembered_tokens
-        # In the order of their last use.
+        # Both in order of their last use.
         self._memories: OrderedDict[str, TextMemory] = OrderedDict()
-        # In the order of their last use.
         self._kept: list[tuple[str, Session]] = []
 
     def __len__(self) -> int:
@@ -40,11 +32,9 @@ class SessionStore:
 
     @contextmanager
     def lend(self, client: str, prompt: EncodedPrompt) -> Iterator[Session]:
-        """The session of this client that has dealt with the longest beginning of a prompt, else a new one.
+        """The client's session that shares the longest prefix with a prompt, else a new one; a failed one is dropped.
 
-        A session is of use only where the prompt goes on from its last question, and only to the client whose it is:
-        what another one has written must not change an answer, nor how soon it comes. One in which an answer failed is
-        not kept.
+        Other clients' sessions are never used: their texts would show in an answer's latency and recalled tokens.
         """
         memory = self._memories.get(client) or self._new_memory()
         session = self._take(client, prompt) or self._generator.session(memory=memory)
@@ -54,7 +44,7 @@ class SessionStore:
             session.close()
             raise
         except BaseException:
-            # A client who has gone leaves a conversation that can go on.
+            # After a disconnect, the conversation can continue.
             self._keep(client, session, memory)
             raise
         self._keep(client, session, memory)
@@ -67,7 +57,7 @@ class SessionStore:
         self._memories.clear()
 
     def _new_memory(self) -> TextMemory | None:
-        """For a client's earlier answers, nobody else's: what is found in them comes sooner."""
+        """A memory for one client: another client's answers would show in the latency."""
         return TextMemory(self._remembered_tokens) if self._remembered_tokens and self._max else None
 
     def _take(self, client: str, prompt: EncodedPrompt) -> Session | None:
@@ -78,7 +68,6 @@ class SessionStore:
         return self._kept.pop(best)[1]
 
     def _keep(self, client: str, session: Session, memory: TextMemory | None) -> None:
-        # Both in one order, so that whose session is kept is remembered too.
         if memory is not None:
             self._memories[client] = memory
             self._memories.move_to_end(client)

@@ -12,9 +12,9 @@ import uvicorn
 from openai import OpenAI
 
 from spec_stack import SpecStackGenerator
-from spec_stack.serve.app import build_app, open_nursery
+from spec_stack.serve.app import build_app
 from spec_stack.serve.config import ServeConfig
-from spec_stack.serve.preparation import Nursery
+from spec_stack.serve.process_pool import RequestPool
 from spec_stack.serve.worker import Worker
 
 Connect = Callable[..., OpenAI]
@@ -23,8 +23,8 @@ Connect = Callable[..., OpenAI]
 class Server:
     """One that runs in a thread until `stop`."""
 
-    def __init__(self, generator: SpecStackGenerator, config: ServeConfig, nursery: Nursery) -> None:
-        app = build_app(generator, config, nursery)
+    def __init__(self, generator: SpecStackGenerator, config: ServeConfig, pool: RequestPool) -> None:
+        app = build_app(generator, config, pool)
         self.worker: Worker = app.state.worker
         self._server = uvicorn.Server(
             uvicorn.Config(app, port=0, log_level="warning", timeout_graceful_shutdown=round(config.shutdown_s))
@@ -48,20 +48,20 @@ class Server:
 
 
 @pytest.fixture(scope="session")
-def nursery(embedded: SpecStackGenerator) -> Iterator[Nursery]:
+def pool(embedded: SpecStackGenerator) -> Iterator[RequestPool]:
     """One for all servers of the embedded pair: to begin takes it longer than most tests."""
-    shared = open_nursery(embedded)
+    shared = RequestPool(embedded)
     yield shared
     shared.stop()
 
 
 @pytest.fixture
-def start(embedded: SpecStackGenerator, nursery: Nursery) -> Iterator[Callable[..., Server]]:
+def start(embedded: SpecStackGenerator, pool: RequestPool) -> Iterator[Callable[..., Server]]:
     """Starts servers over the embedded pair; all are stopped."""
     servers: list[Server] = []
 
     def begin(**options: object) -> Server:
-        servers.append(Server(embedded, ServeConfig(port=0, **options), nursery))  # type: ignore[arg-type]
+        servers.append(Server(embedded, ServeConfig(port=0, **options), pool))  # type: ignore[arg-type]
         return servers[-1]
 
     yield begin

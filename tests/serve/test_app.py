@@ -18,7 +18,7 @@ import pytest
 from spec_stack import PrefillConfig, SpecStackGenerator
 from spec_stack.hf.prompt import EncodedPrompt
 from spec_stack.serve.config import ServeConfig
-from spec_stack.serve.preparation import Nursery
+from spec_stack.serve.process_pool import RequestPool
 from spec_stack.serve.sessions import SessionStore
 from tests.serve.conftest import Server
 
@@ -250,7 +250,7 @@ def test_logprobs_are_the_generators_whole_and_streamed(embedded: SpecStackGener
     assert [len(top) for top in text.top_logprobs] == [1] * len(text.tokens)
 
 
-def test_a_stream_that_fails_ends_with_an_error(embedded: SpecStackGenerator, nursery: Nursery) -> None:
+def test_a_stream_that_fails_ends_with_an_error(embedded: SpecStackGenerator, pool: RequestPool) -> None:
     tokenizer = copy.copy(embedded.tokenizer)
 
     def fails(*_: Any, **__: Any) -> str:
@@ -258,7 +258,7 @@ def test_a_stream_that_fails_ends_with_an_error(embedded: SpecStackGenerator, nu
 
     tokenizer.decode = tokenizer.convert_ids_to_tokens = tokenizer.batch_decode = fails
     generator = SpecStackGenerator(embedded.pair.target, embedded.pair.draft, tokenizer)
-    server = Server(generator, ServeConfig(port=0), nursery)
+    server = Server(generator, ServeConfig(port=0), pool)
     create = server.client().chat.completions.create
     try:
         with pytest.raises(openai.APIError, match="could not answer"):
@@ -303,11 +303,11 @@ def test_a_prompt_is_tokenized_once_and_not_in_this_process(
 
 @pytest.mark.parametrize("keep", ["1.0", "0.3"])
 def test_an_answer_that_its_client_has_written_otherwise_costs_that_answer_alone(
-    embedded: SpecStackGenerator, nursery: Nursery, keep: str
+    embedded: SpecStackGenerator, pool: RequestPool, keep: str
 ) -> None:
     config = replace(embedded.config, prefill=replace(PrefillConfig(), min_prompt_tokens=200, keep_rate=float(keep)))
     generator = SpecStackGenerator(embedded.target, embedded.draft, embedded.tokenizer, config=config)
-    server = Server(generator, ServeConfig(), nursery)
+    server = Server(generator, ServeConfig(), pool)
     try:
         client = server.client()
         document = "The shop opens at nine. It sells pens, paper and ink. " * 40
@@ -391,7 +391,7 @@ def test_a_full_line_is_refused_while_others_wait_their_turn(start: Start) -> No
     threads = [threading.Thread(target=ask, args=(key,)) for key in ("one", "two")]
     for thread in threads:
         thread.start()
-    assert until(lambda: len(server.worker.line) == 2)
+    assert until(lambda: len(server.worker.queue) == 2)
     with pytest.raises(openai.RateLimitError, match="waiting already") as caught:
         server.client("three").completions.create(prompt="a", max_tokens=1, **GREEDY)
     assert caught.value.response.headers["retry-after"] == "1"

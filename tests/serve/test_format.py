@@ -20,17 +20,17 @@ from transformers import PreTrainedModel
 from spec_stack import SpecStackGenerator
 from spec_stack.hf.answer_format import AnswerFormat, ToolFormat
 from spec_stack.hf.answer_parser import AnswerParser
-from spec_stack.serve.app import open_nursery
-from spec_stack.serve.bodies import BODIES
 from spec_stack.serve.config import ServeConfig
-from spec_stack.serve.forms import FORMS, Form, Parts
-from spec_stack.serve.line import Piece
+from spec_stack.serve.process_pool import RequestPool
+from spec_stack.serve.protocol import REQUESTS
+from spec_stack.serve.queue import OutputChunk
+from spec_stack.serve.responses import BUILDERS, OutputParsers, ResponseBuilder
 from spec_stack.tokenizers.pieces import Pieces
 from spec_stack.types import StepOutput, TokenLogprobs
 from tests.serve.conftest import Server
 from tests.support.models import byte_fallback_tokenizer, make_model
 
-CHAT, TEXT = BODIES
+CHAT, TEXT = REQUESTS
 ORIGIN = "https://chat.example.org"
 LEAST = {CHAT: {"messages": [{"role": "user", "content": "Hi"}]}, TEXT: {"prompt": "Hi"}}
 REFERENCE = {CHAT: ChatParams, TEXT: TextParams}
@@ -45,11 +45,11 @@ def nullable(path: str) -> list[str]:
     return [name for name, kind in fields.items() if type(None) in get_args(kind) and name != "prompt"]
 
 
-NULLABLE = [(path, name) for path in BODIES for name in nullable(path)]
+NULLABLE = [(path, name) for path in REQUESTS for name in nullable(path)]
 
 
 def body(path: str, **fields: Any) -> Any:
-    return BODIES[path].model_validate(LEAST[path] | fields)
+    return REQUESTS[path].model_validate(LEAST[path] | fields)
 
 
 @pytest.mark.parametrize(("path", "name"), [*NULLABLE, (CHAT, "tools"), (CHAT, "tool_choice"), (TEXT, "user")])
@@ -109,22 +109,22 @@ def outputs(embedded: SpecStackGenerator) -> list[StepOutput]:
     return [replace(steps[0], logprobs=None), replace(steps[-1], text="", finish_reason="eos")]
 
 
-def answer(outputs: Sequence[StepOutput], texts: Sequence[str], path: str = CHAT, **parts: Any) -> Form:
+def answer(outputs: Sequence[StepOutput], texts: Sequence[str], path: str = CHAT, **parts: Any) -> ResponseBuilder:
     parser = partial(AnswerParser, AnswerFormat(HERMES), ["add"], False)
     given = {"parser": parser, "token_bytes": lambda _: b"x"} | parts
-    form = FORMS[path]("spec-stack", 1, Parts(**given))
-    form.steps = [*(Piece(0, replace(outputs[0], text=text)) for text in texts), Piece(0, outputs[1])]
+    form = BUILDERS[path]("spec-stack", 1, OutputParsers(**given))
+    form.steps = [*(OutputChunk(0, replace(outputs[0], text=text)) for text in texts), OutputChunk(0, outputs[1])]
     return form
 
 
-def whole(form: Form) -> dict[str, Any]:
+def whole(form: ResponseBuilder) -> dict[str, Any]:
     for step in form.steps:
-        form.take(step)
+        form.add(step)
     return form.whole().model_dump(mode="json", exclude_unset=True)["choices"][0]
 
 
-def deltas(form: Form) -> list[dict[str, Any]]:
-    chunks = [chunk for step in form.steps for chunk in form.pieces(step)]
+def deltas(form: ResponseBuilder) -> list[dict[str, Any]]:
+    chunks = [chunk for step in form.steps for chunk in form.add(step)]
     return [chunk.model_dump(mode="json", exclude_unset=True)["choices"][0]["delta"] for chunk in chunks]
 
 
@@ -167,9 +167,9 @@ def test_every_token_has_its_bytes_and_a_name_of_its_own(outputs: list[StepOutpu
     ids.append(len(tokenizer) + 3)
     names = [" be", "be", "bytes:\\xe2", "bytes:\\x82", "A", f"token_id:{ids[5]}", f"token_id:{ids[6]}"]
     logprobs = [TokenLogprobs(ids[0], -0.5, -0.5, [(token_id, -1.0) for token_id in ids])]
-    for path in BODIES:
+    for path in REQUESTS:
         form = answer(outputs, ["x"], path, token_bytes=Pieces(tokenizer).bytes_of)
-        form.steps[0] = Piece(0, replace(form.steps[0].output, logprobs=logprobs))
+        form.steps[0] = OutputChunk(0, replace(form.steps[0].output, logprobs=logprobs))
         shown = whole(form)["logprobs"]
         if path == TEXT:
             assert (shown["tokens"], list(shown["top_logprobs"][0])) == ([" be"], names)
@@ -188,11 +188,11 @@ def server() -> Iterator[Server]:
     models: list[PreTrainedModel] = [make_model(seed=seed, vocab=len(tokenizer)) for seed in (1, 2)]
     tokenizer.add_special_tokens({"extra_special_tokens": ["<image>"]})
     generator = SpecStackGenerator(*models, tokenizer)
-    nursery = open_nursery(generator)
-    running = Server(generator, ServeConfig(port=0, cors_origins=[ORIGIN]), nursery)
+    pool = RequestPool(generator)
+    running = Server(generator, ServeConfig(port=0, cors_origins=[ORIGIN]), pool)
     yield running
     running.stop()
-    nursery.stop()
+    pool.stop()
 
 
 def ask(server: Server, method: str, path: str, fields: Any = None, **headers: str) -> tuple[int, Any, Message]:
@@ -207,7 +207,7 @@ def ask(server: Server, method: str, path: str, fields: Any = None, **headers: s
 
 def test_a_server_takes_nulls_and_large_seeds(server: Server) -> None:
     short = {"max_tokens": 2, "temperature": 0}
-    for path in BODIES:
+    for path in REQUESTS:
         nulls = dict.fromkeys(nullable(path))
         plain, with_nulls = (ask(server, "POST", path, LEAST[path] | fields | short) for fields in ({}, nulls))
         assert (with_nulls[0], with_nulls[1]["choices"]) == (200, plain[1]["choices"]), with_nulls

@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("xgrammar", reason="needs the extra `structured`")
 
-from spec_stack.serve.app import open_nursery
 from spec_stack.serve.config import ServeConfig
+from spec_stack.serve.process_pool import RequestPool
 from tests.serve.conftest import Server
 from tests.support.thinking import THOUGHT, thinker
 from tests.support.tools import TOOLS
@@ -29,11 +29,11 @@ SCHEMA = {"type": "object", "properties": {"warm": {"type": "boolean"}}, "requir
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     generator = thinker()
-    nursery = open_nursery(generator)
-    running = Server(generator, ServeConfig(port=0), nursery)
+    pool = RequestPool(generator)
+    running = Server(generator, ServeConfig(port=0), pool)
     yield running
     running.stop()
-    nursery.stop()
+    pool.stop()
 
 
 @pytest.mark.parametrize(

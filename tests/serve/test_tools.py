@@ -14,8 +14,8 @@ pytest.importorskip("fastapi")
 pytest.importorskip("xgrammar", reason="forced calls need the extra `structured`")
 
 from spec_stack import SpecStackGenerator
-from spec_stack.serve.app import open_nursery
 from spec_stack.serve.config import ServeConfig
+from spec_stack.serve.process_pool import RequestPool
 from tests.serve.conftest import Server
 from tests.support.tools import TEMPLATE, TOOLS
 
@@ -31,11 +31,11 @@ def server() -> Iterator[Server]:
     generator = SpecStackGenerator.from_pretrained(device="cpu", precision="fp32", calibration=False)
     generator.tokenizer.chat_template = ROLES + TEMPLATE
     generator = SpecStackGenerator(generator.pair.target, generator.pair.draft, generator.tokenizer)
-    nursery = open_nursery(generator)
-    running = Server(generator, ServeConfig(port=0), nursery)
+    pool = RequestPool(generator)
+    running = Server(generator, ServeConfig(port=0), pool)
     yield running
     running.stop()
-    nursery.stop()
+    pool.stop()
 
 
 def test_a_forced_call_is_the_same_whole_and_streamed(server: Server) -> None:

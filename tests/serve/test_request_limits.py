@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("fastapi")
-from spec_stack.serve.bounds import Bounds, _pattern_size, _schema_size
+from spec_stack.serve.request_limits import RequestLimits, pattern_size, schema_size
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ from spec_stack.serve.bounds import Bounds, _pattern_size, _schema_size
     ],
 )
 def test_a_pattern_is_as_large_as_its_parts_times_their_repetitions(pattern: str, size: int) -> None:
-    assert _pattern_size(pattern, 10**6) == size
+    assert pattern_size(pattern, 10**6) == size
 
 
 # Patterns as trees: letters, rows of patterns, and one that is repeated.
@@ -47,33 +47,33 @@ def written(tree: Any) -> str:
 
 @given(trees)
 def test_the_size_is_the_length_of_what_it_matches_where_counts_are_fixed(tree: Any) -> None:
-    pattern, size = written(tree), _pattern_size(written(tree), 10**6)
+    pattern, size = written(tree), pattern_size(written(tree), 10**6)
     assert re.fullmatch(pattern, "a" * size)
 
 
 def test_a_schema_is_as_large_as_its_parts_times_their_counts() -> None:
     item = {"type": "string", "maxLength": 10}
-    assert _schema_size(item, 10**6) == 30
-    assert _schema_size({"type": "array", "maxItems": 5, "items": item}, 10**6) == 5 * (1 + 1 + 1 + 30)
-    assert _schema_size({"type": "array", "maxItems": float("inf")}, 99) > 99
-    assert _schema_size({"maxItems": float("nan"), "minItems": -3}, 99) == 3
+    assert schema_size(item, 10**6) == 30
+    assert schema_size({"type": "array", "maxItems": 5, "items": item}, 10**6) == 5 * (1 + 1 + 1 + 30)
+    assert schema_size({"type": "array", "maxItems": float("inf")}, 99) > 99
+    assert schema_size({"maxItems": float("nan"), "minItems": -3}, 99) == 3
     deep: Any = {}
     for _ in range(200):
         deep = {"items": deep}
-    assert _schema_size(deep, 10**6) > 10**6
+    assert schema_size(deep, 10**6) > 10**6
 
 
 def test_lengths_and_nesting_are_counted_before_anything_else() -> None:
-    bounds = Bounds(max_chars=100, max_size=50)
-    bounds.check({"messages": [{"role": "user", "content": "x" * 70}]})
+    limits = RequestLimits(max_chars=100, max_size=50)
+    limits.check({"messages": [{"role": "user", "content": "x" * 70}]})
     for body in ({"a": "x" * 200}, {"a" * 200: 1}, {"a": list(range(200))}, {"a": [[["x" * 60], "y" * 60]]}):
         with pytest.raises(ValueError, match="longer than this server takes, 100 characters"):
-            bounds.check(body)
+            limits.check(body)
     nested: Any = 1
     for _ in range(90):
         nested = [nested]
     with pytest.raises(ValueError, match="nested deeper"):
-        bounds.check({"a": nested})
+        limits.check({"a": nested})
     for each in itertools.chain(({"type": "regex", "pattern": "a{51}"},), ({"type": "grammar", "grammar": '"a"{51}'},)):
         with pytest.raises(ValueError, match="larger than this server compiles"):
-            bounds.check({"response_format": each})
+            limits.check({"response_format": each})

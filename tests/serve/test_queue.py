@@ -9,20 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spec_stack.serve.config import ServeConfig
-from spec_stack.serve.line import Job, Line, LineFull
+from spec_stack.serve.queue import QueuedRequest, QueueFullError, RequestQueue
 
 
-def job(client: str) -> Job:
-    return Job(client, {}, {}, 1, lambda delivery: None)
+def job(client: str) -> QueuedRequest:
+    return QueuedRequest(client, {}, {}, 1, lambda delivery: None)
 
 
 @given(st.lists(st.sampled_from("abc"), max_size=20))
 def test_clients_take_turns_and_each_keeps_its_order(clients: list[str]) -> None:
-    line, jobs = Line(100, 100), [job(client) for client in clients]
+    queue, jobs = RequestQueue(100, 100), [job(client) for client in clients]
     for each in jobs:
-        line.join(each)
-    served = [line.next() for _ in jobs]
-    assert len(line) == 0
+        queue.add(each)
+    served = [queue.next() for _ in jobs]
+    assert len(queue) == 0
     for client in "abc":
         assert [each for each in served if each and each.client == client] == [
             each for each in jobs if each.client == client
@@ -35,30 +35,30 @@ def test_clients_take_turns_and_each_keeps_its_order(clients: list[str]) -> None
         assert len(between) == len(set(between)) or len(rest) == 1
 
 
-def test_a_full_line_and_a_client_with_too_many_are_refused() -> None:
-    line = Line(3, 2)
-    line.join(job("a"))
-    line.join(second := job("a"))
-    with pytest.raises(LineFull, match="of this client"):
-        line.join(job("a"))
-    line.join(job("b"))
-    with pytest.raises(LineFull, match="3 requests are waiting"):
-        line.join(job("c"))
-    line.leave(second)
-    line.leave(second)
-    line.join(job("c"))
-    assert [each.client for each in (line.next(), line.next(), line.next()) if each] == ["a", "b", "c"]
+def test_a_full_queue_and_a_client_with_too_many_are_refused() -> None:
+    queue = RequestQueue(3, 2)
+    queue.add(job("a"))
+    queue.add(second := job("a"))
+    with pytest.raises(QueueFullError, match="of this client"):
+        queue.add(job("a"))
+    queue.add(job("b"))
+    with pytest.raises(QueueFullError, match="3 requests are waiting"):
+        queue.add(job("c"))
+    queue.cancel(second)
+    queue.cancel(second)
+    queue.add(job("c"))
+    assert [each.client for each in (queue.next(), queue.next(), queue.next()) if each] == ["a", "b", "c"]
 
 
 def test_closing_cancels_who_waits_and_wakes_who_serves() -> None:
-    line, waiting, taken = Line(3, 3), job("a"), []
-    line.join(waiting)
-    line.close()
+    queue, waiting, taken = RequestQueue(3, 3), job("a"), []
+    queue.add(waiting)
+    queue.close()
     assert waiting.is_cancelled.is_set()
-    with pytest.raises(LineFull, match="shutting down"):
-        line.join(job("b"))
-    assert line.next() is waiting
-    thread = threading.Thread(target=lambda: taken.append(line.next()))
+    with pytest.raises(QueueFullError, match="shutting down"):
+        queue.add(job("b"))
+    assert queue.next() is waiting
+    thread = threading.Thread(target=lambda: taken.append(queue.next()))
     thread.start()
     thread.join(10)
     assert taken == [None]

@@ -1,9 +1,11 @@
-"""Bodies of requests: their fields, and what they mean to the generator."""
+"""OpenAI's protocol: the request models, what they mean to the generator, and the form of errors."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
+from fastapi.responses import JSONResponse
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -20,20 +22,47 @@ from spec_stack.config import OLD_SWITCHES
 from spec_stack.hf.prompt import PromptSource
 from spec_stack.serve.config import ServeConfig
 
-# These are the generator's under the same name; the second row is not OpenAI's: as other servers take them in
-# `extra_body`.
+# Options that have the same name in the generator; those of the last two rows are not OpenAI's.
 _SAME = (
     *("top_p", "seed", "stop", "response_format"),
     *("top_k", "min_p", "min_tokens", "repetition_penalty", "stop_token_ids", "ignore_eos"),
     *("keep_rate", "sparse_prefill", "policy", "gamma"),
 )
 MAX_TOP_LOGPROBS = 20
-# The one option that is none of the generator's.
+FAILED = "the server could not answer this request; its log says why"
+# The only option that is not the generator's.
 MAX_CALLS = "max_calls"
+_ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 499: "cancelled"}
+
+
+class BadRequestError(Exception):
+    """An error that the client can correct: the message, the field, and the HTTP status."""
+
+    def __init__(self, message: str, param: str | None = None, status: int = 400) -> None:
+        super().__init__(message, param, status)
+        self.message, self.param, self.status = message, param, status
+
+
+def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
+    """Return an error in OpenAI's form."""
+    kind = _ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"message": _escaped(message), "type": kind, "param": param and _escaped(param), "code": status}
+
+
+def error_response(
+    status: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None
+) -> JSONResponse:
+    """Return an HTTP response with an error in OpenAI's form."""
+    return JSONResponse({"error": error_body(status, message, param)}, status_code=status, headers=headers)
+
+
+def _escaped(text: str) -> str:
+    """A text that may quote a request; lone surrogates, which UTF-8 cannot encode, are escaped."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _one_of(forms: str) -> WrapValidator:
-    """Name all the forms of a field where a value has none of them; pydantic names those of the first."""
+    """Name all forms of a field in its error; pydantic names those of the first."""
 
     def check(value: Any, handler: Any) -> Any:
         try:
@@ -45,21 +74,21 @@ def _one_of(forms: str) -> WrapValidator:
 
 
 def _unbatched(prompt: Any) -> Any:
-    """The one prompt of a batch of one; everything else as it is."""
+    """The prompt of a batch of one."""
     is_batch = isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list)
     return prompt[0] if is_batch else prompt
 
 
 def _without_null_fields(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as clients send them back, `"tool_calls": null` and the like: templates ask whether a field is there."""
+    """Messages without `"tool_calls": null` and the like, because templates ask whether a field exists."""
     return [
         {name: value for name, value in message.items() if value is not None or name == "content"}
         for message in messages
     ]
 
 
-class Body(BaseModel):
-    """The options that chats and completions have in common."""
+class GenerationRequest(BaseModel):
+    """The fields that chat completions and completions share."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -76,11 +105,12 @@ class Body(BaseModel):
     presence_penalty: float = 0.0
     logit_bias: dict[str, float] | None = None
     response_format: dict[str, Any] | None = None
-    # Taken and of no effect on the answer.
+    # Accepted, without effect on the answer.
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
     service_tier: str | None = None
+    # Not OpenAI's.
     top_k: int | None = None
     min_p: float | None = None
     min_tokens: int | None = None
@@ -95,7 +125,7 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """A field that is null is one that is left out, as OpenAI's clients mean it."""
+        """Treat a null field as absent, as OpenAI's clients mean it."""
         for name in OLD_SWITCHES:
             if values.get(name) is not None:
                 raise ValueError(f"there is no {name}: it is now sparse_prefill, {OLD_SWITCHES[name]}")
@@ -103,7 +133,7 @@ class Body(BaseModel):
 
     @property
     def wants_usage(self) -> bool:
-        """Return whether a stream is to end with what it cost."""
+        """Return whether a stream ends with its usage."""
         return bool((self.stream_options or {}).get("include_usage"))
 
     def source(self) -> PromptSource:
@@ -111,35 +141,29 @@ class Body(BaseModel):
         raise NotImplementedError
 
     def limit(self) -> int | None:
-        """Most tokens asked for, if the request says."""
+        """Return the largest number of new tokens, where the request names one."""
         return self.max_tokens
 
     def num_logprobs(self) -> int | None:
-        """How many likely tokens are wanted beside each; None where no log-probability is."""
+        """Return the number of top tokens beside each log-probability; None without log-probabilities."""
         raise NotImplementedError
 
     def options(self, config: ServeConfig) -> dict[str, Any]:
-        """Options of `stream` beside the prompt and the number of tokens.
-
-        Raises
-        ------
-        ValueError
-            For one that this server cannot heed.
-        """
+        """Return the options of `stream`. Raises ValueError for one that this server does not support."""
         if self.n > config.max_choices:
             raise ValueError(f"n must be {config.max_choices} or less")
-        for name in ("frequency_penalty", "presence_penalty"):
-            if getattr(self, name):
-                # A request that is answered without them is answered wrongly.
-                raise ValueError(f"{name} is not supported; see repetition_penalty")
-        given = {name: getattr(self, name) for name in _SAME if getattr(self, name) is not None}
+        if self.frequency_penalty or self.presence_penalty:
+            name = "frequency_penalty" if self.frequency_penalty else "presence_penalty"
+            raise ValueError(f"{name} is not supported; see repetition_penalty")
+        options = {name: getattr(self, name) for name in _SAME if getattr(self, name) is not None}
         if self.logit_bias is not None:
-            given["logit_bias"] = {_token_id(key): value for key, value in self.logit_bias.items()}
-        given["logprobs"] = self.num_logprobs()
-        return {"temperature": config.temperature if self.temperature is None else self.temperature} | given
+            options["logit_bias"] = {_token_id(key): value for key, value in self.logit_bias.items()}
+        options["logprobs"] = self.num_logprobs()
+        options["temperature"] = config.temperature if self.temperature is None else self.temperature
+        return options
 
 
-class ChatBody(Body):
+class ChatCompletionRequest(GenerationRequest):
     """The body of /v1/chat/completions."""
 
     messages: Annotated[list[dict[str, Any]], AfterValidator(_without_null_fields)]
@@ -174,7 +198,7 @@ class ChatBody(Body):
         )
 
 
-class CompletionBody(Body):
+class CompletionRequest(GenerationRequest):
     """The body of /v1/completions."""
 
     prompt: Annotated[
@@ -198,7 +222,10 @@ class CompletionBody(Body):
         return PromptSource(input_ids=self.prompt)
 
 
-BODIES: dict[str, type[Body]] = {"/v1/chat/completions": ChatBody, "/v1/completions": CompletionBody}
+REQUESTS: dict[str, type[GenerationRequest]] = {
+    "/v1/chat/completions": ChatCompletionRequest,
+    "/v1/completions": CompletionRequest,
+}
 """By path."""
 
 

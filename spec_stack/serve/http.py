@@ -1,0 +1,138 @@
+"""What every application of this package shares: errors, CORS, metrics, API keys, the body limit, the hard stop."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import Response
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException as StarletteHTTPException
+
+from spec_stack.serve.config import ServeConfig
+from spec_stack.serve.metrics import ServerMetrics
+from spec_stack.serve.protocol import FAILED, BadRequestError, error_response
+from spec_stack.serve.queue import QueueFullError
+
+logger = logging.getLogger(__name__)
+
+# Names the fields of a request that this server ignores.
+IGNORED_HEADER = "x-spec-stack-ignored"
+_MAX_DISCARDED_BYTES = 256 << 20
+
+
+def new_app(
+    config: ServeConfig, metrics: ServerMetrics, lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]
+) -> FastAPI:
+    """Return an application with /health, /metrics, CORS, and errors in OpenAI's form."""
+    app = FastAPI(title="spec_stack", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    if config.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(config.cors_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=[IGNORED_HEADER],
+        )
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/metrics")
+    async def scrape() -> Response:
+        return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    @app.exception_handler(StarletteHTTPException)
+    async def handle_http_error(request: Request, error: StarletteHTTPException) -> Response:
+        return error_response(error.status_code, str(error.detail), headers=error.headers)
+
+    @app.exception_handler(BadRequestError)
+    async def handle_bad_request(request: Request, error: BadRequestError) -> Response:
+        metrics.requests.labels("refused").inc()
+        return error_response(error.status, error.message, error.param)
+
+    @app.exception_handler(QueueFullError)
+    async def handle_full_queue(request: Request, error: QueueFullError) -> Response:
+        metrics.requests.labels("refused").inc()
+        return error_response(429, str(error), headers={"Retry-After": "1"})
+
+    @app.exception_handler(Exception)
+    async def handle_failure(request: Request, error: Exception) -> Response:
+        return error_response(500, FAILED)
+
+    return app
+
+
+def client_of(request: Request, api_keys: Sequence[str]) -> str:
+    """Return a client's identity: its key, or without one its address. Raises HTTPException 401 for a wrong key."""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    key = key if scheme.lower() == "bearer" else ""
+    if api_keys and not any(secrets.compare_digest(key.encode(), known.encode()) for known in api_keys):
+        raise HTTPException(401, "this server wants an API key: Authorization: Bearer …")
+    if key:
+        # Kept as long as the client's sessions, so not in plain text.
+        return "key " + hashlib.sha256(key.encode()).hexdigest()
+    return "address " + (request.client.host if request.client else "")
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """Return the body of a request.
+
+    Many clients read the response only after they have sent the body, so that the rest of a long one is discarded.
+
+    Raises
+    ------
+    BadRequestError
+        413 for a body of more than `max_bytes`.
+    ClientDisconnect
+        Where the client disconnects first.
+    """
+    refusal = BadRequestError(f"the body is longer than this server takes, {max_bytes} bytes", status=413)
+    if _declared_bytes(request) > max_bytes and request.headers.get("expect", "").lower() == "100-continue":
+        # The client has sent nothing yet.
+        raise refusal
+    parts, num_bytes = [], 0
+    async for part in request.stream():
+        num_bytes += len(part)
+        if num_bytes > _MAX_DISCARDED_BYTES:
+            break
+        if num_bytes <= max_bytes:
+            parts.append(part)
+    if num_bytes > max_bytes:
+        raise refusal
+    return b"".join(parts)
+
+
+def _declared_bytes(request: Request) -> int:
+    length = request.headers.get("content-length", "")
+    return int(length[:20]) if length.isdecimal() else 0
+
+
+class ServerWithHardStop(uvicorn.Server):
+    """Ends the process `end_s` seconds after a signal, because a thread deep in a library cannot be interrupted."""
+
+    def __init__(self, config: uvicorn.Config, end_s: float) -> None:
+        super().__init__(config)
+        self._end_s = end_s
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if not self.should_exit:
+            timer = threading.Timer(self._end_s, self._end, [128 + sig])
+            timer.daemon = True
+            timer.start()
+        super().handle_exit(sig, frame)
+
+    def _end(self, status: int) -> None:
+        logger.warning("ended with a request still running, %.1f s after the signal", self._end_s)
+        logging.shutdown()
+        os._exit(status)

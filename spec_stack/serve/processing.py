@@ -1,0 +1,144 @@
+"""What is done with a request before it is queued: parse, check, render, tokenize, and compile its grammar."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pydantic import ValidationError
+
+from spec_stack.hf.answer_format import AnswerFormat, ForcedCall, tool_names
+from spec_stack.hf.prompt import EncodedPrompt, PromptSource, encode_prompt, special_tokens
+from spec_stack.hf.structured import Grammars, SerializedFormat
+from spec_stack.serve.config import ServeConfig
+from spec_stack.serve.protocol import REQUESTS, BadRequestError, ChatCompletionRequest, GenerationRequest
+from spec_stack.serve.request_limits import RequestLimits
+
+
+@dataclass(frozen=True)
+class ProcessedRequest:
+    """A request, ready to be queued. in_thought: whether the rendered prompt ends with an open thought."""
+
+    encoded: EncodedPrompt
+    options: Mapping[str, Any]
+    max_tokens: int | None
+    num_choices: int
+    streams: bool
+    wants_usage: bool
+    ignored: Sequence[str]
+    tool_names: Sequence[str]
+    in_thought: bool
+
+
+class RequestProcessor:
+    """Processes request bodies with one tokenizer. end_ids: tokens that end the target's texts."""
+
+    def __init__(self, tokenizer: Any, end_ids: frozenset[int], vocab_size: int, grammars: Grammars) -> None:
+        self._tokenizer, self._end_ids, self._vocab_size, self._grammars = tokenizer, end_ids, vocab_size, grammars
+        self._format = AnswerFormat.learn(tokenizer)
+
+    def process(self, path: str, body: bytes, config: ServeConfig) -> ProcessedRequest:
+        """Process the body that was sent to a path. Raises BadRequestError."""
+        try:
+            return self._process(path, body, config)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"])
+            raise BadRequestError(f"{where}: {first['msg']}" if where else first["msg"], where or None) from error
+        except RecursionError as error:
+            raise BadRequestError("the request is nested deeper than this server takes") from error
+        except (ValueError, TypeError, OverflowError) as error:
+            raise BadRequestError(str(error)) from error
+
+    def clear(self) -> None:
+        """Forget what the last request compiled."""
+        self._grammars.clear()
+
+    def _process(self, path: str, body: bytes, config: ServeConfig) -> ProcessedRequest:
+        request, ignored = self._validated(path, body, config)
+        options, source = request.options(config), request.source()
+        self._check_template_kwargs(source.chat_template_kwargs, config)
+        if config.strip_special_tokens and source.messages is not None:
+            source = replace(source, messages=[self._stripped(message) for message in source.messages])
+        encoded = encode_prompt(self._tokenizer, self._vocab_size, source)
+        in_thought = self._format.begins_in_thought(encoded.text)
+        wanted = self._forced_call(request, source) or options.pop("response_format", None)
+        if wanted is not None:
+            options["response_format"] = self._compiled(wanted, options, in_thought)
+        return ProcessedRequest(
+            encoded=encoded,
+            options=options,
+            max_tokens=request.limit(),
+            num_choices=request.n,
+            streams=request.stream,
+            wants_usage=request.wants_usage,
+            ignored=ignored,
+            tool_names=tool_names(source.tools),
+            in_thought=in_thought,
+        )
+
+    def _validated(self, path: str, body: bytes, config: ServeConfig) -> tuple[GenerationRequest, list[str]]:
+        """The request, and its fields that this server ignores."""
+        try:
+            values = json.loads(body)
+        except ValueError as error:
+            raise ValueError(f"the body is not JSON: {error}") from error
+        if not isinstance(values, dict):
+            raise ValueError("the body must be a JSON object")
+        RequestLimits(config.max_prompt_chars or len(body), config.max_grammar_size).check(values)
+        request = REQUESTS[path].model_validate(values)
+        if request.model not in (None, config.model_name):
+            raise BadRequestError(f"there is no model {request.model!r} here, only {config.model_name!r}", "model", 404)
+        ignored = [name for name in values if name not in type(request).model_fields]
+        if ignored and config.strict:
+            raise BadRequestError(f"{', '.join(ignored)}: not known; leave it out", ignored[0])
+        return request, ignored
+
+    def _check_template_kwargs(self, given: Mapping[str, Any], config: ServeConfig) -> None:
+        """Raise ValueError for arguments of the tokenizer itself, as distinct from variables of the template."""
+        if config.allow_request_templates or not given:
+            return
+        own = inspect.signature(self._tokenizer.apply_chat_template).parameters
+        switches = [name for name in given if name in own]
+        if switches:
+            raise ValueError(
+                f"chat_template_kwargs: {', '.join(switches)} is not taken from requests; a server begun with "
+                "--allow-request-templates takes it"
+            )
+
+    def _stripped(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {**message, "content": _without(message.get("content"), list(special_tokens(self._tokenizer)))}
+
+    def _forced_call(self, request: GenerationRequest, source: PromptSource) -> ForcedCall | None:
+        choice = request.tool_choice if isinstance(request, ChatCompletionRequest) else None
+        forced = self._format.forced_call(choice, source.tools)
+        if forced is not None and request.response_format is not None:
+            raise ValueError("give response_format or a forced tool_choice, not both")
+        return forced
+
+    def _compiled(self, wanted: object, options: Mapping[str, Any], in_thought: bool) -> SerializedFormat | None:
+        """Compile a format for the tokens that end this request, which are those of `Request.plan`."""
+        special = special_tokens(self._tokenizer)
+        stops = options.get("stop") or []
+        stops = [stops] if isinstance(stops, str) else stops
+        end_ids = {*options.get("stop_token_ids", ()), *(special[text] for text in stops if text in special)}
+        if not options.get("ignore_eos"):
+            end_ids |= self._end_ids
+        return self._grammars.serialized(wanted, end_ids, in_thought)
+
+
+def _without(content: Any, tokens: Sequence[str]) -> Any:
+    """A message's content without special tokens, including those that removing others creates."""
+    if isinstance(content, list):
+        return [_without(part, tokens) for part in content]
+    if isinstance(content, Mapping):
+        return {**content, "text": _without(content["text"], tokens)} if "text" in content else content
+    if not isinstance(content, str):
+        return content
+    while any(token in content for token in tokens):
+        for token in tokens:
+            content = content.replace(token, "")
+    return content

@@ -1,0 +1,249 @@
+"""Responses in OpenAI's form: chat completions with tool calls and reasoning, and completions."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from openai.types import Completion, CompletionUsage
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.completion_usage import PromptTokensDetails
+from pydantic import BaseModel
+
+from spec_stack.hf.answer_parser import AnswerParser
+from spec_stack.serve.queue import OutputChunk
+from spec_stack.types import AnswerPart, Metrics, StepOutput, TokenLogprobs
+
+_FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
+# JSON has no infinity; OpenAI writes this for tokens that cannot come.
+_MIN_LOGPROB = -9999.0
+
+
+@dataclass(frozen=True)
+class OutputParsers:
+    """Makes a parser per choice, gives the bytes of a token, and says after how many calls the others are left out."""
+
+    parser: Callable[[], AnswerParser]
+    token_bytes: Callable[[int], bytes]
+    max_calls: int | None = None
+
+    def token_text(self, token_id: int) -> str:
+        """A token's text; OpenAI's form of bytes for a part of a character, and the id of a token without text."""
+        spelled = self.token_bytes(token_id)
+        try:
+            return spelled.decode() or f"token_id:{token_id}"
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
+
+
+@dataclass
+class Choice:
+    """One answer as it grows."""
+
+    parser: AnswerParser
+    content: str = ""
+    reasoning: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: str | None = None
+    metrics: Metrics | None = None
+    is_begun: bool = False
+
+
+class ResponseBuilder:
+    """Builds the response to one request, whole and in chunks."""
+
+    id_prefix = "response"
+
+    def __init__(self, model: str, num_choices: int, parsers: OutputParsers) -> None:
+        self._parsers = parsers
+        self._head: dict[str, Any] = {
+            "id": f"{self.id_prefix}-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": model,
+        }
+        self.choices = [Choice(parsers.parser()) for _ in range(num_choices)]
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether every choice has ended."""
+        return all(choice.finish_reason is not None for choice in self.choices)
+
+    def add(self, chunk: OutputChunk) -> list[BaseModel]:
+        """Add a step, and return the chunks that it makes in a stream."""
+        choice, output = self.choices[chunk.index], chunk.output
+        if output.logprobs is not None:
+            choice.logprobs = [*(choice.logprobs or ()), *output.logprobs]
+        if output.finish_reason is not None:
+            choice.finish_reason, choice.metrics = _FINISH_REASONS[output.finish_reason], output.metrics
+        return [self._chunk([{"index": chunk.index} | part]) for part in self._add(choice, output)]
+
+    def usage_chunk(self) -> BaseModel:
+        """Return the chunk with the usage alone."""
+        return self._chunk([], self._usage())
+
+    def whole(self) -> BaseModel:
+        """Return the response in one piece."""
+        raise NotImplementedError
+
+    def _add(self, choice: Choice, output: StepOutput) -> list[dict[str, Any]]:
+        """Add a step to a choice, and return what it streams."""
+        raise NotImplementedError
+
+    def _chunk(self, choices: list[dict[str, Any]], usage: CompletionUsage | None = None) -> BaseModel:
+        raise NotImplementedError
+
+    def _usage(self) -> CompletionUsage:
+        """The token counts; a prompt counts once for all its choices."""
+        costs = [choice.metrics for choice in self.choices if choice.metrics is not None]
+        num_prompt, num_new = costs[0].num_prompt_tokens, sum(cost.num_tokens for cost in costs)
+        return CompletionUsage(
+            prompt_tokens=num_prompt,
+            completion_tokens=num_new,
+            total_tokens=num_prompt + num_new,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=costs[0].num_cached_tokens),
+        )
+
+
+class ChatResponseBuilder(ResponseBuilder):
+    """Builds chat completions."""
+
+    id_prefix = "chatcmpl"
+
+    def whole(self) -> BaseModel:
+        choices = [
+            {
+                "index": index,
+                "finish_reason": choice.finish_reason,
+                "message": self._message(choice),
+                "logprobs": self._logprobs(choice.logprobs),
+            }
+            for index, choice in enumerate(self.choices)
+        ]
+        return ChatCompletion.model_validate(
+            self._head | {"object": "chat.completion", "choices": choices, "usage": self._usage()}
+        )
+
+    def _message(self, choice: Choice) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": choice.content, "refusal": None}
+        if choice.calls:
+            message |= {"tool_calls": choice.calls, "content": choice.content or None}
+        if choice.reasoning:
+            message["reasoning_content"] = choice.reasoning
+        return message
+
+    def _chunk(self, choices: list[dict[str, Any]], usage: CompletionUsage | None = None) -> BaseModel:
+        return ChatCompletionChunk.model_validate(
+            self._head | {"object": "chat.completion.chunk", "choices": choices, "usage": usage}
+        )
+
+    def _add(self, choice: Choice, output: StepOutput) -> list[dict[str, Any]]:
+        deltas = self._deltas(choice, output.text)
+        if not deltas and (choice.finish_reason is not None or output.logprobs):
+            deltas = [{}]
+        if not deltas:
+            return []
+        if not choice.is_begun:
+            choice.is_begun = True
+            # Null while text may follow, and beside a call; an empty answer is an empty text.
+            content = "" if choice.finish_reason is not None and not choice.calls else None
+            deltas[0] = {"role": "assistant", "content": content} | deltas[0]
+        parts: list[dict[str, Any]] = [{"delta": delta, "finish_reason": None} for delta in deltas]
+        parts[-1] |= {"finish_reason": choice.finish_reason, "logprobs": self._logprobs(output.logprobs)}
+        return parts
+
+    def _deltas(self, choice: Choice, text: str) -> list[dict[str, Any]]:
+        """Parse the text of a step, and return the changes of the message."""
+        parts = choice.parser.push(text)
+        if choice.finish_reason is not None:
+            parts += choice.parser.flush()
+        deltas = [delta for part in parts for delta in self._part_deltas(choice, part)]
+        if choice.finish_reason == "stop" and choice.calls:
+            choice.finish_reason = "tool_calls"
+        return deltas
+
+    def _part_deltas(self, choice: Choice, part: AnswerPart) -> list[dict[str, Any]]:
+        """Add a part to the message; a call streams first its name, then its arguments."""
+        if part.call is None and part.kind == "reasoning":
+            choice.reasoning += part.text
+            return [{"reasoning_content": part.text}]
+        if part.call is None:
+            choice.content += part.text
+            return [{"content": part.text}]
+        index = len(choice.calls)
+        if index == self._parsers.max_calls:
+            return []
+        call = part.call.as_dict()
+        choice.calls.append(call)
+        name = call | {"index": index, "function": {"name": part.call.name, "arguments": ""}}
+        arguments = {"index": index, "function": {"arguments": part.call.arguments}}
+        return [{"tool_calls": [name]}, {"tool_calls": [arguments]}]
+
+    def _logprobs(self, tokens: Sequence[TokenLogprobs] | None) -> dict[str, Any] | None:
+        if tokens is None:
+            return None
+        content = [
+            self._token(it.token_id, it.logprob) | {"top_logprobs": [self._token(*each) for each in it.top]}
+            for it in tokens
+        ]
+        return {"content": content, "refusal": None}
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": self._parsers.token_text(token_id),
+            "bytes": list(self._parsers.token_bytes(token_id)),
+            "logprob": max(logprob, _MIN_LOGPROB),
+        }
+
+
+class CompletionResponseBuilder(ResponseBuilder):
+    """Builds completions, whose chunks have the form of the whole."""
+
+    id_prefix = "cmpl"
+
+    def whole(self) -> BaseModel:
+        choices = [
+            {"index": index, "text": choice.content, "finish_reason": choice.finish_reason}
+            | self._logprobs(choice.logprobs)
+            for index, choice in enumerate(self.choices)
+        ]
+        return self._chunk(choices, self._usage())
+
+    def _chunk(self, choices: list[dict[str, Any]], usage: CompletionUsage | None = None) -> BaseModel:
+        return Completion.model_construct(**self._head, object="text_completion", choices=choices, usage=usage)
+
+    def _add(self, choice: Choice, output: StepOutput) -> list[dict[str, Any]]:
+        choice.content += output.text
+        if not output.text and choice.finish_reason is None and not output.logprobs:
+            return []
+        return [{"text": output.text, "finish_reason": choice.finish_reason} | self._logprobs(output.logprobs)]
+
+    def _logprobs(self, tokens: Sequence[TokenLogprobs] | None) -> dict[str, Any]:
+        """Parallel lists. Offsets are left out, because a token need not be whole characters."""
+        if tokens is None:
+            return {"logprobs": None}
+        return {
+            "logprobs": {
+                "tokens": [self._parsers.token_text(it.token_id) for it in tokens],
+                "token_logprobs": [max(it.logprob, _MIN_LOGPROB) for it in tokens],
+                "top_logprobs": [self._by_text(it.top) for it in tokens],
+            }
+        }
+
+    def _by_text(self, top: Sequence[tuple[int, float]]) -> dict[str, float]:
+        """Log-probabilities by text; a second token of the same text by its id."""
+        named: dict[str, float] = {}
+        for token_id, logprob in top:
+            text = self._parsers.token_text(token_id)
+            named[f"token_id:{token_id}" if text in named else text] = max(logprob, _MIN_LOGPROB)
+        return named
+
+
+BUILDERS: dict[str, type[ResponseBuilder]] = {
+    "/v1/chat/completions": ChatResponseBuilder,
+    "/v1/completions": CompletionResponseBuilder,
+}
+"""By path."""

@@ -1,0 +1,65 @@
+"""Worker processes: replaced when they die, and without memory of earlier requests."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import signal
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+from spec_stack import SpecStackGenerator
+from spec_stack.hf.structured import Grammars
+from spec_stack.serve.config import ServeConfig
+from spec_stack.serve.process_pool import PooledProcessor, RequestPool
+from spec_stack.serve.protocol import BadRequestError
+from tests.serve.hostile import CHAT, LOOP, chat, template
+
+
+def process(pool: RequestPool, body: bytes, **options: object) -> list[int]:
+    """The token ids of a request."""
+    config = ServeConfig(prepare_s=0.2, **options)  # type: ignore[arg-type]
+    return asyncio.run(PooledProcessor(pool, config).process("client", CHAT, body)).encoded.token_ids
+
+
+def test_workers_that_died_are_replaced(pool: RequestPool) -> None:
+    hello = chat()[1]
+    token_ids = process(pool, hello)
+    for worker in multiprocessing.active_children():
+        if worker.name == "pebble_pool_worker" and worker.pid is not None:
+            os.kill(worker.pid, signal.SIGKILL)
+            worker.join(60)
+    assert process(pool, hello) == token_ids
+
+
+def test_a_request_that_takes_too_long_ends_its_worker_and_no_other_request(pool: RequestPool) -> None:
+    hello = chat()[1]
+    token_ids = process(pool, hello)
+    with pytest.raises(BadRequestError, match=r"takes more than 0\.2 s of work or 256 MiB"):
+        process(pool, template(LOOP)[1], allow_request_templates=True)
+    assert process(pool, hello) == token_ids
+
+
+def test_a_request_that_takes_too_much_memory_is_refused(pool: RequestPool) -> None:
+    hello = chat()[1]
+    token_ids = process(pool, hello)
+    source = "{% set x = namespace(a='a') %}{% for _ in range(40) %}{% set x.a = x.a ~ x.a %}{% endfor %}"
+    with pytest.raises(BadRequestError):
+        process(pool, template(source)[1], allow_request_templates=True)
+    assert process(pool, hello) == token_ids
+
+
+def test_grammars_forget_what_earlier_requests_compiled(embedded: SpecStackGenerator) -> None:
+    pytest.importorskip("xgrammar")
+    grammars = Grammars(embedded.tokenizer, embedded.pair.vocab_size)
+    own = embedded.pair.end_ids
+    grammars.warm_up(own)
+    for end_id in range(20):
+        grammars.serialized({"type": "regex", "pattern": "a+"}, {end_id}, False)
+    assert len(grammars._compilers) == 8
+    assert own in grammars._compilers
+    grammars.clear()
+    assert list(grammars._compilers) == [own]
