@@ -293,7 +293,7 @@ def _encode_chat(tokenizer: Any, source: PromptSource, known: EncodedPrompt | No
         ids = list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
         return EncodedPrompt(ids, [(0, len(ids))], "the tokenizer gives no offsets, so all is protected", text)
     contents = chat.contents(text)
-    if known is not None and _goes_on(tokenizer, text, known):
+    if known is not None and _joint(tokenizer, text, known) is not None:
         encoded = known.going_on(_tokenize(tokenizer, text, len(known.text), contents))
     else:
         encoded = _tokenize(tokenizer, text, 0, contents)
@@ -317,20 +317,26 @@ def _tokenize(tokenizer: Any, text: str, begin: int, contents: Contents) -> Enco
     return EncodedPrompt(list(encoded.input_ids), protected, question=question)
 
 
-def _goes_on(tokenizer: Any, text: str, known: EncodedPrompt) -> bool:
-    """Whether a chat goes on from a known one with a special token: before one, the text does not matter to the tokens
-    after it."""
+def _joint(tokenizer: Any, text: str, known: EncodedPrompt) -> str | None:
+    """The special token with which a chat goes on from a known one; None where it does not. Before a special token, the
+    text does not matter to the tokens after it."""
     if not known.text or not text.startswith(known.text):
-        return False
-    return any(token and text.startswith(token, len(known.text)) for token in special_tokens(tokenizer))
+        return None
+    return next(
+        (token for token in special_tokens(tokenizer) if token and text.startswith(token, len(known.text))), None
+    )
 
 
 def splice(tokenizer: Any, encoded: EncodedPrompt, known: EncodedPrompt) -> EncodedPrompt:
-    """A chat that was encoded by itself, in the tokens of a known one where it goes on from that."""
-    if not _goes_on(tokenizer, encoded.text, known):
+    """A chat that was encoded by itself, in the tokens of a known one where it goes on from that. Tokenizes nothing."""
+    joint = _joint(tokenizer, encoded.text, known)
+    if joint is None:
         return encoded
-    tail = tokenizer(encoded.text[len(known.text) :], add_special_tokens=False, verbose=False).input_ids
-    return known.going_on(encoded.tail(len(encoded.token_ids) - len(tail)))
+    joint_id = tokenizer.convert_tokens_to_ids(joint)
+    places = [at for at, token_id in enumerate(encoded.token_ids) if token_id == joint_id]
+    if len(places) != encoded.text.count(joint):
+        return encoded
+    return known.going_on(encoded.tail(places[encoded.text.count(joint, 0, len(known.text))]))
 
 
 def num_shared(one: Any, other: Any) -> int:
