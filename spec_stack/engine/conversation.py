@@ -316,6 +316,7 @@ class Turn:
             request.protected,
             self._config.order,
             self._owed,
+            self._pair.positions == "contiguous",
         )
         planned = [*self._slots[: selection.num_held], *selection.positions]
         self.unfinished = replace(self.unfinished, planned=planned, num_restored=selection.num_restored)

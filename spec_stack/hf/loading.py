@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 
-from spec_stack.config import PRECISIONS, HubConfig, LoadConfig
+from spec_stack.config import PRECISIONS, HubConfig, LoadConfig, Positions
 from spec_stack.controller.predictor import find_predictor
 from spec_stack.hf.adapters import base_of, check_file, check_folder, is_adapter, merge
 from spec_stack.hf.architectures import check_architecture, text_config
@@ -178,7 +179,7 @@ def load_tokenizers(target: str, draft: str, hub: HubConfig | None = None) -> tu
     return tokenizer, tokenizer if shares else load_tokenizer(draft, of_draft)
 
 
-def load_draft(source: str | Path, target: PreTrainedModel) -> PreTrainedModel:
+def load_draft(source: str | Path, target: PreTrainedModel, positions: Positions = "original") -> PreTrainedModel:
     """A draft for a target that is loaded already, on its device and in its precision.
 
     Raises
@@ -188,22 +189,24 @@ def load_draft(source: str | Path, target: PreTrainedModel) -> PreTrainedModel:
     """
     path = _resolve_source("draft", source)
     config = load_config(path)
-    check_pair(target.config, config)
+    check_pair(target.config, config, positions)
     asked = precision_of(target)
     load = LoadConfig(asked if asked in PRECISIONS else "auto", asked if asked in DTYPES else "auto")
     _, precision = resolve_precisions(target.config, config, load, target.device)
     return _load_model(path, precision, target.device, config=config)
 
 
-def check_pair(target: Any, draft: Any) -> None:
-    """Raise ValueError where two configurations cannot work together."""
-    check_architecture("target", target)
+def check_pair(target: Any, draft: Any, positions: Positions = "original") -> None:
+    """Raise ValueError where two configurations cannot work together, with the target's positions original or not."""
+    check_architecture("target", target, positions)
     check_architecture("draft", draft)
 
 
 def max_positions(config: Any) -> int:
-    """Positions a model was made for."""
-    return int(text_config(config).max_position_embeddings)
+    """Positions a model was made for; any number of them where its configuration names none (ALiBi)."""
+    text = text_config(config)
+    named = (getattr(text, name, None) for name in ("max_position_embeddings", "max_seq_len"))
+    return next((int(limit) for limit in named if limit is not None), sys.maxsize)
 
 
 def end_token_ids(model: PreTrainedModel) -> frozenset[int]:
@@ -265,6 +268,7 @@ def open_pair(
     prepack_linears: bool | None = None,
     hub: HubConfig | None = None,
     device_map: DeviceMap | None = None,
+    positions: Positions = "original",
 ) -> FoundPair:
     """Find a pair and settle how it is loaded; everything that can be refused is refused here, before any long work.
 
@@ -282,6 +286,8 @@ def open_pair(
         Versions and rights.
     device_map : str or mapping, optional
         In place of `device`: where transformers, with accelerate, puts the parts of the models.
+    positions : {"original", "contiguous"}
+        The target's positions of kept tokens.
 
     Raises
     ------
@@ -295,7 +301,7 @@ def open_pair(
     on = resolve_device(device)
     sources = resolve_pair(target, draft)
     configs = load_config(sources[0], hub.options("target")), load_config(sources[1], hub.options("draft"))
-    check_pair(*configs)
+    check_pair(*configs, positions)
     precisions = resolve_precisions(*configs, load, on)
     for role, source, each in zip(_ROLES, sources, precisions, strict=True):
         if is_adapter(source) and each.name in QUANTIZED:

@@ -10,6 +10,7 @@ How it is used: `recall(importance, dropped, units, ...)` with the units of the 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from itertools import zip_longest
 
@@ -190,7 +191,12 @@ def pair_scores(prompt_ids: Sequence[int], question: Span, units: Units) -> torc
 
 
 def order_slots(
-    held: Sequence[int], restored: Sequence[int], num_cached: int, order: WritingOrder, owed: Sequence[int] = ()
+    held: Sequence[int],
+    restored: Sequence[int],
+    num_cached: int,
+    order: WritingOrder,
+    owed: Sequence[int] = (),
+    in_place: bool = False,
 ) -> tuple[int, list[int]]:
     """Say where what comes back is written.
 
@@ -211,6 +217,8 @@ def order_slots(
         end where that is nearer to it; "written" keeps all of it.
     owed : sequence of int
         Positions that were held, and have to be again.
+    in_place : bool
+        Whether what comes back is written at its place in order, whatever stands behind it (contiguous positions).
 
     Returns
     -------
@@ -218,7 +226,9 @@ def order_slots(
         How many of the held slots stay, and the positions that are written behind them, increasing.
     """
     num_staying = len(held)
-    if restored and order == "position":
+    if restored and in_place:
+        num_staying = bisect_left(held, restored[0])
+    elif restored and order == "position":
         last_dropped = dropped_positions([*held, *owed], num_cached)[-1]
         num_staying = next((slot for slot, position in enumerate(held) if position > last_dropped), num_staying)
         # After many turns of which nothing was dropped, all of them would stand behind it.
@@ -235,6 +245,7 @@ def select_turn(
     protected: Sequence[Span] = (),
     order: WritingOrder = "position",
     owed: Sequence[int] = (),
+    in_place: bool = False,
 ) -> Selection:
     """Select what the target prefills in a turn: what comes back of the old text, then what is kept of the new.
 
@@ -256,13 +267,15 @@ def select_turn(
         Where what comes back is written (`SessionConfig.order`).
     owed : sequence of int
         Positions that an earlier turn held, and that a turn which ended early has left out.
+    in_place : bool
+        As in `order_slots`.
 
     Returns
     -------
     Selection
         num_held of it says how many of the held slots stay; the rest of them is rolled back, and is part of it.
     """
-    num_staying, back = order_slots(held, restored, num_cached, order, owed)
+    num_staying, back = order_slots(held, restored, num_cached, order, owed, in_place)
     prompt_ids = evidence.prompt_ids
     kept: Sequence[int] = range(num_cached, len(prompt_ids))
     if config is not None:
