@@ -28,6 +28,7 @@ Unit = Literal["lines", "chunks"]
 ScoringQueries = Literal["look_ahead", "prompt"]
 HeadVote = Literal["max", "mean"]
 SparsePrefill = Literal["auto", "on", "off", "draft_only"]
+Positions = Literal["original", "contiguous"]
 # Names that can be configured: the keys of the rooms' registries, which write them here. No entry is loaded for it.
 KNOWN_POLICIES: list[str] = []
 KNOWN_PROPOSERS: list[str] = []
@@ -163,6 +164,11 @@ class PrefillConfig:
         "name of the selection rule, which scores the units: the draft's 'attention', 'bm25' (the question's words, as "
         "a search engine weighs them, without a pass of the draft), or a rule of one's own",
     )
+    positions: Positions = option(
+        "original",
+        "the target's positions of the kept tokens: 'original' is where they stand in the prompt, as in the paper; "
+        "'contiguous' makes them an ordinary, shorter prompt, which any architecture takes",
+    )
     on_scoring_error: OnScoringError = option(
         "dense", "what follows when scoring a prompt fails: 'dense' prefill, the traceback in the log, or 'raise'"
     )
@@ -183,6 +189,7 @@ class PrefillConfig:
         require_int("prefill_chunk", self.prefill_chunk, 1)
         require_one_of("draft_context", self.draft_context, get_args(DraftContext))
         require_one_of("sparse_prefill", self.sparse_prefill, get_args(SparsePrefill))
+        require_one_of("positions", self.positions, get_args(Positions))
         require_int("draft_slots", self.draft_slots, 4)
         require_one_of("on_scoring_error", self.on_scoring_error, get_args(OnScoringError))
         require_window(self.draft_window)

@@ -126,7 +126,7 @@ def _open_generator(
 ) -> SpecStackGenerator:
     if not isinstance(draft, str | Path):
         return SpecStackGenerator(target, draft, tokenizer, config=config, draft_tokenizer=draft_tokenizer)
-    model = load_draft(draft, target)
+    model = load_draft(draft, target, config.prefill.positions)
     if tokenizer is not None and draft_tokenizer is None:
         draft_tokenizer = load_tokenizer(str(draft)) if has_tokenizer(str(draft)) else None
     return SpecStackGenerator(target, model, tokenizer, config=config, draft_tokenizer=draft_tokenizer)

@@ -84,8 +84,18 @@ class SpecStackGenerator(GenerationMixin):
         predictors: Mapping[str, str | Path] | None = None,
         draft_tokenizer: Any = None,
     ) -> None:
-        pair = ModelPair.assemble(target, draft, tokenizer, draft_tokenizer, precision, draft_precision, predictors)
-        self._set_up(Engine(pair, _checked(config), policy))
+        config = _checked(config)
+        pair = ModelPair.assemble(
+            target,
+            draft,
+            tokenizer,
+            draft_tokenizer,
+            precision,
+            draft_precision,
+            predictors,
+            config.prefill.positions,
+        )
+        self._set_up(Engine(pair, config, policy))
 
     def _set_up(self, engine: Engine) -> None:
         self.engine, self.pair = engine, engine.pair
@@ -187,6 +197,7 @@ class SpecStackGenerator(GenerationMixin):
             prepack_linears=prepack_linears,
             hub=HubConfig(revision, draft_revision, token, trust_remote_code),
             device_map=device_map,
+            positions=_checked(config).prefill.positions,
         )
         return cls.over(Engine(pair, _calibrated(pair, config, draft, calibration), policy))
 

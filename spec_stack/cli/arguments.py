@@ -94,7 +94,7 @@ def window(text: str) -> int | tuple[int, int]:
 
 
 NONE = "none"
-# The flags of `PrefillConfig`: every field that a calibration decides, so that each can be set beside one.
+# The flags of `PrefillConfig`: every field that a calibration decides, so that each can be set beside one, and more.
 PRUNING: dict[str, Callable[[str], Any]] = {
     "keep_rate": float,
     "min_prompt_tokens": int,
@@ -109,6 +109,7 @@ PRUNING: dict[str, Callable[[str], Any]] = {
     "skipped_layers": int,
     "head_vote": str,
     "scorer": str,
+    "positions": str,
 }
 
 

@@ -208,7 +208,14 @@ class Turn:
     ) -> Selection:
         request = self._request
         selection = select_turn(
-            evidence, self._slots, request.num_cached, restored, config, request.protected, self._lost
+            evidence,
+            self._slots,
+            request.num_cached,
+            restored,
+            config,
+            request.protected,
+            self._lost,
+            self._pair.positions == "contiguous",
         )
         self.target.rollback(len(self._slots) - selection.num_held)
         return selection

@@ -8,10 +8,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spec_stack.config import HubConfig, LoadConfig
+from spec_stack.config import HubConfig, LoadConfig, Positions
 from spec_stack.hf.answer_format import AnswerFormat
-from spec_stack.hf.architectures import scoring_limit, text_config
+from spec_stack.hf.architectures import is_supported, scoring_limit, text_config
 from spec_stack.hf.attention import install
+from spec_stack.hf.contiguous import ContiguousModel
 from spec_stack.hf.loading import DeviceMap, check_pair, end_token_ids, max_positions, open_pair
 from spec_stack.hf.model import CachedModel
 from spec_stack.hf.precision import precision_of, warm_up_quantized, weight_bytes
@@ -33,7 +34,7 @@ class ModelPair:
     """Loaded models that fit together. Made by `assemble` or `load`; requests share it and change nothing in it.
 
     tokenizer is the target's, None for token ids only; translation is for a draft with another one. predictors are
-    files, by the name of the policy that uses them.
+    files, by the name of the policy that uses them. positions: `PrefillConfig.positions` of the target.
     """
 
     target: PreTrainedModel
@@ -48,6 +49,7 @@ class ModelPair:
     grammars: Grammars
     answer_format: AnswerFormat = field(default_factory=AnswerFormat)
     predictors: Mapping[str, str | Path] = field(default_factory=dict)
+    positions: Positions = "original"
 
     @cached_property
     def _pieces(self) -> Pieces | None:
@@ -71,18 +73,27 @@ class ModelPair:
         precision: str = "",
         draft_precision: str = "",
         predictors: Mapping[str, str | Path] | None = None,
+        positions: Positions = "original",
     ) -> ModelPair:
         """Put loaded models together; their attention is replaced in place.
 
         Raises ValueError for an unsupported architecture, two devices, vocabularies that cannot be matched.
         """
-        check_pair(target.config, draft.config)
+        check_pair(target.config, draft.config, positions)
         if target.device != draft.device:
             raise ValueError(f"target and draft are on different devices, {target.device} and {draft.device}")
         sizes = (text_config(model.config).vocab_size for model in (target, draft))
         vocabulary = compare(tokenizer, draft_tokenizer, *sizes)
         return cls._of(
-            target, draft, tokenizer, draft_tokenizer, vocabulary, precision, draft_precision, predictors or {}
+            target,
+            draft,
+            tokenizer,
+            draft_tokenizer,
+            vocabulary,
+            precision,
+            draft_precision,
+            predictors or {},
+            positions,
         )
 
     @classmethod
@@ -98,6 +109,7 @@ class ModelPair:
         hub: HubConfig | None = None,
         device_map: DeviceMap | None = None,
         target_weights: bool = True,
+        positions: Positions = "original",
     ) -> ModelPair:
         """Load a pair from folders or hub ids, the embedded one where neither is named.
 
@@ -106,13 +118,13 @@ class ModelPair:
         weights are read; raises ValueError as `hf.loading.open_pair` and `assemble` do.
         """
         found = open_pair(
-            target, draft, LoadConfig(precision, draft_precision), device, prepack_linears, hub, device_map
+            target, draft, LoadConfig(precision, draft_precision), device, prepack_linears, hub, device_map, positions
         )
         sizes = (text_config(config).vocab_size for config in found.configs)
         vocabulary = compare(*found.tokenizers, *sizes)
         models = found.load_models(target_weights)
         of_target, of_draft = (each.name for each in found.precisions)
-        return cls._of(*models, *found.tokenizers, vocabulary, of_target, of_draft, found.predictors)
+        return cls._of(*models, *found.tokenizers, vocabulary, of_target, of_draft, found.predictors, positions)
 
     @classmethod
     def _of(
@@ -125,11 +137,13 @@ class ModelPair:
         precision: str,
         draft_precision: str,
         predictors: Mapping[str, str | Path],
+        positions: Positions,
     ) -> ModelPair:
         for model in (target, draft):
             # A model that was trained may drop activations at random still.
             model.eval()
-            install(model)
+            if is_supported(model.config):
+                install(model)
             warm_up_quantized(model)
         is_foreign = vocabulary.relation == "other"
         return cls(
@@ -145,6 +159,7 @@ class ModelPair:
             grammars=Grammars(tokenizer, int(text_config(target.config).vocab_size)),
             answer_format=AnswerFormat.learn(tokenizer),
             predictors=predictors,
+            positions=positions,
         )
 
     @property
@@ -182,7 +197,7 @@ class ModelPair:
 
     def open_target(self, prefill_chunk: int) -> CachedModel:
         """The target with an empty cache."""
-        return CachedModel(self.target, prefill_chunk)
+        return (CachedModel if self.positions == "original" else ContiguousModel)(self.target, prefill_chunk)
 
     def open_draft(self, prefill_chunk: int, tokenization: DraftTokenization | None = None) -> DraftModel:
         """The draft with an empty cache, taking target ids and giving logits over them whatever its own tokenizer."""

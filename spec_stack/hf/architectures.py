@@ -15,6 +15,8 @@ from typing import Any, Literal
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
+from spec_stack.config import Positions
+
 Level = Literal["exact", "approximate", "refused"]
 # Attention layers that see the whole prompt, without which a draft cannot score it.
 MIN_SCORING_LAYERS = 1
@@ -61,6 +63,9 @@ _REASONS = {
     "opt": _LEARNED,
     "gemma2": _SOFT_CAP,
 }
+# They keep their state in a cache of their own, which cannot go back.
+_OWN_CACHE = ("rwkv", "xlstm", "reformer", "minimax", "xlnet")
+_NO_ROLLBACK = "its cache is no transformers cache, and cannot be rolled back"
 _UNTRIED = "it is not among those whose positions, masks and cache have been checked"
 
 
@@ -116,13 +121,22 @@ def scoring_limit(config: Any) -> int | None:
     return int(config.sliding_window) if num_sliding and not num_full else None
 
 
-def check_architecture(role: str, config: Any) -> None:
+def is_supported(config: Any) -> bool:
+    """Return whether a model can be a draft, or a target at original positions."""
+    return not _refusal(text_config(config))
+
+
+def check_architecture(role: str, config: Any, positions: Positions = "original") -> None:
     """Raise ValueError, with the reason, for a model on which positions, scoring or rollback would be wrong, and for a
     draft ("draft") without the attention layers that scoring needs."""
     config = text_config(config)
-    refusal = _refusal(config)
+    own_cache = config.model_type in _OWN_CACHE
+    refusal = _refusal(config) if positions == "original" else _NO_ROLLBACK if own_cache else ""
     if refusal:
-        raise ValueError(f"the {role} is a {config.model_type!r} model: {refusal}. Supported: {', '.join(SUPPORTED)}")
+        way = ' PrefillConfig(positions="contiguous") takes it.' if role == "target" and not own_cache else ""
+        raise ValueError(
+            f"the {role} is a {config.model_type!r} model: {refusal}.{way} Supported: {', '.join(SUPPORTED)}"
+        )
     num_layers = sum(_count_attention_layers(config))
     if role == "draft" and num_layers < MIN_SCORING_LAYERS:
         raise ValueError(
@@ -138,9 +152,7 @@ def _refusal(config: Any) -> str:
         return _REASONS.get(kind, _UNTRIED)
     if SUPPORTED[kind].recurrent and "state_idx" not in signature(LinearAttentionLayer.lazy_initialization).parameters:
         return f"transformers {version('transformers')} keeps the state of its layers in an older way; install 5.24"
-    rope = getattr(config, "rope_parameters", None) or {}
-    # Flat, or one set for every layer type.
-    for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+    for parameters in _rope_parameters(config):
         if parameters.get("rope_type") in ("dynamic", "longrope"):
             return (
                 f"it uses {parameters['rope_type']!r} RoPE, whose angles depend on the longest position seen so far: a "
@@ -151,6 +163,18 @@ def _refusal(config: Any) -> str:
     if getattr(config, "use_bidirectional_attention", None):
         return "its attention is bidirectional"
     return ""
+
+
+def _rope_parameters(config: Any) -> list[dict[str, Any]]:
+    """The parameters of RoPE, flat or one set for every layer type."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return [rope, *(value for value in rope.values() if isinstance(value, dict))]
+
+
+def rope_switch(config: Any) -> int | None:
+    """Tokens past which a long RoPE has other angles, for all of them; None where it is no such RoPE."""
+    found = [each for each in _rope_parameters(text_config(config)) if each.get("rope_type") == "longrope"]
+    return int(found[0]["original_max_position_embeddings"]) if found else None
 
 
 def _count_attention_layers(config: Any) -> tuple[int, int]:

@@ -367,11 +367,16 @@ def _attend_in_alike_blocks(
     return output.reshape(1, num_heads, num_queries, head_dim)
 
 
+def is_installed(model: PreTrainedModel) -> bool:
+    """Return whether the model's attention runs through `attend`."""
+    return bool(model.config._attn_implementation == NAME)
+
+
 def install(model: PreTrainedModel) -> None:
     """Run the model's attention through `attend`; the model is changed in place, once."""
-    loaded = model.config._attn_implementation
-    if loaded == NAME:
+    if is_installed(model):
         return
+    loaded = model.config._attn_implementation
     expected = "sdpa" if model._supports_sdpa else "eager"
     if loaded != expected:
         raise ValueError(

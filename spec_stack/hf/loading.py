@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 
-from spec_stack.config import PRECISIONS, HubConfig, LoadConfig
+from spec_stack.config import PRECISIONS, HubConfig, LoadConfig, Positions
 from spec_stack.controller.predictor import find_predictor
 from spec_stack.hf.architectures import check_architecture, text_config
 from spec_stack.hf.precision import DTYPES, QUANTIZED, Precision, precision_of, resolve_precisions, stored_precision
@@ -146,26 +147,28 @@ def load_tokenizers(target: str, draft: str, hub: HubConfig | None = None) -> tu
     return tokenizer, tokenizer if shares else load_tokenizer(draft, of_draft)
 
 
-def load_draft(source: str | Path, target: PreTrainedModel) -> PreTrainedModel:
+def load_draft(source: str | Path, target: PreTrainedModel, positions: Positions = "original") -> PreTrainedModel:
     """A draft for a target that is loaded already, on its device and in its precision."""
     path = resolve_source("draft", source)
     config = load_config(path)
-    check_pair(target.config, config)
+    check_pair(target.config, config, positions)
     asked = precision_of(target)
     load = LoadConfig(asked if asked in PRECISIONS else "auto", asked if asked in DTYPES else "auto")
     _, precision = resolve_precisions(target.config, config, load, target.device)
     return _load_model(path, precision, target.device, config=config)
 
 
-def check_pair(target: Any, draft: Any) -> None:
-    """Raise ValueError where two configurations cannot work together."""
-    check_architecture("target", target)
+def check_pair(target: Any, draft: Any, positions: Positions = "original") -> None:
+    """Raise ValueError where two configurations cannot work together, with the target's positions original or not."""
+    check_architecture("target", target, positions)
     check_architecture("draft", draft)
 
 
 def max_positions(config: Any) -> int:
-    """Positions a model was made for."""
-    return int(text_config(config).max_position_embeddings)
+    """Positions a model was made for; any number of them where its configuration names none (ALiBi)."""
+    text = text_config(config)
+    named = (getattr(text, name, None) for name in ("max_position_embeddings", "max_seq_len"))
+    return next((int(limit) for limit in named if limit is not None), sys.maxsize)
 
 
 def end_token_ids(model: PreTrainedModel) -> frozenset[int]:
@@ -220,6 +223,7 @@ def open_pair(
     prepack_linears: bool | None = None,
     hub: HubConfig | None = None,
     device_map: DeviceMap | None = None,
+    positions: Positions = "original",
 ) -> FoundPair:
     """Find a pair and settle how it is loaded.
 
@@ -233,7 +237,7 @@ def open_pair(
     on = resolve_device(device)
     sources = resolve_pair(target, draft)
     configs = load_config(sources[0], hub.options("target")), load_config(sources[1], hub.options("draft"))
-    check_pair(*configs)
+    check_pair(*configs, positions)
     precisions = resolve_precisions(*configs, load, on)
     for role, source, precision in zip(_ROLES, sources, precisions, strict=True):
         _check_quantizable_source(role, source, precision.name)

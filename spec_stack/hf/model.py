@@ -150,7 +150,7 @@ class CachedModel:
 
     def fork(self) -> CachedModel:
         """Another view with the same tokens. Nothing is copied until one of the two goes on (states are, at once)."""
-        other = CachedModel(self.model, self.prefill_chunk, self._num_ids)
+        other = type(self)(self.model, self.prefill_chunk, self._num_ids)
         with torch.inference_mode():
             other._cache = model_cache.fork(self._cache)
         other._states = States(other._cache)
@@ -175,7 +175,7 @@ class CachedModel:
 
     def filled(self, contents: Mapping[str, torch.Tensor]) -> CachedModel:
         """Another view of the same model with these contents. Raises ValueError where they are another model's."""
-        other = CachedModel(self.model, self.prefill_chunk, self._num_ids)
+        other = type(self)(self.model, self.prefill_chunk, self._num_ids)
         try:
             other._token_ids = contents["token_ids"].tolist()
             other._positions = contents["positions"].tolist()
@@ -278,9 +278,11 @@ class CachedModel:
             raise ValueError("some of the positions to restore are cached already")
         self._restored_end = len(self._positions) + num_restored
 
-    @property
-    def _slots(self) -> type[SlotPositions]:
-        return RestoredSlots if self._restored_end else SlotPositions
+    def _open_slots(
+        self, window: int | None = None, num_sinks: int = 0, last_layer: int | None = None
+    ) -> SlotPositions:
+        kind = RestoredSlots if self._restored_end else SlotPositions
+        return kind(self._positions, window, num_sinks, last_layer)
 
     def _cache_keys(
         self,
@@ -292,7 +294,7 @@ class CachedModel:
     ) -> None:
         """One forward of the model up to that attention layer's keys and values; to its end where there is none."""
         with self._piece(token_ids, positions):
-            slots = self._slots(self._positions, window, num_sinks, last_layer)
+            slots = self._open_slots(window, num_sinks, last_layer)
             with suppress(KeysCached):
                 self._call(token_ids, positions, slots, num_logits=1)
         if self.on_piece is not None:
@@ -301,7 +303,7 @@ class CachedModel:
     def _run(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> torch.Tensor:
         """One forward of the model; logits (num_logits, rows)."""
         with self._piece(token_ids, positions):
-            slots = self._slots(self._positions)
+            slots = self._open_slots()
             if self._last_layer is not None and len(token_ids) - num_logits >= _MIN_NARROWED:
                 slots.narrow_layer, slots.num_wanted = self._last_layer, num_logits
             logits = self._call(token_ids, positions, slots, num_logits)

@@ -10,6 +10,7 @@ How it is used: `recall(importance, dropped, units, ...)` with the units of the 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from itertools import zip_longest
 
@@ -190,7 +191,11 @@ def pair_scores(prompt_ids: Sequence[int], question: Span, units: Units) -> torc
 
 
 def order_slots(
-    held: Sequence[int], restored: Sequence[int], num_cached: int, lost: Sequence[int] = ()
+    held: Sequence[int],
+    restored: Sequence[int],
+    num_cached: int,
+    lost: Sequence[int] = (),
+    in_place: bool = False,
 ) -> tuple[int, list[int]]:
     """Say where what comes back is written.
 
@@ -208,6 +213,8 @@ def order_slots(
         Tokens of earlier turns.
     lost : sequence of int
         Positions that were held, and have to be again.
+    in_place : bool
+        Whether what comes back is written at its place in order, whatever stands behind it (contiguous positions).
 
     Returns
     -------
@@ -216,7 +223,9 @@ def order_slots(
         end where that is nearer to it), and the positions that are written behind them, increasing.
     """
     num_staying = len(held)
-    if restored:
+    if restored and in_place:
+        num_staying = bisect_left(held, restored[0])
+    elif restored:
         last_dropped = dropped_positions([*held, *lost], num_cached)[-1]
         num_staying = next((slot for slot, position in enumerate(held) if position > last_dropped), num_staying)
         # After many turns of which nothing was dropped, all of them would stand behind it.
@@ -232,6 +241,7 @@ def select_turn(
     config: PrefillConfig | None = None,
     protected: Sequence[Span] = (),
     lost: Sequence[int] = (),
+    in_place: bool = False,
 ) -> Selection:
     """Select what the target prefills in a turn: what comes back of the old text, then what is kept of the new.
 
@@ -251,13 +261,15 @@ def select_turn(
         Half-open spans of the conversation that are never dropped.
     lost : sequence of int
         Positions that an earlier turn held, and that a turn which was cancelled has left out.
+    in_place : bool
+        As in `order_slots`.
 
     Returns
     -------
     Selection
         num_held of it says how many of the held slots stay; the rest of them is rolled back, and is part of it.
     """
-    num_staying, back = order_slots(held, restored, num_cached, lost)
+    num_staying, back = order_slots(held, restored, num_cached, lost, in_place)
     prompt_ids = evidence.prompt_ids
     kept: Sequence[int] = range(num_cached, len(prompt_ids))
     if config is not None:

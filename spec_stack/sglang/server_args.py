@@ -186,6 +186,8 @@ class ServerConfig:
             raise ValueError("draft_slots are those of sparse_prefill 'draft_only'; add it, or leave draft_slots out")
         _refuse_unknown("", values, [entry.name for entry in fields(cls)])
         _refuse_unknown("prefill.", prefill, [entry.name for entry in fields(PrefillConfig) if not entry.kw_only])
+        if prefill.get("positions") == "contiguous":
+            raise ValueError('prefill.positions "contiguous" is for Transformers; before a server, spec_stack.Pruner')
         for name in ("keep_rate", "scoring_heads", "draft_window"):
             if isinstance(prefill.get(name), list):
                 # JSON has lists for tuples.

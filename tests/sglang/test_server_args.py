@@ -103,3 +103,8 @@ def test_an_fp4_cache_keeps_prompts_whole_and_an_fp8_one_does_not() -> None:
     assert support.pruning_refusal(args["auto"], model, model) is None
     assert support.pruning_refusal(args["fp8_e4m3"], model, model) is None
     assert "FP4" in (support.pruning_refusal(args["fp4_e2m1"], model, model) or "")
+
+
+def test_contiguous_positions_are_no_setting_of_a_server() -> None:
+    with pytest.raises(ValueError, match="is for Transformers"):
+        ServerConfig.from_mapping({"prefill": {"positions": "contiguous"}})

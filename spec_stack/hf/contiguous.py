@@ -1,0 +1,99 @@
+"""A model whose cached tokens are an ordinary prompt: a token's position in the model is its cache slot."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import nullcontext
+from inspect import signature
+from typing import TYPE_CHECKING
+
+import torch
+
+from spec_stack.hf import cache as model_cache
+from spec_stack.hf.architectures import rope_switch
+from spec_stack.hf.attention import is_installed
+from spec_stack.hf.model import CachedModel
+from spec_stack.hf.slots import SlotPositions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+# More rows of logits are asked of no forward.
+_MOST_LOGITS = 128
+# A long RoPE keeps its angles in the model, which requests share.
+_angles = threading.Lock()
+
+
+class ContiguousModel(CachedModel):
+    """A `CachedModel` of any architecture, which needs no `attention.install`.
+
+    Positions go in and come out as those of the whole text, and increase over the slots. The model itself is given the
+    slots, so that its own attention, masks and windows see a prompt of the cached tokens and no other.
+
+    Past a number of tokens a long RoPE has other angles for all of them. As in transformers, the cache is computed anew
+    there.
+    """
+
+    def __init__(self, model: PreTrainedModel, prefill_chunk: int, num_ids: int | None = None) -> None:
+        super().__init__(model, prefill_chunk, num_ids)
+        self._is_installed = is_installed(model)
+        self._takes_positions = "position_ids" in signature(model.forward).parameters
+        switch = rope_switch(model.config)
+        self._switch = sys.maxsize if switch is None else switch
+        if switch is not None:
+            # The first piece of a long prompt has to be past it.
+            self._most_in_piece = max(self._most_in_piece, switch + _MOST_LOGITS)
+
+    @property
+    def can_restore(self) -> bool:
+        """Return True: recalled tokens go back to their place, behind a rollback."""
+        return True
+
+    def forward(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> torch.Tensor:
+        """As a `CachedModel`'s; tokens on either side of the switch of a long RoPE go by themselves."""
+        room = self._switch - self.num_cached
+        num_late = len(token_ids) - room
+        if room <= 0 or not 0 < num_late < num_logits:
+            return super().forward(token_ids, positions, num_logits)
+        early = super().forward(token_ids[:room], positions[:room], num_logits - num_late)
+        return torch.cat([early, super().forward(token_ids[room:], positions[room:], num_late)])
+
+    def _take(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> tuple[list[int], list[int]]:
+        """Return what has to run: all that is cached, too, where its angles are others now."""
+        new_ids, at = super()._take(token_ids, positions, num_logits)
+        num_held = len(self._positions)
+        was_long = getattr(self._cache, "is_long", num_held > self._switch)
+        is_long = num_held + len(new_ids) > self._switch
+        if num_held and was_long != is_long:
+            new_ids, at = [*self._token_ids, *new_ids], [*self._positions, *at]
+            self.prefill_kept((), ())
+        self._cache.is_long = is_long
+        return new_ids, at
+
+    def _mark_restored(self, positions: Sequence[int]) -> None:
+        raise ValueError(f"position {positions[0]} comes before the cache's next position {self.next_position}")
+
+    def _open_slots(
+        self, window: int | None = None, num_sinks: int = 0, last_layer: int | None = None
+    ) -> SlotPositions:
+        return SlotPositions(range(len(self._positions)), window, num_sinks, last_layer)
+
+    def _call(
+        self, token_ids: Sequence[int], positions: Sequence[int], slots: SlotPositions, num_logits: int
+    ) -> torch.Tensor:
+        at = slots.positions[-len(token_ids) :]
+        if self._is_installed:
+            return super()._call(token_ids, at, slots, num_logits)
+        device = self.model.device
+        placed = {"position_ids": torch.tensor([at], device=device)} if self._takes_positions else {}
+        with nullcontext() if self._switch == sys.maxsize else _angles:
+            output = self.model(
+                input_ids=torch.tensor([token_ids], device=device),
+                use_cache=True,
+                **placed,
+                **model_cache.cache_argument(self.model, self._cache),
+            )
+        return output.logits[0, -num_logits:]  # type: ignore[no-any-return]
