@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from spec_stack import devices
 from spec_stack.hf.slots import KeysCached, Seen, SlotPositions
@@ -44,9 +45,9 @@ class LayerCapture:
     """
 
     scaling: float
-    queries: list[torch.Tensor] = field(default_factory=list)
-    keys: torch.Tensor | None = None
-    sinks: torch.Tensor | None = None
+    queries: list[Tensor] = field(default_factory=list)
+    keys: Tensor | None = None
+    sinks: Tensor | None = None
 
 
 _thread = threading.local()
@@ -80,12 +81,12 @@ def causal_mask(
     q_length: int,
     kv_length: int,
     q_offset: int = 0,
-    attention_mask: torch.Tensor | None = None,
+    attention_mask: Tensor | None = None,
     allow_is_causal_skip: bool = True,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     **kwargs: Any,
-) -> torch.Tensor | None:
+) -> Tensor | None:
     """A transformers mask function: its SDPA mask (batch, 1, q_length, kv_length), or None where `attend` is causal
     without one or masks by position."""
     if getattr(_thread, "slots", None) is not None:
@@ -97,7 +98,7 @@ def causal_mask(
         return None
     from transformers.masking_utils import sdpa_mask
 
-    mask: torch.Tensor | None = sdpa_mask(
+    mask: Tensor | None = sdpa_mask(
         q_length=q_length,
         kv_length=kv_length,
         q_offset=q_offset,
@@ -111,13 +112,13 @@ def causal_mask(
 
 def attend(
     module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     scaling: float | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:
     """A transformers attention function; the output (1, n, num_heads, head_dim), and no weights.
 
     query: (1, num_heads, n, head_dim), rotary positions applied. key, value: (1, num_kv_heads, num_cached, head_dim),
@@ -152,13 +153,8 @@ def attend(
 
 
 def _attend_by_mask(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor | None:
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, sinks: Tensor | None
+) -> Tensor | None:
     """Attention (1, num_heads, n, head_dim) under a mask, None being causal up to the last key; None where
     transformers' own function does as well."""
     num_queries, num_keys = query.shape[2], key.shape[2]
@@ -183,14 +179,8 @@ def _attend_by_mask(
 
 
 def _attend_by_position(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scale: float,
-    sinks: torch.Tensor | None,
-    slots: SlotPositions,
-    seen: Seen,
-) -> torch.Tensor | None:
+    query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None, slots: SlotPositions, seen: Seen
+) -> Tensor | None:
     """The same where positions say what is seen; None where nothing but the future is hidden from `seen.first` on, and
     no mask is needed for that."""
     num_queries, num_keys = query.shape[2], key.shape[2] - seen.first
@@ -206,12 +196,7 @@ def _attend_by_position(
 
 
 def _capture(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    scaling: float,
-    window: int | None,
-    sinks: torch.Tensor | None,
+    module: torch.nn.Module, query: Tensor, key: Tensor, scaling: float, window: int | None, sinks: Tensor | None
 ) -> None:
     """Hand queries and keys to whoever captures in this thread, if anybody does."""
     captured: dict[int, LayerCapture] | None = getattr(_thread, "captured", None)
@@ -223,9 +208,7 @@ def _capture(
     layer.keys = key[0] if window is None or key.shape[2] <= window else None
 
 
-def _attend_folded(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float
-) -> torch.Tensor:
+def _attend_folded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """The query heads that share a key head folded into the query length; (1, num_heads, n, head_dim)."""
     batch, num_heads, num_queries, head_dim = query.shape
     groups = num_heads // key.shape[1]
@@ -237,13 +220,8 @@ def _attend_folded(
 
 
 def _attend_with_sinks(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
-    sinks: torch.Tensor,
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, sinks: Tensor
+) -> Tensor:
     """Attention whose softmax has one more column per head, the sink's, which brings no value; (1, num_heads, n,
     head_dim). The mask is bool; None is causal up to the last key."""
     batch, num_heads, num_queries, head_dim = query.shape
@@ -265,7 +243,7 @@ def _attend_with_sinks(
     return torch.cat(outputs, dim=3).reshape(batch, num_heads, num_queries, head_dim)
 
 
-def _attend_past_and_present(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+def _attend_past_and_present(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """Causal attention of a long block over a long cache on a CPU, which has a fast kernel for either part alone.
 
     The block sees all of what is cached before it, and itself causally. Merged by the two log-sum-exps, without a mask,
@@ -280,23 +258,23 @@ def _attend_past_and_present(query: torch.Tensor, key: torch.Tensor, value: torc
     folded = query.reshape(batch, num_kv_heads, groups * num_queries, head_dim)
     before, log_sum_before = kernel(folded, key[:, :, :past], value[:, :, :past], 0.0, False, scale=scale)
     share = torch.sigmoid(log_sum_before.reshape(log_sum.shape) - log_sum)[..., None].to(output.dtype)
-    merged: torch.Tensor = torch.lerp(output, before.reshape(output.shape), share)
+    merged: Tensor = torch.lerp(output, before.reshape(output.shape), share)
     return merged
 
 
-Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
+Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
 
 
 def _attend_in_blocks(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     scale: float,
     slots: SlotPositions,
     seen: Seen,
     kernel: Kernel,
     begin: int | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Blocks of queries, each under a mask over the slots that it may see: right for any positions.
 
     begin: the first query's slot, where the queries are not the newest tokens.
@@ -320,8 +298,8 @@ def _attend_in_blocks(
 
 
 def _attend_in_windows(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, slots: SlotPositions, seen: Seen
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, value: Tensor, scale: float, slots: SlotPositions, seen: Seen
+) -> Tensor:
     """Windows and sinks, in time and memory linear in the queries: most blocks look alike, and run as one batch."""
     begin = key.shape[2] - query.shape[2]
     start = max(begin, slots.regular_from(seen))
@@ -341,15 +319,13 @@ def _attend_in_windows(
     return torch.cat(parts, 2)
 
 
-def _attend_in_alike_blocks(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, seen: Seen, start: int
-) -> torch.Tensor:
+def _attend_in_alike_blocks(query: Tensor, key: Tensor, value: Tensor, scale: float, seen: Seen, start: int) -> Tensor:
     """Blocks of queries from slot `start` on, each over all sinks and over a whole window before its first token."""
     _, num_heads, num_queries, head_dim = query.shape
     num_kv_heads, size, window = key.shape[1], _WINDOW_BLOCK, seen.window or 0
     groups, num_blocks = num_heads // num_kv_heads, num_queries // size
 
-    def by_block(cached: torch.Tensor) -> torch.Tensor:
+    def by_block(cached: Tensor) -> Tensor:
         """(num_blocks, num_kv_heads, sinks + window - 1 + size, head_dim)"""
         local = cached[0, :, start - window + 1 : start + num_queries].unfold(1, window - 1 + size, size)
         sinks = cached[0, :, : seen.num_sinks].expand(num_blocks, -1, -1, -1)
@@ -410,7 +386,7 @@ def _narrow(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 def _tokens(value: Any, num_tokens: int, start: int, stop: int) -> Any:
     """What a layer is handed, with the tokens start…stop - 1 of whatever there is one row per token of."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return value[:, start:stop] if value.dim() > 1 and value.shape[1] == num_tokens else value
     if isinstance(value, tuple):
         return tuple(_tokens(each, num_tokens, start, stop) for each in value)

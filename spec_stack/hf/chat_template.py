@@ -26,11 +26,7 @@ MARKED_TOOL: dict[str, Any] = {
     "function": {
         "name": "marked_tool_name",
         "description": "a tool",
-        "parameters": {
-            "type": "object",
-            "properties": {"marked_key": {"type": "string"}},
-            "required": ["marked_key"],
-        },
+        "parameters": {"type": "object", "properties": {"marked_key": {"type": "string"}}, "required": ["marked_key"]},
     },
 }
 """A tool by whose name and key a rendered chat is searched."""

@@ -40,11 +40,7 @@ class SlotPositions:
     """
 
     def __init__(
-        self,
-        positions: Sequence[int],
-        window: int | None = None,
-        num_sinks: int = 0,
-        last_layer: int | None = None,
+        self, positions: Sequence[int], window: int | None = None, num_sinks: int = 0, last_layer: int | None = None
     ) -> None:
         self.positions = positions
         self.last_layer = last_layer
