@@ -100,7 +100,12 @@ def prompts_for(arguments: argparse.Namespace, tokenizer: Any) -> Iterator[Evide
     """The prompts that the arguments ask for, always the same and in the same order."""
     if arguments.shapes:
         yield from shaped_prompts(
-            arguments.data, arguments.num_tokens, arguments.documents, measure_with(tokenizer), arguments.seed
+            arguments.data,
+            arguments.num_tokens,
+            arguments.documents,
+            measure_with(tokenizer),
+            arguments.seed,
+            arguments.per_shape,
         )
     elif arguments.multi_hop:
         yield from multi_hop(arguments.multi_hop, arguments.limit)
@@ -192,6 +197,7 @@ def main() -> None:
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--shapes", action="store_true", help="several questions a document, in many shapes of prompts")
     parser.add_argument("--documents", type=int, default=24, help="with --shapes, so many (%(default)s)")
+    parser.add_argument("--per-shape", type=int, default=2, help="with --shapes, questions a shape of a document")
     parser.add_argument("--multi-hop", type=Path, metavar="FILE", help="a set of multi-hop questions, JSON lines")
     parser.add_argument("--threads", type=int, default=1, help="torch threads (%(default)s)")
     add_row_arguments(parser, limited=False)

@@ -40,7 +40,7 @@ class Judged:
     heads : torch.Tensor
         (num_heads, 2): layer and head of each row below.
     by_head : torch.Tensor
-        (num_heads, num_units): the mean importance of a unit's tokens.
+        (num_heads, num_units): what a unit is worth by a head alone (`Units.worth`).
     words, default : torch.Tensor
         (num_units,): BM25's scores, and those of the default rule.
     costs : torch.Tensor
@@ -119,7 +119,7 @@ def judge(
     wanted = _marked(units, prompt.spans)
     return Judged(
         heads=torch.tensor(list(by_head)),
-        by_head=torch.stack([units.means(importance) for importance in by_head.values()]),
+        by_head=torch.stack([units.worth(importance, BY_HEAD) for importance in by_head.values()]),
         words=make_rule("bm25").score(evidence, units, WORDS),
         default=make_rule(PrefillConfig.scorer).score(evidence, units, PrefillConfig()),
         costs=_count(units, ~is_free),

@@ -37,7 +37,7 @@ _SHARE_OF_FIRST = 0.75
 _RESERVE = 0.02
 _NEVER = 1 << 30
 # Raise it where a judged prompt would be another: by its rules, or by what its file holds.
-_FORMAT = 2
+_FORMAT = 3
 Progress = Callable[[int, int, str], None]
 
 

@@ -17,7 +17,7 @@ from spec_stack.prefill.alignment import Span
 # Keys that are turned to fp32 at once.
 _KEYS_PER_TILE = 1 << 14
 # Times that a segment with a question mark counts what it is attended to.
-_QUESTION_MARK = 3.0
+_QUESTION_MARK = 5.0
 # Times that the background is taken off.
 _CONTRAST = 4.0
 _NO_LAYER = "no attention layer that sees the whole prompt was captured; the draft cannot score it"
@@ -154,7 +154,8 @@ def over_queries(
 
     Without segments it is the mean over the queries, as in the paper. With segments it is the largest attention of any
     query times its segment's weight, less what the queries that are not the question attend to in the mean: every query
-    attends to sinks and separators. A segment's queries say nothing of the segment itself.
+    attends to sinks and separators. A segment's queries say nothing of the segment itself; the tokens of the segment
+    with the largest weight, the question, count as the mean of as many of the most important ones, so that it is kept.
     """
     if not segments:
         return attention.mean(dim=-2)
@@ -167,7 +168,13 @@ def over_queries(
         asked = own.amax(dim=-2) * weight
         asked[..., slice(*segment.span)] = 0
         best = torch.maximum(best, asked)
-    return (best - _CONTRAST / max(num_others, 1.0) * background).clamp(min=0)
+    found = (best - _CONTRAST / max(num_others, 1.0) * background).clamp(min=0)
+    importance = found.clone()
+    for segment, weight in zip(segments, weights, strict=True):
+        if weight >= 1:
+            start, stop = segment.span
+            importance[..., start:stop] = found.topk(stop - start, dim=-1).values.mean(dim=-1, keepdim=True)
+    return importance
 
 
 def token_importance(

@@ -32,6 +32,8 @@ _OPENING, _NO_OPENING = 8, 4
 _HALF_LIFE = 12
 # Tokens of a segment where the texts are not known.
 _SEGMENT = 16
+# Fewest tokens of a segment without a question mark. A template's own line is shorter, and a sink of attention.
+_FEWEST = 4
 _QUESTION_MARK = re.compile("[?\uff1f\u061f\u037e\u2e2e]")
 
 
@@ -90,10 +92,20 @@ def find_candidates(num_tokens: int, pieces: Sequence[str] | None, protected: Se
         places.insert(0, (max(0, begin - _LEAD), begin))
     places.append((last[0], min(last[0] + _LEAD, start)))
     borders = _borders(num_tokens, pieces)
-    before = [segment for place in places for segment in _cut(borders, *place)]
-    segments = (*before, *_cut(borders, start, last[1]))
+    before = _askable([segment for place in places for segment in _cut(borders, *place)], pieces)
+    segments = (*before, *_askable(_cut(borders, start, last[1]), pieces))
     marked = tuple(pieces is not None and _has_mark(pieces, segment) for segment in segments)
     return Candidates(segments, marked, len(before), start, opening)
+
+
+def _askable(segments: list[Span], pieces: Sequence[str] | None) -> list[Span]:
+    """The segments that are long enough for a question or have its mark; all of them where none is."""
+    found = [
+        (start, stop)
+        for start, stop in segments
+        if stop - start >= _FEWEST or (pieces is not None and _has_mark(pieces, (start, stop)))
+    ]
+    return found or segments
 
 
 def _ends(start: int, stop: int) -> list[Span]:

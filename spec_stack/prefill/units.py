@@ -1,8 +1,8 @@
 """The units of a prompt that are kept or dropped whole: lines and sentences of its text, or chunks of so many tokens.
 
 How it is used: `make_units(num_tokens, pieces, config)` cuts a prompt up; a selection rule gives one score a unit
-(`units.means(importance)` turns scores of tokens into such), and `units.chosen(scores, config, keep_rate)` says which
-tokens are kept. Pure: tensors and strings. What `pieces` are is told at `spec_stack.tokenizers.pieces`.
+(`units.worth(importance, config)` turns importance of tokens into such), and `units.chosen(scores, config, keep_rate)`
+says which tokens are kept. Pure: tensors and strings. What `pieces` are is told at `spec_stack.tokenizers.pieces`.
 """
 
 from __future__ import annotations
@@ -65,6 +65,10 @@ class Units(ABC):
     @abstractmethod
     def means(self, values: torch.Tensor) -> torch.Tensor:
         """Mean per unit (num_units,) of one value per token (num_tokens,)."""
+
+    def worth(self, importance: torch.Tensor, config: PrefillConfig) -> torch.Tensor:
+        """Worth of every unit (num_units,) by the importance of the tokens (num_tokens,)."""
+        return self.means(importance)
 
     @abstractmethod
     def chosen(
@@ -130,6 +134,14 @@ class Lines(Units):
         owner = self.owner.to(values.device)
         sums = torch.zeros(len(self), dtype=torch.float64, device=values.device).index_add_(0, owner, values.double())
         return (sums / torch.bincount(owner, minlength=len(self))).to(values.dtype)
+
+    def worth(self, importance: torch.Tensor, config: PrefillConfig) -> torch.Tensor:
+        """The same; tokens that are kept anyway count 0. The first ones, sinks of attention, would carry their line."""
+        first, last = config.forced_tokens
+        inside = torch.zeros_like(importance)
+        inner = slice(first, max(first, self.num_tokens - last))
+        inside[inner] = importance[inner]
+        return self.means(inside)
 
     def chosen(
         self, scores: torch.Tensor, config: PrefillConfig, keep_rate: float, free: Collection[int] = ()

@@ -154,6 +154,14 @@ def test_the_best_line_is_kept_and_one_that_does_not_fit_is_passed_over() -> Non
     assert not set(range(5, 36)) & kept
 
 
+def test_tokens_that_are_kept_anyway_carry_no_line() -> None:
+    pieces = characters("a" * 9 + "\n" + "b" * 9 + "\n" + "c" * 9 + "\n" + "d" * 10)
+    importance = torch.zeros(40)
+    importance[0], importance[12], importance[39] = 9.0, 1.0, 9.0
+    worth = make_units(40, pieces, LINES).worth(importance, LINES)
+    torch.testing.assert_close(worth, torch.tensor([0.0, 0.1, 0.0, 0.0]))
+
+
 def test_a_dropped_line_comes_back_whole_and_without_a_margin() -> None:
     pieces = characters("aaaaaaaaa\nbbbbbbbbb\nccccccccc\n")
     importance = torch.zeros(40)

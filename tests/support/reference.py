@@ -108,7 +108,7 @@ def question_importance(
     spans = [*repeated, *in_place]
     others = [[looks[at] for at in range(start, min(stop, size - opening))] for start, stop in spans]
     means = [float(np.mean(each)) if each else None for each in others]
-    seen = [None if each is None else each * (3 if mark else 1) for each, mark in zip(means, marked, strict=True)]
+    seen = [None if each is None else each * (5 if mark else 1) for each, mark in zip(means, marked, strict=True)]
     largest = max(each for each in seen if each is not None)
     weights = [1.0 if each is None else each / largest for each in seen]
     queries, at = [], size
@@ -131,7 +131,12 @@ def question_importance(
                 outside = seen.copy()
                 outside[slice(*span)] = 0
                 best = np.maximum(best, weight * outside)
-        return np.maximum(best - 4 * others / max(num_others, 1), 0)
+        found = np.maximum(best - 4 * others / max(num_others, 1), 0)
+        kept = found.copy()
+        for (start, stop), weight in zip(spans, weights, strict=True):
+            if weight >= 1:
+                kept[start:stop] = np.sort(found)[size - (stop - start) :].mean()
+        return kept
 
     voting = behind if heads is None else list(heads)
     if mean:

@@ -13,4 +13,4 @@ class ByAttention(SelectionRule):
     """The mean importance of a unit. SpecPrefill, https://arxiv.org/abs/2502.02789, section 3.2.3."""
 
     def score(self, evidence: Evidence, units: Units, config: PrefillConfig) -> torch.Tensor:
-        return units.means(evidence.token_importance(config))
+        return units.worth(evidence.token_importance(config), config)

@@ -1,0 +1,26 @@
+"""Where the question is looked for, and what its tokens count."""
+
+from __future__ import annotations
+
+import torch
+
+from spec_stack.prefill.importance import Segment, over_queries
+from spec_stack.prefill.queries import find_candidates
+
+
+def test_a_short_line_is_no_segment_unless_it_has_a_question_mark() -> None:
+    pieces = list("abcdef\nok\nwhy?\nno?")
+    found = find_candidates(len(pieces), pieces)
+    assert found.segments == ((0, 7), (10, 15), (15, 18))
+    assert found.is_question == (False, True, True)
+
+
+def test_a_prompt_of_nothing_but_short_lines_keeps_its_segments() -> None:
+    assert find_candidates(3, list("a\nb")).segments == ((0, 2), (2, 3))
+
+
+def test_the_segment_that_counts_most_is_as_important_as_the_best_of_the_prompt() -> None:
+    attention = torch.tensor([[0.0, 0.6, 0.2, 0.0, 0.0, 0.2], [0.0, 0.6, 0.2, 0.2, 0.0, 0.0]])
+    segments = (Segment((0, 1), (3, 5)), Segment((1, 2), (5, 6)))
+    importance = over_queries(attention, segments, (1.0, 1.0))
+    torch.testing.assert_close(importance, torch.tensor([0.0, 0.6, 0.2, 0.4, 0.4, 0.6]))
