@@ -64,13 +64,17 @@ def selected(
     last: int,
     protected: Sequence[tuple[int, int]],
 ) -> list[int]:
-    """Whole lines by their mean score within the budget; the ends count into it, what is protected does not."""
+    """Whole lines by their mean score within the budget; the ends count into it, what is protected does not.
+
+    Tokens of the ends, which are kept anyway, carry no line.
+    """
     num_tokens, edges = len(pieces), borders(pieces, longest)
     kept = [at < first or at >= num_tokens - last for at in range(num_tokens)]
+    inside = [0.0 if forced else score for forced, score in zip(kept, scores, strict=True)]
     free = [any(start <= at < stop for start, stop in protected) for at in range(num_tokens)]
     left = math.ceil(round(keep_rate * num_tokens, 9)) - sum(kept)
     units = [range(start, stop) for start, stop in itertools.pairwise(edges)]
-    for unit in sorted(units, key=lambda unit: (-sum(scores[at] for at in unit) / len(unit), unit.start)):
+    for unit in sorted(units, key=lambda unit: (-sum(inside[at] for at in unit) / len(unit), unit.start)):
         new = [at for at in unit if not kept[at] and not free[at]]
         if new and len(new) <= left:
             left -= len(new)
