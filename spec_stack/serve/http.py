@@ -86,36 +86,20 @@ def client_of(request: Request, api_keys: Sequence[str]) -> str:
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """Return the body of a request.
+    """Return the body of a request. Raises BadRequestError (413) for a longer one, and ClientDisconnect.
 
     Many clients read the response only after they have sent the body, so that the rest of a long one is discarded.
-
-    Raises
-    ------
-    BadRequestError
-        413 for a body of more than `max_bytes`.
-    ClientDisconnect
-        Where the client disconnects first.
     """
-    refusal = BadRequestError(f"the body is longer than this server takes, {max_bytes} bytes", status=413)
-    if _declared_bytes(request) > max_bytes and request.headers.get("expect", "").lower() == "100-continue":
-        # The client has sent nothing yet.
-        raise refusal
     parts, num_bytes = [], 0
     async for part in request.stream():
         num_bytes += len(part)
-        if num_bytes > _MAX_DISCARDED_BYTES:
-            break
         if num_bytes <= max_bytes:
             parts.append(part)
+        if num_bytes > _MAX_DISCARDED_BYTES:
+            break
     if num_bytes > max_bytes:
-        raise refusal
+        raise BadRequestError(f"the body is longer than this server takes, {max_bytes} bytes", status=413)
     return b"".join(parts)
-
-
-def _declared_bytes(request: Request) -> int:
-    length = request.headers.get("content-length", "")
-    return int(length[:20]) if length.isdecimal() else 0
 
 
 class ServerWithHardStop(uvicorn.Server):

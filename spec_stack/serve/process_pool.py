@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
@@ -31,42 +31,8 @@ _PRELOADED = ("spec_stack.serve.process_pool", "xgrammar")
 _MAX_WORKERS = 4
 # Requests after which a worker is replaced, with whatever it has cached.
 _MAX_TASKS = 500
-_S_PER_BYTE, _WALL_SHARE, _GRACE_S = 5e-6, 6.0, 5.0
-
-
-@dataclass(frozen=True)
-class ProcessLimits:
-    """Limits of one request: processor seconds, for a short body, and bytes of memory beyond an idle worker's."""
-
-    cpu_s: float
-    max_bytes: int
-
-    def total_cpu_s(self, num_bytes: int) -> float:
-        """Return the processor seconds for a body of so many bytes."""
-        return self.cpu_s + _S_PER_BYTE * num_bytes
-
-    def wall_s(self, num_bytes: int) -> float:
-        """Return the seconds after which a worker is killed even if other processes kept the processor busy."""
-        return _WALL_SHARE * self.total_cpu_s(num_bytes)
-
-    @contextmanager
-    def enforced(self, num_bytes: int) -> Iterator[None]:
-        """Have the kernel kill this process at the time limits, and refuse it memory over the limit."""
-        import resource  # not on Windows
-
-        unlimited = resource.getrlimit(resource.RLIMIT_AS)
-        signal.setitimer(signal.ITIMER_PROF, self.total_cpu_s(num_bytes))
-        signal.setitimer(signal.ITIMER_REAL, self.wall_s(num_bytes))
-        # Linux alone enforces this limit, and says how much is in use.
-        with suppress(OSError, ValueError), open("/proc/self/statm", encoding="ascii") as statm:
-            in_use = int(statm.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-            resource.setrlimit(resource.RLIMIT_AS, (in_use + self.max_bytes, unlimited[1]))
-        try:
-            yield
-        finally:
-            resource.setrlimit(resource.RLIMIT_AS, unlimited)
-            signal.setitimer(signal.ITIMER_PROF, 0)
-            signal.setitimer(signal.ITIMER_REAL, 0)
+# Processor seconds per byte of a body, seconds for each processor second, and seconds left to the kernel.
+_S_PER_BYTE, _WALL_FACTOR, _GRACE_S = 5e-6, 6.0, 5.0
 
 
 class RequestPool:
@@ -98,17 +64,15 @@ class RequestPool:
         self._pool.stop()
         self._pool.join()
 
-    def submit(self, limits: ProcessLimits, path: str, body: bytes, config: ServeConfig) -> Future[ProcessedRequest]:
+    def submit(self, path: str, body: bytes, config: ServeConfig) -> Future[ProcessedRequest]:
         """Have a worker process a request; workers that died are replaced."""
         with self._lock:
             if not self._pool.active:
                 self.stop()
                 self._pool = self._open()
             # The kernel is faster; this is for a process that it cannot end.
-            timeout = limits.wall_s(len(body)) + _GRACE_S
-            future: Future[ProcessedRequest] = self._pool.schedule(
-                _process, (limits, path, body, config), timeout=timeout
-            )
+            timeout = _WALL_FACTOR * _cpu_s(config, len(body)) + _GRACE_S
+            future: Future[ProcessedRequest] = self._pool.schedule(_process, (path, body, config), timeout=timeout)
             return future
 
     def _open(self) -> ProcessPool:
@@ -124,7 +88,6 @@ class PooledProcessor:
     def __init__(self, pool: RequestPool, config: ServeConfig) -> None:
         # The API keys stay in the server's process.
         self._pool, self._config = pool, replace(config, api_keys=())
-        self._limits = ProcessLimits(config.prepare_s, config.max_prepare_bytes)
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def process(self, client: str, path: str, body: bytes) -> ProcessedRequest:
@@ -135,17 +98,22 @@ class PooledProcessor:
                 return await self._submit(path, body)
         except (ProcessExpired, TimeoutError) as error:
             raise BadRequestError(
-                f"the request takes more than {self._limits.total_cpu_s(len(body)):.1f} s of work or "
-                f"{self._limits.max_bytes >> 20} MiB of memory to render, tokenize and compile"
+                f"the request takes more than {_cpu_s(self._config, len(body)):.1f} s of work or "
+                f"{self._config.max_prepare_bytes >> 20} MiB of memory to render, tokenize and compile"
             ) from error
 
     async def _submit(self, path: str, body: bytes) -> ProcessedRequest:
         for _ in range(2):
-            future = await asyncio.to_thread(self._pool.submit, self._limits, path, body, self._config)
+            future = await asyncio.to_thread(self._pool.submit, path, body, self._config)
             # An idle worker that died breaks the pool, which the next submission opens anew.
             with suppress(BrokenProcessPool):
                 return await asyncio.wrap_future(future)
         raise RuntimeError("the worker processes end before they have started")
+
+
+def _cpu_s(config: ServeConfig, num_bytes: int) -> float:
+    """Processor seconds that a body of so many bytes may take."""
+    return config.prepare_s + _S_PER_BYTE * num_bytes
 
 
 _processor: RequestProcessor | None = None
@@ -164,11 +132,11 @@ def _start_worker(settings: bytes) -> None:
     _processor = RequestProcessor(tokenizer, end_ids, vocab_size, grammars)
 
 
-def _process(limits: ProcessLimits, path: str, body: bytes, config: ServeConfig) -> ProcessedRequest:
+def _process(path: str, body: bytes, config: ServeConfig) -> ProcessedRequest:
     """Process a request in this worker process."""
     if _processor is None:
         raise RuntimeError("the worker process was not started")
-    with limits.enforced(len(body)):
+    with _limited(_cpu_s(config, len(body)), config.max_prepare_bytes):
         try:
             return _processor.process(path, body, config)
         except MemoryError:
@@ -176,3 +144,24 @@ def _process(limits: ProcessLimits, path: str, body: bytes, config: ServeConfig)
             os._exit(1)
         finally:
             _processor.clear()
+
+
+@contextmanager
+def _limited(cpu_s: float, max_bytes: int) -> Iterator[None]:
+    """Have the kernel kill this process at the time limit, and refuse it memory over the limit."""
+    import resource  # not on Windows
+
+    unlimited = resource.getrlimit(resource.RLIMIT_AS)
+    signal.setitimer(signal.ITIMER_PROF, cpu_s)
+    # Where other processes keep the processor busy.
+    signal.setitimer(signal.ITIMER_REAL, _WALL_FACTOR * cpu_s)
+    # Linux alone enforces this limit, and says how much is in use.
+    with suppress(OSError, ValueError), open("/proc/self/statm", encoding="ascii") as statm:
+        in_use = int(statm.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        resource.setrlimit(resource.RLIMIT_AS, (in_use + max_bytes, unlimited[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, unlimited)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
