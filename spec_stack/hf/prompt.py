@@ -17,7 +17,7 @@ Message = Mapping[str, Any]
 Span = tuple[int, int]
 
 # Messages of these roles are never pruned.
-_KEPT_ROLES = ("system", "developer")
+KEPT_ROLES = ("system", "developer")
 # Marks stand for texts when a chat is rendered to learn its template; the number is no request's to guess. A part that
 # a template dumps as JSON is not shown.
 _MARK = f"\ue000{secrets.randbits(64)}:"
@@ -533,6 +533,23 @@ def fit_messages(tokenizer: Any, source: PromptSource) -> tuple[list[dict[str, A
     return fit.messages, fit.skeleton
 
 
+def chat_parts(tokenizer: Any, messages: Sequence[Message]) -> list[str | int]:
+    """A chat in order: the template's own texts, and for each content, which is one string, its message's number.
+
+    Without a template, or where it refuses these messages, the roles stand in its place.
+    """
+    skeleton = ""
+    if getattr(tokenizer, "chat_template", None):
+        try:
+            _, skeleton = fit_messages(tokenizer, PromptSource(messages=messages))
+        except ValueError:
+            skeleton = ""
+    if not skeleton:
+        written = [(f"{message['role']}: ", at, "\n\n") for at, message in enumerate(messages)]
+        return [*(part for each in written for part in each), "assistant:"]
+    return [int(part) if at % 2 else part for at, part in enumerate(_SHOWN.split(skeleton))]
+
+
 @dataclass(frozen=True)
 class _Fit:
     """Messages in one form, the skeleton of the chat, and whether the template shows JSON arguments as they are."""
@@ -672,7 +689,7 @@ def _content_spans(text: str, skeleton: str, messages: Sequence[Message]) -> tup
             found = text.find(part, at) if part and at >= 0 else -1
             at = found + len(part) if found >= 0 else -1
             continue
-        if messages[index]["role"] not in _KEPT_ROLES:
+        if messages[index]["role"] not in KEPT_ROLES:
             # A token may stand across two texts that have nothing between them.
             start = spans.pop()[0] if spans and spans[-1][1] == at else at
             spans.append((start, stop))
