@@ -13,6 +13,7 @@ import spec_stack.prefill.registry  # noqa: F401
 if TYPE_CHECKING:
     from spec_stack.api.custom_generate import with_draft
     from spec_stack.api.generator import SpecStackGenerator
+    from spec_stack.api.pruner import Pruner, PrunerConversation, PruneResult
     from spec_stack.api.session import Session
     from spec_stack.config import (
         DecodeConfig,
@@ -40,6 +41,9 @@ _HOMES = {
     "GenerationResult": "types",
     "Metrics": "types",
     "SamplingParams": "config",
+    "PruneResult": "api.pruner",
+    "Pruner": "api.pruner",
+    "PrunerConversation": "api.pruner",
     "Session": "api.session",
     "SessionConfig": "config",
     "Selection": "types",
@@ -55,6 +59,9 @@ __all__ = [
     "Metrics",
     "Policy",
     "PrefillConfig",
+    "PruneResult",
+    "Pruner",
+    "PrunerConversation",
     "SamplingParams",
     "Selection",
     "Session",

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 # Messages of these roles are never pruned.
-_KEPT_ROLES = ("system", "developer")
+KEPT_ROLES = ("system", "developer")
 # No request can guess the number in a mark. A part that a template dumps as JSON is not shown.
 _MARK = f"\ue000{secrets.randbits(64)}:"
 _SHOWN = re.compile(rf'(?<!"text": "){_MARK}(\d+)\ue001')
@@ -148,7 +148,7 @@ class FittedChat:
                 found = text.find(part, at) if part and at >= 0 else -1
                 at = found + len(part) if found >= 0 else -1
                 continue
-            if self.messages[index]["role"] not in _KEPT_ROLES:
+            if self.messages[index]["role"] not in KEPT_ROLES:
                 # A token may stand across two texts that have nothing between them.
                 start = spans.pop()[0] if spans and spans[-1][1] == at else at
                 spans.append((start, stop))
@@ -156,6 +156,20 @@ class FittedChat:
                 asked = {index: (asked[index][0] if index in asked else at, stop)}
             at = stop + len(part)
         return Contents(spans, len(edited), next(iter(asked.values()), None))
+
+
+def chat_parts(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[str | int]:
+    """A chat in order: the template's own texts, and for each content, which is one string, its message's number.
+
+    Without a template, or where it refuses these messages, the roles stand in its place.
+    """
+    skeleton = ""
+    if getattr(tokenizer, "chat_template", None):
+        skeleton = ChatTemplate(tokenizer, {"add_generation_prompt": True}).fit(messages).skeleton
+    if not skeleton:
+        written = [(f"{message['role']}: ", at, "\n\n") for at, message in enumerate(messages)]
+        return [*(part for each in written for part in each), "assistant:"]
+    return [int(part) if at % 2 else part for at, part in enumerate(_SHOWN.split(skeleton))]
 
 
 @dataclass(frozen=True)

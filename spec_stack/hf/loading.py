@@ -158,6 +158,15 @@ def load_draft(source: str | Path, target: PreTrainedModel, positions: Positions
     return _load_model(path, precision, target.device, config=config)
 
 
+def load_alone(source: str | Path, load: LoadConfig, device: str | None = None) -> PreTrainedModel:
+    """A draft without a target. Raises ValueError as `open_pair` and `FoundPair.load_models` do."""
+    path, on = resolve_source("draft", source), resolve_device(device)
+    config = load_config(path)
+    check_architecture("draft", config)
+    _, precision = resolve_precisions(config, config, load, on)
+    return _load_model(path, precision, on, config=config)
+
+
 def check_pair(target: Any, draft: Any, positions: Positions = "original") -> None:
     """Raise ValueError where two configurations cannot work together, with the target's positions original or not."""
     check_architecture("target", target, positions)

@@ -107,10 +107,10 @@ class Calibration:
         return replace(config, **chosen, calibrated_by=self.origin)
 
     def check(self, target: Any, draft: Any) -> str:
-        """Why it does not hold for models of these transformers configurations; empty where it does."""
+        """Why it does not hold for models of these transformers configurations, None for any; empty where it does."""
         for role, made_for, config in (("target", self.target, target), ("draft", self.draft, draft)):
             given = fingerprint(config)
-            if made_for and dict(made_for) != given:
+            if config is not None and made_for and dict(made_for) != given:
                 return f"it was made for another {role}: {dict(made_for)}, not {given}"
         return ""
 

@@ -1,0 +1,230 @@
+"""The Pruner: shorter messages, verbatim lines, and decisions that hold over turns."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from spec_stack import PrefillConfig, Pruner, PruneResult, SpecStackConfig, SpecStackGenerator
+from spec_stack.hf.loading import ASSETS
+from tests.support import models
+
+CODE = (Path(__file__).parents[2] / "spec_stack" / "prefill" / "words.py").read_text()
+OTHER = (Path(__file__).parents[2] / "spec_stack" / "prefill" / "decide.py").read_text()
+QUESTION = "What is the value of MAX_OCCURRENCES?"
+
+
+@pytest.fixture(scope="module")
+def pruner() -> Pruner:
+    return Pruner.from_pretrained(device="cpu")
+
+
+def is_subsequence(shorter: str, text: str) -> bool:
+    """Whether the lines of a text are those of another, in order, each as it was."""
+    lines = iter(text.splitlines(keepends=True))
+    return all(line in lines for line in shorter.splitlines(keepends=True))
+
+
+def chat(*turns: str) -> list[dict[str, Any]]:
+    return [{"role": "user" if at % 2 == 0 else "assistant", "content": text} for at, text in enumerate(turns)]
+
+
+def test_kept_spans_are_the_text_and_the_counts_are_within_the_budget(pruner: Pruner) -> None:
+    result = pruner.prune(CODE, max_tokens=400, question=QUESTION)
+    assert result.num_kept_tokens <= 400 < result.num_tokens
+    (kept,) = result.kept
+    assert (kept.message, kept.part) == (0, None)
+    assert result.messages == "".join(CODE[start:stop] for start, stop in kept.spans)
+    assert len(pruner._pair.tokenizer(result.messages).input_ids) <= 400
+    assert QUESTION not in result.messages
+    assert 'on: sparse_prefill="on"' in result.reason
+
+
+def test_lines_are_whole_and_a_marker_stands_for_every_gap(pruner: Pruner) -> None:
+    text = "".join(f"    line {at}: value_{at} = {at}\n" for at in range(120))
+    result = pruner.prune(text, keep_rate=0.3, marker="[gap]")
+    assert is_subsequence(result.messages.replace("[gap]\n", ""), text)
+    (kept,) = result.kept
+    edges = [0, *(edge for span in kept.spans for edge in span), len(text)]
+    num_gaps = sum(start < stop for start, stop in zip(edges[::2], edges[1::2], strict=True))
+    assert result.messages.count("[gap]\n") == num_gaps > 3
+
+
+def test_the_selection_is_the_generators(pruner: Pruner) -> None:
+    generator = SpecStackGenerator.from_pretrained(device="cpu", prepack_linears=False)
+    messages = [{"role": "system", "content": "Be brief."}, *chat(f"{CODE}\n{QUESTION}")]
+    metrics = generator.generate(messages=messages, max_tokens=1, keep_rate=0.3, sparse_prefill="on").metrics
+    result = pruner.prune(messages, keep_rate=0.3)
+    assert result.num_tokens == metrics.num_prompt_tokens
+    # Segments at the ends are rounded up.
+    assert metrics.num_kept_tokens <= result.num_kept_tokens <= metrics.num_kept_tokens + 2 * 128
+
+
+def test_only_texts_change_and_the_shape_is_as_given(pruner: Pruner) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    text = {"type": "text", "text": CODE, "cache_control": 1}
+    call = {"id": "a", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    messages = [
+        {"role": "system", "content": CODE[:600]},
+        {
+            "role": "user",
+            "content": [text, image, {"type": "text", "text": OTHER}],
+        },
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": OTHER, "name": "look"},
+        {"role": "user", "content": QUESTION},
+    ]
+    given = copy.deepcopy(messages)
+    result = pruner.prune(messages, keep_rate=0.2)
+    assert messages == given
+    shorter = result.messages
+    assert [set(message) for message in shorter] == [set(message) for message in messages]
+    assert shorter[0] == messages[0]
+    assert shorter[2] == messages[2]
+    assert shorter[4] == messages[4]
+    assert shorter[1]["content"][1] == image
+    assert shorter[1]["content"][0]["cache_control"] == 1
+    for short, whole in ((shorter[1]["content"][0]["text"], CODE), (shorter[3]["content"], OTHER)):
+        assert 0 < len(short) < len(whole)
+    assert {(kept.message, kept.part) for kept in result.kept} == {(0, None), (1, 0), (1, 2), (3, None), (4, None)}
+
+
+def test_what_is_protected_stays_with_its_line(pruner: Pruner) -> None:
+    wanted = [line for line in CODE.splitlines() if "searchsorted" in line]
+    result = pruner.prune(CODE, keep_rate=0.1, protect=["searchsorted"])
+    assert len(wanted) > 1
+    assert all(line in result.messages for line in wanted)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({}, "shorter than min_prompt_tokens"),
+        ({"keep_rate": 1.0}, "keep_rate is 1.0"),
+        ({"max_tokens": 10**6}, "no more than max_tokens"),
+        ({"keep_rate": 0.5, "protect": ["a"]}, ""),
+    ],
+)
+def test_a_prompt_that_is_not_pruned_comes_back_as_it_was(pruner: Pruner, options: dict[str, Any], reason: str) -> None:
+    result = pruner.prune("a b. " * 40 if "protect" in options else CODE, **options)
+    assert result.num_kept_tokens == result.num_tokens
+    assert reason in result.reason
+    assert result.messages in (CODE, "a b. " * 40)
+
+
+def test_a_prompt_past_the_drafts_positions_comes_back_with_the_reason(pruner: Pruner) -> None:
+    long = "word " * (pruner._pair.max_positions[1] + 10)
+    result = pruner.prune(long, keep_rate=0.1)
+    assert result.messages == long
+    assert "the draft" in result.reason
+
+
+def characters(result: PruneResult) -> set[int]:
+    """The kept characters of the first text, which are what came back of it."""
+    kept = [at for start, stop in result.kept[0].spans for at in range(start, stop)]
+    assert kept == sorted(set(kept))
+    return set(kept)
+
+
+def test_a_conversation_keeps_what_it_kept_and_recalls_to_its_place(pruner: Pruner) -> None:
+    conversation, text = pruner.conversation(), f"{CODE}\nWhat does add_votes do?"
+    messages = chat(text)
+    first = conversation.prune(messages, keep_rate=0.2)
+    messages += chat("", "It adds votes to units.", "Thanks. Go on.")[1:]
+    quiet = conversation.prune(messages, keep_rate=0.2)
+    assert characters(first) <= characters(quiet)
+    assert quiet.messages[1] == messages[1]
+    dropped = next(line for line in CODE.splitlines() if "radix =" in line)
+    messages += chat("", "Yes.", "What is radix = (len(words) + 1)?")[1:]
+    asked = conversation.prune(messages, keep_rate=0.2)
+    assert characters(quiet) < characters(asked)
+    assert dropped not in first.messages[0]["content"]
+    assert dropped in asked.messages[0]["content"]
+    assert asked.num_recalled_tokens > 0
+    assert asked.messages[0]["content"] == "".join(text[at] for at in sorted(characters(asked)))
+    # The draft's cache has changed nothing.
+    assert pruner.prune(messages[:1], keep_rate=0.2).messages == first.messages
+
+
+def test_an_edited_conversation_goes_back(pruner: Pruner) -> None:
+    conversation = pruner.conversation()
+    conversation.prune(chat(CODE, "Fine.", QUESTION), keep_rate=0.2)
+    result = conversation.prune(chat(OTHER, "Fine.", QUESTION), keep_rate=0.2)
+    assert result.messages[0]["content"] == "".join(OTHER[at] for at in sorted(characters(result)))
+    assert result.num_recalled_tokens == 0
+    assert len(characters(result)) < len(OTHER) / 2
+
+
+@pytest.mark.parametrize(
+    ("messages", "options", "message"),
+    [
+        ("", {}, "no text to prune"),
+        ([], {}, "no text to prune"),
+        (None, {}, "a text or a list"),
+        ([{"content": "x"}], {}, "'role'"),
+        ([{"role": "user", "content": 3}], {}, "a string or a list of parts"),
+        ("x", {"keep_rate": 0}, "keep_rate"),
+        ("x", {"max_tokens": 0}, "max_tokens must be"),
+        ("x", {"max_tokens": True}, "max_tokens must be"),
+        ("x", {"question": 3}, "question must be"),
+        ("x", {"protect": "abc"}, "protect must be"),
+        ("x", {"marker": None}, "marker must be"),
+    ],
+)
+def test_what_cannot_be_used_is_named(pruner: Pruner, messages: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        pruner.prune(messages, **options)
+
+
+def test_a_draft_that_is_not_there_or_cannot_score_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="neither a folder nor a hub id"):
+        Pruner.from_pretrained(tmp_path / "nothing")
+    with pytest.raises(ValueError, match="cannot load the tokenizer"):
+        Pruner.from_pretrained(ASSETS / "draft", device="cpu")
+    with pytest.raises(ValueError, match="needs the draft's tokenizer"):
+        Pruner(models.make_model(), None)
+    with pytest.raises(ValueError, match="config must be a PrefillConfig"):
+        Pruner(models.make_model(), object(), SpecStackConfig())  # type: ignore[arg-type]
+
+
+def test_without_a_template_roles_stand_in_its_place_and_a_text_is_read_as_it_is() -> None:
+    tokenizer = models.make_tokenizer("a b c d e . : u s r t i n Ġ Ċ ?", "<s>", bos=True)
+    pruner = Pruner(models.make_model(vocab=64), tokenizer, PrefillConfig(chunk_size=4, keep_last=1))
+    text = "a b c.\nb a d.\n" * 20
+    for given in (text, [{"role": "user", "content": text}]):
+        result = pruner.prune(given, keep_rate=0.3)
+        shorter = result.messages if isinstance(given, str) else result.messages[0]["content"]
+        assert 0 < len(shorter) < len(text)
+        assert is_subsequence(shorter, text)
+
+
+class Slow:
+    """A tokenizer without offsets: one token a character, whose texts may be others."""
+
+    is_fast, chat_template, bos_token_id, eos_token_id = False, None, None, None
+
+    def __init__(self, spells: bool) -> None:
+        self._spells, self.added_tokens_decoder = spells, dict[int, Any]()
+
+    def __call__(self, text: str, **options: Any) -> Any:
+        return SimpleNamespace(input_ids=[ord(each) % 64 for each in text])
+
+    def decode(self, token_ids: list[int], **options: Any) -> str:
+        return "".join(self.convert_ids_to_tokens(token_id) for token_id in token_ids)
+
+    def convert_ids_to_tokens(self, token_id: int) -> str:
+        return "#" if not self._spells else "\n" if token_id == 10 else chr(token_id + 64)
+
+
+def test_a_tokenizer_without_offsets_has_to_spell_the_text() -> None:
+    config = PrefillConfig(chunk_size=4, keep_last=1)
+    text = "abcde\nfghij\n" * 20
+    result = Pruner(models.make_model(), Slow(spells=True), config).prune(text, keep_rate=0.3)
+    assert 0 < len(result.messages) < len(text)
+    assert is_subsequence(result.messages, text)
+    with pytest.raises(ValueError, match="Slow gives no offsets"):
+        Pruner(models.make_model(), Slow(spells=False), config).prune(text, keep_rate=0.3)
