@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -12,10 +14,11 @@ from spec_stack.controller.base import Policy
 from spec_stack.controller.lookup import LookupGate
 from spec_stack.controller.pool import PolicyPool, Shelf
 from spec_stack.decode.loop import decode
+from spec_stack.decode.propose import propose
 from spec_stack.decode.proposer import Means
 from spec_stack.decode.registry import make_proposer
+from spec_stack.decode.sampler import Sampler
 from spec_stack.engine.conversation import SingleTurn, Turn
-from spec_stack.engine.drafted import begin_metrics, draft_prompt
 from spec_stack.engine.drawing import drawing_of, stopper_of
 from spec_stack.engine.options import Call
 from spec_stack.engine.pair import ModelPair
@@ -23,8 +26,10 @@ from spec_stack.engine.prefix_store import PrefixStore, StoredTurn
 from spec_stack.engine.request import Request, plan_request
 from spec_stack.hf.model_sampling import ignored_sampling
 from spec_stack.hf.prompt import EncodedPrompt
-from spec_stack.types import StepOutput
+from spec_stack.types import Metrics, Proposal, Selection, StepOutput
 from spec_stack.warning import OnceEach
+
+logger = logging.getLogger(__name__)
 
 
 class Engine:
@@ -90,17 +95,17 @@ class Engine:
             drawing = drawing_of(request, pair.target)
             models: list[Any] = [caches.draft]
             begun_s = caches.draft.forward_s
-            drafted = draft_prompt(request, caches, drawing.look_ahead, self._warnings)
-            draft = caches.draft if drafted.num_scored_tokens else caches.draft_beside_dense()
+            scored = _score_or_take_whole(request, caches, drawing.look_ahead, self._warnings)
+            draft = caches.draft if scored.num_scored_tokens else caches.draft_beside_dense()
             models += [caches.target] if draft is models[0] else [caches.target, draft]
             begun_s += sum(model.forward_s for model in models[1:])
-            metrics = begin_metrics(request, drafted, pair, policy.name, drawing.seed)
+            metrics = _begin_metrics(request, scored, pair, policy.name, drawing.seed)
             steps = decode(
                 target=caches.target,
                 draft=draft,
                 prompt_ids=request.prompt_ids,
-                selection=drafted.selection,
-                proposal=drafted.proposal,
+                selection=scored.selection,
+                proposal=scored.proposal,
                 policy=policy,
                 proposer=make_proposer(
                     request.proposer,
@@ -113,7 +118,7 @@ class Engine:
                 clock=clock,
                 num_logprobs=request.num_logprobs,
             )
-            with request.progress.watch(caches.target, "prefill", len(drafted.selection.positions)):
+            with request.progress.watch(caches.target, "prefill", len(scored.selection.positions)):
                 first = next(steps)
             for output in chain([first], steps):
                 metrics.add(output.record, clock.elapsed_s)
@@ -124,3 +129,66 @@ class Engine:
                     output = replace(output, metrics=metrics)
                 with clock.paused():
                     yield output
+
+
+@dataclass(frozen=True)
+class ScoredPrompt:
+    """A prompt, scored and selected or taken whole: what the target prefills, the first proposal, and why."""
+
+    selection: Selection
+    proposal: Proposal
+    num_scored_tokens: int
+    num_cached: int
+    reason: str
+
+
+def _score_or_take_whole(request: Request, caches: Turn, sampler: Sampler, warnings: OnceEach) -> ScoredPrompt:
+    """Have the draft score the prompt where that is needed; else, or where it fails, take it whole.
+
+    Raises what scoring raises where the request wants it raised.
+    """
+    reason = request.reason
+    if caches.needs_scoring:
+        look_ahead = partial(propose, caches.draft, sampler=sampler, end_ids=request.stop_tokens.all_ids)
+        num_tokens = max(0, request.num_draft_tokens - caches.draft.num_cached)
+        try:
+            with request.clock.measure("scoring"), request.progress.watch(caches.draft, "scoring", num_tokens):
+                selection, proposal = caches.score(look_ahead)
+        except Exception as error:
+            if request.prefill.on_scoring_error == "raise":
+                raise
+            # Nothing has been handed out yet, so dense prefill is still open, whatever went wrong.
+            logger.exception("scoring a prompt of %d tokens failed; it is prefilled densely", len(request.prompt_ids))
+            reason = f"scoring failed, prefilled densely: {type(error).__name__}: {error}"
+            warnings.warn("scoring", f"{reason} (metrics.sparse_prefill_reason tells each time)")
+            caches.reopen_draft()
+        else:
+            if request.scores and selection.num_new == request.num_new_tokens:
+                reason += f", but chunks and protected spans cover the whole {request.text}"
+            return ScoredPrompt(selection, proposal, len(request.prompt_ids), caches.num_cached, reason)
+    selection = caches.take_all()
+    return ScoredPrompt(selection, Proposal(), 0, caches.num_cached, reason)
+
+
+def _begin_metrics(request: Request, scored: ScoredPrompt, pair: ModelPair, policy: str, seed: int | None) -> Metrics:
+    """Return a request's metrics as far as they are known before its first step."""
+    selection = scored.selection
+    return Metrics(
+        num_prompt_tokens=len(request.prompt_ids),
+        num_kept_tokens=selection.num_held + len(selection.positions),
+        num_scored_tokens=scored.num_scored_tokens,
+        sparse_prefill=selection.num_new < request.num_new_tokens,
+        sparse_prefill_reason=scored.reason,
+        policy=policy,
+        precision=pair.precision,
+        draft_precision=pair.draft_precision,
+        target_weight_bytes=pair.target_weight_bytes,
+        draft_weight_bytes=pair.draft_weight_bytes,
+        seed=seed,
+        proposer=request.proposer,
+        num_new_tokens=len(request.prompt_ids) - scored.num_cached,
+        num_cached_tokens=scored.num_cached,
+        num_restored_tokens=selection.num_restored,
+        num_rewritten_tokens=selection.num_rewritten,
+        decode_reason="; ".join(filter(None, (pair.vocabulary.decode_reason, request.decode_note))),
+    )
