@@ -32,9 +32,9 @@ from experiments.policies.published_columns import StepTable
 from experiments.policies.rivals.bandit import Bandit
 from spec_stack.config import MAX_GAMMA
 from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord
-from spec_stack.controller.confidence import Confidence
 from spec_stack.controller.predictor import Card, StepPredictor
 from spec_stack.controller.registry import POLICY_NAMES, make_policy
+from spec_stack.controller.simple import Confidence
 from spec_stack.controller.speckv import SpecKV
 from spec_stack.offline.oracles import BestFixed, TaskOracle, best_fixed, oracle
 from spec_stack.offline.records import read_records

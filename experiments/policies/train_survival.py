@@ -29,9 +29,9 @@ from sklearn.preprocessing import StandardScaler
 from experiments.common.environment import describe
 from experiments.common.script import run_script
 from experiments.policies.simulated_pair import Text, read_texts
+from spec_stack.controller.acceptance import KIND, SURVIVAL_FEATURES, survival_features
 from spec_stack.controller.base import DraftSignals
 from spec_stack.controller.predictor import Card, save_predictor
-from spec_stack.controller.survival import KIND, SURVIVAL_FEATURES, survival_features
 from spec_stack.offline.training import as_network
 
 NUM_PARTS = 5

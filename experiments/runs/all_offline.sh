@@ -34,7 +34,6 @@ part bench_latency experiments/runs/bench_latency.sh
 part prefill_grid experiments/runs/prefill_grid.sh
 part bench_prepack experiments/runs/bench_prepack.sh
 part decode_collapse experiments/runs/decode_collapse.sh
-part compare_batches experiments/runs/compare_batches.sh
 if [ -n "${DATA:-}" ]; then
     part bench_policies experiments/runs/bench_policies.sh "$DATA"
 fi

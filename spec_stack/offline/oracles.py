@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from spec_stack.config import MAX_GAMMA
 from spec_stack.controller.base import Policy, StepContext, check_gamma
-from spec_stack.controller.fixed import Fixed
+from spec_stack.controller.simple import Fixed
 from spec_stack.offline.replay import Costs, ReplayText, Score, replay
 
 

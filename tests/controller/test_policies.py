@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from experiments.policies.rivals.bandit import Bandit
 from spec_stack.config import MAX_GAMMA
 from spec_stack.controller.base import DraftSignals, Policy, StepContext
-from spec_stack.controller.batch_throughput import BatchThroughput
+from spec_stack.controller.batch import BatchThroughput
 from spec_stack.controller.pool import PolicyPool
 from spec_stack.controller.registry import (
     BATCH_POLICY_NAMES,
@@ -37,7 +37,7 @@ def test_importing_the_controller_loads_no_torch_and_no_scikit_learn() -> None:
         "import sys, spec_stack.controller, spec_stack.controller.registry, spec_stack.controller.throughput, "
         "spec_stack.controller.predictor, spec_stack.offline.replay, spec_stack.offline.training, "
         "spec_stack.controller.speckv, spec_stack.offline.records, spec_stack.offline.oracles, "
-        "spec_stack.controller.batch_throughput; "
+        "spec_stack.controller.batch; "
         "print([name for name in ('torch', 'transformers', 'sklearn', 'pyarrow') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

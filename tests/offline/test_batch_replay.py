@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord
-from spec_stack.controller.fixed import Fixed
+from spec_stack.controller.simple import Fixed
 from spec_stack.offline.batch_replay import BatchCosts, Trim, replay_batch
 from spec_stack.offline.replay import ReplayText, merge_runs, replay
 from tests.support.controller_data import COSTS, Greedy

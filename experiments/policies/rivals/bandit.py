@@ -9,11 +9,27 @@ from dataclasses import dataclass, field
 from itertools import product
 
 from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord, check_gammas
-from spec_stack.controller.cost import DiscountedRate
 
 # An arm whose weight has faded below this is tried again.
 _FORGOTTEN = 0.05
 _MAX_PENDING = 8
+
+
+class _Rate:
+    """Tokens per second over a discounted past."""
+
+    def __init__(self, discount: float) -> None:
+        self._discount = discount
+        self._num_tokens = self._seconds = 0.0
+
+    def add(self, num_tokens: int, seconds: float) -> None:
+        self._num_tokens = self._num_tokens * self._discount + num_tokens
+        self._seconds = self._seconds * self._discount + seconds
+
+    @property
+    def tokens_per_s(self) -> float:
+        """0.0 until a step that took time has been added."""
+        return self._num_tokens / self._seconds if self._seconds > 0 else 0.0
 
 
 class _Arm:
@@ -73,7 +89,7 @@ class Bandit(Policy):
     seed: int = 0
     _arms: list[tuple[int, float]] = field(init=False, repr=False)
     _sums: dict[str, list[_Arm]] = field(init=False, repr=False, default_factory=dict)
-    _rates: dict[str, DiscountedRate] = field(init=False, repr=False, default_factory=dict)
+    _rates: dict[str, _Rate] = field(init=False, repr=False, default_factory=dict)
     _random: random.Random = field(init=False, repr=False)
     _current: int = field(init=False, repr=False, default=0)
     _remaining: int = field(init=False, repr=False, default=0)
@@ -125,7 +141,7 @@ class Bandit(Policy):
     def _precision(self, precision: str) -> list[_Arm]:
         if precision not in self._sums:
             self._sums[precision] = [_Arm() for _ in self._arms]
-            self._rates[precision] = DiscountedRate(self.discount)
+            self._rates[precision] = _Rate(self.discount)
         return self._sums[precision]
 
     def _sample(self, precision: str) -> int:
