@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from spec_stack.config import MAX_GAMMA, DecodeConfig
+from spec_stack.config import DecodeConfig
 from spec_stack.controller.acceptance import OnlineLogistic, logit
 from spec_stack.controller.base import BatchMember, Policy, StepContext, StepRecord, check_gammas
 from spec_stack.controller.step_cost import TOLERANCE, length_scale
@@ -34,8 +34,6 @@ _WORTH_A_TRY = 0.2
 _PROBE_EVERY = 64
 # Steps in a row that left no seconds, as all do under a load of short replies, before trying comes to an end.
 _MOST_IN_VAIN = 20
-# Of a token in a proposal, as far as it tells of its chance.
-_PLACES = np.log2(1 + np.arange(MAX_GAMMA)) / 4
 
 
 @dataclass
@@ -176,11 +174,11 @@ class BatchThroughput(Policy):
     _requests: OrderedDict[str, _Request] = field(init=False, repr=False, default_factory=OrderedDict)
     _pending: OrderedDict[int, _Pending] = field(init=False, repr=False, default_factory=OrderedDict)
     _typical: float = field(init=False, repr=False, default=_TYPICAL_ACCEPTANCE)
-    # Over the log odds of a request's acceptance, `upcoming`, and the bias; behind the first token the place too.
+    # Chance that the token at each place of a proposal is accepted, those before it being so.
+    _by_place: list[float] = field(init=False, repr=False)
+    # Over log odds of a request's acceptance, moved by the place's over the typical one's; `upcoming`; and the bias.
     _first: OnlineLogistic = field(init=False, repr=False, default_factory=lambda: OnlineLogistic((1.0, 0.8, 0.0)))
-    _later: OnlineLogistic = field(
-        init=False, repr=False, default_factory=lambda: OnlineLogistic((1.0, 0.2, 0.0, 0.0), 5)
-    )
+    _later: OnlineLogistic = field(init=False, repr=False, default_factory=lambda: OnlineLogistic((1.0, 0.2, 0.0)))
     # The newest that was chosen as the best, or as hardly worse.
     _usual: int = field(init=False, repr=False, default=-1)
     _num_chosen: int = field(init=False, repr=False, default=0)
@@ -197,6 +195,7 @@ class BatchThroughput(Policy):
         if not 0 < self.weight <= 1:
             raise ValueError(f"weight must be in (0, 1], got {self.weight}")
         self._candidates = sorted(self.gammas)
+        self._by_place = [_TYPICAL_ACCEPTANCE] * self._candidates[-1]
         self._seconds = StepSeconds(self._candidates, _checked_profile(self.profile))
 
     def choose(self, context: StepContext) -> int:
@@ -242,9 +241,9 @@ class BatchThroughput(Policy):
         known = [self._requests.get(member.request_id) or _Request(typical) for member in members]
         features = np.array([(each.acceptance, each.upcoming, 1.0) for each in known])
         self._remember(context, members, features)
-        *shared, by_place = self._later.weights
-        log_odds = (features @ np.array(shared))[:, None] + by_place * _PLACES[: self._candidates[-1]]
-        log_odds[:, 0] = features @ np.array(self._first.weights)
+        places = np.array([_odds(chance) - typical for chance in self._by_place])
+        log_odds = (features @ np.array(self._later.weights))[:, None] + self._later.weights[0] * places
+        log_odds[:, :1] = (features @ np.array(self._first.weights))[:, None] + self._first.weights[0] * places[:1]
         expected = np.zeros((len(members), self._candidates[-1] + 1))
         _sigmoid(log_odds).cumprod(axis=1).cumsum(axis=1, out=expected[:, 1:])
         caps = np.array([member.max_gamma for member in members])
@@ -278,10 +277,10 @@ class BatchThroughput(Policy):
         self._note_request(record)
 
     def _learn_chances(self, record: StepRecord, known: tuple[float, float]) -> None:
-        features = (*known, 1.0)
-        self._first.learn(features, record.num_accepted > 0)
-        for place in range(1, min(record.num_accepted + 1, record.gamma)):
-            self._later.learn((*features, _PLACES[place]), place < record.num_accepted)
+        typical, (own, upcoming) = _odds(self._typical), known
+        for place in range(min(record.num_accepted + 1, record.gamma, len(self._by_place))):
+            features = own + _odds(self._by_place[place]) - typical, upcoming, 1.0
+            (self._later if place else self._first).learn(features, place < record.num_accepted)
 
     def _note_request(self, record: StepRecord) -> None:
         known = self._requests.pop(record.request_id, None) or _Request(_odds(self._typical))
@@ -290,6 +289,8 @@ class BatchThroughput(Policy):
             self._requests.popitem(last=False)
         known.upcoming = 0.0 if record.upcoming is None else logit(record.upcoming.confidence[0]) / 2 - 1
         if record.gamma:
+            for place in range(min(record.num_accepted + 1, record.gamma, len(self._by_place))):
+                self._by_place[place] += 0.5 * self.weight * ((place < record.num_accepted) - self._by_place[place])
             rate = record.num_accepted / (record.num_accepted + (record.num_accepted < record.gamma))
             before = 1 / (1 + math.exp(-known.acceptance))
             known.acceptance = _odds(before + self.weight * (rate - before))
