@@ -34,9 +34,9 @@ from experiments.policies.replay import Costs, Merged, ReplayText, Score, fit_co
 from experiments.policies.training import as_network, make_estimator, step_examples
 from spec_stack.config import MAX_GAMMA
 from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord
-from spec_stack.controller.confidence import Confidence
 from spec_stack.controller.predictor import Card, StepPredictor
 from spec_stack.controller.registry import POLICY_NAMES, make_policy
+from spec_stack.controller.simple import Confidence
 from spec_stack.controller.speckv import SpecKV
 from spec_stack.records import as_record, read_records
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from experiments.policies.replay import Costs, ReplayText, Score, replay
 from spec_stack.config import MAX_GAMMA
 from spec_stack.controller.base import Policy, StepContext, check_gamma
-from spec_stack.controller.fixed import Fixed
+from spec_stack.controller.simple import Fixed
 
 
 def oracle(text: ReplayText, costs: Costs, *, max_gamma: int = MAX_GAMMA, reserve: int = 1) -> Score:

@@ -1,33 +1,28 @@
-"""The questions of `throughput` to a model of acceptance, and the regression by which models learn online."""
+"""P(every token drafted so far is accepted, and the next one): SpecKV's small network, recalibrated online."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
+from functools import lru_cache
+from pathlib import Path
 
 from spec_stack.controller.base import DraftSignals, StepRecord
+from spec_stack.controller.predictor import Network, read_predictor
 
-_SMALLEST = 1e-3
-
-
-class AcceptanceModel(Protocol):
-    """Answers `throughput`: `begin` once per step, then `extend` once per drafted token, in order."""
-
-    def begin(self) -> None:
-        """A step begins."""
-        ...
-
-    def extend(self, signals: DraftSignals) -> tuple[float, float]:
-        """P(all tokens drafted so far are accepted), and P(all these and the next one are).
-
-        signals: of the tokens drafted since `begin`. A call may bring more tokens than one, or none that is new.
-        """
-        ...
-
-    def learn(self, record: StepRecord) -> None:
-        """Told how a step went. May do nothing."""
-        ...
+FILE = Path(__file__).parents[1] / "assets" / "survival.json"
+KIND = "survival"
+SURVIVAL_FEATURES = (
+    "log_confidence",
+    "log_rest",
+    "entropy",
+    "confidence_before",
+    "entropy_before",
+    "is_of_the_next",
+)
+_LEAST_CHANCE = 1e-3
+_LEAST_CONFIDENCE = 1e-4
+_LEAST_CURVATURE = 0.01
 
 
 def sigmoid(value: float) -> float:
@@ -35,7 +30,7 @@ def sigmoid(value: float) -> float:
     return 1 / (1 + math.exp(-value)) if value >= 0 else 1 - 1 / (1 + math.exp(value))
 
 
-def logit(probability: float, least: float = _SMALLEST) -> float:
+def logit(probability: float, least: float = _LEAST_CHANCE) -> float:
     """The inverse of `sigmoid`, for a probability brought within [least, 1 - least] first."""
     probability = min(max(probability, least), 1 - least)
     return math.log(probability / (1 - probability))
@@ -44,42 +39,21 @@ def logit(probability: float, least: float = _SMALLEST) -> float:
 class OnlineLogistic:
     """Logistic regression one example at a time: a diagonal Gaussian over the weights, corrected by each example.
 
-    Parameters
-    ----------
-    start : sequence of float
-        The weights before any example, the last for the bias.
-    trust : float
-        The examples that the start is worth.
-    forgetting : float
-        Per example, in (0, 1]; 1 never forgets.
-
-    Raises
-    ------
-    ValueError
-        For values outside.
+    `start` are the weights before any example, the last for the bias; they are worth `trust` examples.
     """
 
-    def __init__(self, start: Sequence[float], trust: float = 10.0, forgetting: float = 0.999) -> None:
-        if trust <= 0:
-            raise ValueError(f"trust must be over 0, got {trust}")
-        if not 0 < forgetting <= 1:
-            raise ValueError(f"forgetting must be in (0, 1], got {forgetting}; 1 never forgets")
+    def __init__(self, start: Sequence[float], trust: float = 20.0, forgetting: float = 0.999) -> None:
         self.weights = list(start)
         self._precision = [trust] * len(self.weights)
-        self._trust = trust
-        self._forgetting = forgetting
+        self._trust, self._forgetting = trust, forgetting
 
     def logit(self, features: Sequence[float]) -> float:
-        """The mean logit."""
-        total = 0.0
-        for weight, value in zip(self.weights, features, strict=True):
-            total += weight * value
-        return total
+        return sum([weight * value for weight, value in zip(self.weights, features, strict=True)])
 
     def learn(self, features: Sequence[float], outcome: bool) -> None:
-        """One corrected step, divided by the whole uncertainty so that correlated features do not overshoot."""
+        """One step, divided by the whole uncertainty so that correlated features do not overshoot."""
         expected = sigmoid(self.logit(features))
-        curvature = max(expected * (1 - expected), 0.01)
+        curvature = max(expected * (1 - expected), _LEAST_CURVATURE)
         gain = 1.0
         for index, value in enumerate(features):
             decayed = self._precision[index] * self._forgetting + self._trust * (1 - self._forgetting)
@@ -89,3 +63,92 @@ class OnlineLogistic:
         for index, value in enumerate(features):
             self.weights[index] += step * value / self._precision[index]
             self._precision[index] += curvature * value * value
+
+
+def survival_features(signals: DraftSignals, index: int) -> tuple[list[float], list[float]]:
+    """SURVIVAL_FEATURES (6,) of what the index-th drafted token says of itself, and of the one behind it.
+
+    The first has none before it: that counts as sure.
+    """
+    confidence = signals.confidence[index]
+    before = (signals.confidence[index - 1], signals.entropy[index - 1]) if index else (1.0, 0.0)
+    said = [
+        math.log(max(confidence, _LEAST_CONFIDENCE)),
+        math.log(max(1 - confidence, _LEAST_CONFIDENCE)),
+        signals.entropy[index],
+        *before,
+    ]
+    return [*said, 0.0], [*said, 1.0]
+
+
+@lru_cache(maxsize=1)
+def shipped_network() -> Network:
+    """The network that the package has. Raises ValueError where the file is damaged."""
+    network, card = read_predictor(FILE)
+    if card.kind != KIND or card.features != SURVIVAL_FEATURES:
+        raise ValueError(f"{FILE}: a {card.kind} predictor on {list(card.features)}, not one of survival; reinstall")
+    return network
+
+
+class AcceptanceEstimator:
+    """Predicts acceptance after each drafted token; recalibrated online.
+
+    A proposal survives with the product of its tokens' chances. Each chance is the network's logit, from the draft's
+    confidence and entropy at the token and at the one before; scaled and moved by two regressions that all requests
+    teach (another pair, sampling, quantised weights), and moved by this request's own outcomes. The chance of the next
+    token, not drafted yet, is the same network's, asked of the last one.
+
+    network: on SURVIVAL_FEATURES, with a logit for output. own_trust: the evidence that a request's own correction
+    takes to count half, in tokens of an even chance times a quarter.
+    """
+
+    def __init__(self, network: Network | None = None, own_trust: float = 5.0) -> None:
+        self._network = network or shipped_network()
+        self._own, self._next = OnlineLogistic((2.0, 0.0)), OnlineLogistic((2.0, 0.0))
+        self._own_trust = own_trust
+        self._begin_request()
+        self.reset()
+
+    def _begin_request(self) -> None:
+        self._shift, self._evidence = 0.0, self._own_trust
+
+    def reset(self) -> None:
+        """A step begins."""
+        self._survival, self._with_next = 1.0, 1.0
+        # Of the proposal that was last asked about, by drafted token: the network's two logits.
+        self._signals: DraftSignals | None = None
+        self._logits: list[tuple[float, float]] = []
+
+    def update(self, signals: DraftSignals) -> tuple[float, float]:
+        """P(all tokens drafted since `reset` are accepted), and P(all these and the next one are)."""
+        self._signals = signals
+        for index in range(len(self._logits), len(signals)):
+            own, behind = self._outputs(signals, index)
+            self._logits.append((own, behind))
+            self._survival *= sigmoid(self._own.logit((own / 2, 1.0)) + self._shift)
+            self._with_next = self._survival * sigmoid(self._next.logit((behind / 2, 1.0)) + self._shift)
+        return self._survival, self._with_next
+
+    def _outputs(self, signals: DraftSignals, index: int) -> tuple[float, float]:
+        own, behind = self._network.outputs(survival_features(signals, index)).tolist()
+        return own, behind
+
+    def learn(self, record: StepRecord) -> None:
+        """From each token up to the first wrong one; those after it tell nothing of their own."""
+        if record.is_prefill:
+            self._begin_request()
+            return
+        signals, accepted = record.signals, record.num_drafted_accepted
+        known = self._logits if signals is self._signals else []
+        for index in range(min(accepted + 1, len(signals))):
+            own, behind = known[index] if index < len(known) else self._outputs(signals, index)
+            is_right = index < accepted
+            self._correct((own / 2, 1.0), is_right)
+            if is_right and index + 1 < len(signals):
+                self._next.learn((behind / 2, 1.0), index + 1 < accepted)
+
+    def _correct(self, features: tuple[float, float], is_right: bool) -> None:
+        expected = sigmoid(self._own.logit(features) + self._shift)
+        self._evidence += max(expected * (1 - expected), _LEAST_CURVATURE)
+        self._shift += (is_right - expected) / self._evidence
+        self._own.learn(features, is_right)

@@ -10,24 +10,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from spec_stack.controller.acceptance import OnlineLogistic, sigmoid
 from spec_stack.controller.base import StepRecord
-from spec_stack.controller.cost import USUAL_UNREAD, StepCostModel
-from spec_stack.controller.lengths import ByLength
-from spec_stack.controller.rate import RequestRate
+from spec_stack.controller.step_cost import TOLERANCE, USUAL_UNREAD, PerContextLength, RequestRate, StepCost
 
+# Tokens of a look-up that are verified however the last ones went.
 _LEAST_REACH = 8
-_MOST_COUNTED = 16
-_LONGEST = 64
-_OWN_KEEP = 0.95
-_START_WEIGHT = 2.0
-# A look-up ends a draft where it is worth so many times what the draft would bring, and so many tokens more: of two
-# guesses the greater one is mostly too great.
-_TAKES_OVER = (1.5, 0.5)
+# Looked-up tokens that the estimate is worth against what the request itself showed, and what is kept of that.
+_OWN_TRUST, _OWN_KEEP = 5.0, 0.95
+# Chance under which nothing more is verified, and the same while nothing has been measured.
+_LEAST_PRICE, _COLD_PRICE = 0.02, 0.1
+# One in so many steps at which a look-up wins goes to the draft all the same, and the other way round, so that neither
+# is judged by old times.
+_TRY_EVERY = 32
+# Of log2 match length, log times seen, log others seen, behind the first, log2 place, shared, bias: fitted to a 1.5B's
+# answers to 25 prompts (code, math, edits, chat, summaries).
+_START = (0.9, 1.0, -1.1, -0.2, 0.2, 0.0, -1.25)
 
 
 class Found(NamedTuple):
@@ -55,47 +56,6 @@ class Found(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LookupOptions:
-    """How look-ups are judged.
-
-    Parameters
-    ----------
-    trust : float
-        Looked-up tokens that the start of the estimate is worth.
-    forgetting : float
-        Weight of what was seen before, per looked-up token, in (0, 1].
-    own_trust : float
-        Looked-up tokens that the estimate is worth against what the request itself showed.
-    least_price : float
-        Chance under which nothing more is verified, however little a place in the verification seems to cost.
-    cold_price : float
-        The same while nothing has been measured yet.
-    try_every : int
-        One in so many steps at which a look-up wins goes to the draft all the same, and the other way round, so that
-        neither is judged by old times.
-    """
-
-    trust: float = 20.0
-    forgetting: float = 0.999
-    own_trust: float = 5.0
-    least_price: float = 0.02
-    cold_price: float = 0.1
-    try_every: int = 32
-
-    def __post_init__(self) -> None:
-        for name in ("trust", "own_trust"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be over 0, got {getattr(self, name)}")
-        if not 0 < self.forgetting <= 1:
-            raise ValueError(f"forgetting must be in (0, 1], got {self.forgetting}")
-        for name in ("least_price", "cold_price"):
-            if not 0 < getattr(self, name) < 1:
-                raise ValueError(f"{name} is a probability between 0 and 1, got {getattr(self, name)}")
-        if self.try_every < 2:
-            raise ValueError(f"try_every must be 2 or more, got {self.try_every}")
-
-
-@dataclass(frozen=True)
 class Offer:
     """The worth of a look-up.
 
@@ -120,13 +80,7 @@ class Offer:
 
 @dataclass
 class _Own:
-    """What a request's looked-up tokens from one place came to. Mutated by `learn`.
-
-    Parameters
-    ----------
-    right, expected : float
-        How many were right, and how many were expected to be.
-    """
+    """How many of a request's looked-up tokens from one place were right, and were expected to be."""
 
     right: float = 0.0
     expected: float = 0.0
@@ -135,58 +89,60 @@ class _Own:
         self.right = _OWN_KEEP * self.right + is_right
         self.expected = _OWN_KEEP * self.expected + chance
 
+    @property
+    def share(self) -> float:
+        return (self.right + _OWN_TRUST) / (self.expected + _OWN_TRUST)
+
 
 class LookupGate:
     """Learns how far look-ups are right, what the draft gains instead, and what both cost. One request at a time.
 
     The chance that a looked-up token is right, those before it being so, is a logistic model of how long the match is,
     how often the token followed it and how often another did; brought down, or up, by what such chances came to in this
-    request, so that prose is not judged by the copying that went before it. The text's own and other requests' texts
-    are judged apart: what another request wrote is mostly right or mostly wrong for a whole answer.
+    request. The text's own and other requests' texts are judged apart: what another request wrote is mostly right or
+    mostly wrong for a whole answer.
     """
 
-    def __init__(self, options: LookupOptions | None = None) -> None:
-        self.options = options or LookupOptions()
-        self._chances = OnlineLogistic(_START, self.options.trust, self.options.forgetting)
-        self._costs = ByLength(StepCostModel, deepcopy)
+    def __init__(self) -> None:
+        self._chances = OnlineLogistic(_START)
+        self._costs = PerContextLength(StepCost)
         # At the last step's length.
-        self._cost = StepCostModel()
+        self._cost = StepCost()
         # In tokens per plain step; and what a step that goes to the draft gains, in tokens.
-        self._rate = RequestRate(1.0, _START_WEIGHT)
-        self._gain = RequestRate(1.0, _START_WEIGHT)
+        self._rate = RequestRate(1.0, weight=2.0)
+        self._gain = RequestRate(1.0, weight=2.0)
         self._num_settled = 0
-        # By whether they were found in another request's text.
-        self._own = {False: _Own(), True: _Own()}
         self._offer = Offer()
         self._tail: Sequence[Found] = ()
+        self._begin_request()
+
+    def _begin_request(self) -> None:
+        # By whether they were found in another request's text.
+        self._own = {False: _Own(), True: _Own()}
         # Tokens that a look-up may have: grows while they are all right, and falls towards what was.
         self._reach = 2 * _LEAST_REACH
+        self._rate.begin_request()
+        self._gain.begin_request()
 
     def chance(self, found: Found, place: int) -> float:
         """That a looked-up token is right, the `place` ones before it being so."""
-        trust = self.options.own_trust
-        own = self._own[found.is_shared]
-        share = (own.right + trust) / (own.expected + trust)
-        return min(self._typical_chance(found, place) * share, 0.999)
+        return min(self._typical_chance(found, place) * self._own[found.is_shared].share, 0.999)
 
     def _typical_chance(self, found: Found, place: int) -> float:
         return sigmoid(self._chances.logit(_features(found, place)))
-
-    def price(self, beside: int = 0) -> float:
-        """The chance at which one more verified token is worth its time `beside` so many others."""
-        if not self._cost.ready_to_verify:
-            return self.options.cold_price
-        return max(self._tokens_per_s * self._cost.verify_per_token_s(beside), self.options.least_price)
 
     @property
     def _tokens_per_s(self) -> float:
         return self._rate.value / self._cost.plain_s if self._cost.ready_to_verify else 0.0
 
-    def offer(self, continuations: Sequence[Iterable[Found]], most: int) -> Offer:
-        """Return what the best of some continuations is worth as a whole step, of `most` tokens at most.
+    def price(self, beside: int = 0) -> float:
+        """The chance at which one more verified token is worth its time `beside` so many others."""
+        if not self._cost.ready_to_verify:
+            return _COLD_PRICE
+        return max(self._tokens_per_s * self._cost.verify_per_token_s(beside), _LEAST_PRICE)
 
-        The gate remembers it until `observe`. No more is taken of a continuation than is worth it.
-        """
+    def offer(self, continuations: Sequence[Iterable[Found]], most: int) -> Offer:
+        """Return what the best continuation is worth as a whole step, of `most` tokens at most."""
         self._offer, self._tail = self._best(continuations, most, 1.0, 0), ()
         return self._offer
 
@@ -196,18 +152,19 @@ class LookupGate:
             return False
         self._num_settled += 1
         wins = offer.gain > max(self._gain.value, 0.0)
-        return wins != (self._num_settled % self.options.try_every == 0)
+        return wins != (self._num_settled % _TRY_EVERY == 0)
 
     def takes_over(
         self, continuations: Sequence[Iterable[Found]], most: int, chance: float, with_next: float, num_drafted: int
     ) -> bool:
-        """Return whether a look-up behind drafted tokens is worth what the draft would go on to bring, or more.
+        """Return whether a look-up behind drafted tokens is worth more than what the draft would go on to bring.
 
         chance, with_next: that the drafted tokens are all right, and that they and the draft's next one are.
         """
         offer = self._best(continuations, most, chance, num_drafted)
+        # Of two guesses the greater one is mostly too great, so it has to be clearly greater.
         to_come = self._to_come(most, chance, with_next, num_drafted)
-        return bool(offer.found) and offer.gain >= _TAKES_OVER[0] * to_come + _TAKES_OVER[1]
+        return bool(offer.found) and offer.gain >= 1.5 * to_come + 0.5
 
     def _to_come(self, most: int, chance: float, with_next: float, num_drafted: int) -> float:
         """Tokens that the draft would gain, its time paid, if all its next tokens were as sure as the next one."""
@@ -223,8 +180,7 @@ class LookupGate:
         return gain
 
     def tail(self, continuations: Sequence[Iterable[Found]], most: int, chance: float, num_drafted: int) -> Offer:
-        """Return what is worth verifying behind so many drafted tokens that are all right with this chance. The gate
-        remembers it."""
+        """Return what is worth verifying behind so many drafted tokens that are all right with this chance."""
         offer = self._best(continuations, most, chance, num_drafted)
         self._tail = offer.found
         return offer
@@ -252,27 +208,13 @@ class LookupGate:
         """Learn from a step; a prefill step says that a request begins."""
         self._cost = self._costs.at(record)
         if record.is_prefill:
-            self._own = {False: _Own(), True: _Own()}
-            self._reach = 2 * _LEAST_REACH
-            self._rate.begin_request()
-            self._gain.begin_request()
+            self._begin_request()
             return
         if record.num_looked_up and record.num_accepted >= record.num_drafted:
             found = self._tail if record.num_drafted else self._offer.found
             self._learn(found[: record.num_looked_up], record.num_accepted - record.num_drafted)
-        if record.draft_read_prompt or not math.isfinite(record.seconds):
-            return
-        draft_s = record.draft_s
-        if record.num_unread > USUAL_UNREAD and self._cost.ready:
-            # What was looked up is read when the draft is next asked, which says nothing of a drafted token.
-            draft_s = min(draft_s, self._cost.draft_s(record.num_drafted))
-        self._cost.observe(record.num_drafted, draft_s, record.verify_s, record.num_recomputed, record.num_looked_up)
-        if not self._cost.ready_to_verify:
-            return
-        bound = self._cost.options.tolerance * self._cost.seconds(record.num_drafted, record.num_looked_up)
-        self._rate.add(record.num_tokens, min(record.seconds, bound) / self._cost.plain_s)
-        if record.proposer != "lookup":
-            self._learn_gain(record)
+        if not record.draft_read_prompt and math.isfinite(record.seconds):
+            self._observe_times(record)
 
     def _learn(self, looked_up: Sequence[Found], num_accepted: int) -> None:
         if num_accepted == len(looked_up):
@@ -284,27 +226,29 @@ class LookupGate:
             self._own[found.is_shared].learn(is_right, self._typical_chance(found, place))
             self._chances.learn(_features(found, place), is_right)
 
-    def _learn_gain(self, record: StepRecord) -> None:
-        """Learn what a step that went to the draft gained, the seconds of what it proposed paid at the present
-        rate."""
-        spent = min(record.draft_s, 3 * self._cost.draft_s(record.num_drafted)) if record.num_drafted else 0.0
-        spent += self._cost.verify_s(record.gamma) - self._cost.base_s
-        gained = max(record.num_accepted - self._tokens_per_s * spent, -float(record.gamma + 1))
-        self._gain.add(gained, 1.0)
+    def _observe_times(self, record: StepRecord) -> None:
+        cost, draft_s = self._cost, record.draft_s
+        if record.num_unread > USUAL_UNREAD and cost.ready:
+            # What was looked up is read when the draft is next asked, which says nothing of a drafted token.
+            draft_s = min(draft_s, cost.draft_s(record.num_drafted))
+        cost.observe(record.num_drafted, draft_s, record.verify_s, record.num_recomputed, record.num_looked_up)
+        if not cost.ready_to_verify:
+            return
+        bound = TOLERANCE * cost.seconds(record.num_drafted, record.num_looked_up)
+        self._rate.add(record.num_tokens, min(record.seconds, bound) / cost.plain_s)
+        if record.proposer != "lookup":
+            # What the step gained, the seconds of its proposal paid at the present rate.
+            spent = draft_s + cost.verify_s(record.gamma) - cost.plain_s
+            self._gain.add(max(record.num_accepted - self._tokens_per_s * spent, -float(record.gamma + 1)), 1.0)
 
 
 def _features(found: Found, place: int) -> list[float]:
-    """Return what the chance of a looked-up token hangs on; the last one is the bias."""
     return [
-        math.log2(min(found.length, _LONGEST)),
-        math.log(min(found.num_seen, _MOST_COUNTED)),
+        math.log2(min(found.length, 64)),
+        math.log(min(found.num_seen, 16)),
         math.log(found.num_others + 0.5),
         float(place > 0),
         math.log2(1 + place),
         float(found.is_shared),
         1.0,
     ]
-
-
-# Fitted to a 1.5B's answers to 25 prompts (code, math, edits, chat, summaries); `trust` tokens are what it is worth.
-_START = (0.9, 1.0, -1.1, -0.2, 0.2, 0.0, -1.25)

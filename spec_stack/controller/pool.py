@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from threading import Lock
 from typing import Any, Generic, TypeVar
 
@@ -70,7 +71,7 @@ class PolicyPool:
         self._default = default
         self._options = dict(options or {})
         # By what a choice looks like: as dictionary keys True, 1 and 1.0 are one.
-        self._idle: dict[str, list[Policy]] = {}
+        self._shelves: dict[str, Shelf[Policy]] = {}
         self._lock = Lock()
         self.choose()
 
@@ -108,10 +109,12 @@ class PolicyPool:
         return self._checked(PolicyChoice(policy, options, is_fresh=is_seeded))
 
     def _checked(self, choice: PolicyChoice) -> PolicyChoice:
-        # Checked by making one, which then waits for its first request: nothing is built to be thrown away.
+        """Make a policy, which checks the choice and then waits for its first request."""
         with self._lock:
-            if repr(choice) not in self._idle:
-                self._idle[repr(choice)] = [make_policy(choice.name, **dict(choice.options))]
+            if repr(choice) not in self._shelves:
+                shelf = Shelf(partial(make_policy, choice.name, **dict(choice.options)))
+                with shelf.lend():
+                    self._shelves[repr(choice)] = shelf
         return choice
 
     @contextmanager
@@ -119,15 +122,8 @@ class PolicyPool:
         """The chosen policy for as long as the block lasts: an idle one, or a new one where all are lent."""
         if choice.policy is not None:
             yield choice.policy
-            return
-        if choice.is_fresh:
+        elif choice.is_fresh:
             yield make_policy(choice.name, **dict(choice.options))
-            return
-        with self._lock:
-            idle = self._idle.setdefault(repr(choice), [])
-            policy = idle.pop() if idle else make_policy(choice.name, **dict(choice.options))
-        try:
-            yield policy
-        finally:
-            with self._lock:
-                idle.append(policy)
+        else:
+            with self._shelves[repr(choice)].lend() as policy:
+                yield policy

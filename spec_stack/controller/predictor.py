@@ -1,4 +1,4 @@
-"""Step predictors, trained by `experiments.policies.train_controller`, exported as arrays in JSON, run in numpy.
+"""Predictors trained by `experiments.policies.train_controller`, exported as arrays in JSON, run in numpy.
 
 A step predictor is the SpecKV paper's: a step's acceptance rate from the signals of a step and a candidate gamma
 (section 4.3). Files hold numbers and a card that says where they come from, never code.
@@ -48,25 +48,9 @@ def step_features(signals: DraftSignals, precision: str, gamma: int) -> tuple[fl
 
 @dataclass(frozen=True)
 class Card:
-    """Where a predictor comes from: what stands in its file beside the numbers.
-
-    Parameters
-    ----------
-    kind : str
-        What it predicts; KIND is the one that this library runs.
-    model : str
-        Name of the estimator it was exported from.
-    features : tuple of str
-        What it was trained on, in order.
-    data_sha256 : str
-        Of the record files it was trained on.
-    num_examples, num_prompts : int
-        How much that was.
-    versions : mapping
-        Of Python and the libraries.
-    scores : mapping
-        On held-out prompts.
-    """
+    """Where a predictor comes from: kind (what it predicts), model (the estimator it was exported from), features (what
+    it was trained on, in order), data_sha256 (of the records it was trained on), versions (of the libraries), scores
+    (on held-out prompts)."""
 
     kind: str
     model: str
@@ -135,15 +119,8 @@ def save_predictor(path: str | Path, network: Network, card: Card) -> None:
 
 
 def load_step_predictor(path: str | Path) -> StepPredictor:
-    """A step predictor from its file, or from a folder that holds one under its usual name.
-
-    It is read once while the file does not change.
-
-    Raises
-    ------
-    ValueError
-        For a file that is damaged, foreign, or not there, and for one trained on other features.
-    """
+    """A step predictor from its file, or from a folder that holds one under its usual name; read once while the file
+    does not change. Raises ValueError for a file that is damaged, foreign, or not there."""
     path = Path(path).expanduser()
     path = path / FILE_NAME if path.is_dir() else path
     try:
@@ -154,15 +131,7 @@ def load_step_predictor(path: str | Path) -> StepPredictor:
 
 
 def find_predictor(draft: str | Path, named: str | Path | None = None) -> Path | None:
-    """The file of the predictor that is named, or lies beside a draft; None where there is neither.
-
-    Parameters
-    ----------
-    draft : str or Path
-        The draft's folder; a hub id has nothing beside it.
-    named : str or Path, optional
-        As `load_step_predictor` takes it; nobody has looked whether it is there.
-    """
+    """The file of the predictor that is named, or lies beside a draft's folder; None where there is neither."""
     if named is not None:
         return Path(named)
     beside = Path(draft) / FILE_NAME
@@ -171,7 +140,6 @@ def find_predictor(draft: str | Path, named: str | Path | None = None) -> Path |
 
 @lru_cache(maxsize=8)
 def _load_step_predictor(path: Path, mtime_ns: int, size: int) -> StepPredictor:
-    """The times and sizes are what a changed file is told by; a predictor is never mutated, so all may share it."""
     network, card = read_predictor(path)
     if card.kind != KIND:
         raise ValueError(f"{path}: a {card.kind} predictor, but a {KIND} predictor is needed here")

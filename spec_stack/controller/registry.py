@@ -7,17 +7,17 @@ from typing import Any
 
 from spec_stack.config import KNOWN_POLICIES
 from spec_stack.controller.base import Policy
-from spec_stack.settings.registry import Registry, nearest
+from spec_stack.settings.registry import Registry, check_name, nearest
 
 POLICIES: Registry[type[Policy]] = Registry(
     "policy",
     KNOWN_POLICIES,
     {
         "throughput": "spec_stack.controller.throughput:Throughput",
-        "fixed": "spec_stack.controller.fixed:Fixed",
-        "confidence": "spec_stack.controller.confidence:Confidence",
-        "heuristic": "spec_stack.controller.heuristic:Heuristic",
-        "ema": "spec_stack.controller.ema:Ema",
+        "fixed": "spec_stack.controller.simple:Fixed",
+        "confidence": "spec_stack.controller.simple:Confidence",
+        "heuristic": "spec_stack.controller.simple:Heuristic",
+        "ema": "spec_stack.controller.simple:Ema",
         "speckv": "spec_stack.controller.speckv:SpecKV",
     },
 )
@@ -26,12 +26,10 @@ BATCH_POLICIES: Registry[type[Policy]] = Registry(
     "policy",
     [],
     {
-        "throughput": "spec_stack.controller.batch_throughput:BatchThroughput",
-        "speckv": "spec_stack.controller.batch_speckv:BatchSpecKV",
-        "confidence": "spec_stack.controller.batch_confidence:BatchConfidence",
-        "ema": "spec_stack.controller.ema:Ema",
-        "heuristic": "spec_stack.controller.heuristic:Heuristic",
-        "fixed": "spec_stack.controller.fixed:Fixed",
+        "throughput": "spec_stack.controller.batch:BatchThroughput",
+        "ema": "spec_stack.controller.simple:Ema",
+        "heuristic": "spec_stack.controller.simple:Heuristic",
+        "fixed": "spec_stack.controller.simple:Fixed",
     },
 )
 """The same for a server, where one gamma holds for a whole batch and is set before anything is drafted."""
@@ -61,7 +59,18 @@ def make_policy(name: str, **options: Any) -> Policy:
 
 def make_batch_policy(name: str, **options: Any) -> Policy:
     """Build a policy for a server's batches by name, one of BATCH_POLICIES; else as `make_policy`."""
+    check_batch_policy(name)
     return _make(BATCH_POLICIES, name, options)
+
+
+def check_batch_policy(name: object) -> None:
+    """Raise ValueError where a name is none of BATCH_POLICIES; the message says what to use."""
+    if isinstance(name, str) and name in POLICIES and name not in BATCH_POLICIES:
+        raise ValueError(
+            f"policy {name!r} cannot decide for a whole batch; use throughput, which weighs each request's acceptance "
+            f"and the draft's confidence against a step's seconds, or one of {', '.join(BATCH_POLICIES)}"
+        )
+    check_name("policy", name, BATCH_POLICIES)
 
 
 def policy_class(name: str) -> type[Policy]:

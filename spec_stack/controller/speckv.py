@@ -1,11 +1,9 @@
-"""The SpecKV paper's policy (section 4.3), made causal, it reads the signals of the step before, and harmless: it
-counts the seconds that a step takes."""
+"""The SpecKV paper's policy (section 4.3), made causal: it reads the signals of the step before, and counts seconds."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol, get_args
@@ -14,10 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord, check_gamma, check_gammas
-from spec_stack.controller.cost import StepCostModel
-from spec_stack.controller.lengths import ByLength
 from spec_stack.controller.predictor import STEP_FEATURES, load_step_predictor, step_features
-from spec_stack.controller.probing import Probing
+from spec_stack.controller.step_cost import USUAL_UNREAD, PerContextLength, StepCost
+
+# Idle steps before a draft that does not pay is tried again: the first time, and at most.
+_FIRST_WAIT, _LAST_WAIT = 16, 256
+# A draft that has idled first catches up, and that step says nothing of the cost of drafting: so the next step tries
+# again, so many times where look-ups come between.
+_MOST_TRIES = 4
 
 Objective = Literal["per_second", "per_step"]
 
@@ -51,20 +53,6 @@ class OnlineRidge:
         """As of RatePredictor."""
         rates: list[float] = (np.array(features) @ self._weights[:-1] + self._weights[-1]).clip(0.0, 1.0).tolist()
         return rates
-
-
-def rates_of(predictor: str | Path | RatePredictor | None) -> tuple[RatePredictor, OnlineRidge | None]:
-    """Return what predicts, of a file, an object or nothing, and the ridge that learns online where nothing was given.
-
-    Raises
-    ------
-    ValueError
-        For a bad predictor file.
-    """
-    if predictor is None:
-        online = OnlineRidge()
-        return online, online
-    return (load_step_predictor(predictor) if isinstance(predictor, str | Path) else predictor), None
 
 
 @dataclass
@@ -102,10 +90,11 @@ class SpecKV(Policy):
     _online: OnlineRidge | None = field(init=False, repr=False, default=None)
     _rates: RatePredictor = field(init=False, repr=False)
     _signals: DraftSignals | None = field(init=False, repr=False, default=None)
-    _costs: ByLength[StepCostModel] = field(
-        init=False, repr=False, default_factory=lambda: ByLength(StepCostModel, deepcopy)
+    _costs: PerContextLength[StepCost] = field(
+        init=False, repr=False, default_factory=lambda: PerContextLength(StepCost)
     )
-    _probing: Probing = field(init=False, repr=False, default_factory=Probing)
+    _num_idle: int = field(init=False, repr=False, default=0)
+    _wait: int = field(init=False, repr=False, default=_FIRST_WAIT)
     _recent: float = field(init=False, repr=False, default=1.0)
 
     name = "speckv"
@@ -117,10 +106,13 @@ class SpecKV(Policy):
             raise ValueError(f"objective must be one of {list(get_args(Objective))}, got {self.objective!r}")
         if self.explore < 0:
             raise ValueError(f"explore must be 0 or more, got {self.explore}")
-        self._rates, self._online = rates_of(self.predictor)
+        if self.predictor is None:
+            self._rates = self._online = OnlineRidge()
+        else:
+            named = self.predictor
+            self._rates = load_step_predictor(named) if isinstance(named, str | Path) else named
 
     def choose(self, context: StepContext) -> int:
-        self._probing.begin()
         if self._signals is None or context.last is None:
             return self.start
         if self._online is not None and self._online.num_seen < self.explore:
@@ -129,18 +121,24 @@ class SpecKV(Policy):
         cost = self._costs.at(context)
         if self.objective == "per_step" or not cost.ready:
             return self.gammas[expected.index(max(expected))]
-        rates = [
-            self._calibrated(tokens) / cost.seconds(gamma) for tokens, gamma in zip(expected, self.gammas, strict=True)
-        ]
-        if max(rates) * cost.base_s > 1:
-            self._probing.reset()
+        # Brought down by what has lately come of such expectations: the predictor was trained elsewhere.
+        tokens = [(each - 1) * self._recent + 1 for each in expected]
+        rates = [each / cost.seconds(gamma) for each, gamma in zip(tokens, self.gammas, strict=True)]
+        if max(rates) * cost.plain_s > 1:
+            self._num_idle, self._wait = 0, _FIRST_WAIT
             return self.gammas[rates.index(max(rates))]
-        return min(self.gammas) if self._probing.is_due(0.0, cost.base_s, context.num_unread) else 0
+        return min(self.gammas) if self._tries_again(context.num_unread) else 0
 
-    def _calibrated(self, tokens: float) -> float:
-        """Expected tokens, brought down by what has lately come of such expectations: the predictor was trained
-        elsewhere."""
-        return (tokens - 1) * self._recent + 1
+    def _tries_again(self, num_unread: int) -> bool:
+        """Count an idle step. A try that does not pay doubles the wait; one that only catches up is repeated."""
+        self._num_idle += 1
+        if self._num_idle < self._wait:
+            return False
+        if num_unread <= USUAL_UNREAD:
+            self._num_idle, self._wait = 0, min(2 * self._wait, _LAST_WAIT)
+        elif self._num_idle >= self._wait + _MOST_TRIES:
+            self._num_idle = 0
+        return True
 
     def _expected_tokens(self, signals: DraftSignals, precision: str, gammas: Sequence[int]) -> list[float]:
         """Equation 1: the tokens that a step at each of these gammas is expected to bring."""
@@ -149,18 +147,22 @@ class SpecKV(Policy):
 
     def observe(self, record: StepRecord) -> None:
         """Remember the step's signals for the next one, and learn how they foretold this one."""
-        is_a_step = not record.is_prefill and not record.draft_read_prompt and not self._probing.is_waking
-        if is_a_step and math.isfinite(record.seconds):
-            self._costs.at(record).observe(
-                record.num_drafted, record.draft_s, record.verify_s, record.num_recomputed, record.num_looked_up
-            )
+        if not record.is_prefill:
+            self._observe_times(record)
         if not record.signals:
             return
         if self._signals is not None and not record.is_prefill:
             expected = self._expected_tokens(self._signals, record.precision, [record.num_drafted])[0] - 1
             share = record.num_drafted_accepted / max(expected, 0.5)
             self._recent = min(max(self._recent + 0.1 * (share - self._recent), 0.0), 1.0)
-        if self._online is not None and self._signals is not None and not record.is_prefill:
-            rate = record.num_drafted_accepted / record.num_drafted
-            self._online.learn(step_features(self._signals, record.precision, record.num_drafted), rate)
+            if self._online is not None:
+                rate = record.num_drafted_accepted / record.num_drafted
+                self._online.learn(step_features(self._signals, record.precision, record.num_drafted), rate)
         self._signals = record.signals
+
+    def _observe_times(self, record: StepRecord) -> None:
+        if record.draft_read_prompt or record.num_unread > USUAL_UNREAD or not math.isfinite(record.seconds):
+            return
+        self._costs.at(record).observe(
+            record.num_drafted, record.draft_s, record.verify_s, record.num_recomputed, record.num_looked_up
+        )

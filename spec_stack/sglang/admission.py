@@ -20,7 +20,7 @@ from typing import Any
 
 from spec_stack.prefill.decide import decide_scoring
 from spec_stack.sglang import self_test
-from spec_stack.sglang.calibration import with_calibration, with_predictor
+from spec_stack.sglang.calibration import with_calibration
 from spec_stack.sglang.draft_pool import PoolFullError
 from spec_stack.sglang.drafting import drafting_of
 from spec_stack.sglang.follow_up import Beginning, Placement, Turns, new_spans, place
@@ -61,7 +61,7 @@ class RequestPruner:
         self._drafting = drafting_of(scheduler)
         config = ServerConfig.from_environment()
         self.config = with_calibration(
-            with_predictor(config, model.source) if config.scoring_model is None else config,
+            config,
             model.source,
             scheduler.model_config.hf_text_config,
             model.runner.model_config.hf_text_config,

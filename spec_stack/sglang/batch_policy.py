@@ -14,7 +14,7 @@ import torch
 
 from spec_stack.config import MAX_GAMMA
 from spec_stack.controller.base import BatchMember, DraftSignals, Policy, StepContext, StepRecord
-from spec_stack.controller.batch_rule import BatchRule
+from spec_stack.controller.batch import BatchThroughput
 from spec_stack.devices import to_device
 from spec_stack.sglang.guards import harmless, note_failure
 from spec_stack.sglang.launch_notes import graph_sizes
@@ -228,7 +228,7 @@ class BatchPolicy:
         """Seconds of a step by batch size, by gamma, as the server's policy knows them; empty where it has none."""
         policy = self._policies.get(self._config.policy)
         sizes = self.graph_sizes or _SHOWN_SIZES
-        return policy.step_seconds(sizes) if isinstance(policy, BatchRule) else {}
+        return policy.step_seconds(sizes) if isinstance(policy, BatchThroughput) else {}
 
     # The worker's side
 

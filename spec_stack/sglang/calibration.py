@@ -1,5 +1,4 @@
-"""A server's settings, completed by what lies beside its draft or is named: the calibration, and the predictor of the
-policy `speckv`. No SGLang here."""
+"""A server's settings, completed by the calibration that lies beside its draft or is named. No SGLang here."""
 
 from __future__ import annotations
 
@@ -7,7 +6,6 @@ import logging
 from dataclasses import replace
 from typing import Any
 
-from spec_stack.controller.predictor import find_predictor, load_step_predictor
 from spec_stack.prefill.shipped import choose_calibration, sketch_of_files
 from spec_stack.sglang.server_args import NONE, ServerConfig
 from spec_stack.sglang.support import NAME
@@ -43,27 +41,3 @@ def with_calibration(config: ServerConfig, draft: str, target_config: Any, draft
         return config
     logger.info("%s: prompts are pruned as calibrated by %s", NAME, found.origin)
     return replace(config, prefill=found.complete(config.prefill))
-
-
-def with_predictor(config: ServerConfig, draft: str) -> ServerConfig:
-    """The settings with the predictor that lies beside the draft where none is named.
-
-    Parameters
-    ----------
-    config
-        Its `predictor` names a file or folder, is "none", or None for what lies beside the draft.
-    draft
-        The draft's folder; a hub id has nothing beside it.
-
-    Raises
-    ------
-    ValueError
-        For a file that is no step predictor, whatever the server's policy is: a request may ask for `speckv`.
-    """
-    if config.predictor == NONE:
-        return config
-    file = find_predictor(draft, config.predictor)
-    if file is None:
-        return config
-    load_step_predictor(file)
-    return replace(config, predictor=str(file))

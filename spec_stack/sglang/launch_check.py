@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from spec_stack.config import how_to_install
-from spec_stack.sglang.calibration import with_calibration, with_predictor
+from spec_stack.sglang.calibration import with_calibration
 from spec_stack.sglang.launch_notes import (
     DRAFT_AT_SLOTS,
     drafting_note,
@@ -93,7 +93,7 @@ def _check(arguments: list[str], report: dict[str, Any]) -> None:
     report["vocabularies"] = _vocabularies(models, tokenizer, scoring, resolved.trust_remote_code)
     target_text, draft_text = (model.hf_text_config for model in models)
     if algorithm == NAME:
-        config, refusal = with_predictor(config, scoring), pruning_refusal(resolved, *models)
+        refusal = pruning_refusal(resolved, *models)
     elif (refusal := scoring_refusal(resolved, algorithm, *models)) is not None:
         raise ValueError(f"--spec-stack-scoring-model does not work here: {refusal}")
     config = with_calibration(config, scoring, target_text, draft_text)

@@ -162,8 +162,7 @@ def penalty_advice(sampling: Mapping[str, Any]) -> str | None:
 
 
 def drafting_note(config: ServerConfig) -> str:
-    predictor = "" if config.policy != "speckv" else f" by {config.predictor or 'a ridge that learns online'}"
-    return f"policy {config.policy}{predictor}, gammas {list(config.gammas)}"
+    return f"policy {config.policy}, gammas {list(config.gammas)}"
 
 
 DRAFT_AT_SLOTS = "on this attention backend the draft stays at its cache slots, so fewer of its tokens are accepted"

@@ -8,11 +8,11 @@ from typing import Any
 
 from spec_stack.config import OLD_SWITCHES, PrefillConfig, SparsePrefill
 from spec_stack.controller.base import StepRecord
-from spec_stack.controller.registry import BATCH_POLICIES
+from spec_stack.controller.registry import check_batch_policy
 from spec_stack.prefill.alignment import Span
 from spec_stack.sglang.positions import PositionMap
 from spec_stack.sglang.protocols import RunningRequest
-from spec_stack.sglang.server_args import FOLLOW_UPS, SIGNAL_POLICIES, ServerConfig
+from spec_stack.sglang.server_args import FOLLOW_UPS, ServerConfig
 
 META_INFO = "spec_stack"
 """The key of a reply's meta info, and of what SGLang carries there token by token."""
@@ -98,13 +98,12 @@ class RequestOptions:
                 raise ValueError(f"gamma must be one of the server's, {list(config.gammas)}, got {self.gamma!r}")
             if self.policy not in (None, "fixed"):
                 raise ValueError("gamma sets the fixed policy; give gamma or another policy, not both")
-        if self.policy is not None and (not isinstance(self.policy, str) or self.policy not in BATCH_POLICIES):
-            raise ValueError(f"policy must be one of {', '.join(BATCH_POLICIES)}, got {self.policy!r}")
-        asks = f"policy {self.policy!r}" if self.policy in SIGNAL_POLICIES else "signals" if self.signals else ""
-        if asks and not config.measures_signals:
+        if self.policy is not None:
+            check_batch_policy(self.policy)
+        if self.signals and not config.measures_signals:
             raise ValueError(
-                f"{asks} needs the draft's signals, which this server does not measure under its policy, "
-                f"{config.policy}; launch it with throughput, speckv or confidence"
+                f"signals needs the draft's signals, which this server does not measure under its policy, "
+                f"{config.policy}; launch it with throughput"
             )
 
     def prefill(self, config: ServerConfig) -> PrefillConfig:

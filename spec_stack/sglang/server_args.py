@@ -17,8 +17,6 @@ from spec_stack.settings.options import documented, meaning, option
 
 ENVIRONMENT = "SPEC_STACK_SGLANG"
 NONE = "none"
-# Without the draft's signals these know nothing; `throughput` goes by acceptance alone then.
-SIGNAL_POLICIES = ("speckv", "confidence")
 MOST_POOL_TOKENS = 65_536
 FOLLOW_UPS = ("recall", "freeze", "afresh")
 """Rules for the text of earlier turns. freeze: what was kept stays, what was dropped stays away. recall: the
@@ -70,11 +68,6 @@ class ServerConfig:
         "a file of `spec-stack calibrate` for this pair, or its folder, whose settings take the place of prefill's "
         "defaults, or 'none'; without it the one beside the draft, or what ships for it",
     )
-    predictor: str | None = option(
-        None,
-        "a file that train_controller made, for the policy speckv, or 'none'; without it the one beside the draft, if "
-        "any, else a ridge is learned online",
-    )
     follow_up: str = option(FOLLOW_UPS[0], f"what becomes of the text of earlier turns: {', '.join(FOLLOW_UPS)}")
     recall: SessionConfig = field(
         default_factory=SessionConfig,
@@ -102,7 +95,6 @@ class ServerConfig:
                 )
         for name, kinds in (
             ("calibration", f"a file, a folder or {NONE!r}"),
-            ("predictor", f"a file, a folder or {NONE!r}"),
             ("scoring_model", "a folder or a hub id"),
         ):
             value = getattr(self, name)
@@ -141,17 +133,13 @@ class ServerConfig:
     @property
     def measures_signals(self) -> bool:
         """Return whether the draft's signals are measured: where the server's policy uses them."""
-        return self.scoring_model is None and self.policy in ("throughput", *SIGNAL_POLICIES)
+        return self.scoring_model is None and self.policy == "throughput"
 
     def make_policy(self, name: str) -> Policy:
         """A fresh policy that keeps to `gammas`. Raises ValueError for one that cannot decide for a batch."""
-        if name not in BATCH_POLICIES:
-            raise ValueError(f"policy {name!r} cannot decide for a whole batch; use one of {', '.join(BATCH_POLICIES)}")
         drafting = tuple(gamma for gamma in self.gammas if gamma)
         by_name: dict[str, dict[str, Any]] = {
             "throughput": {"gammas": self.gammas},
-            "speckv": {"gammas": self.gammas, "predictor": None if self.predictor in (None, NONE) else self.predictor},
-            "confidence": {"gammas": drafting},
             "ema": {"gammas": drafting, "max_gamma": drafting[-1]},
             "heuristic": {"max_gamma": drafting[-1], "start": min(DecodeConfig.gamma, drafting[-1])},
             "fixed": {"gamma": max(gamma for gamma in drafting if gamma <= max(DecodeConfig.gamma, drafting[0]))},
@@ -178,6 +166,8 @@ class ServerConfig:
             raise ValueError(
                 f"{', '.join(idle)} set how SPEC_STACK drafts, and beside a scoring_model it does not; leave them out"
             )
+        if "predictor" in values:
+            raise ValueError("predictor was the policy speckv's, which cannot decide for a whole batch; leave it out")
         prefill = dict(_mapping("prefill", values.pop("prefill", {})))
         for name in OLD_SWITCHES.keys() & (values.keys() | prefill.keys()):
             raise ValueError(f"there is no setting {name}: it is now sparse_prefill, {OLD_SWITCHES[name]}")
@@ -241,7 +231,7 @@ class _OldSwitch(argparse.Action):
 
 
 # What means nothing beside a scoring model.
-_OF_DRAFTING = ("policy", "policy_options", "gammas", "max_gamma_by_batch_size", "predictor", "draft_slots")
+_OF_DRAFTING = ("policy", "policy_options", "gammas", "max_gamma_by_batch_size", "draft_slots")
 # How each flag is read, and what stands for its value; default and meaning are the field's.
 _FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
     "keep_rate": (float, "SHARE"),
@@ -252,7 +242,6 @@ _FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
     "policy": (str, "NAME"),
     "gammas": (int, "N"),
     "calibration": (str, "FILE"),
-    "predictor": (str, "FILE"),
     "follow_up": (str, "RULE"),
     "draft_pool_tokens": (int, "TOKENS"),
 }

@@ -15,7 +15,6 @@ from sglang.srt.speculative.standalone_worker_v2 import StandaloneDraftWorker, S
 from spec_stack.sglang import hooks
 from spec_stack.sglang.active_gamma import forget_earlier_gammas_of_this_process
 from spec_stack.sglang.batch_policy import BatchPolicy, step_clock
-from spec_stack.sglang.calibration import with_predictor
 from spec_stack.sglang.graphs import GraphedController, captured_at
 from spec_stack.sglang.guards import harmless, note_failure
 from spec_stack.sglang.launch_notes import penalty_advice
@@ -128,7 +127,7 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
         self._draft_worker.__class__ = SpecStackDraftWorker
         runner, draft = self._target_worker.model_runner, self._draft_worker.draft_runner
         source = self.server_args.speculative_draft_model_path
-        self._config = config = with_predictor(ServerConfig.from_environment(), source)
+        self._config = config = ServerConfig.from_environment()
         # The record holds what was typed; what SGLang and the algorithm made of it lies over it.
         resolved = resolving_view(self.server_args)
         self.scoring_model = ScoringModel(source, draft, runner.model_config, resolved, config)

@@ -20,9 +20,9 @@ from spec_stack import (
     StepContext,
 )
 from spec_stack.cli.demo import hide_fact
-from spec_stack.controller.fixed import Fixed
 from spec_stack.controller.pool import PolicyPool
 from spec_stack.controller.registry import POLICIES, POLICY_NAMES, make_policy
+from spec_stack.controller.simple import Fixed
 from spec_stack.records import read_records
 from tests.support.models import make_model, random_prompt
 

@@ -47,7 +47,7 @@ def test_a_draft_that_has_to_read_waits_longer_where_much_was_copied_lately() ->
         for gamma in (0, 4, 2) * 4:
             policy.observe(step(gamma, gamma, draft_s=0.025 * gamma, verify_s=0.1))
         policy._measured.at(StepContext(1, 99, None, "fp16")).copied.add(num_copied, 300)
-        policy._measured.at(StepContext(1, 99, None, "fp16")).read_s = 0.0015
+        policy._measured.at(StepContext(1, 99, None, "fp16")).prefill_s = 0.0015
         for number in range(50):
             context = StepContext(number, 200, None, "fp16", num_unread=400 + number)
             if policy.choose(context):

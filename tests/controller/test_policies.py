@@ -17,7 +17,7 @@ from experiments.policies.oracles import BestFixed, TaskOracle, oracle
 from experiments.policies.replay import StepCosts, merge_runs, replay
 from spec_stack.config import MAX_GAMMA
 from spec_stack.controller.base import DraftSignals, Policy, StepContext
-from spec_stack.controller.batch_throughput import BatchThroughput
+from spec_stack.controller.batch import BatchThroughput
 from spec_stack.controller.pool import PolicyPool
 from spec_stack.controller.registry import (
     BATCH_POLICY_NAMES,
@@ -36,7 +36,7 @@ def test_importing_the_controller_loads_no_torch_and_no_scikit_learn() -> None:
         "import sys, spec_stack.controller, spec_stack.controller.registry, spec_stack.controller.throughput, "
         "spec_stack.controller.predictor, experiments.policies.replay, experiments.policies.training, "
         "spec_stack.controller.speckv, spec_stack.records, experiments.policies.oracles, "
-        "spec_stack.controller.batch_throughput; "
+        "spec_stack.controller.batch; "
         "print([name for name in ('torch', 'transformers', 'sklearn', 'pyarrow') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

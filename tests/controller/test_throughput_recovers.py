@@ -12,10 +12,9 @@ import pytest
 
 import spec_stack
 from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord
-from spec_stack.controller.cost import CostOptions, StepCostModel
 from spec_stack.controller.pool import PolicyPool
-from spec_stack.controller.probing import Probing
 from spec_stack.controller.speckv import SpecKV
+from spec_stack.controller.step_cost import StepCost
 from spec_stack.controller.throughput import Throughput
 
 SHIPPED = Path(spec_stack.__file__).parent / "assets" / "draft" / "spec_stack_predictor.json"
@@ -97,41 +96,6 @@ def test_a_draft_that_was_slow_at_first_is_found_out_though_it_has_to_catch_up(
     assert sum(gamma > 0 for gamma in machine.gammas[-50:]) > 40
 
 
-def probed(probing: Probing, num_unread: list[int]) -> list[str]:
-    """What becomes of steps before which the draft has so much to read; 0 where a look-up takes the step."""
-    done = []
-    for unread in num_unread:
-        if not unread:
-            done.append("looks up")
-            continue
-        probing.begin()
-        due = probing.is_due(0.0, 1.0, unread)
-        assert due or not probing.is_waking
-        done.append("wakes" if probing.is_waking else "measures" if due else "")
-    return done
-
-
-IDLE = ["", "", ""]
-
-
-def test_a_woken_draft_is_measured_in_the_next_step() -> None:
-    expected = [*IDLE, "wakes", "measures", *[""] * 7, "measures"]
-    assert probed(Probing(4, 64), [9] * 4 + [2] + [1] * 8) == expected
-
-
-@pytest.mark.parametrize("num_between", [1, 2, 3])
-def test_look_ups_between_the_two_steps_of_a_probe_do_not_cost_it_its_measurement(num_between: int) -> None:
-    between = [0, 9] * num_between
-    expected = [*IDLE, "wakes", *["looks up", "wakes"] * num_between, "measures", ""]
-    assert probed(Probing(4, 64), [9] * 4 + between + [2, 2]) == expected
-
-
-def test_a_probe_that_is_never_left_its_second_step_ends() -> None:
-    done = probed(Probing(4, 64), [9, 0] * 40)
-    asked = [each for each in done if each != "looks up"]
-    assert asked[:11] == [*IDLE, *["wakes"] * 4, *IDLE, "wakes"]
-
-
 def test_a_policy_measures_its_draft_though_a_look_up_follows_each_waking() -> None:
     """But none follows at once on a look-up. Nobody asks the policy in their steps; without a measurement a draft that
     has become quick is never found out."""
@@ -145,7 +109,7 @@ def test_a_policy_measures_its_draft_though_a_look_up_follows_each_waking() -> N
             num_unread, was_waking = 5, False
             continue
         gamma = policy.choose(StepContext(number, 99, last, "fp32", num_unread=num_unread))
-        was_waking = policy._probing.is_waking
+        was_waking = gamma > 0 and num_unread > 5
         read_s = 1e-3 * (num_unread - 1) if gamma else 0.0
         policy.observe(
             record(gamma=gamma, num_accepted=gamma, num_tokens=gamma + 1, draft_s=gamma * PER_TOKEN_S + read_s,
@@ -162,8 +126,8 @@ def test_what_another_precision_costs_is_learned_right_after_a_draft_was_woken()
     for _ in range(30):
         policy.observe(record(num_accepted=0, num_tokens=1, draft_s=9 * VERIFY_S))
     last = record(num_accepted=0, num_tokens=1)
-    while not policy._probing.is_waking:
-        policy.choose(StepContext(1, 99, last, "fp32", num_unread=20))
+    while not policy.choose(StepContext(1, 99, last, "fp32", num_unread=20)):
+        pass
     for _ in range(20):
         policy.choose(StepContext(1, 99, last, "bf16", num_unread=1))
         policy.observe(record(precision="bf16"))
@@ -203,7 +167,7 @@ def test_one_stall_does_not_slow_the_steps_after_it(at: int, stall_s: float) -> 
 
 
 def test_a_stalled_sample_moves_the_cost_by_its_tolerance_at_most() -> None:
-    model = StepCostModel(CostOptions())
+    model = StepCost()
     for gamma in (2, 4, 6, 3) * 10:
         model.observe(gamma, gamma * PER_TOKEN_S, VERIFY_S)
     assert model.per_token_s() == pytest.approx(PER_TOKEN_S, rel=0.05)

@@ -12,8 +12,8 @@ from spec_stack import DecodeConfig, SpecStackConfig, SpecStackGenerator
 from spec_stack.api.session import Session
 from spec_stack.config import MAX_LOOKED_UP
 from spec_stack.controller.base import DraftSignals
-from spec_stack.controller.fixed import Fixed
 from spec_stack.controller.lookup import Found, LookupGate
+from spec_stack.controller.simple import Fixed
 from spec_stack.decode.lookup_index import LookupIndex, TextMemory
 from spec_stack.decode.loop import RequestLabels, decode
 from spec_stack.decode.proposer import Means

@@ -10,7 +10,7 @@ import pytest
 from experiments.policies.batch_replay import BatchCosts, replay_batch
 from experiments.policies.replay import ReplayText, merge_runs, replay
 from spec_stack.controller.base import Policy, StepContext, StepRecord
-from spec_stack.controller.fixed import Fixed
+from spec_stack.controller.simple import Fixed
 from tests.support.controller_data import COSTS, Greedy
 from tests.support.reference_controller import fixed_gamma_steps
 

@@ -15,7 +15,7 @@ from tests.serve.test_hostile import Process
 PLUGIN = """
 from pathlib import Path
 
-from spec_stack.controller.ema import Ema
+from spec_stack.controller.simple import Ema
 from spec_stack.controller.registry import POLICIES
 from spec_stack.prefill.registry import SCORERS
 from spec_stack.prefill.rules.bm25 import ByBM25

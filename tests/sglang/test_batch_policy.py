@@ -314,8 +314,10 @@ def test_signals_are_in_the_report_where_they_were_asked_for() -> None:
 def test_a_server_without_signals_refuses_what_needs_them() -> None:
     config = ServerConfig(policy="ema")
     assert RequestOptions.parse({"policy": "throughput"}, config).policy == "throughput"
-    for custom in ({"policy": "speckv"}, {"policy": "confidence"}, {"signals": True}):
-        with pytest.raises(ValueError, match="does not"):
+    with pytest.raises(ValueError, match="does not"):
+        RequestOptions.parse({"signals": True}, config)
+    for custom in ({"policy": "speckv"}, {"policy": "confidence"}):
+        with pytest.raises(ValueError, match="use throughput"):
             RequestOptions.parse(custom, config)
 
 

@@ -9,12 +9,9 @@ import pytest
 from transformers import LlamaConfig
 
 from spec_stack.config import PrefillConfig
-from spec_stack.controller.batch_speckv import BatchSpecKV
-from spec_stack.controller.predictor import FILE_NAME as PREDICTOR_FILE
-from spec_stack.hf.loading import ASSETS
 from spec_stack.prefill.calibration import FILE_NAME, Calibration, fingerprint
 from spec_stack.prefill.shipped import FOLDER
-from spec_stack.sglang.calibration import with_calibration, with_predictor
+from spec_stack.sglang.calibration import with_calibration
 from spec_stack.sglang.server_args import ServerConfig
 
 
@@ -73,27 +70,6 @@ def test_a_calibration_of_other_models_is_refused_where_named_and_left_aside_whe
         with_calibration(ServerConfig(calibration=str(folder)), "", draft, draft)
 
 
-def test_a_server_takes_the_predictor_beside_the_draft_or_the_one_named() -> None:
-    shipped = ASSETS / "draft"
-    beside = with_predictor(ServerConfig(), str(shipped))
-    assert beside.predictor == str(shipped / PREDICTOR_FILE)
-    # A request may ask for the policy where the server's is another.
-    policy = beside.make_policy("speckv")
-    assert isinstance(policy, BatchSpecKV)
-    assert policy.predictor == beside.predictor
-    online = with_predictor(ServerConfig(predictor="none"), str(shipped)).make_policy("speckv")
-    assert isinstance(online, BatchSpecKV)
-    assert online.predictor is None
-    assert with_predictor(ServerConfig(), "a/hub-id") == ServerConfig()
-    named = ServerConfig(policy="speckv", predictor=str(shipped))
-    assert with_predictor(named, "a/hub-id") == named
-
-
-def test_a_file_that_is_no_predictor_is_refused_at_launch(tmp_path: Path) -> None:
-    (tmp_path / PREDICTOR_FILE).write_text("{}")
-    with pytest.raises(ValueError, match="not a predictor file"):
-        with_predictor(ServerConfig(), str(tmp_path))
-    with pytest.raises(ValueError, match="cannot be read"):
-        with_predictor(ServerConfig(predictor=str(tmp_path / "gone.json")), "a/hub-id")
-    with pytest.raises(ValueError, match="predictor must be"):
-        ServerConfig(predictor="")
+def test_a_predictor_has_no_use_on_a_server() -> None:
+    with pytest.raises(ValueError, match="speckv"):
+        ServerConfig.from_mapping({"predictor": "beside.json"})

@@ -35,18 +35,6 @@ def least_seconds(correct: list[bool], position: int, end: int, costs: list[floa
     return best
 
 
-def weighted_line(points: list[tuple[float, float]], discount: float) -> tuple[float, float]:
-    """Base and slope of least squares, the newest point with weight 1 and each older one with less."""
-    weights = [discount ** (len(points) - 1 - index) for index in range(len(points))]
-    total = sum(weights)
-    mean_x = sum(weight * x for weight, (x, _) in zip(weights, points, strict=True)) / total
-    mean_y = sum(weight * y for weight, (_, y) in zip(weights, points, strict=True)) / total
-    spread = sum(weight * (x - mean_x) ** 2 for weight, (x, _) in zip(weights, points, strict=True))
-    covariance = sum(weight * (x - mean_x) * (y - mean_y) for weight, (x, y) in zip(weights, points, strict=True))
-    slope = covariance / spread
-    return mean_y - slope * mean_x, slope
-
-
 def shrunk_curve(
     points: list[tuple[float, float]], discount: float, shrinkage: float, knots: list[float]
 ) -> tuple[float, list[float]]:

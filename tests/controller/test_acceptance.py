@@ -1,4 +1,4 @@
-"""The survival model: a product of an MLP's chances, corrected by what comes of them."""
+"""The acceptance estimator: a product of an MLP's chances, recalibrated by outcomes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,15 @@ import random
 import numpy as np
 import pytest
 
+from spec_stack.controller.acceptance import (
+    FILE,
+    SURVIVAL_FEATURES,
+    AcceptanceEstimator,
+    shipped_network,
+    survival_features,
+)
 from spec_stack.controller.base import DraftSignals
 from spec_stack.controller.predictor import Network
-from spec_stack.controller.survival import FILE, SURVIVAL_FEATURES, Survival, shipped_network, survival_features
 from tests.support.controller_data import step
 from tests.support.reference_controller import network_output, survival
 
@@ -22,9 +28,9 @@ def first(signals: DraftSignals, num_drafted: int) -> DraftSignals:
     return DraftSignals(signals.entropy[:num_drafted], signals.confidence[:num_drafted])
 
 
-def chances(model: Survival, signals: DraftSignals) -> list[tuple[float, float]]:
-    model.begin()
-    return [model.extend(first(signals, number)) for number in range(1, len(signals) + 1)]
+def chances(model: AcceptanceEstimator, signals: DraftSignals) -> list[tuple[float, float]]:
+    model.reset()
+    return [model.update(first(signals, number)) for number in range(1, len(signals) + 1)]
 
 
 def test_an_untaught_model_says_the_product_of_what_the_shipped_weights_say() -> None:
@@ -38,35 +44,37 @@ def test_an_untaught_model_says_the_product_of_what_the_shipped_weights_say() ->
         return network_output(weights, biases, values)
 
     expected = survival([said(index, 0.0) for index in range(3)], [said(index, 1.0) for index in range(3)])
-    for found, wanted in zip(chances(Survival(), SIGNALS), expected, strict=True):
+    for found, wanted in zip(chances(AcceptanceEstimator(), SIGNALS), expected, strict=True):
         assert found == pytest.approx(wanted)
 
 
 def test_a_surer_draft_is_believed_more_and_extremes_are_finite() -> None:
-    survivals = [Survival().extend(DraftSignals([entropy], [sure]))[0] for entropy, sure in ((3.0, 0.3), (0.2, 0.97))]
+    survivals = [
+        AcceptanceEstimator().update(DraftSignals([entropy], [sure]))[0] for entropy, sure in ((3.0, 0.3), (0.2, 0.97))
+    ]
     assert survivals[0] < 0.6 < 0.9 < survivals[1]
     for confidence in (0.0, 1e-30, 1.0):
-        for chance in Survival().extend(DraftSignals([0.0], [confidence])):
+        for chance in AcceptanceEstimator().update(DraftSignals([0.0], [confidence])):
             assert 0 < chance < 1
 
 
 def test_the_chance_of_a_proposal_does_not_depend_on_how_often_it_was_asked_for() -> None:
-    model = Survival()
+    model = AcceptanceEstimator()
     one_by_one = chances(model, SIGNALS)
-    model.begin()
-    assert model.extend(SIGNALS) == one_by_one[-1]
+    model.reset()
+    assert model.update(SIGNALS) == one_by_one[-1]
     assert len(set(one_by_one)) == 3
 
 
 def test_a_rejected_run_does_not_count_for_each_of_its_tokens() -> None:
-    long, short = Survival(), Survival()
+    long, short = AcceptanceEstimator(), AcceptanceEstimator()
     long.learn(step(16, 0))
     short.learn(step(1, 0))
     assert chances(long, SIGNALS) == chances(short, SIGNALS)
 
 
 def test_a_request_whose_draft_is_sure_and_wrong_is_believed_less_and_the_next_one_hardly() -> None:
-    model = Survival()
+    model = AcceptanceEstimator()
     fresh = chances(model, SIGNALS)[0][0]
     for _ in range(6):
         model.learn(step(4, 0, confidence=0.97))
@@ -79,7 +87,7 @@ def test_a_request_whose_draft_is_sure_and_wrong_is_believed_less_and_the_next_o
 
 def test_chances_become_true_of_a_pair_that_the_weights_are_wrong_about() -> None:
     rng = random.Random(0)
-    model = Survival()
+    model = AcceptanceEstimator()
     said: dict[float, list[float]] = {0.3: [], 0.95: []}
     for number in range(3000):
         confidence = rng.choice((0.3, 0.95))
@@ -90,8 +98,8 @@ def test_chances_become_true_of_a_pair_that_the_weights_are_wrong_about() -> Non
             accepted += 1
         record = step(3, accepted, confidence=confidence)
         if number >= 1000:
-            model.begin()
-            said[confidence].append(model.extend(first(record.signals, 1))[0])
+            model.reset()
+            said[confidence].append(model.update(first(record.signals, 1))[0])
         model.learn(record)
     assert sum(said[0.3]) / len(said[0.3]) == pytest.approx(0.5, abs=0.1)
     assert sum(said[0.95]) / len(said[0.95]) == pytest.approx(0.7, abs=0.1)
@@ -103,9 +111,6 @@ def test_the_features_are_those_of_the_card_and_the_first_token_follows_a_sure_o
     assert (own[3:], following[3:]) == ([1.0, 0.0, 0.0], [1.0, 0.0, 1.0])
 
 
-def test_another_network_takes_the_shipped_ones_place_and_bad_trust_is_refused() -> None:
+def test_another_network_takes_the_shipped_ones_place() -> None:
     even = Network([np.zeros((len(SURVIVAL_FEATURES), 1))], [np.zeros(1)])
-    assert chances(Survival(network=even), SIGNALS)[1] == pytest.approx((0.25, 0.125))
-    for name in ("trust", "own_trust"):
-        with pytest.raises(ValueError, match=name):
-            Survival(**{name: 0.0})
+    assert chances(AcceptanceEstimator(network=even), SIGNALS)[1] == pytest.approx((0.25, 0.125))

@@ -9,8 +9,8 @@ from functools import partial
 import pytest
 
 from spec_stack.controller.base import StepContext, StepRecord
-from spec_stack.controller.lengths import ByLength
 from spec_stack.controller.registry import make_batch_policy, make_policy
+from spec_stack.controller.step_cost import PerContextLength
 from tests.support.controller_data import step
 from tests.support.simulated_costs import GROWING, turns_over_plain
 
@@ -23,7 +23,7 @@ def at(target: int, draft: int = 0, precision: str = "fp32") -> StepContext:
 def test_a_length_begins_with_what_is_known_half_or_twice_as_far_and_else_anew(seed: int) -> None:
     """Against a list of what was asked for, searched from its beginning."""
     rng = random.Random(seed)
-    known: ByLength[list[str]] = ByLength(lambda: ["new"], lambda near: [*near, "copy"], lambda far: [far[0], "far"])
+    known: PerContextLength[list[str]] = PerContextLength(lambda: ["new"], lambda far: [far[0], "far"])
     seen: dict[tuple[str, int, int], list[str]] = {}
     for _ in range(60):
         key = rng.choice(["fp32", "bf16"]), rng.randrange(9, 16), rng.randrange(9, 16)
@@ -34,7 +34,7 @@ def test_a_length_begins_with_what_is_known_half_or_twice_as_far_and_else_anew(s
             seen[key] = ["new"]
             if others:
                 distance, nearest = others[0]
-                seen[key] = [*seen[nearest], "copy"] if distance <= 1 else [seen[nearest][0], "far"]
+                seen[key] = list(seen[nearest]) if distance <= 1 else [seen[nearest][0], "far"]
         precision, *sizes = key
         target, draft = (int(2**size * rng.uniform(0.71, 1.41)) for size in sizes)
         assert known.at(at(target, draft, precision)) == seen[key]
@@ -42,7 +42,7 @@ def test_a_length_begins_with_what_is_known_half_or_twice_as_far_and_else_anew(s
 
 
 def test_contexts_too_short_to_matter_are_one_length() -> None:
-    known: ByLength[list[int]] = ByLength(list, list)
+    known: PerContextLength[list[int]] = PerContextLength(list)
     known.at(at(0)).append(1)
     assert known.at(at(700, 300)) == [1]
     assert known.values() == [[1]]

@@ -1,8 +1,7 @@
-"""Policies for batches: each request's own signals and acceptance, one gamma, by tokens over measured seconds."""
+"""The policy for batches: each request's own acceptance and signals, one gamma, by tokens over measured seconds."""
 
 from __future__ import annotations
 
-import math
 import random
 import time
 from collections.abc import Sequence
@@ -12,10 +11,8 @@ import numpy as np
 import pytest
 
 from spec_stack.controller.base import BatchMember, DraftSignals, StepContext, StepRecord
-from spec_stack.controller.batch_confidence import BatchConfidence
-from spec_stack.controller.batch_speckv import BatchSpecKV
-from spec_stack.controller.batch_throughput import BatchLogistic, BatchThroughput
-from spec_stack.controller.predictor import STEP_FEATURES
+from spec_stack.controller.batch import BatchThroughput, StepSeconds
+from spec_stack.controller.registry import make_batch_policy
 from tests.support.controller_data import step
 
 
@@ -69,7 +66,6 @@ def test_no_more_is_expected_of_a_request_than_its_cap() -> None:
     expected = policy.expected_accepted(_context(0, *members), members)
     assert not expected[1].any()
     assert 0 == expected[0, 0] < expected[0, 1] < expected[0, 2] == expected[0, 8] <= 2
-    assert BatchSpecKV().expected_accepted(_context(0, *members), members)[:, 8].tolist() <= [2, 0]
 
 
 def test_the_gamma_is_that_under_which_finite_answers_end_soonest() -> None:
@@ -138,73 +134,57 @@ def test_signals_that_are_not_known_leave_acceptance() -> None:
     assert [policy.choose(_context(number, BatchMember("a"))) for number in range(120, 130)].count(0) >= 9
 
 
-def test_weights_learned_from_lots_are_those_of_logistic_regression() -> None:
-    """By another route: gradient ascent on the penalised likelihood of all examples at once."""
-    rng = np.random.default_rng(0)
-    features = rng.normal(size=(4000, 3))
-    truth = np.array([1.0, -0.5, 0.3])
-    outcomes = (rng.random(4000) < 1 / (1 + np.exp(-features @ truth))).astype(float)
-    model = BatchLogistic((0.0, 0.0, 0.0), forgetting=1.0)
-    for lot in range(0, 4000, 8):
-        model.learn(features[lot : lot + 8], outcomes[lot : lot + 8])
-    weights = np.zeros(3)
-    for _ in range(2000):
-        gradient = features.T @ (outcomes - 1 / (1 + np.exp(-features @ weights))) - 10 * weights
-        weights += gradient / 1000
-    assert np.allclose(model.weights, weights, atol=0.03)
-
-
-class ByEntropy:
-    """Acceptance rate 1 for signals without entropy, 0 for others; a plain stand-in for a trained predictor."""
-
-    def acceptance_rates(self, features: Sequence[Sequence[float]]) -> list[float]:
-        return [float(row[STEP_FEATURES.index("mean_entropy")] < 1) for row in features]
-
-
-def test_speckv_predicts_each_request_from_its_own_last_signals() -> None:
-    profile = {size: {gamma: 1 + 0.1 * gamma for gamma in (0, 2, 8)} for size in (2, 4)}
-    policy = BatchSpecKV(gammas=(0, 2, 8), predictor=ByEntropy(), profile=profile)
-    members = tuple(BatchMember(name) for name in "abc")
-    for number in range(3):
-        gamma = policy.choose(_context(number, *members))
-        for name, entropy in zip("abc", (0.0, 0.0, 3.0), strict=True):
-            record = _record(number, name, gamma, gamma if entropy == 0 else 0, 0.9, 1 + 0.1 * gamma)
-            policy.observe(replace(record, signals=DraftSignals([entropy] * gamma, [0.9] * gamma)))
-    assert policy.expected_accepted(_context(3, *members), members)[:, 8].tolist() == pytest.approx([8, 8, 0])
-    assert policy.choose(_context(3, *members[:2])) == 8
-    # By all tokens added up 8 would be best, 19 in 1.8 beside 7 in 1.2. But a third request gains nothing from either.
-    assert policy.choose(_context(4, *members)) == 2
-
-
-def test_confidence_drafts_as_far_as_its_requests_were_sure() -> None:
-    policy = BatchConfidence(threshold=0.5, weight=1.0)
-    a, b = BatchMember("a"), BatchMember("b")
-    assert policy.choose(_context(0, a, b)) == 4
-    doubtful = replace(_record(0, "a", 4, 0, 0.9, 1.0), signals=DraftSignals([0.0] * 4, [0.9, 0.4, 0.9, 0.9]))
-    policy.observe(doubtful)
-    assert policy.choose(_context(1, a)) == 2
-    policy.observe(_record(0, "b", 4, 0, 0.9, 1.0))
-    assert policy.choose(_context(1, b)) == 8
-    assert policy.choose(_context(1, a, b)) == 4
-    policy.observe(replace(doubtful, step=1, upcoming=DraftSignals([2.0], [0.3])))
-    assert policy.choose(_context(2, a)) == 1
-
-
 @pytest.mark.parametrize(
-    ("policy", "options", "named"),
+    ("options", "named"),
     [
-        (BatchThroughput, {"gammas": ()}, "gammas"),
-        (BatchThroughput, {"weight": 0.0}, "weight"),
-        (BatchThroughput, {"profile": {"4": 0.1}}, "profile"),
-        (BatchThroughput, {"profile": {"4": {"2": 0}}}, "profile"),
-        (BatchSpecKV, {"predictor": "nowhere.json"}, "nowhere"),
-        (BatchConfidence, {"threshold": 2}, "threshold"),
-        (BatchConfidence, {"gammas": ()}, "gammas"),
-        (BatchConfidence, {"gammas": (99,)}, "gammas"),
-        (BatchConfidence, {"weight": math.nan}, "weight"),
-        (BatchConfidence, {"start": -1}, "start"),
+        ({"gammas": ()}, "gammas"),
+        ({"weight": 0.0}, "weight"),
+        ({"profile": {"4": 0.1}}, "profile"),
+        ({"profile": {"4": {"2": 0}}}, "profile"),
     ],
 )
-def test_bad_options_are_refused_by_name(policy: type, options: dict[str, object], named: str) -> None:
+def test_bad_options_are_refused_by_name(options: dict[str, object], named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        policy(**options)
+        BatchThroughput(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["speckv", "confidence"])
+def test_a_policy_that_decides_for_one_request_names_what_a_batch_uses_instead(name: str) -> None:
+    with pytest.raises(ValueError, match="use throughput"):
+        make_batch_policy(name)
+
+
+GAMMAS = (0, 1, 2, 4, 8)
+
+
+def _seconds(gamma: int, size: int) -> float:
+    return 1e-2 * (1 + 0.3 * gamma + 0.01 * size * (1 + gamma))
+
+
+def test_seconds_are_those_measured_and_what_was_not_is_scaled_from_the_nearest() -> None:
+    rng, known = random.Random(0), StepSeconds(GAMMAS, {})
+    for _ in range(400):
+        gamma, size = rng.choice(GAMMAS), rng.choice((1, 4))
+        known.observe(gamma, size, 700, _seconds(gamma, size) * rng.uniform(0.9, 1.1))
+    for size in (1, 4):
+        assert known.expected(size, 700) == pytest.approx([_seconds(gamma, size) for gamma in GAMMAS], rel=0.1)
+    for _ in range(3):
+        known.observe(0, 1, 9000, 3 * _seconds(0, 1))
+    assert known.expected(1, 9000) == pytest.approx([3 * _seconds(gamma, 1) for gamma in GAMMAS], rel=0.1)
+
+
+def test_the_first_step_of_a_shape_and_one_stall_move_little() -> None:
+    known = StepSeconds(GAMMAS, {})
+    known.observe(4, 1, 0, 9.0)
+    for _ in range(20):
+        known.observe(4, 1, 0, 0.01)
+    known.observe(4, 1, 0, 5.0)
+    assert known.expected(1)[3] < 0.0125
+
+
+def test_a_profile_is_believed_until_steps_say_otherwise() -> None:
+    known = StepSeconds(GAMMAS, {1: {gamma: _seconds(gamma, 1) for gamma in GAMMAS}})
+    assert known.expected(1).tolist() == [_seconds(gamma, 1) for gamma in GAMMAS]
+    for _ in range(60):
+        known.observe(4, 1, 0, 2 * _seconds(4, 1))
+    assert known.expected(1)[3] == pytest.approx(2 * _seconds(4, 1), rel=0.05)

@@ -6,26 +6,8 @@ import random
 
 import pytest
 
-from spec_stack.controller.cost import (
-    KNOTS,
-    CostOptions,
-    DiscountedCurve,
-    DiscountedLine,
-    DiscountedRate,
-    StepCostModel,
-)
-from tests.support.reference_controller import shrunk_curve, weighted_line
-
-
-def test_a_line_without_shrinkage_is_discounted_least_squares() -> None:
-    rng = random.Random(0)
-    line = DiscountedLine(discount=0.9, tolerance=1e9, shrinkage=1e-12)
-    points = [(float(rng.randint(1, 8)), rng.uniform(1.0, 2.0)) for _ in range(30)]
-    points = [(x, y + 0.3 * x) for x, y in points]
-    for x, y in points:
-        line.add(x, y, prior_slope=0.0)
-    base, slope = weighted_line(points, 0.9)
-    assert (line.base, line.slope) == pytest.approx((base, slope), rel=1e-6)
+from spec_stack.controller.step_cost import KNOTS, DiscountedCurve, StepCost
+from tests.support.reference_controller import shrunk_curve
 
 
 @pytest.mark.parametrize("bend", [0.0, 0.05])
@@ -33,7 +15,7 @@ def test_a_curve_is_what_costs_least_with_no_slope_under_0(bend: float) -> None:
     rng = random.Random(3)
     points = [(float(rng.randint(0, 12)), rng.uniform(0.9, 1.1)) for _ in range(120)]
     points = [(x, y - 0.01 * min(x, 4) + bend * max(x - 8, 0)) for x, y in points]
-    curve = DiscountedCurve(discount=0.98, tolerance=1e9, shrinkage=4.0)
+    curve = DiscountedCurve(keep=0.98, tolerance=1e9)
     for x, y in points:
         curve.add(x, y)
     base, slopes = shrunk_curve(points, 0.98, 4.0, list(KNOTS))
@@ -44,7 +26,7 @@ def test_a_curve_is_what_costs_least_with_no_slope_under_0(bend: float) -> None:
 
 def test_a_token_costs_what_it_adds_where_it_is_added() -> None:
     # Up to five rows take one row's time, as products of few rows do.
-    model = StepCostModel()
+    model = StepCost()
     for gamma in (1, 3, 4, 6, 8, 10, 12) * 60:
         model.observe(gamma, 0.01 * gamma, 0.1 + 0.02 * max(gamma - 4, 0))
     assert model.verify_per_token_s(1) < 0.003
@@ -55,7 +37,7 @@ def test_a_token_costs_what_it_adds_where_it_is_added() -> None:
 
 def test_costs_are_recovered_in_spite_of_stalls() -> None:
     rng = random.Random(1)
-    model = StepCostModel()
+    model = StepCost()
     model.observe(4, 9.0, 9.0)
     for _ in range(200):
         gamma = rng.randint(0, 8)
@@ -66,15 +48,15 @@ def test_costs_are_recovered_in_spite_of_stalls() -> None:
 
 
 def test_one_gamma_alone_still_gives_the_drafts_price() -> None:
-    model = StepCostModel()
+    model = StepCost()
     for _ in range(50):
         model.observe(4, 0.04, 0.03)
     assert model.per_token_s() == pytest.approx(0.01)
-    assert model.base_s == pytest.approx(0.03)
+    assert model.plain_s == pytest.approx(0.03)
 
 
 def test_nothing_is_said_before_something_was_drafted() -> None:
-    model = StepCostModel(CostOptions(warm_up=2))
+    model = StepCost()
     for _ in range(5):
         model.observe(0, 0.0, 0.03)
     assert not model.ready
@@ -83,35 +65,21 @@ def test_nothing_is_said_before_something_was_drafted() -> None:
 
 
 def test_estimates_follow_a_lasting_change() -> None:
-    model = StepCostModel()
+    model = StepCost()
     for factor in (1.0, 10.0):
         for gamma in (1, 3, 5, 7) * 40:
             model.observe(gamma, factor * 0.01 * gamma, factor * 0.03)
     assert model.per_token_s() == pytest.approx(0.1, rel=0.1)
 
 
-def test_the_rate_is_tokens_over_seconds_with_recent_steps_heavier() -> None:
-    rate = DiscountedRate(discount=0.5)
-    assert rate.tokens_per_s == 0.0
-    rate.add(2, 1.0)
-    rate.add(4, 1.0)
-    assert rate.tokens_per_s == pytest.approx((0.5 * 2 + 4) / 1.5)
-
-
-@pytest.mark.parametrize("options", [{"discount": 1.0}, {"warm_up": 0}, {"tolerance": 1.0}, {"shrinkage": 0.0}])
-def test_bad_cost_options_are_refused(options: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=next(iter(options))):
-        CostOptions(**options)  # type: ignore[arg-type]
-
-
 def test_recomputed_tokens_are_priced_into_the_drafted_token() -> None:
     # Half of the drafted tokens are read once more; every token beside the first costs the target 2 ms.
     rng = random.Random(2)
-    model = StepCostModel()
+    model = StepCost()
     recomputed = 0
     for _ in range(300):
         gamma = rng.randint(0, 8)
         model.observe(gamma, 0.01 * gamma, 0.03 + 0.002 * (gamma + recomputed), recomputed)
         recomputed = gamma // 2 + rng.randint(0, gamma % 2)
-    assert model.base_s == pytest.approx(0.03, rel=0.05)
+    assert model.plain_s == pytest.approx(0.03, rel=0.05)
     assert model.per_token_s() == pytest.approx(0.01 + 0.002 * 1.5, rel=0.05)

@@ -1,0 +1,255 @@
+"""Seconds of a decode step, and tokens per second of decode steps, learned while they run.
+
+Two things make a plain regression wrong here. Steps stall now and then (a first kernel, another process), so a sample
+far above what is expected is pulled down before it counts. And a policy that settles on one gamma leaves the slope of
+the verify time unidentified, so slopes are shrunk towards 0. The past is forgotten exponentially: caches grow, load
+changes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from statistics import median
+from typing import Generic, NamedTuple, TypeVar
+
+from spec_stack.controller.base import StepContext, StepRecord
+
+KNOTS = (0.0, 4.0, 8.0, 16.0)
+"""Verified tokens beside the last committed one at which the target's seconds may begin to rise faster."""
+USUAL_UNREAD = 2
+"""Tokens that the draft has to catch up on in a usual step: the last one drafted, and the target's own."""
+TOLERANCE = 1.5
+"""A sample over this factor above what is expected counts as if it were on that bound."""
+_KEEP = 0.98
+# A draft's seconds per token hardly vary while its context is as long, and follow at once where that changes.
+_DRAFT_KEEP = 0.85
+_WARM_UP = 3
+_SHRINKAGE = 4.0
+_SHORTEST_S = 1e-9
+_SHORT_CONTEXT = 512
+
+Known = TypeVar("Known")
+
+
+class PerContextLength(Generic[Known]):
+    """What is known at each precision and length, of the target's context and of the draft's, in powers of two.
+
+    A length twice or half a known one starts from a copy of what is known there. Where nothing so near is known,
+    `renew` makes a start, so that steps many times as long are not taken for stalls.
+    """
+
+    def __init__(self, make: Callable[[], Known], renew: Callable[[Known], Known] | None = None) -> None:
+        self._make = make
+        self._renew = renew or (lambda known: make())
+        self._known: dict[tuple[str, int, int], Known] = {}
+
+    def at(self, step: StepContext | StepRecord) -> Known:
+        """Return what is known of such a step, to be read or changed."""
+        key = (step.precision, length_scale(step.num_target_slots), length_scale(step.num_draft_slots))
+        if key not in self._known:
+            self._known[key] = self._start(key)
+        return self._known[key]
+
+    def _start(self, key: tuple[str, int, int]) -> Known:
+        near = [(max(abs(each[1] - key[1]), abs(each[2] - key[2])), each) for each in self._known if each[0] == key[0]]
+        if not near:
+            return self._make()
+        distance, nearest = min(near)
+        return (deepcopy if distance <= 1 else self._renew)(self._known[nearest])
+
+    def values(self) -> list[Known]:
+        return list(self._known.values())
+
+
+def length_scale(num_slots: float) -> int:
+    """A context's length in powers of two; under 512 tokens it hardly shows in a step's seconds."""
+    return round(math.log2(max(num_slots, _SHORT_CONTEXT)))
+
+
+class RequestRate:
+    """Tokens per unit of time over a discounted past.
+
+    The average of three, weighed by the time that each has seen: this request's own rate, that of all requests, worth
+    `shared_weight` at most, and a start, worth `weight`. The past is forgotten by `keep` with every step.
+    """
+
+    def __init__(self, start: float, weight: float, shared_weight: float = 4.0, keep: float = 0.97) -> None:
+        self._start, self._weight, self._shared_weight, self._keep = start, weight, shared_weight, keep
+        self._shared = self._own = (0.0, 0.0)
+
+    def begin_request(self) -> None:
+        """Forget the request; what it showed stays in the rate of all."""
+        self._own = (0.0, 0.0)
+
+    def add(self, num_tokens: float, time: float) -> None:
+        self._shared, self._own = (
+            (tokens * self._keep + num_tokens, seen * self._keep + time) for tokens, seen in (self._shared, self._own)
+        )
+
+    def fade(self, keep: float) -> None:
+        """Let what was seen weigh less against what will be."""
+        self._shared, self._own = ((tokens * keep, seen * keep) for tokens, seen in (self._shared, self._own))
+
+    @property
+    def value(self) -> float:
+        tokens, time = self._shared
+        shared = (tokens + self._start * self._weight) / (time + self._weight)
+        tokens, time = self._own
+        return (tokens + shared * self._shared_weight) / (time + self._shared_weight)
+
+
+class DiscountedCurve:
+    """y = base + Σ slope_k * max(x - knot_k, 0) with slopes of 0 or more, over a discounted past.
+
+    Products of a few rows take as long as those of one, and many rows do not: so the curve bends upwards. Ridge
+    regression by descent along one slope after the other from where they were; with few knots, a few rounds settle it.
+    """
+
+    def __init__(self, keep: float = _KEEP, tolerance: float = TOLERANCE, knots: Sequence[float] = KNOTS) -> None:
+        self._keep, self._tolerance, self._knots = keep, tolerance, tuple(knots)
+        size = len(self._knots)
+        self._weight = self._sum_y = 0.0
+        self._sum_x = [0.0] * size
+        self._sum_xy = [0.0] * size
+        self._sum_xx = [[0.0] * size for _ in range(size)]
+        self._slopes = [0.0] * size
+        self.base = 0.0
+
+    def at(self, x: float) -> float:
+        total = self.base
+        for slope, knot in zip(self._slopes, self._knots, strict=True):
+            if x > knot:
+                total += slope * (x - knot)
+        return total
+
+    def add(self, x: float, y: float) -> None:
+        expected = self.at(x)
+        if expected > 0:
+            y = min(y, expected * self._tolerance)
+        keep = self._keep
+        bent = [max(x - knot, 0.0) for knot in self._knots]
+        self._weight = self._weight * keep + 1
+        self._sum_y = self._sum_y * keep + y
+        for row, height in enumerate(bent):
+            self._sum_x[row] = self._sum_x[row] * keep + height
+            self._sum_xy[row] = self._sum_xy[row] * keep + height * y
+            self._sum_xx[row] = [
+                total * keep + height * other for total, other in zip(self._sum_xx[row], bent, strict=True)
+            ]
+        self._settle()
+
+    def _settle(self, rounds: int = 4) -> None:
+        weight, size = self._weight, len(self._knots)
+        means = [total / weight for total in self._sum_x]
+        mean_y = self._sum_y / weight
+        for _ in range(rounds):
+            for row in range(size):
+                left = self._sum_xy[row] - weight * means[row] * mean_y
+                for column in range(size):
+                    if column != row:
+                        covariance = self._sum_xx[row][column] - weight * means[row] * means[column]
+                        left -= covariance * self._slopes[column]
+                variance = max(self._sum_xx[row][row] - weight * means[row] * means[row], 0.0)
+                self._slopes[row] = max(left / (variance + _SHRINKAGE), 0.0)
+        self.base = mean_y - sum(slope * mean for slope, mean in zip(self._slopes, means, strict=True))
+
+
+class _Sample(NamedTuple):
+    gamma: int
+    draft_s: float
+    verify_s: float
+    num_verified: int
+
+
+class StepCost:
+    """Live estimate of a step's seconds: proportional to gamma for the draft, a curve for the target.
+
+    A target with a recurrent state recomputes accepted tokens after a rejection. Its curve is over all tokens that it
+    takes in, and a proposed token is charged for the recomputing that proposals have lately brought.
+    """
+
+    def __init__(self) -> None:
+        self._warm_up: list[_Sample] = []
+        self._num_drafted = self._drafting_s = 0.0
+        self._verify = DiscountedCurve()
+        self._has_drafted = False
+        self._num_proposed = self._num_recomputed = 0.0
+
+    @property
+    def ready(self) -> bool:
+        """Return whether the warm-up is over and something has been drafted."""
+        return self._has_drafted and self.ready_to_verify
+
+    @property
+    def ready_to_verify(self) -> bool:
+        return len(self._warm_up) >= _WARM_UP
+
+    def draft_s(self, gamma: int) -> float:
+        """Expected seconds of drafting gamma tokens, without what has to be caught up on."""
+        return gamma * self._drafting_s / self._num_drafted if self._num_drafted else 0.0
+
+    def verify_s(self, num_tokens: float) -> float:
+        """Expected seconds of verifying so many proposed tokens."""
+        return self._verify.at(num_tokens * self._with_recomputed)
+
+    def verify_per_token_s(self, beside: float = 0) -> float:
+        """Seconds that one more token to verify costs `beside` so many others."""
+        return (self._verify.at(beside + 1) - self._verify.at(beside)) * self._with_recomputed
+
+    def per_token_s(self, beside: float = 0) -> float:
+        """Seconds that one more draft token costs `beside` so many others: to draft it, and to verify it."""
+        return self.draft_s(1) + self.verify_per_token_s(beside)
+
+    @property
+    def _with_recomputed(self) -> float:
+        """Tokens that the target takes in per proposed one."""
+        return 1 + (self._num_recomputed / self._num_proposed if self._num_proposed else 0.0)
+
+    @property
+    def plain_s(self) -> float:
+        """Seconds of a step without a proposal; never 0."""
+        return max(self._verify.base, _SHORTEST_S)
+
+    def seconds(self, gamma: int, num_looked_up: int = 0) -> float:
+        """Expected seconds of a step that drafts gamma tokens and looks others up."""
+        return self.draft_s(gamma) + self.verify_s(gamma + num_looked_up)
+
+    def observe(
+        self, gamma: int, draft_s: float, verify_s: float, num_recomputed: int = 0, num_looked_up: int = 0
+    ) -> None:
+        """Take in one decode step; a prefill step is none."""
+        self._num_proposed = self._num_proposed * _KEEP + gamma + num_looked_up
+        self._num_recomputed = self._num_recomputed * _KEEP + num_recomputed
+        self._has_drafted = self._has_drafted or gamma > 0
+        step = _Sample(gamma, draft_s, verify_s, gamma + num_looked_up + num_recomputed)
+        if self.ready_to_verify:
+            self._add(step)
+            return
+        self._warm_up.append(step)
+        if self.ready_to_verify:
+            for early in _calmed(self._warm_up):
+                self._add(early)
+
+    def _add(self, step: _Sample) -> None:
+        draft_s = step.draft_s
+        if self._num_drafted:
+            draft_s = min(draft_s, TOLERANCE * self.draft_s(step.gamma))
+        self._num_drafted = self._num_drafted * _DRAFT_KEEP + step.gamma
+        self._drafting_s = self._drafting_s * _DRAFT_KEEP + draft_s
+        self._verify.add(step.num_verified, step.verify_s)
+
+
+def _calmed(steps: list[_Sample]) -> list[_Sample]:
+    """The warm-up steps, each brought within the tolerance of their median."""
+    per_token = [step.draft_s / step.gamma for step in steps if step.gamma]
+    typical_draft = median(per_token) if per_token else 0.0
+    typical_verify = median(step.verify_s for step in steps)
+    return [
+        step._replace(
+            draft_s=min(step.draft_s, TOLERANCE * typical_draft * step.gamma),
+            verify_s=min(max(step.verify_s, typical_verify / TOLERANCE), TOLERANCE * typical_verify),
+        )
+        for step in steps
+    ]
