@@ -136,7 +136,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"spec-stack {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    for add in (_add_generate, _add_chat, _add_demo, _add_calibrate, _add_explain, _add_serve, _add_doctor):
+    for add in (_add_generate, _add_chat, _add_prune, _add_demo, _add_calibrate, _add_explain, _add_serve, _add_doctor):
         add(commands)
     return parser
 
@@ -184,6 +184,33 @@ def _add_chat(commands: Any) -> None:
         ("anchor_threshold", float),
     ):
         _add_option(parser, SessionConfig, name, type=kind)
+
+
+def _add_prune(commands: Any) -> None:
+    parser = commands.add_parser(
+        "prune",
+        help="shorten a text or OpenAI messages for any engine",
+        description="Reads a text, OpenAI messages or a request's body (JSON), and writes the same with the lines left "
+        "out that the draft finds of no use for the question. No target is loaded.",
+    )
+    parser.add_argument("file", nargs="?", type=Path, help="what to shorten (default: standard input)")
+    parser.add_argument("--draft", help="draft model: a folder, hub id or GGUF file (default: the embedded one)")
+    parser.add_argument("--tokenizer", help="folder or hub id of its tokenizer (default: the draft's own)")
+    _add_option(parser, LoadConfig, "draft_precision", metavar="|".join(("auto", *PRECISIONS)))
+    parser.add_argument("--device", help="cpu, cuda, cuda:1, … (default: CUDA where there is one)")
+    parser.add_argument("--calibration", help="file of `spec-stack calibrate`, or none")
+    parser.add_argument(
+        "--keep-rate",
+        type=float,
+        help="share of the tokens to keep; without it and --max-tokens the draft's own rate, "
+        f"for {PrefillConfig.min_prompt_tokens} tokens and more",
+    )
+    parser.add_argument("--max-tokens", type=int, help="most tokens to keep, in the draft's")
+    parser.add_argument("--question", help="what it will be asked, where that is not in it")
+    parser.add_argument("--protect", action="append", default=[], help="a string whose lines are kept; may be repeated")
+    parser.add_argument("--marker", default="", help="stands for every gap (default: nothing)")
+    parser.add_argument("--json", action="store_true", help="print the result, kept spans and counts as a JSON object")
+    parser.add_argument("--explain", action="store_true", help="say on standard error what was kept, and why")
 
 
 def _add_demo(commands: Any) -> None:
@@ -361,6 +388,24 @@ def read_prompt(arguments: argparse.Namespace) -> str:
     if arguments.prompt not in (None, "-"):
         parts.append(str(arguments.prompt))
     return "\n\n".join(part for part in parts if part)
+
+
+def read_prunable(file: Path | None) -> tuple[Any, dict[str, Any] | None]:
+    """Return what `prune` is given, a text or messages, and the request's body around the messages, if any."""
+    if file is not None and str(file) != "-":
+        text = read_document(file)
+    elif sys.stdin is None or sys.stdin.isatty():
+        raise ValueError("nothing to prune: name a file, or send it to standard input")
+    else:
+        text = _standard_input()
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text, None
+    if isinstance(value, dict) and isinstance(value.get("messages"), list):
+        return value["messages"], value
+    is_chat = isinstance(value, list) and value and all(isinstance(each, dict) and "role" in each for each in value)
+    return (value if is_chat else text), None
 
 
 def _standard_input() -> str:

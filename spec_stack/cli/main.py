@@ -1,4 +1,4 @@
-"""spec-stack generate | chat | serve | demo | explain | calibrate | doctor."""
+"""spec-stack generate | chat | prune | serve | demo | explain | calibrate | doctor."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from textwrap import shorten
 from time import monotonic, perf_counter
@@ -25,6 +26,7 @@ from spec_stack.cli.arguments import (
     prefill_of,
     read_documents,
     read_prompt,
+    read_prunable,
     request_of,
     served_config,
 )
@@ -169,6 +171,40 @@ def _chat(arguments: argparse.Namespace) -> int:
     Chat(
         generator.session, options, arguments.system, documents, settle=settle, load_session=generator.load_session
     ).run()
+    return 0
+
+
+def _prune(arguments: argparse.Namespace) -> int:
+    from spec_stack.api.pruner import Pruner
+
+    given, body = read_prunable(arguments.file)
+    pruner = Pruner.from_pretrained(
+        arguments.draft,
+        arguments.tokenizer,
+        precision=arguments.draft_precision,
+        device=arguments.device,
+        calibration=False if arguments.calibration == "none" else arguments.calibration,
+    )
+    result = pruner.prune(
+        given,
+        keep_rate=arguments.keep_rate,
+        max_tokens=arguments.max_tokens,
+        question=arguments.question,
+        protect=arguments.protect,
+        marker=arguments.marker,
+    )
+    if arguments.json:
+        print(json.dumps(asdict(result)))
+    elif isinstance(result.messages, str):
+        sys.stdout.write(result.messages)
+    else:
+        print(json.dumps(result.messages if body is None else {**body, "messages": result.messages}))
+    if arguments.explain:
+        print(f"kept {result.num_kept_tokens} of {result.num_tokens} tokens; {result.reason}", file=sys.stderr)
+        for kept in result.kept:
+            spans = ", ".join(f"{start}-{stop}" for start, stop in kept.spans)
+            part = "" if kept.part is None else f", part {kept.part}"
+            print(f"message {kept.message}{part}: characters {spans or 'none'}", file=sys.stderr)
     return 0
 
 
@@ -357,6 +393,7 @@ def _doctor_sglang(arguments: argparse.Namespace) -> int:
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "generate": _generate,
     "chat": _chat,
+    "prune": _prune,
     "demo": _demo,
     "calibrate": _calibrate,
     "explain": _explain,

@@ -130,10 +130,10 @@ def check_architecture(role: str, config: Any, positions: Positions = "original"
     """Raise ValueError, with the reason, for a model on which positions, scoring or rollback would be wrong, and for a
     draft ("draft") without the attention layers that scoring needs."""
     config = text_config(config)
-    own_cache = config.model_type in _OWN_CACHE
-    refusal = _refusal(config) if positions == "original" else _NO_ROLLBACK if own_cache else ""
+    hinders = _hinders_rollback(config)
+    refusal = _refusal(config) if positions == "original" else hinders
     if refusal:
-        way = ' PrefillConfig(positions="contiguous") takes it.' if role == "target" and not own_cache else ""
+        way = ' PrefillConfig(positions="contiguous") takes it.' if role == "target" and not hinders else ""
         raise ValueError(
             f"the {role} is a {config.model_type!r} model: {refusal}.{way} Supported: {', '.join(SUPPORTED)}"
         )
@@ -175,6 +175,16 @@ def rope_switch(config: Any) -> int | None:
     """Tokens past which a long RoPE has other angles, for all of them; None where it is no such RoPE."""
     found = [each for each in _rope_parameters(text_config(config)) if each.get("rope_type") == "longrope"]
     return int(found[0]["original_max_position_embeddings"]) if found else None
+
+
+def _hinders_rollback(config: Any) -> str:
+    """Why a model cannot be a target even at contiguous positions; empty where it can."""
+    if config.model_type in _OWN_CACHE:
+        return _NO_ROLLBACK
+    if config.model_type in SUPPORTED:
+        return ""
+    is_stateful = any(hasattr(layer, "recurrent_states") for layer in DynamicCache(config=config).layers)
+    return "its recurrent state is not among those whose rollback has been checked" if is_stateful else ""
 
 
 def _count_attention_layers(config: Any) -> tuple[int, int]:

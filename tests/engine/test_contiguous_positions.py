@@ -233,6 +233,8 @@ def test_original_positions_are_refused_with_the_way_out(name: str) -> None:
 def test_what_cannot_go_back_is_refused_either_way() -> None:
     with pytest.raises(ValueError, match="cannot be rolled back"):
         check_architecture("target", RwkvConfig(), "contiguous")
+    with pytest.raises(ValueError, match="its recurrent state"):
+        check_architecture("target", tiny_architectures.REFUSED["Mamba-2 alone"], "contiguous")
     with pytest.raises(ValueError, match="'rwkv'") as error:
         check_architecture("target", RwkvConfig())
     assert "contiguous" not in str(error.value)

@@ -1,0 +1,81 @@
+"""`spec-stack prune`: text and messages in, shorter ones out."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spec_stack import PrefillConfig
+from spec_stack.cli.arguments import build_parser, prefill_of
+from spec_stack.cli.main import main
+
+CODE = (Path(__file__).parents[2] / "spec_stack" / "prefill" / "decide.py").read_text()
+FORMS: list[Any] = [
+    [{"role": "user", "content": CODE}],
+    {"model": "m", "messages": [{"role": "user", "content": [{"type": "text", "text": CODE}]}], "temperature": 0.5},
+]
+
+
+def test_a_text_from_standard_input_is_shortened(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(CODE))
+    line = ["prune", "--keep-rate", "0.3", "--question", "Why?", "--marker", "[gap]", "--explain", "--device", "cpu"]
+    assert main(line) == 0
+    captured = capsys.readouterr()
+    assert "[gap]\n" in captured.out
+    assert set(captured.out.replace("[gap]", "").split()) <= set(CODE.split())
+    assert len(captured.out) < len(CODE) / 2
+    assert captured.err.startswith("kept ")
+    assert "message 0: characters 0-" in captured.err
+
+
+@pytest.mark.parametrize("given", FORMS, ids=["messages", "a request's body"])
+def test_messages_keep_their_form(tmp_path: Path, capsys: pytest.CaptureFixture[str], given: Any) -> None:
+    path = tmp_path / "messages.json"
+    path.write_text(json.dumps(given))
+    assert main(["prune", str(path), "--max-tokens", "400", "--device", "cpu"]) == 0
+    shorter = json.loads(capsys.readouterr().out)
+    assert type(shorter) is type(given)
+    if isinstance(given, dict):
+        assert {**shorter, "messages": None} == {**given, "messages": None}
+        shorter, given = shorter["messages"], given["messages"]
+    assert len(json.dumps(shorter)) < len(json.dumps(given)) / 2
+
+
+def test_json_has_the_counts_and_other_json_is_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "data.json"
+    path.write_text('[{"name": "x"}]')
+    assert main(["prune", str(path), "--json", "--device", "cpu"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["messages"] == '[{"name": "x"}]'
+    assert result["num_kept_tokens"] == result["num_tokens"]
+    assert "shorter than min_prompt_tokens" in result["reason"]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--keep-rate", "7"], "keep_rate"),
+        (["--max-tokens", "0"], "max_tokens must be 1 or more"),
+        (["--draft", "/nowhere"], "neither a folder nor a hub id"),
+    ],
+)
+def test_errors_say_what_to_change(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], message: str
+) -> None:
+    path = tmp_path / "text"
+    path.write_text(CODE)
+    assert main(["prune", str(path), "--device", "cpu", *more]) == 2
+    assert message in capsys.readouterr().err
+    assert main(["prune", str(tmp_path / "nothing")]) == 2
+
+
+def test_positions_are_an_option_of_the_command_line() -> None:
+    for command in ("generate", "chat", "serve"):
+        arguments = build_parser().parse_args([command, "--positions", "contiguous"])
+        assert prefill_of(arguments) == PrefillConfig(positions="contiguous")
