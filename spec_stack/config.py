@@ -459,7 +459,7 @@ class SessionConfig:
         "importance over the whole conversation",
     )
     restore_threshold: float = option(
-        8.0, "times the mean importance of a token that a dropped chunk has to reach to come back"
+        8.0, "times the mean importance of the old text that a dropped chunk has to reach to come back"
     )
     max_restored_chunks: int = option(
         16, "most chunks of earlier turns that a turn looks at, best first; those of them that were dropped come back"

@@ -83,7 +83,7 @@ def recall(
     old, owner = importance[:num_cached].float(), units.owner.to(importance.device)
     sums = torch.zeros(num_units, device=old.device).index_add_(0, owner, old)
     worth = sums / torch.bincount(owner, minlength=num_units)
-    least = config.restore_threshold * float(importance.float().mean())
+    least = config.restore_threshold * float(old.mean())
     most = config.max_restored_chunks, prefill.chunk_size
     wanted = _best(worth, least, units, *most)
     shared: list[int] = []

@@ -581,7 +581,9 @@ def test_a_draft_with_another_tokenizer_serves_a_session() -> None:
     tokenizer = make_tokenizer("a b c d e f ab abc de cd", "<t>")
     other = make_tokenizer("f e bc d abc c b ef a", "<s>")
     models = make_model(seed=1, vocab=16), make_model(seed=2, vocab=12)
-    config = SpecStackConfig(replace(SPARSE, unit="chunks"), session=EAGER)
+    config = SpecStackConfig(
+        replace(SPARSE, unit="chunks"), session=replace(EAGER, restore_threshold=0.0, max_restored_chunks=40)
+    )
     generator = SpecStackGenerator(*models, tokenizer, config=config, draft_tokenizer=other)
     plain = make_model(seed=1, vocab=16)
     text, session, restored = "abcdefdeab" * 60, generator.session(), 0

@@ -185,9 +185,9 @@ def test_what_is_measured_has_ended(
     stream = Stream(launch_s)
     monkeypatch.setattr(torch.accelerator, "synchronize", stream.synchronize)
 
-    def generate(pruned: bool, **options: Any) -> None:
+    def generate(sparse_prefill: str, **options: Any) -> None:
         # The first token is read back.
-        stream.launch(sparse_s if pruned else dense_s)
+        stream.launch(sparse_s if sparse_prefill == "on" else dense_s)
         stream.synchronize()
 
     view = SimpleNamespace(

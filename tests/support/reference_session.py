@@ -33,7 +33,7 @@ def dropped_chunks_to_restore(
 ) -> list[int]:
     """Positions of dropped tokens in the best chunks of the old text that are worth enough, by either vote, and of
     those within the margin of one, by sorting."""
-    mean = sum(importance) / len(importance)
+    mean = sum(importance[:num_cached]) / num_cached
     chunks = [range(at, min(at + size, num_cached)) for at in range(0, num_cached, size)]
     worth = [sum(importance[at] for at in chunk) / len(chunk) for chunk in chunks]
     best = sorted(range(len(chunks)), key=lambda index: (-worth[index], index))[:most]
