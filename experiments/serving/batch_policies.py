@@ -47,13 +47,13 @@ from experiments.policies.bench_policies import gain
 from experiments.serving.client import Answer, Client
 from experiments.serving.server import CPU_ARGUMENTS, CPU_ENVIRONMENT, ServerError, SglangServer, free_port
 from spec_stack.hf.loading import resolve_pair
-from spec_stack.sglang.server_args import SIGNAL_POLICIES, ServerConfig
+from spec_stack.sglang.server_args import ServerConfig
 
 PLAIN = "plain"
 LOADS = ("closed", "steady")
 _PER_CLIENT = 4
 Clock = Callable[[], float]
-POLICIES = ("throughput", *SIGNAL_POLICIES, "ema", "heuristic")
+POLICIES = ("throughput", "ema", "heuristic")
 
 
 @dataclass
@@ -259,7 +259,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                     rows["signals"] = {
                         name: signal_traces(client, batches, name, options.tokens)
                         for name in options.policies
-                        if name == "throughput" or name in SIGNAL_POLICIES
+                        if name == "throughput"
                     }
                 print_rows(size, load, rows)
     report = {
