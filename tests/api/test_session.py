@@ -541,7 +541,7 @@ def test_windows_and_recurrent_states_go_on_from_turn_to_turn(name: str) -> None
 @pytest.mark.parametrize("name", ["Gemma3", "GPT-OSS"])
 def test_restored_tokens_see_through_windows_by_position(name: str) -> None:
     models = tiny_architectures.make_model(name), tiny_architectures.make_model(name, disturbed=True)
-    config = SpecStackConfig(SPARSE, session=SessionConfig(restore_threshold=0.5, max_restored_chunks=4))
+    config = SpecStackConfig(SPARSE, session=SessionConfig(restore_threshold=0.5, max_restored_chunks=12))
     generator = SpecStackGenerator(*models, config=config)
     plain = tiny_architectures.make_model(name)
     num_restored = 0
