@@ -541,7 +541,7 @@ def test_windows_and_recurrent_states_go_on_from_turn_to_turn(name: str) -> None
 @pytest.mark.parametrize("name", ["Gemma3", "GPT-OSS"])
 def test_restored_tokens_see_through_windows_by_position(name: str) -> None:
     models = tiny_architectures.make_model(name), tiny_architectures.make_model(name, disturbed=True)
-    config = SpecStackConfig(SPARSE, session=SessionConfig(restore_threshold=0.5, max_restored_chunks=12))
+    config = SpecStackConfig(SPARSE, session=SessionConfig(restore_threshold=0.5, max_restored_chunks=6))
     generator = SpecStackGenerator(*models, config=config)
     plain = tiny_architectures.make_model(name)
     num_restored = 0
@@ -597,7 +597,9 @@ def test_a_draft_with_another_tokenizer_serves_a_session() -> None:
         ids, positions = slots(session)
         assert reference_session.answers_by_slots(plain, ids, positions, 5) == result.token_ids
         assert (result.metrics.num_cached_tokens > 0) is (turn > 0)
-        assert result.metrics.num_scored_tokens
+        # Once all that was dropped is recalled, nothing is left to score.
+        is_whole = result.metrics.num_kept_tokens == result.metrics.num_prompt_tokens
+        assert is_whole or result.metrics.num_scored_tokens
         assert (sum(fed) < 2 * (WINDOW + 64)) is (turn > 0), "the draft reads only what is new, and the scoring queries"
         restored += result.metrics.num_restored_tokens
         text += result.text + "cdef"
