@@ -1,1 +1,1 @@
-"""How far the draft may run ahead: the policies, one per file, and what they learn of costs and acceptance."""
+"""The draft-length policies, one per file, and the acceptance and cost models that they learn."""

@@ -1,4 +1,4 @@
-"""P(every token drafted so far is accepted, and the next one): SpecKV's small network, recalibrated online."""
+"""P(all tokens drafted so far are accepted, and the next one): SpecKV's small network, recalibrated online."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ def sigmoid(value: float) -> float:
 
 
 def logit(probability: float, least: float = _LEAST_CHANCE) -> float:
-    """The inverse of `sigmoid`, for a probability brought within [least, 1 - least] first."""
+    """The inverse of `sigmoid`, with the probability clipped to [least, 1 - least]."""
     probability = min(max(probability, least), 1 - least)
     return math.log(probability / (1 - probability))
 
 
 class OnlineLogistic:
-    """Logistic regression one example at a time: a diagonal Gaussian over the weights, corrected by each example.
+    """Logistic regression, one example at a time: a diagonal Gaussian over the weights, updated by each example.
 
-    `start` are the weights before any example, the last for the bias; they are worth `trust` examples.
+    `start` holds the prior weights, the bias last; they count as `trust` examples.
     """
 
     def __init__(self, start: Sequence[float], trust: float = 20.0, forgetting: float = 0.999) -> None:
@@ -51,7 +51,7 @@ class OnlineLogistic:
         return sum([weight * value for weight, value in zip(self.weights, features, strict=True)])
 
     def learn(self, features: Sequence[float], outcome: bool) -> None:
-        """One step, divided by the whole uncertainty so that correlated features do not overshoot."""
+        """One step, divided by the total uncertainty so that correlated features do not overshoot."""
         expected = sigmoid(self.logit(features))
         curvature = max(expected * (1 - expected), _LEAST_CURVATURE)
         gain = 1.0
@@ -66,9 +66,8 @@ class OnlineLogistic:
 
 
 def survival_features(signals: DraftSignals, index: int) -> tuple[list[float], list[float]]:
-    """SURVIVAL_FEATURES (6,) of what the index-th drafted token says of itself, and of the one behind it.
-
-    The first has none before it: that counts as sure.
+    """SURVIVAL_FEATURES (6,) of the index-th drafted token and its predecessor; the first token's predecessor counts as
+    sure.
     """
     confidence = signals.confidence[index]
     before = (signals.confidence[index - 1], signals.entropy[index - 1]) if index else (1.0, 0.0)
@@ -83,7 +82,7 @@ def survival_features(signals: DraftSignals, index: int) -> tuple[list[float], l
 
 @lru_cache(maxsize=1)
 def shipped_network() -> Network:
-    """The network that the package has. Raises ValueError where the file is damaged."""
+    """The network that ships with the package. Raises ValueError where the file is damaged."""
     network, card = read_predictor(FILE)
     if card.kind != KIND or card.features != SURVIVAL_FEATURES:
         raise ValueError(f"{FILE}: a {card.kind} predictor on {list(card.features)}, not one of survival; reinstall")
@@ -93,13 +92,12 @@ def shipped_network() -> Network:
 class AcceptanceEstimator:
     """Predicts acceptance after each drafted token; recalibrated online.
 
-    A proposal survives with the product of its tokens' chances. Each chance is the network's logit, from the draft's
-    confidence and entropy at the token and at the one before; scaled and moved by two regressions that all requests
-    teach (another pair, sampling, quantised weights), and moved by this request's own outcomes. The chance of the next
-    token, not drafted yet, is the same network's, asked of the last one.
+    A proposal survives with the product of its tokens' chances. Each chance is the network's logit, scaled and shifted
+    by two regressions over all requests (other pairs, sampling, quantised weights), and shifted by this request's
+    outcomes.
 
-    network: on SURVIVAL_FEATURES, with a logit for output. own_trust: the evidence that a request's own correction
-    takes to count half, in tokens of an even chance times a quarter.
+    network: SURVIVAL_FEATURES to a logit. own_trust: evidence at which a request's own correction counts half, in
+    tokens of an even chance times a quarter.
     """
 
     def __init__(self, network: Network | None = None, own_trust: float = 5.0) -> None:
@@ -113,14 +111,13 @@ class AcceptanceEstimator:
         self._shift, self._evidence = 0.0, self._own_trust
 
     def reset(self) -> None:
-        """A step begins."""
         self._survival, self._with_next = 1.0, 1.0
-        # Of the proposal that was last asked about, by drafted token: the network's two logits.
+        # The network's two logits per drafted token of the newest proposal.
         self._signals: DraftSignals | None = None
         self._logits: list[tuple[float, float]] = []
 
     def update(self, signals: DraftSignals) -> tuple[float, float]:
-        """P(all tokens drafted since `reset` are accepted), and P(all these and the next one are)."""
+        """P(all tokens drafted since `reset` are accepted), and P(all of them and the next one are)."""
         self._signals = signals
         for index in range(len(self._logits), len(signals)):
             own, behind = self._outputs(signals, index)
@@ -134,7 +131,7 @@ class AcceptanceEstimator:
         return own, behind
 
     def learn(self, record: StepRecord) -> None:
-        """From each token up to the first wrong one; those after it tell nothing of their own."""
+        """Learn from each token up to the first rejected one; later tokens carry no information of their own."""
         if record.is_prefill:
             self._begin_request()
             return

@@ -1,4 +1,4 @@
-"""The base of policies: what one sees before and during a step, and what a step leaves behind. Loads no torch."""
+"""The base class of policies, with the context before a step and the record after it. Loads no torch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from spec_stack.config import MAX_GAMMA
 class DraftSignals:
     """The draft's own view of the tokens it drafted, one entry per token, in order.
 
-    entropy: of the draft's unwarped next-token distribution, in bits.
-    confidence: the largest probability of that distribution.
+    entropy: of the draft's unwarped next-token distribution, in bits. confidence: the largest probability of that
+    distribution.
     """
 
     entropy: list[float] = field(default_factory=list)
@@ -44,7 +44,7 @@ class DraftSignals:
         return min(self.confidence)
 
 
-# Not frozen: a server makes one for each request at each step, and that would cost it four times as much.
+# Not frozen: a server makes one per request and step, and frozen dataclasses cost four times as much.
 @dataclass(slots=True)
 class StepRecord:
     """One step of one request: a proposal and its verification.
@@ -63,18 +63,18 @@ class StepRecord:
     keep_rate : float
         Share of the prompt that the target prefilled.
     gamma : int
-        Tokens really proposed, which can be fewer than the policy chose.
+        Proposed tokens, at most what the policy chose.
     num_accepted : int
         Proposed tokens that the target agreed with.
     num_tokens : int
-        Tokens handed out: num_accepted + 1, less what EOS, a stop string or max_tokens cut off.
+        Output tokens: num_accepted + 1, less what EOS, a stop string or max_tokens cut off.
     signals : DraftSignals
         One entry per token that the draft proposed; empty where they were not measured.
     draft_s : float
-        Seconds of the draft's forwards, with what it had to catch up on.
+        Seconds of the draft's forwards, catching up included.
     verify_s : float
-        Seconds of the target's forward and the acceptance test. NaN where the step's seconds are not known, as on a
-        server after a prefill: such a record teaches about acceptance alone.
+        Seconds of the target's forward and the acceptance test. NaN where unknown, as on a server after a
+        prefill: such a record updates acceptance alone.
     controller_s : float
         Seconds in the policy.
     draft_read_prompt : bool
@@ -87,14 +87,13 @@ class StepRecord:
         Tokens that the draft was fed before it could draft in this step, the last committed one included; 0 where it
         drafted nothing. draft_s has their cost.
     proposer : str
-        Who proposed: "model", "lookup", or "model+lookup", the draft first and the look-up after it. Says nothing
-        where gamma is 0.
+        The source: "model", "lookup", or "model+lookup", the draft first. Meaningless where gamma is 0.
     num_looked_up : int
         Proposed tokens that were looked up, the last ones of the proposal.
     lag : int
         How many steps before this one the newest record was of when its gamma was chosen; see `StepContext.lag`.
     num_target_slots, num_draft_slots, num_prefilled : int
-        As in `StepContext`, and the tokens that the target took in in a prefill step; 0 where nobody counts them.
+        As in `StepContext`, and the tokens that the target took in in a prefill step; 0 where they are not counted.
     upcoming : DraftSignals or None
         Of tokens that the draft has made for the step after this one. A server's draft makes that step's first token
         while it catches up with this one.
@@ -127,7 +126,7 @@ class StepRecord:
 
     @property
     def seconds(self) -> float:
-        """The whole step's; NaN where they are not known."""
+        """Seconds of the whole step; NaN where they are unknown."""
         return self.draft_s + self.verify_s + self.controller_s
 
     @property
@@ -137,13 +136,13 @@ class StepRecord:
 
     @property
     def num_drafted_accepted(self) -> int:
-        """How many of these were accepted."""
+        """Accepted tokens among `num_drafted`."""
         return min(self.num_accepted, self.num_drafted)
 
 
 @dataclass(frozen=True, slots=True)
 class BatchMember:
-    """A request that takes part in a server's step. max_gamma: the most tokens that may be accepted of its proposal."""
+    """A request in a server's step. max_gamma: the most tokens of its proposal that may be accepted."""
 
     request_id: str
     max_gamma: int = MAX_GAMMA
@@ -159,7 +158,7 @@ class StepContext:
         The number of the step that begins.
     max_gamma : int
         Most tokens that can still be used: one less than the request has left, since the target adds one of its own.
-        A policy need not keep to it: who calls cuts what it chooses.
+        A policy may exceed it: the caller cuts its choice.
     last : StepRecord or None
         What the step before did; on a server, a step of any request of the batch.
     precision, task : str
@@ -168,15 +167,15 @@ class StepContext:
         Requests that take the step together, or the size of the captured graph that they run in; 1 outside a server.
     num_unread : int
         Committed tokens that the draft has not been fed, and has to be before it can draft: 1 in the usual step, the
-        whole prompt after a dense prefill. 0 where nobody counts them.
+        whole prompt after a dense prefill. 0 where they are not counted.
     num_target_slots, num_draft_slots : int
-        Tokens that the target attends to in this step, and that the draft does once it has caught up; 0 where nobody
-        counts them. On a server the first is the mean of its requests'.
+        Tokens that the target attends to in this step, and that the draft attends to after catching up; 0 where
+        they are not counted. On a server the first is the mean of its requests'.
     lag : int
         How many steps before this one the newest record is of: 1, or more where a server begins a step before it knows
         how the last one went.
     members : tuple of BatchMember
-        The requests of a server's step, at most batch_size of them; empty where nobody names them.
+        The requests of a server's step, at most batch_size of them; empty where they are not known.
     """
 
     step: int
@@ -193,10 +192,10 @@ class StepContext:
 
 
 class Policy(ABC):
-    """Decides how far the draft may run ahead. A subclass writes `choose`; the rest is optional.
+    """Decides how many tokens are drafted per step. A subclass writes `choose`; the rest is optional.
 
-    Called once per step and once per drafted token, by one request at a time; what it learns it keeps from one request
-    to the next. What it chooses is cut to `StepContext.max_gamma` by who calls. Make it a dataclass whose fields are
+    Called once per step and once per drafted token, by one request at a time; learned state carries over to the next
+    request. The caller cuts its choice to `StepContext.max_gamma`. Make it a dataclass whose fields are
     its options, checked in `__post_init__`; docs/add-a-policy.md has an example.
 
     Attributes
@@ -243,7 +242,7 @@ class Policy(ABC):
     def chances(self, signals: DraftSignals) -> tuple[float, float]:
         """P(all tokens drafted so far are accepted), and P(all these and the next one are).
 
-        Asked after `keep_drafting`, by who can do without the draft's next token. The draft's own word by default.
+        Called after `keep_drafting` where a look-up may replace further drafting. The default uses the draft's confidence.
 
         Parameters
         ----------
@@ -256,16 +255,16 @@ class Policy(ABC):
         return so_far, so_far * signals.confidence[-1]
 
     def observe(self, record: StepRecord) -> None:  # noqa: B027
-        """Told what a step did, the prefill step (`record.is_prefill`) included. Learns, or does nothing."""
+        """Learn from a step's record, the prefill step (`record.is_prefill`) included; optional."""
 
 
 def check_gamma(name: str, gamma: object, least: int = 0) -> None:
-    """Raise ValueError where an option is no gamma: a whole number, `least` to MAX_GAMMA."""
+    """Raise ValueError unless gamma is a whole number from `least` to MAX_GAMMA."""
     if not isinstance(gamma, int) or isinstance(gamma, bool) or not least <= gamma <= MAX_GAMMA:
         raise ValueError(f"{name} must be a whole number, {least} to {MAX_GAMMA}, got {gamma!r}")
 
 
 def check_gammas(name: str, gammas: Sequence[int], least: int = 0) -> None:
-    """Raise ValueError where an option is not one gamma or more."""
+    """Raise ValueError unless gammas holds one valid gamma or more."""
     if not gammas or any(not least <= gamma <= MAX_GAMMA for gamma in gammas):
         raise ValueError(f"{name} must be one or more of {least} to {MAX_GAMMA}, got {gammas}")

@@ -1,8 +1,6 @@
-"""One gamma for a whole batch, settled before it drafts: the one under which its requests end soonest.
+"""One gamma for a whole batch, chosen before it drafts: the one that minimises the requests' summed time per token.
 
-A server's step has fixed shapes: all requests of a batch draft equally far, and how far is settled before the first
-token. So no token's own signals can end a proposal; what is known is how each request's earlier steps went, and how
-sure the draft is of the token that the step begins with.
+A server's step has fixed shapes, so the requests' earlier steps and the draft's confidence in the first token decide.
 """
 
 from __future__ import annotations
@@ -26,19 +24,21 @@ Floats = NDArray[np.float64]
 # Requests that are remembered, and steps whose result may be outstanding.
 _MAX_REQUESTS, _MAX_PENDING = 4096, 8
 _TYPICAL_ACCEPTANCE = 0.7
-# The share of the wait that another gamma must save: a change costs, and what is expected is never quite so.
+# Share of the wait that another gamma must save: a change has a cost, and estimates have errors.
 _WORTH_A_CHANGE = 0.03
-# A gamma that was never measured is tried where its wait is expected to be within this of the best one's.
+# An unmeasured gamma is tried where its expected wait is within this factor of the best.
 _WORTH_A_TRY = 0.2
-# One step in so many goes to the neighbour of the best that was measured longest ago.
+# One step in so many tries the neighbour of the best gamma with the oldest measurement.
 _PROBE_EVERY = 64
-# Steps in a row that left no seconds, as all do under a load of short replies, before trying comes to an end.
+# Consecutive steps without seconds (a load of short replies) after which trying ends.
 _MOST_IN_VAIN = 20
 
 
 @dataclass
 class _Cell:
-    """Seconds of steps with one gamma at one size and length: a moving average of so many steps, the last at `at`."""
+    """Moving average of a step's seconds for one gamma, batch size and context length, of `num_seen` steps, the last at
+    `at`.
+    """
 
     seconds: float
     num_seen: int = 1
@@ -56,8 +56,7 @@ _Row = tuple[int, int]
 class StepSeconds:
     """Seconds of a server's steps by gamma, batch size and context length, in powers of two. Mutated by `observe`.
 
-    What was never measured is taken from the nearest measured size and length, scaled to the level of its own. profile:
-    seconds by batch size, by gamma, known beforehand.
+    Unmeasured cells scale the nearest measured size and length. profile: known seconds by batch size, by gamma.
     """
 
     def __init__(self, gammas: Sequence[int], profile: Mapping[int, Mapping[int, float]]) -> None:
@@ -72,7 +71,7 @@ class StepSeconds:
     def observe(self, gamma: int, batch_size: int, num_slots: float, seconds: float) -> None:
         key = _row_of(batch_size, num_slots)
         if (key[0], gamma) not in self._has_run:
-            # The first step of a size is slow for reasons of its own.
+            # The first step of a size includes warm-up.
             self._has_run.add((key[0], gamma))
         elif gamma in self._gammas:
             self.num_seen += 1
@@ -83,11 +82,11 @@ class StepSeconds:
                 row[gamma] = _Cell(seconds, at=self.num_seen)
 
     def measured(self, batch_size: int, num_slots: float) -> Mapping[int, _Cell]:
-        """What was measured at this size and length, by gamma."""
+        """The measured cells at this size and length, by gamma."""
         return self._rows.get(_row_of(batch_size, num_slots), {})
 
     def expected(self, batch_size: int, num_slots: float = 0) -> Floats:
-        """Seconds of a step of this size and length, by candidate."""
+        """Expected seconds of a step of this size and length, by candidate."""
         key = _row_of(batch_size, num_slots)
         row = self._rows.get(key, {})
         if len(row) == len(self._gammas):
@@ -105,7 +104,7 @@ class StepSeconds:
         return level * _prior(gamma, key)
 
     def _scale(self, gamma: int, key: _Row, each: _Row) -> float:
-        """By how much steps take longer at one size and length than at another: by the gammas measured at both."""
+        """Ratio of step seconds between two sizes and lengths, by the gammas measured at both."""
         row, other = self._rows.get(key, {}), self._rows[each]
         shared = [cell.seconds / other[known].seconds for known, cell in row.items() if known in other]
         return fmean(shared) if shared else _prior(gamma, key) / _prior(gamma, each)
@@ -116,14 +115,15 @@ def _row_of(batch_size: int, num_slots: float) -> _Row:
 
 
 def _prior(gamma: int, row: _Row) -> float:
-    """Before anything is measured: a drafted token takes a tenth of a step, and every token of a batch a little."""
+    """Before any measurement: a drafted token costs a tenth of a step, and each token of the batch a little."""
     return 1 + 0.1 * gamma + 0.02 * (1 << row[0]) * (1 + gamma)
 
 
 @dataclass(slots=True)
 class _Request:
-    """What is known of a request: log odds of its acceptance, a moving average, and of the draft's confidence in the
-    token that its next step begins with, halved and less 1; 0 where unknown."""
+    """Moving average of a request's acceptance, as log odds, and `upcoming`: the draft's confidence in the next step's
+    first token, halved and less 1; 0 where unknown.
+    """
 
     acceptance: float
     upcoming: float = 0.0
@@ -131,7 +131,7 @@ class _Request:
 
 @dataclass
 class _Pending:
-    """What a step was chosen by: its shape, how many requests share its seconds, what was known of each of them."""
+    """The inputs of a step's choice: its shape, how many requests share its seconds, what was known of each of them."""
 
     batch_size: int
     num_slots: float
@@ -141,30 +141,29 @@ class _Pending:
 
 @dataclass
 class BatchThroughput(Policy):
-    """argmin over gamma of the sum over requests of a step's seconds over the tokens expected of it.
+    """argmin over gamma of the sum over requests of a step's seconds over its expected tokens.
 
-    The chance that the first token of a proposal is accepted, and that each later one is, is learned from a request's
-    own acceptance and from the draft's confidence in the first token, which a server's draft has made by then; at the
-    lag that the server has. Seconds are measured; a gamma that may well be the best is tried. The last one holds where
-    another saves too little.
+    The acceptance of the first and of each later token is learned from a request's acceptance and from the draft's
+    confidence in the first token, at the server's lag. Seconds are measured; a gamma that may be the best is tried. The
+    last gamma stays where another saves too little.
 
     Parameters
     ----------
     gammas : tuple of int
-        The candidates, 0 for plain decoding among them if it may be used.
+        The candidates; include 0 to allow plain decoding.
     weight : float
         Of the last step in a request's acceptance, in (0, 1].
     profile : mapping, optional
-        Seconds of a step by batch size, by gamma, as /server_info of an earlier launch shows them: what is expected of
-        steps before any has run.
+        Seconds of a step by batch size, by gamma, as /server_info of an earlier launch shows them: the expected seconds
+        before any step has run.
 
     Notes
     -----
-    Every answer is finite, so a request's seconds a token are what counts, and their sum is the harmonic mean of the
-    requests' speeds: speeding up an easy one buys little while a hard one stays and sets the pace.
+    Every reply is finite, so seconds per token count, and their sum is the harmonic mean of the requests' speeds: the
+    slowest request sets the pace.
 
-    Records of one step carry the same step number and each its request's share of the seconds; a record whose seconds
-    are not finite teaches about acceptance alone.
+    Records of one step carry the same step number and each an equal share of the seconds. A record whose seconds are
+    not finite updates acceptance alone.
     """
 
     gammas: tuple[int, ...] = (0, 1, 2, 4, 8)
@@ -174,17 +173,18 @@ class BatchThroughput(Policy):
     _requests: OrderedDict[str, _Request] = field(init=False, repr=False, default_factory=OrderedDict)
     _pending: OrderedDict[int, _Pending] = field(init=False, repr=False, default_factory=OrderedDict)
     _typical: float = field(init=False, repr=False, default=_TYPICAL_ACCEPTANCE)
-    # Chance that the token at each place of a proposal is accepted, those before it being so.
+    # P(the token at each place of a proposal is accepted, given all before it).
     _by_place: list[float] = field(init=False, repr=False)
-    # Over log odds of a request's acceptance, moved by the place's over the typical one's; `upcoming`; and the bias.
+    # Over the log odds of a request's acceptance, shifted by the place's over the typical one's; `upcoming`; and the
+    # bias.
     _first: OnlineLogistic = field(init=False, repr=False, default_factory=lambda: OnlineLogistic((1.0, 0.8, 0.0)))
     _later: OnlineLogistic = field(init=False, repr=False, default_factory=lambda: OnlineLogistic((1.0, 0.2, 0.0)))
-    # The newest that was chosen as the best, or as hardly worse.
+    # The newest gamma chosen as the best, or nearly so.
     _usual: int = field(init=False, repr=False, default=-1)
     _num_chosen: int = field(init=False, repr=False, default=0)
     _in_vain: int = field(init=False, repr=False, default=0)
     _num_slots: float = field(init=False, repr=False, default=0)
-    # The newest record's step, and whose records of it came: for a context that names nobody.
+    # The newest record's step, and the requests of its records: for a context without members.
     _newest: int = field(init=False, repr=False, default=-1)
     _members: tuple[BatchMember, ...] = field(init=False, repr=False, default=())
 
@@ -219,7 +219,7 @@ class BatchThroughput(Policy):
         return self._to_try(context, gammas, waits, best)
 
     def _to_try(self, context: StepContext, gammas: Sequence[int], waits: Floats, best: int) -> int:
-        """The best gamma, or now and then another that may be better for all that is known of its seconds."""
+        """The best gamma, or now and then a candidate whose unknown seconds may make it better."""
         measured = self._seconds.measured(context.batch_size, self._num_slots)
         if self._num_chosen % _PROBE_EVERY == 0:
             near = [gamma for gamma in gammas[max(best - 1, 0) : best + 2] if gamma != gammas[best]]
@@ -234,8 +234,9 @@ class BatchThroughput(Policy):
         return min(hopeful, key=hopeful.__getitem__, default=gammas[best])
 
     def expected_accepted(self, context: StepContext, members: Sequence[BatchMember]) -> Floats:
-        """Accepted tokens that are expected of every request of the step, for every gamma from 0 on
-        (num_members, max(gammas) + 1); one row for anybody where there are no members."""
+        """Expected accepted tokens per request and gamma from 0 on, (num_members, max(gammas) + 1); one row without
+        members.
+        """
         members = members or (BatchMember("", self._candidates[-1]),)
         typical = _odds(self._typical)
         known = [self._requests.get(member.request_id) or _Request(typical) for member in members]
@@ -271,7 +272,7 @@ class BatchThroughput(Policy):
                 seconds, pending.num_requests = record.seconds * pending.num_requests, 0
                 self._seconds.observe(record.gamma, pending.batch_size, pending.num_slots, seconds)
         known = {} if pending is None or not record.gamma else pending.known
-        # One request in turn, which keeps the cost of a step's learning the same for any batch.
+        # One request in turn, so that learning costs the same at any batch size.
         if record.request_id in known and (record.step + len(self._members)) % len(known) == 0:
             self._learn_chances(record, known[record.request_id])
         self._note_request(record)
@@ -297,8 +298,7 @@ class BatchThroughput(Policy):
             self._typical += 0.1 * self.weight * (rate - self._typical)
 
     def step_seconds(self, batch_sizes: Sequence[int]) -> dict[int, dict[int, float]]:
-        """What is known by now of contexts as long as the newest step's, as `profile` takes it; empty before any step's
-        seconds are."""
+        """Measured seconds at the newest step's context length, in the form of `profile`; empty before any."""
         if not self._seconds.num_seen:
             return {}
         rows = {size: self._seconds.expected(size, self._num_slots).tolist() for size in batch_sizes}
@@ -306,18 +306,18 @@ class BatchThroughput(Policy):
 
 
 def _sigmoid(log_odds: Floats) -> Floats:
-    """By tanh, which overflows nowhere."""
+    """By tanh, which does not overflow."""
     found: Floats = 0.5 + 0.5 * np.tanh(0.5 * log_odds)
     return found
 
 
 def _odds(acceptance: float) -> float:
-    """Odds of an acceptance seen as 0 or 1 would be infinite."""
+    """Log odds, clipped: those of 0 or 1 are infinite."""
     return logit(acceptance, least=0.02)
 
 
 def _checked_profile(profile: Mapping[Any, Mapping[Any, float]] | None) -> dict[int, dict[int, float]]:
-    """With numbers for keys, which JSON has as strings."""
+    """The profile with integer keys, which JSON holds as strings."""
     try:
         found = {int(size): {int(g): float(s) for g, s in row.items()} for size, row in (profile or {}).items()}
     except (AttributeError, TypeError, ValueError) as error:

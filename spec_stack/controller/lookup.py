@@ -1,9 +1,6 @@
-"""When a look-up pays, and how far: learned online from how long a match was and what had followed it how often.
+"""When a look-up pays, and how far: learned online from match length and continuation counts.
 
-A looked-up token costs its place in the verification and no forward of the draft. So a continuation is verified as far
-as the chance that all of it is right exceeds tokens/s now achieved * seconds per verified token, the rule by which
-`throughput` drafts; and the step goes to the look-up where what that is expected to gain exceeds what the draft has
-lately gained.
+A look-up is verified while P(all right) > tokens/s now achieved * seconds per verified token, as in `throughput`.
 """
 
 from __future__ import annotations
@@ -17,14 +14,13 @@ from spec_stack.controller.acceptance import OnlineLogistic, sigmoid
 from spec_stack.controller.base import StepRecord
 from spec_stack.controller.step_cost import TOLERANCE, USUAL_UNREAD, PerContextLength, RequestRate, StepCost
 
-# Tokens of a look-up that are verified however the last ones went.
+# Looked-up tokens that are verified whatever the last outcomes.
 _LEAST_REACH = 8
-# Looked-up tokens that the estimate is worth against what the request itself showed, and what is kept of that.
+# Looked-up tokens that the estimate counts for against the request's outcomes, and what is kept of those.
 _OWN_TRUST, _OWN_KEEP = 5.0, 0.95
 # Chance under which nothing more is verified, and the same while nothing has been measured.
 _LEAST_PRICE, _COLD_PRICE = 0.02, 0.1
-# One in so many steps at which a look-up wins goes to the draft all the same, and the other way round, so that neither
-# is judged by old times.
+# One in so many steps where a look-up wins goes to the draft, and the other way round, to keep both rates current.
 _TRY_EVERY = 32
 # Of log2 match length, log times seen, log others seen, behind the first, log2 place, shared, bias: fitted to a 1.5B's
 # answers to 25 prompts (code, math, edits, chat, summaries).
@@ -32,20 +28,10 @@ _START = (0.9, 1.0, -1.1, -0.2, 0.2, 0.0, -1.25)
 
 
 class Found(NamedTuple):
-    """A looked-up token, and what is known of it.
+    """A looked-up token.
 
-    Parameters
-    ----------
-    token_id : int
-        The token.
-    length : int
-        Tokens before it that the place where it was found has in common with the text, those looked up included.
-    num_seen : int
-        How often it followed them, 1 or more.
-    num_others : int
-        How often another token did.
-    is_shared : bool
-        Whether it was found in another request's text.
+    length: tokens before it that match the text, looked-up ones included. num_seen: times it followed them, 1 or more.
+    num_others: times another token did. is_shared: found in another request's text.
     """
 
     token_id: int
@@ -57,16 +43,10 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True)
 class Offer:
-    """The worth of a look-up.
+    """The value of a look-up.
 
-    Parameters
-    ----------
-    found : sequence of Found
-        The tokens of a continuation that are worth verifying; empty where none is.
-    gain : float
-        Tokens gained by them over a step of plain decoding, their own time paid.
-    match_length : int
-        Tokens that the best continuation has in common before it; 0 where there is none.
+    found: tokens of a continuation that are worth verifying. gain: tokens gained over a plain step, their time paid.
+    match_length: matching tokens before the best continuation; 0 without one.
     """
 
     found: Sequence[Found] = ()
@@ -80,7 +60,7 @@ class Offer:
 
 @dataclass
 class _Own:
-    """How many of a request's looked-up tokens from one place were right, and were expected to be."""
+    """Right and expected looked-up tokens of a request, from one source."""
 
     right: float = 0.0
     expected: float = 0.0
@@ -95,12 +75,10 @@ class _Own:
 
 
 class LookupGate:
-    """Learns how far look-ups are right, what the draft gains instead, and what both cost. One request at a time.
+    """Learns the accuracy of look-ups, the draft's gain, and the cost of both. One request at a time.
 
-    The chance that a looked-up token is right, those before it being so, is a logistic model of how long the match is,
-    how often the token followed it and how often another did; brought down, or up, by what such chances came to in this
-    request. The text's own and other requests' texts are judged apart: what another request wrote is mostly right or
-    mostly wrong for a whole answer.
+    P(a looked-up token is right, given all before it) is a logistic model of match length and counts, scaled by this
+    request's outcomes. The request's own text and shared texts are calibrated apart.
     """
 
     def __init__(self) -> None:
@@ -108,7 +86,7 @@ class LookupGate:
         self._costs = PerContextLength(StepCost)
         # At the last step's length.
         self._cost = StepCost()
-        # In tokens per plain step; and what a step that goes to the draft gains, in tokens.
+        # In tokens per plain step; and the gain of a step that goes to the draft, in tokens.
         self._rate = RequestRate(1.0, weight=2.0)
         self._gain = RequestRate(1.0, weight=2.0)
         self._num_settled = 0
@@ -117,15 +95,15 @@ class LookupGate:
         self._begin_request()
 
     def _begin_request(self) -> None:
-        # By whether they were found in another request's text.
+        # By `Found.is_shared`.
         self._own = {False: _Own(), True: _Own()}
-        # Tokens that a look-up may have: grows while they are all right, and falls towards what was.
+        # Most looked-up tokens: grows while all are right, and falls towards the accepted number.
         self._reach = 2 * _LEAST_REACH
         self._rate.begin_request()
         self._gain.begin_request()
 
     def chance(self, found: Found, place: int) -> float:
-        """That a looked-up token is right, the `place` ones before it being so."""
+        """P(a looked-up token is right), given that the `place` tokens before it are."""
         return min(self._typical_chance(found, place) * self._own[found.is_shared].share, 0.999)
 
     def _typical_chance(self, found: Found, place: int) -> float:
@@ -136,18 +114,18 @@ class LookupGate:
         return self._rate.value / self._cost.plain_s if self._cost.ready_to_verify else 0.0
 
     def price(self, beside: int = 0) -> float:
-        """The chance at which one more verified token is worth its time `beside` so many others."""
+        """The chance at which one more verified token pays for its time `beside` so many others."""
         if not self._cost.ready_to_verify:
             return _COLD_PRICE
         return max(self._tokens_per_s * self._cost.verify_per_token_s(beside), _LEAST_PRICE)
 
     def offer(self, continuations: Sequence[Iterable[Found]], most: int) -> Offer:
-        """Return what the best continuation is worth as a whole step, of `most` tokens at most."""
+        """The best continuation as a whole step of `most` tokens at most."""
         self._offer, self._tail = self._best(continuations, most, 1.0, 0), ()
         return self._offer
 
     def prefers(self, offer: Offer) -> bool:
-        """Return whether the step goes to the look-up rather than to the draft."""
+        """Return whether the step goes to the look-up instead of the draft."""
         if not offer.found:
             return False
         self._num_settled += 1
@@ -157,17 +135,17 @@ class LookupGate:
     def takes_over(
         self, continuations: Sequence[Iterable[Found]], most: int, chance: float, with_next: float, num_drafted: int
     ) -> bool:
-        """Return whether a look-up behind drafted tokens is worth more than what the draft would go on to bring.
+        """Return whether a look-up behind drafted tokens is worth more than further drafting.
 
-        chance, with_next: that the drafted tokens are all right, and that they and the draft's next one are.
+        chance, with_next: P(all drafted tokens are right), and P(these and the draft's next one are).
         """
         offer = self._best(continuations, most, chance, num_drafted)
-        # Of two guesses the greater one is mostly too great, so it has to be clearly greater.
+        # The maximum of two estimates is biased upwards, so it must be clearly greater.
         to_come = self._to_come(most, chance, with_next, num_drafted)
         return bool(offer.found) and offer.gain >= 1.5 * to_come + 0.5
 
     def _to_come(self, most: int, chance: float, with_next: float, num_drafted: int) -> float:
-        """Tokens that the draft would gain, its time paid, if all its next tokens were as sure as the next one."""
+        """The draft's expected gain in tokens, its time paid, if all its next tokens were as sure as the next one."""
         if not self._cost.ready:
             return with_next
         gain, share = 0.0, with_next / chance
@@ -180,7 +158,7 @@ class LookupGate:
         return gain
 
     def tail(self, continuations: Sequence[Iterable[Found]], most: int, chance: float, num_drafted: int) -> Offer:
-        """Return what is worth verifying behind so many drafted tokens that are all right with this chance."""
+        """The look-up worth verifying behind so many drafted tokens that are all right with this chance."""
         offer = self._best(continuations, most, chance, num_drafted)
         self._tail = offer.found
         return offer
@@ -205,7 +183,7 @@ class LookupGate:
         return Offer(worthwhile, gain, match_length)
 
     def observe(self, record: StepRecord) -> None:
-        """Learn from a step; a prefill step says that a request begins."""
+        """Learn from a step; a prefill step begins a request."""
         self._cost = self._costs.at(record)
         if record.is_prefill:
             self._begin_request()
@@ -229,7 +207,7 @@ class LookupGate:
     def _observe_times(self, record: StepRecord) -> None:
         cost, draft_s = self._cost, record.draft_s
         if record.num_unread > USUAL_UNREAD and cost.ready:
-            # What was looked up is read when the draft is next asked, which says nothing of a drafted token.
+            # Looked-up tokens are fed when the draft is next used, so those seconds say nothing of a drafted token.
             draft_s = min(draft_s, cost.draft_s(record.num_drafted))
         cost.observe(record.num_drafted, draft_s, record.verify_s, record.num_recomputed, record.num_looked_up)
         if not cost.ready_to_verify:
@@ -237,7 +215,7 @@ class LookupGate:
         bound = TOLERANCE * cost.seconds(record.num_drafted, record.num_looked_up)
         self._rate.add(record.num_tokens, min(record.seconds, bound) / cost.plain_s)
         if record.proposer != "lookup":
-            # What the step gained, the seconds of its proposal paid at the present rate.
+            # The step's gain, the seconds of its proposal paid at the present rate.
             spent = draft_s + cost.verify_s(record.gamma) - cost.plain_s
             self._gain.add(max(record.num_accepted - self._tokens_per_s * spent, -float(record.gamma + 1)), 1.0)
 

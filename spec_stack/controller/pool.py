@@ -1,4 +1,4 @@
-"""Policies of a generator: what one request taught is there for the next, and no two requests have one at once."""
+"""A generator's policies: learned state passes from request to request, and no two requests share one at once."""
 
 from __future__ import annotations
 
@@ -16,10 +16,7 @@ Thing = TypeVar("Thing")
 
 
 class Shelf(Generic[Thing]):
-    """Lends things that learn, one to a request at a time; safe to use from several threads.
-
-    make: makes a new one where all are lent.
-    """
+    """Lends stateful objects, one to a request at a time. Thread-safe. make: makes a new one where all are lent."""
 
     def __init__(self, make: Callable[[], Thing]) -> None:
         self._make = make
@@ -28,7 +25,6 @@ class Shelf(Generic[Thing]):
 
     @contextmanager
     def lend(self) -> Iterator[Thing]:
-        """One of them, for as long as the block lasts."""
         with self._lock:
             thing = self._idle.pop() if self._idle else self._make()
         try:
@@ -40,9 +36,8 @@ class Shelf(Generic[Thing]):
 
 @dataclass(frozen=True)
 class PolicyChoice:
-    """A request's policy, checked: an object, or a name with its options.
-
-    is_fresh: the request gets a policy by that name which has learned nothing yet.
+    """A request's policy, checked: an object, or a name with its options. is_fresh: the policy begins without learned
+    state.
     """
 
     name: str
@@ -52,25 +47,15 @@ class PolicyChoice:
 
 
 class PolicyPool:
-    """Lends policies, one to a request at a time; safe to use from several threads.
+    """Lends policies, one to a request at a time. Thread-safe. Raises ValueError where the default is no policy.
 
-    Parameters
-    ----------
-    default : str or Policy
-        What a request gets that names none.
-    options : mapping of str to mapping, optional
-        Options of policies by name.
-
-    Raises
-    ------
-    ValueError
-        Where the default is no policy.
+    default: for requests that name none. options: policy options by name.
     """
 
     def __init__(self, default: str | Policy, options: Mapping[str, Mapping[str, Any]] | None = None) -> None:
         self._default = default
         self._options = dict(options or {})
-        # By what a choice looks like: as dictionary keys True, 1 and 1.0 are one.
+        # By repr: as dictionary keys True, 1 and 1.0 are one.
         self._shelves: dict[str, Shelf[Policy]] = {}
         self._lock = Lock()
         self.choose()
@@ -78,22 +63,10 @@ class PolicyPool:
     def choose(
         self, policy: str | Policy | None = None, gamma: int | None = None, is_seeded: bool = False
     ) -> PolicyChoice:
-        """Settle which policy a request gets.
+        """The policy of a request. Raises ValueError for an unknown name or option, or a gamma beside another policy.
 
-        Parameters
-        ----------
-        policy : str or Policy, optional
-            A name, or an object that the caller keeps. None is the generator's.
-        gamma : int, optional
-            Short for the policy "fixed" with this gamma.
-        is_seeded : bool
-            Whether the same call must draw the same tokens again. Policies that watch the clock draft other lengths in
-            every run, so the generator's own is replaced by "fixed" then; one that the call names is lent afresh.
-
-        Raises
-        ------
-        ValueError
-            For an unknown name, a bad option, something that is no policy, and a gamma beside another policy.
+        gamma: short for "fixed" with this gamma. is_seeded: the call must reproduce its tokens. Clock policies vary
+        between runs, so "fixed" replaces the generator's own, and one that the call names starts afresh.
         """
         if gamma is not None:
             if policy is not None and policy != "fixed":
@@ -109,7 +82,7 @@ class PolicyPool:
         return self._checked(PolicyChoice(policy, options, is_fresh=is_seeded))
 
     def _checked(self, choice: PolicyChoice) -> PolicyChoice:
-        """Make a policy, which checks the choice and then waits for its first request."""
+        """Make a policy, which checks the choice, and keep it for its first request."""
         with self._lock:
             if repr(choice) not in self._shelves:
                 shelf = Shelf(partial(make_policy, choice.name, **dict(choice.options)))
@@ -119,7 +92,7 @@ class PolicyPool:
 
     @contextmanager
     def lend(self, choice: PolicyChoice) -> Iterator[Policy]:
-        """The chosen policy for as long as the block lasts: an idle one, or a new one where all are lent."""
+        """The chosen policy for the block: an idle one, or a new one where all are lent."""
         if choice.policy is not None:
             yield choice.policy
         elif choice.is_fresh:

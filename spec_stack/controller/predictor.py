@@ -1,7 +1,6 @@
-"""Predictors trained by `experiments.policies.train_controller`, exported as arrays in JSON, run in numpy.
+"""Predictors trained by `experiments.policies.train_controller`, stored as arrays in JSON, run in numpy.
 
-A step predictor is the SpecKV paper's: a step's acceptance rate from the signals of a step and a candidate gamma
-(section 4.3). Files hold numbers and a card that says where they come from, never code.
+A step predictor is the SpecKV paper's (section 4.3): a step's acceptance rate from its signals and a candidate gamma.
 """
 
 from __future__ import annotations
@@ -48,9 +47,9 @@ def step_features(signals: DraftSignals, precision: str, gamma: int) -> tuple[fl
 
 @dataclass(frozen=True)
 class Card:
-    """Where a predictor comes from: kind (what it predicts), model (the estimator it was exported from), features (what
-    it was trained on, in order), data_sha256 (of the records it was trained on), versions (of the libraries), scores
-    (on held-out prompts)."""
+    """Provenance of a predictor: kind (what it predicts), model (the exported estimator), features (in order),
+    data_sha256 (of the training records), versions (of the libraries), scores (on held-out prompts).
+    """
 
     kind: str
     model: str
@@ -88,7 +87,7 @@ class Network:
         return int(self.weights[0].shape[0])
 
     def outputs(self, features: Sequence[Sequence[float]]) -> Floats:
-        """The raw outputs (n,) for n examples (n, inputs); one call for many is what keeps a decision cheap."""
+        """The raw outputs (n,) for n examples (n, inputs). Batch the examples: one call keeps a decision cheap."""
         values = np.array(features, dtype=np.float64)
         for matrix, bias in zip(self.weights[:-1], self.biases[:-1], strict=True):
             values = np.maximum(values @ matrix + bias, 0.0)
@@ -119,8 +118,9 @@ def save_predictor(path: str | Path, network: Network, card: Card) -> None:
 
 
 def load_step_predictor(path: str | Path) -> StepPredictor:
-    """A step predictor from its file, or from a folder that holds one under its usual name; read once while the file
-    does not change. Raises ValueError for a file that is damaged, foreign, or not there."""
+    """A step predictor from a file or folder, cached until the file changes. Raises ValueError for a bad or missing
+    file.
+    """
     path = Path(path).expanduser()
     path = path / FILE_NAME if path.is_dir() else path
     try:
@@ -131,7 +131,7 @@ def load_step_predictor(path: str | Path) -> StepPredictor:
 
 
 def find_predictor(draft: str | Path, named: str | Path | None = None) -> Path | None:
-    """The file of the predictor that is named, or lies beside a draft's folder; None where there is neither."""
+    """The predictor file that is named, or lies beside a draft's folder; None without either."""
     if named is not None:
         return Path(named)
     beside = Path(draft) / FILE_NAME
@@ -151,7 +151,7 @@ def _load_step_predictor(path: Path, mtime_ns: int, size: int) -> StepPredictor:
 
 
 def read_predictor(path: Path) -> tuple[Network, Card]:
-    """The arrays and the card of a predictor file of any kind. Raises ValueError for a damaged or foreign file."""
+    """The network and card of a predictor file of any kind. Raises ValueError for a damaged or foreign file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""The policies by name. Importing this loads none of them: each is imported when it is first made."""
+"""The policies by name; each module is imported when its policy is first made."""
 
 from __future__ import annotations
 
@@ -40,31 +40,21 @@ CLOCK_POLICY_NAMES = ("throughput", "speckv")
 
 
 def make_policy(name: str, **options: Any) -> Policy:
-    """Build a policy by name.
+    """Build a policy of POLICIES by name; options are its fields: make_policy("fixed", gamma=4).
 
-    Parameters
-    ----------
-    name : str
-        One of POLICIES.
-    **options
-        The fields of its class: make_policy("fixed", gamma=4).
-
-    Raises
-    ------
-    ValueError
-        For an unknown name or option (naming the nearest and the known ones) and for a bad value.
+    Raises ValueError for an unknown name or option (naming the nearest and the known ones) and for a bad value.
     """
     return _make(POLICIES, name, options)
 
 
 def make_batch_policy(name: str, **options: Any) -> Policy:
-    """Build a policy for a server's batches by name, one of BATCH_POLICIES; else as `make_policy`."""
+    """As `make_policy`, for a server's batches: one of BATCH_POLICIES."""
     check_batch_policy(name)
     return _make(BATCH_POLICIES, name, options)
 
 
 def check_batch_policy(name: object) -> None:
-    """Raise ValueError where a name is none of BATCH_POLICIES; the message says what to use."""
+    """Raise ValueError unless the name is one of BATCH_POLICIES; the message lists the choices."""
     if isinstance(name, str) and name in POLICIES and name not in BATCH_POLICIES:
         raise ValueError(
             f"policy {name!r} cannot decide for a whole batch; use throughput, which weighs each request's acceptance "

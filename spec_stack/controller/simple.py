@@ -10,7 +10,7 @@ from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRe
 
 @dataclass
 class Fixed(Policy):
-    """The same gamma in every step. The name tells which, so that records of several gammas can be told apart.
+    """The same gamma in every step; the policy's name includes it, to tell records apart.
 
     Parameters
     ----------
@@ -30,19 +30,16 @@ class Fixed(Policy):
 
 @dataclass
 class Confidence(Policy):
-    """Stop after the first token that the draft itself doubts.
+    """Stop drafting after the first token with low draft confidence.
+
+    `assistant_confidence_threshold` of transformers' assisted generation (https://arxiv.org/abs/2405.04304).
 
     Parameters
     ----------
     threshold : float
-        Drafting stops after a token that the draft gave a smaller probability.
+        Drafting stops after a token with a smaller draft probability.
     max_gamma : int
-        Most tokens anyway.
-
-    Notes
-    -----
-    `assistant_confidence_threshold` of transformers' assisted generation, from "Dynamic Speculation Lookahead
-    Accelerates Speculative Decoding of Large Language Models" (https://arxiv.org/abs/2405.04304).
+        Most tokens per step.
     """
 
     threshold: float = 0.4
@@ -66,17 +63,15 @@ class Confidence(Policy):
 class Heuristic(Policy):
     """Two tokens more after full acceptance, else one less, never under one.
 
+    `num_assistant_tokens_schedule="heuristic"` of transformers' assisted generation
+    (https://huggingface.co/docs/transformers/main_classes/text_generation).
+
     Parameters
     ----------
     start : int
         The first gamma.
     max_gamma : int
         The largest.
-
-    Notes
-    -----
-    `num_assistant_tokens_schedule="heuristic"` of transformers' assisted generation
-    (https://huggingface.co/docs/transformers/main_classes/text_generation).
     """
 
     start: int = 5
@@ -114,7 +109,7 @@ class Ema(Policy):
     max_gamma : int
         The largest gamma.
     gammas : tuple of int
-        Where only some can be chosen: the smallest that is not under the rule's. Empty: any can.
+        Allowed values; the smallest that is not under the rule's is chosen. Empty allows all.
     """
 
     weight: float = 0.2
@@ -137,7 +132,7 @@ class Ema(Policy):
 
     def choose(self, context: StepContext) -> int:
         wanted = min(round(self._average) + 1, self.max_gamma)
-        # Up, not down: an average can never exceed the gamma in use, so that from 2 it would never reach 4.
+        # Up, not down: an average cannot exceed the gamma in use, so from 2 it would never reach 4.
         reachable = [gamma for gamma in self.gammas if gamma <= self.max_gamma]
         return min((gamma for gamma in reachable if gamma >= wanted), default=max(reachable, default=wanted))
 

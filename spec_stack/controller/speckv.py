@@ -1,4 +1,4 @@
-"""The SpecKV paper's policy (section 4.3), made causal: it reads the signals of the step before, and counts seconds."""
+"""The SpecKV paper's policy (section 4.3), made causal: it uses the signals of the step before, and seconds."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from spec_stack.controller.step_cost import USUAL_UNREAD, PerContextLength, Step
 
 # Idle steps before a draft that does not pay is tried again: the first time, and at most.
 _FIRST_WAIT, _LAST_WAIT = 16, 256
-# A draft that has idled first catches up, and that step says nothing of the cost of drafting: so the next step tries
-# again, so many times where look-ups come between.
+# After idle steps the draft first catches up, which says nothing of the cost of drafting, so the next step tries again,
+# so many times where look-ups come between.
 _MOST_TRIES = 4
 
 Objective = Literal["per_second", "per_step"]
@@ -50,31 +50,30 @@ class OnlineRidge:
         self.num_seen += 1
 
     def acceptance_rates(self, features: Sequence[Sequence[float]]) -> list[float]:
-        """As of RatePredictor."""
         rates: list[float] = (np.array(features) @ self._weights[:-1] + self._weights[-1]).clip(0.0, 1.0).tolist()
         return rates
 
 
 @dataclass
 class SpecKV(Policy):
-    """The candidate with most expected tokens, acceptance_rate * gamma + 1, per second that it is measured to take.
+    """The candidate with most expected tokens, acceptance_rate * gamma + 1, per measured second.
 
-    Where none of them is expected to beat plain decoding, nothing is drafted, and the smallest is tried now and then.
-    The place of the decision is the paper's, before the step, so a doubtful token cannot end a proposal: what comes of
-    that stands beside `throughput` in docs/results.md.
+    Where no candidate is expected to beat plain decoding, nothing is drafted, and the smallest is tried now and then.
+    The decision is made before the step, as in the paper, so an uncertain token cannot end a proposal; docs/results.md
+    compares it with `throughput`.
 
     Parameters
     ----------
     gammas : tuple of int
         The candidates.
     objective : {"per_second", "per_step"}
-        "per_step" is the paper's own, which leaves out what a step costs and so nearly always takes the largest.
+        "per_step" is the paper's: it ignores a step's cost and so nearly always takes the largest.
     predictor : str, Path or RatePredictor, optional
         An exported step predictor, or an object that predicts; without one a ridge is learned online.
     start : int
-        Gamma while no step with signals has gone before.
+        Gamma before any step with signals.
     explore : int
-        Steps that try the candidates in turn before the online ridge is asked.
+        Steps that try the candidates in turn before the online ridge is used.
 
     Raises
     ------
@@ -121,7 +120,7 @@ class SpecKV(Policy):
         cost = self._costs.at(context)
         if self.objective == "per_step" or not cost.ready:
             return self.gammas[expected.index(max(expected))]
-        # Brought down by what has lately come of such expectations: the predictor was trained elsewhere.
+        # Scaled by the recent ratio of real to expected tokens: the predictor was trained elsewhere.
         tokens = [(each - 1) * self._recent + 1 for each in expected]
         rates = [each / cost.seconds(gamma) for each, gamma in zip(tokens, self.gammas, strict=True)]
         if max(rates) * cost.plain_s > 1:
@@ -141,12 +140,12 @@ class SpecKV(Policy):
         return True
 
     def _expected_tokens(self, signals: DraftSignals, precision: str, gammas: Sequence[int]) -> list[float]:
-        """Equation 1: the tokens that a step at each of these gammas is expected to bring."""
+        """Equation 1: expected tokens of a step at each of these gammas."""
         rates = self._rates.acceptance_rates([step_features(signals, precision, gamma) for gamma in gammas])
         return [rate * gamma + 1 for rate, gamma in zip(rates, gammas, strict=True)]
 
     def observe(self, record: StepRecord) -> None:
-        """Remember the step's signals for the next one, and learn how they foretold this one."""
+        """Keep the step's signals for the next step, and learn how the previous signals predicted this one."""
         if not record.is_prefill:
             self._observe_times(record)
         if not record.signals:

@@ -1,9 +1,6 @@
-"""Seconds of a decode step, and tokens per second of decode steps, learned while they run.
+"""Seconds of a decode step, and tokens per second, learned online with exponential forgetting.
 
-Two things make a plain regression wrong here. Steps stall now and then (a first kernel, another process), so a sample
-far above what is expected is pulled down before it counts. And a policy that settles on one gamma leaves the slope of
-the verify time unidentified, so slopes are shrunk towards 0. The past is forgotten exponentially: caches grow, load
-changes.
+Outliers (stalls) are pulled towards the expectation. Slopes shrink towards 0: one gamma alone does not identify them.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ USUAL_UNREAD = 2
 TOLERANCE = 1.5
 """A sample over this factor above what is expected counts as if it were on that bound."""
 _KEEP = 0.98
-# A draft's seconds per token hardly vary while its context is as long, and follow at once where that changes.
+# A draft's seconds per token hardly vary at one context length, and must follow at once where that changes.
 _DRAFT_KEEP = 0.85
 _WARM_UP = 3
 _SHRINKAGE = 4.0
@@ -34,10 +31,10 @@ Known = TypeVar("Known")
 
 
 class PerContextLength(Generic[Known]):
-    """What is known at each precision and length, of the target's context and of the draft's, in powers of two.
+    """Estimates per precision and length, of the target's context and of the draft's, in powers of two.
 
-    A length twice or half a known one starts from a copy of what is known there. Where nothing so near is known,
-    `renew` makes a start, so that steps many times as long are not taken for stalls.
+    A length twice or half a known one starts from a copy of that estimate; elsewhere `renew` makes the start, so that
+    steps many times as long are not taken for stalls.
     """
 
     def __init__(self, make: Callable[[], Known], renew: Callable[[Known], Known] | None = None) -> None:
@@ -46,7 +43,7 @@ class PerContextLength(Generic[Known]):
         self._known: dict[tuple[str, int, int], Known] = {}
 
     def at(self, step: StepContext | StepRecord) -> Known:
-        """Return what is known of such a step, to be read or changed."""
+        """The estimate for such a step, mutable."""
         key = (step.precision, length_scale(step.num_target_slots), length_scale(step.num_draft_slots))
         if key not in self._known:
             self._known[key] = self._start(key)
@@ -64,15 +61,15 @@ class PerContextLength(Generic[Known]):
 
 
 def length_scale(num_slots: float) -> int:
-    """A context's length in powers of two; under 512 tokens it hardly shows in a step's seconds."""
+    """A context's length in powers of two; under 512 tokens it hardly affects a step's seconds."""
     return round(math.log2(max(num_slots, _SHORT_CONTEXT)))
 
 
 class RequestRate:
     """Tokens per unit of time over a discounted past.
 
-    The average of three, weighed by the time that each has seen: this request's own rate, that of all requests, worth
-    `shared_weight` at most, and a start, worth `weight`. The past is forgotten by `keep` with every step.
+    The time-weighted average of this request's rate, the rate of all requests (worth `shared_weight` at most) and a
+    prior (worth `weight`). `keep` discounts the past with every step.
     """
 
     def __init__(self, start: float, weight: float, shared_weight: float = 4.0, keep: float = 0.97) -> None:
@@ -80,7 +77,7 @@ class RequestRate:
         self._shared = self._own = (0.0, 0.0)
 
     def begin_request(self) -> None:
-        """Forget the request; what it showed stays in the rate of all."""
+        """Forget the request; its share in the rate of all stays."""
         self._own = (0.0, 0.0)
 
     def add(self, num_tokens: float, time: float) -> None:
@@ -89,7 +86,7 @@ class RequestRate:
         )
 
     def fade(self, keep: float) -> None:
-        """Let what was seen weigh less against what will be."""
+        """Discount the past by `keep`."""
         self._shared, self._own = ((tokens * keep, seen * keep) for tokens, seen in (self._shared, self._own))
 
     @property
@@ -103,8 +100,8 @@ class RequestRate:
 class DiscountedCurve:
     """y = base + Σ slope_k * max(x - knot_k, 0) with slopes of 0 or more, over a discounted past.
 
-    Products of a few rows take as long as those of one, and many rows do not: so the curve bends upwards. Ridge
-    regression by descent along one slope after the other from where they were; with few knots, a few rounds settle it.
+    Products of a few rows take as long as those of one and many rows do not, so the curve is convex. Ridge regression
+    by coordinate descent, warm-started.
     """
 
     def __init__(self, keep: float = _KEEP, tolerance: float = TOLERANCE, knots: Sequence[float] = KNOTS) -> None:
@@ -164,10 +161,10 @@ class _Sample(NamedTuple):
 
 
 class StepCost:
-    """Live estimate of a step's seconds: proportional to gamma for the draft, a curve for the target.
+    """Online estimate of a step's seconds: proportional to gamma for the draft, a curve for the target.
 
-    A target with a recurrent state recomputes accepted tokens after a rejection. Its curve is over all tokens that it
-    takes in, and a proposed token is charged for the recomputing that proposals have lately brought.
+    A target with a recurrent state recomputes accepted tokens after a rejection: its curve is over all tokens of the
+    forward, and a proposed token is charged its recent share of recomputing.
     """
 
     def __init__(self) -> None:
@@ -187,7 +184,7 @@ class StepCost:
         return len(self._warm_up) >= _WARM_UP
 
     def draft_s(self, gamma: int) -> float:
-        """Expected seconds of drafting gamma tokens, without what has to be caught up on."""
+        """Expected seconds of drafting gamma tokens, without catching up."""
         return gamma * self._drafting_s / self._num_drafted if self._num_drafted else 0.0
 
     def verify_s(self, num_tokens: float) -> float:
@@ -195,16 +192,16 @@ class StepCost:
         return self._verify.at(num_tokens * self._with_recomputed)
 
     def verify_per_token_s(self, beside: float = 0) -> float:
-        """Seconds that one more token to verify costs `beside` so many others."""
+        """Seconds of one more token to verify `beside` so many others."""
         return (self._verify.at(beside + 1) - self._verify.at(beside)) * self._with_recomputed
 
     def per_token_s(self, beside: float = 0) -> float:
-        """Seconds that one more draft token costs `beside` so many others: to draft it, and to verify it."""
+        """Seconds to draft and verify one more token `beside` so many others."""
         return self.draft_s(1) + self.verify_per_token_s(beside)
 
     @property
     def _with_recomputed(self) -> float:
-        """Tokens that the target takes in per proposed one."""
+        """Tokens in the target's forward per proposed one."""
         return 1 + (self._num_recomputed / self._num_proposed if self._num_proposed else 0.0)
 
     @property
@@ -213,13 +210,13 @@ class StepCost:
         return max(self._verify.base, _SHORTEST_S)
 
     def seconds(self, gamma: int, num_looked_up: int = 0) -> float:
-        """Expected seconds of a step that drafts gamma tokens and looks others up."""
+        """Expected seconds of a step with gamma drafted and num_looked_up looked-up tokens."""
         return self.draft_s(gamma) + self.verify_s(gamma + num_looked_up)
 
     def observe(
         self, gamma: int, draft_s: float, verify_s: float, num_recomputed: int = 0, num_looked_up: int = 0
     ) -> None:
-        """Take in one decode step; a prefill step is none."""
+        """Learn from one decode step; do not pass prefill steps."""
         self._num_proposed = self._num_proposed * _KEEP + gamma + num_looked_up
         self._num_recomputed = self._num_recomputed * _KEEP + num_recomputed
         self._has_drafted = self._has_drafted or gamma > 0
@@ -242,7 +239,7 @@ class StepCost:
 
 
 def _calmed(steps: list[_Sample]) -> list[_Sample]:
-    """The warm-up steps, each brought within the tolerance of their median."""
+    """The warm-up steps, each clipped to the tolerance around their median."""
     per_token = [step.draft_s / step.gamma for step in steps if step.gamma]
     typical_draft = median(per_token) if per_token else 0.0
     typical_verify = median(step.verify_s for step in steps)

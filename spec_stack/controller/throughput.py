@@ -12,16 +12,15 @@ from spec_stack.controller.acceptance import AcceptanceEstimator
 from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord, check_gamma
 from spec_stack.controller.step_cost import TOLERANCE, USUAL_UNREAD, PerContextLength, RequestRate, StepCost
 
-# Tokens to catch up on from which the draft's prefill of them is weighed against what the answer can save.
+# Tokens to catch up on from which the draft's prefill is weighed against the answer's expected saving.
 _LONG_LAG = 32
-# What drafting has to gain over plain decoding to be used.
+# Factor over plain decoding that drafting must gain.
 _LEAST_SPEEDUP = 1.02
-# Where it gains less, one token is tried when that costs this share of the time since the last one.
+# Below it, one token is tried when that costs this share of the time since the last try.
 _TRY_SHARE = 0.016
-# Where drafting seems to bring less than this, one step in so many is plain: while all steps draft equally far, nothing
-# tells what a plain one would take.
+# Below this gain, one step in so many is plain: steps of one length alone do not tell a plain step's time.
 _CLEAR_SPEEDUP, _CHECK_EVERY = 1.2, 32
-# What an untried draft is taken to bring, and its prefill to take of the target's.
+# The assumed gain of an untried draft, and its prefill's share of the target's.
 _START_SPEEDUP, _START_PREFILL = 1.3, 0.3
 _TYPICAL_ANSWER = 128.0
 _IDLE_KEEP = 0.99
@@ -32,9 +31,9 @@ class _Measured:
     """The measurements at one precision and length of the context. Rates are in tokens per plain step.
 
     achieved: of steps without n-gram tokens. drafting: of those that drafted. with_draft: of achieved, from a request's
-    first drafted token on, by whole answers. copied: share of the tokens that n-gram lookup brought. missed_s: what
+    first drafted token on, by whole answers. copied: share of the tokens from n-gram lookup. missed_s: seconds that
     drafting would have saved in this request's plain steps. idle_s: of steps since the draft was last measured.
-    prefill_s: seconds per token that the draft has to catch up on. unrated: steps from before the costs are known.
+    prefill_s: seconds per token of the draft's catching up. unrated: steps from before the costs are known.
     """
 
     cost: StepCost = field(default_factory=StepCost)
@@ -54,7 +53,7 @@ class _Measured:
         self.missed_s, self.has_drafted = 0.0, False
 
     def observe_prefill(self, record: StepRecord) -> None:
-        """Learn what it took the draft to catch up on many tokens."""
+        """Learn the draft's seconds for catching up on many tokens."""
         seconds = max(record.draft_s - self.cost.draft_s(record.num_drafted), 0.0) / record.num_unread
         self.prefill_s = seconds if self.prefill_s is None else self.prefill_s + 0.3 * (seconds - self.prefill_s)
         self.has_drafted = True
@@ -75,7 +74,7 @@ class _Measured:
             self.unrated.clear()
 
     def _rate(self, step: StepRecord, caught_up_s: float) -> None:
-        """A step counts as if nothing had been looked up in it, and a stall is no part of what is achieved."""
+        """Rate a step as if nothing had been looked up in it; a stall does not lower the achieved rate."""
         if step.num_looked_up and not step.num_drafted:
             return
         looked_up_s = self.cost.verify_s(step.gamma) - self.cost.verify_s(step.num_drafted)
@@ -89,12 +88,12 @@ class _Measured:
         if step.num_drafted:
             self.drafting.add(num_tokens, num_plain_steps)
         else:
-            # What is known of drafting grows old while nothing is drafted, so that a try that succeeds counts.
+            # Discount the drafting rate while nothing is drafted, so that a successful try counts.
             self.drafting.fade(_IDLE_KEEP)
 
 
 class _AnswerLength:
-    """How long answers usually are: max_tokens is but a bound, and this one is."""
+    """Moving average of answer lengths, since max_tokens is only a bound; with the length of the current answer."""
 
     def __init__(self) -> None:
         self._typical = _TYPICAL_ANSWER
@@ -108,7 +107,7 @@ class _AnswerLength:
         self.num_tokens += record.num_tokens
 
     def expected_left(self, most: int) -> float:
-        """Tokens still to come; an answer that is longer than usual is taken to be half done."""
+        """Expected tokens to come; an answer longer than usual counts as half done."""
         return min(float(most), max(self._typical - self.num_tokens, float(self.num_tokens)))
 
 
@@ -116,38 +115,36 @@ class _AnswerLength:
 class Throughput(Policy):
     """Go on drafting while P(all so far and the next are accepted) > tokens/s now achieved * seconds per draft token.
 
-    A token that is accepted with probability P brings P tokens and costs b seconds, which at the present rate
-    would have brought rate * b tokens. At the optimum both are equal (Dinkelbach's condition for a ratio,
-    https://doi.org/10.1287/mnsc.13.7.492), so following the rule with the rate it achieves itself leads there.
-    Precision enters through the measured costs alone. The rate is that of steps without a look-up, in this request as
-    far as it has shown any, before that in all.
+    A token that is accepted with probability P brings P tokens and costs b seconds, worth rate * b tokens at the
+    present rate. At the optimum both are equal (Dinkelbach's condition for a ratio,
+    https://doi.org/10.1287/mnsc.13.7.492), so the rule converges under the rate that it achieves. Precision enters
+    through the measured costs alone. The rate is that of steps without a look-up, first over all requests, then over
+    this one.
 
-    Nothing is drafted while steps that draft are expected to bring less than plain ones in the same time. That
-    expectation is an average of what this request showed, what all did, and a start; what was seen weighs less with
-    every step that drafts nothing, so a useless draft is tried again after a time that grows with what it has lost.
-    A draft that is many tokens behind, as after a dense prefill, drafts only where what the answer can still save is
-    more than catching up takes, by what whole answers gained with it; where much has been copied lately, it waits until
-    the plain steps without it have cost that share of the catching up, since a text that look-ups write needs no draft.
-    How long answers are is learned, since max_tokens is but a bound.
+    Nothing is drafted while drafting steps are expected to bring less than plain ones in the same time. The past is
+    discounted with every step that drafts nothing, so a useless draft is tried again after a time that grows with its
+    losses. A draft that is many tokens behind, as after a dense prefill, drafts only where the answer's expected saving
+    exceeds the cost of catching up. Where much has been copied lately, it waits until the plain steps have cost that
+    share of the catching up. Answer lengths are learned, since max_tokens is only a bound.
 
     Parameters
     ----------
     max_gamma : int
         Most tokens per step.
     cold_threshold : float
-        Probability asked for while nothing has been measured yet.
+        Required probability before any measurement.
     acceptance : AcceptanceEstimator
-        Gives the probability; the default is trained, and corrected online.
+        Gives the probability; the default is trained, and recalibrated online.
     """
 
     max_gamma: int = MAX_GAMMA
     cold_threshold: float = 0.3
     acceptance: AcceptanceEstimator = field(default_factory=AcceptanceEstimator, repr=False)
     _measured: PerContextLength[_Measured] = field(init=False, repr=False)
-    # A draft that nobody knows begins with one token, and has more while half of them are right.
+    # An unknown draft begins with one token, and gets more while half of them are accepted.
     _cap: int = field(init=False, repr=False, default=1)
     _answers: _AnswerLength = field(init=False, repr=False, default_factory=_AnswerLength)
-    # The last prefill's seconds, and the tokens that the target took in.
+    # The last prefill's seconds, and its number of tokens.
     _prefill: tuple[float, int] = field(init=False, repr=False, default=(0.0, 0))
     _num_since_plain: int = field(init=False, repr=False, default=0)
 
@@ -176,12 +173,12 @@ class Throughput(Policy):
         return min(self.max_gamma, self._cap) if self._pays(context, self._measured.at(context)) else 0
 
     def _pays(self, context: StepContext, state: _Measured) -> bool:
-        """Return whether drafting is expected to save time, in this step and with what it has to catch up on."""
+        """Return whether drafting, with its catching up, is expected to save time in this step."""
         prefill_s = self._prefill_s(context, state)
         if not state.cost.ready_to_verify:
             return prefill_s == 0.0
         speedup = state.drafting.value
-        # Whether to prefill a prompt is told by whole answers, not by the last tokens of another text.
+        # Whole answers decide whether to prefill a prompt, not the last tokens of another text.
         if speedup <= _LEAST_SPEEDUP and context.num_unread <= self._answers.num_tokens + _LONG_LAG:
             self._num_since_plain = 0
             return self._may_try(state, prefill_s)
@@ -193,7 +190,7 @@ class Throughput(Policy):
 
     @staticmethod
     def _may_try(state: _Measured, prefill_s: float) -> bool:
-        """Return whether so much time has gone by without the draft that one token of it may be tried."""
+        """Return whether enough time has passed without the draft to try one token."""
         return state.idle_s * _TRY_SHARE > state.cost.per_token_s() + prefill_s
 
     def _saves(self, context: StepContext, state: _Measured, prefill_s: float) -> bool:
@@ -205,7 +202,7 @@ class Throughput(Policy):
         return self._answers.expected_left(context.max_gamma + 1) * (1 - copied) * saved_s > prefill_s
 
     def _prefill_s(self, context: StepContext, state: _Measured) -> float:
-        """Seconds that catching up is expected to take the draft; 0 where it is a few tokens behind."""
+        """Expected seconds of the draft's catching up; 0 where it is a few tokens behind."""
         if context.num_unread <= _LONG_LAG:
             return 0.0
         if state.prefill_s is not None:
@@ -221,7 +218,7 @@ class Throughput(Policy):
         return self.acceptance.update(signals)
 
     def observe(self, record: StepRecord) -> None:
-        """Learn from a step. One with a prefill, of either model, teaches about acceptance, but not about times."""
+        """Learn from a step; one with a prefill of either model updates acceptance, not times."""
         self.acceptance.learn(record)
         self._answers.observe(record)
         if record.is_prefill:
