@@ -1,4 +1,4 @@
-"""Look-up and draft model in one request: each step goes to the one that is worth more tokens per second."""
+"""Look-up and draft model in one request: each step uses the one with more expected tokens per second."""
 
 from __future__ import annotations
 
@@ -16,12 +16,10 @@ from spec_stack.types import Proposal
 
 
 class LookupThenModel:
-    """A look-up where it is worth more than what the draft has lately brought; else the draft, and behind its tokens
-    what the look-up knows to follow them.
+    """Prefer a look-up where it is worth more than the draft's recent gain; else draft, and append a look-up.
 
-    The draft need not know what was looked up: it is fed what it has not seen when it next drafts. No draft follows a
-    look-up inside a step: that would pay only where the draft's next token is surer than the one at which the look-up
-    ended by the ratio of their costs, a whole forward of the draft against one more token to verify.
+    The draft is fed looked-up tokens when it next drafts. It never drafts behind a look-up: a whole forward costs far
+    more than one more token to verify.
     """
 
     def __init__(self, means: Means) -> None:
@@ -50,13 +48,13 @@ class LookupThenModel:
         self._gate.observe(record)
 
     def _takes_over(self, drafted_ids: Sequence[int], room: int, chances: tuple[float, float]) -> bool:
-        """Return whether the rest of a step is for the look-up, which costs no forward of the draft."""
+        """Return whether the look-up gets the rest of a step."""
         continuations = self._index.continuations(drafted_ids, self._end_ids)
         num_drafted = len(drafted_ids)
         return self._gate.takes_over(continuations, min(room - num_drafted, MAX_LOOKED_UP), *chances, num_drafted)
 
     def _with_tail(self, drafted: Proposal, guide: Guide, room: int) -> Proposal:
-        """The drafted tokens and what the look-up would add to them."""
+        """The drafted tokens with the look-up behind them."""
         if not drafted.token_ids or drafted.token_ids[-1] in self._end_ids:
             return drafted
         continuations = self._index.continuations(drafted.token_ids, self._end_ids)
@@ -66,7 +64,7 @@ class LookupThenModel:
 
 
 def _joined(drafted: Proposal, offer: Offer) -> Proposal:
-    """Both as one proposal; looked-up tokens are certain, so their rows are one-hot."""
+    """Both as one proposal; the looked-up tokens' rows are one-hot."""
     tail, probs = offer.token_ids, drafted.draft_probs
     if probs is not None:
         rows = F.one_hot(torch.tensor(tail, device=probs.device), probs.shape[1]).to(probs.dtype)

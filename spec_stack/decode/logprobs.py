@@ -1,4 +1,4 @@
-"""Log-probabilities of the tokens of a step, from the target's own rows."""
+"""Log-probabilities of the tokens of a step, from the target's rows."""
 
 from __future__ import annotations
 
@@ -13,20 +13,10 @@ from spec_stack.types import TokenLogprobs, Verification
 def step_logprobs(
     target_logits: torch.Tensor, verification: Verification, sampler: Sampler, token_ids: Sequence[int], num_top: int
 ) -> list[TokenLogprobs]:
-    """Log-probabilities of a step's tokens, before and after processors and warps.
+    """Log-probabilities of a step's accepted tokens and the next one, before and after processors and warps.
 
-    Parameters
-    ----------
-    target_logits : torch.Tensor
-        (gamma + 1, vocab), of which the first len(token_ids) rows predict these tokens.
-    verification : Verification
-        What came of them.
-    sampler : Sampler
-        Warps the rows; nothing is drawn.
-    token_ids : sequence of int
-        The accepted tokens and the next one.
-    num_top : int
-        How many of the likeliest tokens are given beside each; 0 gives the token alone.
+    target_logits: (gamma + 1, vocab); the first len(token_ids) rows predict the tokens. num_top: likeliest tokens given
+    beside each. Nothing is drawn from the sampler.
     """
     num_tokens = len(token_ids)
     raw_rows = target_logits[:num_tokens].float()
@@ -42,7 +32,7 @@ def step_logprobs(
 
 def _top(rows: torch.Tensor, num_top: int) -> list[list[tuple[int, float]]]:
     values, ids = rows.topk(min(num_top, rows.shape[-1]), dim=-1)
-    # A token that the warp leaves out is no candidate.
+    # A token that the warp excludes is no candidate.
     return [
         [(token_id, value) for token_id, value in zip(*row, strict=True) if value > -torch.inf]
         for row in zip(ids.tolist(), values.tolist(), strict=True)

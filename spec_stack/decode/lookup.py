@@ -1,4 +1,4 @@
-"""Proposals that cost no model: the last tokens stood earlier in a text, and what followed them may follow again."""
+"""Proposals without a model: the continuation of an earlier occurrence of the last tokens."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from spec_stack.types import Proposal
 
 
 class LookupProposer:
-    """Look-up alone: no step touches the draft. How much of a continuation is verified the gate says."""
+    """Look-up alone; the draft is never used, and the gate bounds the continuation."""
 
     def __init__(self, means: Means) -> None:
         self._end_ids, self._gate, self._index = means.end_ids, means.gate, means.index
 
     def propose(self, committed_ids: Sequence[int], guide: Guide) -> Proposal:
-        """The likeliest continuation, as far as verifying it pays."""
         with guide.clock.measure("controller"):
             self._index.read(committed_ids)
         most = min(guide.context.max_gamma, MAX_LOOKED_UP)

@@ -1,4 +1,4 @@
-"""Where look-ups look: the text that is being written, what was written before it, and what other requests left."""
+"""The texts that look-ups search: the request's own, and other requests' latest."""
 
 from __future__ import annotations
 
@@ -12,27 +12,16 @@ from spec_stack.decode.suffixes import START, Place, Step, SuffixAutomaton
 
 MAX_LOOKED_IN = 262_144
 """Most tokens that the look-ups of one text remember, some 200 bytes each."""
-# Tokens of its prompt that an answer is remembered with, so that its beginning can be found too; and those that a text
-# which goes on differently is begun with.
+# Prompt tokens remembered with an answer, so that its beginning is found too; and context kept where a text diverges.
 _CONTEXT = 32
-# Tokens of a text's end that are looked for.
+# Tokens of a text's end that are looked up.
 _LONGEST = 64
 
 
 class TextMemory:
-    """The latest texts, in bounded memory: when the newer of two automata is full, the older one goes.
+    """The latest texts, in bounded memory: when the newer of two automata is full, the older one goes. Thread-safe.
 
-    Safe to use from several threads: one at a time takes in or looks up, which takes microseconds.
-
-    Parameters
-    ----------
-    max_tokens : int
-        Most tokens in both, 2 or more. It keeps the last half of them at the least.
-
-    Raises
-    ------
-    ValueError
-        For fewer.
+    max_tokens: most tokens in both, 2 or more (else ValueError); at least the last half of them is kept.
     """
 
     def __init__(self, max_tokens: int = MAX_LOOKED_IN) -> None:
@@ -45,7 +34,6 @@ class TextMemory:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that can be found."""
         return self.newest.num_tokens + (self.older.num_tokens if self.older is not None else 0)
 
     @property
@@ -54,7 +42,7 @@ class TextMemory:
         return [self.newest] if self.older is None else [self.newest, self.older]
 
     def extend(self, token_ids: Iterable[int]) -> None:
-        """Take in the next tokens of the text."""
+        """Add the next tokens of the text."""
         coming = iter(token_ids)
         with self.lock:
             while part := list(islice(coming, self._most - self.newest.num_tokens)):
@@ -63,12 +51,12 @@ class TextMemory:
                     self.older, self.newest = self.newest, SuffixAutomaton()
 
     def begin_text(self) -> None:
-        """Begin another text: what is taken in next goes on from nothing."""
+        """Begin another text, unconnected to the last one."""
         with self.lock:
             self.newest.begin_text()
 
     def remember(self, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> None:
-        """Take in an answer, with the end of the prompt that it was given to."""
+        """Add an answer, with the end of its prompt."""
         with self.lock:
             self.begin_text()
             self.extend(prompt_ids[-_CONTEXT:])
@@ -76,15 +64,14 @@ class TextMemory:
 
 
 class Reader:
-    """Where a text that is being written stands in a memory's automata. Mutated by `advance`."""
+    """A growing text's place in a memory's automata. Mutated by `advance`."""
 
     def __init__(self, memory: TextMemory) -> None:
         self._memory = memory
-        # A text that rests keeps nothing alive that its memory has let go.
+        # Weak: an idle text must not keep evicted automata alive.
         self._places: WeakKeyDictionary[SuffixAutomaton, Place] = WeakKeyDictionary()
 
     def advance(self, token_ids: Sequence[int]) -> None:
-        """Go on by tokens that are certain."""
         if len(token_ids) > _LONGEST:
             self._places.clear()
             token_ids = token_ids[-_LONGEST:]
@@ -92,8 +79,10 @@ class Reader:
             self._places = WeakKeyDictionary(self._after(token_ids))
 
     def continuation(self, tail_ids: Sequence[int]) -> Iterator[Step]:
-        """Return what most often followed the longest end of the text and its uncertain tail that anything followed,
-        token by token; where a place has nothing after it, a shorter end goes on."""
+        """The most frequent continuation of the longest matching end of text and uncertain tail, token by token.
+
+        Where a place has no successor, a shorter end goes on.
+        """
         with self._memory.lock:
             found = [(automaton, automaton.next(place)) for automaton, place in self._after(tail_ids)]
         automaton, step = max(found, key=lambda each: each[1].length if each[1] is not None else 0)
@@ -113,14 +102,9 @@ class Reader:
 
 
 class LookupIndex:
-    """Finds what may follow a text that is being written, by where its end stood before. Not thread-safe.
+    """Finds continuations of a growing text by earlier occurrences of its end. Not thread-safe.
 
-    Parameters
-    ----------
-    shared : TextMemory, optional
-        Texts of other requests to look in as well; it is only read.
-    max_tokens : int
-        Most tokens that are remembered of the text itself.
+    shared: read-only texts of other requests. max_tokens: most remembered tokens of the text itself.
     """
 
     def __init__(self, shared: TextMemory | None = None, max_tokens: int = MAX_LOOKED_IN) -> None:
@@ -136,11 +120,11 @@ class LookupIndex:
         return len(self._text)
 
     def reopen(self) -> None:
-        """Be told that what is read next may be another text than that so far."""
+        """The next `read` may bring another text."""
         self._may_differ = True
 
     def read(self, text_ids: Sequence[int]) -> None:
-        """Take in what is new of the text, given whole."""
+        """Add the new part of the text, given whole."""
         if self._may_differ:
             self._may_differ = False
             self.begin(text_ids)
@@ -148,8 +132,9 @@ class LookupIndex:
             self.extend(text_ids[len(self._text) :])
 
     def begin(self, text_ids: Sequence[int]) -> None:
-        """Go on with a text that may differ from the one so far: what both begin with is not taken in again, and
-        what is no longer part of it can still be found."""
+        """Go on with a text that may differ from the last: the common prefix is not added again, the old rest stays
+        findable.
+        """
         if list(text_ids[: len(self._text)]) != self._text:
             pairs = enumerate(zip(self._text, text_ids, strict=False))
             num_same = next((at for at, (mine, other) in pairs if mine != other), len(text_ids))
@@ -158,26 +143,16 @@ class LookupIndex:
         self.extend(text_ids[len(self._text) :])
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Take in the next tokens of the text."""
         self._text += token_ids
         self._own.extend(token_ids)
         for reader, _ in self._readers:
             reader.advance(token_ids)
 
     def continuations(self, tail_ids: Sequence[int] = (), end_ids: Collection[int] = ()) -> list[Iterator[Found]]:
-        """Return what may follow: from the text itself, and from the shared ones.
+        """Continuations from the request's own text and from the shared texts, as lazy iterators.
 
-        Parameters
-        ----------
-        tail_ids
-            Tokens after the text that are not certain yet. They are looked for, not in.
-        end_ids
-            Tokens after which nothing more is given.
-
-        Returns
-        -------
-        list of iterator over Found
-            Each without an end where the text repeats itself; made token by token, so take no more than is of use.
+        They may be endless where a text repeats itself. tail_ids: uncertain tokens behind the text, looked up but not
+        added. end_ids: tokens that end a continuation.
         """
         return [_found(reader.continuation(tail_ids), end_ids, is_shared) for reader, is_shared in self._readers]
 

@@ -18,7 +18,7 @@ from spec_stack.types import DraftingModel, Proposal, Selection, StepOutput, Tar
 
 @dataclass(frozen=True)
 class RequestLabels:
-    """The labels that a request's records carry beside their measurements."""
+    """The labels in a request's records."""
 
     request_id: str
     precision: str
@@ -42,39 +42,15 @@ def decode(
 ) -> Iterator[StepOutput]:
     """Prefill the target with the selection and verify the first proposal in the same forward, then step until the end.
 
-    Invariants at every yield: the target has seen every committed token but the last; its `next_position` is the number
-    of committed tokens less one, however few of them are cached; the draft may be behind by any number of tokens, which
-    it is fed when it next proposes.
+    Yields one StepOutput per forward of the target; the last has a `finish_reason`. Invariants at every yield: the
+    target has seen every committed token but the last; its `next_position` is the number of committed tokens less one,
+    however few of them are cached; the draft may be behind by any number of tokens, which it is fed when it next
+    proposes.
 
-    Parameters
-    ----------
-    target, draft : TargetModel, DraftingModel
-        An empty target, and the draft as scoring left it. Both caches are advanced and rolled back.
-    prompt_ids : sequence of int
-        The whole prompt.
-    selection : Selection
-        What the target prefills of it.
-    proposal : Proposal
-        The first proposal, the look-ahead; empty after no scoring.
-    policy : Policy
-        Chooses every later step's gamma and learns from the records.
-    proposer : Proposer
-        Proposes in every later step, with the draft or without it, as far as the policy lets it.
-    sampler, stopper : Sampler, Stopper
-        How tokens are drawn, and when the request ends. Both are advanced.
-    end_ids : collection of int
-        Tokens that end the text, after which nothing is asked of a shaper.
-    labels : RequestLabels
-        Copied into the records.
-    clock : Clock, optional
-        The request's; what it holds of the phase "scoring" goes into the first record.
-    num_logprobs : int, optional
-        How many likely tokens are given beside each token's log-probability; None gives none of either.
-
-    Yields
-    ------
-    StepOutput
-        One per forward of the target; the last has a `finish_reason`.
+    target: empty. draft: as scoring left it; both caches are advanced and rolled back. prompt_ids: the whole prompt.
+    proposal: the look-ahead, empty without scoring. end_ids: tokens that end the text, after which the shaper is not
+    called. clock: its phase "scoring" goes into the first record. num_logprobs: likeliest tokens given beside each
+    token's log-probability; None gives neither.
     """
     clock = clock or Clock()
     committed = list(prompt_ids)

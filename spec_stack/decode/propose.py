@@ -1,4 +1,4 @@
-"""The draft's part of a step: catch up with what it has not seen, then propose."""
+"""The draft's part of a step: feed it the unread tokens, then propose."""
 
 from __future__ import annotations
 
@@ -38,32 +38,14 @@ def propose(
     end_ids: Collection[int],
     keep_drafting: KeepDrafting = lambda signals, token_ids: True,
 ) -> Proposal:
-    """Draft tokens after the committed ones.
+    """Draft at most max_tokens tokens after the committed ones (prompt and output).
 
-    The draft is first fed the committed tokens it has not seen, however many: none of them is a special case. The last
-    drafted token is not fed. The draft's cache is advanced; with max_tokens 0 it is not touched.
+    The draft is first fed all unread committed tokens; the last drafted token is not fed. With max_tokens 0 the draft's
+    cache is not touched. keep_drafting gets the signals and tokens so far; False ends the proposal, as do end_ids.
 
-    Parameters
-    ----------
-    draft : SteppableModel
-        The draft.
-    committed_ids : sequence of int
-        The prompt and what was generated, the whole of it.
-    max_tokens : int
-        Most tokens to draft.
-    sampler : Sampler
-        Draws them, or takes the likeliest where it is greedy; its shaper goes over the draft's rows too.
-    end_ids : collection of int
-        Tokens after which drafting ends.
-    keep_drafting : callable
-        Asked after every token with the signals and the tokens so far; False ends the proposal.
-
-    Returns
-    -------
-    Proposal
-        The tokens, their signals and, where they were drawn, draft_probs (gamma, vocab). Tokens beside which the shaper
-        allows no other are proposed without a forward of the draft, as if it were certain of them. It ends before a
-        token whose logits are not finite: what a broken draft would propose is noise, and a draw from it fails.
+    The proposal's draft_probs are (gamma, vocab) where tokens were drawn. Tokens that the shaper forces are proposed
+    without a forward of the draft. The proposal ends before a token whose logits are not finite: a draw from them
+    fails.
     """
     token_ids: list[int] = []
     rows: list[torch.Tensor | None] = []
@@ -83,7 +65,7 @@ def propose(
             logits = raw if shaper is None else shaper(prefix_ids, raw)
             entropy, confidence, token_id = entropy_and_confidence(logits)
             if not math.isfinite(entropy + confidence):
-                # Or a shaper forbids all that the draft knows, which is no fault of the draft's.
+                # A shaper that forbids all of the draft's candidates is no fault of the draft.
                 is_finite = shaper is not None and math.isfinite(float(raw.max()))
                 break
             signals.append(entropy, confidence)
@@ -100,7 +82,7 @@ def propose(
 
 
 def _stacked(rows: Sequence[torch.Tensor | None], token_ids: Sequence[int]) -> torch.Tensor | None:
-    """Draft distributions (gamma, vocab), with all of it on the token where there is no row; None without any row."""
+    """Draft distributions (gamma, vocab), one-hot where there is no row; None without any row."""
     known = next((row for row in rows if row is not None), None)
     if known is None:
         return None
@@ -114,7 +96,7 @@ def _stacked(rows: Sequence[torch.Tensor | None], token_ids: Sequence[int]) -> t
 
 
 class ModelProposer:
-    """The draft model, as far as the policy lets it."""
+    """The draft model under the policy."""
 
     def __init__(self, means: Means) -> None:
         self._means = means
@@ -123,9 +105,9 @@ class ModelProposer:
     def propose(
         self, committed_ids: Sequence[int], guide: Guide, keep_drafting: KeepDrafting | None = None
     ) -> Proposal:
-        """Draft as far as the policy chose; keep_drafting takes the place of its later answers where it is given.
+        """Draft up to the policy's gamma; keep_drafting, where given, replaces the policy's.
 
-        A draft whose logits stop being finite is let go for the rest of the request; a warning says so.
+        A draft whose logits become non-finite is dropped for the rest of the request, with a warning.
         """
         if self._is_broken:
             return Proposal()

@@ -1,4 +1,4 @@
-"""Who proposes tokens: what a proposer is, what it may ask the policy, and the proposers by name."""
+"""The Proposer base class, its parts, and its view of the policy."""
 
 from __future__ import annotations
 
@@ -18,20 +18,10 @@ from spec_stack.types import Proposal, SteppableModel
 
 @dataclass(frozen=True)
 class Means:
-    """The parts that proposers are made of.
+    """The parts of proposers.
 
-    Parameters
-    ----------
-    draft : SteppableModel
-        The draft, whose cache is advanced by who drafts with it.
-    sampler : Sampler
-        Draws the draft's tokens.
-    end_ids : collection of int
-        Tokens after which nothing more is proposed.
-    gate : LookupGate
-        Says when a look-up pays.
-    index : LookupIndex
-        Where look-ups look; takes in the text as it is written.
+    draft: its cache is advanced. sampler: draws the draft's tokens. end_ids: tokens after which nothing is proposed.
+    gate: decides when a look-up pays. index: the text so far, for look-ups.
     """
 
     draft: SteppableModel
@@ -43,17 +33,14 @@ class Means:
 
 @dataclass(frozen=True)
 class Guide:
-    """A step's policy, as proposers ask it: on the controller's time, and within what the request has left."""
+    """A step's policy for proposers: timed as controller time, bounded by the request's remaining tokens."""
 
     policy: Policy
     context: StepContext
     clock: Clock
 
     def choose(self) -> int:
-        """The policy's gamma, cut to what the request and the library allow.
-
-        Raises TypeError where it is no number.
-        """
+        """The policy's gamma, cut to the request's and the library's bounds. Raises TypeError where it is no number."""
         with self.clock.measure("controller"):
             gamma = self.policy.choose(self.context)
         if not isinstance(gamma, Integral):
@@ -69,17 +56,17 @@ class Guide:
             return self.policy.keep_drafting(self.context, signals)
 
     def chances(self, signals: DraftSignals) -> tuple[float, float]:
-        """The policy's chance that all drafted tokens are right, and that they and the next one are."""
+        """The policy's P(all drafted tokens are right), and P(these and the next one are)."""
         with self.clock.measure("controller"):
             return self.policy.chances(signals)
 
 
 class Proposer(Protocol):
-    """Proposes what may come next. Verification does not care who did.
+    """Proposes tokens for verification.
 
-    A proposal is token ids and what they were drawn from: None, or a one-hot row, for tokens that were chosen. What is
-    proposed at a place, and whether anything is, may depend on what stands before that place alone: a proposal that is
-    cut by what was drawn after the cut would bias the output.
+    A proposal is token ids and the distributions they were drawn from: None, or a one-hot row, for chosen tokens. A
+    proposed token, and whether there is one, may depend only on the tokens before it: a proposal that is cut by what
+    was drawn after the cut biases the output.
     """
 
     def propose(self, committed_ids: Sequence[int], guide: Guide) -> Proposal:
@@ -88,12 +75,12 @@ class Proposer(Protocol):
         Parameters
         ----------
         committed_ids : sequence of int
-            The whole prompt and what was generated.
+            The whole prompt and the output so far.
         guide : Guide
             The policy's answers.
         """
         ...
 
     def observe(self, record: StepRecord) -> None:
-        """Told how the step went. Learns, or does nothing."""
+        """Learn from the step's record; the default does nothing."""
         ...

@@ -1,4 +1,4 @@
-"""The proposers by name. Importing this loads none of them, and no torch."""
+"""The proposers by name; loads none of them, and no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a request draws tokens: greedy, or from warped distributions with a generator of its own."""
+"""Token sampling of a request: greedy, or from warped distributions with its own generator."""
 
 from __future__ import annotations
 
@@ -11,36 +11,29 @@ Warp = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Shaper(Protocol):
-    """Logits processors of one request: what they make of a row depends on the tokens before it, and maybe on the rows
-    they were shown before (`hf.processors` makes them)."""
+    """Logits processors of one request; a row may depend on the tokens and rows before it (see `hf.processors`)."""
 
     def __call__(self, prefix_ids: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
-        """A row (vocab,) in fp32 from the logits (vocab,) after prefix_ids: the whole prompt and what follows it.
+        """A row (vocab,) in fp32 from the logits (vocab,) after prefix_ids, prompt included.
 
-        Of a request's own shaper every prefix is one token longer than the last, as in plain generation.
+        Calls on a request's own shaper extend the prefix by one token each, as in plain generation.
         """
         ...
 
     def for_draft(self) -> Shaper:
-        """A shaper that goes on from here on tokens that may be rejected, and leaves this one as it is."""
+        """A fork for tokens that may be rejected; this shaper stays as it is."""
         ...
 
     def only_token(self, prefix_ids: Sequence[int]) -> int | None:
-        """The one token that may follow, where no other is allowed."""
+        """The single allowed next token; None where there are several."""
         ...
 
 
 class Sampler:
-    """How one request draws.
+    """The sampling of one request.
 
-    Parameters
-    ----------
-    warp : callable, optional
-        Maps logits (n, vocab) to warped logits, for draft and target alike; None is greedy.
-    generator : torch.Generator, optional
-        On the models' device; every draw advances it.
-    shaper : Shaper, optional
-        Goes over every row before it is warped. It is advanced by every row of the target that counts.
+    warp: maps logits (n, vocab) to warped logits, for draft and target alike; None is greedy. generator: on the models'
+    device; every draw advances it. shaper: applied before the warp; every committed row of the target advances it.
     """
 
     def __init__(
@@ -59,7 +52,6 @@ class Sampler:
 
     @property
     def device(self) -> torch.device:
-        """Where the draws are made."""
         return self._generator.device if self._generator is not None else torch.device("cpu")
 
     def probs(self, logits: torch.Tensor) -> torch.Tensor:
@@ -69,12 +61,12 @@ class Sampler:
         return self.warp(logits).softmax(dim=-1)
 
     def warp(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits (n, vocab) in fp32 as tokens are drawn from them; those of a greedy request are left as they are."""
+        """Warped logits (n, vocab) in fp32; those of a greedy request are returned as they are."""
         logits = logits.float()
         return logits if self._warp is None else self._warp(logits)
 
     def draw(self, logits: torch.Tensor) -> tuple[int, torch.Tensor]:
-        """One token from one row of logits (vocab,), and the distribution it was drawn from."""
+        """One token from one row of logits (vocab,), and its distribution."""
         probs = self.probs(logits[None])[0]
         return self.pick(probs), probs
 

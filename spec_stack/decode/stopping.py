@@ -1,4 +1,4 @@
-"""When a request ends, and its text as it grows."""
+"""Stop conditions of a request, and its text as it grows."""
 
 from __future__ import annotations
 
@@ -9,39 +9,25 @@ from spec_stack.types import FinishReason
 
 
 class TextStream(Protocol):
-    """Text of a growing token list, in increments that concatenate to the text of the whole (`hf.text` makes them)."""
+    """Incremental detokenization: the increments concatenate to the whole text (see `hf.text`)."""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that these tokens add, as far as it is certain: half a character waits for its other half."""
+        """The text added by these tokens; an incomplete character is held back."""
         ...
 
     def flush(self) -> str:
-        """Return what is held back, as it stands; the next `push` may still change it."""
+        """The text held back, as it stands; the next `push` may still change it."""
         ...
 
 
 class Stopper:
     """Cuts every step's tokens at max_tokens, an end-of-sequence token or a stop string, and gives their text.
 
-    Text that could still become a stop string is held back. Stateful: one per request.
+    Text that could still become a stop string is held back. Stateful: one per request. Raises ValueError for stop
+    strings without a text.
 
-    Parameters
-    ----------
-    max_tokens : int
-        Most tokens of the request.
-    end_ids : collection of int
-        Tokens that end it; they count, and have no text.
-    stop : sequence of str
-        Strings that end it; the tokens that complete one count, and its text does not come out.
-    text : TextStream, optional
-        Makes the text; without one there is none.
-    stop_ids : collection of int
-        More tokens that end it: like a stop string, not like an end of the model's own.
-
-    Raises
-    ------
-    ValueError
-        For stop strings without a text.
+    end_ids: tokens that end the request; they count, and have no text. stop: strings that end it; their tokens count,
+    and their text is not given. stop_ids: further end tokens, reported like a stop string.
     """
 
     def __init__(
@@ -62,7 +48,7 @@ class Stopper:
         self._held = ""
 
     def cut(self, token_ids: list[int]) -> tuple[list[int], str, FinishReason | None]:
-        """The tokens of this step that count, the text they release, and why the request ends here, if it does."""
+        """The counted tokens of this step, their text, and the finish reason, if any."""
         kept, reason = self._cut_tokens(token_ids)
         # The token that ends a text is not part of it, whether or not the tokenizer knows it as special.
         written = kept[:-1] if reason in ("eos", "stop") else kept
@@ -88,7 +74,7 @@ class Stopper:
         return kept, "length" if len(kept) == self.num_left else None
 
     def _cut_text(self, token_ids: list[int]) -> tuple[int | None, str]:
-        """How many tokens it took to complete a stop string (None: none was), and the text released."""
+        """How many tokens complete a stop string (None: no match), and the text released."""
         text = ""
         for num, token_id in enumerate(token_ids, 1):
             seen = self._see(token_id)
@@ -100,14 +86,14 @@ class Stopper:
         return None, text
 
     def _see(self, token_id: int) -> str:
-        """Take in a token; return the text that is held, with what its stream holds but for half a character."""
+        """Add a token; return the held text, incomplete characters excluded."""
         if self._text is None:
             return ""
         self._held += self._text.push([token_id])
         return self._held + self._text.flush().rstrip("\ufffd")
 
     def _longest_stop_start(self) -> int:
-        """Length of the longest end of the held text that some stop string begins with."""
+        """Length of the longest suffix of the held text that begins a stop string."""
         longest = min(len(self._held), max(map(len, self._stop)) - 1)
         for length in range(longest, 0, -1):
             if any(stop.startswith(self._held[-length:]) for stop in self._stop):

@@ -1,4 +1,4 @@
-"""A suffix automaton over token ids: every stretch of the texts taken in, how often it came, and what followed it."""
+"""A suffix automaton over token ids: all substrings of the texts, their counts, and their successors."""
 
 from __future__ import annotations
 
@@ -7,21 +7,13 @@ from typing import NamedTuple
 
 _NONE = -1
 _ROOT = 0
-# Ends of the text after which a token is counted, the longest first: a text that repeats itself without an end has as
-# many of them as tokens.
+# Suffixes of the text after which a token is counted, the longest first: a text that repeats itself endlessly has as
+# many as tokens.
 _MAX_COUNTED = 32
 
 
 class Place(NamedTuple):
-    """Where a text stands in an automaton.
-
-    Parameters
-    ----------
-    state : int
-        The automaton's state.
-    length : int
-        Tokens at the text's end that occur in what was taken in; 0 where the last one does not.
-    """
+    """A text's place in an automaton. length: tokens of the text's end that occur in it; 0 for none."""
 
     state: int
     length: int
@@ -31,20 +23,10 @@ START = Place(_ROOT, 0)
 
 
 class Step(NamedTuple):
-    """The token that most often followed the end of a text.
+    """The most frequent token after a text's end; of equally frequent ones the latest.
 
-    Parameters
-    ----------
-    token_id : int
-        The token; of several that are as frequent the latest.
-    length : int
-        Tokens of the end that it was found after.
-    num_seen : int
-        How often it followed, 1 or more.
-    num_others : int
-        How often another token did.
-    place : Place
-        After it.
+    length: matching tokens before it. num_seen: times it followed, 1 or more. num_others: times another token did.
+    place: the place after it.
     """
 
     token_id: int
@@ -55,46 +37,41 @@ class Step(NamedTuple):
 
 
 class SuffixAutomaton:
-    """All substrings of a growing set of texts, in memory that is linear in their tokens.
+    """All substrings of a growing set of texts, in memory linear in their tokens.
 
-    A state stands for the substrings that end at the same places. Blumer et al., "The smallest automaton recognizing
-    the subwords of a text", https://doi.org/10.1016/0304-3975(85)90157-4; following it as a text is written: SAM
-    Decoding, https://arxiv.org/abs/2411.10666; proposing by frequency: SuffixDecoding, https://arxiv.org/abs/2411.04975.
-    Most states have one way out, which lies in lists; only those with several have a dictionary.
-
-    Attributes
-    ----------
-    num_tokens
-        Taken in so far, all texts together.
+    A state stands for the substrings with the same end positions. Blumer et al., "The smallest automaton recognizing
+    the subwords of a text", https://doi.org/10.1016/0304-3975(85)90157-4; followed online as in SAM Decoding,
+    https://arxiv.org/abs/2411.10666; proposals by frequency as in SuffixDecoding, https://arxiv.org/abs/2411.04975.
+    Most states have one transition, held in lists; only those with several have a dictionary.
     """
 
     def __init__(self) -> None:
         self.num_tokens = 0
-        # Per state: the one of its longest suffix that ends elsewhere too, the length of its longest substring, how
-        # often that came, how often anything followed, and which token did so most often, with where it leads.
+        # Per state: its suffix link, the length of its longest substring, its count, the count of its successors, and
+        # the most frequent one with its state.
         self._link, self._length = [_NONE], [0]
         self._count, self._followed = [0], [0]
         self._token, self._target = [_NONE], [_NONE]
-        # All tokens that followed, of states that have several.
+        # All successors, of states that have several.
         self._branches: dict[int, dict[int, int]] = {}
         self._last = _ROOT
 
     @property
     def place(self) -> Place:
-        """The place in the text that is being taken in."""
+        """The place at the end of the text."""
         return Place(self._last, self._length[self._last])
 
     @property
     def num_states(self) -> int:
-        """At most two for every token, and the empty one."""
+        """At most two per token, and the empty one."""
         return len(self._link)
 
     def begin_text(self) -> None:
-        """Begin another text: what is taken in next does not go on from what came before it."""
+        """Begin another text, unconnected to the last one."""
         self._last = _ROOT
 
     def extend(self, token_ids: Iterable[int]) -> None:
-        """Take in the next tokens of the text, a few microseconds each."""
+        """Add the next tokens of the text, a few microseconds each."""
         for token_id in token_ids:
             before = self._last
             known = self._step(before, token_id)
@@ -103,7 +80,7 @@ class SuffixAutomaton:
             self.num_tokens += 1
 
     def follow(self, place: Place, token_id: int) -> Place:
-        """The place after one token more, by the longest end that has stood before it; nothing is taken in."""
+        """The place after one token more, by the longest matching suffix; nothing is added."""
         state, length = self._settled(place)
         while True:
             target = self._step(state, token_id)
@@ -115,8 +92,7 @@ class SuffixAutomaton:
             length = self._length[state]
 
     def next(self, place: Place) -> Step | None:
-        """Return what follows the longest end of a text after which anything is known; None where that is the empty
-        one."""
+        """The successor of the longest suffix that has one; None where only the empty suffix has."""
         state, length = self._settled(place)
         while state != _ROOT and self._token[state] == _NONE:
             state = self._link[state]
@@ -124,13 +100,13 @@ class SuffixAutomaton:
         if state == _ROOT:
             return None
         target = self._target[state]
-        # Of an end beyond the longest so many nothing was counted.
+        # Longer suffixes than these were not counted.
         count = max(self._count[target], 1)
         num_others = max(self._followed[state] - count, 0)
         return Step(self._token[state], length, count, num_others, Place(target, length + 1))
 
     def _settled(self, place: Place) -> Place:
-        """The same place, where its state was split since."""
+        """The same place after splits of its state."""
         state, length = place
         while state != _ROOT and self._length[self._link[state]] >= length:
             state = self._link[state]
@@ -143,7 +119,7 @@ class SuffixAutomaton:
         return _NONE if branches is None else branches.get(token_id, _NONE)
 
     def _new(self, length: int, like: int | None = None) -> int:
-        """A state of that length, without ways out or with another's."""
+        """A new state of that length, without transitions or with another's."""
         for values, empty in ((self._link, _ROOT), (self._count, 0), (self._followed, 0), (self._token, _NONE)):
             values.append(empty if like is None else values[like])
         self._target.append(_NONE if like is None else self._target[like])
@@ -151,7 +127,7 @@ class SuffixAutomaton:
         return len(self._length) - 1
 
     def _add(self, state: int, token_id: int) -> int:
-        """A state for a text that ends in a token that none of its longest ends had after it yet."""
+        """A state for the text extended by a token that is new after its longest suffixes."""
         link, token, target, branches = self._link, self._token, self._target, self._branches
         made = self._new(self._length[state] + 1)
         known = _NONE
@@ -169,7 +145,7 @@ class SuffixAutomaton:
         return made
 
     def _exactly(self, state: int, token_id: int, target: int) -> int:
-        """The state whose longest substring is that of `state` and the token: `target`, or one split off it."""
+        """The state whose longest substring is `state`'s plus the token: `target`, or one split off it."""
         length = self._length[state] + 1
         if self._length[target] == length:
             return target
@@ -186,7 +162,7 @@ class SuffixAutomaton:
         return clone
 
     def _count_up(self, state: int, token_id: int) -> None:
-        """Count a token after the ends of the text before it; the most frequent one is kept at hand."""
+        """Count a token after the suffixes of the text before it, and update the most frequent one."""
         link, count, followed, token, targets = self._link, self._count, self._followed, self._token, self._target
         branches, counted = self._branches, _NONE
         for _ in range(_MAX_COUNTED):

@@ -20,7 +20,7 @@ def verify_greedy(target_logits: torch.Tensor, token_ids: list[int]) -> Verifica
 
 
 def verify_sampled(target_logits: torch.Tensor, proposal: Proposal, sampler: Sampler) -> Verification:
-    """`accept`, from logits (gamma + 1, vocab); tokens that were chosen, not drawn, have draft probability 1."""
+    """`accept`, from logits (gamma + 1, vocab); chosen, undrawn tokens have draft probability 1."""
     target_probs = sampler.probs(target_logits)
     if not proposal.token_ids:
         return Verification(0, sampler.pick(target_probs[0]))
@@ -34,22 +34,12 @@ def verify_sampled(target_logits: torch.Tensor, proposal: Proposal, sampler: Sam
 def accept(
     target_probs: torch.Tensor, draft_probs: torch.Tensor, token_ids: Sequence[int], sampler: Sampler
 ) -> Verification:
-    """Judge one or more drafted tokens by rejection sampling.
+    """Verify one or more drafted tokens by rejection sampling.
 
-    A token is accepted with probability min(1, target / draft); the first rejected one is replaced by a draw from
-    max(target - draft, 0). After full acceptance the bonus token comes from the target. So the result has exactly the
-    target's distribution (Leviathan et al., 2023, https://arxiv.org/abs/2211.17192).
-
-    Parameters
-    ----------
-    target_probs : torch.Tensor
-        (gamma + 1, vocab), warped, at the places of the drafted tokens and after the last.
-    draft_probs : torch.Tensor
-        (gamma, vocab), warped: what the tokens were drawn from.
-    token_ids : sequence of int
-        The drafted tokens.
-    sampler : Sampler
-        Its generator is advanced.
+    target_probs (gamma + 1, vocab) and draft_probs (gamma, vocab) are warped. A token is accepted with probability
+    min(1, target / draft); the first rejected one is replaced by a draw from max(target - draft, 0). After full
+    acceptance the bonus token comes from the target. The result has exactly the target's distribution (Leviathan et
+    al., 2023, https://arxiv.org/abs/2211.17192).
     """
     num_drafted = len(token_ids)
     tokens = torch.tensor(token_ids, device=target_probs.device)[:, None]
@@ -63,7 +53,7 @@ def accept(
 
 
 def correct(target_probs: torch.Tensor, draft_probs: torch.Tensor, sampler: Sampler) -> int:
-    """The token in the place of a rejected one, from the distributions (vocab,) of both."""
+    """The replacement of a rejected token, from the distributions (vocab,) of both."""
     residual = (target_probs - draft_probs).clamp_(min=0)
     # Equal distributions leave no residual; rounding alone can bring a rejection there.
     return sampler.pick(residual if bool(residual.sum() > 0) else target_probs)
@@ -77,11 +67,10 @@ def verify_in_order(
     committed_ids: Sequence[int],
     end_ids: Collection[int],
 ) -> Verification:
-    """`verify` where the rows depend on the tokens before them, row by row.
+    """`verify` row by row, where rows depend on the tokens before them.
 
-    A row is shaped only once all tokens before it stand. So the shaper is asked about every prefix once, in order and
-    never about one that is rejected: exactly as in plain generation, whatever state it keeps. An accepted end token is
-    given as the next token, for plain generation asks nothing after it.
+    The shaper sees every committed prefix once, in order, and never a rejected one: exactly as in plain generation,
+    whatever its state. An accepted end token becomes the next token, since plain generation stops there.
     """
     prefix_ids, rows = list(committed_ids), []
     for index, token_id in enumerate([*proposal.token_ids, None]):
@@ -99,7 +88,7 @@ def verify_in_order(
 def _judge(
     row: torch.Tensor, index: int, token_id: int | None, draft_probs: torch.Tensor | None, sampler: Sampler
 ) -> int:
-    """A drafted token where it stands, else the one in its place; after the last drafted one (None) a draw."""
+    """The drafted token or its replacement; a plain draw after the last drafted one (None)."""
     if sampler.is_greedy:
         return int(row.argmax())
     target_probs = sampler.probs(row[None])[0]
@@ -122,18 +111,11 @@ def verify(
     committed_ids: Sequence[int] = (),
     end_ids: Collection[int] = (),
 ) -> Verification:
-    """Which drafted tokens stand, and the target's own next token.
+    """The accepted drafted tokens, and the target's own next token.
 
-    Parameters
-    ----------
-    target_logits : torch.Tensor
-        (gamma + 1, vocab): row i is the target's prediction of drafted token i, the last row the one after all of them.
-    proposal : Proposal
-        The drafted tokens, and what they were drawn from.
-    sampler : Sampler
-        Greedy: the prefix that equals the target's argmax is accepted. Else by rejection sampling.
-    committed_ids, end_ids
-        The tokens before the proposal, and those that end a text; only a shaper asks for them.
+    target_logits: (gamma + 1, vocab); row i predicts drafted token i, the last row the token after all of them. Greedy:
+    the prefix that equals the target's argmax; else rejection sampling. committed_ids and end_ids are for the shaper
+    alone.
     """
     if sampler.shaper is not None:
         return verify_in_order(target_logits, proposal, sampler, sampler.shaper, committed_ids, end_ids)
