@@ -242,7 +242,7 @@ class Policy(ABC):
     def chances(self, signals: DraftSignals) -> tuple[float, float]:
         """P(all tokens drafted so far are accepted), and P(all these and the next one are).
 
-        Called after `keep_drafting` where a look-up may replace further drafting. The default uses the draft's confidence.
+        Called after `keep_drafting` where a look-up may replace further drafting. By default the draft's confidence.
 
         Parameters
         ----------
