@@ -1,1 +1,1 @@
-"""A planned request over its caches: score, select, decode, count."""
+"""The engine: scores, selects and decodes a planned request over its caches, and counts."""

@@ -1,4 +1,4 @@
-"""Both models' KV caches of one text, and one request over them."""
+"""Both models' KV caches of one conversation, and one request over them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from spec_stack.types import Proposal, Selection
 
 
 class Conversation:
-    """Both models' caches of one text.
+    """Both models' caches of one conversation.
 
-    Token i of `token_ids` is at position i in both caches. `target` holds the kept and recalled tokens in the order in
-    which they were written; `index`, the draft over its own ids, holds the text from the beginning on, maybe not
-    yet the last tokens. `lookups` covers all turns; `slotted` is the draft over chosen slots, where a turn had one.
+    Token i of `token_ids` is at position i in both caches. `target` holds the kept and recalled tokens in write order;
+    `index`, the draft over its own ids, holds a gapless prefix of the text. `lookups` covers all turns; `slotted` is
+    the draft over chosen slots, where a turn had one.
     """
 
     def __init__(self, pair: ModelPair, prefill_chunk: int, memory: TextMemory | None = None) -> None:
@@ -41,12 +41,12 @@ class Conversation:
 
     @property
     def held(self) -> Sequence[int]:
-        """The positions that the target holds, in the order in which they were written."""
+        """The positions in the target's cache, in write order."""
         return [*self.target.positions, *self._lost]
 
     @property
     def num_dense(self) -> int:
-        """Length of the beginning that the target holds without a gap, in order."""
+        """Length of the prefix that the target holds in order, without a gap."""
         held = self.held
         return next((slot for slot, position in enumerate(held) if slot != position), len(held))
 
@@ -60,7 +60,7 @@ class Conversation:
         return other
 
     def saved(self, config: SessionConfig) -> SavedSession:
-        """The contents for a file. Text behind what a cancelled turn rolled back is left out, and is new later."""
+        """The contents for a file, up to the first position that a cancelled turn rolled back."""
         settled = self.fork()
         settled._forget_from(min(self._lost, default=len(self.token_ids)))
         return SavedSession(
@@ -68,7 +68,7 @@ class Conversation:
         )
 
     def take_in(self, saved: SavedSession, path: str | Path) -> None:
-        """Hold what a file held. Raises ValueError where its parts do not fit together."""
+        """Restore a file's contents. Raises ValueError where its parts do not fit together."""
         try:
             target, index = self.target.filled(saved.target), self.index.filled(saved.index)
         except ValueError as error:
@@ -78,13 +78,13 @@ class Conversation:
         self.token_ids, self.encoded, self.target, self.index = saved.token_ids, saved.encoded, target, index
 
     def begin(self, request: Request, config: SessionConfig, room: float = math.inf) -> Turn:
-        """Go back to what a request shares with the conversation. room: tokens that may be recalled.
+        """Roll back to the prefix shared with a request. room: most tokens that may be recalled.
 
         Raises RuntimeError where the conversation has changed since the request was planned.
         """
         if num_shared(self.token_ids, request.prompt_ids) < request.num_cached:
             raise RuntimeError("the session went on between this call and its first step; call again")
-        # The last token is always new: what comes after it is asked for.
+        # The last token is always new: its logits are needed.
         last = len(request.prompt_ids) - 1
         lost = [position for position in self._lost if position < request.num_cached]
         self._forget_from(request.num_cached, min(num_shared(self.index.token_ids, request.prompt_ids), last))
@@ -92,12 +92,12 @@ class Conversation:
         return Turn(self, self._pair, request, config, room, lost)
 
     def commit(self, request: Request, turn: Turn, answer_ids: Sequence[int], text: str | None) -> None:
-        """Take in a turn's prompt and answer. text: the answer's, None where it is not that of its tokens."""
+        """Add a turn's prompt and answer. text: the answer's, None where it is not that of its tokens."""
         token_ids = [*request.prompt_ids, *answer_ids]
         if self._memory is not None:
             self._memory.remember(request.prompt_ids, answer_ids)
         self.index, self.slotted = turn.index, turn.slotted
-        # The last token has been through no model.
+        # Neither model has seen the last token.
         self.token_ids = token_ids[:-1]
         self._forget_from(len(self.token_ids))
         encoded = request.encoded
@@ -107,14 +107,11 @@ class Conversation:
         self.encoded = encoded
 
     def recover(self, request: Request, turn: Turn) -> None:
-        """Go back to where a cancelled or failed turn began.
-
-        A recurrent state cannot go back: a model that has one begins anew.
-        """
+        """Roll back to where a cancelled or failed turn began; a model with a recurrent state is reset."""
         if self.target.is_stateful:
             self.token_ids, self.encoded = [], None
             self.target = self._pair.open_target(self._prefill_chunk)
-        # In the middle of a forward nobody knows what it holds.
+        # A forward that was interrupted leaves unknown contents.
         self.index, self.slotted = turn.index, None
         if self.index.is_stateful:
             self.index = self._pair.open_index(self._prefill_chunk)
@@ -123,19 +120,19 @@ class Conversation:
         self._lost = [] if self.target.is_stateful else list(turn.held[num_same:])
 
     def _forget_from(self, num_tokens: int, num_read: int | None = None) -> None:
-        """Forget all tokens from this one on; num_read: how many the draft keeps, where not as many."""
+        """Forget all tokens from num_tokens on. num_read: how many the draft keeps, where it differs."""
         del self.token_ids[num_tokens:]
         self.target.forget_from(num_tokens)
         self._lost = []
-        # A draft with another tokenizer goes back once the prompt is tokenized for it.
+        # A draft with another tokenizer rolls back once the prompt is tokenized for it.
         if self._pair.translation is None:
             self.index.forget_from(num_tokens if num_read is None else num_read)
 
 
 class Turn:
-    """The caches of a conversation while one request is answered over them.
+    """A conversation's caches during one request.
 
-    lost: positions that the target held before a turn that was cancelled, and lacks now.
+    lost: positions that the target held before a cancelled turn, and lacks now.
     """
 
     def __init__(
@@ -159,16 +156,16 @@ class Turn:
 
     @property
     def num_cached(self) -> int:
-        """Tokens at the prompt's beginning that neither model has to see again."""
+        """Tokens of the prompt's prefix that neither model has to prefill again."""
         return self._request.num_cached
 
     @property
     def needs_scoring(self) -> bool:
-        """Return whether the draft scores the prompt before the target sees any of it."""
+        """Return whether the draft scores the prompt before the target's prefill."""
         return self._request.scores or bool(self._dropped)
 
     def score(self, look_ahead: LookAhead) -> tuple[Selection, Proposal]:
-        """Have the draft score the prompt: what the target prefills, and the first proposal."""
+        """Score the prompt: the target's selection, and the first proposal."""
         request = self._request
         pieces = self._pair.pieces(request.prompt_ids)
         attention, proposal = look_at(
@@ -187,7 +184,7 @@ class Turn:
         return self._select(evidence, self._recall(evidence), request.prefill if request.scores else None), proposal
 
     def _recall(self, evidence: Evidence) -> list[int]:
-        """Positions of dropped units that the new text wants back."""
+        """Recalled positions: of dropped units that the new text refers to."""
         if not self._dropped:
             return []
         request, num_cached = self._request, self._request.num_cached
@@ -200,7 +197,7 @@ class Turn:
         return recall(importance, self._dropped, units, request.prefill, self._config, words, room)
 
     def take_all(self) -> Selection:
-        """Return what the target prefills without scoring."""
+        """The selection of a turn without scoring."""
         return self._select(Evidence(self._request.prompt_ids))
 
     def _select(
@@ -221,7 +218,7 @@ class Turn:
         return selection
 
     def draft_beside_dense(self) -> DraftModel | SlottedDraft:
-        """The draft that decodes where nothing was scored: over all of the text, or over chosen slots of it."""
+        """The draft of a dense request: over all of the text, or over chosen slots of it."""
         if not drafts_over_slots(self._pair, self._request, self.index):
             return self.draft
         if self.slotted is None:
@@ -231,13 +228,13 @@ class Turn:
         return self.slotted
 
     def reopen_draft(self) -> None:
-        """Put an empty draft in the place of one that failed."""
+        """Replace a failed draft by an empty one."""
         self.index = self._pair.open_index(self._request.prefill.prefill_chunk)
         self.draft = self._pair.view_draft(self.index, self._request.tokenization)
 
 
 class SingleTurn(Turn):
-    """A request by itself, whose caches end with it: the draft drops what the selection drops."""
+    """A request with its own caches; the draft drops what the selection drops."""
 
     def __init__(self, pair: ModelPair, request: Request) -> None:
         conversation = Conversation(pair, request.prefill.prefill_chunk)

@@ -1,4 +1,4 @@
-"""A conversation in a file: what a session holds, and what has to be alike where it is to go on."""
+"""A session's file: its contents, and the settings that must match to continue it."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ VERSION = 2
 _KIND = "spec_stack session"
 _NO_SETTINGS = ("given", "calibrated_by")
 _NUM_PROBED = 8
-# Of the largest logit: what another kernel, thread count or device may change of one.
+# Of the largest logit: the change that another kernel, thread count or device may cause.
 _TOLERANCE = 0.01
 
 
 @dataclass(frozen=True)
 class SavedSession:
-    """The contents of a session; those of the caches are `CachedModel.contents`."""
+    """A session's contents; those of the caches are `CachedModel.contents`."""
 
     token_ids: list[int]
     encoded: EncodedPrompt | None
@@ -40,9 +40,8 @@ class SavedSession:
     config: SessionConfig
 
     def save(self, path: str | Path, pair: ModelPair, prefill: PrefillConfig) -> None:
-        """Write one safetensors file, the rest as JSON in its header; an earlier one is replaced once this is whole.
-
-        Raises ValueError where it cannot be written; nothing is left of it then.
+        """Write one safetensors file, replacing an earlier one atomically. Raises ValueError where it cannot be
+        written.
         """
         tensors = {"token_ids": torch.tensor(self.token_ids, dtype=torch.long)} | _probes(pair)
         for role, contents in (("target", self.target), ("draft", self.index)):
@@ -68,7 +67,7 @@ class SavedSession:
 
     @classmethod
     def load(cls, path: str | Path, pair: ModelPair, prefill: PrefillConfig) -> SavedSession:
-        """Read a file. Raises ValueError where it is no session of this pair and configuration, or was changed."""
+        """Read a file. Raises ValueError for a damaged file, or one of another pair or configuration."""
         try:
             with safe_open(path, framework="pt") as opened:
                 metadata = opened.metadata() or {}
@@ -114,13 +113,13 @@ def _encoded(values: dict[str, Any] | None) -> EncodedPrompt | None:
     if values is None:
         return None
     protected = [(start, stop) for start, stop in values["protected"]]
-    # Files of before hold `cuts` too.
+    # Older files hold `cuts` too.
     known = {name: value for name, value in values.items() if name != "cuts"}
     return EncodedPrompt(**{**known, "protected": protected})
 
 
 def _made_with(pair: ModelPair, prefill: PrefillConfig) -> dict[str, Any]:
-    """What has to be alike for a session to go on as it would have, as JSON has it."""
+    """The settings that must match for a session to continue unchanged, as JSON."""
     vocabulary = "" if pair.tokenizer is None else json.dumps(sorted(pair.tokenizer.get_vocab().items()))
     values = {
         "target": fingerprint(text_config(pair.target.config)),
@@ -146,7 +145,7 @@ def _check_made_with(saved: dict[str, Any], own: dict[str, Any]) -> None:
 
 
 def _probes(pair: ModelPair) -> dict[str, torch.Tensor]:
-    """The logits of both models after a few fixed tokens, which tell one set of weights from another."""
+    """Both models' logits after a few fixed tokens, to identify their weights."""
     probes = {}
     for role, model in (("target", pair.target), ("draft", pair.draft)):
         num_ids = min(_NUM_PROBED, text_config(model.config).vocab_size)

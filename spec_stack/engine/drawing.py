@@ -1,4 +1,4 @@
-"""How a request draws its tokens, and where it stops."""
+"""The samplers and the stopper of a request."""
 
 from __future__ import annotations
 
@@ -23,14 +23,7 @@ if TYPE_CHECKING:
 class Drawing:
     """The samplers of a request.
 
-    Parameters
-    ----------
-    sampler : Sampler
-        Draws the steps' tokens, of both models.
-    look_ahead : Sampler
-        Draws the look-ahead's, which is greedy whatever the request asks for.
-    seed : int or None
-        What the sampler draws with; None where it is greedy.
+    sampler: for the steps' tokens of both models. look_ahead: always greedy. seed: None where the sampler is greedy.
     """
 
     sampler: Sampler
@@ -39,7 +32,7 @@ class Drawing:
 
 
 def drawing_of(request: Request, target: PreTrainedModel) -> Drawing:
-    """Make what draws a request's tokens, on the target's device."""
+    """Make a request's samplers, on the target's device."""
     params = request.params
     shaper = ProcessedRows(request.processors, request.grammar) if request.is_shaped else None
     warp = make_warp(params.temperature, params.top_k, params.top_p, params.min_p)
@@ -51,7 +44,6 @@ def drawing_of(request: Request, target: PreTrainedModel) -> Drawing:
 
 
 def stopper_of(request: Request, tokenizer: Any) -> Stopper:
-    """Make what cuts a request's text where it ends."""
     return Stopper(
         request.params.num_tokens,
         request.stop_tokens.end_ids,

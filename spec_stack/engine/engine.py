@@ -1,4 +1,4 @@
-"""A planned request over its caches: score, select, decode, count."""
+"""Runs a planned request over its caches: score, select, decode, count."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class Engine:
-    """Plans requests and runs them over their caches. Several threads may have requests running at once."""
+    """Plans requests and runs them over their caches; several threads may run requests at once."""
 
     def __init__(self, pair: ModelPair, config: SpecStackConfig, policy: str | Policy | None = None) -> None:
         self.pair, self.config = pair, config
@@ -50,7 +50,7 @@ class Engine:
         held_ids: Sequence[int] = (),
         known: EncodedPrompt | None = None,
     ) -> Request:
-        """Check a call and settle what is done for it (see `plan_request`)."""
+        """Check and plan a call (see `plan_request`)."""
         request = plan_request(self.pair, self.config, self._pool, call, held_ids, known)
         self._warn_of_what_is_ignored(call, request, bool(held_ids))
         return request
@@ -72,7 +72,7 @@ class Engine:
             )
 
     def run(self, request: Request) -> Generator[StepOutput, None, None]:
-        """Answer a planned request over caches of its own, which begin with what the store has of its prompt."""
+        """Answer a planned request over its own caches, which begin with the stored prefix of its prompt."""
         if self.store.max_tokens:
             return self._run_stored(request)
         return self.answer(request, SingleTurn(self.pair, request))
@@ -88,7 +88,7 @@ class Engine:
         caches.remember()
 
     def answer(self, request: Request, caches: Turn) -> Generator[StepOutput, None, None]:
-        """Make the steps of a planned request over these caches. Its clock stands still between the steps."""
+        """The steps of a planned request over these caches. Its clock pauses between the steps."""
         pair, clock = self.pair, request.clock
         clock.resume()
         with self._pool.lend(request.policy) as policy, self._gates.lend() as gate:
@@ -133,7 +133,7 @@ class Engine:
 
 @dataclass(frozen=True)
 class ScoredPrompt:
-    """A prompt, scored and selected or taken whole: what the target prefills, the first proposal, and why."""
+    """A scored or dense prompt: the target's selection, the first proposal, and the reason."""
 
     selection: Selection
     proposal: Proposal
@@ -143,9 +143,9 @@ class ScoredPrompt:
 
 
 def _score_or_take_whole(request: Request, caches: Turn, sampler: Sampler, warnings: OnceEach) -> ScoredPrompt:
-    """Have the draft score the prompt where that is needed; else, or where it fails, take it whole.
+    """Score the prompt where needed; without need, or after a failure, take it whole.
 
-    Raises what scoring raises where the request wants it raised.
+    Scoring errors are raised where the request asks for that.
     """
     reason = request.reason
     if caches.needs_scoring:
@@ -157,7 +157,7 @@ def _score_or_take_whole(request: Request, caches: Turn, sampler: Sampler, warni
         except Exception as error:
             if request.prefill.on_scoring_error == "raise":
                 raise
-            # Nothing has been handed out yet, so dense prefill is still open, whatever went wrong.
+            # No token has been yielded yet, so dense prefill is still possible after any failure.
             logger.exception("scoring a prompt of %d tokens failed; it is prefilled densely", len(request.prompt_ids))
             reason = f"scoring failed, prefilled densely: {type(error).__name__}: {error}"
             warnings.warn("scoring", f"{reason} (metrics.sparse_prefill_reason tells each time)")
@@ -171,7 +171,7 @@ def _score_or_take_whole(request: Request, caches: Turn, sampler: Sampler, warni
 
 
 def _begin_metrics(request: Request, scored: ScoredPrompt, pair: ModelPair, policy: str, seed: int | None) -> Metrics:
-    """Return a request's metrics as far as they are known before its first step."""
+    """A request's metrics before its first step."""
     selection = scored.selection
     return Metrics(
         num_prompt_tokens=len(request.prompt_ids),

@@ -1,4 +1,4 @@
-"""The options of a call, listed once. What each means is told at `GenerationMixin.generate`."""
+"""The options of a call, listed once; `GenerationMixin.generate` documents them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class GenerateOptions(TypedDict, total=False):
     documents: Sequence[Mapping[str, Any]] | None
     chat_template_kwargs: Mapping[str, Any] | None
     continue_final_message: bool
-    # How tokens are drawn, and when the answer ends: as one object, or one by one.
+    # Sampling and stopping: as one object, or one by one.
     params: SamplingParams | None
     max_tokens: int | None
     temperature: float
@@ -48,20 +48,20 @@ class GenerateOptions(TypedDict, total=False):
     logits_processor: Processor | Sequence[Processor] | None
     response_format: Mapping[str, Any] | type | None
     logprobs: int | None
-    # What is pruned and drafted.
+    # Pruning and drafting.
     keep_rate: float | None
     sparse_prefill: SparsePrefill | None
     policy: str | Policy | None
     gamma: int | None
     proposer: str | None
-    # Labels, and who is told.
+    # Labels and the progress callback.
     request_id: str | None
     task: str
     on_progress: OnProgress | None
 
 
 class Call(GenerateOptions, total=False):
-    """A call's options with its prompt: a text, or one that was encoded before."""
+    """A call's options with its prompt: a text, or an encoded one."""
 
     prompt: str | None
     encoded: EncodedPrompt | None
@@ -74,7 +74,7 @@ DEFAULTS: dict[str, Any] = {
 """Of the options whose default is not None."""
 _OF_PROMPT = tuple(entry.name for entry in fields(PromptSource))
 _OF_SAMPLING = tuple(entry.name for entry in fields(SamplingParams))
-# Options that no other check sees.
+# Options without a check elsewhere.
 _CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "proposer": ("a name or None", lambda value: isinstance(value, str | None)),
     "request_id": ("a string", lambda value: isinstance(value, str | None)),
@@ -91,7 +91,6 @@ _CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 def prompt_source(call: Call) -> PromptSource:
-    """The prompt among a call's options."""
     given = {name: value for name, value in call.items() if name in _OF_PROMPT and value is not None}
     ids = unpadded(call.get("input_ids"), call.get("attention_mask"))
     if isinstance(call.get("tool_choice"), str) and call.get("tool_choice") == "none":
@@ -100,7 +99,7 @@ def prompt_source(call: Call) -> PromptSource:
 
 
 def sampling_params(call: Call) -> SamplingParams:
-    """The sampling options of a call. Raises ValueError where they come as one object and one by one."""
+    """The sampling options of a call. Raises ValueError where both the object and single options are given."""
     given = {name: value for name, value in call.items() if name in _OF_SAMPLING}
     if given.get("stop") is None:
         given.pop("stop", None)
@@ -116,7 +115,7 @@ def sampling_params(call: Call) -> SamplingParams:
 
 
 def checked(call: Call) -> Call:
-    """The call with plain numbers. Raises ValueError for a value that no other check sees."""
+    """The call with plain numbers. Raises ValueError for a bad value of an option without a check elsewhere."""
     numbers = {name: plain(value) for name, value in call.items() if name in ("keep_rate", "gamma", "logprobs")}
     call = cast(Call, {**call, **numbers})
     check_logprobs(call.get("logprobs"))

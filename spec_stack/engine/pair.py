@@ -1,4 +1,4 @@
-"""A draft/target pair as requests see it: two models on one device, their tokenizers, and what follows from them."""
+"""A loaded draft/target pair: two models on one device, their tokenizers, and what follows from them."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ DraftModel = CachedModel | TranslatedDraft
 
 @dataclass(frozen=True)
 class ModelPair:
-    """Loaded models that fit together. Made by `assemble` or `load`; requests share it and change nothing in it.
+    """Loaded models that fit together, made by `assemble` or `load`. Requests share it read-only.
 
-    tokenizer is the target's, None for token ids only; translation is for a draft with another one. predictors are
-    files, by the name of the policy that uses them. positions: `PrefillConfig.positions` of the target.
+    tokenizer is the target's, None for token ids only; translation is for a draft with another one. predictors: files
+    by policy name. positions: `PrefillConfig.positions` of the target.
     """
 
     target: PreTrainedModel
@@ -75,9 +75,9 @@ class ModelPair:
         predictors: Mapping[str, str | Path] | None = None,
         positions: Positions = "original",
     ) -> ModelPair:
-        """Put loaded models together; their attention is replaced in place.
+        """Pair loaded models; their attention is replaced in place.
 
-        Raises ValueError for an unsupported architecture, two devices, vocabularies that cannot be matched.
+        Raises ValueError for an unsupported architecture, two devices, or vocabularies that cannot be matched.
         """
         check_pair(target.config, draft.config, positions)
         if target.device != draft.device:
@@ -113,9 +113,9 @@ class ModelPair:
     ) -> ModelPair:
         """Load a pair from folders or hub ids, the embedded one where neither is named.
 
-        The options are those of `SpecStackGenerator.from_pretrained`; target_weights=False reads the draft alone, for
-        whoever needs the target's tokenizer and shape and no more. All that can be refused is refused before the
-        weights are read; raises ValueError as `hf.loading.open_pair` and `assemble` do.
+        The options are those of `SpecStackGenerator.from_pretrained`; target_weights=False loads the draft's weights
+        alone, with the target's tokenizer and configuration. All checks precede the weights; raises ValueError as
+        `hf.loading.open_pair` and `assemble` do.
         """
         found = open_pair(
             target, draft, LoadConfig(precision, draft_precision), device, prepack_linears, hub, device_map, positions
@@ -140,7 +140,7 @@ class ModelPair:
         positions: Positions,
     ) -> ModelPair:
         for model in (target, draft):
-            # A model that was trained may drop activations at random still.
+            # A model in training mode would still drop activations at random.
             model.eval()
             if is_supported(model.config):
                 install(model)
@@ -169,23 +169,23 @@ class ModelPair:
 
     @property
     def vocab_size(self) -> int:
-        """Ids that the target knows."""
+        """Ids of the target's vocabulary."""
         return int(text_config(self.target.config).vocab_size)
 
     @property
     def max_positions(self) -> tuple[int, int]:
-        """Positions that target and draft were made for."""
+        """The position limits of target and draft."""
         return max_positions(self.target.config), max_positions(self.draft.config)
 
     @property
     def scoring_limit(self) -> int | None:
-        """The longest context that the draft sees whole; None is any length."""
+        """The longest context that a layer of the draft sees whole; None is any length."""
         return scoring_limit(self.draft.config)
 
     def tokenize_for_draft(self, prompt_ids: Sequence[int]) -> tuple[DraftTokenization | None, str]:
-        """The prompt in the tokens of a draft that has another tokenizer, and why it cannot score it, if so.
+        """The prompt in the tokens of a draft with another tokenizer, and the reason why it cannot be scored, if so.
 
-        None where the draft takes the target's tokens, or is of no use for this prompt.
+        None where the draft takes the target's tokens, or cannot be used for this prompt.
         """
         if self.translation is None:
             return None, ""
@@ -196,22 +196,21 @@ class ModelPair:
             return by_token, f"the draft has another tokenizer, and {error}"
 
     def open_target(self, prefill_chunk: int) -> CachedModel:
-        """The target with an empty cache."""
         return (CachedModel if self.positions == "original" else ContiguousModel)(self.target, prefill_chunk)
 
     def open_draft(self, prefill_chunk: int, tokenization: DraftTokenization | None = None) -> DraftModel:
-        """The draft with an empty cache, taking target ids and giving logits over them whatever its own tokenizer."""
+        """The draft with an empty cache; target ids in, logits over them out, whatever its own tokenizer."""
         return self.view_draft(self.open_index(prefill_chunk), tokenization)
 
     def open_index(self, prefill_chunk: int) -> CachedModel:
-        """The draft with an empty cache over its own ids, that can go on from turn to turn (see `view_draft`)."""
+        """The draft with an empty cache over its own ids, kept from turn to turn (see `view_draft`)."""
         num_ids = None if self.translation is not None else self.vocabulary.num_target
         return CachedModel(self.draft, prefill_chunk, num_ids)
 
     def view_draft(self, index: CachedModel, tokenization: DraftTokenization | None = None) -> DraftModel:
         """The draft behind an index as a request sees it: target ids in, logits over them out.
 
-        Another tokenizer's index goes back to what it shares with the tokenization; None leaves it alone.
+        Another tokenizer's index rolls back to its common prefix with the tokenization; None leaves it unchanged.
         """
         if self.translation is None:
             return index

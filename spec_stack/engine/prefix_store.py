@@ -1,4 +1,4 @@
-"""Remember prompts: caches that later calls which begin alike take over."""
+"""The prefix store: caches of earlier prompts, reused by calls with the same prefix."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Slots = list[tuple[int, int]]
 
 @dataclass(frozen=True)
 class StoredPrompt:
-    """Both caches of a prompt that was answered. Nothing is ever written to them: calls take forks.
+    """Both caches of an answered prompt, immutable: calls take forks.
 
     index is None where the draft prefilled only parts of the prompt; prefilled_by says how (`draft_settings`).
     """
@@ -35,7 +35,7 @@ class StoredPrompt:
         return self.target.num_cached + (self.index.num_cached if self.index else 0)
 
     def compact(self) -> None:
-        """Hold no more memory than the tokens take that are counted."""
+        """Trim the caches' memory to the counted tokens."""
         for model in (self.target, self.index):
             if model is not None:
                 model.compact()
@@ -45,7 +45,7 @@ class StoredPrompt:
         return list(zip(self.target.positions, self.target.token_ids, strict=True))
 
     def covers(self, other: StoredPrompt) -> bool:
-        """Return whether it has all that another has."""
+        """Return whether this prompt holds everything that the other holds."""
         if self.prefilled_by != other.prefilled_by or self.slots[: other.target.num_cached] != other.slots:
             return False
         if self.index is None or other.index is None:
@@ -54,16 +54,16 @@ class StoredPrompt:
 
 
 def draft_settings(config: PrefillConfig, num_tokens: int) -> tuple[int, int] | None:
-    """Return what the draft's keys of a prompt of this length depend on beside its tokens: window and sinks."""
+    """The window and sinks that the draft's keys of a prompt of this length depend on."""
     window = config.window_for(num_tokens)
     return None if window is None else (window, config.draft_sinks)
 
 
 class PrefixStore:
-    """The latest prompts, as many as fit into max_tokens of both caches; safe to use from several threads.
+    """The latest prompts, as many as fit into max_tokens of both caches. Thread-safe.
 
-    A target's key depends on all slots before it and their positions, so a call takes over the beginning in which
-    tokens and positions are the same, and of the draft the beginning in which its tokens are.
+    A target's key depends on all slots before it and their positions, so a call reuses the prefix with equal tokens and
+    positions; of the draft, the prefix with equal tokens.
     """
 
     def __init__(self, max_tokens: int) -> None:
@@ -78,7 +78,7 @@ class PrefixStore:
             return sum(each.num_tokens for each in self._stored)
 
     def put(self, prompt: StoredPrompt) -> None:
-        """Remember a prompt; the longest unused ones go where there is no room."""
+        """Store a prompt, evicting the least recently used ones."""
         if not 0 < prompt.num_tokens <= self.max_tokens:
             return
         with self._lock:
@@ -88,11 +88,11 @@ class PrefixStore:
             self._stored.append(prompt)
             while sum(each.num_tokens for each in self._stored) > self.max_tokens:
                 del self._stored[0]
-            # Under the lock: nobody has forked it yet.
+            # Under the lock: no call has forked it yet.
             prompt.compact()
 
     def take_index(self, draft_ids: Sequence[int], prefilled_by: tuple[int, int] | None) -> CachedModel | None:
-        """The draft with the longest beginning of these tokens that is stored, less their last one."""
+        """The draft with the longest stored prefix of these tokens, less their last one."""
         with self._lock:
             lengths = [
                 num_shared(each.index.token_ids, draft_ids) if each.index and each.prefilled_by == prefilled_by else 0
@@ -105,7 +105,7 @@ class PrefixStore:
         return index
 
     def take_target(self, slots: Slots) -> CachedModel | None:
-        """The target with the longest beginning of these slots, (position, token), that is stored, less the last."""
+        """The target with the longest stored prefix of these slots, (position, token), less the last."""
         with self._lock:
             lengths = [num_shared(each.slots, slots) for each in self._stored]
             best = self._best(lengths)
@@ -115,7 +115,7 @@ class PrefixStore:
         return target
 
     def _best(self, lengths: list[int]) -> StoredPrompt | None:
-        """The one that shares most, from now on the latest used."""
+        """The stored prompt with the longest common prefix, marked as used."""
         if not any(lengths):
             return None
         best = self._stored[lengths.index(max(lengths))]
@@ -123,13 +123,12 @@ class PrefixStore:
         return best
 
     def clear(self) -> None:
-        """Forget everything."""
         with self._lock:
             self._stored = []
 
 
 class StoredTurn(SingleTurn):
-    """A request that begins with what a store has of its prompt, and can leave it what it made of it."""
+    """A request that starts from a stored prefix and can store its own caches."""
 
     def __init__(self, pair: ModelPair, request: Request, store: PrefixStore) -> None:
         super().__init__(pair, request)
@@ -179,7 +178,7 @@ class StoredTurn(SingleTurn):
         super().reopen_draft()
 
     def _take_over(self, selection: Selection) -> Selection:
-        """Return what is left of a selection behind the slots that the store has."""
+        """The selection behind the stored slots."""
         if self.target.is_stateful:
             return selection
         slots = list(zip(selection.positions, selection.token_ids, strict=True))

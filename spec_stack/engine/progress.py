@@ -1,4 +1,4 @@
-"""How far a prefill has come, and a stream that can be closed while it prefills."""
+"""Prefill progress, and a stream that can be closed during its prefill."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ OnProgress = Callable[[int, int, PrefillPhase], object]
 """Told (num_done, num_total, phase) in tokens: "scoring" is the draft's pass, "prefill" the target's."""
 
 
-# Reports within one piece of a forward are so far apart; a close is heard at every layer.
+# Least seconds between reports within a chunk; a close takes effect at every layer.
 _REPORT_EVERY_S = 0.5
 
 
 class Cancelled(BaseException):
-    """Ends a prefill between two layers. No Exception, as GeneratorExit is none: it is no failure of scoring."""
+    """Ends a prefill between two layers. A BaseException, like GeneratorExit: scoring must not treat it as a
+    failure.
+    """
 
     def __init__(self, error: Exception | None = None) -> None:
         super().__init__()
@@ -28,13 +30,13 @@ class Cancelled(BaseException):
 
 
 class Watched(Protocol):
-    """A model that tells of every piece of a forward."""
+    """A model that reports every piece of a forward."""
 
     on_piece: Callable[[int, float], None] | None
 
 
 class Progress:
-    """Follows the prefill of one request: hears of every chunk, tells the caller, and ends it where it was asked to."""
+    """Follows a request's prefill: reports every chunk to the caller, and cancels on request."""
 
     def __init__(self, tell: OnProgress | None = None) -> None:
         self._tell = tell
@@ -45,7 +47,7 @@ class Progress:
 
     @contextmanager
     def watch(self, model: Watched, phase: PrefillPhase, num_total: int) -> Iterator[None]:
-        """Hear of every piece of the model's forwards while the block lasts: a phase of so many tokens."""
+        """Report the model's forwards in the block as one phase of num_total tokens."""
         model.on_piece = self.advance
         try:
             self.begin(phase, num_total)
@@ -54,7 +56,7 @@ class Progress:
             model.on_piece, self._phase = None, None
 
     def begin(self, phase: PrefillPhase, num_total: int) -> None:
-        """A phase of so many tokens begins."""
+        """Begin a phase of num_total tokens."""
         self._phase, self._num_done, self._num_total = phase, 0, num_total
         self._report(phase, 0)
 
@@ -113,6 +115,6 @@ class Stream(Generator[StepOutput, None, None]):
     def close(self) -> None:
         """End the request."""
         self._progress.cancel()
-        # One that is at work sees it at its next layer or step.
+        # A running request sees it at its next layer or step.
         if not getattr(self._steps, "gi_running", False):
             self._steps.close()

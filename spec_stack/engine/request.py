@@ -1,4 +1,4 @@
-"""One request, planned: everything that a call asked for, checked before any work."""
+"""A planned request: all options of a call, checked before any work."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class StopTokens:
 
 @dataclass(frozen=True)
 class Request:
-    """A call, planned: the prompt, what is pruned of it, how tokens are drafted and drawn, and when it ends."""
+    """A planned call: prompt, pruning, drafting, sampling and stopping."""
 
     # N tokens of the target, and the half-open spans of it that are never pruned.
     prompt_ids: list[int]
@@ -61,7 +61,7 @@ class Request:
     params: SamplingParams
     # The generator's, with this call's keep_rate and as much look-ahead as the models have positions for.
     prefill: PrefillConfig
-    # Whether the prompt, or what it adds to a session, is scored to be pruned, and why or why not.
+    # Whether the prompt, or its part that is new to a session, is scored to be pruned, and why.
     scores: bool
     reason: str
     policy: PolicyChoice
@@ -70,33 +70,33 @@ class Request:
     proposer: str = "model"
     # Whether the draft can score the prompt at all.
     can_score: bool = True
-    # The prompt in the tokens of a draft with another tokenizer, where that draft is of use.
+    # The prompt in the tokens of a draft with another tokenizer, where that draft can be used.
     tokenization: DraftTokenization | None = None
     encoded: EncodedPrompt | None = None
-    # Tokens at the prompt's beginning that a session has prefilled or dropped already.
+    # Tokens of the prompt's prefix that a session has prefilled or dropped already.
     num_cached: int = 0
     processors: list[Processor] = field(default_factory=list)
     grammar: Grammar | None = None
     stop_tokens: StopTokens = field(default_factory=StopTokens)
     stop_strings: list[str] = field(default_factory=list)
-    # What there is to say of the draft's part in decoding.
+    # Notes on the draft's part in decoding.
     decode_note: str = ""
     parser: AnswerParser | None = None
-    # Likely tokens given beside each token's log-probability; None gives none of either.
+    # Likeliest tokens given beside each token's log-probability; None gives neither.
     num_logprobs: int | None = None
     progress: Progress = field(default_factory=Progress)
     observer: Observer | None = None
-    # Began with the call, and stands still until the first step.
+    # Started with the call, and paused until the first step.
     clock: Clock = field(default_factory=Clock)
 
     @property
     def num_new_tokens(self) -> int:
-        """Tokens of the prompt that no earlier turn has dealt with."""
+        """Tokens of the prompt that no earlier turn has processed."""
         return len(self.prompt_ids) - self.num_cached
 
     @property
     def question(self) -> Span | None:
-        """Half-open span of the last user turn's tokens; None where nobody told."""
+        """Half-open span of the last user turn's tokens; None where unknown."""
         return None if self.encoded is None else self.encoded.question
 
     @property
@@ -106,12 +106,12 @@ class Request:
 
     @property
     def is_shaped(self) -> bool:
-        """Return whether anything goes over the logits that looks at the tokens before them."""
+        """Return whether a logits processor depends on earlier tokens."""
         return bool(self.processors) or self.grammar is not None
 
     @property
     def text(self) -> str:
-        """Return what reasons call the part of the prompt that may be pruned."""
+        """The name, in reasons, of the part of the prompt that may be pruned."""
         return "new text" if self.num_cached else "prompt"
 
 
@@ -123,10 +123,10 @@ def plan_request(
     held_ids: Sequence[int] = (),
     known: EncodedPrompt | None = None,
 ) -> Request:
-    """Check a call and settle what is done for it. Nothing goes through a model yet.
+    """Check and plan a call; no model runs yet.
 
-    held_ids: the tokens that a session has dealt with; known: its last prompt, with the answer. Raises ValueError for
-    what the caller can change; the message says how.
+    held_ids: a session's processed tokens; known: its last prompt, with the answer. Raises ValueError for bad options;
+    the message names the fix.
     """
     clock = Clock()
     call, source, params = checked(call), prompt_source(call), sampling_params(call)
@@ -137,7 +137,7 @@ def plan_request(
     policy, proposer = _who_drafts(pool, config.decode, call, params)
     encoded = encode_prompt(pair.tokenizer, pair.vocab_size, source, known)
     prompt_ids = encoded.token_ids
-    # The last token is always new: what comes after it is asked for.
+    # The last token is always new: its logits are needed.
     num_cached = min(num_shared(held_ids, prompt_ids), len(prompt_ids) - 1)
     prefill = _prefill_of(config.prefill, call)
 
@@ -156,7 +156,7 @@ def plan_request(
     if params.max_tokens is None:
         params = replace(params, max_tokens=min(max(DEFAULT_MAX_TOKENS, params.min_tokens), room))
     if not prefill.asks_prompt:
-        # Where nothing can be proposed there is nothing to look ahead with either.
+        # Without any proposal there is no look-ahead either.
         most = min(room, draft_limit - num_draft_tokens, MAX_LOOK_AHEAD) if can_propose else 0
         prefill = replace(prefill, look_ahead=min(prefill.look_ahead, most))
     in_thought = pair.answer_format.begins_in_thought(encoded.text)
@@ -230,20 +230,20 @@ def _who_drafts(pool: PolicyPool, config: DecodeConfig, call: Call, params: Samp
     """The policy and the proposer of a call."""
     is_seeded = params.seed is not None and params.temperature > 0
     policy = pool.choose(call.get("policy"), call.get("gamma"), is_seeded)
-    # How far a look-up goes is told by the clock, as a clock policy's gamma is.
+    # The clock decides how far a look-up goes, as it decides a clock policy's gamma.
     by_default = "model" if is_seeded and call.get("policy") is None else config.proposer
     proposer = call.get("proposer")
     return policy, choose_proposer(by_default if proposer is None else proposer, policy.name)
 
 
 def _prefill_of(config: PrefillConfig, call: Call) -> PrefillConfig:
-    """The configuration with what the call names of it."""
+    """The configuration with the call's overrides."""
     named = {name: call.get(name) for name in ("sparse_prefill", "keep_rate") if call.get(name) is not None}
     return replace(config, **named) if named else config  # type: ignore[arg-type]
 
 
 def _wanted_format(pair: ModelPair, source: PromptSource, call: Call) -> Any:
-    """Return the answer's format, None where it may be anything. Raises ValueError where two things are asked of it."""
+    """The answer's format; None for any. Raises ValueError where two formats are requested."""
     forced = pair.answer_format.forced_call(call.get("tool_choice"), source.tools)
     if forced is not None and call.get("response_format") is not None:
         raise ValueError("give response_format or a forced tool_choice, not both")
@@ -251,10 +251,9 @@ def _wanted_format(pair: ModelPair, source: PromptSource, call: Call) -> Any:
 
 
 def choose_proposer(asked: str, policy: str) -> str:
-    """Who proposes for a request.
+    """The proposer of a request. Raises ValueError for an unknown name.
 
-    A look-up is taken or left by measured time, so it joins by itself where the policy goes by the clock too. Raises
-    ValueError for an unknown name.
+    Look-ups are used by measured time, so they join by default where the policy uses the clock too.
     """
     check_name("proposer", asked, ["auto", *PROPOSERS])
     if asked == "auto":
@@ -263,9 +262,9 @@ def choose_proposer(asked: str, policy: str) -> str:
 
 
 def _what_stops(pair: ModelPair, params: SamplingParams) -> tuple[StopTokens, list[str]]:
-    """The tokens and the texts that end a request: a stop string that is a special token counts as that token.
+    """The tokens and texts that end a request; a stop string that is a special token counts as that token.
 
-    Raises ValueError for stop strings without a tokenizer, and for ids that the target does not know.
+    Raises ValueError for stop strings without a tokenizer, and for ids outside the target's vocabulary.
     """
     if params.stop_strings and pair.tokenizer is None:
         raise ValueError("stop strings need a tokenizer; this generator was made without one")
@@ -280,10 +279,7 @@ def _what_stops(pair: ModelPair, params: SamplingParams) -> tuple[StopTokens, li
 
 
 def _positions_left(pair: ModelPair, num_prompt_tokens: int, max_tokens: int) -> int:
-    """Positions that the target has after the prompt. The draft's are no bound.
-
-    Raises ValueError where the request would run past them.
-    """
+    """Positions that the target has after the prompt; raises ValueError where the request exceeds them."""
     limit = pair.max_positions[0]
     if num_prompt_tokens + max_tokens > limit:
         raise ValueError(

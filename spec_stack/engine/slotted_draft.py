@@ -16,13 +16,12 @@ from spec_stack.prefill.draft_slots import MOST_RESTORED, RENEW_EVERY, RENEW_WHE
 
 
 class SlottedDraft(WrappedDraft):
-    """Counts in the whole text and holds its sinks, its newest part and chunks that share words with what is written.
+    """Holds a text's sinks, its newest part, and chunks that share words with that part, at their own positions.
 
-    As the text grows, the slots are chosen anew at the beginning of a step, sooner where half of the last proposal or
-    more was wrong. What is no longer chosen is forgotten; what is chosen now is prefilled at its own positions, behind
-    the older slots. `choose(text_ids, num_slots)` gives positions, as `prefill.draft_slots.choose_slots` does;
-    renew_every: tokens between two choices, while the draft is right and where it is wrong; max_restored: most tokens
-    that are recalled then.
+    Slots are chosen anew at the beginning of a step, sooner where at least half of the last proposal was rejected.
+    Chunks that are no longer chosen are dropped; new ones are prefilled behind the older slots. `choose(text_ids,
+    num_slots)` gives positions, as `prefill.draft_slots.choose_slots` does. renew_every: tokens between two choices,
+    after accepted and after rejected proposals. max_restored: most tokens recalled then.
     """
 
     _draft: CachedModel
@@ -49,22 +48,22 @@ class SlottedDraft(WrappedDraft):
 
     @property
     def next_position(self) -> int:
-        """Where in the text what it has yet to be fed begins. Of what comes before it holds the chosen slots."""
+        """The text position of the next token to feed; the chosen slots of the text before it are held."""
         return len(self._text)
 
     def num_unread(self, num_tokens: int) -> int:
-        """Of what it has yet to be fed it takes in as much as is chosen."""
+        """Tokens to feed before drafting: of a long gap only the chosen ones."""
         return min(num_tokens - len(self._text), self._num_slots)
 
     def forward(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> torch.Tensor:
-        """Go on with the text; of a part longer than the slots, with its chosen positions. One row of logits."""
+        """Feed the text's next tokens; of a part longer than the slots, its chosen positions. One row of logits."""
         if num_logits != 1 or list(positions) != list(range(len(self._text), len(self._text) + len(token_ids))):
             raise ValueError("a draft over chosen slots goes on from its next position and gives one row of logits")
         wanted = list(positions)
         self._text += token_ids
         if self._begins_step:
             if self._unjudged is not None:
-                # Its one token was never fed: what stands in its place now tells.
+                # The drafted token was never fed, so the token now in its place tells whether it was right.
                 self._is_wrong = int(self._unjudged.argmax()) != token_ids[0]
             if self._is_due(len(token_ids)):
                 wanted = self._renew()
@@ -81,7 +80,7 @@ class SlottedDraft(WrappedDraft):
         return len(self._text) >= self._num_when_chosen + self._renew_every[self._is_wrong]
 
     def _renew(self) -> list[int]:
-        """Choose the slots anew and forget the others; the positions to prefill, earlier ones first."""
+        """Choose the slots anew and drop the others; the positions to prefill, in order."""
         chosen = self._choose(self._text, self._num_slots)
         held = {position: slot for slot, position in enumerate(self._draft.positions)}
         self._num_when_chosen = len(self._text)
@@ -93,7 +92,7 @@ class SlottedDraft(WrappedDraft):
         return [*restored, *(position for position in missing if position >= newest)]
 
     def rollback(self, num_tokens: int) -> None:
-        """Forget the text's last tokens, which were fed since the last step began. Called after every step."""
+        """Drop the text's last tokens, which were fed since the last step began. Called after every step."""
         self._draft.rollback(num_tokens)
         del self._text[len(self._text) - num_tokens :]
         if self._num_drafted:
@@ -101,7 +100,7 @@ class SlottedDraft(WrappedDraft):
         self._begins_step, self._num_drafted = True, 0
 
     def go_back(self, prompt_ids: Sequence[int]) -> None:
-        """Go on with another prompt, of which what both begin with is known. Its slots are chosen in its first step."""
+        """Go on with another prompt from the common prefix. Its slots are chosen in its first step."""
         shared = min(num_shared(self._text, prompt_ids), len(prompt_ids) - 1)
         self._draft.forget_from(shared)
         del self._text[shared:]
@@ -109,14 +108,16 @@ class SlottedDraft(WrappedDraft):
         self._is_wrong = False
 
     def fork(self) -> SlottedDraft:
-        """One that goes on from here by itself."""
+        """An independent copy."""
         other = SlottedDraft(self._draft.fork(), self._num_slots, self._choose, self._renew_every, self._max_restored)
         other._text = list(self._text)
         return other
 
 
 def drafts_over_slots(pair: ModelPair, request: Request, index: CachedModel) -> bool:
-    """Return whether a dense request's draft decodes over chosen slots: of a long prompt, if it can drop any of it."""
+    """Return whether a dense request's draft decodes over chosen slots: of a long prompt, if its cache can drop
+    slots.
+    """
     prefill = request.prefill
     is_short = len(request.prompt_ids) <= prefill.draft_slots
     has_all = prefill.sparse_prefill == "off" or is_short or pair.translation is not None
@@ -124,7 +125,7 @@ def drafts_over_slots(pair: ModelPair, request: Request, index: CachedModel) -> 
 
 
 def open_slotted(request: Request, index: CachedModel) -> SlottedDraft:
-    """A draft over chosen slots, which takes those that the index has of the prompt from there. The index stays."""
+    """A draft over chosen slots; slots that the index holds of the prompt are copied from it."""
     prefill = request.prefill
     num_sinks = prefill.keep_first * prefill.chunk_size
     choose = partial(choose_slots, chunk_size=prefill.chunk_size, num_sinks=num_sinks)
