@@ -13,23 +13,9 @@ Span = tuple[int, int]
 def overlaps(target_spans: Sequence[Span], draft_spans: Sequence[Span]) -> list[Span]:
     """For every target token the half-open range of draft tokens that share a character with it.
 
-    Parameters
-    ----------
-    target_spans, draft_spans
-        Half-open character offsets into one text, one per token; several tokens may stand for one character (pieces
-        of a byte-level one). A token without characters (start >= stop: a special token that the tokenizer added)
-        shares none.
-
-    Returns
-    -------
-    list of (int, int)
-        Their starts never decrease. A target token without characters gets an empty range; a draft token without is in
-        a range only where it stands between two that are.
-
-    Raises
-    ------
-    ValueError
-        Where the draft's spans run backwards.
+    Spans are half-open character offsets, one per token; several tokens may share one character. The ranges' starts
+    never decrease. A token without characters (start >= stop, as an added special token) gets an empty range; such a
+    draft token is in a range only between two others. Raises ValueError where the draft's spans run backwards.
     """
     written = [index for index, (start, stop) in enumerate(draft_spans) if start < stop]
     starts = [draft_spans[index][0] for index in written]
@@ -49,19 +35,8 @@ def overlaps(target_spans: Sequence[Span], draft_spans: Sequence[Span]) -> list[
 
 
 def map_importance(importance: torch.Tensor, ranges: Sequence[Span]) -> torch.Tensor:
-    """Importance of the target's tokens from that of the draft's.
-
-    Parameters
-    ----------
-    importance
-        (num_draft_tokens,), not negative.
-    ranges
-        For every target token its half-open range of draft tokens, as `overlaps` gives them.
-
-    Returns
-    -------
-    torch.Tensor
-        (len(ranges),): each the largest of its range, and 0 where that is empty.
+    """Target importance (len(ranges),) from draft importance (num_draft_tokens,): each range's maximum, 0 where
+    empty.
     """
     values = importance.tolist()
     return importance.new_tensor([max(values[start:stop], default=0.0) for start, stop in ranges])

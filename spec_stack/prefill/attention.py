@@ -1,8 +1,6 @@
-"""The draft's attention while it went over a prompt, and the importance of the prompt's tokens by it.
+"""The draft's attention captured during a pass over a prompt, and the importance of the prompt's tokens.
 
-How it is used: `scoring.look_at` makes a `CapturedAttention` with one pass of the draft. `importance(config)` gives
-what the configuration asks for; another configuration of heads, layers, vote or pooling needs no other pass, which is
-how a calibration and the experiments judge many rules.
+One pass of `scoring.look_at` serves any configuration of heads, layers, vote or pooling.
 """
 
 from __future__ import annotations
@@ -28,8 +26,9 @@ from spec_stack.prefill.importance import (
 
 
 class CapturedLayer(Protocol):
-    """The capture of one attention layer: queries, one (num_heads, n, head_dim) tensor per forward, and keys
-    (num_kv_heads, num_cached, head_dim); None where a sliding window hides some of them."""
+    """One attention layer: queries, one (num_heads, n, head_dim) per forward, and keys (num_kv_heads, num_cached,
+    head_dim); None where a sliding window hides some of them.
+    """
 
     scaling: float
     queries: list[torch.Tensor]
@@ -39,24 +38,13 @@ class CapturedLayer(Protocol):
 
 @dataclass(frozen=True)
 class CapturedAttention:
-    """The scoring queries, and the keys of the prompt, of the layers that see the whole of it.
+    """The scoring queries and the prompt's keys, of the layers that see the whole prompt.
 
-    Parameters
-    ----------
-    layers : mapping of int to ScoredLayer
-        By the layer's index: queries (num_heads, n, head_dim), keys (num_kv_heads, num_draft_tokens, head_dim), scaling
-        and sinks.
-    num_in_place : int
-        How many of the n queries, the first ones, are the prompt's last tokens' own; those after them come behind it.
-    ranges : sequence of (int, int), optional
-        For every token of the target its half-open range of the draft's, where the draft has another tokenizer.
-    first : int
-        The token of the target from which on importance is given.
-    segments : tuple of Segment
-        Of the queries, in the draft's tokens, where the question may stand in several places; empty where all queries
-        count alike.
-    opening : int
-        How many of the queries in place open the answer.
+    layers: by index; queries (num_heads, n, head_dim), keys (num_kv_heads, num_draft_tokens, head_dim), scaling, sinks.
+    num_in_place: the first queries, of the prompt's own last tokens; the others are behind the prompt. ranges: for
+    every target token its half-open range of draft tokens, for another tokenizer. first: first target token with
+    importance. segments: of the queries, in draft tokens; empty where all queries count alike. opening: queries in
+    place that open the answer.
     """
 
     layers: Mapping[int, ScoredLayer]
@@ -76,7 +64,7 @@ class CapturedAttention:
         segments: Sequence[Segment] = (),
         opening: int = 0,
     ) -> CapturedAttention:
-        """Put together what was captured; layers whose window hides a part of the prompt are left out."""
+        """Assemble captured layers; layers whose window hides a part of the prompt are left out."""
         layers: dict[int, ScoredLayer] = {}
         for index, layer in captured.items():
             if layer.keys is not None:
@@ -85,21 +73,14 @@ class CapturedAttention:
         return cls(layers, num_in_place, ranges, segments=tuple(segments), opening=opening)
 
     def starting_at(self, first: int) -> CapturedAttention:
-        """The same, with importance of the tokens from `first` on (the new text of a turn)."""
+        """A copy with importance from token `first` on (the new text of a turn)."""
         return replace(self, first=first)
 
     def importance(self, config: PrefillConfig) -> torch.Tensor:
         """Importance (num_prompt_tokens - first,), fp32, on the host.
 
-        Parameters
-        ----------
-        config
-            For scoring_heads or skipped_layers, head_vote and pool_kernel.
-
-        Raises
-        ------
-        ValueError
-            Where no layer sees the whole prompt, a chosen head is not there, or the attention is not finite.
+        Reads scoring_heads or skipped_layers, head_vote and pool_kernel. Raises ValueError where no layer sees the
+        whole prompt, a chosen head does not exist, or the attention is not finite.
         """
         layers = self.voting(config)
         queries = self.num_in_place, self.segments, self.weights(config)
@@ -110,7 +91,7 @@ class CapturedAttention:
         return self._of_target(scores.cpu())
 
     def weights(self, config: PrefillConfig) -> list[float]:
-        """How much the queries of each segment count, up to 1, by all heads behind the skipped layers."""
+        """The weight, up to 1, of each segment's queries, by all heads behind the skipped layers."""
         if not self.segments:
             return []
         layers = self.voting(replace(config, scoring_heads=None))
@@ -127,7 +108,7 @@ class CapturedAttention:
         }
 
     def voting(self, config: PrefillConfig) -> list[ScoredLayer]:
-        """The layers that vote, each with its heads that do."""
+        """The voting layers, each with its voting heads."""
         if config.scoring_heads is None:
             # No more than half of a shallow draft is skipped.
             skipped = min(config.skipped_layers, (max(self.layers, default=0) + 1) // 2)

@@ -1,4 +1,4 @@
-"""A calibration and its file: settings for one draft and target, with what they were chosen by."""
+"""A calibration and its file: the settings for a draft and target, with the measurements behind them."""
 
 from __future__ import annotations
 
@@ -34,16 +34,8 @@ CHOSEN = (
 class Point:
     """One setting at one length.
 
-    Attributes
-    ----------
-    setting
-        What differs from the defaults, in words.
-    num_tokens
-        Length of the prompts, about.
-    keep_rate
-        The share kept.
-    recall
-        Share of the prompts of whose evidence every token was kept.
+    setting: its difference from the defaults, in words. num_tokens: approximate prompt length. keep_rate: the kept
+    share. recall: share of the prompts with every evidence token kept.
     """
 
     setting: str
@@ -98,16 +90,16 @@ class Calibration:
     origin: str = field(default="", compare=False)
 
     def apply(self, config: PrefillConfig | None = None) -> PrefillConfig:
-        """The configuration with what was chosen in place of its own."""
+        """The configuration with the calibrated settings in place of its own."""
         return replace(config or PrefillConfig(), **self.settings)
 
     def complete(self, config: PrefillConfig) -> PrefillConfig:
-        """Return the configuration with what was chosen for every field that it was not given."""
+        """The configuration with the calibrated settings for every field that was not given."""
         chosen = {name: value for name, value in self.settings.items() if name not in config.given}
         return replace(config, **chosen, calibrated_by=self.origin)
 
     def check(self, target: Any, draft: Any) -> str:
-        """Why it does not hold for models of these transformers configurations, None for any; empty where it does."""
+        """Why it does not fit models of these transformers configurations (None for any); empty where it does."""
         for role, made_for, config in (("target", self.target, target), ("draft", self.draft, draft)):
             given = fingerprint(config)
             if config is not None and made_for and dict(made_for) != given:
@@ -123,13 +115,7 @@ class Calibration:
 
     @classmethod
     def load(cls, path: str | Path) -> Calibration:
-        """Read it from a file, or from a folder that holds one under its usual name.
-
-        Raises
-        ------
-        ValueError
-            For a file that is no calibration, or of another version, naming the file.
-        """
+        """Read it from a file or folder. Raises ValueError, naming the file, for a damaged file or another version."""
         file = Path(path) / FILE_NAME if Path(path).is_dir() else Path(path)
         try:
             values = json.loads(file.read_text(encoding="utf-8"))
@@ -150,19 +136,10 @@ class Calibration:
 
 
 def find_calibration(draft: str | Path, named: str | Path | bool | None = None) -> Calibration | None:
-    """The calibration that is named, or lies beside a draft; None where there is neither.
+    """The named calibration, or the one beside a draft's folder; None without either.
 
-    Parameters
-    ----------
-    draft : str or Path
-        The draft's folder; a hub id has nothing beside it.
-    named : str, Path or bool, optional
-        A file, or a folder that holds one. None and True look beside the draft, False looks nowhere.
-
-    Raises
-    ------
-    ValueError
-        For a file that is no calibration.
+    named: a file or folder; None and True look beside the draft, False disables both. Raises ValueError for a damaged
+    file.
     """
     if named is False:
         return None
@@ -173,13 +150,13 @@ def find_calibration(draft: str | Path, named: str | Path | bool | None = None) 
 
 
 def fingerprint(config: Any) -> dict[str, Any]:
-    """Return what tells a model's shape from another's, of its transformers text configuration."""
+    """The identifying shape of a model, from its transformers text configuration."""
     names = ("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
     return {name: getattr(config, name, None) for name in names}
 
 
 def describe_setting(config: PrefillConfig) -> str:
-    """Return what of a configuration differs from the defaults, in few words; the share kept aside."""
+    """A configuration's differences from the defaults, in few words; without the kept share."""
     named = [entry.name for entry in fields(PrefillConfig) if entry.name in CHOSEN and entry.name != "keep_rate"]
     default = PrefillConfig()
     changed = {name: getattr(config, name) for name in named if getattr(config, name) != getattr(default, name)}

@@ -1,6 +1,6 @@
-"""Count a prefill's multiply-adds, and what sparse prefill can gain by fewer. Pure.
+"""Multiply-adds of a prefill, and the expected gain of sparse prefill. Pure.
 
-SpecPrefill, https://arxiv.org/abs/2502.02789, appendix E, with a window and with fewer scoring layers in it.
+SpecPrefill, https://arxiv.org/abs/2502.02789, appendix E, extended by a window and by fewer scoring layers.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ class Shape:
 
     @classmethod
     def of(cls, config: object) -> Shape:
-        """Return the shape of a transformers text configuration. Raises ValueError where it is not Llama-like enough
-        to say."""
+        """The shape of a transformers text configuration. Raises ValueError where it is not Llama-like."""
         names = (
             "num_hidden_layers",
             "hidden_size",
@@ -47,18 +46,10 @@ class Shape:
 
 
 def prefill_flops(shape: Shape, num_tokens: int, num_seen: float | None = None, num_layers: int | None = None) -> float:
-    """Multiply-adds of a prefill (table 5 of the paper).
+    """Multiply-adds of a prefill of num_tokens (table 5 of the paper).
 
-    Parameters
-    ----------
-    shape
-        Of the model.
-    num_tokens
-        S.
-    num_seen
-        Keys that each token meets; None is all S of them, which is how the paper counts a causal prefill.
-    num_layers
-        Layers that run; None is all.
+    num_seen: keys per token; None is all tokens, which is how the paper counts a causal prefill. num_layers: layers
+    that run; None is all.
     """
     seen = num_tokens if num_seen is None else min(num_seen, num_tokens)
     layers = shape.num_layers if num_layers is None else min(num_layers, shape.num_layers)
@@ -69,12 +60,9 @@ def prefill_flops(shape: Shape, num_tokens: int, num_seen: float | None = None, 
 
 @dataclass(frozen=True)
 class Gain:
-    """The gain to be expected of sparse prefill.
+    """The expected gain of sparse prefill.
 
-    Attributes
-    ----------
-    r, s
-        Shares of the dense prefill's cost: the draft's pass, and the target's over the kept tokens.
+    r, s: shares of the dense prefill's cost: the draft's pass, and the target's over the kept tokens.
     """
 
     r: float
@@ -89,10 +77,10 @@ class Gain:
 def expected_gain(
     target: Shape, draft: Shape, num_tokens: int, config: PrefillConfig, keep_rate: float | None = None
 ) -> Gain:
-    """r and s by counting, no measurement: for a prefill that is bound by its arithmetic.
+    """r and s by counting, for a compute-bound prefill.
 
-    The draft's last layer is counted for nothing but its keys and values, as `hf.model` runs it, and no logits of the
-    prompt are. keep_rate takes the place of the configuration's for this length.
+    The draft's last layer counts for its keys and values alone, as `hf.model` runs it, without logits of the prompt.
+    keep_rate replaces the configuration's.
     """
     dense = prefill_flops(target, num_tokens)
     kept = (config.rate_for(num_tokens) if keep_rate is None else keep_rate) * num_tokens
@@ -109,17 +97,10 @@ def expected_gain(
 
 
 def break_even(target: Shape, draft: Shape, config: PrefillConfig, tokens_per_read: float = TOKENS_PER_READ) -> int:
-    """The shortest prompt that sparse prefill is expected to make sooner, in tokens; 0 where it does at no length.
+    """The shortest prompt, in tokens, that sparse prefill is expected to speed up; 0 for none.
 
-    Parameters
-    ----------
-    target, draft
-        Their shapes.
-    config
-        The ends that are always kept count, and so does a look-ahead that scores, one forward after the other.
-    tokens_per_read
-        Tokens whose arithmetic takes as long as reading a model's weights once, which is what every forward of the
-        look-ahead takes, and what the target's prefill takes at least.
+    The forced ends count, and so does a scoring look-ahead. tokens_per_read: tokens whose arithmetic takes as long as
+    reading the weights once, the least time of any forward.
     """
     length = 64.0
     while length <= _LONGEST:

@@ -20,9 +20,9 @@ def decide_scoring(
 ) -> tuple[bool, str]:
     """Return whether to score a text in order to prune it, and why.
 
-    num_new_tokens: of the prompt, or of what a turn adds to it; protected: spans of these. num_draft_tokens: the whole
-    prompt's length in the draft's tokens. scoring_limit: the longest context that the draft sees whole, None for any.
-    text: what the reason calls it.
+    num_new_tokens: of the prompt, or of a turn's new text; protected: spans of these. num_draft_tokens: the whole
+    prompt's length in draft tokens. scoring_limit: the longest context that the draft sees whole, None for any. text:
+    its name in the reason.
     """
     if config.sparse_prefill in ("off", "draft_only"):
         return False, f'off: sparse_prefill="{config.sparse_prefill}" leaves the target dense'
@@ -42,7 +42,6 @@ def decide_scoring(
 
 
 def sees_whole(config: PrefillConfig, num_draft_tokens: int, scoring_limit: int | None) -> bool:
-    """Return whether some attention layer of the draft sees a prompt of so many of its tokens whole, with the
-    queries behind it."""
+    """Return whether some attention layer of the draft sees such a prompt and the queries behind it whole."""
     num_behind = MOST_REPEATED if config.asks_prompt else config.look_ahead
     return scoring_limit is None or num_draft_tokens + num_behind <= scoring_limit

@@ -1,4 +1,4 @@
-"""Which part of a long text a draft decodes over: chosen by words, without a forward of any model. Pure."""
+"""The part of a long text that a draft decodes over: chosen by words, without a forward of any model. Pure."""
 
 from __future__ import annotations
 
@@ -15,34 +15,19 @@ MOST_RESTORED = 64
 # Tokens at the text's end whose words are looked for, and the distance over which a word's weight halves.
 _ASKED = 96
 _HALF_LIFE = 32
-# What is copied goes on behind the words found: the worth of the next chunk and of the one after it, over its own.
+# Copied text continues behind the matching words: the next two chunks get these shares of a chunk's score.
 _FOLLOWING = (0.8, 0.64)
-# Share of the slots that the newest text has; the chosen chunks have the rest.
+# Share of the slots for the newest text; the chosen chunks have the rest.
 _NEWEST_SHARE = 0.25
 
 
 def choose_slots(text_ids: Sequence[int] | np.ndarray, num_slots: int, chunk_size: int, num_sinks: int) -> list[int]:
-    """The positions of a text that a draft is to see: the first, the newest, and chunks that share words with its end.
+    """At most num_slots positions of a text for the draft, increasing: sinks, newest text, and chunks similar to its
+    end.
 
-    A chunk is worth the sum over the words (tokens) of the text's end that it has, each by its inverse document
-    frequency over the chunks (Robertson and Spärck Jones, https://doi.org/10.1002/asi.4630270302) squared, so that rare
-    words lead, and by how near to the end it stands; or a part of what the one or two before it are worth.
-
-    Parameters
-    ----------
-    text_ids
-        The whole text, n tokens.
-    num_slots
-        Most positions to give; everything where the text is no longer.
-    chunk_size
-        Tokens per chunk.
-    num_sinks
-        Positions at the beginning that are always seen.
-
-    Returns
-    -------
-    list of int
-        Strictly increasing; the text's last positions are among them.
+    A chunk's score is the sum over the tokens of the text's end that it contains, each by its squared inverse document
+    frequency over the chunks (Robertson and Spärck Jones, https://doi.org/10.1002/asi.4630270302), so that rare words
+    lead, and by its distance to the end; or a share of the score of the one or two chunks before it.
     """
     num_tokens = len(text_ids)
     if num_tokens <= num_slots:
@@ -61,7 +46,7 @@ def choose_slots(text_ids: Sequence[int] | np.ndarray, num_slots: int, chunk_siz
 
 
 def _chunk_scores(ids: np.ndarray, num_chunks: int, chunk_size: int) -> np.ndarray:
-    """Return what the first whole chunks of a text share with its end, (num_chunks,)."""
+    """Scores (num_chunks,) of the first whole chunks: their words in common with the text's end."""
     asked = ids[-_ASKED:][::-1]
     words, nearest = np.unique(asked, return_index=True)
     body = ids[: num_chunks * chunk_size]

@@ -1,7 +1,6 @@
 """From attention to one importance per prompt token. Pure tensors.
 
-How it is used: `token_importance(layers, pool_kernel)` is the paper's rule, `mean_importance(layers)` that of
-chosen heads; `attention.CapturedAttention` calls the one that a configuration asks for.
+`token_importance` is the paper's rule, `mean_importance` that of chosen heads.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ import torch.nn.functional as F
 
 from spec_stack.prefill.alignment import Span
 
-# Keys that are turned to fp32 at once.
+# Keys that are converted to fp32 at once.
 _KEYS_PER_TILE = 1 << 14
-# Times that a segment with a question mark counts what it is attended to.
+# Weight factor of a segment with a question mark.
 _QUESTION_MARK = 5.0
-# Times that the background is taken off.
+# Factor of the subtracted background.
 _CONTRAST = 4.0
 _NO_LAYER = "no attention layer that sees the whole prompt was captured; the draft cannot score it"
 # Queries, keys, scaling and, where the layer has them, sinks: the arguments of `attention_to_prompt`.
@@ -32,28 +31,12 @@ def attention_to_prompt(
     sinks: torch.Tensor | None = None,
     num_in_place: int = 1,
 ) -> torch.Tensor:
-    """Softmax over the prompt keys alone, and the head's sink where there is one, in fp32.
+    """Softmax over the prompt keys, and the head's sink where there is one, in fp32: (num_heads, n, num_prompt_tokens).
 
-    Heads that share a key head are folded into the queries, so the keys are never repeated.
-
-    Parameters
-    ----------
-    queries
-        (num_heads, n, head_dim).
-    keys
-        (num_kv_heads, num_prompt_tokens, head_dim).
-    scaling
-        Of the scores.
-    sinks
-        (num_heads,), for a model that has them.
-    num_in_place
-        How many queries, the first ones, are those of the prompt's last tokens, each of which sees itself and the
-        tokens before it. The queries after them come from behind the prompt.
-
-    Returns
-    -------
-    torch.Tensor
-        (num_heads, n, num_prompt_tokens); with a sink the rows sum to less than one.
+    queries (num_heads, n, head_dim); keys (num_kv_heads, num_prompt_tokens, head_dim); sinks (num_heads,): with one the
+    rows sum to less than one. num_in_place: the first queries are those of the prompt's last tokens, each of which sees
+    itself and the tokens before it; the other queries are behind the prompt. Heads that share a key head are folded
+    into the queries, so keys are never repeated.
     """
     num_heads, num_queries, head_dim = queries.shape
     num_kv_heads, num_prompt_tokens, _ = keys.shape
@@ -90,8 +73,7 @@ def choose_heads(layer: ScoredLayer, heads: Sequence[int] | None) -> ScoredLayer
 
 @dataclass(frozen=True)
 class Segment:
-    """A segment of the scoring queries: half-open rows of the captured queries, and the span of the prompt's tokens
-    that they are the queries of."""
+    """Half-open rows of the captured queries, and the span of the prompt's tokens that they are the queries of."""
 
     rows: Span
     span: Span
@@ -99,21 +81,9 @@ class Segment:
 
 
 def opening_attention(layers: Iterable[ScoredLayer], num_in_place: int, opening: int) -> torch.Tensor:
-    """What the tokens that open the answer attend to, (num_prompt_tokens,), fp32: the mean over heads and tokens.
+    """Mean attention (num_prompt_tokens,), fp32, of the answer's opening tokens, over heads and tokens.
 
-    Parameters
-    ----------
-    layers
-        As `attention_to_prompt` takes them.
-    num_in_place
-        As there.
-    opening
-        How many tokens open the answer: the last of those in place.
-
-    Raises
-    ------
-    ValueError
-        For no layers.
+    opening: how many tokens open the answer, the last of those in place. Raises ValueError for no layers.
     """
     total: torch.Tensor | None = None
     num_heads = 0
@@ -128,16 +98,9 @@ def opening_attention(layers: Iterable[ScoredLayer], num_in_place: int, opening:
 
 
 def segment_weights(attention: torch.Tensor, segments: Sequence[Segment], opening: int) -> list[float]:
-    """How much the queries of each segment count, up to 1: what the tokens that open the answer attend to it.
+    """The weight, up to 1, of each segment's queries: the opening tokens' attention to the segment.
 
-    Parameters
-    ----------
-    attention
-        (num_prompt_tokens,), as `opening_attention` gives it.
-    segments
-        In which the question may stand.
-    opening
-        How many tokens open the answer. What they attend to of themselves tells nothing.
+    attention: (num_prompt_tokens,), of `opening_attention`; the opening tokens' attention to themselves is ignored.
     """
     others = attention.cpu()[: len(attention) - opening]
     seen = torch.stack([others[slice(*segment.span)].mean() for segment in segments])
@@ -150,12 +113,12 @@ def segment_weights(attention: torch.Tensor, segments: Sequence[Segment], openin
 def over_queries(
     attention: torch.Tensor, segments: Sequence[Segment] = (), weights: Sequence[float] = ()
 ) -> torch.Tensor:
-    """One value per token from attention (..., n, num_prompt_tokens): (..., num_prompt_tokens).
+    """Reduce attention (..., n, num_prompt_tokens) over its queries: (..., num_prompt_tokens).
 
-    Without segments it is the mean over the queries, as in the paper. With segments it is the largest attention of any
-    query times its segment's weight, less what the queries that are not the question attend to in the mean: every query
-    attends to sinks and separators. A segment's queries say nothing of the segment itself; the tokens of the segment
-    with the largest weight, the question, count as the mean of as many of the most important ones, so that it is kept.
+    Without segments it is the mean, as in the paper. With segments it is the maximum over queries of attention times
+    the segment's weight, less the mean attention of the queries outside the question: every query attends to sinks and
+    separators. A segment's queries do not score the segment itself; the tokens of the segment with the largest weight,
+    the question, get the mean of as many of the most important ones, so that it is kept.
     """
     if not segments:
         return attention.mean(dim=-2)
@@ -184,41 +147,19 @@ def token_importance(
     segments: Sequence[Segment] = (),
     weights: Sequence[float] = (),
 ) -> torch.Tensor:
-    """Importance (num_prompt_tokens,), fp32, of every prompt token: `over_queries` of `largest_attention`.
+    """Importance (num_prompt_tokens,), fp32: `over_queries` of `largest_attention`.
 
-    Raises
-    ------
-    ValueError
-        For no layers or a non-finite result.
-
-    Notes
-    -----
-    SpecPrefill, https://arxiv.org/abs/2502.02789, sections 3.2.1-3.2.3.
+    SpecPrefill, https://arxiv.org/abs/2502.02789, sections 3.2.1-3.2.3. Raises ValueError for no layers or a non-finite
+    result.
     """
     return finite(over_queries(largest_attention(layers, pool_kernel, num_in_place), segments, weights))
 
 
 def largest_attention(layers: Iterable[ScoredLayer], pool_kernel: int, num_in_place: int = 1) -> torch.Tensor:
-    """Pooled attention (n, num_prompt_tokens), fp32, the largest over layers and heads.
+    """Pooled attention (n, num_prompt_tokens), fp32, the maximum over layers and heads. pool_kernel: odd, in tokens.
 
-    Parameters
-    ----------
-    layers
-        (queries, keys, scaling[, sinks]) as `attention_to_prompt` takes them, all with the same n.
-    pool_kernel
-        Width of the average, in tokens; odd.
-    num_in_place
-        As in `attention_to_prompt`.
-
-    Raises
-    ------
-    ValueError
-        For no layers.
-
-    Notes
-    -----
-    Key heads are folded in one at a time, so the peak is (heads per key head, n, num_prompt_tokens) of scores, and no
-    more of fp32 keys than `_KEYS_PER_TILE`.
+    Key heads are processed one at a time: the peak is (heads per key head, n, num_prompt_tokens) of scores, with at
+    most `_KEYS_PER_TILE` fp32 keys. Raises ValueError for no layers.
     """
     best: torch.Tensor | None = None
     for queries, keys, scaling, *rest in layers:
@@ -239,17 +180,7 @@ def largest_attention(layers: Iterable[ScoredLayer], pool_kernel: int, num_in_pl
 def head_importance(
     layer: ScoredLayer, num_in_place: int = 1, segments: Sequence[Segment] = (), weights: Sequence[float] = ()
 ) -> torch.Tensor:
-    """Importance (num_heads, num_prompt_tokens), fp32, of every prompt token by each head alone.
-
-    Parameters
-    ----------
-    layer
-        As `attention_to_prompt` takes it.
-    num_in_place
-        As there.
-    segments, weights
-        As in `over_queries`.
-    """
+    """Importance (num_heads, num_prompt_tokens), fp32, by each head alone."""
     queries, keys, scaling, *rest = layer
     attention = attention_to_prompt(queries, keys, scaling, rest[0] if rest else None, num_in_place)
     return over_queries(attention, segments, weights)
@@ -261,17 +192,13 @@ def mean_importance(
     segments: Sequence[Segment] = (),
     weights: Sequence[float] = (),
 ) -> torch.Tensor:
-    """Importance (num_prompt_tokens,) of every prompt token: the mean over the heads (see `head_importance`).
-
-    Raises
-    ------
-    ValueError
-        For no layers or a non-finite result.
+    """Importance (num_prompt_tokens,): the mean over the heads. Raises ValueError for no layers or a non-finite
+    result.
     """
     heads = [head_importance(layer, num_in_place, segments, weights) for layer in layers]
     if not heads:
         raise ValueError(_NO_LAYER)
-    # The layers of a model that is split stand on several devices.
+    # A model that is split has layers on several devices.
     return finite(torch.cat([each.to(heads[0].device) for each in heads]).mean(dim=0))
 
 

@@ -1,11 +1,6 @@
-"""The scoring queries: the segments of a prompt in which its question may stand. Pure.
+"""The scoring queries: segments of a prompt that may hold its question. Pure.
 
-The question may be the last words, stand in front of format instructions, before the document, in the system message or
-in an earlier turn. So every short place of that kind is a candidate, and the draft's own attention decides: a segment's
-queries count as much as the prompt's last tokens, which open the answer, attend to it
-(`importance.segment_weights`).
-
-How it is used: `find_candidates(num_tokens, pieces, protected)`; `scoring.look_at` runs what is found.
+Every short candidate place is scored; `importance.segment_weights` weighs it by the attention of the opening tokens.
 """
 
 from __future__ import annotations
@@ -26,34 +21,25 @@ _LEAD = 64
 _EARLIER_TURNS = 2
 MOST_REPEATED = (2 + _EARLIER_TURNS) * _LEAD
 """Most tokens that the draft reads again behind a prompt."""
-# Tokens behind the last turn that open the answer, at most, and as many where no template opens it.
+# Most tokens behind the last turn that open the answer, and as many where no template opens it.
 _OPENING, _NO_OPENING = 8, 4
-# Tokens before the end over which a word's weight halves, where nothing tells what is the question.
+# Tokens before the end over which a word's weight halves, where no segment has a question mark.
 _HALF_LIFE = 12
 # Tokens of a segment where the texts are not known.
 _SEGMENT = 16
-# Fewest tokens of a segment without a question mark. A template's own line is shorter, and a sink of attention.
+# Fewest tokens of a segment without a question mark. A template's own line is shorter, and an attention sink.
 _FEWEST = 4
 _QUESTION_MARK = re.compile("[?\uff1f\u061f\u037e\u2e2e]")
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """Where the question of a prompt may stand.
+    """The segments of a prompt that may hold its question.
 
-    Attributes
-    ----------
-    segments : tuple of (int, int)
-        Half-open spans of tokens, in order.
-    is_question : tuple of bool
-        For each, whether it holds a question mark.
-    num_repeated : int
-        So many segments, the first ones, stand before the window. A token there has not seen the document, so the draft
-        reads them again behind the prompt.
-    start : int
-        The first token of the window; the queries from there to the prompt's end are taken in place.
-    opening : int
-        So many of the prompt's last tokens open the answer.
+    segments: half-open spans of tokens, in order. is_question: whether each holds a question mark. num_repeated: so
+    many first segments are before the window; their tokens have not seen the document, so the draft reads them again
+    behind the prompt. start: first token of the window, whose queries are taken in place up to the end. opening: last
+    tokens of the prompt, which open the answer.
     """
 
     segments: tuple[Span, ...]
@@ -68,17 +54,11 @@ class Candidates:
 
 
 def find_candidates(num_tokens: int, pieces: Sequence[str] | None, protected: Sequence[Span] = ()) -> Candidates:
-    """Find the segments in which the question may stand.
+    """Find the segments that may hold the question.
 
-    Parameters
-    ----------
-    num_tokens
-        Of the prompt.
-    pieces
-        The text of every token; None without a tokenizer, and segments are runs of tokens.
-    protected
-        Half-open spans of the system message and of the template's own tokens, sorted; what lies between them are the
-        turns. Empty for a plain prompt, which is one turn.
+    pieces: the text of every token; None without a tokenizer, and segments are runs of tokens. protected: sorted
+    half-open spans of the system message and the template's tokens, with the turns between them; empty for a plain
+    prompt.
     """
     turns = _between(protected, num_tokens)
     behind = num_tokens - turns[-1][1] if turns else 0
@@ -116,9 +96,8 @@ def _ends(start: int, stop: int) -> list[Span]:
 
 
 def question_words(found: Candidates) -> dict[int, float]:
-    """The tokens whose words are the question's, without a draft to tell, and what each counts, up to 1.
-
-    Those of the segments with a question mark; where none has one, those at the end of the prompt, the last ones most.
+    """The question's tokens and their weights, up to 1, without a draft: of segments with a question mark, else of the
+    end.
     """
     marked = [segment for segment, mark in zip(found.segments, found.is_question, strict=True) if mark]
     if marked:
@@ -129,7 +108,7 @@ def question_words(found: Candidates) -> dict[int, float]:
 
 
 def _between(spans: Sequence[Span], num_tokens: int) -> list[Span]:
-    """The gaps that sorted spans leave in 0…num_tokens."""
+    """The gaps between sorted spans in 0…num_tokens."""
     edges = [0, *(edge for span in spans for edge in span), num_tokens]
     return [(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop]
 
@@ -139,7 +118,7 @@ def _borders(num_tokens: int, pieces: Sequence[str] | None) -> list[int]:
 
 
 def _cut(borders: Sequence[int], start: int, stop: int) -> list[Span]:
-    """What segments between these borders have of a span."""
+    """The parts of a span between these borders."""
     parts = ((max(begin, start), min(end, stop)) for begin, end in pairwise(borders))
     return [(begin, end) for begin, end in parts if begin < end]
 

@@ -1,10 +1,7 @@
-"""From importance over a whole conversation to what the target prefills in a turn. Pure.
+"""From importance over a whole conversation to the target's prefill in a turn. Pure.
 
-New text is selected as a prompt is, by itself. Of the text before it, units (whole lines, or chunks) that were dropped
-and that this turn's queries want come back: the draft has kept its keys of everything, so it can tell.
-
-How it is used: `recall(importance, dropped, units, ...)` with the units of the old text says which positions come back,
-`select_turn` puts them before what is kept of the new text. Sessions and the server ask the same functions.
+`recall` picks dropped units of the old text that the new text refers to; `select_turn` puts them before the kept new
+text.
 """
 
 from __future__ import annotations
@@ -25,17 +22,16 @@ from spec_stack.prefill.units import Units
 from spec_stack.prefill.words import MAX_OCCURRENCES, add_votes, rare_words
 from spec_stack.types import Selection
 
-# Where no segment has a question mark: tokens at the end of the new text that are its question, those over which a
-# word's weight halves, and those whose pairs count.
+# Where no segment has a question mark: tokens at the end of the new text that are its question, the half-life of a
+# word's weight, and those whose pairs count.
 _MOST_WORDS, _HALF_LIFE, _MOST_PAIRED = 96, 12, 32
-# Words of a question that stand so near to each other belong together; a word that occurs more than once in so many
-# units tells too little.
+# Most tokens between the words of a pair; a word that occurs more than once in so many units is too common.
 _NEAR = 8
 _COMMON_SHARE = 4
 
 
 def clip_spans(spans: Sequence[Span], start: int) -> list[Span]:
-    """Return what half-open spans cover from `start` on, counted from there."""
+    """Half-open spans from `start` on, counted from there."""
     return [(max(first, start) - start, stop - start) for first, stop in spans if stop > start]
 
 
@@ -57,27 +53,10 @@ def recall(
     words: torch.Tensor | None = None,
     room: float = math.inf,
 ) -> list[int]:
-    """Say which dropped positions come back: of units that attention wants, or that share words with the new text.
+    """Recalled positions, increasing: dropped units with high attention, or words in common with the new text.
 
-    Parameters
-    ----------
-    importance : torch.Tensor
-        (num_prompt_tokens,), of the whole conversation.
-    dropped : sequence of int
-        Positions of the old text that the target lacks.
-    units : Units
-        Of the old text, which the conversation begins with.
-    prefill, config : PrefillConfig, SessionConfig
-        How much a unit must be worth, and how many are looked at.
-    words : torch.Tensor, optional
-        (num_units,): what every unit shares with the new text, by `shared_words`.
-    room : float
-        Most positions that may come back; units that both sides rank lower give way.
-
-    Returns
-    -------
-    list of int
-        Increasing.
+    importance: (num_prompt_tokens,), of the whole conversation. dropped: old positions that the target lacks. units: of
+    the old text. words: (num_units,), of `shared_words`. room: most recalled positions; lower-ranked units give way.
     """
     num_cached, num_units = units.num_tokens, len(units)
     old, owner = importance[:num_cached].float(), units.owner.to(importance.device)
@@ -102,26 +81,17 @@ def recall(
 
 
 def _best(votes: torch.Tensor, least: float, units: Units, num_chunks: int, chunk_size: int) -> list[int]:
-    """The units with the most votes, as many as such chunks, as far as they have `least`, best first; ties go to the
-    earlier one."""
+    """Units with at least `least` votes, up to num_chunks chunks of tokens, best first; ties go to the earlier unit."""
     ranked = units.leading(torch.argsort(votes, descending=True, stable=True).cpu(), num_chunks, chunk_size)
     values = votes[ranked.to(votes.device)].tolist()
     return [unit for unit, value in zip(ranked.tolist(), values, strict=True) if value >= least]
 
 
 def shared_words(prompt_ids: Sequence[int], units: Units, found: Candidates) -> torch.Tensor:
-    """Scores (num_units,): what every unit of the old text shares with the question of the new text.
+    """Scores (num_units,): words of every old unit in common with the new text's question.
 
-    Rare words in a row, or common ones side by side, whichever says more.
-
-    Parameters
-    ----------
-    prompt_ids
-        The whole conversation.
-    units
-        Of the old text, which it begins with.
-    found
-        Where the question may stand. Where no segment of the new text has a question mark, it is the end of that text.
+    The larger of rare n-grams and of common words side by side. Where no segment of the new text has a question mark,
+    its end is the question.
     """
     num_tokens, num_old = len(prompt_ids), units.num_tokens
     marked = [
@@ -141,26 +111,12 @@ def shared_words(prompt_ids: Sequence[int], units: Units, found: Candidates) -> 
 
 
 def pair_scores(prompt_ids: Sequence[int], question: Span, units: Units) -> torch.Tensor:
-    """How much each unit of a text has of a question's words side by side, in any order. No model.
+    """Scores (num_units,): pairs of question words, in any order, that stand together in a unit. No model.
 
-    Two different tokens of the question that stand within 8 tokens of each other at most 4 times in the text give 1,
-    divided by the number of times, to each unit that such a place touches. So a line is found that shares several
-    words with the question, each of which is common by itself. A token that occurs more than 4 times, and more than
-    once in four units, does not count.
-
-    Parameters
-    ----------
-    prompt_ids
-        The text, and the question somewhere behind it.
-    question
-        Half-open span of the question, which is short: every two of its tokens make a pair.
-    units
-        Of the text.
-
-    Returns
-    -------
-    torch.Tensor
-        (num_units,), 0 where no two tokens meet.
+    Two different question tokens within 8 tokens of each other, at most 4 times in the text, give 1 divided by that
+    count to each unit that the place touches. So a line is found that shares several common words with the question. A
+    token with more than 4 occurrences, and more than one per four units, does not count. The question must be short:
+    all its pairs count.
     """
     ids, num_units = torch.as_tensor(prompt_ids), len(units)
     body, words = ids[: units.num_tokens], torch.unique(ids[slice(*question)])
@@ -197,30 +153,14 @@ def order_slots(
     lost: Sequence[int] = (),
     in_place: bool = False,
 ) -> tuple[int, list[int]]:
-    """Say where what comes back is written.
+    """How many held slots stay, and the positions written behind them, increasing.
 
-    Text that comes back is of little use behind the question and the answers that were written without it. To go back
-    to the first slot behind it is dear where it stands early; to go back to the first one behind all that was dropped
-    is answered as well (experiments/LOG.md, Sessions).
+    Recalled text helps little behind a question and answers that were written without it; rewriting from its own place
+    is dear where that is early. Rewriting behind everything that was dropped, or the last MOST_REWRITTEN slots, answers
+    as well (experiments/LOG.md, Sessions).
 
-    Parameters
-    ----------
-    held : sequence of int
-        Positions in the cache, in the order in which they were written.
-    restored : sequence of int
-        Positions that come back, increasing; none of them is held.
-    num_cached : int
-        Tokens of earlier turns.
-    lost : sequence of int
-        Positions that were held, and have to be again.
-    in_place : bool
-        Whether what comes back is written at its place in order, whatever stands behind it (contiguous positions).
-
-    Returns
-    -------
-    tuple
-        How many of the held slots stay (up to the first one behind all that was dropped, or MOST_REWRITTEN ahead of the
-        end where that is nearer to it), and the positions that are written behind them, increasing.
+    held: positions in the cache, in write order. restored: recalled positions, none of them held. lost: positions to be
+    prefilled again. in_place: recalled tokens are written in text order (contiguous positions).
     """
     num_staying = len(held)
     if restored and in_place:
@@ -228,7 +168,7 @@ def order_slots(
     elif restored:
         last_dropped = dropped_positions([*held, *lost], num_cached)[-1]
         num_staying = next((slot for slot, position in enumerate(held) if position > last_dropped), num_staying)
-        # After many turns of which nothing was dropped, all of them would stand behind it.
+        # After many turns without a drop, all of them would be behind it.
         num_staying = max(num_staying, len(held) - MOST_REWRITTEN)
     return num_staying, sorted([*held[num_staying:], *restored, *lost])
 
@@ -243,31 +183,11 @@ def select_turn(
     lost: Sequence[int] = (),
     in_place: bool = False,
 ) -> Selection:
-    """Select what the target prefills in a turn: what comes back of the old text, then what is kept of the new.
+    """Select the target's prefill in a turn: recalled old text, then the kept new text.
 
-    Parameters
-    ----------
-    evidence : Evidence
-        The whole conversation, and what is known of it.
-    held : sequence of int
-        Positions that the target's cache holds, all under num_cached, in the order in which they were written.
-    num_cached : int
-        Tokens of earlier turns.
-    restored : sequence of int
-        Positions among them that come back, increasing.
-    config : PrefillConfig, optional
-        How the new text is pruned; None keeps all of it.
-    protected : sequence of (int, int)
-        Half-open spans of the conversation that are never dropped.
-    lost : sequence of int
-        Positions that an earlier turn held, and that a turn which was cancelled has left out.
-    in_place : bool
-        As in `order_slots`.
-
-    Returns
-    -------
-    Selection
-        num_held of it says how many of the held slots stay; the rest of them is rolled back, and is part of it.
+    held: positions in the target's cache, all under num_cached, in write order. restored: recalled positions. config:
+    None keeps all of the new text. lost: positions that a cancelled turn has left out. in_place: as in `order_slots`.
+    The selection's num_held says how many held slots stay; the others are rolled back, and are part of it.
     """
     num_staying, back = order_slots(held, restored, num_cached, lost, in_place)
     prompt_ids = evidence.prompt_ids

@@ -1,6 +1,5 @@
-"""The selection rules by name. Importing this loads none of them, and no torch.
+"""The selection rules by name; loads none of them, and no torch.
 
-How it is used: `PrefillConfig(scorer="bm25")` names a rule; `make_rule(name).score(evidence, units, config)` runs it.
 `SCORERS["mine"] = Mine` adds one (docs/add-a-selection-rule.md).
 """
 
@@ -34,5 +33,5 @@ def make_rule(name: str) -> SelectionRule:
 
 
 def needs_attention(name: str) -> bool:
-    """Return whether a rule has the draft go over the whole prompt. Raises ValueError for an unknown name."""
+    """Return whether a rule needs the draft's attention over the prompt. Raises ValueError for an unknown name."""
     return make_rule(name).needs_attention

@@ -1,6 +1,6 @@
-"""A selection rule: who says which units of a prompt matter, and what he is shown. docs/add-a-selection-rule.md.
+"""The selection rule: which units of a prompt matter. docs/add-a-selection-rule.md.
 
-How it is used: subclass `SelectionRule`, put a line into `registry.SCORERS`, and name it: `PrefillConfig(scorer=...)`.
+Subclass `SelectionRule`, add a line to `registry.SCORERS`, and name it: `PrefillConfig(scorer=...)`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from spec_stack.prefill.units import Units
 
 
 class Observer(Protocol):
-    """Watches how a prompt is selected (`spec-stack explain`). Changes nothing in it."""
+    """Observes a selection (`spec-stack explain`) without changing it."""
 
     def scored(self, evidence: Evidence) -> None:
-        """Hear what there is to score the whole prompt by, once the draft has gone over it."""
+        """Receive the evidence for the whole prompt, after the draft's pass."""
         ...
 
     def voted(self, units: Units, scores: torch.Tensor) -> None:
-        """Hear the rule's scores (num_units,), in a session those of the new text."""
+        """Receive the rule's scores (num_units,), in a session those of the new text."""
         ...
 
 
@@ -40,15 +40,15 @@ class Evidence:
     prompt_ids
         N tokens of the target.
     attention
-        What the draft attended to, with `importance(config)` (N,); None where no draft was asked.
+        The draft's attention, with `importance(config)` (N,); None without a pass of the draft.
     protected
         Half-open spans of the system message and of the template's own tokens, sorted; the turns lie between them.
     pieces
         The text of every token, (N,); None without a tokenizer.
     importance
-        (N,), in place of the attention's own, for whoever has computed it.
+        (N,), precomputed; used instead of the attention's own.
     observer
-        Hears of the scores.
+        Receives the scores.
     """
 
     prompt_ids: Sequence[int]
@@ -59,7 +59,7 @@ class Evidence:
     observer: Observer | None = None
 
     def starting_at(self, first: int) -> Evidence:
-        """The same of the text from token `first` on, by itself."""
+        """The evidence of the text from token `first` on."""
         return Evidence(
             self.prompt_ids[first:],
             None if self.attention is None else self.attention.starting_at(first),
@@ -70,7 +70,7 @@ class Evidence:
         )
 
     def token_importance(self, config: PrefillConfig) -> torch.Tensor:
-        """Importance (N,) of every token by the draft's attention. Raises ValueError where no draft was asked."""
+        """Importance (N,) of every token by the draft's attention. Raises ValueError without a pass of the draft."""
         if self.importance is not None:
             return self.importance
         if self.attention is None:
@@ -79,24 +79,24 @@ class Evidence:
 
     @property
     def candidates(self) -> Candidates:
-        """Where the question may stand."""
+        """The segments that may hold the question."""
         return find_candidates(len(self.prompt_ids), self.pieces, self.protected)
 
 
 class SelectionRule(ABC):
-    """Scores the units of a prompt. One object serves many prompts, so it keeps nothing of them."""
+    """Scores the units of a prompt. One object serves many prompts, so it must be stateless."""
 
     needs_attention: ClassVar[bool] = True
     """True where the draft goes over the whole prompt for it. Without, pruning costs no pass of the draft."""
 
     @abstractmethod
     def score(self, evidence: Evidence, units: Units, config: PrefillConfig) -> torch.Tensor:
-        """Scores (num_units,), the higher the sooner kept.
+        """Scores (num_units,); units with higher scores are kept first.
 
         Parameters
         ----------
         evidence : Evidence
-            The prompt, and what is known of it.
+            The prompt with its attention, texts and protected spans.
         units : Units
             What is kept or dropped whole: lines, or chunks.
         config : PrefillConfig

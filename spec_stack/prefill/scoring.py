@@ -1,7 +1,6 @@
-"""The prefill stage: the draft goes over the whole prompt and says which part of it the target needs.
+"""The prefill stage: the draft scores the whole prompt, and the target's part is selected.
 
-How it is used: `score_prompt(draft, prompt_ids, look_ahead, config, ...)` gives the selection and the first proposal.
-`look_at` alone gives what the draft attended to, for whoever judges it by himself: a session, a calibration, explain.
+`score_prompt` gives the selection and the first proposal; `look_at` alone gives the draft's attention.
 """
 
 from __future__ import annotations
@@ -42,18 +41,18 @@ class ScoringModel(SteppableModel, Protocol):
 
 
 class LookAhead(Protocol):
-    """Drafts up to num_tokens tokens after the prompt, greedily whatever the temperature (`decode.propose.propose`).
+    """Drafts up to num_tokens tokens after the prompt, greedily at any temperature (`decode.propose.propose`).
 
-    The selection depends on these tokens. Were they drawn at random, the target's distribution would depend on
-    the very draws it is to judge, and rejection sampling would no longer be exact; chosen, they leave it exact,
-    and every seed keeps the same part of the prompt.
+    The selection depends on these tokens. Drawn tokens would make the target's distribution depend on the draws that it
+    verifies, and rejection sampling would no longer be exact. Greedy tokens keep it exact, with one selection for all
+    seeds.
     """
 
     def __call__(self, committed_ids: Sequence[int], num_tokens: int) -> Proposal: ...
 
 
 def num_layers_needed(config: PrefillConfig, num_layers: int) -> int | None:
-    """How many of a draft's num_layers layers a prompt has to go through to be scored; None for all."""
+    """How many of a draft's num_layers layers scoring a prompt needs; None for all."""
     needed = config.num_asked_layers
     return None if needed is None or needed >= num_layers else needed
 
@@ -69,35 +68,14 @@ def look_at(
     pieces: Sequence[str] | None = None,
     protected: Sequence[Span] = (),
 ) -> tuple[CapturedAttention, Proposal]:
-    """Prefill the draft with what it has not seen of a text, and capture the scoring queries.
+    """Prefill the draft with the unseen part of a text, and capture the scoring queries.
 
-    Parameters
-    ----------
-    draft
-        Holds nothing or the beginning of the text. It is left with the whole of it; with the look-ahead too where one
-        was drafted.
-    prompt_ids
-        The text in the target's tokens.
-    look_ahead
-        Drafts the first tokens after it, where these are scoring queries.
-    config
-        Whether the queries are those of the places in which the question may stand, or of the last token and the
-        look-ahead.
-    tokenization
-        The text in the draft's own tokens where it has another tokenizer.
-    num_layers
-        Layers that run, where the text's own tokens are the queries; None is all. The draft is then good for nothing
-        else.
-    on_prefilled
-        Called when the draft has seen all of the text but the last queries.
-    pieces, protected
-        As `queries.find_candidates` takes them.
+    Returns the captured attention, and the look-ahead as the first proposal, empty where the text's own tokens are the
+    queries. The draft holds nothing or a prefix of the text, and afterwards the whole text and the look-ahead.
 
-    Returns
-    -------
-    tuple
-        What was attended to, and the look-ahead as the first proposal, empty where the text's own tokens are the
-        queries.
+    tokenization: the text in the draft's own tokens, for another tokenizer. num_layers: layers that run, where the
+    text's own tokens are the queries; None is all, and fewer make the draft useless for anything else. on_prefilled:
+    called when the draft has seen all but the last queries. pieces, protected: as in `queries.find_candidates`.
     """
     num_tokens = len(prompt_ids)
     found = find_candidates(num_tokens, pieces, protected) if config.asks_prompt else None
@@ -130,7 +108,7 @@ def _capture_candidates(
     tokenization: DraftTokenization | None,
     num_layers: int | None,
 ) -> CapturedAttention:
-    """Run the window in place, then every candidate before it once more, behind the prompt."""
+    """Run the window in place, then every candidate before it again, behind the prompt."""
     num_tokens = len(prompt_ids)
     num_draft_tokens, ranges = _in_draft_tokens(num_tokens, tokenization)
     spans = [segment if ranges is None else _draft_span(ranges, *segment) for segment in found.segments]
@@ -140,7 +118,7 @@ def _capture_candidates(
         if found.repeated and num_layers is None:
             draft.checkpoint()
         rows: list[Span] = []
-        # A draft with other tokens says only by its queries how many it has of a segment.
+        # A draft with other tokens has another number of queries per segment.
         for part in [found.repeated] if ranges is None else [(segment,) for segment in found.repeated]:
             begin, token_ids = _num_queries(captured), [token for span in part for token in prompt_ids[slice(*span)]]
             positions = range(draft.next_position, draft.next_position + len(token_ids))
@@ -190,44 +168,19 @@ def score_prompt(
     on_prefilled: Callable[[], None] | None = None,
     observer: Observer | None = None,
 ) -> tuple[Selection, Proposal]:
-    """Have the draft say which part of the prompt matters, and select it.
+    """Score the prompt with the draft, and select the target's part (SpecPrefill, https://arxiv.org/abs/2502.02789,
+    alg. 1).
 
-    Parameters
-    ----------
-    draft
-        Fresh, or with the beginning of the prompt. It is left ready for decoding: with the prompt and, where one was
-        drafted, the look-ahead; with the kept slots of the prompt alone under draft_context="kept", where the draft can
-        drop slots, and always where not all of its layers saw the prompt.
-    prompt_ids
-        The prompt in the target's tokens.
-    look_ahead
-        Drafts the first tokens after the prompt.
-    config
-        How to prefill, to score and to select.
-    protected
-        Half-open token spans to keep whatever their scores.
-    tokenization
-        The prompt in the draft's own tokens where it has another tokenizer; they are scored, and each prompt token
-        takes the most of what it overlaps.
-    pieces
-        The text of every prompt token; None without a tokenizer.
-    whole
-        Run all layers over the prompt even where scoring needs fewer, for a draft that is to be used again; an explicit
-        config.scoring_layers holds all the same.
-    on_prefilled
-        As in `look_at`.
-    observer
-        Hears how the prompt is selected.
+    Returns the selection, and the look-ahead as the first proposal. It is empty where scoring needs none: drafting it
+    before the first token would only delay that token.
 
-    Returns
-    -------
-    tuple
-        The selection, and the look-ahead as the first proposal. It is empty where no look-ahead is needed to score: it
-        would take the time of its forwards before the first token, and can be drafted after that one as well.
+    The draft is fresh, or holds a prefix of the prompt. Afterwards it holds the prompt and any look-ahead; only the
+    kept slots under draft_context="kept" where its cache can drop slots, and always where not all layers saw the
+    prompt.
 
-    Notes
-    -----
-    SpecPrefill, https://arxiv.org/abs/2502.02789, algorithm 1.
+    protected: half-open token spans that are always kept. tokenization: the prompt in the draft's own tokens; each
+    prompt token gets the maximum of those it overlaps. whole: run all layers even where scoring needs fewer, to reuse
+    the draft; an explicit config.scoring_layers still holds. on_prefilled: as in `look_at`.
     """
     attention, proposal, num_layers = None, Proposal(), None
     goes_over = needs_attention(config.scorer)

@@ -1,7 +1,4 @@
-"""From votes on units to the prompt tokens the target prefills. Pure.
-
-How it is used: `select(Evidence(prompt_ids, attention, question, pieces), config, protected)`.
-"""
+"""From scores of units to the prompt tokens that the target prefills. Pure."""
 
 from __future__ import annotations
 
@@ -17,20 +14,8 @@ from spec_stack.types import Selection
 def select(evidence: Evidence, config: PrefillConfig, protected: Iterable[tuple[int, int]] = ()) -> Selection:
     """The kept units as token ids at their original positions.
 
-    Parameters
-    ----------
-    evidence
-        The whole prompt, and what is known of it.
-    config
-        Who votes, on what units, and how much is kept.
-    protected
-        Half-open token spans that are kept on top of the units, token by token (the system message, the template's own
-        tokens).
-
-    Raises
-    ------
-    ValueError
-        Where the rule gives other than one score a unit, or lacks what it scores by.
+    protected: half-open token spans that are kept in addition, token by token (system message, template). Raises
+    ValueError unless the rule gives one score per unit, or where it lacks its evidence.
     """
     prompt_ids = evidence.prompt_ids
     num_tokens = len(prompt_ids)

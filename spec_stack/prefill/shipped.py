@@ -1,8 +1,6 @@
 """Calibrations that ship with the package, for known drafts: matched by configuration and weights.
 
-How it is used: `choose_calibration` settles which calibration holds for a pair: the one that is named, the one
-beside the draft, or the one that ships. Weights are told by `sketch(embedding)` for a draft that is loaded, by
-`sketch_of_files(draft)` for one that is not. `docs/calibration.md` says how to add one.
+`sketch` identifies the weights of a loaded draft, `sketch_of_files` those of files (docs/calibration.md).
 """
 
 from __future__ import annotations
@@ -29,18 +27,7 @@ _TOLERANCE = 0.12
 
 
 def sketch(embedding: torch.Tensor) -> tuple[float, ...]:
-    """A few values of a draft's token embedding, spread over the vocabulary, which tell its weights from others.
-
-    Parameters
-    ----------
-    embedding : torch.Tensor
-        (vocab_size, hidden_size), of any floating dtype.
-
-    Returns
-    -------
-    tuple of float
-        Rounded to three digits; empty for weights that are not there (on the meta device).
-    """
+    """A few values of a token embedding (vocab_size, hidden_size), to identify weights: three digits; empty on meta."""
     if embedding.is_meta:
         return ()
     rows = torch.tensor(_rows(embedding.shape[0]), device=embedding.device)
@@ -49,8 +36,9 @@ def sketch(embedding: torch.Tensor) -> tuple[float, ...]:
 
 
 def sketch_of_files(source: str | Path) -> tuple[float, ...]:
-    """The same from the safetensors files of a folder, or of a hub id whose files are in the cache already; empty where
-    there are none. Reads a few rows."""
+    """`sketch` from the safetensors files of a folder or a cached hub id; empty where there are none. Reads a few
+    rows.
+    """
     file = _file_with_embedding(source)
     if file is None:
         return ()
@@ -68,7 +56,7 @@ def sketch_of_files(source: str | Path) -> tuple[float, ...]:
 
 
 def is_same(one: Sequence[float], other: Sequence[float]) -> bool:
-    """Return whether two sketches are of the same weights, but for their rounding."""
+    """Return whether two sketches are of the same weights, up to rounding."""
     if not one or len(one) != len(other):
         return False
     apart = sum((a - b) ** 2 for a, b in zip(one, other, strict=True))
@@ -81,28 +69,12 @@ def choose_calibration(
     configs: tuple[Any, Any],
     weights: Callable[[], Sequence[float]],
 ) -> tuple[Calibration | None, str]:
-    """The calibration that holds for a pair: the one that is named, else the one beside the draft, else what ships.
+    """The calibration of a pair: the named one, else the one beside the draft, else the shipped one.
 
-    Parameters
-    ----------
-    draft
-        The draft's folder or hub id.
-    named
-        A file or folder; None and True name none, False takes none at all.
-    configs
-        The transformers text configurations of target and draft.
-    weights
-        Gives the draft's sketch, where it comes to that.
-
-    Returns
-    -------
-    tuple
-        The calibration or None; and why the one beside the draft is left aside, empty where it is not.
-
-    Raises
-    ------
-    ValueError
-        For one that is named and does not hold for these models, and for a file that is no calibration.
+    named: a file or folder; None and True name none, False disables all. configs: the transformers text configurations
+    of target and draft. weights: gives the draft's sketch. Returns it or None, and why the one beside the draft does
+    not apply (empty if it does). Raises ValueError for a named one that does not fit these models, and for a damaged
+    file.
     """
     if named is False:
         return None, ""
@@ -116,22 +88,13 @@ def choose_calibration(
 
 
 def find_shipped(config: Any, weights: Sequence[float]) -> Calibration | None:
-    """The calibration that ships for a draft; None for a draft that is not known.
-
-    Parameters
-    ----------
-    config
-        The draft's transformers text configuration.
-    weights
-        Its sketch; an empty one matches nothing.
-    """
+    """The shipped calibration of a draft, by its text configuration and sketch; None for an unknown one."""
     own = fingerprint(config)
     return next((each for each in shipped() if dict(each.draft) == own and is_same(each.weights, weights)), None)
 
 
 @lru_cache(maxsize=1)
 def shipped() -> tuple[Calibration, ...]:
-    """All calibrations that ship."""
     files = sorted(FOLDER.glob("*.json"))
     return tuple(replace(Calibration.load(file), origin=f"what ships for {file.stem}") for file in files)
 
@@ -153,7 +116,7 @@ def _file_with_embedding(source: str | Path) -> Path | None:
 
 
 def _file_of(source: str | Path, name: str) -> Path | None:
-    """A file of a folder, or of a hub id as far as it lies in the cache."""
+    """A file of a folder, or of a cached hub id."""
     if Path(source).is_dir():
         return Path(source) / name if (Path(source) / name).is_file() else None
     from huggingface_hub import try_to_load_from_cache

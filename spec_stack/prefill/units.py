@@ -1,8 +1,6 @@
-"""The units of a prompt that are kept or dropped whole: lines and sentences of its text, or chunks of so many tokens.
+"""The units of a prompt, kept or dropped whole: lines and sentences of its text, or chunks of equal size.
 
-How it is used: `make_units(num_tokens, pieces, config)` cuts a prompt up; a selection rule gives one score a unit
-(`units.worth(importance, config)` turns importance of tokens into such), and `units.chosen(scores, config, keep_rate)`
-says which tokens are kept. Pure: tensors and strings. What `pieces` are is told at `spec_stack.tokenizers.pieces`.
+Pure: tensors and strings. `spec_stack.tokenizers.pieces` makes the `pieces`.
 """
 
 from __future__ import annotations
@@ -34,11 +32,7 @@ _ROUNDING = 1e-9
 class Units(ABC):
     """A prompt cut into units, in order and without gaps.
 
-    Parameters
-    ----------
-    borders : sequence of int
-        (num_units + 1,), strictly increasing from 0 to the number of tokens: unit i holds the tokens from borders[i] up
-        to borders[i + 1].
+    borders: (num_units + 1,), strictly increasing from 0 to num_tokens: unit i is borders[i] up to borders[i + 1].
     """
 
     def __init__(self, borders: Sequence[int]) -> None:
@@ -67,25 +61,17 @@ class Units(ABC):
         """Mean per unit (num_units,) of one value per token (num_tokens,)."""
 
     def worth(self, importance: torch.Tensor, config: PrefillConfig) -> torch.Tensor:
-        """Worth of every unit (num_units,) by the importance of the tokens (num_tokens,)."""
+        """Score of every unit (num_units,) by the importance of the tokens (num_tokens,)."""
         return self.means(importance)
 
     @abstractmethod
     def chosen(
         self, scores: torch.Tensor, config: PrefillConfig, keep_rate: float, free: Collection[int] = ()
     ) -> set[int]:
-        """Say which tokens are kept.
+        """The kept tokens by scores (num_units,); ties go to the earlier unit.
 
-        Parameters
-        ----------
-        scores
-            (num_units,). Ties go to the earlier unit.
-        config
-            For keep_first and keep_last, whose tokens are kept whatever the scores.
-        keep_rate
-            Share of the prompt that is kept, over 0 to 1, with what is kept at its ends.
-        free
-            Tokens that are kept anyway, and that cost nothing.
+        keep_rate: kept share of the prompt, forced ends (keep_first, keep_last) included. free: tokens that are kept
+        anyway, at no cost.
         """
 
     @abstractmethod
@@ -94,7 +80,7 @@ class Units(ABC):
 
     @abstractmethod
     def around(self, unit: int, margin: int) -> tuple[int, int]:
-        """The half-open span of a unit, with a margin of tokens on either side where its border may part a line."""
+        """The half-open span of a unit, with a margin of tokens where its border may split a line."""
 
 
 class Chunks(Units):
@@ -105,14 +91,14 @@ class Chunks(Units):
         self._size = size
 
     def means(self, values: torch.Tensor) -> torch.Tensor:
-        """The same; the tokens that the last chunk lacks count as 0."""
+        """As in Units; the tokens that the last chunk lacks count as 0."""
         padded = torch.nn.functional.pad(values, (0, len(self) * self._size - len(values)))
         return padded.reshape(len(self), self._size).mean(dim=1)
 
     def chosen(
         self, scores: torch.Tensor, config: PrefillConfig, keep_rate: float, free: Collection[int] = ()
     ) -> set[int]:
-        """ceil(keep_rate · num_chunks) chunks, those at the ends among them; what is free comes on top."""
+        """ceil(keep_rate · num_chunks) chunks, the forced ends among them; free tokens are added."""
         num_chunks = len(self)
         forced = {*range(min(config.keep_first, num_chunks)), *range(max(0, num_chunks - config.keep_last), num_chunks)}
         budget = max(len(forced), math.ceil(keep_rate * num_chunks - _ROUNDING))
@@ -128,7 +114,7 @@ class Chunks(Units):
 
 
 class Lines(Units):
-    """Lines and sentences: units of unequal length, of which as many are kept as fit into a budget of tokens."""
+    """Lines and sentences: units of unequal length, kept up to a budget of tokens."""
 
     def means(self, values: torch.Tensor) -> torch.Tensor:
         owner = self.owner.to(values.device)
@@ -136,7 +122,7 @@ class Lines(Units):
         return (sums / torch.bincount(owner, minlength=len(self))).to(values.dtype)
 
     def worth(self, importance: torch.Tensor, config: PrefillConfig) -> torch.Tensor:
-        """The same; tokens that are kept anyway count 0. The first ones, sinks of attention, would carry their line."""
+        """As in Units, but forced tokens count 0: the first ones are attention sinks and would carry their line."""
         first, last = config.forced_tokens
         inside = torch.zeros_like(importance)
         inner = slice(first, max(first, self.num_tokens - last))
@@ -146,8 +132,9 @@ class Lines(Units):
     def chosen(
         self, scores: torch.Tensor, config: PrefillConfig, keep_rate: float, free: Collection[int] = ()
     ) -> set[int]:
-        """At most ceil(keep_rate · num_tokens) tokens, those at the ends among them and the free ones aside; a unit
-        that does not fit any more is passed over for the next best."""
+        """At most ceil(keep_rate · num_tokens) tokens, forced ends included, free ones excluded; units that do not fit
+        are skipped.
+        """
         num_tokens = self.num_tokens
         kept = forced_ends(num_tokens, config)
         left = max(math.ceil(keep_rate * num_tokens - _ROUNDING) - len(kept), 0)
@@ -179,21 +166,10 @@ def forced_ends(num_tokens: int, config: PrefillConfig) -> set[int]:
 
 
 def make_units(num_tokens: int, pieces: Sequence[str] | None, config: PrefillConfig) -> Units:
-    """Cut a prompt into the units that the configuration asks for.
+    """Cut a prompt into units by config.unit and chunk_size.
 
-    Parameters
-    ----------
-    num_tokens
-        Of the prompt.
-    pieces
-        The text of every token; None where there is no tokenizer to tell, and chunks take the place of lines.
-    config
-        For `unit` and `chunk_size`.
-
-    Raises
-    ------
-    ValueError
-        For pieces of another length.
+    pieces: the text of every token; None without a tokenizer, and chunks replace lines. Raises ValueError for pieces of
+    another length.
     """
     if config.unit == "chunks" or pieces is None:
         return Chunks(num_tokens, config.chunk_size)
@@ -203,19 +179,11 @@ def make_units(num_tokens: int, pieces: Sequence[str] | None, config: PrefillCon
 
 
 def line_borders(pieces: Sequence[str], longest: int = LONGEST_UNIT) -> list[int]:
-    """Borders (num_units + 1,) of the lines and sentences of a text, as token indices.
+    """Borders (num_units + 1,), as token indices, of the lines and sentences of a text; units of at most `longest`
+    tokens.
 
-    Parameters
-    ----------
-    pieces
-        The text of every token; a character of several tokens stands at the last of them, so that no border parts it.
-    longest
-        Most tokens of a unit.
-
-    Returns
-    -------
-    list of int
-        A token belongs to the unit in which its text begins.
+    A character of several tokens has its text at the last of them, so that no border splits it. A token belongs to the
+    unit in which its text begins.
     """
     stops = list(accumulate(map(len, pieces)))
     starts = [0, *stops[:-1]] if stops else []

@@ -1,7 +1,4 @@
-"""Rare words that a question shares with a text: no draft, milliseconds. For recall in later turns.
-
-How it is used: `rare_words(prompt_ids, asked, units)` scores the units of the text before the question.
-"""
+"""Rare words that a question shares with a text: no draft, milliseconds. For recall in later turns."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ import torch
 
 from spec_stack.prefill.units import Units
 
-# Lengths of the n-grams; one that occurs more often than this in the body tells too little.
+# Lengths of the n-grams, and their most occurrences in the body.
 _ORDERS = (2, 1)
 MAX_OCCURRENCES = 4
 
@@ -20,32 +17,13 @@ MAX_OCCURRENCES = 4
 def rare_words(
     prompt_ids: Sequence[int], question: tuple[int, int], units: Units, half_life: float = math.inf
 ) -> torch.Tensor:
-    """How much each unit shares with the question, counted in rare n-grams. No model; milliseconds.
+    """Scores (num_units,): rare n-grams in common with the question. No model; milliseconds.
 
-    Every n-gram (n is 1 or 2) of the question that occurs at most 4 times in the body gives n, divided by the number
-    of times it occurs there, to each unit that an occurrence touches.
+    Every n-gram (n is 1 or 2) of the question with 1 to 4 occurrences in the text before it gives n divided by that
+    count to each unit that an occurrence touches. question: half-open span. units: of the prompt or its prefix.
+    half_life: an n-gram's weight halves with every so many tokens to the question's end.
 
-    Parameters
-    ----------
-    prompt_ids
-        The prompt.
-    question
-        Half-open span of the question in it; the body is what comes before.
-    units
-        Of the prompt, or of its beginning: what lies behind them is not voted on.
-    half_life
-        An n-gram's weight halves with every so many tokens from its end to the question's, for a span that may hold
-        more than the question.
-
-    Returns
-    -------
-    torch.Tensor
-        (num_units,), 0 where nothing is shared.
-
-    Notes
-    -----
-    The idea is PFlash's: chunks are anchored by words that they share with the end of the prompt. The short n-grams
-    and the half-life are ours, chosen on the wordings of the needles that a calibration hides.
+    After PFlash, which anchors chunks by words in common with the prompt's end; n and half-life are our own choice.
     """
     ids = torch.as_tensor(prompt_ids)
     scores = torch.zeros(len(units), dtype=torch.float64)
@@ -85,8 +63,10 @@ def rare_words(
 def add_votes(
     scores: torch.Tensor, units: Units, starts: torch.Tensor, lasts: torch.Tensor, votes: torch.Tensor
 ) -> None:
-    """Add votes (n,) to the units in which the first and the last token of each place (n,) stand; scores (num_units,)
-    are changed in place. A unit gets a vote once, and one past the last unit's end gets none."""
+    """Add votes (n,) to the units of the first and last token of each place (n,); scores (num_units,) change in place.
+
+    A unit gets a vote once; places behind the last unit get none.
+    """
     owner = torch.cat([units.owner, torch.full((1,), len(units))])
     first, last = (owner[at.clamp(max=units.num_tokens)] for at in (starts, lasts))
     for unit, counts in ((first, first < len(units)), (last, (last > first) & (last < len(units)))):

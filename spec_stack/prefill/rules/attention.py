@@ -1,4 +1,4 @@
-"""The draft's attention alone."""
+"""Selection by the draft's attention alone."""
 
 from __future__ import annotations
 

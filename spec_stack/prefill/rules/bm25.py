@@ -20,7 +20,7 @@ from spec_stack.prefill.rule import Evidence, SelectionRule
 from spec_stack.prefill.units import Units
 
 _K1, _B = 1.5, 0.75
-# A token that counts so much is the question's own, and no text to search.
+# Tokens with so much weight are the question itself, and are not searched.
 _ASKED = 0.5
 # Scripts without spaces count by the character.
 _CHARACTERS = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af"
@@ -39,7 +39,7 @@ class ByBM25(SelectionRule):
 
 
 def bm25(bodies: Sequence[Sequence[Hashable]], asked: dict[Hashable, float]) -> list[float]:
-    """BM25 of each body of words for the question's words, with a weight each; an empty body has 0."""
+    """BM25 of each body of words for the weighted question words; an empty body has 0."""
     counts = [Counter(body) for body in bodies]
     num_bodies = sum(map(bool, counts))
     average = sum(map(len, bodies)) / max(1, num_bodies)
@@ -57,7 +57,7 @@ def bm25(bodies: Sequence[Sequence[Hashable]], asked: dict[Hashable, float]) -> 
 
 
 def _weights(evidence: Evidence, asked: Mapping[int, float]) -> dict[Hashable, float]:
-    """What each word of the question counts: the most that a token of it does."""
+    """The weight of each question word: the maximum over its tokens."""
     weights: dict[Hashable, float] = {}
     for run in _runs(sorted(asked)):
         for word, token in _words_by_token(evidence, run):
