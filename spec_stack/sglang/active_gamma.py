@@ -1,4 +1,4 @@
-"""SGLang's record of the gamma that holds now, which it keeps with every change of it, for ever."""
+"""SGLang's log of gamma overrides, which grows without bound."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _SOURCE = "adaptive_spec.restore"
 
 
 def forget_earlier_gammas(log: list[tuple[str, Any]]) -> None:
-    """Keep the newest of SGLang's entries about gamma, all that it reads back. Mutates the log.
+    """Keep the newest gamma entry of SGLang's log, the only one that it reads. Mutates the log.
 
-    SGLang expects a change now and then and appends one entry for each; here gamma may change at every step.
+    SGLang appends one entry per change, and here gamma may change at every step.
     """
     ours = [at for at, (source, _) in enumerate(log) if source == _SOURCE]
     for at in reversed(ours[:-1]):
@@ -24,5 +24,5 @@ def forget_earlier_gammas_of_this_process() -> None:
 
 
 def num_overrides_kept() -> int:
-    """Entries in this process's log, which must not grow with the steps taken."""
+    """Entries in this process's log; must not grow with the steps."""
     return len(get_context()._overrides_log)

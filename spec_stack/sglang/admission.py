@@ -1,11 +1,6 @@
 """The scheduler's side: decides for each arriving request, scores and prunes its prompt while it waits.
 
-A request comes here complete, at the moment SGLang puts it into its waiting queue: lengths, grammar and session are
-through. It is decided at once where nothing is to be scored. Else it stays in SGLang's own waiting queue, so that
-SGLang's limits, aborts, timeouts, priorities and idle checks find it there, and is merely left out when a prefill batch
-is made, until its prompt is scored. One part of one scoring (at most a chunk of prompt through the draft, or a few
-look-ahead tokens) is done per round of the scheduler's loop, so running requests get their next tokens in between (see
-`rounds`).
+Scored requests stay in SGLang's waiting queue (limits, aborts, timeouts), but out of prefill batches; see `rounds`.
 """
 
 from __future__ import annotations
@@ -43,17 +38,18 @@ from spec_stack.tokenizers.pieces import Pieces
 
 logger = logging.getLogger(__name__)
 _MOST_REMEMBERED = 16
-# Remembered turns cost a few bytes a token, and the draft's pool forgets texts too: so many times its length is enough.
+# Remembered turns cost a few bytes per token, and the draft's pool evicts texts too: so many times its length is
+# enough.
 _TURNS_PER_POOL = 16
 # Most tokens that the draft prefills in one round beside a prefill batch: little against the target's chunk.
 _MOST_QUICK_TOKENS = 512
 
 
 class RequestPruner:
-    """One scheduler's sparse prefill, made in its first round; every request is decided here, and none fails here.
+    """One scheduler's sparse prefill, made in its first round. A failure here never fails a request.
 
-    The ranks of a tensor-parallel group run the same rounds over the same requests and pools, so they decide alike.
-    What could differ is a rank's own failure, and then none of them prunes.
+    The ranks of a tensor-parallel group run the same rounds over the same requests and pools, so they decide alike. A
+    failure of one rank makes all of them prefill densely.
     """
 
     def __init__(self, scheduler: Scheduler, model: ScoringModel) -> None:
@@ -67,14 +63,14 @@ class RequestPruner:
             model.runner.model_config.hf_text_config,
         )
         self._refusal = model.refusal
-        # Beside a draft with slots of its own there is none that could score.
+        # A draft with slots of its own cannot score.
         self.prunes = self._refusal is None and self.config.prefill.sparse_prefill != "draft_only"
         self._template = ChatTurns.learn(self._scheduler.tokenizer, scheduler.server_args.chat_template)
         self._pieces = None if self._scheduler.tokenizer is None else Pieces(self._scheduler.tokenizer)
         decode_interval = self.config.prefill_decode_interval if prunes(self.config, self._refusal) else 0
         self._rounds = Rounds(scheduler, decode_interval)
         self._scorer = DraftScorer(scheduler, model.pool, self._rounds.most_of_a_part)
-        # The same prompt comes again at once where n replies are asked for, and after a client's retry.
+        # The same prompt repeats at once with n replies, and after a client's retry.
         self._remembered: OrderedDict[Prompt, tuple[Placement, str]] = OrderedDict()
         self._turns = Turns(_TURNS_PER_POOL * model.pool.index.num_slots)
         self._waiting: list[Waiting] = []
@@ -89,14 +85,16 @@ class RequestPruner:
         self._announce()
 
     def _testing_scorer(self, model: ScoringModel) -> DraftScorer:
-        """Where prompts are pruned on request alone, the pool's memory is taken when the first one asks."""
+        """The scorer after its self-test. Where prompts are pruned on request alone, the first one allocates the
+        pool.
+        """
         if prunes(self.config, self._refusal):
             return self._scorer
         return DraftScorer(self._scheduler, PooledDraft(model.runner, self_test.most_tokens(self.config.prefill)))
 
     @staticmethod
     def of(scheduler: Scheduler) -> RequestPruner | None:
-        """The scheduler's pruner, made where it has none yet; None where no model scores."""
+        """The scheduler's pruner, made on first use; None where no model scores."""
         pruner = getattr(scheduler, STATE, None)
         if pruner is None and (model := ScoringModel.of(scheduler)) is not None:
             pruner = RequestPruner(scheduler, model)
@@ -104,7 +102,7 @@ class RequestPruner:
         return pruner
 
     def _announce(self) -> None:
-        """Say once, at launch, what this server will do to prompts and how far it drafts."""
+        """Log once, at launch, how prompts are pruned and how far the server drafts."""
         config = self.config
         self._drafting.announce(config, self._refusal)
         level = logging.WARNING if self._refusal or prunes(config, self._refusal) else logging.INFO
@@ -119,7 +117,7 @@ class RequestPruner:
     # Arrival
 
     def arrive(self, request: RunningRequest) -> None:
-        """Decide for a request that is about to be queued for the first time. Mutates it."""
+        """Decide for a request before it is first queued. Mutates it."""
         if getattr(request, STATE, None) is not None:
             return
         failure: Exception | None = None
@@ -130,7 +128,7 @@ class RequestPruner:
                 raise
             note_failure("deciding for a prompt", "it is prefilled densely")
             failure = error
-        # Nothing of it is sure to be alike but that it failed everywhere: who has decided may have pruned.
+        # Ranks agree only that it failed somewhere: a rank that had decided may have pruned.
         if not all_say_yes(failure is None) and not all_say_yes(failure is not None):
             raise RuntimeError("deciding for a prompt failed on a part of the ranks, which would go apart") from failure
         if failure is not None:
@@ -138,7 +136,7 @@ class RequestPruner:
                 self._give_up(request, failure)
 
     def _give_up(self, request: RunningRequest, error: Exception) -> None:
-        """Prefill the prompt densely, of which nothing has been changed yet."""
+        """Prefill the unchanged prompt densely."""
         self._waiting = [waiting for waiting in self._waiting if waiting.request is not request]
         if getattr(request, STATE, None) is None:
             reason = f"off: deciding failed: {type(error).__name__}: {error}"
@@ -164,7 +162,7 @@ class RequestPruner:
             end_ids=frozenset(self._end_ids(request)),
         )
         waiting = Waiting(request, options, prompt, Protected(), reason)
-        # A follow-up of a dense turn asks the cache and goes on: nothing else of its long history is looked at.
+        # A follow-up of a dense turn asks the cache alone, without a look at its long history.
         if self._is_mostly_cached(waiting):
             return
         protected = options.protect
@@ -177,7 +175,7 @@ class RequestPruner:
             self._waiting.append(waiting)
 
     def after_queueing(self, request: RunningRequest) -> None:
-        """Keep a request out of the prefill batch that is being made, if it came while one is, and must be scored."""
+        """Keep a request that must be scored out of the prefill batch that is being made."""
         with self._guarded("setting a request aside", "its prompt is prefilled densely"):
             queue = self._scheduler.waiting_queue
             is_unscored = any(waiting.request is request for waiting in self._waiting)
@@ -187,20 +185,21 @@ class RequestPruner:
     # The scheduler's loop
 
     def work(self) -> None:
-        """Do one part of the oldest scoring, if this round is for it. Called once per round, before SGLang makes its
-        next batch."""
+        """Do one part of the oldest scoring, if this round allows it. Called once per round, before SGLang's next
+        batch.
+        """
         self._at_work = None
         try:
             self._work()
         except Exception as error:
-            # The others may wait in a collective of the part that this rank did not begin.
+            # Other ranks may wait in a collective of the part that this rank did not begin.
             if self._failures_end_it or num_ranks() > 1:
                 raise
             note_failure("scoring", "the prompt is prefilled densely")
             self._release(error)
 
     def _release(self, error: Exception) -> None:
-        """Let the request that was worked on go on without a score; all that wait, where it could be any."""
+        """Release the current request without a score; all waiting ones where the failure may be any's."""
         failed = [self._at_work] if self._at_work in self._waiting else list(self._waiting)
         for waiting in failed:
             if waiting is None:
@@ -213,13 +212,13 @@ class RequestPruner:
             self._waiting = [other for other in self._waiting if other is not waiting]
 
     def _guarded(self, what: str, instead: str) -> AbstractContextManager[None]:
-        """Let a failure pass where there is one rank. Of several, one with another queue makes other batches, for which
-        the others wait for ever: there the server ends."""
+        """Contain a failure on one rank. With several, a rank with another queue makes other batches and the others
+        hang: the server ends.
+        """
         return harmless(what, instead) if num_ranks() == 1 else nullcontext()
 
     @property
     def _failures_end_it(self) -> bool:
-        """As tests want it."""
         return self.config.prefill.on_scoring_error == "raise"
 
     def _work(self) -> None:
@@ -231,7 +230,7 @@ class RequestPruner:
         self._score_the_quick()
         while self._waiting and self._waiting[0].work is None:
             self._at_work = self._waiting[0]
-            # What came before may have brought this one's prefix into the cache, or its very selection.
+            # Earlier requests may have brought this prefix, or this very selection, into the cache.
             if not self._is_settled_by_what_is_known(self._waiting[0]):
                 break
             self._waiting.pop(0)
@@ -240,7 +239,7 @@ class RequestPruner:
             self._do_a_part(self._waiting[0])
 
     def _score_the_quick(self) -> None:
-        """Settle follow-ups of which the draft has little to prefill in the round whose prefill batch they go into."""
+        """Score follow-ups with little draft prefill in the round of their prefill batch."""
         if not self._rounds.may_prefill():
             return
         left = most = min(_MOST_QUICK_TOKENS, self._scorer.chunk(self.config.prefill))
@@ -261,10 +260,7 @@ class RequestPruner:
 
     @contextmanager
     def unscored_set_aside(self) -> Iterator[None]:
-        """For the block, SGLang's waiting queue is without the requests that are yet to be scored.
-
-        Afterwards they stand among the others where they stood.
-        """
+        """Remove unscored requests from SGLang's waiting queue for the block; their order is restored afterwards."""
         before = list(self._scheduler.waiting_queue)
         with self._guarded("setting requests aside", "their prompts are prefilled densely"):
             self._set_unscored_aside(before)
@@ -303,7 +299,7 @@ class RequestPruner:
         }
 
     def forget(self) -> None:
-        """Drop what is remembered, and the draft's KV: SGLang has emptied its caches."""
+        """Drop remembered turns and the draft's KV: SGLang has emptied its caches."""
         for waiting in self._waiting:
             self._restart(waiting)
         self._remembered.clear()
@@ -312,7 +308,7 @@ class RequestPruner:
         self._drafting.forget()
 
     def _drop_those_gone(self) -> None:
-        """Those that SGLang has aborted, timed out or refused are not in its queue any more."""
+        """Drop requests that SGLang has aborted, timed out or refused."""
         queued = {id(request) for request in self._scheduler.waiting_queue}
         for waiting in self._waiting:
             if id(waiting.request) not in queued:
@@ -326,7 +322,7 @@ class RequestPruner:
             waiting.work = None
 
     def _do_a_part(self, waiting: Waiting) -> None:
-        """Take the scoring one part further; settle the request where it ends, well or not."""
+        """Run the next part of the scoring; settle the request at its end or failure."""
         self._at_work = waiting
         self._drafting.something_else_runs()
         started = perf_counter()
@@ -356,7 +352,7 @@ class RequestPruner:
     def _failed(self, waiting: Waiting, failure: Exception | None) -> None:
         if failure is not None and self.config.prefill.on_scoring_error == "raise":
             raise failure
-        # Nothing of the request is in the engine yet, so it can go on without a score, whatever went wrong.
+        # The engine has not started the request, so it can go on without a score after any failure.
         num_tokens = len(waiting.prompt.token_ids)
         logger.error("scoring a prompt of %d tokens failed; nothing of it is dropped", num_tokens, exc_info=failure)
         what = f"{type(failure).__name__}: {failure}" if failure is not None else "on another rank"
@@ -366,7 +362,7 @@ class RequestPruner:
     # What becomes of a request
 
     def _is_mostly_cached(self, waiting: Waiting) -> bool:
-        """Settle the request if all but a few tokens of its prompt are cached densely. Else note its beginning."""
+        """Settle the request if nearly all of its prompt is cached densely; else note its beginning."""
         prompt, waiting.beginning = waiting.prompt, Beginning()
         if prompt.follow_up == "afresh":
             return False
@@ -376,7 +372,7 @@ class RequestPruner:
         num_tokens, num_cached = len(prompt.token_ids), self._scorer.num_cached(prompt)
         if num_cached < waiting.beginning.num_tokens:
             return False
-        # What another's question had kept says nothing about this prompt.
+        # A selection for another question says nothing about this prompt.
         num_cached = self._turns.num_unchosen(prompt.tenant, prompt.token_ids, num_cached)
         if num_cached < waiting.beginning.num_tokens:
             return False
@@ -388,10 +384,8 @@ class RequestPruner:
         return True
 
     def _is_settled_by_what_is_known(self, waiting: Waiting) -> bool:
-        """Settle the request where nothing is to be scored for it: its prompt is cached for the most part, or goes on
-        from one that was pruned, or has just been there.
-
-        Else find out what it is built on.
+        """Settle a request without scoring: a mostly cached prompt, a follow-up, or a repeated prompt. Else find its
+        beginning.
         """
         prompt = waiting.prompt
         known = self._remembered.get(prompt)
@@ -441,7 +435,7 @@ class RequestPruner:
         if len(self._remembered) > _MOST_REMEMBERED:
             self._remembered.popitem(last=False)
         self._settler.give_part(waiting, given, reason, score)
-        # Walls between tenants stand for drafts, too, which everybody may be proposed.
+        # Tenants are separated for drafts too, since lookup drafts reach every request.
         if not given.is_whole and not any(prompt.tenant):
             self._drafting.read(prompt.token_ids, given.num_cached)
 
@@ -450,7 +444,7 @@ class RequestPruner:
         return None if self._pieces is None else self._pieces.of(prompt.token_ids)
 
     def _settle_unscored(self, waiting: Waiting, why: str, outcome: str) -> None:
-        """Leave what an earlier turn was given as it was, and keep all of the new text."""
+        """Keep an earlier turn's selection, and all of the new text."""
         self._waiting.remove(waiting)
         prompt, beginning = waiting.prompt, waiting.beginning
         if beginning.is_dense:
@@ -468,7 +462,8 @@ class RequestPruner:
         try:
             return RequestOptions.parse(request.sampling_params.custom_params, self.config)
         except ValueError as error:
-            # The server has refused it already, unless the request came in another way; no loop ends for its sake.
+            # The server has refused bad options already, except on other entry points; the scheduler loop must survive
+            # them.
             logger.warning("a request's options are left aside, and its prompt is prefilled densely: %s", error)
             return RequestOptions(sparse_prefill="off")
 
@@ -479,7 +474,7 @@ class RequestPruner:
 
 
 def forget_with(tree_cache: Any, forget: Callable[[], None]) -> None:
-    """Have this called whenever SGLang empties a radix cache. Changes this object alone."""
+    """Call `forget` whenever SGLang empties this radix cache. Changes this object alone."""
     reset = tree_cache.reset
 
     def reset_all() -> None:
@@ -491,7 +486,7 @@ def forget_with(tree_cache: Any, forget: Callable[[], None]) -> None:
 
 
 def _in_order(before: Sequence[RunningRequest], together: Sequence[RunningRequest]) -> list[RunningRequest]:
-    """A queue's requests, those of before where they stood, the others after them."""
+    """A queue's requests: those of `before` at their places, then the others."""
     stayed, known = {id(request) for request in together}, {id(request) for request in before}
     old = [request for request in before if id(request) in stayed]
     return old + [request for request in together if id(request) not in known]

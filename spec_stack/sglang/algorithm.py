@@ -1,4 +1,4 @@
-"""SPEC_STACK as SGLang sees it among its speculative algorithms."""
+"""SPEC_STACK in SGLang's registry of speculative algorithms."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SKIP_DRAFT_EXTEND = "SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND"
 
 
 class SpecStackAlgorithm(CustomSpecAlgo):  # type: ignore[misc]
-    """STANDALONE in every respect that SGLang asks about, but for its buffers, which fit the largest gamma."""
+    """Behaves as STANDALONE in every query, with buffers for the largest gamma."""
 
     def is_standalone(self) -> bool:
         return True
@@ -26,7 +26,7 @@ class SpecStackAlgorithm(CustomSpecAlgo):  # type: ignore[misc]
         return True
 
     def handle_server_args(self, server_args: Any) -> None:
-        """Settle what SGLang does for its own STANDALONE by name, and the widths for the largest gamma."""
+        """Apply what SGLang does for STANDALONE by name, with widths for the largest gamma."""
         largest = ServerConfig.from_environment().gammas[-1]
         server_args.speculative_num_steps = largest
         server_args.speculative_eagle_topk = 1
@@ -48,7 +48,7 @@ class SpecStackAlgorithm(CustomSpecAlgo):  # type: ignore[misc]
 
 
 def validate(server_args: Any) -> None:
-    """Refuse what cannot work before anything is loaded. Raises ValueError, saying what to change."""
+    """Reject unsupported settings before anything is loaded. Raises ValueError with the fix."""
     check_version()
     hooks.check()
     if not server_args.speculative_draft_model_path:
@@ -83,8 +83,6 @@ def validate(server_args: Any) -> None:
 
 
 def register() -> None:
-    """Add the algorithm to SGLang's registry."""
-
     @SpeculativeAlgorithm.register(  # type: ignore[untyped-decorator]
         NAME, supports_overlap=True, validate_server_args=validate, spec_class=SpecStackAlgorithm
     )

@@ -1,4 +1,4 @@
-"""How far a batch drafts: this project's policies behind SGLang's AdaptiveSpecPolicy. No SGLang here."""
+"""Gamma for a batch: this project's policies behind SGLang's AdaptiveSpecPolicy. No SGLang import."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _SHOWN_SIZES = (1, 2, 4, 8, 16, 32)
 
 @dataclass
 class Pending:
-    """A decode step that has begun and whose result has not come yet.
+    """A running decode step without a result.
 
-    follows_a_step: nothing but decode steps ran since the step before it began, so that the end of that step is the
-    beginning of this one's seconds. caps: the most tokens that may be accepted of each request's proposal. lag: as in
-    StepContext. signals: the draft's, as `DraftSignalBuffers.of_step` gives them, on their way to the host.
+    follows_a_step: only decode steps ran since the previous step began, so its end is the start of this step's seconds.
+    caps: most accepted tokens per request. lag: as in StepContext. signals: of `DraftSignalBuffers.of_step`, on their
+    way to the host.
     """
 
     number: int
@@ -47,16 +47,16 @@ class Pending:
     signals: torch.Tensor | None = None
 
     def ended(self, now: float, previous_end: float | None) -> float | None:
-        """Seconds the step took, now that its result is here; None where they are not known to be its own."""
+        """Seconds of the step, now that its result is here; None where other work may be in them."""
         return now - previous_end if self.follows_a_step and previous_end is not None else None
 
 
 class BatchPolicy:
-    """Chooses one gamma for each step of a batch, and learns from what the step brought.
+    """Chooses one gamma for each step of a batch, and learns from the results.
 
-    Requests may ask for a gamma or a policy. A gamma is a request's own cap: the batch drafts as far as the others
-    want, and no token of that request beyond its cap is accepted. Where all of a batch ask for one, it drafts as far as
-    the largest. The policy is the one asked for, where all that ask agree, else the server's.
+    A request's own gamma is a cap: the batch drafts as far as the others want, and no more of that request's tokens are
+    accepted. Where all requests have a gamma, the largest holds. The policy is the requested one where all requests
+    that name one agree, else the server's.
 
     Notes
     -----
@@ -67,9 +67,9 @@ class BatchPolicy:
         result            1    2    3               4    5
         has seconds       no   yes  no              no   yes
 
-    Step 1 has no step before it. Step 3 is still to end when the prefill begins, and step 4 follows the prefill, so
-    the seconds of both may hold it: they teach about acceptance alone. A policy observes one record per request, each
-    with its share of the seconds, unless its cap cut it: its gamma is its own then, and the seconds are of another.
+    Step 1 has no step before it. Step 3 may overlap the prefill, and step 4 follows it, so both update acceptance
+    alone. A policy observes one record per request with an equal share of the seconds; a record whose cap cut it has no
+    seconds.
 
     When step 3 is chosen, the newest result is that of step 1: a lag of 2. Without overlap it is 1.
     """
@@ -81,14 +81,15 @@ class BatchPolicy:
         agree: Callable[[int, bool], tuple[int, bool]] = lambda gamma, knows: (gamma, knows),
         clock: Callable[[], float] = perf_counter,
     ) -> None:
-        """agree makes the ranks of a group that must take the same step take one rank's gamma, and tells whether all of
-        them know their requests' caps. It is asked once in every step, whatever has failed."""
+        """agree: called exactly once per step, whatever has failed. It returns the first rank's gamma to all ranks, and
+        whether all of them know their requests' caps.
+        """
         self._config = config
         self._precision = precision
         self._agree = agree
         self._clock = clock
         self._policies: dict[str, Policy] = {}
-        # Stands for a policy that failed.
+        # Replaces a policy that failed.
         self._cautious = config.make_policy("fixed")
         self._requests: Sequence[RunningRequest] = ()
         self._pending: deque[Pending] = deque()
@@ -110,7 +111,7 @@ class BatchPolicy:
         self.graph_sizes = cuda_graph_bs
 
     def cuda_graph_bs_for_step(self, step: int) -> list[int] | None:
-        """The batch sizes that may meet this gamma, for which alone its graphs are captured; None without graphs."""
+        """Batch sizes that may use this gamma, for which alone its graphs are captured; None without graphs."""
         if self.graph_sizes is None:
             return None
         return graph_sizes(self._config, self.graph_sizes, step)
@@ -153,13 +154,12 @@ class BatchPolicy:
         return gamma
 
     def on_state_activated(self, steps: int) -> None:
-        """Told by later versions of SGLang which gamma holds now, which is the one that was chosen."""
+        """Called by later versions of SGLang with the active gamma, which is the chosen one."""
 
     def on_verify_complete(
         self, num_correct_drafts_per_req: list[int], batch_size: int, num_steps: int | None = None
     ) -> None:
-        """Learn from the oldest step whose result has not come yet. num_steps: its gamma, which is known here too; only
-        later versions of SGLang tell it."""
+        """Learn from the oldest pending step. num_steps: its gamma, from later versions of SGLang only."""
         now = self._clock()
         while self._pending and len(self._pending[0].requests) != batch_size:
             self._pending.popleft()
@@ -177,7 +177,7 @@ class BatchPolicy:
             step.requests, num_correct_drafts_per_req, step.caps, signals, strict=True
         ):
             if request.is_retracted or request.finished():
-                # It ended, or was taken back, while this step ran: its tokens are thrown away.
+                # It ended, or was retracted, while this step ran: its tokens are discarded.
                 continue
             # `harmless` at this place would cost as much as what it guards.
             try:
@@ -217,7 +217,7 @@ class BatchPolicy:
             if len(proposed) <= gamma
             else DraftSignals(proposed.entropy[:gamma], proposed.confidence[:gamma]),
             draft_s=0.0,
-            # Not finite is how a record says that its seconds are not known.
+            # Not finite marks unknown seconds in a record.
             verify_s=math.nan if seconds is None or gamma < step.gamma else seconds / len(step.requests),
             controller_s=0.0,
             lag=step.lag,
@@ -233,19 +233,18 @@ class BatchPolicy:
     # The worker's side
 
     def begin_step(self, requests: Sequence[RunningRequest]) -> None:
-        """Told the requests of the decode step that comes next."""
+        """Set the requests of the next decode step."""
         self._requests = requests
 
     @property
     def caps(self) -> list[int]:
-        """The most tokens that may be accepted of each request's proposal, in the step that was chosen last."""
+        """Most accepted tokens per request in the step chosen last."""
         return self._pending[-1].caps
 
     def count_penalties(self, sampling_info: Any, newest: torch.Tensor, num_held: torch.Tensor) -> None:
-        """Make SGLang's penalties exact for the step that was chosen last.
+        """Make SGLang's penalties exact for the step chosen last.
 
-        newest: (num_requests,), the tokens it goes on from. num_held: (num_requests,), the tokens before them, prompts
-        and what was said.
+        newest: (num_requests,), the last tokens. num_held: (num_requests,), tokens before them, prompt included.
         """
         step, said, self._said = self._pending[-1], self._said, None
         try:
@@ -263,8 +262,7 @@ class BatchPolicy:
     def count_penalties_of_prefill(
         self, sampling_info: Any, requests: Sequence[RunningRequest], device: torch.device
     ) -> None:
-        """Make SGLang's penalties exact for a prefill, which may repeat what requests had said before they were
-        retracted. device: where SGLang's tensors are."""
+        """Make SGLang's penalties exact for a prefill, which may repeat output after a retraction. device: SGLang's."""
         if not any(request.output_ids and has_penalties(request) for request in requests):
             return
         num_said = to_device(torch.tensor([len(request.output_ids) for request in requests]), device)
@@ -276,13 +274,13 @@ class BatchPolicy:
             _count_one_by_one(sampling_info, requests, newest, num_said)
 
     def carry(self, signals: torch.Tensor) -> None:
-        """Given the draft's signals in the step that was chosen last, which are read when its result is."""
+        """Attach the draft's signals to the step chosen last; they are read with its result."""
         self._pending[-1].signals = signals
 
     def something_else_runs(self) -> None:
-        """Told that a prefill, or the scoring of a prompt, runs now: no seconds that hold it are a step's own."""
+        """A prefill or a scoring runs: seconds that include it are not a step's own."""
         self._only_steps_ran = False
-        # A prefill may be of a request whose tokens were taken back.
+        # A prefill may be of a request that was retracted.
         self._said = None
         for step in self._pending:
             step.follows_a_step = False
@@ -302,13 +300,12 @@ class BatchPolicy:
         return self._policies[name]
 
     def _padded(self, batch_size: int) -> int:
-        """The size of the captured graph that a batch runs in, if one does."""
+        """The size of the captured graph for a batch, if any."""
         return min((size for size in self.graph_sizes or () if size >= batch_size), default=batch_size)
 
 
 def step_clock(device: str) -> Callable[[], float]:
-    """Return what a step's seconds are read from: this process's own CPU seconds where it computes on one core, which
-    other work on the machine does not stretch."""
+    """The clock of step seconds: process CPU time on one core, which other load on the machine does not stretch."""
     return process_time if device == "cpu" and torch.get_num_threads() == 1 else perf_counter
 
 
@@ -317,7 +314,7 @@ _NO_SIGNALS: tuple[DraftSignals, DraftSignals | None] = (DraftSignals(), None)
 
 @dataclass
 class _Said:
-    """What a batch's requests have said, up to the step of this number."""
+    """The output tokens of a batch's requests, up to the step of this number."""
 
     requests: Sequence[RunningRequest]
     tokens: SaidTokens
@@ -332,7 +329,7 @@ class _Said:
         return cls(requests, SaidTokens(requests, kept[0].shape[1], device))
 
     def holds_for(self, step: Pending) -> bool:
-        """Return whether this step is the next one, of the same requests: each has said one token since."""
+        """Return whether this step is the next one of the same requests, with one new token each."""
         return (
             step.number == self.number + 1
             and len(step.requests) == len(self.requests)
@@ -343,7 +340,7 @@ class _Said:
 def _count_one_by_one(
     sampling_info: Any, requests: Sequence[RunningRequest], newest: torch.Tensor, num_said: torch.Tensor
 ) -> None:
-    """With other penalties the text would be wrong, so there is a second way, slow and plain."""
+    """The slow fallback: without exact penalties the text would be wrong."""
     note_failure("counting penalties", "they are counted one by one")
     count_one_by_one(sampling_info, requests, newest, num_said)
 
@@ -355,10 +352,10 @@ def _cap(request: RunningRequest, options: RequestOptions) -> int:
 
 
 def _mean_slots(requests: Sequence[RunningRequest]) -> int:
-    """Tokens that a request's rows attend to, in the mean."""
+    """Mean tokens that a request attends to."""
     return sum(len(request.origin_input_ids) + len(request.output_ids) for request in requests) // max(len(requests), 1)
 
 
 def _largest_up_to(gamma: int, gammas: Sequence[int]) -> int:
-    """The largest of the candidates that is not over gamma; the smallest candidate where all are."""
+    """The largest candidate that is not over gamma; the smallest candidate where all are."""
     return max((candidate for candidate in gammas if candidate <= gamma), default=gammas[0])

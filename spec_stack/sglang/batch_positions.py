@@ -1,4 +1,4 @@
-"""Original positions for the batches that SGLang makes of pruned requests. No SGLang here."""
+"""Original positions for SGLang's batches of pruned requests. No SGLang import."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from spec_stack.sglang.support import draft_positions_are_mapped
 
 
 def positions_of(forward_batch: Any, requests: Sequence[RunningRequest], runner: Runner) -> torch.Tensor | None:
-    """Original positions for a batch that SGLang has just given its slots as positions; None to leave it alone.
+    """Original positions for a batch whose positions are slots; None to leave it unchanged.
 
-    Covers prefill, chunks of it, prefill after a retraction, mixed batches, decoding, drafting and verification: all of
-    them are slots here. The host alone is asked, so nothing waits for the device.
+    Covers prefill, chunked prefill, prefill after a retraction, mixed batches, decoding, drafting and verification.
+    Computed from host data, without a device synchronisation.
     """
     maps = _maps(requests)
     if not _is_mapped(maps, forward_batch, runner):
@@ -34,7 +34,7 @@ def positions_of(forward_batch: Any, requests: Sequence[RunningRequest], runner:
 
 
 def positions_one_by_one(forward_batch: Any, requests: Sequence[RunningRequest], runner: Runner) -> torch.Tensor | None:
-    """The same as `positions_of`, slot by slot on the host: for when that failed. The device is waited for."""
+    """The fallback of `positions_of`, slot by slot on the host; waits for the device."""
     maps = _maps(requests)
     if not _is_mapped(maps, forward_batch, runner):
         return None

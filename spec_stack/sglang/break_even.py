@@ -1,4 +1,4 @@
-"""Measure, at launch, from which length on pruning a prompt pays on this very device."""
+"""Measures, at launch, the prompt length from which pruning pays on this device."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ import numpy as np
 from spec_stack.config import PrefillConfig
 from spec_stack.prefill.registry import needs_attention
 
-# Tokens of the forwards that are timed, each tried where the ones before it do not tell what a token takes: a large
+# Token counts of the timed forwards; a longer one runs where the earlier ones do not tell a token's time. A large model
+# on a CPU takes seconds for the second one.
 # model on a CPU takes seconds for the second one.
 LENGTHS = (128, 512, 1024, 2048, 4096)
 _REPEATS = 3
-# A forward that takes so long even at its quickest is not repeated again: what disturbs it is milliseconds.
+# A forward at least this long is not repeated: disturbances are milliseconds.
 _SLOW_S = 1.0
-# While a device is busy launching kernels, tokens are free. Where a forward takes this many times as long as the
-# shortest, one of half its length is no longer bound by that, so what lies between the two is the tokens' own.
+# While launching kernels dominates, tokens are free. Where a forward takes this many times as long as the shortest, one
+# of half its length is past that, so the difference is the tokens' own.
 _TELLING = 2.0
 _LONGEST = 131_072
 # Longer than any prompt.
@@ -30,9 +31,11 @@ Prefill = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class PrefillSeconds:
-    """Seconds of a prefill: base_s for the weights, per_token_s for every token. is_told: whether the lengths that were
-    timed tell what a token takes; else it takes less than shows. behind_s: what a token takes on top of that behind as
-    many cached ones, which a long prompt's chunks are."""
+    """Seconds of a prefill: base_s for the weights, per_token_s per token.
+
+    is_told: the timed lengths identify per_token_s; else it is an upper bound. behind_s: extra seconds of a token per
+    cached one before it, for a long prompt's chunks.
+    """
 
     base_s: float
     per_token_s: float
@@ -48,21 +51,12 @@ class PrefillSeconds:
         agree: Callable[[bool], bool] = bool,
         scores: bool = False,
     ) -> PrefillSeconds:
-        """The line through the quickest forwards of the last two lengths.
+        """The line through the fastest forwards of the last two lengths.
 
-        Parameters
-        ----------
-        prefill
-            Runs so many tokens behind so many cached ones, and returns when it is done; the first forward of every
-            length is not timed.
-        clock
-            Seconds.
-        most_tokens
-            That the model can take; at least the first two lengths are run.
-        agree
-            Makes the ranks of a group, which must run the same forwards, end with one another: whether all say so.
-        scores
-            Whether the model's prefill is this package's own, chunk by chunk, so that one behind a cache is timed too.
+        prefill: runs so many tokens behind so many cached ones, and waits for the device; the first forward of every
+        length is not timed. most_tokens: the model's limit; at least the first two lengths run. agree: a collective
+        that keeps all ranks on the same forwards. scores: the prefill uses this package's attention by chunks, so one
+        behind a cache is timed too.
         """
         lengths = [*LENGTHS[:2], *(length for length in LENGTHS[2:] if length <= most_tokens)]
         quickest = [_quickest(partial(prefill, lengths[0], 0), clock, agree)]
@@ -85,7 +79,7 @@ class PrefillSeconds:
         return self.base_s + self.per_token_s * num_tokens
 
     def scoring(self, share: float) -> PrefillSeconds:
-        """Of a part of the layers alone, chunk by chunk."""
+        """Of a share of the layers, chunk by chunk."""
         return PrefillSeconds(share * self.base_s, share * (self.per_token_s + self.behind_s), self.is_told)
 
 
@@ -103,26 +97,17 @@ def _quickest(run: Callable[[], None], clock: Callable[[], float], agree: Callab
 def measured_break_even(
     target: PrefillSeconds, draft: PrefillSeconds, config: PrefillConfig, drafts: bool = True, layers: float = 1.0
 ) -> int:
-    """Return the shortest prompt that is ready sooner pruned than whole, in tokens; 0 where none is.
+    """The shortest prompt, in tokens, that pruning speeds up; 0 for none.
 
-    Parameters
-    ----------
-    target, draft
-        What was measured.
-    config
-        How prompts are scored, and how much of them is kept.
-    drafts
-        Whether the model that scores also drafts.
-    layers
-        Share of its layers that score.
+    drafts: the scoring model also drafts. layers: share of its layers that score.
 
     Notes
     -----
-    On a server a model that also drafts prefills every prompt whole to draft behind it. So pruning spares the target's
-    prefill of what is dropped, and the draft's too, and costs the draft's pass over the prompt by the layers that
-    score, and a look-ahead where one asks. A model that scores alone prefills a prompt to score it and only then.
-    Attention's growth with length, which pruning and the draft's window spare too, is left out: a longer prompt gains
-    more. Only the chunks of a scoring, whose attention is this package's own, are taken as they are behind a cache.
+    A drafting model prefills every prompt in full, so pruning also saves that for the dropped tokens, and costs the
+    scoring
+    layers' pass and any look-ahead. A model that scores alone runs for scored prompts only. Attention's growth with
+    length, which pruning and the window save too, is left out: longer prompts gain more. Scoring chunks alone, in this
+    package's attention, count their cache.
     """
     scoring, looking = draft.scoring(layers), 0.0
     if not needs_attention(config.scorer):
@@ -141,8 +126,11 @@ def measured_break_even(
 
 
 def threshold_of(target: PrefillSeconds, draft: PrefillSeconds, even: int) -> tuple[int, str]:
-    """Return the least min_prompt_tokens, and what to say of it: NEVER where a draft is clearly too dear at any length,
-    0 where nothing can be told. even: what `measured_break_even` says."""
+    """The least min_prompt_tokens and the log message: NEVER where the draft is too slow at any length, 0 where
+    unknown.
+
+    even: of `measured_break_even`.
+    """
     if not target.is_told or (not even and not draft.is_told):
         return 0, "too little to tell where pruning pays, so min_prompt_tokens stays"
     if even:

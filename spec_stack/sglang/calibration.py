@@ -1,4 +1,4 @@
-"""A server's settings, completed by the calibration that lies beside its draft or is named. No SGLang here."""
+"""Completes a server's settings by a calibration: the named one or the one of its draft. No SGLang import."""
 
 from __future__ import annotations
 
@@ -14,23 +14,10 @@ logger = logging.getLogger(__name__)
 
 
 def with_calibration(config: ServerConfig, draft: str, target_config: Any, draft_config: Any) -> ServerConfig:
-    """The settings with what was calibrated where they have the defaults.
+    """The settings with calibrated values for those that have defaults.
 
-    Parameters
-    ----------
-    config
-        Its `calibration` names a file or folder, is "none", or None for what lies beside the draft, or else ships for
-        it.
-    draft
-        The draft's folder or hub id.
-    target_config, draft_config
-        The transformers text configurations.
-
-    Raises
-    ------
-    ValueError
-        For one that is named and does not hold for these models. One that lies beside the draft is
-        left aside then, and the log says why.
+    config.calibration names a file or folder, is "none", or None for the one beside the draft or shipped for it. Raises
+    ValueError for a named one that does not fit these models; one beside the draft is skipped then, with a warning.
     """
     named = False if config.calibration == NONE else config.calibration
     configs = target_config, draft_config

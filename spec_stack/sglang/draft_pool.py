@@ -1,11 +1,6 @@
-"""Which slots of the draft's own KV pool hold which text: a radix tree over plain token ids. No SGLang and no tensors.
+"""Index of the draft's own KV pool: a radix tree over token ids. No SGLang and no tensors.
 
-The draft holds every token of a text at its own position, so its KV at slot i is a function of the tokens up to i, and
-the tokens themselves are the key. A scoring leases the slots of a text: those that hold its beginning already are
-shared with whoever else began alike, the rest is its own until it ends, and then the tree's. The least recently used
-ends of texts make room.
-
-Nothing here is a page: the pool is read by index, so a server's page size does not matter to it.
+A scoring leases a text's slots and shares its cached prefix; the least recently used suffixes are evicted. No pages.
 """
 
 from __future__ import annotations
@@ -20,7 +15,7 @@ Ints = npt.NDArray[np.int64]
 
 
 class PoolFullError(RuntimeError):
-    """The pool has no room for a text, whatever is evicted. Not a fault: its prompt is prefilled densely."""
+    """The text does not fit into the pool, even after eviction. Its prompt is prefilled densely."""
 
 
 class _Node:
@@ -35,14 +30,14 @@ class _Node:
 
 
 class _FreeSlots:
-    """Slots that nobody has. A text's slots lie side by side where that can be had, since such are read in place."""
+    """Free slots. A text's slots are contiguous where possible, since such are read in place."""
 
     def __init__(self, num_slots: int) -> None:
         self._is_free = np.ones(num_slots, dtype=bool)
         self.num_free = num_slots
 
     def take(self, num_slots: int, after: int | None) -> Ints:
-        """Some free slots; those behind the slot `after` if they are free. The caller knows that there are enough."""
+        """Take free slots, those behind the slot `after` if they are free. The caller ensures that there are enough."""
         chosen = self._choose(num_slots, after)
         self._is_free[chosen] = False
         self.num_free -= num_slots
@@ -70,10 +65,9 @@ class _FreeSlots:
 
 
 class Lease:
-    """The slots of one text for as long as it is worked on: `slots` holds a slot for every token from the first one on.
+    """The slots of one text during its scoring: `slots` has one for every token from the first one on.
 
-    num_shared: how many of them, the first ones, the pool had already. They are read, never written. End it with `keep`
-    or `drop`; after that it is empty.
+    num_shared: the first slots, which the pool had already; read-only. End it with `keep` or `drop`; then it is empty.
     """
 
     def __init__(self, pool: DraftPool, namespace: Hashable, token_ids: Ints, node: _Node, shared: Ints) -> None:
@@ -86,22 +80,16 @@ class Lease:
         self.slots = np.concatenate([self.slots, self._pool._take(num_slots, last)])
 
     def keep(self, num_tokens: int) -> None:
-        """End, and leave the first num_tokens, which have been written, to whoever comes next."""
+        """End, and leave the first num_tokens, which have been written, in the pool."""
         self._pool._end(self, max(num_tokens, self.num_shared))
 
     def drop(self) -> None:
-        """End, and leave nothing new behind."""
+        """End, and leave nothing new in the pool."""
         self.keep(self.num_shared)
 
 
 class DraftPool:
-    """The index of the pool.
-
-    Parameters
-    ----------
-    num_slots : int
-        Tokens that it holds, 1 or more.
-    """
+    """The index of a pool of num_slots slots, 1 or more."""
 
     def __init__(self, num_slots: int) -> None:
         if num_slots < 1:
@@ -130,16 +118,8 @@ class DraftPool:
         return sum(len(node.slots) for node in self._nodes())
 
     def lease(self, namespace: Hashable, token_ids: Sequence[int] | Ints, num_wanted: int | None = None) -> Lease:
-        """Begin to work on a text.
-
-        Parameters
-        ----------
-        namespace
-            The wall that nothing crosses: texts are shared inside it alone.
-        token_ids
-            The text.
-        num_wanted
-            The most slots to share; None is all that the pool has.
+        """Begin to work on a text. Texts are shared inside a namespace alone; num_wanted: most slots to share, None for
+        all.
         """
         ids = np.asarray(token_ids, dtype=np.int64)
         root = self._roots.setdefault(namespace, _Node(None, ids[:0], ids[:0], 0))
@@ -149,7 +129,7 @@ class DraftPool:
         return Lease(self, namespace, ids, node, shared)
 
     def num_shared(self, namespace: Hashable, token_ids: Sequence[int] | Ints) -> int:
-        """How much of a text's beginning the pool has. Changes nothing."""
+        """Length of the text's prefix in the pool. Changes nothing."""
         ids, at, node = np.asarray(token_ids, dtype=np.int64), 0, self._roots.get(namespace)
         while node is not None and at < len(ids):
             node = node.children.get(int(ids[at]))
@@ -162,13 +142,13 @@ class DraftPool:
         return at
 
     def clear(self) -> None:
-        """Forget all texts. Raises RuntimeError while one is worked on."""
+        """Forget all texts. Raises RuntimeError while one is leased."""
         if self._num_leases:
             raise RuntimeError(f"the draft pool cannot be cleared while {self._num_leases} texts are worked on")
         self._clear()
 
     def _walk(self, node: _Node, ids: Ints) -> tuple[_Node, Ints]:
-        """The node where the longest known beginning ends, and its slots. Splits a run that is known in part."""
+        """The node where the longest known prefix ends, and its slots. Splits a run that is known in part."""
         self._clock += 1
         found, at = [], 0
         while at < len(ids):
@@ -186,7 +166,7 @@ class DraftPool:
 
     @staticmethod
     def _split(node: _Node, at: int) -> _Node:
-        """A new node takes the run's first tokens; `node` keeps the rest, and with it those who know it."""
+        """A new node takes the run's first tokens; `node`, which leases may refer to, keeps the rest."""
         parent = node.parent
         if parent is None:
             raise RuntimeError("the root of a draft pool has no tokens to split")
@@ -215,7 +195,7 @@ class DraftPool:
         return self._free.take(num_slots, after)
 
     def _evict(self, num_slots: int) -> None:
-        """Cut that many off the ends of texts that were not used for longest."""
+        """Free that many slots from the ends of the least recently used texts."""
         leaves = [
             (node.last_used, at, node)
             for at, node in enumerate(self._nodes())
@@ -251,7 +231,7 @@ class DraftPool:
                 node.children[int(ids[at])] = leaf
                 at = len(ids)
                 break
-            # Somebody else wrote the same meanwhile.
+            # Another lease wrote the same text meanwhile.
             num_equal = num_common(child.token_ids, ids[at:])
             node = child if num_equal == len(child.token_ids) else self._split(child, num_equal)
             node.last_used = self._clock
@@ -274,9 +254,9 @@ class DraftPool:
 
 
 def num_common(first: Ints, second: Ints) -> int:
-    """Length of the longest common beginning."""
+    """Length of the longest common prefix."""
     length, at, size = min(len(first), len(second)), 0, 64
-    # Most texts differ soon, and many are compared with each one that comes.
+    # Most texts differ soon, and many are compared with each new one.
     while at < length:
         stop = min(at + size, length)
         differs = np.flatnonzero(first[at:stop] != second[at:stop])

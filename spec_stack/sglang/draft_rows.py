@@ -1,8 +1,6 @@
-"""Which slots of the draft's own KV hold which positions of a request's text. No SGLang and no tensors.
+"""Index of the draft's own slots per row of SGLang's request pool. No SGLang and no tensors.
 
-Every row of SGLang's request pool has as many slots of the draft's as every other, for itself alone: nothing is leased
-or shared, so nothing is lost when a request ends, however it ends. A text of up to `draft_slots` tokens is held whole.
-Of a longer one the draft holds what `choose_slots` says, chosen anew as the answer grows.
+Rows have equally many slots and share none, so a request's end needs no clean-up. See `choose_slots` for long texts.
 """
 
 from __future__ import annotations
@@ -17,14 +15,14 @@ from spec_stack.config import PrefillConfig
 from spec_stack.prefill.draft_slots import MOST_RESTORED, RENEW_EVERY, RENEW_WHERE_WRONG, choose_slots
 
 Ints = npt.NDArray[np.int64]
-# Steps whose tokens a row may have to take before the host can choose anew: the one that passes the mark, two whose
-# results are on their way, and the one that is drafted. One more is spare.
+# Steps of tokens that a row must hold before slots can be chosen anew: the one that passes the mark, two with pending
+# results, and the one that is drafted. One more is spare.
 _STEPS_AHEAD = 5
 
 
 @dataclass(frozen=True)
 class Part:
-    """Tokens of a text that the draft is to take in at once, behind the first num_before slots of its row."""
+    """Tokens of a text that the draft takes in at once, behind the first num_before slots of its row."""
 
     positions: Ints
     num_before: int
@@ -33,19 +31,8 @@ class Part:
 class DraftRow:
     """The slots of one request.
 
-    Parameters
-    ----------
-    slots
-        All of the row's slots, `num_row_slots` of them, in any order.
-    config
-        Says how many are chosen, and of what.
-
-    Attributes
-    ----------
-    slots
-        In the order in which the draft reads them: those that hold something, then free ones, which take what comes.
-    shift
-        Where in the text a token of its newest part stands, less its place in the row.
+    slots: all `num_row_slots` slots of the row, in the order in which the draft reads them, free ones last. config: how
+    many are chosen, and of what. shift: text position of a token of the newest part, less its place in the row.
     """
 
     def __init__(self, slots: Ints, config: PrefillConfig) -> None:
@@ -64,7 +51,7 @@ class DraftRow:
         return self._num_known - len(self._held)
 
     def begin(self, text_ids: Ints) -> Part:
-        """Hold chosen positions of a prompt, and the token after it, whose number the host need not know."""
+        """Hold chosen positions of a prompt, and the token after it, whose id the host need not know."""
         num_tokens = len(text_ids)
         positions = np.arange(num_tokens) if num_tokens <= self._config.draft_slots else self._choose(text_ids)
         self._held = np.append(positions, num_tokens)
@@ -72,16 +59,15 @@ class DraftRow:
         return Part(np.append(positions, num_tokens), 0)
 
     def is_due(self, num_tokens: int, is_wrong: bool) -> bool:
-        """Return whether a text of so many tokens, as far as the host knows it, is to be chosen from anew: soon where
-        the draft is wrong."""
+        """Return whether slots are to be chosen anew at this known text length; sooner after wrong proposals."""
         num_written = num_tokens - self._num_known
         pace = RENEW_WHERE_WRONG if is_wrong else RENEW_EVERY
         return self._num_known > 0 and num_written >= pace and num_tokens >= self._config.draft_slots
 
     def renew(self, text_ids: Ints) -> Part:
-        """Choose the slots anew and free the others. What comes back, which may be nothing.
+        """Choose the slots anew and free the others; the recalled part, which may be empty.
 
-        The tokens that the host does not know yet stay behind, in the order in which they were written.
+        Tokens that the host does not know yet stay behind it, in write order.
         """
         held = np.append(self._held, np.arange(self._num_known, len(text_ids)))
         chosen = self._choose(text_ids)
@@ -103,10 +89,10 @@ class DraftRow:
 
 
 def num_row_slots(config: PrefillConfig, max_gamma: int) -> int:
-    """Slots of a row: what a text may hold, and what is written until they are chosen anew."""
+    """Slots of a row: the chosen ones, and room for what is written until the next choice."""
     return config.draft_slots + RENEW_EVERY + _STEPS_AHEAD * (max_gamma + 1)
 
 
 def text_of(prompt_ids: Sequence[int], output_ids: Sequence[int]) -> Ints:
-    """Prompt and answer, as far as the host knows them."""
+    """Prompt and output, as far as the host knows them."""
     return np.append(np.asarray(prompt_ids, dtype=np.int64), np.asarray(output_ids, dtype=np.int64))

@@ -1,4 +1,4 @@
-"""Who drafts on a scheduler that scores: this project's worker, or SGLang's own algorithm, which may be none."""
+"""The drafts on a scheduler that scores: this project's worker, or SGLang's own algorithm or none."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ logger = logging.getLogger(__name__)
 
 
 class Drafting(Protocol):
-    """What the scoring of prompts has to do with decoding."""
+    """The interface of scoring to decoding."""
 
     def announce(self, config: ServerConfig, refusal: str | None) -> None:
-        """Say in the log, once, who drafts and how. refusal: why no prompt may be pruned, or None."""
+        """Log once how this server drafts. refusal: why no prompt may be pruned, or None."""
 
     def state(self) -> dict[str, Any]:
         """Counters, as /server_info shows them."""
 
     def something_else_runs(self) -> None:
-        """Something runs between decode steps, which are not as slow as it makes them look."""
+        """Other work runs between decode steps: its time is not theirs."""
 
     def read(self, token_ids: Sequence[int], num_known: int) -> None:
-        """A prompt is pruned; this is the whole of it, and everybody's to know. num_known: of an earlier turn's."""
+        """Learn a pruned prompt, given whole; it may serve all requests. num_known: tokens of an earlier turn's."""
 
     def forget(self) -> None:
         """SGLang has emptied its caches."""

@@ -1,9 +1,6 @@
-"""Place a prompt that goes on from an earlier one: what it is built on, and what comes back of the dropped text.
+"""Places a prompt that continues an earlier one: its inherited prefix, and recalled text. No SGLang import.
 
-No SGLang here. The rule of a session in Python (`prefill.recall`), for many conversations that nobody announces: a
-prompt says itself what it goes on from, by the tokens it begins with. What is remembered of a turn is which positions
-the target was given, in the order in which they were written; whether their KV is still cached is the radix cache's
-business, since the same tokens at the same positions in the same order are the same KV.
+As a session's `prefill.recall`, for conversations identified by their token prefix; KV stays with the radix cache.
 """
 
 from __future__ import annotations
@@ -26,17 +23,17 @@ from spec_stack.prefill.units import make_units
 from spec_stack.sglang.draft_pool import Ints, num_common
 from spec_stack.sglang.protocols import RunningRequest
 
-# Turns that were forgotten, of which it is still known what they had kept from the first token on: a cache may hold it
-# for longer than the turn is remembered.
+# Forgotten turns whose kept prefix is still known: a cache may hold it for longer than the turn is remembered.
 _MOST_LEADS = 4096
-# A beginning counts from this part of the prompt on: one in four tokens.
+# Least part of the prompt for a beginning to count: one in four tokens.
 _LEAST_SHARE = 4
 
 
 @dataclass(frozen=True)
 class Beginning:
-    """The beginning that a prompt is built on: its first num_tokens tokens, of which the target was given those at
-    `positions`, in the order in which they were written."""
+    """The prefix that a prompt continues: its first num_tokens tokens, of which the target has those at `positions`, in
+    write order.
+    """
 
     num_tokens: int = 0
     positions: tuple[int, ...] = ()
@@ -50,17 +47,18 @@ class Beginning:
         return len(self.positions) == self.num_tokens
 
     def is_worth_it(self, num_prompt_tokens: int) -> bool:
-        """A short beginning is worth less than a selection of its own, which is the same on every server."""
+        """Return whether the prefix is long enough. A short one is worth less than a selection of the prompt's own,
+        which is the same on every server.
+        """
         return _LEAST_SHARE * self.num_tokens >= num_prompt_tokens
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The tokens of a prompt that the target is given: token_ids at `positions`, in the order in which they are
-    written.
+    """The target's part of a prompt: token_ids at `positions`, in write order.
 
-    num_cached: tokens of the prompt that an earlier turn dealt with, kept or dropped. num_recalled: how many of the
-    given ones come back.
+    num_cached: tokens of the prompt that an earlier turn processed, kept or dropped. num_recalled: recalled tokens
+    among the given ones.
     """
 
     token_ids: tuple[int, ...]
@@ -75,7 +73,7 @@ class Placement:
 
     @property
     def inherits_all(self) -> bool:
-        """Return whether the target is given all that an earlier turn dealt with, if anything."""
+        """Return whether the target gets all that an earlier turn processed, if anything."""
         return sum(position < self.num_cached for position in self.positions) == self.num_cached
 
     @property
@@ -93,26 +91,12 @@ def place(
     protected: Sequence[Span],
     pieces: Sequence[str] | None = None,
 ) -> Placement:
-    """Return what the target is given of a prompt.
+    """The target's part of a prompt.
 
-    Parameters
-    ----------
-    prompt_ids
-        The whole prompt.
-    beginning
-        What stays as it was.
-    importance
-        (num_prompt_tokens,), by which new text is pruned and old text is recalled; None where a scorer does without.
-    prunes
-        Whether the text after the beginning is pruned. If not, all of it is kept.
-    recalling
-        How much of what the beginning lacks comes back; None is nothing.
-    config
-        How the new text is selected.
-    protected
-        Half-open spans of the prompt that are never dropped.
-    pieces
-        The text of every token; None where it is not known, and chunks take the place of lines.
+    beginning: stays as it was. importance: (num_prompt_tokens,), for pruning and recall; None for a scorer without it.
+    prunes: the text after the beginning is pruned; else all of it is kept. recalling: how much is recalled; None is
+    nothing. protected: half-open spans that are never dropped. pieces: the text of every token; None where unknown, and
+    chunks replace lines.
     """
     start = beginning.num_tokens
     recalled: list[int] = []
@@ -120,7 +104,7 @@ def place(
         dropped = dropped_positions(beginning.positions, start)
         wanted = importance
         if wanted is None:
-            # Without attention no chunk is worth more than another.
+            # Without attention all chunks score alike.
             wanted, recalling = torch.ones(start), replace(recalling, restore_threshold=2.0)
         units = make_units(start, pieces and pieces[:start], config)
         words = None
@@ -135,12 +119,12 @@ def place(
 
 
 def new_spans(protected: Sequence[Span], beginning: Beginning) -> list[Span]:
-    """The spans of what comes after a beginning, counted from there."""
+    """The spans behind a beginning, counted from there."""
     return clip_spans(protected, beginning.num_tokens)
 
 
 def protected_lead(protected: Sequence[Span]) -> int:
-    """How many tokens from the first one on every selection keeps."""
+    """Length of the prefix that every selection keeps."""
     end = 0
     for start, stop in sorted(protected):
         if start > end:
@@ -150,26 +134,26 @@ def protected_lead(protected: Sequence[Span]) -> int:
 
 
 class _Turn:
-    """One prompt as it was placed, and its reply once that has ended.
+    """One placed prompt, and its reply once that has ended.
 
-    num_unchosen: tokens from the first one on that are kept whatever is asked. num_chosen: those that are kept at all,
-    without a gap.
+    num_unchosen: prefix tokens that any question keeps. num_chosen: prefix tokens that are kept without a gap.
     """
 
     def __init__(
         self, prompt_ids: Ints, positions: tuple[int, ...], request: RunningRequest, num_unchosen: int
     ) -> None:
         self.token_ids, self.positions, self.num_prompt_tokens = prompt_ids, positions, len(prompt_ids)
-        # SGLang drops a request that was aborted while it waited, and nobody else is to hold it. One that has begun to
-        # reply will end, and SGLang may let it go in the very round in which it does.
+        # Weak until the reply begins: SGLang drops a request that was aborted while it waited. A started one will end,
+        # and SGLang may release it in that very round.
         self._waiting: weakref.ref[RunningRequest] | None = weakref.ref(request)
         self._replying: RunningRequest | None = None
         self.num_chosen = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], enumerate(positions)))
         self.num_unchosen = min(num_unchosen, self.num_chosen)
 
     def take_in_reply(self) -> None:
-        """A reply's last token may have been through no model, so it counts as new text. Of a request that is gone
-        there is no reply."""
+        """Add the reply of an ended request; of a released one there is none. The last token may have no KV, so it
+        counts as new.
+        """
         request = self._replying
         if request is None and self._waiting is not None:
             request = self._waiting()
@@ -195,12 +179,9 @@ class _Turn:
 
 
 class Turns:
-    """Turns of which something was dropped, or brought back, by tenant; the oldest go first.
+    """Turns with dropped or recalled text, by tenant; the oldest are forgotten first.
 
-    Parameters
-    ----------
-    most_tokens : int
-        Tokens of all remembered turns together. The newest turn stays whatever its length.
+    most_tokens: of all remembered turns together. The newest turn stays whatever its length.
     """
 
     def __init__(self, most_tokens: int) -> None:
@@ -221,9 +202,8 @@ class Turns:
         request: RunningRequest,
         num_unchosen: int = 0,
     ) -> None:
-        """Remember a turn. Its reply is taken in when the request has ended.
-
-        num_unchosen: tokens from the first one on that any question would have kept.
+        """Remember a turn; its reply is added when the request has ended. num_unchosen: prefix tokens that any question
+        keeps.
         """
         turn = _Turn(np.asarray(prompt_ids, dtype=np.int64), positions, request, num_unchosen)
         self._turns[self._next] = namespace, turn
@@ -245,7 +225,7 @@ class Turns:
             self._leads.popitem(last=False)
 
     def take_in_replies(self) -> None:
-        """Called once per round of the scheduler, since requests do not live on after their end."""
+        """Called once per round of the scheduler, since requests are released at their end."""
         for turn in self._answering:
             turn.take_in_reply()
         self._answering = [turn for turn in self._answering if not turn.has_ended]
@@ -256,14 +236,12 @@ class Turns:
         self._leads.clear()
 
     def find(self, namespace: Hashable, prompt_ids: Sequence[int]) -> Beginning:
-        """The longest beginning in common with a turn whose whole prompt is in it; of equal ones the newest. All but
-        the last token counts, since that one has to be asked again.
+        """The longest common prefix with a turn whose whole prompt it covers; of equal ones the newest. The last token
+        is new.
 
-        What was kept of a turn was chosen by all of its prompt, the question too. So only who goes on from that
-        question takes it over: a neighbour who shares the document alone gets a selection of its own.
-
-        A slot that was written after the first token that differs has seen it, so it does not belong to the beginning,
-        wherever it stands.
+        A turn's selection depends on its whole prompt, question included. So only a continuation of that question
+        inherits it: a prompt that shares the document alone gets its own selection. Slots written after the first token
+        that differs have attended to it, so they do not belong to the prefix at any position.
         """
         best: tuple[int, int, _Turn] | None = None
         for number, turn, length in self._in_common(namespace, prompt_ids):
@@ -276,16 +254,15 @@ class Turns:
         return Beginning(length, tuple(takewhile(lambda position: position < length, turn.positions)))
 
     def num_unchosen(self, namespace: Hashable, prompt_ids: Sequence[int], num_cached: int) -> int:
-        """Count, of a prompt's first tokens that are cached without a gap, those that no turn's choice put there.
+        """Of num_cached gaplessly cached prefix tokens, the number that no turn's selection put there.
 
-        num_cached: how many are cached. A turn that kept as many from the first one on may have brought them, and then
-        counts with those alone that any question would have kept.
+        A turn that kept as many may have brought them, and then only those that any question keeps count.
         """
         least = num_cached
         for _, turn, length in self._in_common(namespace, prompt_ids):
             if length < turn.num_prompt_tokens and min(length, turn.num_chosen) >= num_cached:
                 least = min(least, turn.num_unchosen)
-        # Nobody can go on from a turn that was forgotten, so its choice counts for nobody.
+        # A forgotten turn cannot be continued, so its selection counts for no prompt.
         cached = np.asarray(prompt_ids[:num_cached], dtype=np.int64).tobytes()
         for (owner, lead), num_unchosen in self._leads.items():
             if owner == namespace and lead.startswith(cached):
@@ -293,7 +270,7 @@ class Turns:
         return least
 
     def _in_common(self, namespace: Hashable, prompt_ids: Sequence[int]) -> Iterator[tuple[int, _Turn, int]]:
-        """A tenant's turns by their number, each with the length of what it and a prompt have in common."""
+        """A tenant's turns by number, each with the length of its common prefix with a prompt."""
         ids = np.asarray(prompt_ids[:-1], dtype=np.int64)
         for number, (owner, turn) in self._turns.items():
             if owner == namespace:

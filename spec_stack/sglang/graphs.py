@@ -1,4 +1,4 @@
-"""The batch sizes at which SGLang captures a decode step's CUDA graphs, read and set where its runners read them."""
+"""The captured batch sizes of SGLang's decode graphs, read and set where its runners read them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SOURCE = "spec_stack.capture"
 
 
 def sizes_to_capture(runner: Any) -> list[int] | None:
-    """Return the batch sizes that a model runner's graphs are captured for; None where it captures none."""
+    """The batch sizes of a model runner's graphs; None where it captures none."""
     if check_cuda_graph_backend(Phase.DECODE, Backend.DISABLED):
         return None
     return list(get_batch_sizes_to_capture(runner)[0])
@@ -40,7 +40,7 @@ def captured_at(sizes: Sequence[int] | None) -> Iterator[None]:
 
 
 class GraphedController(AdaptiveController):  # type: ignore[misc]
-    """SGLang's, whose policy is told the sizes that are captured in place of a flag that few set."""
+    """SGLang's, with the captured sizes passed to its policy in place of a rarely set flag."""
 
     def init_states(self, cuda_graph_bs: list[int] | None = None) -> None:
         super().init_states(sizes_to_capture(self.worker.target_worker.model_runner))

@@ -1,4 +1,4 @@
-"""Bound what a failure of this plugin costs: a dense prompt, a proposal, a number, never the server. No SGLang here."""
+"""Contains failures of this plugin: a dense prompt, a proposal, a number, never the server. No SGLang import."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from spec_stack.sglang.support import NAME
 
 logger = logging.getLogger(__name__)
-# Of every failure: what comes back at each step would fill the disk. Messages that differ in numbers are one failure;
-# beyond so many failures their kind of exception alone tells them apart.
+# Logged occurrences per failure: one at each step would fill the disk. Messages that differ in numbers are one failure;
+# beyond so many failures the exception type alone tells them apart.
 _MOST_TRACEBACKS = 20
 _MOST_TOLD_APART = 1000
 _counted: Counter[str] = Counter()
@@ -21,12 +21,12 @@ _logged: Counter[tuple[str, str]] = Counter()
 
 
 def num_failures() -> dict[str, int]:
-    """The failures of this process since its start, by what failed."""
+    """The failures of this process since its start, by name."""
     return dict(_counted)
 
 
 def note_failure(what: str, instead: str) -> None:
-    """Log the exception that is being handled, with its traceback, and what is done instead."""
+    """Log the current exception with its traceback, and the fallback."""
     _counted[what] += 1
     error = sys.exception()
     kind = what, re.sub(r"\d+", "0", repr(error))[:200]
@@ -39,9 +39,8 @@ def note_failure(what: str, instead: str) -> None:
 
 @contextmanager
 def harmless(what: str, instead: str) -> Iterator[None]:
-    """Let no exception out of the block; log it instead.
-
-    what: what the block does, in few words, which failures are counted under. instead: what comes of it.
+    """Log exceptions of the block instead of raising them. what: the name of the work, for the counts; instead: the
+    fallback.
     """
     try:
         yield

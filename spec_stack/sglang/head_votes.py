@@ -1,4 +1,4 @@
-"""Have the heads of SGLang's draft vote on a prompt, from its queries and its KV pool. No SGLang here."""
+"""Importance by the heads of SGLang's draft, from its queries and its KV pool. No SGLang import."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ class LayerQueries:
 
 @dataclass(frozen=True)
 class Queries:
-    """Which queries there are: how many of them are the prompt's own, in place, and their segments with how much each
-    counts; opening: as `segment_weights` has it."""
+    """The scoring queries: how many are in place, their segments with weights; opening: as in `segment_weights`."""
 
     num_in_place: int = 1
     segments: tuple[Segment, ...] = ()
@@ -35,7 +34,7 @@ class Queries:
 def opening_of_own_heads(
     pool: Any, slots: torch.Tensor, layers: Mapping[int, LayerQueries], config: PrefillConfig, found: Queries
 ) -> torch.Tensor:
-    """What the tokens that open the answer attend to by this rank's heads (num_tokens,), see `opening_attention`."""
+    """Attention (num_tokens,) of the opening tokens by this rank's heads, see `opening_attention`."""
     heads = {index: range(layer.queries[0].shape[0]) for index, layer in layers.items()}
     skipped = _skipped(config, layers)
     behind = {index: own if index >= skipped else [] for index, own in heads.items()}
@@ -50,23 +49,11 @@ def over_own_heads(
     rank: int = 0,
     found: Queries = Queries(),
 ) -> torch.Tensor:
-    """The scoring heads of this rank over a prompt: under head_vote "max" the largest pooled attention (n, num_tokens),
-    under "mean" the sum of their importance (num_tokens,).
+    """This rank's scoring heads over a prompt: with head_vote "max" the largest pooled attention (n, num_tokens), with
+    "mean" the sum of their importance (num_tokens,).
 
-    Parameters
-    ----------
-    pool
-        The draft's own, with `get_key_buffer`.
-    slots
-        (num_tokens,), of the prompt.
-    layers
-        Queries (num_heads, n, head_dim) by layer, of this rank's heads.
-    config
-        For scoring_heads, which count over all ranks, skipped_layers, head_vote and the pool kernel.
-    rank
-        Of the tensor-parallel group.
-    found
-        Which queries there are.
+    pool: the draft's own, with `get_key_buffer`. slots: (num_tokens,). layers: queries (num_heads, n, head_dim) of this
+    rank's heads. config.scoring_heads count over all ranks.
     """
     skipped = 0 if config.scoring_heads is not None else _skipped(config, layers)
     voters = {index: _voters(index, layer, config, rank) if index >= skipped else [] for index, layer in layers.items()}
@@ -78,14 +65,14 @@ def over_own_heads(
         heads = [head_importance(head, found.num_in_place, found.segments, found.weights).sum(dim=0) for head in own]
         return torch.stack(heads).sum(dim=0) if heads else torch.zeros(len(slots), device=slots.device)
     if not any(voters.values()):
-        # Other ranks have those who vote, and no attention is the least there is.
+        # Without voting heads on this rank: zeros, the least attention.
         num_queries = sum(query.shape[1] for query in next(iter(layers.values())).queries)
         return torch.zeros(num_queries, len(slots), device=slots.device)
     return largest_attention(own, config.pool_kernel, found.num_in_place)
 
 
 def num_scoring_heads(layers: Mapping[int, LayerQueries], config: PrefillConfig, num_ranks: int) -> int:
-    """How many heads score a prompt, over all ranks."""
+    """Scoring heads over all ranks."""
     if config.scoring_heads is not None:
         return len(config.scoring_heads)
     skipped = _skipped(config, layers)
@@ -97,7 +84,7 @@ def _skipped(config: PrefillConfig, layers: Mapping[int, LayerQueries]) -> int:
 
 
 def _voters(index: int, found: LayerQueries, config: PrefillConfig, rank: int) -> list[int]:
-    """Heads of this rank that vote in a layer, by their number on it."""
+    """This rank's voting heads of a layer, by their number on it."""
     num_heads = found.queries[0].shape[0]
     if config.scoring_heads is None:
         return list(range(num_heads))
@@ -111,7 +98,7 @@ def _voters(index: int, found: LayerQueries, config: PrefillConfig, rank: int) -
 def _own_heads(
     pool: Any, slots: torch.Tensor, layers: Mapping[int, LayerQueries], voters: Mapping[int, Sequence[int]]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, float]]:
-    """Queries, keys and scaling, key head by key head: one head's keys and attention are all that is held at a time."""
+    """Queries, keys and scaling by key head: one head's keys and attention are held at a time."""
     for index, found in sorted(layers.items()):
         queries, buffer = torch.cat(found.queries, dim=1), pool.get_key_buffer(index)
         groups = queries.shape[0] // buffer.shape[1]
