@@ -33,8 +33,8 @@ Prefill = Callable[[int, int], None]
 class PrefillSeconds:
     """Seconds of a prefill: base_s for the weights, per_token_s per token.
 
-    is_told: the timed lengths identify per_token_s; else it is an upper bound. behind_s: extra seconds of a token per
-    cached one before it, for a long prompt's chunks.
+    is_told: the timed lengths identify per_token_s; else it is an upper bound. behind_s: extra seconds per
+    token of a chunk behind as many cached tokens.
     """
 
     base_s: float

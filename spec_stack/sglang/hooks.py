@@ -1,4 +1,4 @@
-"""Everything of SGLang that is wrapped, and with what. Under another algorithm each hook only hands on."""
+"""All wrapped SGLang functions and their wrappers. Under another algorithm each hook only forwards."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _add_flags(add: Callable[..., Any], parser: argparse.ArgumentParser) -> Any:
 
 
 def _check_options(verify: Callable[..., None], params: Any, *args: Any, **kwargs: Any) -> None:
-    """SGLang makes a 400 of the ValueError."""
+    """SGLang turns the ValueError into a 400."""
     verify(params, *args, **kwargs)
     refused: ValueError | None = None
     with harmless("reading a request's options", "the scheduler reads them again"):
@@ -84,7 +84,7 @@ def _report(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Put the report into every chunk of a reply, and the prompt's true length, where SGLang counts what it ran."""
+    """Put the report into every chunk of a reply, and the true prompt length, where SGLang counts the pruned one."""
     others = {key: values for key, values in customized_info.items() if key != META_INFO}
     update(manager, meta_info, state, others, index, *args, **kwargs)
     if META_INFO not in customized_info:
@@ -108,7 +108,7 @@ def _report(
 def _correct_acceptance(
     calculate: Callable[..., None], manager: Any, meta_info: dict[str, Any], outputs: Any, index: int
 ) -> None:
-    """Once per reply, at its end. SGLang counts its prompt's tokens after this."""
+    """Runs once per reply, at its end, before SGLang counts the prompt's tokens."""
     calculate(manager, meta_info, outputs, index)
     if META_INFO in meta_info:
         with harmless("correcting SGLang's numbers", "they are SGLang's own"):
@@ -117,7 +117,9 @@ def _correct_acceptance(
 
 
 async def _report_in_response(handle: Callable[..., Any], serving: Any, *args: Any, **kwargs: Any) -> Any:
-    """Where an OpenAI client has no meta info: in a stream's usage chunk, and beside the text of a completion."""
+    """OpenAI responses have no meta info: the report goes into a stream's usage chunk, and beside a completion's
+    text.
+    """
     response = await handle(serving, *args, **kwargs)
     with harmless("writing a report", "the reply has none"):
         books = getattr(serving.tokenizer_manager, STATE, None)
@@ -141,7 +143,7 @@ def _show_state(get: Callable[..., Any], scheduler: Scheduler, *args: Any, **kwa
 
 
 def _load_before_the_pools(init: Callable[..., None], scheduler: Scheduler) -> None:
-    """Not guarded: a model that is named and cannot be used ends the launch."""
+    """Not guarded: a scoring model that cannot be used ends the launch."""
     init(scheduler)
     from spec_stack.sglang.scoring_model import load_beside
 
@@ -176,7 +178,7 @@ def _map_positions(init_new: Callable[..., Any], cls: type, batch: Any, runner: 
     try:
         mapped = positions_of(forward_batch, batch.reqs, runner)
     except Exception:
-        # At other positions every token would be wrong, so there is a second way, slow and plain.
+        # At wrong positions every token would be wrong, so there is a slow fallback.
         note_failure("mapping positions", "they are mapped one by one")
         mapped = positions_one_by_one(forward_batch, batch.reqs, runner)
     if mapped is not None:
@@ -207,22 +209,25 @@ HOOKS_FOR_NUMBERS: dict[str, Callable[..., Any]] = {
     f"{_SRT}.entrypoints.openai.serving_base.OpenAIServingBase.handle_request": _report_in_response,
     f"{_SRT}.managers.scheduler.Scheduler.get_internal_state": _show_state,
 }
-# Where there are settings, which may name a model that scores beside another's drafts.
+# Applied wherever there are settings, which may name a scoring model beside another algorithm.
 HOOKS_BESIDE: dict[str, Callable[..., Any]] = {
     f"{_SRT}.managers.scheduler.Scheduler.maybe_init_draft_worker": _load_before_the_pools,
 }
 
 
 def register() -> None:
-    """Hand the hooks to SGLang, which applies them once all plugins have been called."""
+    """Pass the hooks to SGLang, which applies them after all plugins are loaded."""
     beside = HOOKS_BESIDE if os.environ.get(ENVIRONMENT) else {}
     for target, hook in (HOOKS | HOOKS_FOR_NUMBERS | beside).items():
         HookRegistry.register(target, hook, HookType.AROUND)
 
 
 def check() -> None:
-    """Raise RuntimeError, naming them, where hooks are not in place in this process, or SGLang lacks what is used of it
-    beside them. Numbers alone are worth a warning."""
+    """Raise RuntimeError, naming them, where hooks are not in place in this process, or SGLang lacks what is used of
+    it.
+
+    A missing statistics hook is only a warning.
+    """
     lacking = seams.missing()
     if lacking:
         raise RuntimeError(f"{NAME} cannot serve: this SGLang has no {', '.join(lacking)}; install a tested version")

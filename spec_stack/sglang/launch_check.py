@@ -1,4 +1,4 @@
-"""Would this launch work, and what would the server do? Answered without starting one, or loading any weights."""
+"""Checks a launch and describes its server, without starting it or loading weights."""
 
 from __future__ import annotations
 
@@ -30,28 +30,13 @@ from spec_stack.tokenizers.chat_turns import ChatTurns
 
 
 def check_launch(arguments: Sequence[str]) -> dict[str, Any]:
-    """Resolve a launch's arguments the way SGLang does, and say what would come of them.
+    """Resolve a launch's arguments as SGLang does, and report the result as plain values.
 
-    Parameters
-    ----------
-    arguments
-        What would follow `sglang serve` or `python -m sglang.launch_server`.
+    arguments: those of `sglang serve` or `python -m sglang.launch_server`. "problem": why the launch would end, else
+    None; "warnings": what works worse than it might. Raises ValueError without SGLang in this Python.
 
-    Returns
-    -------
-    dict
-        Plain values. "problem" holds the reason where such a launch ends at once, else None; "warnings" what works
-        worse than it might.
-
-    Raises
-    ------
-    ValueError
-        Where this Python has no SGLang.
-
-    Notes
-    -----
-    Configurations and tokenizers are read, from the hub too where the arguments name models there. SGLang asks for the
-    device that the server would run on. Loads SGLang's plugins in this process; os.environ is left as it was.
+    Reads configurations and tokenizers, from the hub too. SGLang queries the device. Loads SGLang's plugins in this
+    process; os.environ is restored.
     """
     if importlib.util.find_spec("sglang") is None:
         raise ValueError(f"--sglang asks SGLang itself, and this Python has none: {how_to_install('sglang')}")
@@ -59,7 +44,7 @@ def check_launch(arguments: Sequence[str]) -> dict[str, Any]:
     with _environment_restored():
         try:
             _check(list(arguments), report)
-        # Whatever SGLang raises here it would raise at the launch too: that is the answer, and the log has its place.
+        # Any exception of SGLang's here would end the launch too: it is the answer.
         except Exception as error:
             logging.getLogger(__name__).debug("the launch would end with", exc_info=True)
             report["problem"] = f"{error}" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
@@ -124,7 +109,7 @@ def _check(arguments: list[str], report: dict[str, Any]) -> None:
 
 
 def _sizes_to_capture(resolved: Any) -> list[int] | None:
-    """As SGLang's `get_batch_sizes_to_capture`, which needs a model: up to the most requests that may run."""
+    """As SGLang's `get_batch_sizes_to_capture`, which needs a model: up to the most running requests."""
     decode, most = resolved.cuda_graph_config.decode, resolved.max_running_requests
     if decode.backend == "disabled":
         return None
@@ -132,13 +117,13 @@ def _sizes_to_capture(resolved: Any) -> list[int] | None:
 
 
 def _bytes_per_token(model: Any, tp_size: int) -> int:
-    """Of one token's keys and values on one rank."""
+    """Bytes of one token's keys and values on one rank."""
     numbers = model.num_hidden_layers * model.get_num_kv_heads(tp_size) * (model.head_dim + model.v_head_dim)
     return int(numbers * model.dtype.itemsize)
 
 
 def _device_bytes(device: str) -> float:
-    """A device's memory; 0 where it cannot be told."""
+    """A device's memory; 0 where unknown."""
     from sglang.srt.utils.common import get_device_memory_capacity
 
     return 2**20 * (get_device_memory_capacity(device) or 0)
@@ -176,7 +161,7 @@ def _vocabularies(models: tuple[Any, Any], tokenizer: Any, draft: str, trust_rem
     from spec_stack.sglang.padded_vocabulary import OTHER_TOKENIZER, have_one_vocabulary
 
     sizes = [model.vocab_size for model in models]
-    # A server without a tokenizer takes the user's word, where the rows fit.
+    # Without a tokenizer the check is skipped where the rows fit.
     if (sizes[0] != sizes[1] or tokenizer is not None) and not have_one_vocabulary(tokenizer, draft, trust_remote_code):
         raise ValueError(f"{draft} ({sizes[1]} embedding rows, the target {sizes[0]}): {OTHER_TOKENIZER}")
     if sizes[0] == sizes[1]:
@@ -186,7 +171,7 @@ def _vocabularies(models: tuple[Any, Any], tokenizer: Any, draft: str, trust_rem
 
 @contextlib.contextmanager
 def _environment_restored() -> Iterator[None]:
-    """Flags of ours, and some of SGLang's, go to other processes through the environment."""
+    """Our flags, and some of SGLang's, are passed to other processes through the environment."""
     before = dict(os.environ)
     try:
         yield

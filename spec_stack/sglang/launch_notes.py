@@ -1,4 +1,4 @@
-"""Tell, for a server's log and for who asks beforehand, what it will do to prompts and how far it drafts."""
+"""Notes on pruning and drafting for a server's log and for the launch check."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from spec_stack.sglang.server_args import MOST_POOL_TOKENS, ServerConfig
 
-# Of one slot number, by the backends that list slots token by token.
+# Bytes of one slot number, in backends that list slots token by token.
 _SLOT_BYTES = {"flashinfer": 4, "triton": 8}
 # SGLang's default, for Qwen2 and Qwen3 more.
 _FLASHINFER_WORKSPACE = 384 << 20
@@ -15,14 +15,14 @@ _SMALL_DEVICE, _FEW_GAMMAS = 40e9, (0, 2, 4)
 
 
 def prunes(config: ServerConfig, refusal: str | None) -> bool:
-    """Return whether any prompt of a server is pruned that no request asked for. refusal: why none may be, or None."""
+    """Return whether a server prunes prompts by default. refusal: why none may be, or None."""
     return refusal is None and config.prefill.sparse_prefill in ("auto", "on") and config.prefill.keep_rate != 1
 
 
 def pruning_note(config: ServerConfig, refusal: str | None, unrecognised: str) -> str:
-    """Return what is pruned, from which length, and what is kept whole.
+    """What is pruned, from which length, and what is kept whole.
 
-    unrecognised: what the chat template does not let be told from what users write, "" for nothing.
+    unrecognised: what the chat template does not separate from user text, "" for nothing.
     """
     switch = config.prefill.sparse_prefill
     if switch == "draft_only":
@@ -49,7 +49,7 @@ def pruning_note(config: ServerConfig, refusal: str | None, unrecognised: str) -
 
 
 def follow_up_note(config: ServerConfig, pool: Mapping[str, int], num_target_tokens: int) -> str:
-    """The rule, and what the draft's pool takes on each rank beside the target's pool."""
+    """The follow-up rule, and the memory of the draft's pool on each rank beside the target's."""
     return (
         f"follow-ups: {config.follow_up}; the draft's own KV pool holds {pool['num_tokens']} tokens in "
         f"{pool['num_bytes'] / 1e9:.2f} GB, the target's {num_target_tokens} tokens"
@@ -57,7 +57,7 @@ def follow_up_note(config: ServerConfig, pool: Mapping[str, int], num_target_tok
 
 
 def pool_note(config: ServerConfig, bytes_per_token: int) -> str:
-    """What the draft's own pool takes on each rank, as far as it is known before anything is loaded."""
+    """Memory of the draft's own pool on each rank, as far as known before loading."""
     num_tokens = config.draft_pool_tokens or MOST_POOL_TOKENS
     note = f"{num_tokens} tokens of {bytes_per_token} bytes, {num_tokens * bytes_per_token / 1e9:.2f} GB on each rank"
     if config.draft_pool_tokens is not None:
@@ -66,24 +66,25 @@ def pool_note(config: ServerConfig, bytes_per_token: int) -> str:
 
 
 def slots_note(num_per_request: int, num_bytes: int, **counters: int) -> str:
-    """What a draft's own slots take on each rank."""
+    """Memory of a draft's own slots on each rank."""
     return f"the draft has {num_per_request} slots of its own for each request, {num_bytes / 1e9:.2f} GB in all"
 
 
 def graph_sizes(config: ServerConfig, sizes: Sequence[int], gamma: int) -> list[int]:
-    """The batch sizes that may meet this gamma, for which alone its graphs are captured."""
+    """The batch sizes that may use this gamma, for which alone its graphs are captured."""
     return [size for size in sizes if gamma in config.gammas_at(size)]
 
 
 def _captured(config: ServerConfig, sizes: Sequence[int]) -> dict[int, Sequence[int]]:
-    """By gamma. SGLang captures the one it launches with, the largest, before any policy is asked."""
+    """By gamma. SGLang captures its launch gamma, the largest, before any policy is asked."""
     last = config.gammas[-1]
     return {gamma: sizes if gamma == last else graph_sizes(config, sizes, gamma) for gamma in config.gammas}
 
 
 def num_graphs(config: ServerConfig, sizes: Sequence[int]) -> int:
     """CUDA graphs in all: per gamma and size one to verify, one to extend the draft, and one to draft where gamma is
-    over 1, since the draft's extension brings the first token."""
+    over 1, since the draft's extension brings the first token.
+    """
     return sum(len(found) * (3 if gamma > 1 else 2) for gamma, found in _captured(config, sizes).items())
 
 
@@ -102,13 +103,11 @@ def graphs_note(config: ServerConfig, sizes: Sequence[int] | None) -> str:
 
 
 def states_bytes(config: ServerConfig, sizes: Sequence[int], context_len: int, page_size: int, backend: str) -> int:
-    """Estimate what the attention backends of all gammas take for their graphs, which SGLang reserves for one.
+    """Estimated bytes of the attention backends of all gammas for their graphs; SGLang reserves memory for one gamma.
 
-    Notes
-    -----
     Every gamma has a backend for the target, one for the draft's extension and one for each token drafted after the
     first. FA3 keeps four tables of page numbers (batch, pages of a context) in each. Triton and FlashInfer keep slot
-    numbers by token, and FlashInfer a workspace for each target's. Of other backends nothing is known; 0.
+    numbers by token, and FlashInfer a workspace for each target's. 0 for other backends.
     """
     return sum(
         _state_bytes(gamma, max(found, default=0), context_len, page_size, backend)
@@ -130,14 +129,14 @@ def _state_bytes(gamma: int, size: int, context_len: int, page_size: int, backen
 
 
 def states_note(config: ServerConfig, num_bytes: int) -> str:
-    """The bytes that `states_bytes` gives, in words for the doctor."""
+    """The bytes of `states_bytes` in words."""
     if not num_bytes:
         return "not estimated for this attention backend"
     return f"about {num_bytes / 1e9:.2f} GB for {len(config.gammas)} gammas, beside the graphs themselves"
 
 
 def gammas_advice(config: ServerConfig, device_bytes: float) -> str | None:
-    """What to change where the states of so many gammas are much for a device; None for nothing."""
+    """The advice where the states of the gammas take much of a device's memory; None for nothing."""
     if not 0 < device_bytes < _SMALL_DEVICE or len(config.gammas) <= len(_FEW_GAMMAS):
         return None
     return (
@@ -147,9 +146,9 @@ def gammas_advice(config: ServerConfig, device_bytes: float) -> str | None:
 
 
 def penalty_advice(sampling: Mapping[str, Any]) -> str | None:
-    """What to change where a checkpoint's own sampling defaults turn drafting off; None for nothing.
+    """The advice where a checkpoint's sampling defaults disable drafting; None for nothing.
 
-    sampling: what SGLang takes for requests that say nothing, of the checkpoint's generation_config.json.
+    sampling: SGLang's defaults from the checkpoint's generation_config.json.
     """
     penalty = sampling.get("repetition_penalty", 1)
     if penalty == 1:

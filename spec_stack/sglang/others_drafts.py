@@ -1,4 +1,4 @@
-"""SGLang's own drafts on a scheduler that scores. No SGLang here."""
+"""SGLang's own drafts on a scheduler that scores. No SGLang import."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from spec_stack.sglang.server_args import ServerConfig
 from spec_stack.sglang.support import NAME
 
 logger = logging.getLogger(__name__)
-# Tokens that NGRAM reads before one step, which waits until it has: a few milliseconds.
+# Tokens that NGRAM reads before one step, which waits for it: a few milliseconds.
 PART = 512
-# Parts of prompts that may wait for their turn; the oldest go first where more come than steps are made.
+# Most prompt parts in the queue; the oldest are dropped.
 _MOST_PARTS = 128
 
 
 class OthersDrafts:
-    """SGLang's own, of which nothing is known here but their name; "" for none.
+    """SGLang's own drafts, known by name only; "" for none.
 
-    NGRAM drafts from what it has read. Of prompts SGLang gives it no more than their last tokens to read; here it gets
-    the whole of those that are pruned, a part before each step.
+    SGLang gives NGRAM only a prompt's last tokens. Here it reads pruned prompts whole, a part before each step.
     """
 
     def __init__(self, name: str, worker: Any) -> None:
@@ -43,7 +42,7 @@ class OthersDrafts:
     def read(self, token_ids: Sequence[int], num_known: int) -> None:
         if self._corpus is None:
             return
-        # A part begins with the end of the one before, so that what goes over its edge is known too.
+        # A part begins with the end of the one before, so that n-grams across its edge are read too.
         for start in range(num_known, len(token_ids), PART):
             self._unread.append(list(token_ids[max(0, start - self._overlap) : start + PART]))
 

@@ -22,7 +22,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"
 def have_one_vocabulary(target_tokenizer: Any, draft: str, trust_remote_code: bool) -> bool:
     """Return whether every token has the same id in the draft's tokenizer; False where the server runs without one.
 
-    SGLang loads none for the draft, so it is loaded here. A draft that comes without a tokenizer has its target's.
+    SGLang does not load the draft's tokenizer. A draft without one has its target's.
     """
     if target_tokenizer is None:
         return False
@@ -36,8 +36,7 @@ def have_one_vocabulary(target_tokenizer: Any, draft: str, trust_remote_code: bo
 def fit_draft(model: torch.nn.Module, draft_size: int, target_size: int) -> None:
     """Make a draft of draft_size rows fit a target of target_size. Mutates the draft's modules.
 
-    A wider draft's logits are cut, so that it proposes no id that the target lacks. A narrower draft gets the last of
-    its own ids for those beyond, which no tokenizer makes: what it drafts after one is as good as any guess.
+    A wider draft's logits are cut. A narrower draft maps ids beyond its rows, which no tokenizer makes, to its last id.
     """
     if draft_size > target_size:
         for module in model.modules():

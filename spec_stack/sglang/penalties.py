@@ -1,8 +1,6 @@
-"""Frequency, presence and repetition penalties under speculation, exactly. No SGLang here.
+"""Exact frequency, presence and repetition penalties under speculation. No SGLang import.
 
-SGLang counts one token of each step, whatever the step brought, and penalises every drafted token alike. Where a
-request that was retracted is prefilled again, it counts from nothing. So a request with penalties drafts nothing here,
-and its penalties come of what it has said, which is counted on the device.
+SGLang counts one token per step, and none after a retraction; here penalised requests draft nothing and are counted.
 """
 
 from __future__ import annotations
@@ -19,14 +17,15 @@ from spec_stack.sglang.protocols import RunningRequest, SamplingSettings
 
 
 def is_penalised(request: RunningRequest) -> bool:
-    """Return whether what a request has said so far changes what it may say next."""
+    """Return whether a request's output changes its next token's logits."""
     asked = request.sampling_params
     return _counts(asked) or len(request.output_ids) < asked.min_new_tokens
 
 
 def has_penalties(request: RunningRequest) -> bool:
-    """Return whether SGLang keeps penalties for a request, also where they have done their part: its own count of a
-    reply that must not end too soon may lag behind."""
+    """Return whether SGLang keeps penalties for a request, expired ones included: its min_tokens count may lag
+    behind.
+    """
     return _counts(request.sampling_params) or request.sampling_params.min_new_tokens > 0
 
 
@@ -36,22 +35,10 @@ def tables(sampling_info: Any) -> list[torch.Tensor]:
 
 
 class SaidTokens:
-    """Counts what the requests of a batch that have penalties have said, on their device from step to step.
+    """Counts the output tokens of penalised requests, on their device from step to step.
 
-    Parameters
-    ----------
-    requests
-        The batch, in the order of its rows. What the host has been told of their output is counted now; of each later
-        step the newest token alone is added.
-    num_tokens : int
-        Tokens of the vocabulary.
-    device
-        Where SGLang's tensors of the batch are.
-
-    Attributes
-    ----------
-    num_prompt_tokens
-        (num_requests,): of all of the batch.
+    requests: the batch, in row order. Output that the host knows is counted now; each later step adds the newest token.
+    num_tokens: of the vocabulary. device: of SGLang's tensors. num_prompt_tokens: (num_requests,).
     """
 
     def __init__(self, requests: Sequence[RunningRequest], num_tokens: int, device: torch.device) -> None:
@@ -68,19 +55,13 @@ class SaidTokens:
         self._times.index_put_((owners, ids), torch.ones(len(ids), device=device), accumulate=True)
 
     def count(self, sampling_info: Any, newest: torch.Tensor, num_said: torch.Tensor) -> None:
-        """Put the penalties of the token that each request says next right. Mutates SGLang's tensors of the batch.
+        """Correct the penalties of each request's next token. Mutates SGLang's tensors of the batch.
 
-        Parameters
-        ----------
-        sampling_info
-            SGLang's SamplingBatchInfo for this step: acc_additive_penalties, added to logits, and
-            acc_scaling_penalties, which divide positive logits and multiply negative ones, each (num_requests, vocab)
-            or None.
-        newest
-            (num_requests,): the last token that each request has said.
-        num_said
-            (num_requests,): how many tokens it has said. Where as many are counted, `newest` counts for nothing: under
-            overlap scheduling, and after a prefill whose result is on its way, the host does not know.
+        sampling_info: SGLang's SamplingBatchInfo, with acc_additive_penalties, added to logits, and
+        acc_scaling_penalties, which divide positive logits and multiply negative ones, each (num_requests, vocab) or
+        None. newest: (num_requests,), the last output tokens. num_said: (num_requests,), output lengths; where as many
+        are counted, `newest` is ignored: under overlap scheduling, and after a prefill with a pending result, the host
+        does not know.
         """
         rows, num_said = self._rows, num_said[self._rows]
         is_new = (num_said - self._num_counted).clamp(0, 1)
@@ -89,7 +70,7 @@ class SaidTokens:
         frequency, presence, repetition, least = self._settings
         is_said = self._times > 0
         for penalties in _additive(sampling_info):
-            # SGLang forbids a reply to end too soon in the same tensor.
+            # SGLang enforces min_tokens in the same tensor.
             forbidden = torch.isneginf(penalties[rows]) & (num_said[:, None] < least)
             penalty = -frequency * self._times - presence * is_said
             penalties[rows] = penalty.masked_fill(forbidden, -math.inf).to(penalties.dtype)
@@ -100,7 +81,7 @@ class SaidTokens:
 def count_one_by_one(
     sampling_info: Any, requests: Sequence[RunningRequest], newest: torch.Tensor, num_said: torch.Tensor
 ) -> None:
-    """The same as `SaidTokens`, token by token on the host: for when that failed. The device is waited for."""
+    """The fallback of `SaidTokens`, token by token on the host; waits for the device."""
     for row, request in enumerate(requests):
         asked = request.sampling_params
         if not has_penalties(request):

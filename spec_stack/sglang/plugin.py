@@ -1,7 +1,6 @@
-"""The entry point that SGLang calls in each of its processes: version, hooks, the algorithm.
+"""The entry point that SGLang calls in each process: version check, hooks, the algorithm.
 
-SGLang logs a plugin's failure and serves on without it, and nothing here may pass silently. So an unknown version ends
-a launch that asks for the algorithm, and the worker refuses to start where a hook is not in place.
+SGLang only logs a plugin's failure, so an unknown version ends the launch, and the worker checks the hooks.
 """
 
 from __future__ import annotations
@@ -15,12 +14,14 @@ from spec_stack.sglang.support import NAME, check_version
 
 
 def register() -> None:
-    """SGLang's entry point. Raises RuntimeError for a version the hooks were not made for and ImportError for a plugin
-    of the user's that cannot be imported (SGLang logs both), and SystemExit where this very launch asks for the
-    algorithm, or for scores beside another."""
+    """SGLang's entry point.
+
+    Raises RuntimeError for an unsupported version and ImportError for a broken user plugin (SGLang logs both), and
+    SystemExit where this launch uses the algorithm, or scores beside another.
+    """
     try:
         check_version()
-        # Before anything reads the settings, which may name what they register.
+        # Before the settings are read, which may name what they register.
         import_plugins()
     except (RuntimeError, ImportError) as error:
         if _is_asked_for():

@@ -1,7 +1,6 @@
-"""The draft over a KV pool of its own: SGLang's model and weights, and attention that knows no request and no page.
+"""The draft over its own KV pool: SGLang's model and weights, with attention over slot indices.
 
-SGLang gives the draft the target's KV slots, so whatever it prefills takes room from the target, and it holds there the
-token after the target's. Here a text's tokens stand at their own positions, in slots that the target knows nothing of.
+SGLang's STANDALONE draft uses the target's KV slots, so prefilling a prompt there would take the target's room.
 """
 
 from __future__ import annotations
@@ -28,17 +27,8 @@ from spec_stack.sglang.tiled_attention import Window, attend
 class PooledDraft:
     """The draft with the KV of whole texts.
 
-    Parameters
-    ----------
-    runner
-        SGLang's ModelRunner of the draft, its weights loaded.
-    num_tokens : int
-        Tokens that the pool holds, on every rank of a tensor-parallel group, each with its own heads.
-
-    Attributes
-    ----------
-    index
-        Which slots hold which text.
+    runner: SGLang's ModelRunner of the draft, weights loaded. num_tokens: size of the pool on every rank, each with its
+    own heads. index: which slots hold which text.
     """
 
     def __init__(self, runner: Any, num_tokens: int) -> None:
@@ -52,8 +42,9 @@ class PooledDraft:
         )
 
     def allocate(self) -> None:
-        """Take the memory, if that has not been done. SGLang accounts for what is taken before it sizes its own pools;
-        the first forward is late."""
+        """Allocate the pool once. Do it before SGLang sizes its own pools, which accounts for it; the first forward is
+        too late.
+        """
         self._attention.allocate()
 
     @property
@@ -68,23 +59,11 @@ class PooledDraft:
     def forward(
         self, token_ids: Sequence[int], slots: Ints, window: Window | None = None, num_layers: int | None = None
     ) -> torch.Tensor | None:
-        """Put the last tokens of a text through the draft; its most likely next token ().
+        """Run the last n tokens of a text through the draft; its most likely next token (), without a synchronisation.
 
-        Parameters
-        ----------
-        token_ids
-            n tokens, the last ones of the text so far.
-        slots
-            (num_tokens,): of all tokens of the text so far. Those of the last n are written, all of them are read.
-        window
-            What each of the n sees of what is before it; None is everything.
-        num_layers
-            Only the first so many layers, of the last one only queries, keys and values; there is no next token then.
-            None is all.
-
-        Notes
-        -----
-        The host does not wait for the result, unless it asks for the number.
+        slots: (num_tokens,), of the whole text so far; the last n are written, all are read. window: what each of the n
+        attends to; None is everything. num_layers: runs the first layers only, of the last one queries, keys and
+        values, without a next token; None is all.
         """
         runner, device = self._runner, self._attention.device
         num_tokens, num_new = len(slots), len(token_ids)
@@ -97,7 +76,7 @@ class PooledDraft:
             input_ids=to_device(torch.frombuffer(array("q", token_ids), dtype=torch.int64), device),
             req_pool_indices=torch.zeros(1, dtype=torch.int64, device=device),
             seq_lens=lengths[:1].long(),
-            # Whose slots these are is told to the attention alone.
+            # Only the attention knows whose slots these are.
             out_cache_loc=positions,
             seq_lens_sum=num_tokens,
             seq_lens_cpu=torch.tensor([num_tokens]),
@@ -121,7 +100,7 @@ class PooledDraft:
 
     @contextmanager
     def captured_queries(self, layers: dict[int, LayerQueries], num_tokens: int = 1) -> Iterator[None]:
-        """Add the queries of the last num_tokens tokens of every forward inside the block to what there is by layer."""
+        """Append the queries of the last num_tokens tokens of every forward in the block to `layers`."""
         self._attention.captured, self._attention.num_captured = layers, num_tokens
         try:
             yield
@@ -129,17 +108,16 @@ class PooledDraft:
             self._attention.captured = None
 
     def get_key_buffer(self, layer: int) -> torch.Tensor:
-        """All slots' keys of a layer (num_slots, num_kv_heads, head_dim) on this rank, as SGLang's own pools give
-        them."""
+        """All slots' keys of a layer (num_slots, num_kv_heads, head_dim) on this rank, as in SGLang's own pools."""
         return self._attention.keys(layer)
 
 
 class _LayersDoneError(Exception):
-    """Ends a forward of SGLang's model, which runs all layers, after those that are wanted; on all ranks alike."""
+    """Ends a forward of SGLang's model after the wanted layers; on all ranks alike."""
 
 
 class _PoolAttention(AttentionBackend):  # type: ignore[misc]
-    """Causal attention of one text over its slots, and the buffers of them: (num_layers, num_tokens, heads, dim)."""
+    """Causal attention of one text over its slots, and their buffers (num_layers, num_tokens, heads, dim)."""
 
     def __init__(
         self, layers: Sequence[RadixAttention], num_tokens: int, dtype: torch.dtype, device: torch.device
@@ -153,7 +131,7 @@ class _PoolAttention(AttentionBackend):  # type: ignore[misc]
         self._num_layers: int | None = None
         self._read: slice | torch.Tensor = slice(0, 0)
         self._written: slice | torch.Tensor = slice(0, 0)
-        # Some models ask the pool whether they may write keys by themselves. They may not.
+        # Some models ask the pool whether they may write keys themselves. They may not.
         self.token_to_kv_pool = SimpleNamespace(dtype=None)
 
     def allocate(self) -> None:
@@ -172,14 +150,14 @@ class _PoolAttention(AttentionBackend):  # type: ignore[misc]
         return self._keys[self._at[layer]]
 
     def _where(self, slots: Ints) -> slice | torch.Tensor:
-        """Slots side by side as a slice, which copies nothing."""
+        """Contiguous slots as a slice, which copies nothing."""
         if len(slots) and int(slots[-1]) - int(slots[0]) == len(slots) - 1 and bool((slots[1:] > slots[:-1]).all()):
             return slice(int(slots[0]), int(slots[-1]) + 1)
         return to_device(torch.from_numpy(slots), self.device)
 
     @contextmanager
     def reading(self, slots: Ints, num_new: int, window: Window | None, num_layers: int | None) -> Iterator[None]:
-        """For the block, forwards are of the last num_new tokens of the text in these slots."""
+        """In the block, forwards are of the last num_new tokens of the text in these slots."""
         self.allocate()
         self._read, self._written = self._where(slots), self._where(slots[len(slots) - num_new :])
         self._window, self._num_layers = window, num_layers

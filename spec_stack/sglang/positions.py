@@ -1,8 +1,7 @@
-"""Where a pruned prompt's cache slots lie in the whole prompt, and the draft's KV lengths that must not follow.
+"""Original positions of a pruned prompt's KV slots; draft KV lengths stay slot counts.
 
-SGLang knows a token by its cache slot and takes the slot for its rotary position. For a prompt of N tokens of which K
-are kept, slot j stands at kept[j] while j < K, and at j + (N - K) after it: one pure map, which covers prefill, its
-chunks, prefill again after a retraction, decoding, verification and drafting alike.
+Slot j of K kept of N tokens is at kept[j] while j < K, else at j + (N - K), in prefill, decoding, drafting and
+verification.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class PositionMap:
 
 
 class BatchMap:
-    """The maps of a batch as four tensors, so that a step costs a few kernels however many requests it holds.
+    """The maps of a batch as four tensors, so that a step costs a few kernels at any batch size.
 
     maps[i] is None where request i was prefilled densely.
     """
@@ -48,9 +47,9 @@ class BatchMap:
         self._dropped = to_device(torch.tensor([0 if it is None else it.num_dropped for it in maps]), device)
 
     def __call__(self, slots: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-        """Original positions of a flat batch whose request i owns lengths[i] of the slots; their shape and dtype.
+        """Original positions of a flat batch whose request i has lengths[i] of the slots; their shape and dtype.
 
-        Raises RuntimeError where the lengths do not add up, since every position after would be another's.
+        Raises RuntimeError where the lengths do not add up, since all later positions would be wrong.
         """
         if sum(lengths) != slots.numel() or len(lengths) != len(self._rows):
             raise RuntimeError(f"{slots.numel()} positions for requests of {list(lengths)} tokens; nothing is mapped")
@@ -65,18 +64,17 @@ class BatchMap:
 
 
 class BatchOffsets:
-    """The maps of a batch that decodes, drafts or verifies: one number per request instead of its kept positions.
-
-    It holds from the prompt's last slot on, for the draft one slot earlier, which is where all such slots lie.
+    """The maps of a batch that decodes, drafts or verifies: one offset per request, valid from the prompt's last slot
+    on (for the draft one slot earlier).
     """
 
     def __init__(self, maps: Sequence[PositionMap | None], device: torch.device) -> None:
         self._dropped = to_device(torch.tensor([0 if it is None else it.num_dropped for it in maps]), device)
 
     def __call__(self, slots: torch.Tensor) -> torch.Tensor:
-        """Original positions of a flat batch in which every request owns as many slots; their shape and dtype.
+        """Original positions of a flat batch with equally many slots per request; their shape and dtype.
 
-        Raises RuntimeError where they cannot be shared evenly, since every position after would be another's.
+        Raises RuntimeError where the slots do not divide evenly, since all later positions would be wrong.
         """
         num_requests = len(self._dropped)
         if slots.numel() % num_requests:
@@ -92,11 +90,10 @@ batch_offsets = lru_cache(maxsize=8)(BatchOffsets)
 
 @contextmanager
 def slots_for_kv_lengths(forward_batch: Any, topk: int) -> Iterator[None]:
-    """Give the draft's attention its KV lengths back while it builds its index arrays.
+    """Replace positions by seq_lens while the draft's attention builds its index arrays.
 
-    SGLang's Triton and FlashInfer draft backends build kv_indptr from forward_batch.positions, taking them for
-    lengths: with original positions they would read KV out of range, without an error. At that moment both are
-    seq_lens, so those are what they get.
+    SGLang's Triton and FlashInfer draft backends build kv_indptr from forward_batch.positions: with original positions
+    they would read KV out of range, without an error. At that moment slots and seq_lens are equal.
     """
     positions = forward_batch.positions
     forward_batch.positions = forward_batch.seq_lens.repeat_interleave(topk).to(positions.dtype)
@@ -109,8 +106,8 @@ def slots_for_kv_lengths(forward_batch: Any, topk: int) -> Iterator[None]:
 def protect_kv_lengths(backend: Any, must: bool = False) -> Any:
     """Make a multi-step draft backend build its indices from lengths. Changes this object alone, and returns it.
 
-    backend: None where no step drafts more than one token. must: whether it is one that takes positions for lengths.
-    Raises RuntimeError where it must be protected and SGLang has renamed what would be.
+    backend: None where no step drafts more than one token. must: it is one that takes positions for lengths; raises
+    RuntimeError where SGLang has renamed its method.
     """
     build: Callable[..., Any] | None = getattr(backend, "common_template", None)
     if build is None:

@@ -1,7 +1,6 @@
-"""SGLang's own objects as this room uses them, under the names that SGLang gives them.
+"""Protocols of SGLang's objects, with the few attributes that this package reads or changes.
 
-SGLang's classes cannot be imported where there is no SGLang, and have hundreds of attributes. These name the few that
-are read or changed here, so that a reader (and mypy) can tell what a function needs.
+They type the code where SGLang is not installed.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ class SamplingSettings(Protocol):
 class RunningRequest(Protocol):
     """`sglang.srt.managers.schedule_batch.Req`: a request inside the scheduler.
 
-    customized_info: lists that go out along with the output tokens, entry i with token i. extra_key, cache_salt: the
-    client's own parts of the radix key. full_untruncated_fill_ids: SGLang's copy of prompt and output, made when the
-    request is scheduled. logprob_start_len: the first prompt token whose logprob was asked for; -1, or the prompt's
-    length, for none. finished_len: how many of output_ids are the reply, once it has ended; None is all.
+    customized_info: lists sent along with the output tokens, entry i with token i. extra_key, cache_salt: the client's
+    parts of the radix key. full_untruncated_fill_ids: SGLang's copy of prompt and output, made when the request is
+    scheduled. logprob_start_len: the first prompt token with a requested logprob; -1, or the prompt's length, for none.
+    finished_len: length of the reply in output_ids, once it has ended; None is all.
     """
 
     rid: str
@@ -59,8 +58,8 @@ class Runner(Protocol):
 class Scheduler(Protocol):
     """`sglang.srt.managers.scheduler.Scheduler`: one per process, with its pools and its two models.
 
-    chunked_req: the request whose prefill goes on in the next prefill batch. _prefill_decode_interval_remaining: rounds
-    without a prefill batch that are still to come.
+    chunked_req: the request whose prefill continues in the next prefill batch. _prefill_decode_interval_remaining:
+    rounds without a prefill batch that remain.
     """
 
     model_config: Any

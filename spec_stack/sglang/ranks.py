@@ -1,4 +1,4 @@
-"""Agreement of the ranks of a tensor-parallel group. Each function is to be called by all of them at once."""
+"""Collectives of a tensor-parallel group; all ranks must call each function together."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from sglang.srt.utils.common import get_available_gpu_memory
 
 
 def own_rank() -> int:
-    """This rank's number in the group; the heads are shared out in this order."""
+    """This rank's number in the group; the heads are sharded in this order."""
     return int(get_tp_group().rank_in_group)
 
 
@@ -17,7 +17,7 @@ def num_ranks() -> int:
 
 
 def first_ranks_choice(gamma: int, knows: bool) -> tuple[int, bool]:
-    """The first rank's gamma, since policies read clocks, and whether all ranks know what their requests asked for."""
+    """The first rank's gamma, since policies read clocks, and whether all ranks know their requests' caps."""
     group = get_tp_group()
     if group.world_size == 1:
         return gamma, knows
@@ -38,15 +38,14 @@ def all_say_yes(answer: bool) -> bool:
 
 
 def least_free_bytes(device: str, gpu_id: int) -> int:
-    """Return the free memory of the rank that has least of it."""
+    """The least free memory of all ranks."""
     group = get_tp_group()
     is_shared = group.world_size > 1
     return int(2**30 * get_available_gpu_memory(device, gpu_id, distributed=is_shared, cpu_group=group.cpu_group))
 
 
 def largest_of_all(values: torch.Tensor) -> torch.Tensor:
-    """Element by element; mutates and returns values. Each rank holds some of the heads that importance is the
-    largest value over."""
+    """Element-wise maximum over the ranks' heads; mutates and returns values."""
     group = get_tp_group()
     if group.world_size > 1:
         torch.distributed.all_reduce(values, op=torch.distributed.ReduceOp.MAX, group=group.device_group)
@@ -54,7 +53,7 @@ def largest_of_all(values: torch.Tensor) -> torch.Tensor:
 
 
 def sum_of_all(values: torch.Tensor) -> torch.Tensor:
-    """Element by element; mutates and returns values."""
+    """Element-wise sum; mutates and returns values."""
     group = get_tp_group()
     if group.world_size > 1:
         torch.distributed.all_reduce(values, op=torch.distributed.ReduceOp.SUM, group=group.device_group)

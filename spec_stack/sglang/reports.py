@@ -1,4 +1,4 @@
-"""Reports in a reply, a stream's last chunk and /metrics. Runs in the process that writes replies; no SGLang here."""
+"""Reports in replies, stream ends and /metrics, in the tokenizer's process. No SGLang import."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SECONDS_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
 
 
 class ReplyInfo:
-    """One reply's report, put together from what came with its tokens (see `request_state.attach`)."""
+    """One reply's report, assembled from its tokens' customized_info (see `request_state.attach`)."""
 
     def __init__(self) -> None:
         self._report: dict[str, Any] | None = None
@@ -26,11 +26,11 @@ class ReplyInfo:
 
     @property
     def num_prompt_tokens(self) -> int | None:
-        """The prompt's true length; None where no report has come."""
+        """The prompt's true length; None without a report."""
         return None if self._report is None else int(self._report["num_prompt_tokens"])
 
     def add(self, carried: Sequence[Any]) -> None:
-        """Take in what came with the next tokens."""
+        """Add what came with the next tokens."""
         for item in carried:
             if isinstance(item, Mapping):
                 self._report = dict(item)
@@ -42,9 +42,10 @@ class ReplyInfo:
                     self._known.append(known)
 
     def meta_info(self, is_finished: bool) -> dict[str, Any] | None:
-        """The report with the steps so far, at the end with every step's gamma, how many of it were accepted, and the
-        draft's signals where the request asked for them; None where none has come. It has no steps where it has no
-        policy: they are another's."""
+        """The report with the steps so far; None without one, and no steps without a policy (SGLang's own then).
+
+        At the end it has every step's gamma and accepted tokens, and the draft's signals where requested.
+        """
         if self._report is None:
             return None
         if "policy" not in self._report:
@@ -59,30 +60,21 @@ class ReplyInfo:
 
 
 def correct_acceptance(meta_info: dict[str, Any], report: Mapping[str, Any]) -> None:
-    """Put right what SGLang computes from the widest gamma alone. Mutates meta_info."""
+    """Correct what SGLang computes from the widest gamma alone. Mutates meta_info."""
     if "num_proposed" not in report:
         return
     num_proposed, num_accepted = report["num_proposed"], report["num_accepted"]
     meta_info["spec_num_proposed_drafts"] = num_proposed
     meta_info["spec_num_correct_drafts"] = num_accepted
     meta_info["spec_accept_rate"] = num_accepted / num_proposed if num_proposed else 0.0
-    # SGLang's divides the tokens handed out, of which a stop or a limit may have cut some off.
+    # SGLang divides the output tokens, of which a stop or a limit may have cut some off.
     meta_info["spec_accept_length"] = vllm_metrics(report)["speculative_decoding"]["mean_acceptance_length"]
 
 
 def vllm_metrics(report: Mapping[str, Any]) -> dict[str, Any]:
-    """The final report in the shape of vLLM's per-request metrics, which benchmark clients read.
+    """The final report, with gamma_trace and accepted_trace, as vLLM's per-request metrics; empty without steps.
 
-    Parameters
-    ----------
-    report
-        With its gamma_trace and accepted_trace, if it has steps.
-
-    Returns
-    -------
-    dict
-        Empty without steps. acceptance_histogram[n] counts the steps with n accepted tokens; mean_acceptance_length has
-        the target's own token of each step in it.
+    acceptance_histogram[n] counts the steps with n accepted tokens; mean_acceptance_length includes the target's token.
     """
     if "gamma_trace" not in report:
         return {}
@@ -102,7 +94,7 @@ def vllm_metrics(report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class ReplyBooks:
-    """The replies that have ended: the sums of all, and the newest ones' reports, by request id.
+    """Finished replies: the sums of all, and the newest reports by request id.
 
     model_name: the label of the metrics; None keeps no sums.
     """
@@ -112,7 +104,7 @@ class ReplyBooks:
         self._reports: OrderedDict[str, Mapping[str, Any]] = OrderedDict()
 
     def close(self, meta_info: Mapping[str, Any], report: Mapping[str, Any], *, is_counted: bool) -> None:
-        """Take in a reply's final report. is_counted: whether it belongs to the sums."""
+        """Add a reply's final report. is_counted: it belongs to the sums."""
         self._reports[str(meta_info["id"])] = report
         if len(self._reports) > _MOST_REPORTS:
             self._reports.popitem(last=False)
@@ -124,10 +116,9 @@ class ReplyBooks:
 
 
 async def with_report(stream: AsyncIterator[Any], books: Callable[[], ReplyBooks]) -> AsyncIterator[Any]:
-    """An OpenAI stream's events, the usage chunk with the report of the reply whose id it bears.
+    """An OpenAI stream with the report in its usage chunk (stream_options.include_usage), the last one.
 
-    That chunk comes last, and only where the client asked for it (stream_options.include_usage). Of several replies
-    in one stream it bears the id of one.
+    Of several replies in one stream that chunk has the id of one.
     """
     async for event in stream:
         # Every other chunk has a choice in it, and most of a stream's cost is in its chunks.
@@ -145,7 +136,7 @@ async def with_report(stream: AsyncIterator[Any], books: Callable[[], ReplyBooks
 
 
 def reported_completion(response: Any, books: ReplyBooks) -> Any:
-    """A completion as plain values, the report beside its text; as it was, where there is none."""
+    """A completion as plain values with the report beside its text; unchanged without one."""
     report = books.report_of(response.id)
     if report is None:
         return response
@@ -158,13 +149,12 @@ def _shown(report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class ReplyMetrics:
-    """This project's Prometheus metrics, over all finished replies of a server. One per process, beside SGLang's own.
-
-    Every one is the sum (or histogram) of the replies' reports, so that the two can be held against each other.
+    """This project's Prometheus metrics, summed over all finished replies' reports. One per process, beside SGLang's
+    own.
     """
 
     def __init__(self, model_name: str) -> None:
-        # SGLang sets the directory that its processes share before anything of this may be imported.
+        # SGLang must set the shared directory before prometheus_client is imported.
         from prometheus_client import Counter, Histogram
 
         def counter(name: str, text: str, *labels: str) -> Any:

@@ -1,4 +1,4 @@
-"""One request's options through `custom_params`, what is done about them, and its report. No SGLang here."""
+"""A request's options from `custom_params`, its state in the scheduler, and its report. No SGLang import."""
 
 from __future__ import annotations
 
@@ -25,23 +25,20 @@ by its length; covered: everything was protected or selected."""
 NESTED = "spec_stack"
 """The key of `custom_params` under which the options may stand by themselves, where an unknown one is refused."""
 
-# What means nothing where only the draft goes without a part of a prompt.
+# Without effect where only the draft goes without a part of a prompt.
 _OF_SPARSE_PREFILL = ("keep_rate", "follow_up")
-# More than any model's context: a span that ends after it was meant otherwise.
+# More than any model's context: a span that ends after it is a mistake.
 _MOST_TOKENS = 16_777_216
 
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """A request's own wishes; None is the server's way.
+    """A request's options; None is the server's default.
 
-    sparse_prefill: whether this prompt is pruned ("on": whatever its length, and whatever of it is cached).
-    keep_rate: share of it that the target prefills.
-    follow_up: what becomes of the text of earlier turns. protect: half-open token spans [start, stop) that are kept
-    whole, in place of what the server recognises as system messages and template. explain: report which spans were
-    kept.
-    gamma, policy: how far to draft, as far as a batch allows: see `BatchPolicy`. signals: report the draft's confidence
-    and entropy for every token it proposed.
+    sparse_prefill: "on" prunes at any length, whatever is cached. keep_rate: share of the prompt that the target
+    prefills. follow_up: the rule for earlier turns' text. protect: half-open token spans kept whole, in place of the
+    recognised system messages and template. explain: report the kept spans. gamma, policy: how far to draft, see
+    `BatchPolicy`. signals: report the draft's confidence and entropy per proposed token.
     """
 
     sparse_prefill: SparsePrefill | None = None
@@ -55,7 +52,7 @@ class RequestOptions:
 
     @classmethod
     def parse(cls, custom_params: object, config: ServerConfig) -> RequestOptions:
-        """Read the options out of `custom_params`, or out of its entry NESTED. Other entries are somebody else's.
+        """Read the options from `custom_params`, or from its entry NESTED; other entries are ignored.
 
         Raises ValueError for a value of the wrong type or out of range, and for an unknown name in NESTED.
         """
@@ -154,13 +151,12 @@ def _is_span(span: object) -> bool:
 
 @dataclass(frozen=True)
 class PrefillReport:
-    """How a prompt was prefilled; the names are those of the library's own metrics.
+    """How a prompt was prefilled, under the names of the library's metrics.
 
-    outcome: one of OUTCOMES. longest_part_s: of the parts that scoring_s is the sum of, which others wait for.
-    num_scored_tokens: of which something was decided by their importance; num_draft_tokens: those of the prompt that
-    the draft had to prefill for it. num_cached_tokens: that an earlier turn dealt with, kept or dropped, and that this
-    one is built on; num_recalled_tokens: those of them that were dropped then and that the target is given now.
-    policy: None where SGLang's own algorithm, or none, decodes.
+    outcome: one of OUTCOMES. longest_part_s: the longest part of scoring_s, which other requests wait for.
+    num_scored_tokens: tokens decided by importance; num_draft_tokens: those that the draft had to prefill for it.
+    num_cached_tokens: inherited from an earlier turn, kept or dropped; num_recalled_tokens: those of them that were
+    dropped and are recalled now. policy: None where SGLang's own algorithm, or none, decodes.
     """
 
     num_prompt_tokens: int
@@ -181,14 +177,14 @@ class PrefillReport:
     longest_part_s: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what the reply says: kept_spans only where they were asked for, no policy where there is none."""
+        """The reply's report: kept_spans only where requested, no policy where there is none."""
         optional = ("kept_spans", "policy")
         return {name: value for name, value in asdict(self).items() if name not in optional or value is not None}
 
 
 @dataclass(frozen=True)
 class RequestState:
-    """Travels with a request inside the scheduler, and ends with it. positions is None for a dense prompt."""
+    """Attached to a request inside the scheduler. positions is None for a dense prompt."""
 
     options: RequestOptions
     report: PrefillReport
@@ -199,36 +195,37 @@ _NOTHING_ASKED = RequestOptions()
 
 
 def options_of(request: RunningRequest) -> RequestOptions:
-    """Return what the request asked for; nothing, where it carries no state."""
+    """The request's options; defaults where it has no state."""
     state = getattr(request, STATE, None)
     return state.options if isinstance(state, RequestState) else _NOTHING_ASKED
 
 
 def attach(request: RunningRequest, state: RequestState) -> None:
-    """Give SGLang's request its state, and its report a place in the reply. Mutates the request.
+    """Attach the state to SGLang's request, and its report to the reply. Mutates the request.
 
     Notes
     -----
-    The tokenizer's process, which writes replies, has nothing of the scheduler's but what SGLang carries along with
-    the tokens: `customized_info[key][i]` goes out with output token i, and every entry goes out once. So the report
-    lies at token 0, and a step's [gamma, num_accepted], with lag and signals behind where they were asked for, at the
-    step's first token. After a prefill (token 0), a step
-    that drafted 4 and had 2 accepted (tokens 1 to 3), and one that drafted none (token 4)::
+    `customized_info[key][i]`, the only channel to the tokenizer's process, is sent once, with output token i. The
+    report
+    is at token 0, and a step's [gamma, num_accepted], then lag and signals where requested, at the step's first token.
+    After a prefill (token 0), a step that drafted 4 and had 2 accepted (tokens 1 to 3), and one that drafted none
+    (token
+    4)::
 
         token      0         1       2     3     4
         carried    report    [4, 2]  None  None  [0, 0]
 
-    `reports.ReplyInfo` adds them up again on the other side.
+    `reports.ReplyInfo` reassembles them.
     """
     setattr(request, STATE, state)
     request.customized_info = {**(request.customized_info or {}), META_INFO: [state.report.as_dict()]}
 
 
 def note_step(request: RunningRequest, record: StepRecord) -> None:
-    """Put a step's figures where its first token is about to be (see `attach`). Mutates the request.
+    """Put a step's figures at its first token (see `attach`). Mutates the request.
 
     Called before SGLang appends the step's num_accepted + 1 tokens to output_ids. SGLang may append fewer (a stop, a
-    limit) and takes tokens away from a request that it retracts: what was noted for those is put right here.
+    limit), and removes tokens at a retraction: notes beyond output_ids are corrected here.
     """
     carried = (request.customized_info or {}).get(META_INFO)
     if carried is None:
@@ -243,7 +240,7 @@ def note_step(request: RunningRequest, record: StepRecord) -> None:
 
 
 def was_wrong(request: RunningRequest) -> bool:
-    """Return whether more than half of the newest proposal that is known of was wrong."""
+    """Return whether more than half of the newest known proposal was rejected."""
     carried = (request.customized_info or {}).get(META_INFO) or []
     gamma, num_accepted = next((figures[:2] for figures in reversed(carried[1:]) if figures), (0, 0))
     return 2 * num_accepted < gamma
@@ -252,7 +249,7 @@ def was_wrong(request: RunningRequest) -> bool:
 def dense_reason(request: RunningRequest) -> str | None:
     """Why this request's prompt must be prefilled densely, or None.
 
-    Attributes differ between SGLang's versions: an absent one asks for nothing.
+    Attributes differ between SGLang's versions; an absent one requests nothing.
     """
     num_without_logprob = getattr(request, "logprob_start_len", -1)
     if getattr(request, "return_logprob", False) and 0 <= num_without_logprob < len(request.origin_input_ids):
