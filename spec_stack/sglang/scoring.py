@@ -1,7 +1,6 @@
-"""Scoring a prompt with the engine's own draft: chunked prefill, look-ahead, importance (SpecPrefill, section 3.2).
+"""Scores a prompt with the engine's draft: chunked prefill, look-ahead, importance (SpecPrefill, section 3.2).
 
-A scoring is done in parts, between which the scheduler goes on with its own batches. The draft prefills the text into
-its own KV pool, and no more of it than the pool lacks; of the engine's slots and rows it takes none.
+A scoring runs in parts between the scheduler's batches, in the draft's own KV pool, without SGLang's slots or rows.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ _LOOK_AHEAD_PER_PART = 4
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt as it came, with what is asked for. Equal ones are given to the target alike, while that is remembered.
+    """An arrived prompt with its options; equal prompts share a selection while it is remembered.
 
-    extra_key, cache_salt: the walls of SGLang's radix cache, which nothing about a prompt crosses. end_ids: tokens
-    after which the look-ahead stops. follow_up: the rule for what the prompt goes on from.
+    extra_key, cache_salt: the tenant boundaries of SGLang's radix cache. end_ids: tokens that end the look-ahead.
+    follow_up: the rule for a continued conversation.
     """
 
     token_ids: tuple[int, ...]
@@ -58,31 +57,33 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Score:
-    """importance: (num_prompt_tokens,), on the host. num_draft_tokens: of the prompt, that the draft had to prefill."""
+    """importance: (num_prompt_tokens,), on the host. num_draft_tokens: tokens of the prompt that the draft had to
+    prefill.
+    """
 
     importance: torch.Tensor
     num_draft_tokens: int
 
 
 def needs_the_draft(config: PrefillConfig) -> bool:
-    """Return whether a scorer asks the draft at all, or votes by the tokens alone."""
+    """Return whether a scorer uses the draft at all."""
     return needs_attention(config.scorer)
 
 
 class DraftScorer:
-    """Scores a scheduler's prompts, one at a time. Raises whatever the engine raises."""
+    """Scores a scheduler's prompts, one at a time. Engine errors propagate."""
 
     def __init__(
         self, scheduler: Scheduler, pool: PooledDraft, most_of_a_part: Callable[[int], int] = lambda chunk: chunk
     ) -> None:
-        """most_of_a_part: of a chunk's tokens, how many the next part may have, asked before every part."""
+        """most_of_a_part: most tokens of the next part, given a chunk's; called before every part."""
         self._scheduler: Any = scheduler
         self._draft = pool
         self._most_of_a_part = most_of_a_part
         self._device = pool.device
 
     def num_cached(self, prompt: Prompt) -> int:
-        """Tokens at the prompt's beginning whose KV the target has, were it prefilled densely."""
+        """Prefix tokens whose KV the target has, were the prompt prefilled densely."""
         # SGLang prefills at least one token, so the last one counts as not cached.
         key = RadixKey(
             array("q", prompt.token_ids),
@@ -103,12 +104,12 @@ class DraftScorer:
         }
 
     def num_to_prefill(self, prompt: Prompt) -> int:
-        """Tokens that the draft's pool lacks; the last one is asked again whatever the pool has."""
+        """Tokens that the draft's pool lacks; the last one always runs."""
         known = self._draft.index.num_shared(_walls(prompt), prompt.token_ids[:-1])
         return len(prompt.token_ids) - known
 
     def has_room(self, num_tokens: int) -> bool:
-        """Return whether the draft's pool can take so many tokens, whatever else is worked on."""
+        """Return whether the draft's pool can take so many tokens beside the current leases."""
         index = self._draft.index
         return num_tokens <= index.num_free + index.num_held - index.num_pinned
 
@@ -117,39 +118,18 @@ class DraftScorer:
         self._draft.index.clear()
 
     def score(self, prompt: Prompt, pieces: Sequence[str] | None = None) -> Generator[None, None, Score]:
-        """Score a prompt part by part.
+        """Score a prompt part by part; the result is the same on all ranks of a tensor-parallel group.
 
-        Parameters
-        ----------
-        prompt
-            Whose pool walls, configuration and end tokens count.
-        pieces
-            The text of every token; None without a tokenizer.
+        Yields after every part; each must run inside `working()`. Closing the generator frees its slots. Raises
+        PoolFullError where the prompt is longer than the draft's pool. pieces: the text of every token; None without a
+        tokenizer.
 
-        Yields
-        ------
-        None
-            After every part of the work. Each must run inside `working()`. Closing the generator gives back what it
-            holds.
-
-        Returns
-        -------
-        Score
-            The same on all ranks of a tensor-parallel group.
-
-        Raises
-        ------
-        PoolFullError
-            Where the prompt is longer than the draft's pool.
-
-        Notes
-        -----
-        Ranks may fail one by one, and agree after every part. So no part has a place to fail before a collective:
-        those are in the draft's forwards, and at the beginning of the last two parts. Of a scoring that ends early the
-        pool keeps what all ranks have agreed on, since their pools must stay alike.
+        Ranks may fail one by one, and agree after every part. So no part may fail before a collective: those are in the
+        draft's forwards, and at the beginning of the last two parts. Of a scoring that ends early the pool keeps what
+        all ranks have agreed on, since their pools must stay alike.
         """
         num_tokens, config = len(prompt.token_ids), prompt.config
-        # First layers alone do not know what comes after the prompt, and so draft no look-ahead.
+        # First layers alone cannot predict the next token, so they draft no look-ahead.
         num_layers, window = config.num_asked_layers, _window(prompt)
         found = None
         if config.asks_prompt:
@@ -164,7 +144,7 @@ class DraftScorer:
         try:
             lease.extend(num_tokens - num_shared + look_ahead + len(repeated))
             slots = lease.slots
-            # Found anew after every part, since requests begin and end meanwhile.
+            # Determined anew after every part, since requests begin and end meanwhile.
             while stops := self._stops(num_agreed, num_in_place, prompt):
                 stop = stops[0]
                 self._draft.forward(prompt.token_ids[num_agreed:stop], slots[:stop], window, num_layers)
@@ -206,10 +186,10 @@ class DraftScorer:
             lease.keep(num_agreed)
 
     def _stops(self, start: int, num_in_place: int, prompt: Prompt) -> range:
-        """Where the parts end in which the draft prefills a text from `start` on, but that of the scoring queries.
+        """The ends of the prefill parts from `start` on, without the part of the scoring queries.
 
-        That one is a whole chunk, so that the look-ahead comes soon. Under a window it is the queries alone: they see
-        everything, and so are not left to the pool, where each token has seen what its window shows.
+        That part is a whole chunk, for an early look-ahead. Under a window it holds the queries alone: they attend to
+        everything, so their KV does not go into the pool, whose tokens attend within the window.
         """
         chunk, num_tokens = max(self.chunk(prompt.config), num_in_place), len(prompt.token_ids)
         if _window(prompt) is None:
@@ -229,14 +209,14 @@ class DraftScorer:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Around every part of a scoring; nothing of it outlives the part."""
+        """Context of every part of a scoring; no state outlives the part."""
         moe = speculative_moe_backend_context(), speculative_moe_a2a_backend_context()
         with torch.no_grad(), self._on_forward_stream(), moe[0], moe[1]:
             yield
 
     @contextmanager
     def _on_forward_stream(self) -> Iterator[None]:
-        """Under overlap scheduling the last batch may still run: wait for it, and use the stream it runs on."""
+        """Under overlap scheduling the last batch may still run: wait for it, and use its stream."""
         if self._device == "cpu":
             yield
             return
@@ -251,7 +231,7 @@ class DraftScorer:
             with self._scheduler.forward_stream_ctx:
                 yield
         finally:
-            # The pool's slots were written on that stream, whether or not the scoring came to its end.
+            # The pool's slots were written on that stream, even where the scoring failed.
             current.wait_stream(stream)
 
 
@@ -261,7 +241,7 @@ def _window(prompt: Prompt) -> Window | None:
 
 
 def _walls(prompt: Prompt) -> Hashable:
-    """Return whose keys in the draft's pool are a prompt's own: its tenant's, and of them those of the same window."""
+    """The namespace of a prompt in the draft's pool: its tenant and its window."""
     return prompt.tenant, _window(prompt)
 
 

@@ -1,4 +1,4 @@
-"""The small model that scores a scheduler's prompts: SPEC_STACK's own draft, or one that does nothing else."""
+"""The small model that scores a scheduler's prompts: SPEC_STACK's draft, or a separate one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PLACE = "spec_stack_scoring_model"
 
 @dataclass(frozen=True)
 class Weights:
-    """What a KV pool of our own needs of SGLang's ModelRunner, where a model has none: SGLang's model, loaded."""
+    """The part of SGLang's ModelRunner that `PooledDraft` needs: SGLang's model, loaded, without pools."""
 
     model: torch.nn.Module
     model_config: Any
@@ -43,25 +43,10 @@ class Weights:
 
 
 class ScoringModel:
-    """A model that scores, with the KV of what it has read.
+    """A scoring model with its KV pool.
 
-    Parameters
-    ----------
-    source
-        Its folder or hub id.
-    runner
-        SGLang's ModelRunner of it, or its `Weights`.
-    target_config
-        SGLang's configuration of the target.
-    server_args
-        SGLang's own settings, resolved.
-    config
-        This server's.
-
-    Attributes
-    ----------
-    refusal
-        Why no prompt may be pruned by its scores, or None.
+    source: folder or hub id. runner: SGLang's ModelRunner of it, or its `Weights`. target_config: SGLang's.
+    server_args: SGLang's, resolved. config: this server's. refusal: why its scores may prune no prompt, or None.
     """
 
     def __init__(self, source: str, runner: Any, target_config: Any, server_args: Any, config: ServerConfig) -> None:
@@ -75,15 +60,15 @@ class ScoringModel:
 
     @staticmethod
     def of(scheduler: Scheduler) -> ScoringModel | None:
-        """Return the scheduler's; None where it has none, so that nothing of its prompts is pruned."""
+        """The scheduler's scoring model; None where it has none, and nothing is pruned."""
         found = getattr(scheduler, _PLACE, None)
         return found if found is not None else getattr(scheduler.draft_worker, "scoring_model", None)
 
 
 def sized_pool(runner: Any, config: ServerConfig) -> PooledDraft:
-    """Return a draft with a pool of the tokens that are set, or that its device has room for; memory is not taken yet.
+    """A draft with a pool of the configured size, or what its device has room for; memory is not allocated yet.
 
-    runner: SGLang's ModelRunner of it, or its `Weights`. To be called by all ranks at once, whose pools are alike.
+    runner: SGLang's ModelRunner of it, or its `Weights`. All ranks must call it together; their pools are alike.
     """
     layers = [module for module in runner.model.modules() if isinstance(module, RadixAttention)]
     numbers = sum(layer.tp_k_head_num * (layer.qk_head_dim + layer.v_head_dim) for layer in layers)
@@ -108,11 +93,10 @@ def _allocate(pool: PooledDraft) -> None:
 
 
 def load_beside(scheduler: Any, check: Callable[[], None]) -> None:
-    """Load the model that the settings name into a scheduler whose algorithm is SGLang's own, or none. Mutates it.
+    """Load the configured scoring model into a scheduler with SGLang's own algorithm, or none. Mutates it.
 
-    Called when the target and the algorithm's own draft are loaded and SGLang has not sized its pools yet. check raises
-    where the plugin is not in place. Raises ValueError, saying what to change, where scoring cannot work beside this
-    launch.
+    Called after the other models are loaded and before SGLang sizes its pools. check raises where the plugin is not in
+    place. Raises ValueError, naming the fix, where scoring cannot work beside this launch.
     """
     config, args = ServerConfig.from_environment(), resolving_view(scheduler.server_args)
     algorithm = _name_of(scheduler.spec_algorithm)
@@ -128,7 +112,7 @@ def load_beside(scheduler: Any, check: Callable[[], None]) -> None:
     if refusal is not None:
         raise ValueError(f"--spec-stack-scoring-model does not work here: {refusal}")
     sizes, tokenizer = (model_config.vocab_size, target.model_config.vocab_size), scheduler.tp_worker.tokenizer
-    # A server without a tokenizer takes the user's word, where the rows fit.
+    # Without a tokenizer the check is skipped where the rows fit.
     if (sizes[0] != sizes[1] or tokenizer is not None) and not have_one_vocabulary(
         tokenizer, config.scoring_model, args.trust_remote_code
     ):
@@ -148,10 +132,10 @@ def load_beside(scheduler: Any, check: Callable[[], None]) -> None:
 
 
 def read_config(source: str, server_args: Any) -> Any:
-    """SGLang's configuration of a model that scores. What is set for the target alone does not hold for it."""
+    """SGLang's configuration of a scoring model, without the overrides for the target."""
     return ModelConfig(source, trust_remote_code=server_args.trust_remote_code, dtype=server_args.dtype)
 
 
 def _name_of(algorithm: Any) -> str:
-    """An algorithm of SGLang's, or one of a plugin, by the name that launches it; "" for none."""
+    """The launch name of SGLang's or a plugin's algorithm; "" for none."""
     return "" if algorithm.is_none() else str(algorithm.name)

@@ -1,7 +1,6 @@
 """The fields and methods of SGLang's that are read, set or overridden here, beside the functions that `hooks` wraps.
 
-Checked at launch, since a version that lacks one would fail at the first request that needs it. What a live scheduler
-and a request must have is in `protocols`, which `self_test` holds against real ones.
+Checked at launch: a missing one would fail at a later request. `self_test` checks `protocols` on live objects.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""One synthetic prompt through everything that a pruned request meets, before the first real one comes.
+"""Runs one synthetic prompt through every step of a pruned request at launch.
 
-SGLang's releases rename fields. What is not called at launch would fail at the first long prompt, hours later.
+SGLang's releases rename fields; untested code would fail at the first long prompt, hours later.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TENANT = "spec_stack's own test"
 def run(scheduler: Scheduler, scorer: DraftScorer, config: PrefillConfig) -> float:
     """Score, place and key a prompt of a few chunks with this server's own models and caches; its seconds.
 
-    Raises RuntimeError, saying what is wrong with the installed SGLang. What the draft prefilled is forgotten again.
+    Raises RuntimeError, saying what is wrong with the installed SGLang. The draft's prefill is forgotten again.
     """
     begun = perf_counter()
     try:
@@ -72,7 +72,7 @@ def _synthetic_ids(scheduler: Any, config: PrefillConfig) -> list[int]:
 
 
 def _importance(scorer: DraftScorer, prompt: Prompt) -> Any:
-    """By all parts of a scoring, as the scheduler's rounds run them; None where no draft is asked."""
+    """By all parts of a scoring, as in the scheduler's rounds; None without a draft."""
     if not needs_the_draft(prompt.config):
         return None
     work = scorer.score(prompt)

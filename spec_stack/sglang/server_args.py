@@ -1,4 +1,4 @@
-"""The settings of a server: flags, a file, an environment variable. No SGLang here."""
+"""The settings of a server: flags, a file, an environment variable. No SGLang import."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class ServerConfig:
         self.make_policy(self.policy)
 
     def gammas_at(self, batch_size: int) -> tuple[int, ...]:
-        """The gammas that a batch of this size may use; the smallest one always may."""
+        """The gammas that a batch of this size may use; the smallest one is always allowed."""
         caps = [gamma for size, gamma in self.max_gamma_by_batch_size.items() if batch_size >= size]
         allowed = tuple(gamma for gamma in self.gammas if gamma <= min(caps, default=self.gammas[-1]))
         return allowed or self.gammas[:1]
@@ -132,7 +132,7 @@ class ServerConfig:
 
     @property
     def measures_signals(self) -> bool:
-        """Return whether the draft's signals are measured: where the server's policy uses them."""
+        """Return whether the server's policy uses the draft's signals."""
         return self.scoring_model is None and self.policy == "throughput"
 
     def make_policy(self, name: str) -> Policy:
@@ -144,7 +144,7 @@ class ServerConfig:
             "heuristic": {"max_gamma": drafting[-1], "start": min(DecodeConfig.gamma, drafting[-1])},
             "fixed": {"gamma": max(gamma for gamma in drafting if gamma <= max(DecodeConfig.gamma, drafting[0]))},
         }
-        # A policy of the user's own is told nothing: what it answers is cut to the gammas.
+        # A user's own policy does not know the gammas: its choice is cut to them.
         options = by_name.get(name, {})
         if name == self.policy:
             options.update(self.policy_options)
@@ -157,9 +157,11 @@ class ServerConfig:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> ServerConfig:
-        """From what flags or a file said: the fields above (prefill and recall as mappings of theirs), and those of
-        prefill's that have flags, which go over it. Raises ValueError for anything unknown, and for how to draft where
-        a scoring model leaves the drafts to others."""
+        """From flags or a file: the fields above (prefill and recall as mappings), and prefill's own flags, which
+        override it.
+
+        Raises ValueError for anything unknown, and for drafting settings beside a scoring model.
+        """
         values = dict(values)
         idle = [name for name in _OF_DRAFTING if name in values]
         if values.get("scoring_model") is not None and idle:
@@ -198,14 +200,14 @@ class ServerConfig:
 
     @classmethod
     def from_environment(cls) -> ServerConfig:
-        """Return what the flags of this launch left for SGLang's other processes; a file's values yield to flags."""
+        """The flags of this launch as its other processes inherit them; flags override a file's values."""
         flags = _read_environment()
         path = flags.pop("config", None)
         return cls.from_mapping({**(_read_file(path) if path else {}), **flags})
 
 
 class _Remember(argparse.Action):
-    """Leaves a flag's value where SGLang's other processes find it: they inherit the environment, no more."""
+    """Stores a flag's value in the environment, which SGLang's other processes inherit."""
 
     def __call__(
         self,
@@ -218,7 +220,7 @@ class _Remember(argparse.Action):
 
 
 class _OldSwitch(argparse.Action):
-    """Refuses a former flag, naming what took its place."""
+    """Rejects a former flag, naming its replacement."""
 
     def __call__(
         self,
@@ -230,9 +232,9 @@ class _OldSwitch(argparse.Action):
         parser.error(f"there is no {option_string}: it is now --spec-stack-sparse-prefill, {OLD_SWITCHES['prune']}")
 
 
-# What means nothing beside a scoring model.
+# Without effect beside a scoring model.
 _OF_DRAFTING = ("policy", "policy_options", "gammas", "max_gamma_by_batch_size", "draft_slots")
-# How each flag is read, and what stands for its value; default and meaning are the field's.
+# Parser and metavar of each flag; default and help are the field's.
 _FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
     "keep_rate": (float, "SHARE"),
     "min_prompt_tokens": (int, "TOKENS"),

@@ -1,4 +1,4 @@
-"""Carries out what was decided for a request: what SGLang is given of its prompt, and the report."""
+"""Applies a decision to a request: the target's part of its prompt, and the report."""
 
 from __future__ import annotations
 
@@ -21,15 +21,7 @@ _NOT_PROTECTED = Protected()
 
 
 class Settler:
-    """Changes requests in place: a part of the prompt or all of it, the state that the engine goes by, the report.
-
-    Parameters
-    ----------
-    config : ServerConfig
-        The server's.
-    turns : Turns
-        Told what each pruned prompt was given; the follow-ups build on it.
-    """
+    """Changes requests in place: prompt, state and report. turns: records each pruned prompt, for follow-ups."""
 
     def __init__(self, config: ServerConfig, turns: Turns) -> None:
         self._config, self._turns = config, turns
@@ -45,18 +37,7 @@ class Settler:
     ) -> None:
         """Give the request a part of its prompt, at the original positions. Mutates it.
 
-        Parameters
-        ----------
-        waiting : Waiting
-            The request.
-        given : Placement
-            The part; the whole prompt where nothing is left out.
-        reason : str
-            Why the prompt is pruned, or is not.
-        score : Score, optional
-            What the draft gave it, if it was asked.
-        outcome : str, optional
-            One of OUTCOMES; None is what the part says.
+        given: the whole prompt where nothing is left out. outcome: one of OUTCOMES; None follows from the part.
         """
         request, prompt = waiting.request, waiting.prompt
         num_tokens = given.num_prompt_tokens
@@ -85,27 +66,27 @@ class Settler:
         if positions is not None:
             self._prune(waiting, given, positions)
         elif given.num_recalled:
-            # Prefilled as any dense prompt, but what came back was chosen: it is cached for whoever begins alike.
+            # Prefilled as any dense prompt, but the recalled part was chosen: it is cached for every prompt with this
+            # prefix.
             self._remember(waiting, given)
         self._attach(request, RequestState(waiting.options, report, positions))
 
     def _prune(self, waiting: Waiting, given: Placement, positions: PositionMap) -> None:
-        """Give SGLang's request the kept tokens and their key. What may fail comes first, so that it is pruned whole or
-        not at all."""
+        """Give SGLang's request the kept tokens and their key. Steps that may fail come first, so pruning is atomic."""
         request = waiting.request
         key, token_ids = PlacedKey.of(positions, request.extra_key), array("q", given.token_ids)
         self._remember(waiting, given)
-        # The unpadded ones stay whole: SGLang shows them to who turns ids into text, and to NGRAM.
+        # The unpadded ones stay whole: SGLang uses them for detokenization and NGRAM.
         request.origin_input_ids = token_ids
         request.full_untruncated_fill_ids = array("q")
         request.extra_key = key
         if request.logprob_start_len > 0:
-            # SGLang's way to say: none of the prompt's tokens.
+            # SGLang's value for: none of the prompt's tokens.
             request.logprob_start_len = len(token_ids)
 
     def _remember(self, waiting: Waiting, given: Placement) -> None:
         prompt = waiting.prompt
-        # What a request has named itself is kept for that request alone.
+        # Explicit spans are kept for that request alone.
         lead = protected_lead(prompt.protected) if waiting.options.protect is None else 0
         if given.inherits_all and not given.num_recalled:
             lead = max(lead, given.num_cached)
@@ -120,8 +101,7 @@ class Settler:
         protected: Protected = _NOT_PROTECTED,
         scoring_s: float = 0.0,
     ) -> None:
-        """Give the request its whole prompt. Mutates it. outcome: one of OUTCOMES. scoring_s: what went into it in
-        vain."""
+        """Give the request its whole prompt. Mutates it. outcome: one of OUTCOMES. scoring_s: seconds spent in vain."""
         num_tokens = len(request.origin_input_ids)
         report = PrefillReport(
             num_prompt_tokens=num_tokens,
@@ -153,15 +133,16 @@ class Settler:
 
 
 def _shown(given: Placement, prompt: Prompt) -> Sequence[int]:
-    """The kept positions that a reply may show. Which parts of earlier turns were kept is for those who share a salt:
-    anybody may send a prompt that begins as another's conversation did."""
+    """The kept positions that a reply may show. Earlier turns' selection is shown only under a shared salt: any client
+    can send a prompt that begins as another's conversation.
+    """
     if given.inherits_all or any(prompt.tenant):
         return given.positions
     return [position for position in given.positions if position >= given.num_cached]
 
 
 def _spans_of(positions: Sequence[int]) -> tuple[Span, ...]:
-    """Positions, in the order in which they are written, as half-open spans."""
+    """Positions, in write order, as half-open spans."""
     if not positions:
         return ()
     edges = [at for at in range(1, len(positions)) if positions[at] != positions[at - 1] + 1]

@@ -1,12 +1,6 @@
-"""The draft's confidence and entropy per drafted token, kept on its device in buffers of fixed size. No SGLang here.
+"""The draft's confidence and entropy (bits, unwarped) per drafted token, in fixed device buffers. No SGLang import.
 
-SGLang's draft makes a step's first token while it catches up with the step before, or with the prompt, and the others
-one by one. So what is known of a step is in two buffers, both of which a captured CUDA graph may write at every replay:
-
-    first (rows of the request pool, 2)    of the token that each request's next step begins with
-    later (gamma, batch, 2)                of the tokens after it, by their place in the step that runs
-
-A value is (confidence, entropy in bits), of the unwarped distribution.
+`first` (pool rows, 2): the next step's first token; `later` (gamma, batch, 2): the others. CUDA graphs may write both.
 """
 
 from __future__ import annotations
@@ -25,8 +19,9 @@ _LN_2 = math.log(2)
 
 
 def measure(logits: torch.Tensor, out: torch.Tensor) -> None:
-    """Write confidence and entropy of logits (n, vocab) into out (n, 2). Shapes alone decide what runs, so a CUDA graph
-    can hold it; nothing is read back."""
+    """Write confidence and entropy of logits (n, vocab) into out (n, 2). Capturable in a CUDA graph; nothing is read
+    back.
+    """
     probs = torch.softmax(logits.float(), dim=-1)
     out[:, 0].copy_(probs.amax(dim=-1))
     # entr(0) is 0, where a product with the logarithm is not a number: some logits are -inf.
@@ -34,10 +29,10 @@ def measure(logits: torch.Tensor, out: torch.Tensor) -> None:
 
 
 class DraftSignalBuffers:
-    """Fills the buffers while the draft runs, by a forward hook on what makes its logits; gives them out step by step.
+    """Fills the buffers by a forward hook on the draft's logits processor, and returns them step by step.
 
-    The worker says what runs by the context managers below; logits of anything else (the scoring of a prompt) are left
-    alone. A row of `first` is NaN where the draft's catching up was not seen, so nothing is known of that token then.
+    Logits outside the context managers below (the scoring of a prompt) are ignored. A row of `first` is NaN where the
+    draft's catching up was not captured.
     """
 
     def __init__(self, max_gamma: int, num_rows: int, device: torch.device | str) -> None:
@@ -51,7 +46,7 @@ class DraftSignalBuffers:
         self._sees_catching_up = False
 
     def watch(self, logits_processor: torch.nn.Module) -> None:
-        """Have every output of the draft's logits pass by here."""
+        """Hook the draft's logits processor."""
         logits_processor.register_forward_hook(self._look)
 
     def _look(self, module: torch.nn.Module, args: Any, output: Any) -> None:
@@ -71,7 +66,7 @@ class DraftSignalBuffers:
 
     @contextmanager
     def drafting(self) -> Iterator[None]:
-        """A step's tokens from the second on are drafted, or a graph that will draft them is captured."""
+        """A step's tokens from the second on are drafted, or a graph that drafts them is captured."""
         self._place = 1
         try:
             yield
@@ -80,7 +75,7 @@ class DraftSignalBuffers:
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """Graphs of the draft are captured: that of catching up, and, inside of `drafting`, that of drafting."""
+        """Graphs of the draft are captured: of catching up, and, inside of `drafting`, of drafting."""
         self._captures_catching_up = True
         try:
             yield
@@ -89,9 +84,9 @@ class DraftSignalBuffers:
 
     @contextmanager
     def catching_up(self, rows: torch.Tensor, has_graph: bool) -> Iterator[None]:
-        """The draft catches up and makes the first token of the next step of the requests in these rows of the pool.
+        """The draft catches up and makes the first token of the next step for these rows of the pool.
 
-        has_graph: a captured graph may do it, in which no hook is called; it has written what it was captured with.
+        has_graph: a captured graph may do it, in which no hook is called; it writes what it was captured with.
         """
         self._seen, self._sees_catching_up = None, True
         try:
@@ -115,15 +110,15 @@ class DraftSignalBuffers:
             self.first[rows] = values
 
     def take_first(self, rows: torch.Tensor) -> torch.Tensor:
-        """(n, 2) of the first token of the step that begins; each is given out once."""
+        """(n, 2) of the first token of the step that begins; each is returned once."""
         values = self.first[rows]
         self.first.index_fill_(0, rows, math.nan)
         return values
 
     def of_step(self, first: torch.Tensor, gamma: int, rows: torch.Tensor) -> torch.Tensor:
-        """On its way to the host: (n, gamma + 1, 2), the step's tokens and the one that the next step begins with.
+        """Copy to the host, asynchronously: (n, gamma + 1, 2), the step's tokens and the next step's first one.
 
-        The copy goes with the stream that the step ran on, so it is there when the step's result is: nobody waits.
+        The copy is on the step's stream, so it completes with the step's result, without a synchronisation.
         """
         num_requests = rows.shape[0]
         proposed = [first[None], self.later[1:gamma, :num_requests]] if gamma else []
@@ -134,12 +129,12 @@ class DraftSignalBuffers:
 
 
 def as_signals(values: torch.Tensor) -> list[tuple[DraftSignals, DraftSignals | None]]:
-    """Per request, those of its proposal and of its next step's first token, of what `of_step` gave.
+    """Per request, the signals of its proposal and of its next step's first token, from `of_step`.
 
-    A proposal with a value that is not finite has none, and so has a next token: a draft's broken logits say nothing.
+    Signals with a non-finite value are dropped: broken logits carry no information.
     """
     found = []
-    # By NumPy, which hands out lists several times as fast.
+    # By NumPy, which makes lists several times as fast.
     for confidence, entropy in values.transpose(1, 2).numpy().tolist():
         proposed = _signals(entropy[:-1], confidence[:-1])
         found.append((proposed or DraftSignals(), _signals(entropy[-1:], confidence[-1:])))
@@ -147,15 +142,15 @@ def as_signals(values: torch.Tensor) -> list[tuple[DraftSignals, DraftSignals | 
 
 
 def _signals(entropy: list[float], confidence: list[float]) -> DraftSignals | None:
-    # One that is not finite makes the sum so.
+    # A non-finite value makes the sum non-finite.
     return DraftSignals(entropy, confidence) if math.isfinite(sum(entropy) + sum(confidence)) else None
 
 
 def end_chains(next_tokens: torch.Tensor, caps: Sequence[int]) -> None:
     """Let no request's proposal be accepted beyond its own cap. Mutates next_tokens (n, gamma + 1).
 
-    SGLang's verification walks a proposal by these pointers, -1 for its end, greedy or drawing: a chain that ends early
-    is a shorter proposal, whose last token is followed by one of the target's own. Decoding stays lossless.
+    SGLang's verification follows these pointers, -1 for the end, greedy or sampling: a shortened chain is a shorter
+    proposal, followed by a token of the target's own. Decoding stays lossless.
     """
     for row, cap in enumerate(caps):
         if cap < next_tokens.shape[1] - 1:

@@ -1,15 +1,6 @@
-"""SGLang's draft over its own slots: chosen positions of each request's text, at most so many, whatever the length.
+"""SGLang's draft over its own slots: a bounded number of chosen positions of each request's text.
 
-SGLang's draft shares the target's slots, one for every token. Here it has a small KV pool and a request table of its
-own, in which each row of the request pool has its slots (see `draft_rows`). Its attention reads by that table and by
-the row's own length, so backends and captured graphs are SGLang's. The target, its cache and its batches know nothing
-of it::
-
-    target's row   0 1 2 3 4 5 6 7 8 9        the text's tokens, one slot each; 10 is the newest one, not yet in it
-    draft's row    0 1 4 5 8 9 10             chosen positions; shift 4: 10 stands at place 6
-
-The prompt goes through the draft as far as it is chosen, in the first step after its prefill, so that no first token
-waits for it.
+Own KV pool and request table (see `draft_rows`): backends and graphs are SGLang's, and the target is unchanged.
 """
 
 from __future__ import annotations
@@ -39,17 +30,13 @@ from spec_stack.sglang.signals import DraftSignalBuffers
 class SlottedDraft:
     """The rows of one draft runner.
 
-    Parameters
-    ----------
-    runner
-        SGLang's ModelRunner of the draft, its weights loaded and its pools not yet made.
-    config : PrefillConfig
-        Its draft_slots and what they are chosen by.
-    max_gamma : int
-        The longest proposal.
-    num_requests : int
-        Most that run at once. Their slots' memory is taken here, before SGLang divides what is left, and given to the
-        draft's pool by `pools`.
+    runner: SGLang's ModelRunner of the draft, weights loaded and pools not yet made. config: draft_slots and their
+    choice. max_gamma: the longest proposal. num_requests: most that run at once. Memory is reserved here, before SGLang
+    divides the rest, and passed to the draft's pool by `pools`. The prompt's chosen part is prefilled in the first step
+    after the target's prefill, so it delays no first token::
+
+        target's row   0 1 2 3 4 5 6 7 8 9        the text's tokens, one slot each; 10 is the newest one, not yet in it
+        draft's row    0 1 4 5 8 9 10             chosen positions; shift 4: 10 is at place 6
     """
 
     def __init__(self, runner: Any, config: PrefillConfig, max_gamma: int, num_requests: int) -> None:
@@ -64,7 +51,7 @@ class SlottedDraft:
         self.num_most_held = self.num_renewals = self.num_restored = 0
 
     def pools(self, config: Any, target_rows: ReqToTokenPool) -> tuple[Any, ReqToTokenPool]:
-        """The configuration of the draft's KV pool, and its table, for SGLang to make and use. Called once."""
+        """The configuration of the draft's KV pool, and its table, for SGLang. Called once."""
         del self._reserve
         if self._runner.device != "cpu":
             torch.get_device_module(self._runner.device).empty_cache()
@@ -77,7 +64,7 @@ class SlottedDraft:
         return replace(config, max_total_num_tokens=num_rows * self.num_per_request), own
 
     def state(self) -> dict[str, int]:
-        """num_most_held: slots that one request has had in use when they were chosen."""
+        """num_most_held: most slots in use by one request at a choice."""
         return {
             "num_per_request": self.num_per_request,
             "num_bytes": self.num_bytes,
@@ -89,15 +76,14 @@ class SlottedDraft:
     # A request's beginning
 
     def note_prefill(self, batch: Any) -> None:
-        """Told a batch of prompts, or of chunks of them, that the target has just prefilled."""
+        """Note a batch of prompts, or of chunks of them, that the target has just prefilled."""
         lengths = zip(batch.prefix_lens, batch.extend_lens, strict=True)
         for row, (prefix, new) in zip(batch.req_pool_indices_cpu.tolist(), lengths, strict=True):
             self._rows.pop(row, None)
             self._num_prefilled[row] = prefix + new
 
     def no_proposal(self, next_token_ids: torch.Tensor) -> EagleDraftInput:
-        """What SGLang wants of a draft's prefill, where the draft has seen nothing yet: its proposal is filled in
-        by `begin_step`."""
+        """SGLang's result of a draft prefill, without one: `begin_step` fills in the proposal."""
         shape = (len(next_token_ids), 1)
         return EagleDraftInput(
             topk_p=torch.ones(shape, dtype=torch.float32, device=next_token_ids.device),
@@ -108,34 +94,35 @@ class SlottedDraft:
         )
 
     def has_new(self, batch: Any) -> bool:
-        """Return whether the step that comes next is the first one of a request."""
+        """Return whether the next step is a request's first one."""
         return any(row not in self._rows for row in batch.req_pool_indices_cpu.tolist())
 
     def begin_step(self, batch: Any, signals: DraftSignalBuffers | None) -> None:
-        """Choose slots for the requests of the step that comes next, where they have none or are to have others.
+        """Choose slots for requests of the next step, where they have none or their choice is due.
 
-        Mutates batch.spec_info for those that have none: the first token of their proposal.
+        Mutates batch.spec_info for those without slots: the first token of their proposal.
         """
         unread: set[int] = set()
         try:
             self._choose_and_read(batch, signals, unread)
         except Exception:
-            # They are said to hold what the draft has not read; in their next step they begin anew.
+            # Marked as holding what the draft has not read; they begin anew in their next step.
             for row in unread:
                 self._rows.pop(row, None)
             self._forget_places(batch.req_pool_indices_cpu.tolist())
             raise
 
     def _forget_places(self, rows: Sequence[int]) -> None:
-        """Let those of the rows that hold nothing begin at their text's beginning: what is noted of them is of who had
-        them before, or of the prefill alone, which the target has gone on from by their next step."""
+        """Reset the places of rows without slots: they are of an earlier request, or of a prefill that the target has
+        passed.
+        """
         for row in rows:
             if row not in self._rows:
                 self._num_prefilled.pop(row, None)
                 self._shifts[row] = self._shifts_cpu[row] = 0
 
     def _choose_and_read(self, batch: Any, signals: DraftSignalBuffers | None, unread: set[int]) -> None:
-        """unread: filled with the rows whose choice the draft has not read yet, and emptied as it does."""
+        """unread: rows whose choice the draft has not read yet; filled and emptied here."""
         renewed, new = _Parts(), [_Parts()]
         for at, (row, request) in enumerate(zip(batch.req_pool_indices_cpu.tolist(), batch.reqs, strict=True)):
             held = self._rows.get(row)
@@ -176,8 +163,9 @@ class SlottedDraft:
         proposals.topk_index[at] = logits.argmax(dim=-1, keepdim=True)
 
     def _prefilled_of(self, batch: Any, at: int, row: int) -> Ints:
-        """What the target has of a request's text. Where its first step has failed the host may not know the last few
-        tokens yet: 0 stands for them."""
+        """The target's tokens of a request's text. After a failed first step the host may not know the last ones: 0
+        stands in.
+        """
         text = text_of(batch.reqs[at].origin_input_ids, batch.reqs[at].output_ids)
         num_tokens = self._num_prefilled.pop(row, None)
         if num_tokens is None:
@@ -185,22 +173,22 @@ class SlottedDraft:
         return np.append(text[:num_tokens], np.zeros(max(0, num_tokens - len(text)), dtype=np.int64))
 
     def _new_row(self, row: int) -> DraftRow:
-        # Slot 0 is nobody's: padding is written there.
+        # Slot 0 is reserved: padding is written there.
         held = DraftRow(np.arange(self.num_per_request) + 1 + row * self.num_per_request, self._config)
         self._rows[row] = held
-        # Should what comes fail, the row holds nothing that is right, at places that exist.
+        # If the following fails, the row holds wrong KV, at valid places.
         self._show(row, held)
         return held
 
     def _show(self, row: int, held: DraftRow) -> None:
-        """Let the draft read a row as it is now."""
+        """Write a row's slots into the draft's table."""
         slots = torch.from_numpy(held.slots).to(self._table.dtype)
         self._table[row, : len(slots)] = to_device(slots, self._table.device)
         self._shifts[row] = self._shifts_cpu[row] = held.shift
         self.num_most_held = max(self.num_most_held, held.num_held)
 
     def _forward(self, work: _Parts, newest: torch.Tensor | None = None) -> torch.Tensor:
-        """Put parts of texts through the draft, all at once; the logits after each (n, vocab).
+        """Run parts of texts through the draft, all at once; the logits after each (n, vocab).
 
         newest: (n,), the last token of each part where the host does not know it.
         """
@@ -212,7 +200,7 @@ class SlottedDraft:
         input_ids = to_device(torch.from_numpy(np.concatenate(work.token_ids)), device)
         if newest is not None:
             input_ids[new_lengths.cumsum(0) - 1] = newest.to(input_ids)
-        # What stands for an image is no token.
+        # Image placeholders are no tokens.
         input_ids.clamp_(0, int(runner.model_config.vocab_size) - 1)
         spans = zip(work.rows, before, ends, strict=True)
         batch = ForwardBatch(
@@ -250,7 +238,7 @@ class SlottedDraft:
     # A step
 
     def place(self, forward_batch: Any, batch: Any) -> None:
-        """Give a forward of the draft its own lengths, slots and positions, where SGLang has put the target's.
+        """Give a forward of the draft its own lengths, slots and positions in place of the target's.
 
         Mutates forward_batch. A batch that catches up has its lengths and slots already (`catching_up`).
         """
@@ -272,7 +260,7 @@ class SlottedDraft:
 
     @contextmanager
     def catching_up(self, batch: Any, num_tokens: int) -> Iterator[None]:
-        """For the block, a batch has the draft's lengths and slots: so many tokens of every request are taken in."""
+        """In the block, a batch has the draft's lengths and slots: num_tokens tokens of every request are taken in."""
         names = ("seq_lens", "seq_lens_cpu", "seq_lens_sum", "out_cache_loc")
         before = [getattr(batch, name) for name in names]
         lengths = self._lengths(batch)
@@ -285,14 +273,14 @@ class SlottedDraft:
                 setattr(batch, name, value)
 
     def place_nowhere(self, forward_batch: Any) -> None:
-        """For when `place` failed: read and write the slot that is nobody's, so that the proposals are wrong ones."""
+        """The fallback of `place`: read and write the reserved slot, so that only the proposals are wrong."""
         forward_batch.seq_lens = torch.ones_like(forward_batch.seq_lens)
         forward_batch.out_cache_loc = torch.zeros_like(forward_batch.out_cache_loc)
 
     def _lengths(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor | None, int | None]:
-        """The tokens that the draft has of each request: on the device, and on the host where SGLang knows it there.
+        """The draft's tokens of each request: on the device, and on the host where SGLang knows it there.
 
-        The target has not seen the newest token, which the draft has.
+        The draft has the newest token, which the target has not seen.
         """
         lengths = batch.seq_lens + 1 - self._shifts[batch.req_pool_indices].to(batch.seq_lens)
         if batch.seq_lens_cpu is None:
@@ -301,14 +289,14 @@ class SlottedDraft:
         return lengths, on_host, int(on_host.sum())
 
     def _slots(self, batch: Any, lengths: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """Where the next tokens of every request go (batch * num_tokens,)."""
+        """The slots of every request's next tokens (batch * num_tokens,)."""
         places = lengths.long()[:, None] + torch.arange(num_tokens, device=lengths.device)
         slots: torch.Tensor = self._table[batch.req_pool_indices.long()[:, None], places]
         return slots.reshape(-1).long()
 
 
 class _Parts:
-    """What goes through the draft together."""
+    """The parts of one forward of the draft."""
 
     def __init__(self) -> None:
         self.rows: list[int] = []
@@ -318,7 +306,7 @@ class _Parts:
         self.num_tokens = 0
 
     def add(self, row: int, part: Part, text_ids: Ints, at: int = 0) -> None:
-        """at: the request's place in its batch, for who asks."""
+        """at: the request's place in its batch."""
         self.rows.append(row)
         self.parts.append(part)
         self.token_ids.append(text_ids[part.positions])

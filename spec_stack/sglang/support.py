@@ -1,6 +1,6 @@
-"""The algorithm's name, the versions of SGLang it was made for, and what a server's models and modes allow.
+"""The algorithm's name, the supported versions of SGLang, and the limits of a server's models and modes.
 
-Drafting works wherever SGLang's STANDALONE does; pruning needs more, and may do without SPEC_STACK's drafts.
+Drafting works wherever SGLang's STANDALONE does; pruning needs more, and can work without SPEC_STACK's drafts.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from importlib.metadata import version
 from typing import Any
 
 NAME = "SPEC_STACK"
-# That `tests/serving` has run on (docs/serving-operations.md), up to the newest that pip installs; others are refused.
+# Tested by `tests/serving` (docs/serving-operations.md), up to the newest that pip installs; others are refused.
 VERSIONS = ("0.5.20", "0.5.21", "0.5.22", "0.5.23")
 
 # Rotary, full attention in every layer, one key per head and token in the KV pool.
@@ -25,8 +25,8 @@ _ARCHITECTURES = (
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
 )
-# SGLang's own algorithms beside which a model may score: their verifications make positions out of slots, request by
-# request alike, and that is where those are mapped.
+# SGLang's own algorithms beside which a model may score: their verifications derive positions from slots, for all
+# requests alike, and that is where those are mapped.
 BESIDE = ("NGRAM", "STANDALONE", "EAGLE", "EAGLE3", "DFLASH")
 # Draft backends that take their KV lengths from seq_lens, or are made to (see positions.protect_kv_lengths).
 BUILT_FROM_POSITIONS = ("triton", "flashinfer")
@@ -34,31 +34,30 @@ MAPPED_DRAFT_BACKENDS = ("torch_native", "triton", "flashinfer", "fa3", "trtllm_
 
 
 def check_version() -> None:
-    """Raise RuntimeError unless SGLang is one of the versions the hooks were made for."""
+    """Raise RuntimeError unless SGLang has a supported version."""
     installed = version("sglang")
-    # What comes behind a plus sign names a build of the same source.
+    # A plus sign is followed by the build of the same source.
     if installed.partition("+")[0] not in VERSIONS:
         supported = f"{VERSIONS[0]} to {VERSIONS[-1]}"
         raise RuntimeError(f"{NAME} was made for SGLang {supported}, and this is {installed}; install one of those")
 
 
 def attn_dp_size(args: Any) -> int:
-    """Groups that attend each to requests of their own; 0.5.22 says so by a number, and takes the old flag for it."""
+    """Data-parallel attention groups; 0.5.22 has a number for it, and takes the old flag for it."""
     return getattr(args, "attn_dp_size", None) or 1
 
 
 def num_matched(found: Any) -> int:
-    """Tokens on the device that SGLang's cache has found; it says so by their number since 0.5.22, by their slots
-    before."""
+    """Tokens on the device that SGLang's cache has found: a number since 0.5.22, slots before."""
     if hasattr(found, "device_prefix_len"):
         return int(found.device_prefix_len)
     return len(found.device_indices)
 
 
 def pruning_refusal(args: Any, target: Any, draft: Any, role: str = "draft") -> str | None:
-    """Why no prompt of a server may be pruned, or None. Unpruned prompts are drafted for all the same.
+    """Why no prompt of a server may be pruned, or None. Unpruned prompts still use drafts.
 
-    args: SGLang's resolved arguments; target, draft: its configurations of the models; role: what the second one is.
+    args: SGLang's resolved arguments; target, draft: its configurations; role: the second model's name in the reason.
     """
     for name, config in (("target", target), (role, draft)):
         reason = _model_refusal(config)
@@ -77,10 +76,9 @@ def pruning_refusal(args: Any, target: Any, draft: Any, role: str = "draft") -> 
 
 
 def scoring_refusal(args: Any, algorithm: str, target: Any, scoring: Any) -> str | None:
-    """Why a model of its own cannot score prompts on a server that SPEC_STACK does not draft for, or None.
+    """Why a scoring model cannot run on a server without SPEC_STACK's drafts, or None.
 
-    algorithm: the name of SGLang's own, "" for none. args: SGLang's resolved arguments; target, scoring: its
-    configurations of the models.
+    algorithm: SGLang's own, "" for none. args: SGLang's resolved arguments; target, scoring: its configurations.
     """
     if algorithm and algorithm not in BESIDE:
         return f"--speculative-algorithm {algorithm} is not one of {', '.join(BESIDE)}, nor left out"
@@ -142,8 +140,11 @@ def _model_refusal(config: Any) -> str | None:
 
 
 def draft_positions_are_mapped(runner: Any) -> bool:
-    """Return whether the draft may run at original positions. On another backend, and under an algorithm of SGLang's
-    own, it stays at its slots: replies are the same, and fewer of its tokens are accepted."""
+    """Return whether the draft may run at original positions.
+
+    On another backend, and under SGLang's own algorithms, it stays at its slots: replies are the same, with fewer
+    accepted tokens.
+    """
     args = runner.server_args
     if str(args.speculative_algorithm).upper() != NAME:
         return False

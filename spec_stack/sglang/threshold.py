@@ -1,4 +1,4 @@
-"""The shortest prompt that a server prunes unasked: where nobody has said, none that gains nothing on its device."""
+"""The shortest prompt that a server prunes by default: measured at launch where not configured."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ logger = logging.getLogger(__name__)
 
 
 def with_threshold(config: ServerConfig, target: Any, scoring: Any) -> ServerConfig:
-    """Raise min_prompt_tokens to what was measured just now, unless it was given, or set by a calibration.
+    """Raise min_prompt_tokens to the measured value, unless it was given, or set by a calibration.
 
-    target, scoring: this rank's model runners, weights loaded. To be called by all ranks at once; the slowest one's
+    target, scoring: this rank's model runners, weights loaded. All ranks must call it together; the slowest one's
     threshold holds.
     """
     prefill = config.prefill
@@ -41,7 +41,7 @@ def with_threshold(config: ServerConfig, target: Any, scoring: Any) -> ServerCon
             raise
         note_failure("measuring where pruning pays", f"min_prompt_tokens stays {prefill.min_prompt_tokens}")
     if target.device != "cpu":
-        # The blocks of the longest forward, which none to come may fit.
+        # The blocks of the longest forward, which may fit no later one.
         torch.get_device_module(target.device).empty_cache()
     even = int(largest_of_all(torch.tensor([even], device=target.device)))
     if even <= prefill.min_prompt_tokens:
@@ -50,7 +50,7 @@ def with_threshold(config: ServerConfig, target: Any, scoring: Any) -> ServerCon
 
 
 def _measured(target_runner: Any, scoring_runner: Any, config: PrefillConfig, drafts: bool) -> int:
-    """The threshold; 0 where it cannot be told."""
+    """The threshold; 0 where unknown."""
     with torch.no_grad():
         target, draft = _seconds(target_runner), _seconds(scoring_runner, scores=True)
     num_layers = int(scoring_runner.model_config.hf_text_config.num_hidden_layers)
@@ -70,7 +70,7 @@ def _seconds(runner: Any, scores: bool = False) -> PrefillSeconds:
 
 
 def _prefill_of(runner: Any) -> Prefill:
-    """Prefill synthetic tokens in buffers that go with it, as long as the longest yet: few models need the longest."""
+    """Prefill synthetic tokens in own buffers, as long as the longest yet: few models need the longest."""
     pools: dict[tuple[int, int], PooledDraft] = {}
     num_ids = min(int(runner.model_config.vocab_size), 1000)
 
@@ -85,7 +85,7 @@ def _prefill_of(runner: Any) -> Prefill:
                 pool.forward(token_ids[:num_cached], slots[:num_cached])
         following = pool.forward(token_ids[num_cached:], slots)
         if following is not None:
-            # Asking for the number waits for the device.
+            # Reading the number waits for the device.
             int(following)
 
     return prefill

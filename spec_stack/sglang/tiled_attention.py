@@ -1,7 +1,6 @@
-"""Causal attention of the last tokens of one text over all of it, in bounded memory. Pure tensors, no SGLang.
+"""Causal attention of a text's last tokens over all of it, in bounded memory. Pure tensors, no SGLang.
 
-On CUDA in half precision it is one call of the flash kernel, which holds no scores. Elsewhere, and under a window, it
-goes tile by tile of queries.
+On CUDA in half precision one flash kernel, which stores no scores; else, and under a window, tiles of queries.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _WINDOW_TILE = 128
 
 @dataclass(frozen=True)
 class Window:
-    """A window: a token sees the last num_tokens up to itself, and the first num_sinks of the text."""
+    """A token attends to the last num_tokens up to itself, and to the first num_sinks of the text."""
 
     num_tokens: int
     num_sinks: int
@@ -37,25 +36,11 @@ def attend(
     most_scores: int = MOST_SCORES,
     window: Window | None = None,
 ) -> torch.Tensor:
-    """Attention of each query over the keys up to its own.
+    """Attention of each query over the keys up to its own: (num_heads, n, head_dim).
 
-    Parameters
-    ----------
-    queries
-        (num_heads, n, head_dim).
-    keys, values
-        (num_kv_heads, num_tokens, head_dim), the last n of them the queries' own. May be views of a larger buffer.
-    scaling
-        Of the scores.
-    most_scores
-        Bounds the scores, over all heads, that are held at once.
-    window
-        What a query sees of the keys up to its own; None is all of them.
-
-    Returns
-    -------
-    torch.Tensor
-        (num_heads, n, head_dim).
+    queries (num_heads, n, head_dim); keys, values (num_kv_heads, num_tokens, head_dim), the last n of them the queries'
+    own, may be views of a larger buffer. most_scores: bound on the stored scores, over all heads. window: None is all
+    keys.
     """
     num_heads, num_queries, _ = queries.shape
     num_tokens = keys.shape[1]
@@ -91,15 +76,15 @@ def attend(
 def _attend_in_a_window(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float, window: Window
 ) -> torch.Tensor:
-    """Tiles of queries, each over the sinks and over what its own window can reach.
+    """Tiles of queries, each over the sinks and the reach of its own window.
 
-    The query heads that share a key head are folded into the queries: with grouped heads and a mask, CUDA has no quick
-    kernel.
+    Query heads that share a key head are folded into the queries: CUDA has no fast kernel for grouped heads with a
+    mask.
     """
     num_heads, num_queries, head_dim = queries.shape
     groups = num_heads // keys.shape[0]
     first = keys.shape[1] - num_queries
-    # At multiples of a tile's size in the text, so that prompts of any length ask for the same few shapes.
+    # At multiples of a tile's size in the text, so that prompts of any length have the same few shapes.
     inner = range((first // _WINDOW_TILE + 1) * _WINDOW_TILE, keys.shape[1], _WINDOW_TILE)
     tiles = []
     for begin, end in pairwise([first, *inner, keys.shape[1]]):

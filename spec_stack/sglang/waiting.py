@@ -16,9 +16,9 @@ from spec_stack.tokenizers.chat_turns import Protected
 class Waiting:
     """A request in SGLang's waiting queue whose prompt is to be scored first.
 
-    beginning: what the prompt is built on. prunes: whether what comes after it is pruned; recalls: whether some of what
-    it lacks may come back. reason: why the prompt may be pruned; why_new: why what comes after the beginning is, or is
-    not. is_long: whether the draft has been found to lack too much of it for a round beside a prefill batch.
+    beginning: the inherited prefix. prunes: the text after it is pruned; recalls: dropped text may be recalled. reason:
+    why the prompt may be pruned; why_new: the same for the new text. is_long: the draft lacks too much of it for a
+    round beside a prefill batch.
     """
 
     request: RunningRequest
@@ -37,10 +37,10 @@ class Waiting:
 
     @property
     def asks_little(self) -> bool:
-        """Return whether all that is asked of the draft is what the new text wants of the old."""
+        """Return whether the draft is needed for the recall alone."""
         return self.recalls and not self.prunes
 
     def took(self, seconds: float) -> None:
-        """Note how long a part of the scoring took."""
+        """Note the seconds of a part of the scoring."""
         self.scoring_s += seconds
         self.longest_part_s = max(self.longest_part_s, seconds)

@@ -39,10 +39,10 @@ _SWITCH = "Switch adaptive runtime state"
 
 
 class SpecStackDraftWorker(StandaloneDraftWorker):  # type: ignore[misc]
-    """SGLang's, whose attention takes its KV lengths from lengths. Backends are made at launch, one per gamma.
+    """SGLang's draft worker, with attention lengths from seq_lens. Backends are made at launch, one per gamma.
 
-    signals: of the tokens it drafts, where the server's policy asks for them; None measures nothing. slots: where it
-    decodes over slots of its own; None shares the target's.
+    signals: of the drafted tokens, where the server's policy uses them; None measures nothing. slots: where it decodes
+    over slots of its own; None shares the target's.
     """
 
     signals: DraftSignalBuffers | None = None
@@ -55,7 +55,7 @@ class SpecStackDraftWorker(StandaloneDraftWorker):  # type: ignore[misc]
         if self.slots is not None:
             pools = self.slots.pools(memory_pool_config, req_to_token_pool)
         super().alloc_memory_pool(*pools, token_to_kv_pool_allocator)
-        # By this one SGLang finds the target's slots.
+        # SGLang finds the target's slots by this one.
         self.req_to_token_pool = req_to_token_pool
 
     def init_attention_backend(self) -> None:
@@ -70,7 +70,7 @@ class SpecStackDraftWorker(StandaloneDraftWorker):  # type: ignore[misc]
         protect_kv_lengths(self.draft_attn_backend, name in BUILT_FROM_POSITIONS)
 
     def measure_signals(self, max_gamma: int) -> None:
-        """Measure them from now on. Graphs that are captured later hold it."""
+        """Measure signals from now on; later captured graphs include it."""
         found = [module for module in self.draft_runner.model.modules() if isinstance(module, LogitsProcessor)]
         if len(found) != 1:
             logger.warning("the draft has %d logits processors and not 1, so no signals of it are known", len(found))
@@ -102,8 +102,8 @@ class SpecStackDraftWorker(StandaloneDraftWorker):  # type: ignore[misc]
             kwargs.pop("kv_loc_plan", None)
         with self._catching_up(batch, has_graph=self.cuda_graph_runner_for_draft_extend is not None), own:
             result = super()._draft_extend_for_decode(batch, output, *args, **kwargs)
-        # A captured graph hands the draft's hidden states out and a prefill does not, and what relays them between
-        # steps wants them always or never. A standalone draft has no use for them.
+        # A captured graph returns the draft's hidden states and a prefill does not, and the relay between steps needs
+        # them always or never. A standalone draft does not use them.
         if output.next_draft_input is not None:
             output.next_draft_input.hidden_states = None
         return result
@@ -115,8 +115,11 @@ class SpecStackDraftWorker(StandaloneDraftWorker):  # type: ignore[misc]
 
 
 class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
-    """Made by SGLang in each scheduler process. Raises RuntimeError where the plugin's hooks are not in place, and
-    ValueError where the draft is to have its own slots and cannot."""
+    """Made by SGLang in each scheduler process.
+
+    Raises RuntimeError where the plugin's hooks are not in place, and ValueError where the draft cannot have its own
+    slots.
+    """
 
     slots: SlottedDraft | None = None
 
@@ -128,7 +131,7 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
         runner, draft = self._target_worker.model_runner, self._draft_worker.draft_runner
         source = self.server_args.speculative_draft_model_path
         self._config = config = ServerConfig.from_environment()
-        # The record holds what was typed; what SGLang and the algorithm made of it lies over it.
+        # The record holds the launch arguments; SGLang's and the algorithm's changes are an overlay.
         resolved = resolving_view(self.server_args)
         self.scoring_model = ScoringModel(source, draft, runner.model_config, resolved, config)
         if config.prefill.sparse_prefill == "draft_only":
@@ -142,7 +145,7 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
         self.adaptive_controller = GraphedController(self, self.batch_policy)
         if advice := penalty_advice(runner.model_config.get_default_sampling_params()):
             logger.warning("%s: %s", NAME, advice)
-        # SGLang logs every change of gamma, which it expects now and then; here it is every step's business.
+        # SGLang logs every change of gamma, which it expects rarely; here gamma may change at every step.
         logging.getLogger(eagle_worker_v2.__name__).addFilter(lambda entry: not entry.getMessage().startswith(_SWITCH))
 
     def _give_slots(self, draft: Any, resolved: Any) -> None:
@@ -150,13 +153,13 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
         config = self._config
         self.slots = SlottedDraft(draft, config.prefill, config.gammas[-1], resolved.max_running_requests)
         self._draft_worker.slots = self.slots
-        # Where `hooks` finds them.
+        # `hooks` reads them.
         setattr(draft, STATE, self.slots)
-        # SGLang would set as many tokens of the draft's aside as the target has.
+        # SGLang would reserve as many tokens for the draft as the target has.
         self._target_worker.model_runner.spec_aux_config.eagle_draft_num_layers = 0
 
     def _validate_vocab_compatibility(self, target_vocab_size: int, target_tokenizer: Any) -> None:
-        """STANDALONE wants as many embedding rows on both sides; one tokenizer is enough."""
+        """STANDALONE requires equally many embedding rows; one tokenizer is enough."""
         runner = self._draft_worker.draft_runner
         draft_vocab_size = runner.model_config.vocab_size
         args = self.server_args
@@ -207,7 +210,7 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
     def _begin_slots(self, batch: Any, slots: SlottedDraft) -> None:
         if slots.has_new(batch):
             self.batch_policy.something_else_runs()
-        # One rank that leaves a forward of the draft would let the others wait in it for ever: then the server ends.
+        # A rank that leaves a forward of the draft would let the others hang in it: then the server ends.
         guard = harmless("choosing the draft's slots", "it proposes what will not be accepted")
         with guard if num_ranks() == 1 else nullcontext():
             slots.begin_step(batch, self._draft_worker.signals)
@@ -217,7 +220,7 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
             try:
                 end_chains(batch.spec_info.retrieve_next_token, self.batch_policy.caps)
             except Exception:
-                # Verified whole, the text of whoever has penalties would be wrong.
+                # Verified whole, penalised requests would get a wrong text.
                 note_failure("ending proposals at their caps", "none of their tokens is accepted")
                 batch.spec_info.retrieve_next_token[:, 0].fill_(-1)
             # SGLang's own tokens of gamma 0 are int32 without overlap, and CUDA's kernels take int64 alone.
