@@ -195,14 +195,14 @@ class Policy(ABC):
     """Decides how many tokens are drafted per step. A subclass writes `choose`; the rest is optional.
 
     Called once per step and once per drafted token, by one request at a time; learned state carries over to the next
-    request. The caller cuts its choice to `StepContext.max_gamma`. Make it a dataclass whose fields are
-    its options, checked in `__post_init__`; docs/add-a-policy.md has an example.
+    request. The caller cuts its choice to `StepContext.max_gamma`. Make it a dataclass whose fields are its options,
+    checked in `__post_init__`; docs/add-a-policy.md has an example.
 
     Attributes
     ----------
     name : str
-        Stands in every record, so two policies of different options need different names to be told apart in one file.
-        The class's own where it sets none.
+        Written to every record, so policies with different options need different names to be distinguished in one
+        file. Defaults to the class's name.
     """
 
     name: str
@@ -228,7 +228,7 @@ class Policy(ABC):
         """
 
     def keep_drafting(self, context: StepContext, signals: DraftSignals) -> bool:
-        """Return whether to draft one token more; asked after every drafted token but the last, unless it said no.
+        """Return whether to draft one token more; called after every drafted token but the last.
 
         Parameters
         ----------

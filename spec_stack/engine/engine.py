@@ -145,7 +145,7 @@ class ScoredPrompt:
 def _score_or_take_whole(request: Request, caches: Turn, sampler: Sampler, warnings: OnceEach) -> ScoredPrompt:
     """Score the prompt where needed; without need, or after a failure, take it whole.
 
-    Scoring errors are raised where the request asks for that.
+    Scoring errors are raised where the request's options say so.
     """
     reason = request.reason
     if caches.needs_scoring:

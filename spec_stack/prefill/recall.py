@@ -1,7 +1,6 @@
 """From importance over a whole conversation to the target's prefill in a turn. Pure.
 
-`recall` picks dropped units of the old text that the new text refers to; `select_turn` puts them before the kept new
-text.
+`recall` picks dropped old units that the new text refers to; `select_turn` puts them before the kept new text.
 """
 
 from __future__ import annotations

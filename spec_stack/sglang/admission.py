@@ -85,9 +85,7 @@ class RequestPruner:
         self._announce()
 
     def _testing_scorer(self, model: ScoringModel) -> DraftScorer:
-        """The scorer after its self-test. Where prompts are pruned on request alone, the first one allocates the
-        pool.
-        """
+        """The self-test's scorer; on a small pool where prompts are pruned on request alone."""
         if prunes(self.config, self._refusal):
             return self._scorer
         return DraftScorer(self._scheduler, PooledDraft(model.runner, self_test.most_tokens(self.config.prefill)))
@@ -128,7 +126,7 @@ class RequestPruner:
                 raise
             note_failure("deciding for a prompt", "it is prefilled densely")
             failure = error
-        # Ranks agree only that it failed somewhere: a rank that had decided may have pruned.
+        # Dense prefill is safe only where all ranks failed: a rank that has decided may have pruned.
         if not all_say_yes(failure is None) and not all_say_yes(failure is not None):
             raise RuntimeError("deciding for a prompt failed on a part of the ranks, which would go apart") from failure
         if failure is not None:
@@ -162,7 +160,7 @@ class RequestPruner:
             end_ids=frozenset(self._end_ids(request)),
         )
         waiting = Waiting(request, options, prompt, Protected(), reason)
-        # A follow-up of a dense turn asks the cache alone, without a look at its long history.
+        # A follow-up of a dense turn is decided by the cache alone, without reading its long history.
         if self._is_mostly_cached(waiting):
             return
         protected = options.protect
@@ -212,8 +210,8 @@ class RequestPruner:
             self._waiting = [other for other in self._waiting if other is not waiting]
 
     def _guarded(self, what: str, instead: str) -> AbstractContextManager[None]:
-        """Contain a failure on one rank. With several, a rank with another queue makes other batches and the others
-        hang: the server ends.
+        """Contain a failure on one rank; with several, end the server: a rank with another queue makes other batches,
+        and the others hang.
         """
         return harmless(what, instead) if num_ranks() == 1 else nullcontext()
 

@@ -305,7 +305,7 @@ class BatchPolicy:
 
 
 def step_clock(device: str) -> Callable[[], float]:
-    """The clock of step seconds: process CPU time on one core, which other load on the machine does not stretch."""
+    """The clock of step seconds: on one core process CPU time, which other load on the machine does not stretch."""
     return process_time if device == "cpu" and torch.get_num_threads() == 1 else perf_counter
 
 

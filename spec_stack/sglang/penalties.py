@@ -1,6 +1,7 @@
 """Exact frequency, presence and repetition penalties under speculation. No SGLang import.
 
-SGLang counts one token per step, and none after a retraction; here penalised requests draft nothing and are counted.
+SGLang counts one token per step and forgets a retracted request's output. Here penalised requests draft nothing, and
+their output is counted on the device.
 """
 
 from __future__ import annotations

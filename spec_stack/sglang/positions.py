@@ -1,7 +1,6 @@
 """Original positions of a pruned prompt's KV slots; draft KV lengths stay slot counts.
 
-Slot j of K kept of N tokens is at kept[j] while j < K, else at j + (N - K), in prefill, decoding, drafting and
-verification.
+Slot j of K kept of N tokens is at kept[j] while j < K, else at j + (N - K), in every kind of batch.
 """
 
 from __future__ import annotations
