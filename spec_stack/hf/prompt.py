@@ -307,7 +307,7 @@ def _tokenize(tokenizer: Any, text: str, begin: int, contents: Contents) -> Enco
 
 
 def _joint(tokenizer: Any, text: str, known: EncodedPrompt) -> str | None:
-    """The special token at which a chat continues a known one, if any. Tokens after it do not depend on earlier text."""
+    """The special token at which a chat continues a known one, if any; later tokens do not depend on earlier text."""
     if not known.text or not text.startswith(known.text):
         return None
     return next(
