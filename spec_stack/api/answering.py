@@ -1,4 +1,4 @@
-"""generate and stream, alike for a generator and for a session."""
+"""`generate` and `stream`, shared by the generator and sessions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from spec_stack.types import GenerationResult, StepOutput
 
 
 class AnswerOptions(GenerateOptions, total=False):
-    """The keywords of `generate`, with those that a whole answer has beside a stream's."""
+    """The keywords of `generate`: those of `stream` and those of a whole answer."""
 
     n: int
     return_records: bool
@@ -31,19 +31,19 @@ class AnswerOptions(GenerateOptions, total=False):
 
 
 class GenerationMixin(ABC):
-    """Has `generate` and `stream`; how a call is planned and run is its own."""
+    """`generate` and `stream` over the abstract planning and execution of a call."""
 
     @abstractmethod
     def _plan(self, call: Call) -> Request:
-        """Check a call, and settle what is done for it."""
+        """Check a call and plan its request."""
 
     @abstractmethod
     def _run(self, request: Request) -> Generator[StepOutput, None, None]:
-        """Make the request's steps."""
+        """Run the request step by step."""
 
     @abstractmethod
     def _sample(self, calls: Sequence[Call]) -> list[GenerationResult]:
-        """Answer calls with the same prompt: the first prefills it, the others go on from copies of its caches."""
+        """Answer calls with the same prompt; all but the first continue from copies of its caches."""
 
     @shows_options(AnswerOptions, n=1, return_records=False)
     def generate(self, prompt: str | None = None, **options: Unpack[AnswerOptions]) -> GenerationResult:
@@ -182,7 +182,7 @@ class GenerationMixin(ABC):
         return replace(results[0], others=results[1:])
 
     def _collect(self, request: Request, streamer: Streamer | None = None) -> GenerationResult:
-        """A request's whole stream, with its records."""
+        """Drain a request's stream, and keep its records."""
         running = Stream(self._run(request), request.progress)
         outputs = list(running if streamer is None else feed(streamer, request.prompt_ids, running))
         last = outputs[-1]
@@ -239,7 +239,7 @@ class GenerationMixin(ABC):
         return self._stream(cast(Call, {**options, "prompt": prompt}))
 
     def stream_encoded(self, encoded: EncodedPrompt, options: Mapping[str, Any]) -> Generator[StepOutput, None, None]:
-        """`stream` of a prompt that was encoded before. Raises ValueError and TypeError as that does."""
+        """`stream` of an encoded prompt. Raises ValueError and TypeError as `stream`."""
         unknown = [name for name in options if name not in GenerateOptions.__annotations__]
         if unknown:
             raise TypeError(f"there is no option {', '.join(unknown)}")
@@ -257,7 +257,7 @@ class GenerationMixin(ABC):
 
 
 def samples(call: Mapping[str, Any], n: int) -> list[Call]:
-    """A call n times: with seeds in a row, names of their own, and processors that know nothing of each other.
+    """n calls with consecutive seeds, separate request ids and independent processors.
 
     Raises ValueError for a processor that cannot be copied.
     """
@@ -292,7 +292,7 @@ def _fresh_processors(given: Any) -> list[Processor]:
 
 
 def _whole_answer(options: AnswerOptions) -> tuple[bool, str | Path | None, Streamer | None]:
-    """return_records, records and streamer of a call. Raises ValueError for a value that is none."""
+    """return_records, records and streamer of a call. Raises ValueError for invalid values."""
     keeps, path, streamer = options.get("return_records", False), options.get("records"), options.get("streamer")
     if not isinstance(keeps, bool):
         raise ValueError(f"return_records must be True or False, got {keeps!r}")

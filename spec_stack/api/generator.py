@@ -105,7 +105,7 @@ class SpecStackGenerator(GenerationMixin):
 
     @classmethod
     def over(cls, engine: Engine) -> SpecStackGenerator:
-        """Return a generator whose requests an engine runs."""
+        """A generator that uses this engine."""
         generator = cls.__new__(cls)
         generator._set_up(engine)
         return generator
@@ -313,10 +313,9 @@ class SpecStackGenerator(GenerationMixin):
 def _calibrated(
     pair: ModelPair, config: SpecStackConfig | None, draft: str | Path | None, named: str | Path | bool | None
 ) -> SpecStackConfig:
-    """The configuration, completed by a calibration where there is one.
+    """The configuration, completed by a calibration if there is one.
 
-    One that was named and does not fit the pair is refused; one that merely lies beside the draft is left aside, and
-    the one that ships for this draft, if any, takes its place.
+    A named calibration that does not fit the pair is an error; one beside the draft is skipped for the shipped one.
     """
     config = _checked(config)
     calibration, problem = choose_calibration(

@@ -1,4 +1,4 @@
-"""Pruner: shorter messages for any engine, by a draft alone."""
+"""Pruner: shortens messages for any engine, with a draft alone."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from spec_stack.hf.model import CachedModel
 
 Prunable = str | Sequence[Message]
-# The message and the part of a text, and the text.
+# A text with its message index and part index.
 _Place = tuple[int, int | None, str]
-# Between the texts of a message; the question stands for itself among them.
+# Separates a message's texts; the question follows on its own.
 _JOINT, _QUESTION = "\n", -1
-# Times that a selection over max_tokens is made smaller.
+# Most attempts to shrink a selection that exceeds max_tokens.
 _MOST_TRIES = 4
 
 
@@ -87,7 +87,7 @@ class PruneResult:
 
 @dataclass(frozen=True)
 class _Text:
-    """A text, and the tokens start…stop - 1 that lie within it."""
+    """A text and its token span start…stop - 1."""
 
     message: int
     part: int | None
@@ -100,7 +100,7 @@ class _Text:
 
 @dataclass(frozen=True)
 class _Prompt:
-    """A prompt to score: token ids, where each begins in the text, pieces, texts, and protected spans of tokens."""
+    """A prompt to score: token ids, their character offsets, pieces, texts, and protected token spans."""
 
     token_ids: list[int]
     begins: list[int]
@@ -110,18 +110,19 @@ class _Prompt:
     borders: list[int]
 
     def segments(self, text: _Text) -> list[Span]:
-        """The lines and sentences of a text, as half-open spans of tokens."""
+        """Lines and sentences of a text, as half-open token spans."""
         inside = self.borders[bisect_right(self.borders, text.start) : bisect_left(self.borders, text.stop)]
         return [span for span in pairwise([text.start, *inside, text.stop]) if span[0] < span[1]]
 
     def characters(self, text: _Text, span: Span) -> Span:
-        """A segment's characters, counted from the text's beginning."""
+        """A segment's character span, relative to its text."""
         start, stop = span
         first = 0 if start == text.start else self._border(text, start)
         return first, len(text.text) if stop == text.stop else self._border(text, stop)
 
     def _border(self, text: _Text, token: int) -> int:
-        """Where a segment begins. A line's indentation is its own, though a token may hold it with the line break."""
+        """The first character of a segment. A line's indentation belongs to it, even if one token holds it and the line
+        break."""
         at = self.begins[token] - text.char
         line = text.text.rfind("\n", 0, at) + 1
         return line if line and text.text[line:at].isspace() else at
@@ -303,7 +304,7 @@ class PrunerConversation:
         return _result(messages, prompt, self._kept, marker, num_recalled, reason)
 
     def _obstacle(self, num_tokens: int) -> str:
-        """Why the draft cannot score a prompt of this length; empty where it can."""
+        """The reason why the draft cannot score a prompt of this length; empty if it can."""
         limit = self._pair.max_positions[1]
         if needs_attention(self._config.scorer) and num_tokens + MOST_REPEATED > limit:
             return f"off: the prompt has {num_tokens} tokens, and the draft {limit} positions"
@@ -318,7 +319,7 @@ class PrunerConversation:
         num_old: int,
         max_tokens: int | None,
     ) -> tuple[bool, str]:
-        """Return whether the new text is pruned, and why."""
+        """Whether the new text is pruned, and the reason."""
         num_tokens = len(prompt.token_ids)
         num_new = num_tokens - num_old
         if max_tokens is not None:
@@ -333,7 +334,7 @@ class PrunerConversation:
     def _select(
         self, prompt: _Prompt, config: PrefillConfig | None, held: list[int], num_old: int, max_tokens: int | None
     ) -> tuple[set[int], int]:
-        """The kept tokens, and how many of them are recalled. config: None keeps all of the new text."""
+        """The kept tokens, and the number of recalled ones. config: None keeps all new text."""
         evidence = self._evidence(prompt)
         recalled = self._recall(prompt, evidence, held, num_old)
         num_new = len(prompt.token_ids) - num_old
@@ -372,7 +373,7 @@ class PrunerConversation:
         return Evidence(token_ids, attention, prompt.protected, prompt.pieces, attention.importance(config))
 
     def _recall(self, prompt: _Prompt, evidence: Evidence, held: list[int], num_old: int) -> list[int]:
-        """Dropped tokens of earlier turns that the new text wants back."""
+        """Dropped tokens of earlier turns that the new text's queries recall."""
         dropped, session = dropped_positions(held, num_old), self._session
         if not (dropped and session.restore and session.max_restored_chunks and evidence.importance is not None):
             return []
@@ -383,7 +384,7 @@ class PrunerConversation:
         return recall(evidence.importance, dropped, units, self._config, session, words)
 
     def _read(self, messages: Prunable, question: str | None, protect: Sequence[str]) -> tuple[_Prompt, int]:
-        """The prompt as the draft reads it, and how many tokens of it an earlier turn has dealt with."""
+        """The prompt as the draft reads it, and its number of tokens from earlier turns."""
         tokenizer, chat = self._pair.tokenizer, _as_messages(messages)
         contents = _contents(chat)
         if question is not None:
@@ -416,7 +417,7 @@ class PrunerConversation:
 def _write(
     parts: Sequence[str | int], contents: Sequence[list[_Place]]
 ) -> tuple[str, list[tuple[int, int | None, str, int]]]:
-    """The whole prompt, and every text with its message, its part and its first character there."""
+    """The whole prompt, and each text with its message, part and first character."""
     written, places = "", []
     for each in parts:
         if isinstance(each, str):
@@ -447,7 +448,7 @@ def _as_messages(messages: Prunable) -> list[Message]:
 
 
 def _contents(chat: Sequence[Message]) -> list[list[_Place]]:
-    """The texts of each message, with its number and that of the part. Raises ValueError for another form."""
+    """Each message's texts, with message and part index. Raises ValueError for malformed messages."""
     found: list[list[_Place]] = []
     for message in chat:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
@@ -469,7 +470,7 @@ def _is_text(part: Any) -> bool:
 
 
 def _tokenize(pair: ModelPair, text: str) -> tuple[list[int], list[int], list[int]]:
-    """Token ids of a text, and where each begins and ends in it. Raises ValueError where that is not told."""
+    """Token ids and character offsets of a text. Raises ValueError without offsets."""
     tokenizer = pair.tokenizer
     if tokenizer.is_fast:
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
@@ -486,7 +487,7 @@ def _tokenize(pair: ModelPair, text: str) -> tuple[list[int], list[int], list[in
 
 
 def _protected(prompt: _Prompt, protect: Sequence[str]) -> list[Span]:
-    """Spans of tokens that are never pruned: all but the segments of the texts, and of these the named ones."""
+    """Protected token spans: everything outside the texts' segments, and segments with a protected string."""
     free = bytearray(len(prompt.token_ids))
     for text in prompt.texts:
         if text.is_whole:
@@ -500,13 +501,15 @@ def _protected(prompt: _Prompt, protect: Sequence[str]) -> list[Span]:
 
 
 def _meets(text: str, wanted: str, first: int, last: int) -> bool:
-    """Return whether a string stands in a text so that it reaches into the characters first…last - 1."""
+    """Whether an occurrence of a string overlaps the characters first…last - 1."""
     return bool(wanted) and text.find(wanted, max(0, first - len(wanted) + 1), last + len(wanted) - 1) >= 0
 
 
 def _whole_segments(prompt: _Prompt, kept: set[int], may_be_empty: bool) -> set[int]:
-    """The kept tokens rounded up to whole segments. A text of which nothing is kept has its first one where it may not
-    be empty."""
+    """Kept tokens rounded up to whole segments.
+
+    If a text must not be empty and nothing of it is kept, its first segment stays.
+    """
     inside = {at for text in prompt.texts for at in range(text.start, text.stop)}
     whole = {at for at in range(len(prompt.token_ids)) if at not in inside}
     for text in prompt.texts:
@@ -545,7 +548,7 @@ def _result(
 
 
 def _shortened(text: str, spans: list[Span], marker: str) -> str:
-    """The kept spans, with the marker in the place of every gap."""
+    """The kept spans, with the marker in every gap."""
     written, at = "", 0
     for start, stop in [*spans, (len(text), len(text))]:
         if start > at and marker:
@@ -555,7 +558,7 @@ def _shortened(text: str, spans: list[Span], marker: str) -> str:
 
 
 def _replaced(given: Any, text: _Text, shorter: str) -> Any:
-    """What was given, with a shorter text in place of one."""
+    """The messages with one text replaced by a shorter one."""
     if isinstance(given, str):
         return shorter
     if text.part is None:

@@ -1,4 +1,4 @@
-"""A conversation whose caches live on from call to call, and in which dropped text can come back."""
+"""A conversation with persistent caches and recall of dropped text."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Session(GenerationMixin):
         asked = held.encoded.question if held.encoded is not None else None
         num_least = len(held.token_ids) if asked is None else asked[1]
         num_continued = num_shared(held.token_ids, encoded.token_ids[:-1])
-        # A question that is asked again is no conversation: what comes back for it would change its answer.
+        # A repeated question is no conversation: recalled text would change its answer.
         is_asked_again = num_continued == len(encoded.token_ids) - 1 < len(held.token_ids)
         return num_continued if num_continued >= num_least and not is_asked_again else 0
 
@@ -191,7 +191,7 @@ class Session(GenerationMixin):
     def _plan(self, call: Call) -> Request:
         held = self._conversation
         asked = call.get("sparse_prefill") or self._engine.config.prefill.sparse_prefill
-        # A dense target goes on from what it has read densely, and reads the rest again.
+        # A dense target keeps only densely read tokens, and reads the rest again.
         held_ids = held.token_ids if asked in ("auto", "on") else held.token_ids[: held.num_dense]
         request = self._engine.plan(call, held_ids, held.encoded)
         self._say_that_it_begins_anew(call, request)
@@ -200,7 +200,7 @@ class Session(GenerationMixin):
         return request
 
     def _say_that_it_begins_anew(self, call: Call, request: Request) -> None:
-        """Warn who gives the new message alone: without the turns before it, it is another conversation."""
+        """Warn if only the new message is given: without earlier turns it starts another conversation."""
         messages, held = call.get("messages"), self._conversation.token_ids
         if (
             not (held and self.tells_of_beginnings)
@@ -217,7 +217,7 @@ class Session(GenerationMixin):
             )
 
     def _room(self, request: Request) -> float:
-        """Tokens that may be restored before the target's cache is over its bound."""
+        """Tokens that may be restored within the target cache's limit."""
         if self.config.max_cached_tokens is None:
             return math.inf
         rate = request.prefill.rate_for(request.num_new_tokens) if request.scores else 1.0
@@ -226,7 +226,7 @@ class Session(GenerationMixin):
 
     @contextmanager
     def _answers(self) -> Iterator[None]:
-        """Hold the session's lock, which is refused where another call has it."""
+        """Hold the session's lock; raises if another call holds it."""
         if not self._answering.acquire(blocking=False):
             raise RuntimeError(
                 "this session is answering another call; end or close that stream, or fork the session before it"
@@ -249,7 +249,7 @@ class Session(GenerationMixin):
                         text += output.text
                         yield output
             except GeneratorExit:
-                # The caller had enough; what he was given is part of the conversation. Its text may lag behind.
+                # The caller stopped early; delivered tokens belong to the conversation. Their text may lag behind.
                 held.commit(request, turn, answer_ids, None)
                 raise
             except BaseException:
