@@ -1,7 +1,7 @@
-"""The shapes of calibration's prompts: where the question stands, and what stands around it. Pure text.
+"""Shapes of calibration prompts: the place of the question and the text around it.
 
-How it is used: `SHAPES[shape](document, question)` is the text of one user message. `GROUPS` says which shapes a
-document is asked in: those that begin with the document share the draft's pass over it.
+`SHAPES[shape](document, question)` is a user message's text. `GROUPS` lists each document's shapes; those that start
+with the document share the draft's pass.
 """
 
 from __future__ import annotations
