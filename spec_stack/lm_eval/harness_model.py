@@ -1,4 +1,4 @@
-"""The generator as a model of lm-evaluation-harness: one request at a time, its context pruned as any prompt is."""
+"""The generator as an lm-evaluation-harness model: one request at a time, with pruned contexts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from spec_stack.engine.conversation import SingleTurn
 from spec_stack.engine.options import Call
 from spec_stack.settings.plugins import import_plugins
 
-# What lm-eval's tasks call the most tokens to generate.
+# lm-eval's names for the maximum number of new tokens.
 _MAX_TOKENS_NAMES = ("max_gen_toks", "max_new_tokens", "max_tokens")
 _KNOWN_SAMPLING = {"until", "do_sample", "temperature", "top_p", "top_k", *_MAX_TOKENS_NAMES}
 
@@ -133,7 +133,6 @@ class SpecStackLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def eot_token_id(self) -> int:
-        """The end-of-sequence token."""
         ends = sorted(self.generator.pair.end_ids)
         if not ends:
             raise ValueError("the target names no end-of-sequence token")
@@ -141,17 +140,17 @@ class SpecStackLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def prefix_token_id(self) -> int:
-        """Return what a text without a context comes after: the tokenizer's BOS, or else the end of the text before."""
+        """The token before a text without a context: BOS, or else EOS."""
         bos = self.tokenizer.bos_token_id
         return self.eot_token_id if bos is None else int(bos)
 
     @property
     def tokenizer_name(self) -> str:
-        """For the fingerprint of lm-eval's request caches."""
+        """Part of the key of lm-eval's request caches."""
         return str(self.tokenizer.name_or_path or self._name).replace("/", "__")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """A chat as text, by the tokenizer's own template."""
+        """A chat as text, by the tokenizer's template."""
         return str(
             self.tokenizer.apply_chat_template(
                 chat_history,
@@ -162,7 +161,7 @@ class SpecStackLM(TemplateLM):  # type: ignore[misc]
         )
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Token ids. A text that begins with the BOS token, as a rendered chat may, gets no second one."""
+        """Token ids; a text that starts with the BOS token, e.g. a rendered chat, gets no second one."""
         if add_special_tokens is None:
             bos = self.tokenizer.bos_token
             add_special_tokens = not (bos and string.startswith(bos))
@@ -170,7 +169,7 @@ class SpecStackLM(TemplateLM):  # type: ignore[misc]
         return [int(token_id) for token_id in ids]
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """The answers, one per request."""
+        """One answer per request."""
         answers = []
         for request in tqdm(requests, disable=disable_tqdm, desc="spec_stack"):
             context, asked = request.args
@@ -217,8 +216,7 @@ class SpecStackLM(TemplateLM):  # type: ignore[misc]
         return found
 
     def _read(self, context: list[int], sparse_prefill: SparsePrefill | None) -> ReadContext:
-        """The context in both models' caches; that of the request before where it is the same one (the choices of a
-        question come one after the other)."""
+        """The cached context; the previous one is reused if equal (choices of a question are adjacent)."""
         if self._context is None or not self._context.is_of(context, sparse_prefill):
             self._context = ReadContext(self.generator, context, self._options["keep_rate"], sparse_prefill)
         return self._context
@@ -232,19 +230,7 @@ class SpecStackLM(TemplateLM):  # type: ignore[misc]
 
 
 class ReadContext:
-    """A context that the target has prefilled, sparsely or not, and that continuations are scored after.
-
-    Parameters
-    ----------
-    generator : SpecStackGenerator
-        Whose pair and configuration are used.
-    context_ids : list of int
-        N tokens, one or more.
-    keep_rate : float, optional
-        Share of it that is kept; None is the configuration's.
-    sparse_prefill : str, optional
-        As in `generate`.
-    """
+    """A context of N ≥ 1 tokens in the target's cache, sparse or dense, for scoring continuations."""
 
     def __init__(
         self,
@@ -265,11 +251,11 @@ class ReadContext:
         self._next = self._target.forward(selection.token_ids, selection.positions, 1)
 
     def is_of(self, context_ids: list[int], sparse_prefill: SparsePrefill | None) -> bool:
-        """Return whether it is this context, prefilled in this way."""
+        """Whether it is this context under this setting."""
         return self._asked == (context_ids, sparse_prefill)
 
     def score(self, continuation: Sequence[int]) -> tuple[float, bool]:
-        """Log-likelihood of a continuation (n,), and whether it is what greedy decoding would give."""
+        """Log-likelihood of a continuation (n,), and whether greedy decoding would produce it."""
         if not continuation:
             return 0.0, True
         rows = self._next
@@ -285,13 +271,7 @@ class ReadContext:
 
 
 def sampling_of(asked: Mapping[str, Any], seed: int) -> SamplingParams:
-    """lm-eval's generation arguments as ours.
-
-    Raises
-    ------
-    ValueError
-        For an argument that has no counterpart here.
-    """
+    """lm-eval's generation arguments as `generate` options. Raises ValueError for an unsupported one."""
     unknown = set(asked) - _KNOWN_SAMPLING
     if unknown:
         raise ValueError(f"no counterpart of {', '.join(sorted(unknown))}; known: {', '.join(sorted(_KNOWN_SAMPLING))}")
