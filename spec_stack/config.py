@@ -1,4 +1,4 @@
-"""Configuration. Every default and its meaning live here, once; command line, server and docs read them from here."""
+"""Configuration: the only place of defaults and their meanings, for command line, server and docs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ScoringQueries = Literal["look_ahead", "prompt"]
 HeadVote = Literal["max", "mean"]
 SparsePrefill = Literal["auto", "on", "off", "draft_only"]
 Positions = Literal["original", "contiguous"]
-# Names that can be configured: the keys of the rooms' registries, which write them here. No entry is loaded for it.
+# Valid names: the keys of the registries, which append to these lists on import. No component is imported.
 KNOWN_POLICIES: list[str] = []
 KNOWN_PROPOSERS: list[str] = []
 KNOWN_SCORERS: list[str] = []
@@ -42,7 +42,7 @@ MOST_REWRITTEN = 256
 PRECISIONS = ("fp32", "fp16", "bf16", "int8", "nf4")
 OTHER_PRECISION = "other"
 """A precision that has no name here, as records say it: a checkpoint stored quantized in another way."""
-# Logits divided by less overflow; what is meant is greedy.
+# Below this temperature divided logits overflow; sampling is greedy.
 MIN_TEMPERATURE = 1e-3
 DEFAULT_MAX_TOKENS = 256
 """The number that max_tokens=None asks for where the models have positions for it."""
@@ -56,18 +56,18 @@ MAX_SAMPLES = 128
 
 
 def how_to_install(extra: str) -> str:
-    """Return what installs an extra. The package is in no registry: its name there would be whoever's took it."""
+    """Install command of an extra. The package is in no registry, where anyone could claim its name."""
     return f"pip install '.[{extra}]' in a clone of the package"
 
 
 def check_logprobs(logprobs: object) -> None:
-    """Raise ValueError where it is no number of likely tokens, or None."""
+    """Raise ValueError unless it is a valid number of top tokens, or None."""
     if logprobs is not None:
         require_int("logprobs", logprobs, 0, MAX_LOGPROBS, "; 0 gives the generated tokens' alone")
 
 
 def check_samples(n: object, temperature: float) -> None:
-    """Raise ValueError where it is no number of samples, or the samples would all be the same."""
+    """Raise ValueError for an invalid number of samples, and for several greedy samples."""
     require_int("n", n, 1, MAX_SAMPLES)
     require(n == 1 or temperature > 0, f"n={n} greedy answers would all be the same; give a temperature over 0")
 
@@ -85,9 +85,9 @@ class PrefillConfig:
     `full_look_ahead` are the paper's three variants, exactly.
     """
 
-    # Which of the fields below were given, in whatever way. Not a setting; it has to stand first (`remembers_given`).
+    # Names of the passed fields. Not a setting; must be the first field (`remembers_given`).
     given: tuple[str, ...] = field(default=(), kw_only=True, repr=False, compare=False)
-    # The calibration that completed it, in words. Not a setting either.
+    # Description of the applied calibration. Not a setting either.
     calibrated_by: str = field(default="", kw_only=True, repr=False, compare=False)
     keep_rate: float | KeepCurve = option(
         0.2,

@@ -1,4 +1,4 @@
-"""The types at the seams between prefill, decode and the generator."""
+"""Types shared by prefill, decode and the generator."""
 
 from __future__ import annotations
 
@@ -15,60 +15,47 @@ FinishReason = Literal["eos", "stop", "length"]
 
 
 class SteppableModel(Protocol):
-    """A model with its KV cache and its position counter, as both phases see it: counts in, logits out.
+    """A model with its KV cache and position counter.
 
-    `hf.model.CachedModel` is one, `tokenizers.translated_draft.TranslatedDraft` another. A token's position is where it
-    stands in the whole text, so after a sparse prefill positions have gaps and `next_position` exceeds `num_cached`.
+    Positions refer to the full text, so after a sparse prefill they have gaps and `next_position` exceeds `num_cached`.
     """
 
     @property
     def num_cached(self) -> int:
-        """Tokens that went through the model and were not rolled back."""
+        """Tokens in the cache, after rollbacks."""
         ...
 
     @property
     def next_position(self) -> int:
-        """The position after that of the last cached token; 0 for an empty cache."""
+        """The position after the last cached token; 0 for an empty cache."""
         ...
 
     def forward(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> torch.Tensor:
-        """Append tokens to the cache.
+        """Append n ≥ 1 tokens at strictly increasing positions from `next_position` on.
 
-        Parameters
-        ----------
-        token_ids : sequence of int, length n
-            The new tokens, one or more.
-        positions : sequence of int, length n
-            Where they stand in the whole text: strictly increasing, from `next_position` on.
-        num_logits : int
-            How many rows of logits are wanted, 1 to n.
-
-        Returns
-        -------
-        torch.Tensor
-            Logits (num_logits, vocab) of the last `num_logits` tokens: row i predicts the token after the i-th of them.
+        Returns logits (num_logits, vocab) of the last tokens, 1 to n; row i predicts the token after the i-th of them.
         """
         ...
 
     def rollback(self, num_tokens: int) -> None:
-        """Forget the last `num_tokens` cached tokens. Called after every step, also with 0."""
+        """Drop the last `num_tokens` cached tokens. Called after every step, also with 0."""
         ...
 
 
 class TargetModel(SteppableModel, Protocol):
-    """A model whose tokens the decode loop verifies."""
+    """A model that verifies proposals."""
 
     @property
     def num_to_recompute(self) -> int:
-        """Tokens that the next forward computes once more, because a rollback undid a recurrent state after them."""
+        """Tokens that the next forward recomputes, because a rollback restored an earlier recurrent state."""
         ...
 
 
 class DraftingModel(SteppableModel, Protocol):
-    """A model that proposes tokens in the decode loop."""
+    """A model that proposes tokens."""
 
     def num_unread(self, num_tokens: int) -> int:
-        """How many tokens it has to take in to have caught up with a text of so many."""
+        """Tokens of a text of this length that are not cached yet."""
         ...
 
 
@@ -136,15 +123,10 @@ class Selection:
 
 @dataclass(frozen=True)
 class DraftTokenization:
-    """A prompt in the tokens of a draft that has another tokenizer.
+    """A prompt in the tokens of a draft with another tokenizer.
 
-    Parameters
-    ----------
-    token_ids : sequence of int
-        The draft's own tokens of the text.
-    ranges : sequence of (int, int)
-        For every token of the target the half-open range of draft tokens that share a character with it; empty where
-        none does. Their starts never decrease. With target `["hell", "o"]` and draft `["he", "llo"]`: (0, 2), (1, 2).
+    ranges: per target token, the half-open range of draft tokens that share a character (empty if none); starts never
+    decrease. Target `["hell", "o"]`, draft `["he", "llo"]`: (0, 2), (1, 2).
     """
 
     token_ids: Sequence[int]
@@ -153,23 +135,11 @@ class DraftTokenization:
 
 @dataclass(frozen=True)
 class Proposal:
-    """Drafted tokens.
+    """Drafted tokens, gamma of them (0 in plain decoding).
 
-    Parameters
-    ----------
-    token_ids : list of int, length gamma
-        What the draft proposes; empty for a step of plain decoding.
-    draft_probs : torch.Tensor or None
-        (gamma, vocab): the warped distributions that the tokens were drawn from; a token that was chosen beside drawn
-        ones has a one-hot row. None where all were chosen, not drawn (greedy requests, the look-ahead, look-ups).
-    signals : DraftSignals
-        The draft's own view of every token that it proposed.
-    num_looked_up : int
-        How many of the tokens, the last ones, were looked up instead.
-    match_length : int
-        Tokens that the place where they were found has in common with what stands before them.
-    is_finite : bool
-        False where it ended before a token for which the draft's logits were not finite.
+    draft_probs: (gamma, vocab) warped distributions, one-hot rows for tokens not sampled; None if none was sampled.
+    signals: per-token statistics of the draft. num_looked_up: looked-up tokens, the last ones. match_length: tokens of
+    the n-gram match. is_finite: False if drafting stopped at non-finite logits.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -181,7 +151,7 @@ class Proposal:
 
     @property
     def proposer(self) -> str:
-        """Who proposed, as records have it."""
+        """The proposer's name in records."""
         if self.num_looked_up == 0:
             return "model"
         return "lookup" if self.num_looked_up == len(self.token_ids) else "model+lookup"
@@ -191,14 +161,8 @@ class Proposal:
 class Verification:
     """The target's answer to a proposal.
 
-    Parameters
-    ----------
-    num_accepted : int
-        Length of the accepted prefix of the proposal.
-    next_token : int
-        The correction of the first rejected token, or the bonus token where all were accepted.
-    rows : torch.Tensor or None
-        (num_accepted + 1, vocab): the target's rows after the request's logits processors; None where it has none.
+    num_accepted: length of the accepted prefix. next_token: the correction, or the bonus token after full acceptance.
+    rows: (num_accepted + 1, vocab) after the request's logits processors, if any.
     """
 
     num_accepted: int
@@ -255,7 +219,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class AnswerPart:
-    """A piece of an answer to a chat: text for the user, a thought, or a call of a tool (which has no text)."""
+    """Part of a chat answer: text, reasoning, or a tool call (without text)."""
 
     kind: Literal["content", "reasoning", "call"]
     text: str = ""
