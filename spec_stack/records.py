@@ -23,23 +23,23 @@ _TAIL_BYTES = 1 << 20
 
 
 def add_records(records: Iterable[StepRecord], path: str | Path) -> None:
-    """Append records to a .jsonl file, which is made where there is none.
+    """Append records to a .jsonl file, created if missing.
 
-    All lines go out in one write at the file's end, so several threads and processes may share a file on this machine.
+    All lines are appended in one write, so several threads and processes of one machine may share a file.
 
     Parameters
     ----------
     records : iterable of StepRecord
-        The steps of whole runs, each run's together and in order. A run is one request under one policy.
+        The steps of whole runs, grouped by run and in order. A run is one request under one policy.
     path : str or Path
-        Of the file.
+        The file.
 
     Raises
     ------
     ValueError
-        For another suffix, and for a value that `read_records` would refuse.
+        For another suffix, and for a value that `read_records` rejects.
     OSError
-        Where the disk does not take all of it; the file's last line is unfinished then.
+        If the disk is full; the file's last line is then incomplete.
     """
     path, records = Path(path), list(records)
     _check_suffix(path)
@@ -66,8 +66,8 @@ def read_records(*paths: str | Path) -> list[StepRecord]:
     Raises
     ------
     ValueError
-        That names file, line and field: for an empty or damaged file, a field too few or too many, and a value of
-        another type or out of range (NaN is).
+        With file, line and field: for an empty or damaged file, missing or extra fields, and values of another type or
+        out of range (NaN included).
     """
     records: list[StepRecord] = []
     for path in map(Path, paths):

@@ -68,24 +68,23 @@ class Selection:
     token_ids : sequence of int, length K
         The kept tokens.
     positions : sequence of int, length K
-        Where each stands in the prompt, 0 to `num_prompt_tokens` - 1: strictly increasing, those of earlier
-        turns and the new ones each by themselves.
+        Their positions in the prompt, 0 to `num_prompt_tokens` - 1: strictly increasing among tokens of earlier turns
+        and among new tokens.
     num_prompt_tokens : int
         N, the length of the whole prompt.
     num_restored : int
-        How many of them were dropped from the text of an earlier turn and come back now. They are among the first ones.
+        Recalled tokens, dropped in an earlier turn. They are among the first tokens.
     num_held : int
-        Prompt tokens that the target's cache holds, and goes on holding.
+        Prompt tokens that stay in the target's cache.
     num_rewritten : int
-        How many of them the cache held behind what comes back: they are prefilled again. They, too, are among the first
-        ones.
+        Tokens that were cached after recalled ones and are prefilled again. They too are among the first tokens.
     num_new_held : int
-        How many of the tokens held are of the new text: of a prompt that a store knows, or of a turn that ended early.
+        Held tokens of the new text, from a stored prompt or from a turn that ended early.
 
     Raises
     ------
     ValueError
-        Where the two differ in length, are empty, or positions are not strictly increasing inside the prompt.
+        For empty or unequal lengths, and for positions that do not increase strictly inside the prompt.
     """
 
     token_ids: Sequence[int]
@@ -112,12 +111,12 @@ class Selection:
 
     @property
     def num_new(self) -> int:
-        """Tokens of the new text that the target has with it."""
+        """New tokens in the target's cache after prefill."""
         return self.num_new_held + len(self.positions) - self.num_restored - self.num_rewritten
 
     @property
     def keep_rate(self) -> float:
-        """The share of the prompt that the target has with it: K / N, or in a later turn (held + K) / N."""
+        """Share of the prompt in the target's cache after prefill: K / N, or in a later turn (held + K) / N."""
         return (self.num_held + len(self.positions)) / self.num_prompt_tokens
 
 
@@ -172,7 +171,7 @@ class Verification:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """How likely the target held a token that was generated, in natural logarithms.
+    """Log-probabilities (natural) of a generated token under the target.
 
     Parameters
     ----------
@@ -181,10 +180,10 @@ class TokenLogprobs:
     logprob : float
         Under the target's own distribution.
     warped_logprob : float
-        Under the distribution that it was taken from: after logits processors, temperature, top_k, top_p and min_p. A
-        greedy request takes the likeliest token of what the processors leave.
+        Under the sampled distribution: after logits processors, temperature, top_k, top_p and min_p. A greedy request
+        takes the most likely token after the processors.
     top, warped_top : list of (int, float)
-        The likeliest tokens of both, as many as were asked for, with theirs; forbidden ones are left out.
+        The most likely tokens of both distributions with their log-probabilities; forbidden tokens are left out.
     """
 
     token_id: int
@@ -196,16 +195,16 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call of a tool that an answer holds.
+    """A tool call in an answer.
 
     Parameters
     ----------
     id : str
-        Its own, nine letters and digits; the tool's message names it.
+        The call's id, nine letters and digits; the tool message refers to it.
     name : str
-        The tool's.
+        The tool's name.
     arguments : str
-        A JSON object.
+        The arguments, a JSON object.
     """
 
     id: str
@@ -213,7 +212,7 @@ class ToolCall:
     arguments: str
 
     def as_dict(self) -> dict[str, Any]:
-        """The call as OpenAI's messages have it, ready for the next prompt's `tool_calls`."""
+        """The call in OpenAI's format, for the next prompt's `tool_calls`."""
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
@@ -228,14 +227,13 @@ class AnswerPart:
 
 @dataclass
 class Metrics:
-    """The cost of a request, and what it did.
+    """The cost and the statistics of a request.
 
-    Durations are in seconds, without the time that the caller of a stream lets pass; `precision` is the target's; the
-    bytes are those of the weights in memory. `proposer` is who might propose ("model", "lookup", "both"); of the
-    proposed and the accepted tokens those that were looked up are counted by themselves too. `sparse_prefill` is
-    whether the prompt was pruned, `sparse_prefill_reason` why or why not, and `decode_reason` whether the draft can
-    propose to this target. `seed` is what a sampled request drew with: given to the same call with the same `gamma`, it
-    gives the same tokens; under a policy that watches the clock the drafted lengths were those of that run only.
+    Durations are in seconds, without the pauses of a stream's caller. `precision` is the target's; the bytes are those
+    of the weights in memory. `proposer` is the enabled proposer ("model", "lookup", "both"); looked-up tokens are also
+    counted separately. `sparse_prefill` is whether the prompt was pruned, `sparse_prefill_reason` the reason, and
+    `decode_reason` whether the draft can propose to this target. `seed` is a sampled request's seed: the same call with
+    the same `gamma` gives the same tokens. Under a policy that depends on timing, drafted lengths differ between runs.
     """
 
     num_prompt_tokens: int
@@ -273,7 +271,7 @@ class Metrics:
     gamma_trace: list[int] = field(default_factory=list)
 
     def add(self, record: StepRecord, elapsed_s: float) -> None:
-        """Take in a step that ended `elapsed_s` seconds after the request began."""
+        """Add a step that ended `elapsed_s` seconds after the request's start."""
         if record.is_prefill:
             self.ttft_s = elapsed_s
             self.num_first_tokens = record.num_tokens
@@ -301,18 +299,18 @@ class Metrics:
 
     @property
     def acceptance_rate(self) -> float | None:
-        """Accepted over proposed tokens; None where nothing was proposed."""
+        """Accepted over proposed tokens; None without proposals."""
         return self.num_accepted / self.num_proposed if self.num_proposed else None
 
     @property
     def look_ahead_acceptance(self) -> float | None:
-        """Share of the look-ahead, drafted with the whole prompt, that the target took with what it was given of it;
-        None without a look-ahead."""
+        """Share of the look-ahead, drafted with the whole prompt, that the target accepted over the pruned one; None
+        without a look-ahead."""
         return self.num_look_ahead_accepted / self.num_look_ahead if self.num_look_ahead else None
 
     @property
     def tokens_per_step(self) -> float:
-        """Tokens handed out per forward of the target."""
+        """Generated tokens per target forward."""
         return self.num_tokens / self.num_steps if self.num_steps else 0.0
 
     @property
@@ -336,15 +334,15 @@ class StepOutput:
     token_ids : list of int
         The step's new tokens.
     text : str
-        Their text; it may lag behind while it could still become a stop string, is half a character or a run of bytes.
+        Their text; held back while it may become a stop string or ends in a partial character or a run of bytes.
     record : StepRecord
-        What the step did.
+        The step's record.
     finish_reason : "eos", "stop", "length" or None
-        Why the request ends here; None while it goes on.
+        Why the request ended; None before its end.
     metrics : Metrics or None
         With the last step only.
     logprobs : list of TokenLogprobs or None
-        One per token, where they were asked for.
+        One per token, if requested.
     """
 
     token_ids: list[int]
@@ -357,7 +355,7 @@ class StepOutput:
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """A drained stream.
+    """A complete answer.
 
     Parameters
     ----------
@@ -366,19 +364,19 @@ class GenerationResult:
     text : str
         Their text, without either.
     finish_reason : "eos", "stop" or "length"
-        Why it ended.
+        Why the request ended.
     metrics : Metrics
-        What it cost.
+        Its cost.
     records : list of StepRecord or None
-        One per step, where `return_records=True` asked for them.
+        One per step, with `return_records=True`.
     logprobs : list of TokenLogprobs or None
-        One per token, where `logprobs=` asked for them.
+        One per token, with `logprobs=`.
     others : list of GenerationResult
-        The other samples of the prompt, where `n=` asked for some.
+        The other samples of the prompt, with `n=`.
     content, reasoning : str
-        The text for the user, and the thought ahead of it where the chat template has thoughts.
+        The text for the user, and the reasoning before it if the chat template has reasoning.
     tool_calls : list of ToolCall
-        Calls of tools, as the chat template writes them; what cannot be parsed stays in `content`.
+        Parsed tool calls; text that does not parse stays in `content`.
     """
 
     token_ids: list[int]

@@ -67,30 +67,28 @@ def with_draft(
     tokenizer: Any = None,
     draft_tokenizer: Any = None,
 ) -> CustomGenerate:
-    """A `custom_generate` for `model.generate`, which makes `model` the target.
+    """A `custom_generate` for `model.generate` with `model` as the target.
 
     Parameters
     ----------
     draft : str, Path or PreTrainedModel
-        A folder or hub id, which is loaded at the first call in the model's precision and on its device, or a loaded
-        model.
+        A loaded model, or a folder or hub id, loaded at the first call in the model's precision and on its device.
     keep_rate, sparse_prefill, policy, gamma
         For all calls, as in `SpecStackGenerator.generate`.
     config : SpecStackConfig, optional
         For all calls.
     tokenizer, draft_tokenizer : optional
-        The model's and the draft's; only needed for a draft that has another tokenizer than the model.
+        The model's and the draft's; only needed if they differ.
 
     Returns
     -------
     CustomGenerate
-        May be made anew for every call: the generator behind it is kept with its model and draft (the last 4; `forget`
-        drops them).
+        May be created for every call: the generators of the last 4 models and drafts are cached; `forget` drops them.
 
     Raises
     ------
     TypeError
-        For a draft or a configuration that is none.
+        For an invalid draft or configuration.
 
     Examples
     --------

@@ -66,15 +66,15 @@ class PruneResult:
     Parameters
     ----------
     messages : str or list of dict
-        In the shape that was given: a text, or messages in which only the texts are shorter.
+        In the given format: a text, or messages in which only the texts are shorter.
     kept : list of KeptText
-        What was kept, text by text.
+        The kept spans of each text.
     num_tokens, num_kept_tokens : int
-        Of the whole prompt and of what is left, in the draft's tokens, with the chat template's own.
+        Tokens of the whole and of the pruned prompt, by the draft's tokenizer, chat template included.
     num_recalled_tokens : int
         Kept tokens that an earlier turn of the conversation had dropped.
     reason : str
-        Why it was pruned or not.
+        Why the prompt was pruned or not.
     """
 
     messages: Any
@@ -121,7 +121,7 @@ class _Prompt:
         return first, len(text.text) if stop == text.stop else self._border(text, stop)
 
     def _border(self, text: _Text, token: int) -> int:
-        """The first character of a segment. A line's indentation belongs to it, even if one token holds it and the line
+        """The first character of a segment. A line's indentation belongs to it, even if its token contains the line
         break."""
         at = self.begins[token] - text.char
         line = text.text.rfind("\n", 0, at) + 1
@@ -131,8 +131,8 @@ class _Prompt:
 class Pruner:
     """Shortens prompts for any engine: whole lines and sentences stay, verbatim and in order.
 
-    The draft scores the prompt as it does for `SpecStackGenerator`, by the prompt's own queries; no target is needed.
-    System and developer messages, tool definitions and all that is no text are passed on whole.
+    The draft scores the prompt as in `SpecStackGenerator`, with the prompt's own queries; no target is needed. System
+    and developer messages, tool definitions and non-text parts are never pruned.
 
     Parameters
     ----------
@@ -141,12 +141,12 @@ class Pruner:
     tokenizer : object
         Its tokenizer.
     config : PrefillConfig, optional
-        How prompts are scored and how much is kept. The unit is always lines, and the queries are the prompt's own.
+        Scoring and keep rate. The unit is always lines, and the queries are the prompt's own.
 
     Raises
     ------
     ValueError
-        For a draft that cannot score, and a configuration that is none.
+        For a draft that cannot score, and for an invalid configuration.
 
     Examples
     --------
@@ -184,9 +184,9 @@ class Pruner:
         draft : str or Path, optional
             A folder, hub id or GGUF file; None is the draft embedded in the package.
         tokenizer : str, Path or object, optional
-            Where its tokenizer is, or the tokenizer; None is the draft's own.
+            The tokenizer or its source; None is the draft's own.
         config : PrefillConfig, optional
-            How prompts are scored and how much is kept.
+            Scoring and keep rate.
         precision : str
             Of the weights (see `LoadConfig`).
         device : str, optional
@@ -197,7 +197,7 @@ class Pruner:
         Raises
         ------
         ValueError
-            For a draft that is not there or cannot score, and for one without a tokenizer.
+            For a missing draft, a draft that cannot score, and a draft without a tokenizer.
         """
         if draft is None:
             draft, tokenizer = ASSETS / "draft", tokenizer or ASSETS / "target"
@@ -230,44 +230,43 @@ class Pruner:
         Parameters
         ----------
         messages : str or sequence of dict
-            A text, or messages in OpenAI's form, with strings or lists of parts for contents.
+            A text, or messages in OpenAI's format, with strings or lists of parts as contents.
         keep_rate : float, optional
-            Share of its tokens to keep. Without it and max_tokens the configuration's, from min_prompt_tokens on.
+            Share of tokens to keep. Without it and max_tokens: the configuration's, from min_prompt_tokens on.
         max_tokens : int, optional
-            Most tokens to keep, in the draft's, all that is never pruned among them.
+            Most tokens to keep, by the draft's tokenizer, protected tokens included.
         question : str, optional
-            What the prompt will be asked, where that is not in it.
+            The question about the prompt, if the prompt does not contain it.
         protect : sequence of str
             Strings whose lines are kept.
         marker : str
-            Stands for every gap, as a line of its own where lines were dropped.
+            Replaces every gap, on its own line where lines were dropped.
 
         Raises
         ------
         ValueError
-            For a value that cannot be used, messages of another form, and a tokenizer that does not tell where its
-            tokens stand.
+            For invalid values, malformed messages, and a tokenizer without character offsets.
         """
         return self.conversation().prune(
             messages, keep_rate=keep_rate, max_tokens=max_tokens, question=question, protect=protect, marker=marker
         )
 
     def conversation(self, config: SessionConfig | None = None) -> PrunerConversation:
-        """A conversation, which is given all its messages turn by turn.
+        """A conversation; each turn passes all of its messages.
 
         Parameters
         ----------
         config : SessionConfig, optional
-            Which dropped text a later question recalls.
+            Recall of dropped text.
         """
         return PrunerConversation(self._pair, self.config, config or SessionConfig())
 
 
 class PrunerConversation:
-    """Prunes the turns of one conversation: what was kept stays, and dropped text is recalled to its place.
+    """Prunes the turns of one conversation: kept text stays, and dropped text is recalled to its place.
 
-    So the shortened messages of a turn begin with those of the turn before, unless something is recalled, and an
-    engine's prefix cache holds them. New answers are kept whole. The draft keeps its cache of the conversation.
+    Unless text is recalled, a turn's pruned messages start with the previous turn's, so that an engine's prefix cache
+    applies. New answers are kept whole. The draft keeps its cache of the conversation.
     """
 
     def __init__(self, pair: ModelPair, config: PrefillConfig, session: SessionConfig) -> None:
@@ -286,7 +285,7 @@ class PrunerConversation:
         protect: Sequence[str] = (),
         marker: str = "",
     ) -> PruneResult:
-        """Shorten a turn's messages, all of the conversation (see `Pruner.prune`)."""
+        """Prune a turn; messages: the whole conversation (see `Pruner.prune`)."""
         _check(max_tokens, question, protect, marker)
         config = self._config if keep_rate is None else replace(self._config, keep_rate=keep_rate)
         prompt, num_old = self._read(messages, question, protect)

@@ -66,35 +66,35 @@ def calibrate(
     Parameters
     ----------
     pair
-        With a tokenizer. Of its target only the configuration is used (`ModelPair.load(..., target_weights=False)`).
+        A pair with a tokenizer. Only its target's configuration is used (`ModelPair.load(..., target_weights=False)`).
     documents
-        Texts to hide needles in, the user's own at best; none is source code and manuals of the standard library.
+        Texts to hide needles in, ideally the user's own; by default the standard library's source code and manuals.
     lengths
-        Of the prompts, in tokens. Those that the models are not made for become one that just fits them.
+        Prompt lengths in tokens. Lengths over the models' limit are replaced by one that just fits.
     prompts_per_length
-        At the shortest length, where heads and setting are chosen; a quarter as many at the others, which tell the
-        share to keep. More make the choice surer, and take longer.
+        Prompts at the shortest length, where heads and setting are chosen; other lengths use a quarter as many to
+        choose the share. More prompts make the choice more reliable and slower.
     margin
-        Recall that may be given up, by a smaller share, against what the chosen setting keeps at 0.2.
+        Recall that a smaller share may lose against share 0.2.
     seed
-        Draws the needles.
+        Seed of the needles.
     budget_s
-        Seconds, after which it chooses by what it has.
+        Seconds after which it chooses from the prompts judged so far.
     work : str or Path, optional
-        A folder, made where it is missing, in which every judged prompt is kept at once; a later call with the same
-        draft, texts and seed takes it from there. None keeps nothing.
+        A folder, created if missing, that stores every judged prompt; a later call with the same draft, texts and seed
+        reuses it. None stores nothing.
     progress
-        Told how many prompts are judged, of how many, and what would be chosen now.
+        Called with the number of judged prompts, their total, and the current choice.
 
     Returns
     -------
     Calibration
-        To be saved beside the draft, or applied to a PrefillConfig. `unfinished` says how many prompts are left.
+        To save beside the draft, or to apply to a PrefillConfig. `unfinished` is the number of prompts left.
 
     Raises
     ------
     ValueError
-        Without a tokenizer, where no length fits the models, and for numbers out of their range.
+        Without a tokenizer, if no length fits the models, and for numbers out of range.
     """
     started = monotonic()
     CalibrateConfig(lengths, prompts_per_length, margin, budget_s, seed)

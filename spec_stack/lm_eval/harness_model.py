@@ -40,7 +40,7 @@ class SpecStackLM(TemplateLM):  # type: ignore[misc]
     Parameters
     ----------
     target, draft : str, optional
-        Folders or hub ids; the embedded pair where neither is named.
+        Folders or hub ids; the embedded pair by default.
     keep_rate : float, optional
         Share of each context that the target prefills; 1.0 is dense. None is the pair's calibration, or the default.
     sparse_prefill : {"auto", "on", "off", "draft_only"}
@@ -48,34 +48,33 @@ class SpecStackLM(TemplateLM):  # type: ignore[misc]
     min_prompt_tokens : int
         Shortest context that "auto" prunes.
     policy : str, optional
-        What chooses gamma.
+        The policy that chooses gamma.
     gamma : int, optional
         Short for the policy "fixed"; 0 is plain decoding.
     precision, draft_precision, device, calibration
-        Of `SpecStackGenerator.from_pretrained`; calibration=none takes none.
+        As in `SpecStackGenerator.from_pretrained`; calibration=none uses none.
     max_length : int, optional
-        Most tokens of context and answer; a longer context loses its beginning, as in lm-eval's own models. None is
-        what both models were made for.
+        Most tokens of context and answer; a longer context is truncated on the left, as in lm-eval's own models. None
+        is both models' limit.
     seed : int
-        For tasks that draw.
+        For tasks that sample.
     metrics : str, optional
         A .jsonl file to add a line per generated answer to: kept tokens, acceptance, seconds.
     batch_size, max_batch_size
-        lm-eval gives them; requests run one at a time.
+        Passed by lm-eval; requests run one at a time.
     tokenizer : str, optional
         Read by RULER's tasks, not here.
 
     Raises
     ------
     ValueError
-        For a value that cannot be used, and a batch of more than one.
+        For an invalid value, and for a batch of more than one.
 
     Notes
     -----
-    Log-likelihoods: the context is pruned as a prompt is, with what stands at its end as the question, and every
-    continuation is scored whole over the slots that were kept. That says what sparse prefill does to a multiple choice
-    after a long context; for a short one (under min_prompt_tokens) it is the target's own. The rolling log-likelihood
-    of a text has no question that anything could be pruned for, so it is always the target's own.
+    Log-likelihoods: the context is pruned as a prompt is, with its end as the question, and every continuation is
+    scored whole over the kept slots. Contexts under min_prompt_tokens are dense. Rolling log-likelihoods have no
+    question and are always dense.
     """
 
     @refuses_unknown_options

@@ -50,9 +50,9 @@ def build_app(
     Parameters
     ----------
     generator : SpecStackGenerator
-        Answers.
+        The generator.
     config : ServeConfig, optional
-        The defaults where it is left out.
+        The defaults if omitted.
     pool : RequestPool, optional
         Shared with other applications, and stopped by its owner; by default the application has its own.
     """
@@ -80,9 +80,9 @@ def build_app(
 
 
 def serve(generator: SpecStackGenerator, config: ServeConfig | None = None) -> None:
-    """Serve until the process is told to end (Ctrl-C, SIGTERM).
+    """Serve until Ctrl-C or SIGTERM.
 
-    What runs then has `shutdown_s` left. The process ends within two seconds after that, whatever still runs in it.
+    Running requests then have `shutdown_s` seconds left, and the process is killed at most two seconds later.
     In a script, call it under `if __name__ == "__main__":`, because worker processes import the script.
     """
     config = config or ServeConfig()
