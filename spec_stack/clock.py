@@ -12,10 +12,8 @@ Phase = Literal["scoring", "draft", "verify", "controller"]
 
 
 class Clock:
-    """Seconds since creation, without the pauses of a stream's caller; not thread-safe.
-
-    A nested phase is charged to the inner phase only. now: returns the time in seconds.
-    """
+    """Seconds since creation, without the pauses of a stream's caller; not thread-safe. A nested phase is charged to
+    the inner phase only. now: returns the time in seconds."""
 
     def __init__(self, now: Callable[[], float] = perf_counter) -> None:
         self._now = now

@@ -1,7 +1,5 @@
-"""StepRecords in JSON Lines files. Loads no torch.
-
-A line is `dataclasses.asdict` of a record, readable by `pandas.read_json(path, lines=True)` and exact on reading back.
-"""
+"""StepRecords in JSON Lines files. Loads no torch. A line is `dataclasses.asdict` of a record, readable by
+`pandas.read_json(path, lines=True)` and exact on reading back."""
 
 from __future__ import annotations
 

@@ -15,10 +15,8 @@ FinishReason = Literal["eos", "stop", "length"]
 
 
 class SteppableModel(Protocol):
-    """A model with its KV cache and position counter.
-
-    Positions refer to the full text, so after a sparse prefill they have gaps and `next_position` exceeds `num_cached`.
-    """
+    """A model with its KV cache and position counter. Positions refer to the full text, so after a sparse prefill they
+    have gaps and `next_position` exceeds `num_cached`."""
 
     @property
     def num_cached(self) -> int:
@@ -31,10 +29,8 @@ class SteppableModel(Protocol):
         ...
 
     def forward(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> torch.Tensor:
-        """Append n ≥ 1 tokens at strictly increasing positions from `next_position` on.
-
-        Returns logits (num_logits, vocab) of the last tokens, 1 to n; row i predicts the token after the i-th of them.
-        """
+        """Append n ≥ 1 tokens at strictly increasing positions from `next_position` on. Returns logits (num_logits,
+        vocab) of the last tokens, 1 to n; row i predicts the token after the i-th of them."""
         ...
 
     def rollback(self, num_tokens: int) -> None:

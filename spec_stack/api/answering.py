@@ -257,10 +257,8 @@ class GenerationMixin(ABC):
 
 
 def samples(call: Mapping[str, Any], n: int) -> list[Call]:
-    """n calls with consecutive seeds, separate request ids and independent processors.
-
-    Raises ValueError for a processor that cannot be copied.
-    """
+    """n calls with consecutive seeds, separate request ids and independent processors. Raises ValueError for a
+    processor that cannot be copied."""
     calls = []
     for index in range(n):
         own = dict(call)

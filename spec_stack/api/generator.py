@@ -313,10 +313,8 @@ class SpecStackGenerator(GenerationMixin):
 def _calibrated(
     pair: ModelPair, config: SpecStackConfig | None, draft: str | Path | None, named: str | Path | bool | None
 ) -> SpecStackConfig:
-    """The configuration, completed by a calibration if there is one.
-
-    A named calibration that does not fit the pair is an error; one beside the draft is skipped for the shipped one.
-    """
+    """The configuration, completed by a calibration if there is one. A named calibration that does not fit the pair is
+    an error; one beside the draft is skipped for the shipped one."""
     config = _checked(config)
     calibration, problem = choose_calibration(
         ASSETS / "draft" if draft is None else draft,

@@ -505,10 +505,8 @@ def _meets(text: str, wanted: str, first: int, last: int) -> bool:
 
 
 def _whole_segments(prompt: _Prompt, kept: set[int], may_be_empty: bool) -> set[int]:
-    """Kept tokens rounded up to whole segments.
-
-    If a text must not be empty and nothing of it is kept, its first segment stays.
-    """
+    """Kept tokens rounded up to whole segments. If a text must not be empty and nothing of it is kept, its first
+    segment stays."""
     inside = {at for text in prompt.texts for at in range(text.start, text.stop)}
     whole = {at for at in range(len(prompt.token_ids)) if at not in inside}
     for text in prompt.texts:

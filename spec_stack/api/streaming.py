@@ -29,10 +29,8 @@ class Streamer(Protocol):
 
 
 def feed(streamer: Streamer, prompt_ids: Sequence[int], outputs: Iterator[StepOutput]) -> Generator[StepOutput]:
-    """Yield the steps, each after it was put into the streamer.
-
-    The streamer gets the prompt first, as from `model.generate`, and `end` is always called.
-    """
+    """Yield the steps, each after it was put into the streamer. The streamer gets the prompt first, as from
+    `model.generate`, and `end` is always called."""
     try:
         streamer.put(torch.tensor([list(prompt_ids)]))
         for output in outputs:
@@ -45,10 +43,8 @@ def feed(streamer: Streamer, prompt_ids: Sequence[int], outputs: Iterator[StepOu
 
 
 def awaitable(function: Callable[Parameters, Generator[Item]]) -> Callable[Parameters, AsyncGenerator[Item]]:
-    """Wrap a generator function as an asynchronous generator function.
-
-    Arguments are checked at the call. Steps run in a thread; a cancelled loop closes the generator.
-    """
+    """Wrap a generator function as an asynchronous generator function. Arguments are checked at the call. Steps run in
+    a thread; a cancelled loop closes the generator."""
 
     @wraps(function)
     def begin(*args: Parameters.args, **kwargs: Parameters.kwargs) -> AsyncGenerator[Item]:
@@ -58,10 +54,8 @@ def awaitable(function: Callable[Parameters, Generator[Item]]) -> Callable[Param
 
 
 def awaitable_result(function: Callable[Parameters, Item]) -> Callable[Parameters, Coroutine[Any, Any, Item]]:
-    """Wrap a function as a coroutine function that runs it in a thread.
-
-    A cancelled call runs to its end; `awaitable` streams can be closed.
-    """
+    """Wrap a function as a coroutine function that runs it in a thread. A cancelled call runs to its end; `awaitable`
+    streams can be closed."""
 
     @wraps(function)
     async def begin(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Item:

@@ -160,10 +160,8 @@ _LIKENESS = 0.75
 def shows_options(
     options: type, **defaults: object
 ) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
-    """Give a function with **options the signature of this TypedDict, and make it reject others.
-
-    defaults: those not in `engine.options.DEFAULTS` and not None.
-    """
+    """Give a function with **options the signature of this TypedDict, and make it reject others. defaults: those not in
+    `engine.options.DEFAULTS` and not None."""
     defaults = DEFAULTS | defaults
     listed = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults.get(name), annotation=kind)

@@ -1,8 +1,5 @@
-"""Chooses heads and a setting from judged prompts, without models: `choose(cases, margin)`.
-
-Heads are ranked on other families than the judged one; a guard compares the choice with the default on held-out
-prompts.
-"""
+"""Chooses heads and a setting from judged prompts, without models: `choose(cases, margin)`. Heads are ranked on other
+families than the judged one; a guard compares the choice with the default on held-out prompts."""
 
 from __future__ import annotations
 
@@ -60,10 +57,8 @@ class Choice:
 
 
 def choose(cases: Sequence[Case], margin: float) -> Choice:
-    """The setting with the best recall, BM25 alone, or the default.
-
-    margin: recall that a length's share may lose against share 0.2.
-    """
+    """The setting with the best recall, BM25 alone, or the default. margin: recall that a length's share may lose
+    against share 0.2."""
     first = min((case.task.num_tokens for case in cases), default=0)
     choosing = [case for case in cases if not case.task.is_guard and case.task.num_tokens == first]
     if len(choosing) < _FEWEST or len({case.task.kind for case in choosing}) < 2:
@@ -153,10 +148,8 @@ def _recall(needs: Sequence[float], keep_rate: float) -> float:
 def _keep_curve(
     cases: Sequence[Case], chosen: Sequence[float], default: Sequence[float], margin: float
 ) -> tuple[tuple[int, float], ...]:
-    """By length, the smallest share with recall within the margin of share 0.2 and no worse than the default.
-
-    The share never grows with the length, and the number of kept tokens never falls.
-    """
+    """By length, the smallest share with recall within the margin of share 0.2 and no worse than the default. The share
+    never grows with the length, and the number of kept tokens never falls."""
     curve: list[tuple[int, float]] = []
     least = RATES[0]
     for length in sorted({case.task.num_tokens for case in cases}, reverse=True):

@@ -1,7 +1,5 @@
-"""Families of needles, each hidden in fitting text: `make_prompt_text(family, number, seed, texts)`, deterministic.
-
-One family's prompts need similar evidence, so heads are judged on families that did not select them.
-"""
+"""Families of needles, each hidden in fitting text: `make_prompt_text(family, number, seed, texts)`, deterministic. One
+family's prompts need similar evidence, so heads are judged on families that did not select them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Ranking of a draft's heads, and the candidate settings, without models.
-
-`Ranks(cases, heads).needs(setting, case)`: a prompt's needed share under heads ranked on other families.
-"""
+"""Ranking of a draft's heads, and the candidate settings, without models. `Ranks(cases, heads).needs(setting, case)`: a
+prompt's needed share under heads ranked on other families."""
 
 from __future__ import annotations
 
@@ -68,10 +66,8 @@ def settings_of(heads: Sequence[Head]) -> list[Setting]:
 
 
 class Ranks:
-    """Ranks heads by the share of the prompts that each needs alone.
-
-    cases: the selecting prompts. heads: (layer, head) of each row.
-    """
+    """Ranks heads by the share of the prompts that each needs alone. cases: the selecting prompts. heads: (layer, head)
+    of each row."""
 
     def __init__(self, cases: Sequence[Case], heads: Sequence[Head]) -> None:
         self._layers = torch.tensor([layer for layer, _ in heads])

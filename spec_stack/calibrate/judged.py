@@ -1,8 +1,6 @@
-"""A prompt's scores from one draft pass, enough to judge every setting.
-
-`judge(pair, index, prompt)` makes a `Judged`, which can be stored; `needed(judged, scores)` is the smallest share of
-the prompt that keeps the evidence under these scores.
-"""
+"""A prompt's scores from one draft pass, enough to judge every setting. `judge(pair, index, prompt)` makes a `Judged`,
+which can be stored; `needed(judged, scores)` is the smallest share of the prompt that keeps the evidence under these
+scores."""
 
 from __future__ import annotations
 
@@ -66,10 +64,8 @@ class Judged:
 
 
 def needed(judged: Judged, scores: torch.Tensor) -> torch.Tensor:
-    """The share of a prompt at which all evidence is kept, by scores (..., num_units).
-
-    Any larger share keeps it too; a smaller one may, if a unit that does not fit is skipped for evidence.
-    """
+    """The share of a prompt at which all evidence is kept, by scores (..., num_units). Any larger share keeps it too; a
+    smaller one may, if a unit that does not fit is skipped for evidence."""
     num_tokens, num_forced = judged.num_tokens
     order = scores.argsort(dim=-1, descending=True, stable=True)
     spent = judged.costs[order].cumsum(dim=-1)
@@ -81,11 +77,8 @@ def needed(judged: Judged, scores: torch.Tensor) -> torch.Tensor:
 def judge(
     pair: ModelPair, index: CachedModel, prompt: Prompt, on_piece: Callable[[int, float], None] | None = None
 ) -> Judged:
-    """Score the part of a prompt that the index does not hold yet.
-
-    index: the draft (`ModelPair.open_index`), empty or with the previous prompt. on_piece: as in
-    `hf.model.CachedModel`. The target's weights are not used.
-    """
+    """Score the part of a prompt that the index does not hold yet. index: the draft (`ModelPair.open_index`), empty or
+    with the previous prompt. on_piece: as in `hf.model.CachedModel`. The target's weights are not used."""
     token_ids, protected = prompt.token_ids, prompt.protected
     pieces = pair.pieces(token_ids)
     draft = open_prompt(pair, index, prompt, on_piece)

@@ -13,11 +13,8 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Needle:
-    """A hidden text with a question.
-
-    evidence: lines needed for the answer, in order, each hidden at its own place. others: similar lines that are not
-    needed. answer: contained in a correct answer.
-    """
+    """A hidden text with a question. evidence: lines needed for the answer, in order, each hidden at its own place.
+    others: similar lines that are not needed. answer: contained in a correct answer."""
 
     evidence: tuple[str, ...]
     question: str

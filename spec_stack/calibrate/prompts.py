@@ -1,7 +1,5 @@
-"""The prompts of a calibration, in tokens and in order.
-
-`plan(lengths, count)` lists the tasks; `PromptMaker(pair, documents, seed).make(task)` makes one, deterministically.
-"""
+"""The prompts of a calibration, in tokens and in order. `plan(lengths, count)` lists the tasks; `PromptMaker(pair,
+documents, seed).make(task)` makes one, deterministically."""
 
 from __future__ import annotations
 
@@ -51,10 +49,8 @@ class Task:
 
 
 def plan(lengths: Sequence[int], count: int) -> list[Task]:
-    """The tasks in order: `count` at the shortest length, then a quarter as many at every other length.
-
-    Families and shapes alternate, then lengths. Prompts of one document are adjacent.
-    """
+    """The tasks in order: `count` at the shortest length, then a quarter as many at every other length. Families and
+    shapes alternate, then lengths. Prompts of one document are adjacent."""
     first, *others = sorted(set(lengths))
     tasks = list(islice(_first_tasks(first), count))
     number = max(1, count // _OTHERS_SHARE)
@@ -93,10 +89,7 @@ def fitting(pair: ModelPair, lengths: Sequence[int]) -> list[int]:
 
 
 class PromptMaker:
-    """Makes a plan's prompts.
-
-    documents: texts for needles; by default the standard library's source and manuals.
-    """
+    """Makes a plan's prompts. documents: texts for needles; by default the standard library's source and manuals."""
 
     def __init__(self, pair: ModelPair, documents: Sequence[str], seed: int) -> None:
         self._pair, self._seed = pair, seed
@@ -108,10 +101,8 @@ class PromptMaker:
         self._texts = {"text": own or manuals, "code": own or code}
 
     def make(self, task: Task) -> Prompt:
-        """Make a prompt of at most the task's length plus distractors; a document's shapes share it.
-
-        Raises ValueError if the draft cannot score it.
-        """
+        """Make a prompt of at most the task's length plus distractors; a document's shapes share it. Raises ValueError
+        if the draft cannot score it."""
         tokenizer = self._pair.tokenizer
         size = 3 * task.num_tokens
         # Two tries suffice: the second knows the text's token count.
@@ -135,10 +126,8 @@ def encode_haystack(tokenizer: Any, haystack: Haystack, shape: str) -> Prompt:
 def encode_evidence(
     tokenizer: Any, messages: Sequence[Mapping[str, str]], document: str, spans: Sequence[Span]
 ) -> Prompt:
-    """Messages in tokens, and the evidence's token spans. spans: half-open character spans in the document.
-
-    The document is part of one message. Without a chat template the prompt is the last message's text.
-    """
+    """Messages in tokens, and the evidence's token spans. spans: half-open character spans in the document. The
+    document is part of one message. Without a chat template the prompt is the last message's text."""
     if getattr(tokenizer, "chat_template", None):
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)

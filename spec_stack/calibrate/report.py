@@ -59,10 +59,8 @@ def check_plots() -> None:
 
 
 def plot_calibration(calibration: Calibration, path: str | Path) -> None:
-    """Plot recall against the kept share, one panel per length, with the chosen share marked.
-
-    Raises ValueError without matplotlib.
-    """
+    """Plot recall against the kept share, one panel per length, with the chosen share marked. Raises ValueError without
+    matplotlib."""
     check_plots()
     from matplotlib.figure import Figure
 

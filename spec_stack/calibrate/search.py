@@ -1,8 +1,5 @@
-"""Calibration: one dense draft pass per prompt, from which every setting is judged.
-
-Judged prompts are stored in a working folder, so that an interrupted calibration resumes. The target's weights are not
-needed.
-"""
+"""Calibration: one dense draft pass per prompt, from which every setting is judged. Judged prompts are stored in a
+working folder, so that an interrupted calibration resumes. The target's weights are not needed."""
 
 from __future__ import annotations
 

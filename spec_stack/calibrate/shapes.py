@@ -1,8 +1,6 @@
-"""Shapes of calibration prompts: the place of the question and the text around it.
-
-`SHAPES[shape](document, question)` is a user message's text. `GROUPS` lists each document's shapes; those that start
-with the document share the draft's pass.
-"""
+"""Shapes of calibration prompts: the place of the question and the text around it. `SHAPES[shape](document, question)`
+is a user message's text. `GROUPS` lists each document's shapes; those that start with the document share the draft's
+pass."""
 
 from __future__ import annotations
 

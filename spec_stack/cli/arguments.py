@@ -429,10 +429,8 @@ def _is_piped() -> bool:
 
 
 def request_of(arguments: argparse.Namespace, prompt: str, is_chat_model: bool) -> dict[str, Any]:
-    """Options of `SpecStackGenerator.stream` from the arguments.
-
-    is_chat_model: whether the target has a chat template, which is used unless --raw is given.
-    """
+    """Options of `SpecStackGenerator.stream` from the arguments. is_chat_model: whether the target has a chat template,
+    which is used unless --raw is given."""
     request = answer_options(arguments)
     if arguments.raw and arguments.system is not None:
         raise ValueError("--system goes into a chat template, which --raw leaves out")

@@ -60,10 +60,8 @@ def status_line(metrics: Metrics) -> str:
 
 
 class Chat:
-    """Answers lines in one session, and prints the cost below each answer.
-
-    settle: called after every turn. load_session: reads a session file for /load.
-    """
+    """Answers lines in one session, and prints the cost below each answer. settle: called after every turn.
+    load_session: reads a session file for /load."""
 
     def __init__(
         self,

@@ -46,10 +46,8 @@ class HiddenFact:
 
 
 def hide_fact(tokenizer: Any, num_tokens: int, seed: int) -> HiddenFact:
-    """The first tokens of a module with a fact on its own line; the seed chooses both.
-
-    Raises ValueError for a module that is too short.
-    """
+    """The first tokens of a module with a fact on its own line; the seed chooses both. Raises ValueError for a module
+    that is too short."""
     rng = random.Random(seed)
     module = MODULES[seed % len(MODULES)]
     source = module_source(module)
@@ -137,10 +135,8 @@ def run_conversation(
     repeats: int,
     progress: Callable[[str], None] = lambda _: None,
 ) -> list[dict[str, Any]]:
-    """Three turns in a session and in a dense one; medians of `repeats`.
-
-    The first turn asks for the hidden fact, later ones for the facts that the selection kept least.
-    """
+    """Three turns in a session and in a dense one; medians of `repeats`. The first turn asks for the hidden fact, later
+    ones for the facts that the selection kept least."""
     document, questions = hide_more(fact, seed)
     asked = [Question("", fact.question, fact.answer)]
     runs: dict[str, list[list[GenerationResult]]] = {"session": [], "dense": []}

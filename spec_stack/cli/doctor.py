@@ -41,10 +41,8 @@ def diagnose(
     device: str | None,
     draft_precision: str = LoadConfig.draft_precision,
 ) -> dict[str, Any]:
-    """A report of plain values; report["problem"] is the reason against the pair, or None.
-
-    Reads configs, tokenizers and weight shapes, never weights.
-    """
+    """A report of plain values; report["problem"] is the reason against the pair, or None. Reads configs, tokenizers
+    and weight shapes, never weights."""
     report: dict[str, Any] = {
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in (*_PACKAGES, *_OPTIONAL)},
@@ -89,10 +87,8 @@ def diagnose(
 
 
 def _describe_decoding(target: Any, draft: Any, precisions: tuple[Precision, Precision]) -> str:
-    """The bound on decoding speed by the weights read per step.
-
-    Raises ValueError for a draft larger than its target.
-    """
+    """The bound on decoding speed by the weights read per step. Raises ValueError for a draft larger than its
+    target."""
     sizes = [estimate_bytes(config, each) for config, each in zip((target, draft), precisions, strict=True)]
     share = sizes[1] / sizes[0]
     if num_weights(draft) > _ROUGHLY_AS_LARGE * num_weights(target):

@@ -1,8 +1,6 @@
-"""Short runs of a pair on this machine, and predictions for other prompt lengths.
-
-TTFT at length n: dense a·n + b·n², sparse c + a·n + b·n² (layers and attention). Two lengths fit the dense curve and
-the draft's pass; the sparse b is the draft's plus the target's at the keep rate, and two sparse prompts fit the rest.
-"""
+"""Short runs of a pair on this machine, and predictions for other prompt lengths. TTFT at length n: dense a·n + b·n²,
+sparse c + a·n + b·n² (layers and attention). Two lengths fit the dense curve and the draft's pass; the sparse b is the
+draft's plus the target's at the keep rate, and two sparse prompts fit the rest."""
 
 from __future__ import annotations
 
@@ -135,10 +133,8 @@ def _medians(runs: dict[int, list[float]]) -> list[tuple[int, float]]:
 
 
 def measure(generator: SpecStackGenerator, minutes: float = 10.0, timer: Timer = perf_counter) -> Measured:
-    """Measure a pair; no prompt starts after two thirds of `minutes`.
-
-    timer: returns seconds; use processor seconds on a shared machine.
-    """
+    """Measure a pair; no prompt starts after two thirds of `minutes`. timer: returns seconds; use processor seconds on
+    a shared machine."""
     until = perf_counter() + 40 * minutes
     most = min(min(generator.pair.max_positions) - MAX_LOOK_AHEAD, _LONGEST)
     window = generator.config.prefill.draft_window

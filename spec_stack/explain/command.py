@@ -19,10 +19,8 @@ MAX_RUNS = 24
 
 
 def explain_records(paths: Sequence[Path], request_id: str | None = None) -> Explanation:
-    """Recorded runs as page data, all or those of request_id.
-
-    Raises ValueError for an unreadable file, an unknown request, or more than MAX_RUNS runs.
-    """
+    """Recorded runs as page data, all or those of request_id. Raises ValueError for an unreadable file, an unknown
+    request, or more than MAX_RUNS runs."""
     records = read_records(*paths)
     chosen = [record for record in records if request_id in (None, record.request_id)]
     if not chosen:
@@ -45,10 +43,8 @@ def explain_live(
     questions: Sequence[str] = (),
     compare: bool = False,
 ) -> Explanation:
-    """Run a prompt, or questions as turns of a session after `messages`, and return the page data.
-
-    compare: run again with dense prefill and the same decoding.
-    """
+    """Run a prompt, or questions as turns of a session after `messages`, and return the page data. compare: run again
+    with dense prefill and the same decoding."""
     # A process's first forward is slower than later ones.
     generator.generate(input_ids=[0] * 8, max_tokens=4, ignore_eos=True)
     ways = {"sparse prefill" if compare else "this run": dict(options)}

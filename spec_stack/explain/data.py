@@ -24,11 +24,8 @@ _DRAFT_NAMES = ("", "draft", "model")
 
 @dataclass(frozen=True)
 class WrittenToken:
-    """A token of the answer.
-
-    text: empty if only records are available. step: index of its step. writer: "draft" (accepted), "correction",
-    "bonus", "plain" (the target alone), or another proposer's name.
-    """
+    """A token of the answer. text: empty if only records are available. step: index of its step. writer: "draft"
+    (accepted), "correction", "bonus", "plain" (the target alone), or another proposer's name."""
 
     text: str
     step: int
@@ -53,10 +50,8 @@ class Step:
 
 @dataclass(frozen=True)
 class QuerySegment:
-    """A segment of scoring queries: tokens start…stop of the prompt, or of the look-ahead after it.
-
-    weight: of its queries, 0 to 1; the largest one within a question.
-    """
+    """A segment of scoring queries: tokens start…stop of the prompt, or of the look-ahead after it. weight: of its
+    queries, 0 to 1; the largest one within a question."""
 
     start: int
     stop: int
@@ -107,10 +102,7 @@ class RunView:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The page's contents.
-
-    about: rows of name and value. runs: one, or several shown side by side.
-    """
+    """The page's contents. about: rows of name and value. runs: one, or several shown side by side."""
 
     title: str
     about: dict[str, str]
@@ -156,10 +148,8 @@ def step_of(record: StepRecord) -> Step:
 
 
 def written(records: Sequence[StepRecord], texts: Sequence[str] | None = None) -> list[WrittenToken]:
-    """An answer's tokens with their writers.
-
-    texts: one per token, or None for empty texts. Raises ValueError if the numbers differ.
-    """
+    """An answer's tokens with their writers. texts: one per token, or None for empty texts. Raises ValueError if the
+    numbers differ."""
     tokens = [(index, writer) for index, record in enumerate(records) for writer in writers_of(record)]
     if texts is None:
         texts = [""] * len(tokens)

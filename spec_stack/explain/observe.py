@@ -203,10 +203,8 @@ def query_weights(request: Request, evidence: Evidence) -> dict[Span, float]:
 
 
 def query_segments(request: Request, seen: Seen, texts: Sequence[str]) -> list[QuerySegment]:
-    """Scoring segments by falling weight; texts: of the prompt's and the look-ahead's tokens.
-
-    Weights that round to 0.00 are omitted.
-    """
+    """Scoring segments by falling weight; texts: of the prompt's and the look-ahead's tokens. Weights that round to
+    0.00 are omitted."""
     weights = dict(seen.weights)
     if seen.look_ahead and not _by_words(request):
         weights[len(texts) - len(seen.look_ahead), len(texts)] = 1.0
@@ -218,10 +216,8 @@ def query_segments(request: Request, seen: Seen, texts: Sequence[str]) -> list[Q
 
 
 def states_of(request: Request, held: Sequence[int], selection: Selection) -> str:
-    """One of STATE_LETTERS per prompt token.
-
-    Earlier text is cached, restored or dropped; new text is protected, kept or dropped.
-    """
+    """One of STATE_LETTERS per prompt token. Earlier text is cached, restored or dropped; new text is protected, kept
+    or dropped."""
     states = [STATE_LETTERS["dropped"]] * len(request.prompt_ids)
     for position in selection.positions:
         states[position] = STATE_LETTERS["kept" if position >= request.num_cached else "restored"]

@@ -88,10 +88,8 @@ class ForcedCall:
 
 @dataclass(frozen=True)
 class AnswerFormat:
-    """The parts of a chat answer besides text.
-
-    tools: None if the template has no tool calls. thinks: whether reasoning may open the answer.
-    """
+    """The parts of a chat answer besides text. tools: None if the template has no tool calls. thinks: whether reasoning
+    may open the answer."""
 
     tools: ToolFormat | None = None
     thinks: bool = False
@@ -111,10 +109,8 @@ class AnswerFormat:
             return cls(thinks=thinks)
 
     def forced_call(self, tool_choice: object, tools: Sequence[Any] | None) -> ForcedCall | None:
-        """The call that OpenAI's `tool_choice` forces, if any.
-
-        Raises ValueError as `forced_names`, and if the template shows no call format.
-        """
+        """The call that OpenAI's `tool_choice` forces, if any. Raises ValueError as `forced_names`, and if the template
+        shows no call format."""
         names = forced_names(tool_choice, tools)
         if names is None:
             return None
@@ -166,10 +162,8 @@ def _begin_of_answer(turn: str, header: str, special: Sequence[str]) -> str:
 
 
 def forced_names(tool_choice: object, tools: Sequence[Any] | None) -> list[str] | None:
-    """Tool names of which OpenAI's `tool_choice` forces one; None if it forces none.
-
-    Raises ValueError for an unknown choice, a choice without tools, or an unknown name.
-    """
+    """Tool names of which OpenAI's `tool_choice` forces one; None if it forces none. Raises ValueError for an unknown
+    choice, a choice without tools, or an unknown name."""
     if tool_choice is None or (isinstance(tool_choice, str) and tool_choice in ("auto", "none")):
         return None
     names = tool_names(tools)

@@ -1,8 +1,6 @@
-"""The table of supported architectures: the features of each, and the reasons against others.
-
-Exact: importance equals eager attention's, kept tokens match one uncached forward at original positions, and greedy
-speculative tokens are the target's own. `tests/hf/test_architectures.py` checks every entry.
-"""
+"""The table of supported architectures: the features of each, and the reasons against others. Exact: importance equals
+eager attention's, kept tokens match one uncached forward at original positions, and greedy speculative tokens are the
+target's own. `tests/hf/test_architectures.py` checks every entry."""
 
 from __future__ import annotations
 
@@ -126,10 +124,8 @@ def is_supported(config: Any) -> bool:
 
 
 def check_architecture(role: str, config: Any, positions: Positions = "original") -> None:
-    """Raise ValueError for a model with wrong positions, scoring or rollback.
-
-    A draft (role "draft") also needs full-attention layers for scoring.
-    """
+    """Raise ValueError for a model with wrong positions, scoring or rollback. A draft (role "draft") also needs
+    full-attention layers for scoring."""
     config = text_config(config)
     hinders = _hinders_rollback(config)
     refusal = _refusal(config) if positions == "original" else hinders

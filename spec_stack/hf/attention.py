@@ -1,8 +1,6 @@
-"""Attention function of all models: transformers' SDPA plus capture, position masks and a draft's prefill window.
-
-Under a `CachedModel`, masks follow the original positions of the cache slots; transformers' windows follow slots. The
-kernel is chosen per call; a long block over a long cache never materializes its mask.
-"""
+"""Attention function of all models: transformers' SDPA plus capture, position masks and a draft's prefill window. Under
+a `CachedModel`, masks follow the original positions of the cache slots; transformers' windows follow slots. The kernel
+is chosen per call; a long block over a long cache never materializes its mask."""
 
 from __future__ import annotations
 
@@ -84,10 +82,8 @@ def causal_mask(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> Tensor | None:
-    """A transformers mask function: the SDPA mask (batch, 1, q_length, kv_length).
-
-    None where `attend` is causal without a mask or masks by position.
-    """
+    """A transformers mask function: the SDPA mask (batch, 1, q_length, kv_length). None where `attend` is causal
+    without a mask or masks by position."""
     if getattr(_thread, "slots", None) is not None:
         return None
     # Not aligned: a cache allocated beyond its contents, or a sliding window.
@@ -154,10 +150,8 @@ def attend(
 def _attend_by_mask(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, sinks: Tensor | None
 ) -> Tensor | None:
-    """Attention (1, num_heads, n, head_dim) under a mask (None: bottom-right causal).
-
-    None where transformers' own function is as good.
-    """
+    """Attention (1, num_heads, n, head_dim) under a mask (None: bottom-right causal). None where transformers' own
+    function is as good."""
     num_queries, num_keys = query.shape[2], key.shape[2]
     # SDPA has no sinks (GPT-OSS).
     if sinks is not None:
@@ -222,10 +216,8 @@ def _attend_folded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Non
 def _attend_with_sinks(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, sinks: Tensor
 ) -> Tensor:
-    """Attention with one extra, valueless softmax column per head: the sink; (1, num_heads, n, head_dim).
-
-    The mask is bool; None is bottom-right causal.
-    """
+    """Attention with one extra, valueless softmax column per head: the sink; (1, num_heads, n, head_dim). The mask is
+    bool; None is bottom-right causal."""
     batch, num_heads, num_queries, head_dim = query.shape
     num_kv_heads, num_keys = key.shape[1], key.shape[2]
     groups = num_heads // num_kv_heads
@@ -246,11 +238,8 @@ def _attend_with_sinks(
 
 
 def _attend_past_and_present(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Causal attention of a long block over a long cache on a CPU.
-
-    Full attention on the cache and causal attention on the block are merged by their log-sum-exps, as fast as one
-    prefill; a mask takes 1.6 to 2.3 times as long.
-    """
+    """Causal attention of a long block over a long cache on a CPU. Full attention on the cache and causal attention on
+    the block are merged by their log-sum-exps, as fast as one prefill; a mask takes 1.6 to 2.3 times as long."""
     batch, num_heads, num_queries, head_dim = query.shape
     num_kv_heads, past = key.shape[1], key.shape[2] - num_queries
     groups = num_heads // num_kv_heads
@@ -277,10 +266,8 @@ def _attend_in_blocks(
     kernel: Kernel,
     begin: int | None = None,
 ) -> Tensor:
-    """Attention in query blocks, each masked over its visible slots; correct for any positions.
-
-    begin: slot of the first query, if the queries are not the newest tokens.
-    """
+    """Attention in query blocks, each masked over its visible slots; correct for any positions. begin: slot of the
+    first query, if the queries are not the newest tokens."""
     num_queries = query.shape[2]
     begin = key.shape[2] - num_queries if begin is None else begin
     size = max(1, min(_MAX_SCORES // (query.shape[1] * key.shape[2]), num_queries))

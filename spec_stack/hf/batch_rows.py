@@ -1,8 +1,6 @@
-"""Logits processors and stopping criteria of batch rows, which are generated one after the other.
-
-Each row has its own copies and sees its padding and batch index. The other rows are copies of it, so processors that
-mix rows are unsupported.
-"""
+"""Logits processors and stopping criteria of batch rows, which are generated one after the other. Each row has its own
+copies and sees its padding and batch index. The other rows are copies of it, so processors that mix rows are
+unsupported."""
 
 from __future__ import annotations
 

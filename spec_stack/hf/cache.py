@@ -1,7 +1,6 @@
 """The cache of a `CachedModel`: key/value slots, which can be dropped, and recurrent states, which cannot.
-
-Sliding-window layers keep every slot: `hf.attention` masks windows by position, and a rollback past the window works.
-"""
+Sliding-window layers keep every slot: `hf.attention` masks windows by position, and a rollback past the window
+works."""
 
 from __future__ import annotations
 
@@ -97,10 +96,8 @@ def new_cache(config: Any) -> DynamicCache:
 
 
 def last_attention_layer(cache: DynamicCache) -> int | None:
-    """Index of the last caching layer if it holds only keys and values, so that a prefill may end there.
-
-    None where a recurrent state comes with it or after it.
-    """
+    """Index of the last caching layer if it holds only keys and values, so that a prefill may end there. None where a
+    recurrent state comes with it or after it."""
     last = len(cache.layers) - 1
     return last if isinstance(cache.layers[last], PreallocatedLayer) else None
 
@@ -187,10 +184,8 @@ def crop(cache: DynamicCache, num_slots: int) -> None:
 
 
 def compact(cache: DynamicCache) -> None:
-    """Move keys and values out of larger buffers, for a cache that is stored.
-
-    Cropping alone keeps the whole buffer alive.
-    """
+    """Move keys and values out of larger buffers, for a cache that is stored. Cropping alone keeps the whole buffer
+    alive."""
     for layer in _attention_layers(cache):
         layer.keys, layer.values = _fitted(layer.keys), _fitted(layer.values)
         if isinstance(layer, PreallocatedLayer):

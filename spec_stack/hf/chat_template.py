@@ -1,7 +1,5 @@
-"""Chat templates: rendering, the message format each accepts, and the texts that it prints unchanged.
-
-A template's behaviour is learnt by rendering marks in place of texts.
-"""
+"""Chat templates: rendering, the message format each accepts, and the texts that it prints unchanged. A template's
+behaviour is learnt by rendering marks in place of texts."""
 
 from __future__ import annotations
 
@@ -89,11 +87,8 @@ class ChatTemplate:
 
 @dataclass(frozen=True)
 class FittedChat:
-    """Messages in one format.
-
-    skeleton: the chat rendered with marks; empty if the template rejects marks. takes_text: whether JSON arguments are
-    printed unchanged.
-    """
+    """Messages in one format. skeleton: the chat rendered with marks; empty if the template rejects marks. takes_text:
+    whether JSON arguments are printed unchanged."""
 
     messages: list[dict[str, Any]]
     skeleton: str
@@ -151,10 +146,8 @@ class FittedChat:
 
 
 def chat_parts(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[str | int]:
-    """The chat's parts in order: template text, and for each string content its message index.
-
-    Without a working template, role names replace the template text.
-    """
+    """The chat's parts in order: template text, and for each string content its message index. Without a working
+    template, role names replace the template text."""
     skeleton = ""
     if getattr(tokenizer, "chat_template", None):
         skeleton = ChatTemplate(tokenizer, {"add_generation_prompt": True}).fit(messages).skeleton
@@ -166,11 +159,8 @@ def chat_parts(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[st
 
 @dataclass(frozen=True)
 class Contents:
-    """Character spans of message texts in a rendered chat.
-
-    prunable: half-open spans in order. num_edited: messages that the template edits, which are never pruned. question:
-    span of the last user message.
-    """
+    """Character spans of message texts in a rendered chat. prunable: half-open spans in order. num_edited: messages
+    that the template edits, which are never pruned. question: span of the last user message."""
 
     prunable: list[tuple[int, int]]
     num_edited: int

@@ -56,10 +56,8 @@ class FoundPair:
     device_map: DeviceMap | None = None
 
     def load_models(self, target_weights: bool = True) -> tuple[PreTrainedModel, PreTrainedModel]:
-        """Load the weights. Without target_weights the target is a shell on the meta device.
-
-        Raises ValueError for weights that cannot be read or do not fit on the device.
-        """
+        """Load the weights. Without target_weights the target is a shell on the meta device. Raises ValueError for
+        weights that cannot be read or do not fit on the device."""
         of_target, of_draft = self.precisions
         device_map = self.device_map
         first, second = self.configs
@@ -93,10 +91,8 @@ def resolve_device(device: str | None) -> torch.device:
 
 
 def resolve_pair(target: str | Path | None, draft: str | Path | None) -> tuple[str, str]:
-    """Folders, GGUF files or hub ids of both models; the embedded pair if neither is given.
-
-    Raises ValueError for a missing folder or file, or for only one of the two.
-    """
+    """Folders, GGUF files or hub ids of both models; the embedded pair if neither is given. Raises ValueError for a
+    missing folder or file, or for only one of the two."""
     if target is None and draft is None:
         return str(ASSETS / "target"), str(ASSETS / "draft")
     if target is None or draft is None:
@@ -139,10 +135,8 @@ def load_tokenizer(source: str, hub: Mapping[str, Any] | None = None) -> Any:
 
 
 def load_tokenizers(target: str, draft: str, hub: HubConfig | None = None) -> tuple[Any, Any]:
-    """Both tokenizers. A draft folder without one, as in the embedded pair, uses the target's.
-
-    Raises ValueError as `load_tokenizer`.
-    """
+    """Both tokenizers. A draft folder without one, as in the embedded pair, uses the target's. Raises ValueError as
+    `load_tokenizer`."""
     of_target, of_draft = (None if hub is None else hub.options(role) for role in _ROLES)
     tokenizer = load_tokenizer(target, of_target)
     shares = Path(draft).is_dir() and not is_adapter(draft) and not has_tokenizer(draft)
@@ -236,11 +230,8 @@ def open_pair(
     device_map: DeviceMap | None = None,
     positions: Positions = "original",
 ) -> FoundPair:
-    """Find a pair and decide how to load it.
-
-    Raises ValueError for every user error. prepack_linears: None prepacks for oneDNN (`hf.prepack`) where possible.
-    device_map: transformers' placement, instead of `device`.
-    """
+    """Find a pair and decide how to load it. Raises ValueError for every user error. prepack_linears: None prepacks for
+    oneDNN (`hf.prepack`) where possible. device_map: transformers' placement, instead of `device`."""
     hub = hub or HubConfig()
     if device_map is not None and device is not None:
         raise ValueError("give device or device_map, not both")

@@ -31,10 +31,8 @@ _MIN_NARROWED = 64
 
 
 def piece_ends(num_tokens: int, num_logits: int, chunk: int, own_piece: bool) -> list[int]:
-    """End indices of a long forward's pieces of at most `chunk` tokens.
-
-    The last num_logits tokens stay in one piece, on their own if own_piece.
-    """
+    """End indices of a long forward's pieces of at most `chunk` tokens. The last num_logits tokens stay in one piece,
+    on their own if own_piece."""
     ends, at = [], 0
     while num_tokens - at > (num_logits if own_piece else max(chunk, num_logits)):
         at = min(at + chunk, num_tokens - num_logits)
@@ -121,10 +119,8 @@ class CachedModel:
         return self._states.exist
 
     def forget_from(self, position: int) -> None:
-        """Drop all tokens from the first one written at or past a position.
-
-        Tokens restored after that one attended to it, so they are dropped too.
-        """
+        """Drop all tokens from the first one written at or past a position. Tokens restored after that one attended to
+        it, so they are dropped too."""
         if self.next_position > position:
             held = self.positions
             first = next(slot for slot, at in enumerate(held) if at >= position)
@@ -363,10 +359,7 @@ class CachedModel:
         del self._positions[num_slots:], self._token_ids[num_slots:]
 
     def keep_slots(self, slots: Sequence[int]) -> None:
-        """Keep only these cache slots, with their positions.
-
-        A model with a recurrent state keeps its whole context.
-        """
+        """Keep only these cache slots, with their positions. A model with a recurrent state keeps its whole context."""
         if self.is_stateful or len(slots) == self.num_cached:
             return
         with torch.inference_mode():
@@ -377,10 +370,8 @@ class CachedModel:
         self._token_ids = [self._token_ids[slot] for slot in slots]
 
     def prefill_kept(self, prompt_ids: Sequence[int], positions: Sequence[int]) -> None:
-        """Reset the cache to the prompt's tokens at these increasing positions, through all layers.
-
-        The tokens count as cached at once; the next forward computes them.
-        """
+        """Reset the cache to the prompt's tokens at these increasing positions, through all layers. The tokens count as
+        cached at once; the next forward computes them."""
         self._cache = model_cache.new_cache(self.model.config)
         self._states = States(self._cache)
         self._token_ids, self._positions = [], []

@@ -1,8 +1,6 @@
-"""Precisions: transformers options, supported devices and memory.
-
-fp32, fp16 and bf16 set the model's dtype. bitsandbytes' int8 (LLM.int8) and nf4 (4 bits, double quantization) apply to
-linear layers; the rest uses the device's float dtype. Quantized checkpoints load unchanged.
-"""
+"""Precisions: transformers options, supported devices and memory. fp32, fp16 and bf16 set the model's dtype.
+bitsandbytes' int8 (LLM.int8) and nf4 (4 bits, double quantization) apply to linear layers; the rest uses the device's
+float dtype. Quantized checkpoints load unchanged."""
 
 from __future__ import annotations
 
@@ -81,10 +79,8 @@ def stored_precision(config: Any) -> str | None:
 def resolve_precisions(
     target_config: Any, draft_config: Any, load: LoadConfig, device: torch.device
 ) -> tuple[Precision, Precision]:
-    """Precisions of target and draft; `LoadConfig` defines "auto".
-
-    Raises ValueError for a precision that contradicts a quantized checkpoint, and for unsupported int8 or nf4.
-    """
+    """Precisions of target and draft; `LoadConfig` defines "auto". Raises ValueError for a precision that contradicts a
+    quantized checkpoint, and for unsupported int8 or nf4."""
     target = _resolve("target", load.precision, None, target_config, device)
     default = target.name if target.name in DTYPES else None
     draft = _resolve("draft", load.draft_precision, default, draft_config, device)
@@ -248,10 +244,8 @@ def precision_of(model: PreTrainedModel) -> str:
 
 
 def warm_up_quantized(model: PreTrainedModel) -> None:
-    """Run a quantized model once: bitsandbytes' first forward repacks weights and is not thread-safe.
-
-    Its repeated notice about int8 casts on CPUs is suppressed.
-    """
+    """Run a quantized model once: bitsandbytes' first forward repacks weights and is not thread-safe. Its repeated
+    notice about int8 casts on CPUs is suppressed."""
     if stored_precision(model.config) is None:
         return
     logging.getLogger("bitsandbytes.autograd._functions").addFilter(_is_news)

@@ -1,9 +1,6 @@
-"""Linear layers with oneDNN-prepacked weights for CPUs.
-
-A verification of 2 to 17 tokens takes `F.linear` in fp32 two to three times one token's time; prepacked, 4 tokens take
-1.06 of a plain step instead of 1.42. The operators are private to torch and tested first. In bf16, 1 to 3 rows may be
-slower than 4; a trial decides on zero padding.
-"""
+"""Linear layers with oneDNN-prepacked weights for CPUs. A verification of 2 to 17 tokens takes `F.linear` in fp32 two
+to three times one token's time; prepacked, 4 tokens take 1.06 of a plain step instead of 1.42. The operators are
+private to torch and tested first. In bf16, 1 to 3 rows may be slower than 4; a trial decides on zero padding."""
 
 from __future__ import annotations
 
@@ -92,10 +89,8 @@ def can_prepack(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def prepack(model: nn.Module) -> int:
-    """Replace every nn.Linear that gains from prepacking, in place; returns their number.
-
-    Plain weights are freed layer by layer, so peak memory stays low.
-    """
+    """Replace every nn.Linear that gains from prepacking, in place; returns their number. Plain weights are freed layer
+    by layer, so peak memory stays low."""
     places = [
         (parent, name)
         for parent in model.modules()
@@ -127,10 +122,8 @@ def _mapped_files() -> list[range]:
 
 
 def _forget_pages(weight: torch.Tensor, mapped: Sequence[range]) -> None:
-    """Release the pages of an unused weight that is mapped from a file.
-
-    The mapping keeps touched pages until its last tensor dies. Other memory would lose its contents.
-    """
+    """Release the pages of an unused weight that is mapped from a file. The mapping keeps touched pages until its last
+    tensor dies. Other memory would lose its contents."""
     start, stop = weight.data_ptr(), weight.data_ptr() + weight.nbytes
     if not any(start in span and stop - 1 in span for span in mapped):
         return

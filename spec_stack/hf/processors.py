@@ -1,8 +1,6 @@
-"""Logits processors under speculation: transformers' own, or any callable over (input_ids, scores).
-
-The target's rows use a request's processors in plain generation's order, once per committed prefix. The draft's rows
-use copies made in every step, since proposals may be rejected.
-"""
+"""Logits processors under speculation: transformers' own, or any callable over (input_ids, scores). The target's rows
+use a request's processors in plain generation's order, once per committed prefix. The draft's rows use copies made in
+every step, since proposals may be rejected."""
 
 from __future__ import annotations
 
@@ -131,11 +129,8 @@ def check_processors(given: object) -> list[Processor]:
 
 
 class ProcessedRows:
-    """The processors of one request (`decode.sampler.Shaper`).
-
-    Each is called in order with input_ids (1, n), prompt included, and fp32 scores (1, vocab); the grammar's mask comes
-    last.
-    """
+    """The processors of one request (`decode.sampler.Shaper`). Each is called in order with input_ids (1, n), prompt
+    included, and fp32 scores (1, vocab); the grammar's mask comes last."""
 
     def __init__(self, processors: Sequence[Processor], grammar: Grammar | None = None) -> None:
         self._processors = list(processors)

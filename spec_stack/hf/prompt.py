@@ -17,10 +17,8 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class PromptSource:
-    """A call's prompt (see `Answering.generate`): exactly one of text, chat or token ids.
-
-    `encoded`: the prompt if already encoded.
-    """
+    """A call's prompt (see `Answering.generate`): exactly one of text, chat or token ids. `encoded`: the prompt if
+    already encoded."""
 
     prompt: str | None = None
     messages: Sequence[Message] | None = None
@@ -45,11 +43,8 @@ class PromptSource:
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """A prompt as N token ids.
-
-    protected: half-open, ordered token spans that are never pruned. note: parts that were not recognised. text: the
-    rendered chat. question: token span of the last user message, if recognised.
-    """
+    """A prompt as N token ids. protected: half-open, ordered token spans that are never pruned. note: parts that were
+    not recognised. text: the rendered chat. question: token span of the last user message, if recognised."""
 
     token_ids: list[int]
     protected: list[Span]

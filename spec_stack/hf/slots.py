@@ -18,10 +18,8 @@ class KeysCached(Exception):  # noqa: N818
 
 @dataclass(frozen=True)
 class Seen:
-    """Slots that a layer shows to the newest tokens, from slot `first` on (sinks aside).
-
-    window: in positions, the token included; None is causal from `first` on. num_sinks: leading visible slots.
-    """
+    """Slots that a layer shows to the newest tokens, from slot `first` on (sinks aside). window: in positions, the
+    token included; None is causal from `first` on. num_sinks: leading visible slots."""
 
     first: int = 0
     window: int | None = None
@@ -106,10 +104,8 @@ class SlotPositions:
 
 
 class RestoredSlots(SlotPositions):
-    """Slots of which some were restored at earlier positions.
-
-    A token attends to every slot written before it; in sliding layers, to those within a window on both sides.
-    """
+    """Slots of which some were restored at earlier positions. A token attends to every slot written before it; in
+    sliding layers, to those within a window on both sides."""
 
     def seen(self, num_queries: int, layer_window: int | None) -> Seen:
         return Seen(window=layer_window)

@@ -1,7 +1,5 @@
-"""Model sources: a folder, a hub id, a GGUF file (path or owner/name/file.gguf) or a LoRA adapter.
-
-GGUF weights are dequantized to the precision's dtype; an adapter is merged into its base.
-"""
+"""Model sources: a folder, a hub id, a GGUF file (path or owner/name/file.gguf) or a LoRA adapter. GGUF weights are
+dequantized to the precision's dtype; an adapter is merged into its base."""
 
 from __future__ import annotations
 

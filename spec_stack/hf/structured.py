@@ -77,10 +77,7 @@ class Grammars:
     def serialized(
         self, response_format: object, end_ids: Collection[int], in_thought: bool = False
     ) -> SerializedFormat | None:
-        """A compiled format for another process; None where `compile` gives None.
-
-        Raises ValueError as `compile`.
-        """
+        """A compiled format for another process; None where `compile` gives None. Raises ValueError as `compile`."""
         compiled = self._compiled(response_format, frozenset(end_ids), in_thought)
         return None if compiled is None else SerializedFormat(compiled.serialize_json(), _marks_of(response_format))
 

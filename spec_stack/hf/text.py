@@ -24,10 +24,8 @@ def open_text_stream(tokenizer: Any, prompt_ids: Sequence[int]) -> TextStream | 
 
 
 class WindowedText:
-    """Decodes the latest tokens together with those of the previous increment.
-
-    The context keeps the leading space that SentencePiece-style decoders drop at the start of a text.
-    """
+    """Decodes the latest tokens together with those of the previous increment. The context keeps the leading space that
+    SentencePiece-style decoders drop at the start of a text."""
 
     def __init__(
         self,

@@ -86,10 +86,8 @@ def client_of(request: Request, api_keys: Sequence[str]) -> str:
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """A request's body. Raises BadRequestError (413) for a longer one, and ClientDisconnect.
-
-    The rest of a long body is discarded, because many clients read the response only after sending it all.
-    """
+    """A request's body. Raises BadRequestError (413) for a longer one, and ClientDisconnect. The rest of a long body is
+    discarded, because many clients read the response only after sending it all."""
     parts, num_bytes = [], 0
     async for part in request.stream():
         num_bytes += len(part)

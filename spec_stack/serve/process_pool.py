@@ -36,10 +36,8 @@ _S_PER_BYTE, _WALL_FACTOR, _GRACE_S = 5e-6, 6.0, 5.0
 
 
 class RequestPool:
-    """Worker processes for one generator's tokenizer; servers may share it.
-
-    Raises ValueError if the operating system cannot fork.
-    """
+    """Worker processes for one generator's tokenizer; servers may share it. Raises ValueError if the operating system
+    cannot fork."""
 
     def __init__(self, generator: SpecStackGenerator) -> None:
         if "forkserver" not in multiprocessing.get_all_start_methods():

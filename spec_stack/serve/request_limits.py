@@ -82,10 +82,8 @@ def _check_stops(name: str, stops: Any) -> None:
 
 
 def pattern_size(pattern: str, most: int) -> int:
-    """Parts of a pattern or grammar, times the repetitions around each; most + 1 if too long.
-
-    `(ab){1,300}` has size 600.
-    """
+    """Parts of a pattern or grammar, times the repetitions around each; most + 1 if too long. `(ab){1,300}` has size
+    600."""
     if len(pattern) > _CHARS_PER_SIZE * most:
         return most + 1
     # Sizes of the open groups and of the last part.

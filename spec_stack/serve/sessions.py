@@ -16,10 +16,8 @@ if TYPE_CHECKING:
 
 
 class SessionStore:
-    """Least-recently-used sessions, and each client's n-gram memory; single-threaded.
-
-    max_sessions limits the sessions, and the number of clients with a memory.
-    """
+    """Least-recently-used sessions, and each client's n-gram memory; single-threaded. max_sessions limits the sessions,
+    and the number of clients with a memory."""
 
     def __init__(self, generator: SpecStackGenerator, max_sessions: int, remembered_tokens: int = 0) -> None:
         self._generator, self._max, self._remembered_tokens = generator, max_sessions, remembered_tokens
@@ -32,10 +30,8 @@ class SessionStore:
 
     @contextmanager
     def lend(self, client: str, prompt: EncodedPrompt) -> Iterator[Session]:
-        """The client's session with the longest common prefix, or a new one; dropped on failure.
-
-        Other clients' sessions are never used: latency and recalled tokens would leak their texts.
-        """
+        """The client's session with the longest common prefix, or a new one; dropped on failure. Other clients'
+        sessions are never used: latency and recalled tokens would leak their texts."""
         memory = self._memories.get(client) or self._new_memory()
         session = self._take(client, prompt) or self._generator.session(memory=memory)
         try:

@@ -35,11 +35,8 @@ def documented(config: Config) -> Config:
 
 
 def remembers_given(config: Config) -> Config:
-    """Record in `given` the fields that were passed to a configuration.
-
-    A passed value overrides a calibration even if it equals the default. `dataclasses.replace` keeps and extends
-    `given`.
-    """
+    """Record in `given` the fields that were passed to a configuration. A passed value overrides a calibration even if
+    it equals the default. `dataclasses.replace` keeps and extends `given`."""
     names = {entry.name for entry in fields(config)} - {"given"}
     positional = [entry.name for entry in fields(config) if not entry.kw_only]
     make = config.__init__  # type: ignore[misc]

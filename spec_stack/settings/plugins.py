@@ -1,7 +1,5 @@
-"""User modules that register components, for processes that cannot import them explicitly.
-
-Used by the command line, server processes and lm-evaluation-harness; in Python use `import mine`.
-"""
+"""User modules that register components, for processes that cannot import them explicitly. Used by the command line,
+server processes and lm-evaluation-harness; in Python use `import mine`."""
 
 from __future__ import annotations
 
@@ -12,11 +10,8 @@ ENVIRONMENT = "SPEC_STACK_PLUGINS"
 
 
 def import_plugins() -> None:
-    """Import the comma-separated modules in the environment variable SPEC_STACK_PLUGINS.
-
-    Modules register components on import, and later calls do nothing. Raises ImportError with the module's name for any
-    failure.
-    """
+    """Import the comma-separated modules in the environment variable SPEC_STACK_PLUGINS. Modules register components on
+    import, and later calls do nothing. Raises ImportError with the module's name for any failure."""
     for name in filter(None, map(str.strip, os.environ.get(ENVIRONMENT, "").split(","))):
         try:
             import_module(name)

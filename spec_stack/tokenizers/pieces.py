@@ -18,10 +18,7 @@ class Pieces:
         self._bytes = {token_id: text.encode() for token_id, text in added_tokens(tokenizer).items()}
 
     def of(self, token_ids: Sequence[int]) -> list[str]:
-        """The text of each token, (n,).
-
-        A character that spans several tokens belongs to the last one.
-        """
+        """The text of each token, (n,). A character that spans several tokens belongs to the last one."""
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         return [decoder.decode(self.bytes_of(token_id)) for token_id in token_ids]
 

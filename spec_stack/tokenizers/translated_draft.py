@@ -47,10 +47,8 @@ class TranslatedDraft(WrappedDraft):
         return len(self._ends)
 
     def forward(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> torch.Tensor:
-        """Feed target tokens at the next positions; logits (1, num_target) after the last one.
-
-        Raises ValueError for other positions, several rows of logits, or no draft token ending in these tokens.
-        """
+        """Feed target tokens at the next positions; logits (1, num_target) after the last one. Raises ValueError for
+        other positions, several rows of logits, or no draft token ending in these tokens."""
         if num_logits != 1:
             raise ValueError("a draft with another tokenizer goes on and gives one row of logits")
         fed, ends = self._fed(token_ids, positions)

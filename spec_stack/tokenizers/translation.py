@@ -32,10 +32,8 @@ class Translation:
         self._common = torch.tensor([*vocabulary.common.items()], dtype=torch.long).reshape(-1, 2)
 
     def to_target(self, logits: torch.Tensor) -> torch.Tensor:
-        """Draft logits (n, num_draft) → (n, num_target), -inf for tokens that are not common.
-
-        Their softmax is the draft's distribution over common tokens (token-level intersection).
-        """
+        """Draft logits (n, num_draft) → (n, num_target), -inf for tokens that are not common. Their softmax is the
+        draft's distribution over common tokens (token-level intersection)."""
         self._common = self._common.to(logits.device)
         target_ids, draft_ids = self._common.unbind(1)
         mapped = logits.new_full((logits.shape[0], self.vocabulary.num_target), -torch.inf)

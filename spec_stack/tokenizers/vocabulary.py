@@ -17,11 +17,8 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A pair's vocabularies.
-
-    num_target, num_draft: logits widths. num_tokens: size of the target's tokenizer. common: target id → draft id of
-    tokens with equal text, one-to-one; only for different tokenizers.
-    """
+    """A pair's vocabularies. num_target, num_draft: logits widths. num_tokens: size of the target's tokenizer. common:
+    target id → draft id of tokens with equal text, one-to-one; only for different tokenizers."""
 
     relation: Relation
     num_target: int
