@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-# They tell `config` the names that it takes, and load nothing else.
+# These imports register the valid names of `config`; they load nothing else.
 import spec_stack.controller.registry
 import spec_stack.decode.registry
 import spec_stack.prefill.registry  # noqa: F401
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Loaded on first use, so that importing the controller alone loads no torch.
+# Loaded on first use, so that importing only the controller does not import torch.
 _HOMES = {
     "DecodeConfig": "config",
     "PrefillConfig": "config",

@@ -1,4 +1,4 @@
-"""`python -m spec_stack` is the command `spec-stack`."""
+"""`python -m spec_stack` runs the command `spec-stack`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Where a request's seconds go: one clock, carried through all of its phases."""
+"""The clock of a request, shared by all of its phases."""
 
 from __future__ import annotations
 
@@ -12,11 +12,8 @@ Phase = Literal["scoring", "draft", "verify", "controller"]
 
 
 class Clock:
-    """Counts from its creation, without the time that the caller of a stream lets pass between steps.
-
-    A phase inside another one is charged to the inner phase alone: the controller's seconds while the draft proposes
-    are no seconds of the draft. Not thread-safe; every request has its own. now: gives the time, in seconds.
-    """
+    """Seconds since creation, without the pauses of a stream's caller; not thread-safe. A nested phase is charged to
+    the inner phase only. now: returns the time in seconds."""
 
     def __init__(self, now: Callable[[], float] = perf_counter) -> None:
         self._now = now
@@ -28,12 +25,12 @@ class Clock:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since the request was made, less the pauses."""
+        """Seconds since creation without pauses."""
         return self._now() - self._started
 
     @contextmanager
     def measure(self, phase: Phase) -> Iterator[None]:
-        """Charge the seconds of the block to a phase."""
+        """Charge the block's seconds to a phase."""
         started = self._now()
         self._inner.append(0.0)
         try:
@@ -45,22 +42,21 @@ class Clock:
                 self._inner[-1] += elapsed
 
     def take(self, phase: Phase) -> float:
-        """Seconds charged to a phase since they were last taken."""
+        """Seconds charged to a phase since the last call."""
         return self._seconds.pop(phase, 0.0)
 
     def pause(self) -> None:
-        """Stand still: what follows is the caller's time."""
+        """Stop the clock while the caller holds the stream."""
         self._paused = self._now()
 
     def resume(self) -> None:
-        """Go on after a pause; nothing where there was none."""
+        """Continue after a pause; without one, do nothing."""
         if self._paused is not None:
             self._started += self._now() - self._paused
             self._paused = None
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Stand still for the length of a block."""
         self.pause()
         try:
             yield

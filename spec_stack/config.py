@@ -1,4 +1,4 @@
-"""Configuration. Every default and its meaning live here, once; command line, server and docs read them from here."""
+"""Configuration: the only place of defaults and their meanings, for command line, server and docs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ScoringQueries = Literal["look_ahead", "prompt"]
 HeadVote = Literal["max", "mean"]
 SparsePrefill = Literal["auto", "on", "off", "draft_only"]
 Positions = Literal["original", "contiguous"]
-# Names that can be configured: the keys of the rooms' registries, which write them here. No entry is loaded for it.
+# Valid names: the keys of the registries, which append to these lists on import. No component is imported.
 KNOWN_POLICIES: list[str] = []
 KNOWN_PROPOSERS: list[str] = []
 KNOWN_SCORERS: list[str] = []
@@ -42,7 +42,7 @@ MOST_REWRITTEN = 256
 PRECISIONS = ("fp32", "fp16", "bf16", "int8", "nf4")
 OTHER_PRECISION = "other"
 """A precision that has no name here, as records say it: a checkpoint stored quantized in another way."""
-# Logits divided by less overflow; what is meant is greedy.
+# Below this temperature divided logits overflow; sampling is greedy.
 MIN_TEMPERATURE = 1e-3
 DEFAULT_MAX_TOKENS = 256
 """The number that max_tokens=None asks for where the models have positions for it."""
@@ -56,18 +56,18 @@ MAX_SAMPLES = 128
 
 
 def how_to_install(extra: str) -> str:
-    """Return what installs an extra. The package is in no registry: its name there would be whoever's took it."""
+    """Install command of an extra. The package is in no registry, where anyone could claim its name."""
     return f"pip install '.[{extra}]' in a clone of the package"
 
 
 def check_logprobs(logprobs: object) -> None:
-    """Raise ValueError where it is no number of likely tokens, or None."""
+    """Raise ValueError unless it is a valid number of top tokens, or None."""
     if logprobs is not None:
         require_int("logprobs", logprobs, 0, MAX_LOGPROBS, "; 0 gives the generated tokens' alone")
 
 
 def check_samples(n: object, temperature: float) -> None:
-    """Raise ValueError where it is no number of samples, or the samples would all be the same."""
+    """Raise ValueError for an invalid number of samples, and for several greedy samples."""
     require_int("n", n, 1, MAX_SAMPLES)
     require(n == 1 or temperature > 0, f"n={n} greedy answers would all be the same; give a temperature over 0")
 
@@ -79,15 +79,15 @@ def check_samples(n: object, temperature: float) -> None:
 class PrefillConfig:
     """How the prompt is scored, and which part of it the target prefills.
 
-    The default is the importance of SpecPrefill (section 3.2) over whole lines, by the queries of the places in which
-    the question may stand, as the mean over the heads behind the first layers. The names in the authors' code are
+    The default is SpecPrefill's importance (section 3.2) over whole lines, by the queries at likely places of the
+    question, averaged over the heads after the first layers. The names in the authors' code are
     `look_ahead_cnt`, `pool_kernel_size` and, for keep_rate, `keep_kwargs.percentage`. `raw`, `full` and
     `full_look_ahead` are the paper's three variants, exactly.
     """
 
-    # Which of the fields below were given, in whatever way. Not a setting; it has to stand first (`remembers_given`).
+    # Names of the passed fields. Not a setting; must be the first field (`remembers_given`).
     given: tuple[str, ...] = field(default=(), kw_only=True, repr=False, compare=False)
-    # The calibration that completed it, in words. Not a setting either.
+    # Description of the applied calibration. Not a setting either.
     calibrated_by: str = field(default="", kw_only=True, repr=False, compare=False)
     keep_rate: float | KeepCurve = option(
         0.2,
@@ -208,7 +208,7 @@ class PrefillConfig:
         return rate_at(self.keep_rate, num_prompt_tokens)
 
     def window_for(self, num_prompt_tokens: int) -> int | None:
-        """The window in which the draft prefills a prompt of this length; None is dense."""
+        """The draft's prefill window for a prompt of this length; None is dense."""
         if not isinstance(self.draft_window, tuple):
             return self.draft_window
         shortest, window = self.draft_window
@@ -216,13 +216,13 @@ class PrefillConfig:
 
     @property
     def asks_prompt(self) -> bool:
-        """Return whether the prompt's own tokens ask, and no look-ahead: the first layers alone cannot draft one."""
+        """Whether the prompt's own queries score it, without look-ahead: the first layers alone cannot draft one."""
         return self.scoring_queries == "prompt" or self.scoring_layers is not None
 
     @property
     def num_asked_layers(self) -> int | None:
-        """How many of a draft's first layers score a prompt; None for all. No layer behind the last chosen head is of
-        use where the prompt's own tokens ask."""
+        """Number of the draft's first layers that score a prompt; None for all. With the prompt's own queries no layer
+        after the last chosen head is needed."""
         if not self.asks_prompt or self.scoring_heads is None:
             return self.scoring_layers
         needed = 1 + max(layer for layer, _ in self.scoring_heads)
@@ -230,7 +230,7 @@ class PrefillConfig:
 
     @property
     def forced_tokens(self) -> tuple[int, int]:
-        """How many tokens at a prompt's beginning and end are always kept."""
+        """Number of tokens always kept at a prompt's start and end."""
         return self.keep_first * self.chunk_size, self.keep_last * self.chunk_size
 
     @classmethod
@@ -269,7 +269,7 @@ class PrefillConfig:
 @documented
 @dataclass(frozen=True)
 class LoadConfig:
-    """In what precision a pair is loaded: "fp32", "fp16", "bf16", "int8", "nf4" or "auto"."""
+    """The precision of a loaded pair: "fp32", "fp16", "bf16", "int8", "nf4" or "auto"."""
 
     precision: str = option(
         "auto",
@@ -292,7 +292,7 @@ class LoadConfig:
 @documented
 @dataclass(frozen=True)
 class HubConfig:
-    """Which version of a checkpoint is loaded, and with which rights; handed on to transformers."""
+    """Version of a checkpoint and access rights, passed to transformers."""
 
     revision: str | None = option(None, "branch, tag or commit of the target")
     draft_revision: str | None = option(None, "branch, tag or commit of the draft")
@@ -311,7 +311,7 @@ class HubConfig:
         require(isinstance(trust, bool), f"trust_remote_code must be True or False, got {trust!r}")
 
     def options(self, role: str) -> dict[str, Any]:
-        """Return what transformers' `from_pretrained` is given for the "target" or the "draft"."""
+        """Options of transformers' `from_pretrained` for the "target" or the "draft"."""
         revision = self.revision if role == "target" else self.draft_revision
         given = {"revision": revision, "token": self.token}
         return {name: value for name, value in given.items() if value is not None} | {
@@ -345,9 +345,8 @@ class DecodeConfig:
 class SamplingParams:
     """How tokens are drawn and when a request ends.
 
-    As in transformers, logit_bias, repetition_penalty, bad_words_ids and min_tokens go over the logits in that order;
-    the temperature, top_k, top_p and min_p come after them, in that order. What a model's generation config sets is
-    applied where a call says sampling="model".
+    As in transformers, logit_bias, repetition_penalty, bad_words_ids and min_tokens apply to the logits in that order,
+    followed by temperature, top_k, top_p and min_p. A model's generation config applies with sampling="model".
     """
 
     max_tokens: int | None = option(
@@ -428,13 +427,13 @@ class SamplingParams:
 
     @property
     def token_ids_named(self) -> set[int]:
-        """Every token id that these options name."""
+        """All token ids in these options."""
         words = (token_id for word in self.bad_words_ids for token_id in word)
         return {*map(int, self.stop_token_ids), *map(int, words), *map(int, self.logit_bias or ())}
 
     @property
     def num_tokens(self) -> int:
-        """Most tokens to generate, as a number."""
+        """The maximum number of new tokens."""
         return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
     @property
@@ -447,10 +446,10 @@ class SamplingParams:
 @documented
 @dataclass(frozen=True)
 class SessionConfig:
-    """Says what a session keeps of a conversation, and what comes back of the text it dropped.
+    """What a session keeps of a conversation, and which dropped text it recalls.
 
-    It is written before the text behind all that was dropped (the last questions and answers, 256 tokens at most),
-    which is prefilled again for it.
+    Recalled text is inserted before the text after the last dropped chunk (recent questions and answers, 256 tokens at
+    most), which is prefilled again.
     """
 
     restore: bool = option(
@@ -499,7 +498,7 @@ class SessionConfig:
 @documented
 @dataclass(frozen=True)
 class StoreConfig:
-    """Says what a generator remembers of answered prompts, for calls outside a session that begin alike."""
+    """What a generator stores of answered prompts, for calls outside a session with the same prefix."""
 
     max_tokens: int = option(
         0,
@@ -514,18 +513,18 @@ class StoreConfig:
 
 @dataclass(frozen=True)
 class SpecStackConfig:
-    """Everything a `SpecStackGenerator` can be told once, for all its requests.
+    """The configuration of a `SpecStackGenerator` for all its requests.
 
     Parameters
     ----------
     prefill : PrefillConfig
-        How prompts are scored and pruned.
+        Scoring and pruning of prompts.
     decode : DecodeConfig
-        How far the draft runs ahead.
+        Drafting.
     session : SessionConfig
-        What sessions keep and restore.
+        Cache limits and recall of sessions.
     store : StoreConfig
-        What is remembered of prompts outside sessions.
+        Stored prompts outside sessions.
     """
 
     prefill: PrefillConfig = field(default_factory=PrefillConfig)

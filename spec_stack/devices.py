@@ -1,48 +1,33 @@
-"""What a GPU needs to be told: the attention kernel by its name, copies that nobody waits for, and when to wait."""
+"""GPU specifics: the flash kernel, asynchronous copies and synchronization."""
 
 from __future__ import annotations
 
 import torch
 
-# Of one head, in the flash kernel.
+# Head dimension limit of the flash kernel.
 _MOST_DIMS, _DIMS_STEP = 256, 8
 
 
 def has_flash(device: torch.device, dtype: torch.dtype | None) -> bool:
-    """Return whether PyTorch's flash kernel, which aligns a causal mask with the last key, runs there."""
+    """Whether PyTorch's flash kernel, which aligns causal masks bottom-right, runs on this device and dtype."""
     if device.type != "cuda" or torch.version.hip is not None or dtype not in (torch.float16, torch.bfloat16):
         return False
     return torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def fits_flash(query: torch.Tensor, value: torch.Tensor) -> bool:
-    """Return whether `flash` takes queries and values of these heads."""
+    """Whether `flash` supports these head dimensions."""
     num_dims = query.shape[-1]
     fits = num_dims == value.shape[-1] and num_dims <= _MOST_DIMS and num_dims % _DIMS_STEP == 0
     return fits and has_flash(query.device, query.dtype)
 
 
 def flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-    """Causal attention without a mask or a score matrix, the last query at the last key.
+    """Bottom-right causal attention without a mask or score matrix; (batch, num_heads, n, head_dim).
 
-    Parameters
-    ----------
-    query
-        (batch, num_heads, n, head_dim), in half precision on CUDA.
-    key, value
-        (batch, num_kv_heads, num_tokens, head_dim), n or more tokens.
-    scale
-        Of the scores.
-
-    Returns
-    -------
-    torch.Tensor
-        (batch, num_heads, n, head_dim).
-
-    Notes
-    -----
-    The kernel is called by its name. `scaled_dot_product_attention` leaves it for a slower one wherever it is given a
-    mask, and on recent GPUs prefers cuDNN, which builds a plan of tens of milliseconds for every new length.
+    query: half precision on CUDA. key, value: (batch, num_kv_heads, num_tokens ≥ n, head_dim). The kernel is called
+    directly: with a mask `scaled_dot_product_attention` picks a slower one, and on recent GPUs it prefers cuDNN, which
+    plans tens of milliseconds for every new length.
     """
     kernel = torch.ops.aten._scaled_dot_product_flash_attention
     output: torch.Tensor = kernel(query, key, value, 0.0, True, scale=scale)[0]
@@ -50,12 +35,12 @@ def flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: fl
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the host on the device, without the host waiting for what runs there."""
+    """Copy a host tensor to the device without synchronizing."""
     pinned = tensor.pin_memory() if device.type == "cuda" else tensor
     return pinned.to(device, non_blocking=True)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for everything that was launched on the device; nothing on a CPU, which has done it by then."""
+    """Wait for the device's queued work; a no-op on a CPU."""
     if device.type not in ("cpu", "meta"):
         torch.accelerator.synchronize(device)

@@ -1,8 +1,5 @@
-"""StepRecords in files of JSON Lines. Loads no torch.
-
-A line is `dataclasses.asdict` of one record, so `pandas.read_json(path, lines=True)` reads a file too. Numbers are
-stored in full precision, so a record is read back equal.
-"""
+"""StepRecords in JSON Lines files. Loads no torch. A line is `dataclasses.asdict` of a record, readable by
+`pandas.read_json(path, lines=True)` and exact on reading back."""
 
 from __future__ import annotations
 
@@ -17,30 +14,30 @@ from typing import Any
 from spec_stack.controller.base import DraftSignals, StepRecord
 
 _FIELDS = {entry.name: str(entry.type) for entry in fields(StepRecord)}
-# A field that came later has a default, and is not in older files.
+# Later fields have a default, and are missing in older files.
 _REQUIRED = tuple(entry.name for entry in fields(StepRecord) if entry.default is MISSING)
 _SIGNALS = tuple(entry.name for entry in fields(DraftSignals))
 _TAIL_BYTES = 1 << 20
 
 
 def add_records(records: Iterable[StepRecord], path: str | Path) -> None:
-    """Append records to a .jsonl file, which is made where there is none.
+    """Append records to a .jsonl file, created if missing.
 
-    All lines go out in one write at the file's end, so several threads and processes may share a file on this machine.
+    All lines are appended in one write, so several threads and processes of one machine may share a file.
 
     Parameters
     ----------
     records : iterable of StepRecord
-        The steps of whole runs, each run's together and in order. A run is one request under one policy.
+        The steps of whole runs, grouped by run and in order. A run is one request under one policy.
     path : str or Path
-        Of the file.
+        The file.
 
     Raises
     ------
     ValueError
-        For another suffix, and for a value that `read_records` would refuse.
+        For another suffix, and for a value that `read_records` rejects.
     OSError
-        Where the disk does not take all of it; the file's last line is unfinished then.
+        If the disk is full; the file's last line is then incomplete.
     """
     path, records = Path(path), list(records)
     _check_suffix(path)
@@ -67,8 +64,8 @@ def read_records(*paths: str | Path) -> list[StepRecord]:
     Raises
     ------
     ValueError
-        That names file, line and field: for an empty or damaged file, a field too few or too many, and a value of
-        another type or out of range (NaN is).
+        With file, line and field: for an empty or damaged file, missing or extra fields, and values of another type or
+        out of range (NaN included).
     """
     records: list[StepRecord] = []
     for path in map(Path, paths):
@@ -82,15 +79,10 @@ def read_records(*paths: str | Path) -> list[StepRecord]:
 
 
 def check_record_path(path: str | Path, request_id: str | None = None) -> None:
-    """Raise ValueError, before any long work, for a path that records could not be added to.
+    """Raise ValueError, before any long work, for a path that records cannot be appended to.
 
-    Parameters
-    ----------
-    path : str or Path
-        Refused where its suffix is not .jsonl, its folder is not there, it is a folder itself, or its last line is no
-        record.
-    request_id : str, optional
-        Refused where the file has records of it. The file is searched for it; without one, its end alone is read.
+    Rejected: another suffix than .jsonl, a missing folder, a folder, an invalid last line, and with request_id, a file
+    that contains its records.
     """
     path = Path(path)
     _check_suffix(path)
@@ -101,7 +93,7 @@ def check_record_path(path: str | Path, request_id: str | None = None) -> None:
     if not path.exists():
         return
     _check_end(path)
-    # A search of bytes, since parsing a long file would take seconds.
+    # A byte search: parsing a long file would take seconds.
     if request_id is not None and f'"request_id": {json.dumps(request_id)}'.encode() in path.read_bytes():
         raise ValueError(f"{path}: request {request_id!r} is in the file already; give another request_id")
 
@@ -114,7 +106,7 @@ def _check_suffix(path: Path) -> None:
 
 
 def _check_end(path: Path) -> None:
-    """Raise ValueError for a file that a line cannot be appended to."""
+    """Raise ValueError for a file that cannot be appended to."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - _TAIL_BYTES))
@@ -126,7 +118,7 @@ def _check_end(path: Path) -> None:
 
 
 def _parse(line: bytes, place: str) -> StepRecord:
-    """The record of a line."""
+    """A line's record."""
     try:
         row = json.loads(line)
     except ValueError as error:
@@ -137,7 +129,7 @@ def _parse(line: bytes, place: str) -> StepRecord:
 
 
 def as_record(row: Mapping[str, Any], place: str) -> StepRecord:
-    """A dictionary as a record. Raises ValueError that names the place and the field."""
+    """A record from a dict. Raises ValueError with the place and the field."""
     if missing := [name for name in _REQUIRED if name not in row]:
         raise ValueError(f"{place}: missing fields {', '.join(missing)}; `records=` of generate writes such files")
     if unknown := [name for name in row if name not in _FIELDS]:
@@ -148,7 +140,7 @@ def as_record(row: Mapping[str, Any], place: str) -> StepRecord:
 
 
 def _value(value: Any, kind: str, place: str, name: str) -> Any:
-    """A field's value; signals are made of their dictionary."""
+    """A field's value; signals are parsed from their dict."""
     if kind.startswith("DraftSignals"):
         return None if value is None and kind.endswith("None") else _signals(value, place, name)
     if kind == "float" and type(value) is int:
@@ -170,7 +162,7 @@ def _check(record: StepRecord, place: str) -> None:
 
 
 def _problems(record: StepRecord) -> Iterator[tuple[str, str]]:
-    """Values out of range, and values that contradict each other: field and problem."""
+    """Out-of-range and contradictory values: field and problem."""
     if not 0 < record.keep_rate <= 1:
         yield "keep_rate", f"{record.keep_rate} is no share; it must be in (0, 1]"
     for name, kind in _FIELDS.items():

@@ -1,4 +1,4 @@
-"""The types at the seams between prefill, decode and the generator."""
+"""Types shared by prefill, decode and the generator."""
 
 from __future__ import annotations
 
@@ -15,60 +15,43 @@ FinishReason = Literal["eos", "stop", "length"]
 
 
 class SteppableModel(Protocol):
-    """A model with its KV cache and its position counter, as both phases see it: counts in, logits out.
-
-    `hf.model.CachedModel` is one, `tokenizers.translated_draft.TranslatedDraft` another. A token's position is where it
-    stands in the whole text, so after a sparse prefill positions have gaps and `next_position` exceeds `num_cached`.
-    """
+    """A model with its KV cache and position counter. Positions refer to the full text, so after a sparse prefill they
+    have gaps and `next_position` exceeds `num_cached`."""
 
     @property
     def num_cached(self) -> int:
-        """Tokens that went through the model and were not rolled back."""
+        """Tokens in the cache, after rollbacks."""
         ...
 
     @property
     def next_position(self) -> int:
-        """The position after that of the last cached token; 0 for an empty cache."""
+        """The position after the last cached token; 0 for an empty cache."""
         ...
 
     def forward(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> torch.Tensor:
-        """Append tokens to the cache.
-
-        Parameters
-        ----------
-        token_ids : sequence of int, length n
-            The new tokens, one or more.
-        positions : sequence of int, length n
-            Where they stand in the whole text: strictly increasing, from `next_position` on.
-        num_logits : int
-            How many rows of logits are wanted, 1 to n.
-
-        Returns
-        -------
-        torch.Tensor
-            Logits (num_logits, vocab) of the last `num_logits` tokens: row i predicts the token after the i-th of them.
-        """
+        """Append n ≥ 1 tokens at strictly increasing positions from `next_position` on. Returns logits (num_logits,
+        vocab) of the last tokens, 1 to n; row i predicts the token after the i-th of them."""
         ...
 
     def rollback(self, num_tokens: int) -> None:
-        """Forget the last `num_tokens` cached tokens. Called after every step, also with 0."""
+        """Drop the last `num_tokens` cached tokens. Called after every step, also with 0."""
         ...
 
 
 class TargetModel(SteppableModel, Protocol):
-    """A model whose tokens the decode loop verifies."""
+    """A model that verifies proposals."""
 
     @property
     def num_to_recompute(self) -> int:
-        """Tokens that the next forward computes once more, because a rollback undid a recurrent state after them."""
+        """Tokens that the next forward recomputes, because a rollback restored an earlier recurrent state."""
         ...
 
 
 class DraftingModel(SteppableModel, Protocol):
-    """A model that proposes tokens in the decode loop."""
+    """A model that proposes tokens."""
 
     def num_unread(self, num_tokens: int) -> int:
-        """How many tokens it has to take in to have caught up with a text of so many."""
+        """Tokens of a text of this length that are not cached yet."""
         ...
 
 
@@ -81,24 +64,23 @@ class Selection:
     token_ids : sequence of int, length K
         The kept tokens.
     positions : sequence of int, length K
-        Where each stands in the prompt, 0 to `num_prompt_tokens` - 1: strictly increasing, those of earlier
-        turns and the new ones each by themselves.
+        Their positions in the prompt, 0 to `num_prompt_tokens` - 1: strictly increasing among tokens of earlier turns
+        and among new tokens.
     num_prompt_tokens : int
         N, the length of the whole prompt.
     num_restored : int
-        How many of them were dropped from the text of an earlier turn and come back now. They are among the first ones.
+        Recalled tokens, dropped in an earlier turn. They are among the first tokens.
     num_held : int
-        Prompt tokens that the target's cache holds, and goes on holding.
+        Prompt tokens that stay in the target's cache.
     num_rewritten : int
-        How many of them the cache held behind what comes back: they are prefilled again. They, too, are among the first
-        ones.
+        Tokens that were cached after recalled ones and are prefilled again. They too are among the first tokens.
     num_new_held : int
-        How many of the tokens held are of the new text: of a prompt that a store knows, or of a turn that ended early.
+        Held tokens of the new text, from a stored prompt or from a turn that ended early.
 
     Raises
     ------
     ValueError
-        Where the two differ in length, are empty, or positions are not strictly increasing inside the prompt.
+        For empty or unequal lengths, and for positions that do not increase strictly inside the prompt.
     """
 
     token_ids: Sequence[int]
@@ -125,26 +107,21 @@ class Selection:
 
     @property
     def num_new(self) -> int:
-        """Tokens of the new text that the target has with it."""
+        """New tokens in the target's cache after prefill."""
         return self.num_new_held + len(self.positions) - self.num_restored - self.num_rewritten
 
     @property
     def keep_rate(self) -> float:
-        """The share of the prompt that the target has with it: K / N, or in a later turn (held + K) / N."""
+        """Share of the prompt in the target's cache after prefill: K / N, or in a later turn (held + K) / N."""
         return (self.num_held + len(self.positions)) / self.num_prompt_tokens
 
 
 @dataclass(frozen=True)
 class DraftTokenization:
-    """A prompt in the tokens of a draft that has another tokenizer.
+    """A prompt in the tokens of a draft with another tokenizer.
 
-    Parameters
-    ----------
-    token_ids : sequence of int
-        The draft's own tokens of the text.
-    ranges : sequence of (int, int)
-        For every token of the target the half-open range of draft tokens that share a character with it; empty where
-        none does. Their starts never decrease. With target `["hell", "o"]` and draft `["he", "llo"]`: (0, 2), (1, 2).
+    ranges: per target token, the half-open range of draft tokens that share a character (empty if none); starts never
+    decrease. Target `["hell", "o"]`, draft `["he", "llo"]`: (0, 2), (1, 2).
     """
 
     token_ids: Sequence[int]
@@ -153,23 +130,11 @@ class DraftTokenization:
 
 @dataclass(frozen=True)
 class Proposal:
-    """Drafted tokens.
+    """Drafted tokens, gamma of them (0 in plain decoding).
 
-    Parameters
-    ----------
-    token_ids : list of int, length gamma
-        What the draft proposes; empty for a step of plain decoding.
-    draft_probs : torch.Tensor or None
-        (gamma, vocab): the warped distributions that the tokens were drawn from; a token that was chosen beside drawn
-        ones has a one-hot row. None where all were chosen, not drawn (greedy requests, the look-ahead, look-ups).
-    signals : DraftSignals
-        The draft's own view of every token that it proposed.
-    num_looked_up : int
-        How many of the tokens, the last ones, were looked up instead.
-    match_length : int
-        Tokens that the place where they were found has in common with what stands before them.
-    is_finite : bool
-        False where it ended before a token for which the draft's logits were not finite.
+    draft_probs: (gamma, vocab) warped distributions, one-hot rows for tokens not sampled; None if none was sampled.
+    signals: per-token statistics of the draft. num_looked_up: looked-up tokens, the last ones. match_length: tokens of
+    the n-gram match. is_finite: False if drafting stopped at non-finite logits.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -181,7 +146,7 @@ class Proposal:
 
     @property
     def proposer(self) -> str:
-        """Who proposed, as records have it."""
+        """The proposer's name in records."""
         if self.num_looked_up == 0:
             return "model"
         return "lookup" if self.num_looked_up == len(self.token_ids) else "model+lookup"
@@ -191,14 +156,8 @@ class Proposal:
 class Verification:
     """The target's answer to a proposal.
 
-    Parameters
-    ----------
-    num_accepted : int
-        Length of the accepted prefix of the proposal.
-    next_token : int
-        The correction of the first rejected token, or the bonus token where all were accepted.
-    rows : torch.Tensor or None
-        (num_accepted + 1, vocab): the target's rows after the request's logits processors; None where it has none.
+    num_accepted: length of the accepted prefix. next_token: the correction, or the bonus token after full acceptance.
+    rows: (num_accepted + 1, vocab) after the request's logits processors, if any.
     """
 
     num_accepted: int
@@ -208,7 +167,7 @@ class Verification:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """How likely the target held a token that was generated, in natural logarithms.
+    """Log-probabilities (natural) of a generated token under the target.
 
     Parameters
     ----------
@@ -217,10 +176,10 @@ class TokenLogprobs:
     logprob : float
         Under the target's own distribution.
     warped_logprob : float
-        Under the distribution that it was taken from: after logits processors, temperature, top_k, top_p and min_p. A
-        greedy request takes the likeliest token of what the processors leave.
+        Under the sampled distribution: after logits processors, temperature, top_k, top_p and min_p. A greedy request
+        takes the most likely token after the processors.
     top, warped_top : list of (int, float)
-        The likeliest tokens of both, as many as were asked for, with theirs; forbidden ones are left out.
+        The most likely tokens of both distributions with their log-probabilities; forbidden tokens are left out.
     """
 
     token_id: int
@@ -232,16 +191,16 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call of a tool that an answer holds.
+    """A tool call in an answer.
 
     Parameters
     ----------
     id : str
-        Its own, nine letters and digits; the tool's message names it.
+        The call's id, nine letters and digits; the tool message refers to it.
     name : str
-        The tool's.
+        The tool's name.
     arguments : str
-        A JSON object.
+        The arguments, a JSON object.
     """
 
     id: str
@@ -249,13 +208,13 @@ class ToolCall:
     arguments: str
 
     def as_dict(self) -> dict[str, Any]:
-        """The call as OpenAI's messages have it, ready for the next prompt's `tool_calls`."""
+        """The call in OpenAI's format, for the next prompt's `tool_calls`."""
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
 @dataclass(frozen=True)
 class AnswerPart:
-    """A piece of an answer to a chat: text for the user, a thought, or a call of a tool (which has no text)."""
+    """Part of a chat answer: text, reasoning, or a tool call (without text)."""
 
     kind: Literal["content", "reasoning", "call"]
     text: str = ""
@@ -264,14 +223,13 @@ class AnswerPart:
 
 @dataclass
 class Metrics:
-    """The cost of a request, and what it did.
+    """The cost and the statistics of a request.
 
-    Durations are in seconds, without the time that the caller of a stream lets pass; `precision` is the target's; the
-    bytes are those of the weights in memory. `proposer` is who might propose ("model", "lookup", "both"); of the
-    proposed and the accepted tokens those that were looked up are counted by themselves too. `sparse_prefill` is
-    whether the prompt was pruned, `sparse_prefill_reason` why or why not, and `decode_reason` whether the draft can
-    propose to this target. `seed` is what a sampled request drew with: given to the same call with the same `gamma`, it
-    gives the same tokens; under a policy that watches the clock the drafted lengths were those of that run only.
+    Durations are in seconds, without the pauses of a stream's caller. `precision` is the target's; the bytes are those
+    of the weights in memory. `proposer` is the enabled proposer ("model", "lookup", "both"); looked-up tokens are also
+    counted separately. `sparse_prefill` is whether the prompt was pruned, `sparse_prefill_reason` the reason, and
+    `decode_reason` whether the draft can propose to this target. `seed` is a sampled request's seed: the same call with
+    the same `gamma` gives the same tokens. Under a policy that depends on timing, drafted lengths differ between runs.
     """
 
     num_prompt_tokens: int
@@ -309,7 +267,7 @@ class Metrics:
     gamma_trace: list[int] = field(default_factory=list)
 
     def add(self, record: StepRecord, elapsed_s: float) -> None:
-        """Take in a step that ended `elapsed_s` seconds after the request began."""
+        """Add a step that ended `elapsed_s` seconds after the request's start."""
         if record.is_prefill:
             self.ttft_s = elapsed_s
             self.num_first_tokens = record.num_tokens
@@ -337,18 +295,18 @@ class Metrics:
 
     @property
     def acceptance_rate(self) -> float | None:
-        """Accepted over proposed tokens; None where nothing was proposed."""
+        """Accepted over proposed tokens; None without proposals."""
         return self.num_accepted / self.num_proposed if self.num_proposed else None
 
     @property
     def look_ahead_acceptance(self) -> float | None:
-        """Share of the look-ahead, drafted with the whole prompt, that the target took with what it was given of it;
-        None without a look-ahead."""
+        """Share of the look-ahead, drafted with the whole prompt, that the target accepted over the pruned one; None
+        without a look-ahead."""
         return self.num_look_ahead_accepted / self.num_look_ahead if self.num_look_ahead else None
 
     @property
     def tokens_per_step(self) -> float:
-        """Tokens handed out per forward of the target."""
+        """Generated tokens per target forward."""
         return self.num_tokens / self.num_steps if self.num_steps else 0.0
 
     @property
@@ -372,15 +330,15 @@ class StepOutput:
     token_ids : list of int
         The step's new tokens.
     text : str
-        Their text; it may lag behind while it could still become a stop string, is half a character or a run of bytes.
+        Their text; held back while it may become a stop string or ends in a partial character or a run of bytes.
     record : StepRecord
-        What the step did.
+        The step's record.
     finish_reason : "eos", "stop", "length" or None
-        Why the request ends here; None while it goes on.
+        Why the request ended; None before its end.
     metrics : Metrics or None
         With the last step only.
     logprobs : list of TokenLogprobs or None
-        One per token, where they were asked for.
+        One per token, if requested.
     """
 
     token_ids: list[int]
@@ -393,7 +351,7 @@ class StepOutput:
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """A drained stream.
+    """A complete answer.
 
     Parameters
     ----------
@@ -402,19 +360,19 @@ class GenerationResult:
     text : str
         Their text, without either.
     finish_reason : "eos", "stop" or "length"
-        Why it ended.
+        Why the request ended.
     metrics : Metrics
-        What it cost.
+        Its cost.
     records : list of StepRecord or None
-        One per step, where `return_records=True` asked for them.
+        One per step, with `return_records=True`.
     logprobs : list of TokenLogprobs or None
-        One per token, where `logprobs=` asked for them.
+        One per token, with `logprobs=`.
     others : list of GenerationResult
-        The other samples of the prompt, where `n=` asked for some.
+        The other samples of the prompt, with `n=`.
     content, reasoning : str
-        The text for the user, and the thought ahead of it where the chat template has thoughts.
+        The text for the user, and the reasoning before it if the chat template has reasoning.
     tool_calls : list of ToolCall
-        Calls of tools, as the chat template writes them; what cannot be parsed stays in `content`.
+        Parsed tool calls; text that does not parse stays in `content`.
     """
 
     token_ids: list[int]

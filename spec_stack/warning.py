@@ -1,4 +1,4 @@
-"""Warnings that point at the line of the user's that called."""
+"""Warnings attributed to the user's calling line."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import sys
 import warnings
 from pathlib import Path
 
-# Python's own frozen modules too: an iterator of ours is asked through `collections.abc`.
+# Python's frozen modules count as internal: iterators are called through `collections.abc`.
 _NOT_THE_CALLER = (str(Path(__file__).resolve().parent), "<frozen ")
 
 
 def warn_caller(message: str) -> None:
-    """Warn at the innermost line outside the package, so that a filter by module or line finds the caller's."""
+    """Warn at the innermost line outside the package, so that filters by module or line match the caller."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_CALLER):
         frame, level = frame.f_back, level + 1
@@ -19,13 +19,13 @@ def warn_caller(message: str) -> None:
 
 
 class OnceEach:
-    """Warns of every topic once."""
+    """Warns once per topic."""
 
     def __init__(self) -> None:
         self._topics: set[str] = set()
 
     def warn(self, topic: str, message: str) -> None:
-        """Warn the caller, unless he was warned of this topic before."""
+        """Warn the caller, once per topic."""
         if topic not in self._topics:
             self._topics.add(topic)
             warn_caller(f"{message} (this is said once)")

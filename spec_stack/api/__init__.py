@@ -1,1 +1,1 @@
-"""The calls of a user: the generator, sessions, and transformers' own generate."""
+"""The user's calls: the generator, sessions, and a `custom_generate` for transformers."""

@@ -1,4 +1,4 @@
-"""generate and stream, alike for a generator and for a session."""
+"""`generate` and `stream`, shared by the generator and sessions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from spec_stack.types import GenerationResult, StepOutput
 
 
 class AnswerOptions(GenerateOptions, total=False):
-    """The keywords of `generate`, with those that a whole answer has beside a stream's."""
+    """The keywords of `generate`: those of `stream` and those of a whole answer."""
 
     n: int
     return_records: bool
@@ -31,19 +31,19 @@ class AnswerOptions(GenerateOptions, total=False):
 
 
 class GenerationMixin(ABC):
-    """Has `generate` and `stream`; how a call is planned and run is its own."""
+    """`generate` and `stream` over the abstract planning and execution of a call."""
 
     @abstractmethod
     def _plan(self, call: Call) -> Request:
-        """Check a call, and settle what is done for it."""
+        """Check a call and plan its request."""
 
     @abstractmethod
     def _run(self, request: Request) -> Generator[StepOutput, None, None]:
-        """Make the request's steps."""
+        """Run the request step by step."""
 
     @abstractmethod
     def _sample(self, calls: Sequence[Call]) -> list[GenerationResult]:
-        """Answer calls with the same prompt: the first prefills it, the others go on from copies of its caches."""
+        """Answer calls with the same prompt; all but the first continue from copies of its caches."""
 
     @shows_options(AnswerOptions, n=1, return_records=False)
     def generate(self, prompt: str | None = None, **options: Unpack[AnswerOptions]) -> GenerationResult:
@@ -54,70 +54,70 @@ class GenerationMixin(ABC):
         Parameters
         ----------
         prompt : str, optional
-            A text to go on with.
+            A text to continue.
         messages : sequence of mapping, optional
             A chat, `{"role": ..., "content": ...}` each, rendered by the tokenizer's template. A content is a text, or
-            a list of parts of the type "text"; a template gets the form that it takes, and parts are joined by line
-            breaks for one that takes texts. An assistant's content may be missing beside its `tool_calls`. System
-            messages and the template's own tokens are never pruned.
+            a list of parts of type "text", converted to the format that the template accepts (parts are joined by line
+            breaks). An assistant's content may be missing beside its `tool_calls`. System messages and the template's
+            own tokens are never pruned.
         input_ids : sequence of int or torch.Tensor, optional
             Token ids (N,) or (1, N) of the target.
         attention_mask : sequence of int or torch.Tensor, optional
-            Of the shape of `input_ids`, so that what a tokenizer returns can be handed on; tokens at either end for
-            which it is 0 are padding, and left out.
+            Mask of the shape of `input_ids`, as tokenizers return it; tokens at either end with mask 0 are padding and
+            removed.
         protected : sequence of (int, int), optional
-            Half-open spans that are never pruned: of tokens beside `input_ids`, of characters beside `prompt`.
+            Half-open spans that are never pruned: token spans with `input_ids`, character spans with `prompt`.
         tools, documents : sequence, optional
-            Handed to the chat template, which writes them into the prompt, where they are never pruned.
+            Passed to the chat template, which writes them into the prompt; never pruned.
         tool_choice : str or mapping, optional
             OpenAI's: "auto" (as None), "none", "required" or `{"type": "function", "function": {"name": ...}}`. The
             last two make the answer one call of a tool, by the extra `structured`; `result.tool_calls` has the calls.
         chat_template_kwargs : mapping, optional
-            More for the chat template, `{"enable_thinking": False}` say.
+            Further template variables, e.g. `{"enable_thinking": False}`.
         continue_final_message : bool
-            Go on with the text of the last message, instead of beginning an answer to it.
+            Continue the text of the last message instead of answering it.
         params : SamplingParams, optional
-            The options from max_tokens to stop_token_ids as one object, in their place.
+            The options from max_tokens to stop_token_ids as one object, instead of them.
         max_tokens : int, optional
-            Most tokens to generate; None is 256, or what the models have positions left for.
+            Most tokens to generate; None is 256, or fewer at the models' position limit.
         temperature : float
             0 is greedy.
         top_k : int
-            Draw among this many most likely tokens; 0 is off.
+            Sample from this many most likely tokens; 0 is off.
         top_p : float
-            Draw among the most likely tokens that have this share of the probability; 1.0 is off.
+            Sample from the most likely tokens with this total probability; 1.0 is off.
         seed : int, optional
-            Makes a sampled call reproducible. Policies that watch the clock propose other lengths in every run, and so
-            draw other tokens of the same distribution: where the generator's own is one of them, a seeded call that
-            names no policy is "fixed"; one named by the call has learned nothing yet.
+            Makes a sampled call reproducible. Policies that depend on timing draft other lengths in every run, and so
+            sample other tokens from the same distribution. If the generator's policy is one of them, a seeded call
+            without a policy uses "fixed"; a policy given by the call starts untrained.
         stop : str or sequence of str, optional
-            Strings that end the text; they are not part of it. One that is a special token ends it as that token.
+            Strings that end the text, excluded from it. A special token's text matches that token.
         ignore_eos : bool
-            Go on past the end-of-sequence token (for benchmarks).
+            Continue past the end-of-sequence token (for benchmarks).
         min_p : float
-            Draw among the tokens with this share of the likeliest one's probability or more; 0 is off.
+            Least probability of sampled tokens, relative to the most likely one; 0 is off.
         repetition_penalty : float
-            How much less likely a token is that the prompt or the text has already, over 0; 1.0 is off.
+            Penalty on tokens of the prompt and the text, over 0; 1.0 is off.
         bad_words_ids : sequence of sequence of int
-            Sequences of token ids that are never completed.
+            Sequences of token ids that are never generated.
         logit_bias : mapping of int to float, optional
-            What is added to the logits of single token ids.
+            Values added to the logits of token ids.
         min_tokens : int
-            Tokens before which no token may end the text.
+            Tokens before any token may end the text.
         stop_token_ids : sequence of int
-            Token ids that end the text beside the model's own, also under ignore_eos; they are not part of it.
+            Further token ids that end the text, also under ignore_eos; excluded from the text.
         sampling : "model", optional
-            Take what the checkpoint's own generation config sets for options that are at their defaults.
+            Use the checkpoint's generation config for options at their defaults.
         logits_processor : callable or sequence of callable, optional
             transformers' processors, or any callable over (input_ids (1, n), scores (1, vocab)) that returns scores.
-            They see the whole prompt, also where it was pruned, and go over the draft's rows as well (see
-            docs/generation-options.md for those that keep a state).
+            They see the whole prompt, even if pruned, and apply to the draft's rows too (see
+            docs/generation-options.md for stateful ones).
         response_format : mapping or class, optional
-            What the answer has to be: `{"type": "json_schema", "json_schema": {"schema": ...}}`, a class with
+            The answer's format: `{"type": "json_schema", "json_schema": {"schema": ...}}`, a class with
             `model_json_schema` (pydantic's), `{"type": "json_object"}`, `{"type": "regex", "pattern": ...}` or
             `{"type": "grammar", "grammar": ...}` (EBNF, rule root). Needs the extra `structured`.
         logprobs : int, optional
-            Give every token's log-probability, and that many of the likeliest tokens beside it.
+            Return every token's log-probability, and those of this many most likely tokens.
         keep_rate : float, optional
             Share of the prompt, in a session of its new text, that the target prefills, over 0 to 1; None is the
             configuration's.
@@ -126,37 +126,37 @@ class GenerationMixin(ABC):
             whatever its length; "off" prefills it whole; with "draft_only" the target prefills it whole too, and the
             draft decodes over `draft_slots` of it. None is the configuration's.
         policy : str or Policy, optional
-            What chooses gamma, the number of tokens drafted in a step; None is the generator's.
+            Policy for gamma, the number of tokens drafted per step; None is the generator's.
         gamma : int, optional
             Short for the policy "fixed" with this many tokens, 0 to 16; 0 is plain decoding.
         proposer : str, optional
-            Who proposes: "model", "lookup", "both" or "auto" (see `DecodeConfig`); None is the generator's.
+            The proposer: "model", "lookup", "both" or "auto" (see `DecodeConfig`); None is the generator's.
         request_id, task : str, optional
             Labels of the records.
         on_progress : callable, optional
             Called with (num_done, num_total, phase) after every chunk of a prefill, in tokens; the phase is "scoring"
-            (the draft's) or "prefill" (the target's). What it raises ends the call.
+            (the draft's) or "prefill" (the target's). An exception ends the call.
         n : int
             Samples of the prompt, which is prefilled once for all of them: `result.choices`. Sample i is drawn with
             seed + i.
         return_records : bool
             Keep one StepRecord per step in the result.
         records : str or Path, optional
-            Append the records to this .jsonl file, which is made where there is none (`spec_stack.records`).
+            Append the records to this .jsonl file, created if missing (`spec_stack.records`).
         streamer : optional
-            A streamer of transformers (`TextStreamer`, say): it is put the prompt, then every step's tokens, and told
-            of the end.
+            A transformers streamer (e.g. `TextStreamer`), which gets the prompt, then every step's tokens, then the
+            end.
 
         Returns
         -------
         GenerationResult
             token_ids, text, finish_reason ("eos", "stop" or "length"), metrics, records, logprobs, choices; of a chat,
-            text taken apart: content, reasoning, tool_calls.
+            parts of the text: content, reasoning, tool_calls.
 
         Raises
         ------
         ValueError
-            For a value that cannot be used, before any work; the message says what to change.
+            For an invalid value, before any work; the message says what to change.
         TypeError
             For an unknown option; the message names the nearest one.
 
@@ -182,7 +182,7 @@ class GenerationMixin(ABC):
         return replace(results[0], others=results[1:])
 
     def _collect(self, request: Request, streamer: Streamer | None = None) -> GenerationResult:
-        """A request's whole stream, with its records."""
+        """Drain a request's stream, and keep its records."""
         running = Stream(self._run(request), request.progress)
         outputs = list(running if streamer is None else feed(streamer, request.prompt_ids, running))
         last = outputs[-1]
@@ -212,20 +212,20 @@ class GenerationMixin(ABC):
     ) -> Generator[StepOutput, None, None]:
         """Answer or continue a prompt, step by step.
 
-        The arguments are checked before this returns; the work begins with the first `next`. They are those of
-        `generate`, but for n, return_records, records and streamer.
+        Arguments are checked before this returns; work starts with the first `next`. They are those of `generate`
+        except n, return_records, records and streamer.
 
         Returns
         -------
         generator of StepOutput
-            One per step, as soon as it is there; the last carries finish_reason and metrics, whose durations count from
-            the call, without the time that the caller lets pass before or between steps. `close` ends it at any time,
-            a prefill after its next chunk, also from another thread.
+            One per step; the last has finish_reason and metrics, whose durations start at the call and exclude the
+            caller's pauses. `close` ends the stream at any time, also from another thread; a prefill ends after its
+            current chunk.
 
         Raises
         ------
         ValueError
-            For a value that cannot be used; the message says what to change.
+            For an invalid value; the message says what to change.
         TypeError
             For an unknown option; the message names the nearest one.
 
@@ -239,7 +239,7 @@ class GenerationMixin(ABC):
         return self._stream(cast(Call, {**options, "prompt": prompt}))
 
     def stream_encoded(self, encoded: EncodedPrompt, options: Mapping[str, Any]) -> Generator[StepOutput, None, None]:
-        """`stream` of a prompt that was encoded before. Raises ValueError and TypeError as that does."""
+        """`stream` of an encoded prompt. Raises ValueError and TypeError as `stream`."""
         unknown = [name for name in options if name not in GenerateOptions.__annotations__]
         if unknown:
             raise TypeError(f"there is no option {', '.join(unknown)}")
@@ -257,10 +257,8 @@ class GenerationMixin(ABC):
 
 
 def samples(call: Mapping[str, Any], n: int) -> list[Call]:
-    """A call n times: with seeds in a row, names of their own, and processors that know nothing of each other.
-
-    Raises ValueError for a processor that cannot be copied.
-    """
+    """n calls with consecutive seeds, separate request ids and independent processors. Raises ValueError for a
+    processor that cannot be copied."""
     calls = []
     for index in range(n):
         own = dict(call)
@@ -292,7 +290,7 @@ def _fresh_processors(given: Any) -> list[Processor]:
 
 
 def _whole_answer(options: AnswerOptions) -> tuple[bool, str | Path | None, Streamer | None]:
-    """return_records, records and streamer of a call. Raises ValueError for a value that is none."""
+    """return_records, records and streamer of a call. Raises ValueError for invalid values."""
     keeps, path, streamer = options.get("return_records", False), options.get("records"), options.get("streamer")
     if not isinstance(keeps, bool):
         raise ValueError(f"return_records must be True or False, got {keeps!r}")

@@ -1,4 +1,4 @@
-"""For code that calls `model.generate`: sparse prefill and speculative decoding as its `custom_generate`."""
+"""Sparse prefill and speculative decoding as `custom_generate` of `model.generate`."""
 
 from __future__ import annotations
 
@@ -37,21 +37,20 @@ from spec_stack.types import Metrics, StepOutput
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel
 
-# Generators kept with their models and drafts for the next call with the same ones.
+# Most generators cached with their models and drafts.
 _MAX_GENERATORS = 4
-# What the generator does itself, by the option that it has for it.
+# Processors that the generator replaces, by its option.
 _PLAIN_WARPERS = {TemperatureLogitsWarper: "temperature", TopKLogitsWarper: "top_k", TopPLogitsWarper: "top_p"}
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
-# What transformers hands to a callable, unless the call has inputs beside its tokens.
+# Arguments that transformers passes to a callable for token inputs.
 _MODEL_KWARGS = {"attention_mask", "position_ids", "logits_to_keep", "use_cache", *CACHE_NAMES}
-# What a call may ask back that is not kept here.
+# Outputs that a call may request and that are unsupported.
 _NOT_RETURNED = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 
 
 @dataclass
 class SpecStackOutput(GenerateDecoderOnlyOutput):  # type: ignore[misc]
-    """The output under `return_dict_in_generate=True`: `sequences`, and the `Metrics` of every row; None for one that a
-    criterion of the caller's ended."""
+    """`sequences` and each row's `Metrics` (None if a criterion stopped it), for `return_dict_in_generate=True`."""
 
     metrics: list[Metrics | None] | None = None
 
@@ -68,30 +67,28 @@ def with_draft(
     tokenizer: Any = None,
     draft_tokenizer: Any = None,
 ) -> CustomGenerate:
-    """A `custom_generate` for `model.generate`, which makes `model` the target.
+    """A `custom_generate` for `model.generate` with `model` as the target.
 
     Parameters
     ----------
     draft : str, Path or PreTrainedModel
-        A folder or hub id, which is loaded at the first call in the model's precision and on its device, or a loaded
-        model.
+        A loaded model, or a folder or hub id, loaded at the first call in the model's precision and on its device.
     keep_rate, sparse_prefill, policy, gamma
         For all calls, as in `SpecStackGenerator.generate`.
     config : SpecStackConfig, optional
         For all calls.
     tokenizer, draft_tokenizer : optional
-        The model's and the draft's; only needed for a draft that has another tokenizer than the model.
+        The model's and the draft's; only needed if they differ.
 
     Returns
     -------
     CustomGenerate
-        May be made anew for every call: the generator behind it is kept with its model and draft (the last 4; `forget`
-        drops them).
+        May be created for every call: the generators of the last 4 models and drafts are cached; `forget` drops them.
 
     Raises
     ------
     TypeError
-        For a draft or a configuration that is none.
+        For an invalid draft or configuration.
 
     Examples
     --------
@@ -112,7 +109,7 @@ def with_draft(
 
 
 def forget() -> None:
-    """Let go of all generators that are kept for later calls, and so of their models and drafts."""
+    """Drop all cached generators, with their models and drafts."""
     _open_generator.cache_clear()
 
 
@@ -133,18 +130,14 @@ def _open_generator(
 
 
 class CustomGenerate:
-    """The callable behind `model.generate(custom_generate=...)`; made by `with_draft`.
+    """The callable for `model.generate(custom_generate=...)`; made by `with_draft`.
 
-    Notes
-    -----
-    The rows of a batch are answered one after the other, each with copies of its own of the `logits_processor` and
-    `stopping_criteria` of the call; what cannot be copied is refused for a batch. A processor or criterion goes by its
-    row alone: what the other rows hold is not seen. `stopping_criteria` are asked after every token, as in plain
-    generation. A sampled row draws its seed from torch's global generator, so `torch.manual_seed` makes it
-    reproducible.
+    Rows are answered one after the other, with their own copies of `logits_processor` and `stopping_criteria`; a batch
+    with one that cannot be copied is rejected. Criteria run after every token. A sampled row draws its seed from
+    torch's global generator, so `torch.manual_seed` makes it reproducible.
 
-    Transformers (up to 5.24 at least) hands the `streamer=` of a call to no custom callable: it is put the prompt, and
-    then nothing, so that it is refused. `spec_streamer=` reaches it.
+    Transformers (5.24 and earlier) puts the prompt into `streamer=` and does not pass it on, so it is rejected;
+    `spec_streamer=` is passed on.
     """
 
     def __init__(
@@ -160,7 +153,7 @@ class CustomGenerate:
         self._options = options
 
     def generator(self, model: PreTrainedModel) -> SpecStackGenerator:
-        """The generator that has this model for its target. Raises ValueError for a pair that does not fit together."""
+        """The generator with this model as target. Raises ValueError for an incompatible pair."""
         return _open_generator(model, self._draft, self._config, *self._tokenizers)
 
     def __call__(
@@ -175,14 +168,11 @@ class CustomGenerate:
         spec_streamer: Streamer | None = None,
         **model_kwargs: Any,
     ) -> torch.Tensor | SpecStackOutput:
-        """The sequences (rows, prompt and new tokens), shorter ones padded on the right.
+        """Sequences (rows, prompt and new tokens), right-padded.
 
-        Raises
-        ------
-        ValueError
-            For what cannot be done: beams, a cache that is handed in, inputs that are no tokens, scores or hidden
-            states asked back, several rows with a streamer, or with a processor or criterion that cannot be copied or
-            answers for all rows at once, a streamer under a name that does not reach this.
+        Raises ValueError for unsupported calls: beams, a given cache, non-token inputs, scores or hidden states, a
+        streamer for several rows or under another name, and batches with processors that cannot be copied or judge all
+        rows at once.
         """
         _check(generation_config, model_kwargs)
         if streamer is None:
@@ -191,7 +181,7 @@ class CustomGenerate:
             raise ValueError("a streamer takes one row; leave it out, or give one prompt")
         generator = self.generator(model)
         if spec_streamer is not None:
-            # A streamer= that arrives has been put the prompt already.
+            # transformers has already put the prompt into a `streamer=` that arrives.
             spec_streamer.put(input_ids)
         num_rows = len(input_ids)
         masks, positions = (
@@ -199,7 +189,7 @@ class CustomGenerate:
             for values in (model_kwargs.get("attention_mask"), model_kwargs.get("position_ids"))
         )
         prompts = [_prompt_of(*given) for given in zip(input_ids, masks, positions, strict=True)]
-        # The copies for all rows are made before the first row changes anything.
+        # All rows' copies are made before the first row changes any state.
         processors, criteria = for_rows(logits_processor, num_rows), for_rows(stopping_criteria, num_rows)
         answers = []
         for index, (row, prompt_ids) in enumerate(zip(input_ids, prompts, strict=True)):
@@ -207,7 +197,7 @@ class CustomGenerate:
             outputs = generator.stream(
                 input_ids=prompt_ids,
                 max_tokens=generation_config.max_length - len(row),
-                # Other end tokens than the model's own are left to the criteria.
+                # Other end tokens are checked by the criteria.
                 ignore_eos=_end_ids(generation_config) != generator.pair.end_ids,
                 **_drawing(generation_config, processors[index], place),
                 **self._options,
@@ -222,7 +212,7 @@ class CustomGenerate:
 
 @dataclass(frozen=True)
 class Answer:
-    """A row with its new tokens, and what it cost; metrics is None where a criterion of the caller's ended it."""
+    """A row with its new tokens and metrics (None if a criterion of the caller stopped it)."""
 
     sequence: torch.Tensor
     metrics: Metrics | None
@@ -234,7 +224,7 @@ def _answer(
     is_over: Callable[[torch.Tensor], bool],
     streamer: Streamer | None,
 ) -> Answer:
-    """One row (padding and prompt) with the tokens that follow it, up to the one after which a criterion holds."""
+    """One padded row plus its new tokens, up to the first one at which a criterion holds."""
     sequence, metrics = row, None
     try:
         with closing(outputs):
@@ -252,7 +242,7 @@ def _answer(
 
 
 def _check(config: GenerationConfig, model_kwargs: Mapping[str, Any]) -> None:
-    """Raise ValueError for what a call of `model.generate` asks for and cannot have."""
+    """Raise ValueError for unsupported arguments of `model.generate`."""
     mode = config.get_generation_mode()
     if mode not in _MODES:
         raise ValueError(f"custom_generate=with_draft(...) is greedy or samples, and cannot do {mode.value!r}")
@@ -273,15 +263,15 @@ def _check(config: GenerationConfig, model_kwargs: Mapping[str, Any]) -> None:
 
 
 def _check_kept_back(streamer: Any) -> None:
-    """Raise ValueError for a streamer that the calling `generate` has and does not hand on: its reader would wait for
-    ever. Where a later transformers has it elsewhere, nothing is found here, and nothing is lost."""
+    """Raise ValueError for a streamer that the calling `generate` holds and does not pass on: its reader would hang. A
+    transformers release that stores it elsewhere passes this check."""
     if hasattr(streamer, "put") and hasattr(streamer, "end"):
         streamer.end()
         raise ValueError("transformers hands streamer= to no custom_generate; give it as spec_streamer=")
 
 
 def _prompt_of(row: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None) -> list[int]:
-    """A row's tokens behind its padding. Raises ValueError for padding elsewhere, and for positions of the caller's."""
+    """A row's tokens without left padding. Raises ValueError for other padding and for given positions."""
     prompt = torch.as_tensor(unpadded(row, mask))
     if mask is not None and not bool(mask[-1]):
         raise ValueError("the rows are padded on the right; set padding_side='left' for the tokenizer")
@@ -297,14 +287,14 @@ def _end_ids(config: GenerationConfig) -> frozenset[int]:
 
 
 def _drawing(config: GenerationConfig, processors: Sequence[Processor], place: Place) -> dict[str, Any]:
-    """The options of `stream` for how tokens are drawn."""
+    """The sampling options of `stream`."""
     if not config.do_sample and not processors:
         return {}
     seed = {"seed": int(torch.randint(2**63 - 1, ()))} if config.do_sample else {}
     kinds = [type(processor) for processor in processors]
     is_plain = all(getattr(processor, "min_tokens_to_keep", 1) == 1 for processor in processors)
     if config.do_sample and is_plain and kinds == [kind for kind in _PLAIN_WARPERS if kind in kinds]:
-        # The generator's own, which take a whole block of rows at once, in this order.
+        # The generator's own processors take a block of rows at once, in this order.
         values = {_PLAIN_WARPERS[type(warper)]: getattr(warper, _PLAIN_WARPERS[type(warper)]) for warper in processors}
         return {"temperature": 1.0} | values | seed
     shaping = place.processors(processors)
@@ -314,7 +304,7 @@ def _drawing(config: GenerationConfig, processors: Sequence[Processor], place: P
 def _take(
     token_ids: Sequence[int], sequence: torch.Tensor, is_over: Callable[[torch.Tensor], bool]
 ) -> tuple[list[int], torch.Tensor, bool]:
-    """The tokens up to the one after which a criterion holds, the sequence (n,) with them, and whether one does."""
+    """Tokens up to the first one at which a criterion holds, the sequence (n,) with them, and whether one holds."""
     for num, token_id in enumerate(token_ids, 1):
         sequence = torch.cat([sequence, sequence.new_tensor([token_id])])
         if is_over(sequence):
@@ -323,7 +313,7 @@ def _take(
 
 
 def _stacked(rows: Sequence[torch.Tensor], config: GenerationConfig) -> torch.Tensor:
-    """Rows of several lengths as one tensor, padded on the right."""
+    """Rows as one right-padded tensor."""
     if len({len(row) for row in rows}) == 1:
         return torch.stack(list(rows))
     padding = config._pad_token_tensor

@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 class SpecStackGenerator(GenerationMixin):
     """Sparse prefill and speculative decoding with one draft model.
 
-    Requests share only the weights: each has its own caches, so several threads may generate, and several streams may
-    be open, at once. A policy by name keeps what it learns from request to request, and no two requests have it at
-    once; one handed in as an object is shared by the requests that use it.
+    Requests share only the weights. Each has its own caches, so several threads may generate and several streams may be
+    open at once. A policy given by name keeps its learnt state across requests, which use it one at a time; a policy
+    object is shared by concurrent requests.
 
     Parameters
     ----------
@@ -47,20 +47,20 @@ class SpecStackGenerator(GenerationMixin):
     tokenizer : optional
         The target's. Without one only `input_ids` are taken and no text is made.
     precision, draft_precision : str, optional
-        Names of the models' precisions; found out where they are not given.
+        Names of the models' precisions; detected by default.
     config : SpecStackConfig, optional
-        How prompts are pruned and tokens drafted, for all calls that do not say otherwise.
+        Default pruning and drafting of all calls.
     policy : str or Policy, optional
-        What chooses gamma in calls that name none; the configuration's by default.
+        Default policy, which chooses gamma; the configuration's by default.
     predictors : mapping of str to str or Path, optional
-        Files of trained predictors, by the name of the policy that is to use them.
+        Files of trained predictors by policy name.
     draft_tokenizer : optional
-        The draft's; without one it is taken to be the target's (`tokenizers.vocabulary.compare`).
+        The draft's; the target's by default (`tokenizers.vocabulary.compare`).
 
     Raises
     ------
     ValueError
-        For a pair that does not fit together, and a configuration or a policy that is none.
+        For an incompatible pair, and for an invalid configuration or policy.
 
     Examples
     --------
@@ -105,7 +105,7 @@ class SpecStackGenerator(GenerationMixin):
 
     @classmethod
     def over(cls, engine: Engine) -> SpecStackGenerator:
-        """Return a generator whose requests an engine runs."""
+        """A generator that uses this engine."""
         generator = cls.__new__(cls)
         generator._set_up(engine)
         return generator
@@ -138,7 +138,7 @@ class SpecStackGenerator(GenerationMixin):
         Parameters
         ----------
         target, draft : str or Path, optional
-            Local folders or hub ids; with neither named, the pair embedded in the package. An adapter's folder (LoRA)
+            Local folders or hub ids; by default the pair embedded in the package. An adapter's folder (LoRA)
             is its base model with the adapter merged into it, for which peft is needed. A GGUF file is named by its
             path, or owner/name/file.gguf on the hub, for which the extra `gguf` is needed.
         precision, draft_precision : {"auto", "fp32", "fp16", "bf16", "int8", "nf4"}
@@ -146,28 +146,28 @@ class SpecStackGenerator(GenerationMixin):
         device : str, optional
             "cpu", "cuda", "cuda:1", …; None takes CUDA where there is one.
         config : SpecStackConfig, optional
-            How prompts are pruned and tokens drafted, for all calls that do not say otherwise.
+            Default pruning and drafting of all calls.
         policy : str or Policy, optional
-            What chooses gamma in calls that name none; the configuration's by default.
+            Default policy, which chooses gamma; the configuration's by default.
         prepack_linears : bool, optional
-            Lay weights out for the CPU beforehand, which makes them unfit for saving; None does so wherever it works.
+            Prepack weights for the CPU; the model can then not be trained or copied. None prepacks where possible.
         calibration : str, Path or bool, optional
-            A file that `spec-stack calibrate` made for this pair. It takes the place of defaults of `PrefillConfig`;
-            what `config` sets otherwise stays. None takes the one that lies in the draft's folder, or else the one that
-            ships for this draft, if any; False takes none.
+            A file from `spec-stack calibrate` for this pair. It replaces defaults of `PrefillConfig`; values set in
+            `config` stay. None uses the file in the draft's folder, or else the one shipped for this draft, if any;
+            False uses none.
         dtype : str or torch.dtype, optional
             `precision` as transformers calls it: "bfloat16", torch.float16, …
         device_map : str or mapping, optional
-            In place of `device`: where transformers, with accelerate, puts the parts of the target, and those of the
-            draft where it is a name ("auto").
+            Placement of the target's modules by transformers and accelerate, instead of `device`. A name ("auto")
+            applies to the draft too.
         revision, draft_revision : str, optional
-            Branch, tag or commit of each.
+            Branch, tag or commit of each checkpoint.
         token : str or bool, optional
-            For checkpoints that need one.
+            Hub token for gated checkpoints.
         trust_remote_code : bool
-            Run code that comes with a checkpoint.
+            Run a checkpoint's own code.
         gguf_file, draft_gguf_file : str, optional
-            The GGUF file that is meant in the folder or hub id of each.
+            The GGUF file in each folder or hub id.
 
         Returns
         -------
@@ -176,8 +176,8 @@ class SpecStackGenerator(GenerationMixin):
         Raises
         ------
         ValueError
-            For what a caller can change: a missing folder, an unfit pair, an unknown precision, policy or device, a
-            precision that cannot be had here. All of it before the weights are read.
+            Before the weights are read, for a missing folder, an incompatible pair, an unknown precision, policy or
+            device, or an unsupported precision.
         """
         chosen = policy if policy is not None else _checked(config).decode.policy
         if isinstance(chosen, str):
@@ -203,7 +203,7 @@ class SpecStackGenerator(GenerationMixin):
 
     @property
     def config(self) -> SpecStackConfig:
-        """The configuration that holds where a call says nothing else. It is settled when the generator is made."""
+        """The default configuration of calls, fixed at construction."""
         return self.engine.config
 
     def __reduce__(self) -> str | tuple[Any, ...]:
@@ -213,32 +213,32 @@ class SpecStackGenerator(GenerationMixin):
         )
 
     def session(self, config: SessionConfig | None = None, memory: TextMemory | None = None) -> Session:
-        """A conversation whose caches live on from call to call (see `Session`).
+        """A conversation with persistent caches (see `Session`).
 
         Parameters
         ----------
         config : SessionConfig, optional
-            What it keeps and restores; None is the generator's.
+            Cache limits and recall; None is the generator's.
         memory : TextMemory, optional
-            Answers of other sessions in which look-ups look too (see `Session`).
+            Other sessions' answers for look-ups (see `Session`).
         """
         return Session(self.engine, config, memory)
 
     def load_session(self, path: str | Path, config: SessionConfig | None = None) -> Session:
-        """A session from a file of `Session.save`, which goes on as the saved one would have.
+        """Load a session from a file of `Session.save`.
 
         Parameters
         ----------
         path : str or Path
             The file.
         config : SessionConfig, optional
-            What it keeps and restores; None is what the saved one did.
+            Cache limits and recall; None is the saved session's.
 
         Raises
         ------
         ValueError
-            For a file that is no session, and where it was made with another pair, precision, tokenizer or
-            `PrefillConfig` than this generator's; the message names what differs.
+            For an invalid file, and for a session of another pair, precision, tokenizer or `PrefillConfig`; the message
+            names the difference.
         """
         return Session.load(self.engine, path, config)
 
@@ -254,22 +254,22 @@ class SpecStackGenerator(GenerationMixin):
     ) -> list[GenerationResult]:
         """Answer several prompts, one after the other, each as `generate` does.
 
-        What prompts have in common is prefilled once where a store keeps it (`StoreConfig`), which changes no answer.
-        This is no batch: that is what the server is for.
+        A common prefix is prefilled once if a store is configured (`StoreConfig`), with unchanged answers. Prompts are
+        not batched.
 
         Parameters
         ----------
         prompts : sequence of str, optional
-            Texts to go on with.
+            Texts to continue.
         messages : sequence of chats, optional
-            In place of them.
+            Instead of texts.
         input_ids, attention_mask : sequence or torch.Tensor, optional
-            Rows of token ids in their place, and where they are padded.
+            Rows of token ids instead of texts, and their padding mask.
         share : bool
-            Answer them as turns of one session: what a prompt has in common with the one before is prefilled once, and
-            pruned for the first that had it. That is sooner, and the answers hang on the order of the prompts.
+            Answer them as turns of one session: a prefix shared with the previous prompt is prefilled once, pruned for
+            the first prompt with it. This is faster, but answers depend on the order of the prompts.
         **options
-            Those of `generate`, the same for all.
+            As in `generate`, for all prompts.
 
         Returns
         -------
@@ -279,7 +279,7 @@ class SpecStackGenerator(GenerationMixin):
         Raises
         ------
         ValueError
-            As `generate` does, when it is the prompt's turn.
+            As `generate`, at the prompt concerned.
         """
         sources: dict[str, Any] = {"prompt": prompts, "messages": messages, "input_ids": input_ids}
         given = [(name, values) for name, values in sources.items() if values is not None]
@@ -306,18 +306,15 @@ class SpecStackGenerator(GenerationMixin):
         return self.engine.run(request)
 
     def clear_store(self) -> None:
-        """Forget the prompts that `StoreConfig.max_tokens` has kept, and free their memory."""
+        """Drop all stored prompts (`StoreConfig.max_tokens`), and free their memory."""
         self.engine.store.clear()
 
 
 def _calibrated(
     pair: ModelPair, config: SpecStackConfig | None, draft: str | Path | None, named: str | Path | bool | None
 ) -> SpecStackConfig:
-    """The configuration, completed by a calibration where there is one.
-
-    One that was named and does not fit the pair is refused; one that merely lies beside the draft is left aside, and
-    the one that ships for this draft, if any, takes its place.
-    """
+    """The configuration, completed by a calibration if there is one. A named calibration that does not fit the pair is
+    an error; one beside the draft is skipped for the shipped one."""
     config = _checked(config)
     calibration, problem = choose_calibration(
         ASSETS / "draft" if draft is None else draft,

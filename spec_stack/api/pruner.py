@@ -1,4 +1,4 @@
-"""Pruner: shorter messages for any engine, by a draft alone."""
+"""Pruner: shortens messages for any engine, with a draft alone."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from spec_stack.hf.model import CachedModel
 
 Prunable = str | Sequence[Message]
-# The message and the part of a text, and the text.
+# A text with its message index and part index.
 _Place = tuple[int, int | None, str]
-# Between the texts of a message; the question stands for itself among them.
+# Separates a message's texts; the question follows on its own.
 _JOINT, _QUESTION = "\n", -1
-# Times that a selection over max_tokens is made smaller.
+# Most attempts to shrink a selection that exceeds max_tokens.
 _MOST_TRIES = 4
 
 
@@ -66,15 +66,15 @@ class PruneResult:
     Parameters
     ----------
     messages : str or list of dict
-        In the shape that was given: a text, or messages in which only the texts are shorter.
+        In the given format: a text, or messages in which only the texts are shorter.
     kept : list of KeptText
-        What was kept, text by text.
+        The kept spans of each text.
     num_tokens, num_kept_tokens : int
-        Of the whole prompt and of what is left, in the draft's tokens, with the chat template's own.
+        Tokens of the whole and of the pruned prompt, by the draft's tokenizer, chat template included.
     num_recalled_tokens : int
         Kept tokens that an earlier turn of the conversation had dropped.
     reason : str
-        Why it was pruned or not.
+        Why the prompt was pruned or not.
     """
 
     messages: Any
@@ -87,7 +87,7 @@ class PruneResult:
 
 @dataclass(frozen=True)
 class _Text:
-    """A text, and the tokens start…stop - 1 that lie within it."""
+    """A text and its token span start…stop - 1."""
 
     message: int
     part: int | None
@@ -100,7 +100,7 @@ class _Text:
 
 @dataclass(frozen=True)
 class _Prompt:
-    """A prompt to score: token ids, where each begins in the text, pieces, texts, and protected spans of tokens."""
+    """A prompt to score: token ids, their character offsets, pieces, texts, and protected token spans."""
 
     token_ids: list[int]
     begins: list[int]
@@ -110,18 +110,19 @@ class _Prompt:
     borders: list[int]
 
     def segments(self, text: _Text) -> list[Span]:
-        """The lines and sentences of a text, as half-open spans of tokens."""
+        """Lines and sentences of a text, as half-open token spans."""
         inside = self.borders[bisect_right(self.borders, text.start) : bisect_left(self.borders, text.stop)]
         return [span for span in pairwise([text.start, *inside, text.stop]) if span[0] < span[1]]
 
     def characters(self, text: _Text, span: Span) -> Span:
-        """A segment's characters, counted from the text's beginning."""
+        """A segment's character span, relative to its text."""
         start, stop = span
         first = 0 if start == text.start else self._border(text, start)
         return first, len(text.text) if stop == text.stop else self._border(text, stop)
 
     def _border(self, text: _Text, token: int) -> int:
-        """Where a segment begins. A line's indentation is its own, though a token may hold it with the line break."""
+        """The first character of a segment. A line's indentation belongs to it, even if its token contains the line
+        break."""
         at = self.begins[token] - text.char
         line = text.text.rfind("\n", 0, at) + 1
         return line if line and text.text[line:at].isspace() else at
@@ -130,8 +131,8 @@ class _Prompt:
 class Pruner:
     """Shortens prompts for any engine: whole lines and sentences stay, verbatim and in order.
 
-    The draft scores the prompt as it does for `SpecStackGenerator`, by the prompt's own queries; no target is needed.
-    System and developer messages, tool definitions and all that is no text are passed on whole.
+    The draft scores the prompt as in `SpecStackGenerator`, with the prompt's own queries; no target is needed. System
+    and developer messages, tool definitions and non-text parts are never pruned.
 
     Parameters
     ----------
@@ -140,12 +141,12 @@ class Pruner:
     tokenizer : object
         Its tokenizer.
     config : PrefillConfig, optional
-        How prompts are scored and how much is kept. The unit is always lines, and the queries are the prompt's own.
+        Scoring and keep rate. The unit is always lines, and the queries are the prompt's own.
 
     Raises
     ------
     ValueError
-        For a draft that cannot score, and a configuration that is none.
+        For a draft that cannot score, and for an invalid configuration.
 
     Examples
     --------
@@ -183,9 +184,9 @@ class Pruner:
         draft : str or Path, optional
             A folder, hub id or GGUF file; None is the draft embedded in the package.
         tokenizer : str, Path or object, optional
-            Where its tokenizer is, or the tokenizer; None is the draft's own.
+            The tokenizer or its source; None is the draft's own.
         config : PrefillConfig, optional
-            How prompts are scored and how much is kept.
+            Scoring and keep rate.
         precision : str
             Of the weights (see `LoadConfig`).
         device : str, optional
@@ -196,7 +197,7 @@ class Pruner:
         Raises
         ------
         ValueError
-            For a draft that is not there or cannot score, and for one without a tokenizer.
+            For a missing draft, a draft that cannot score, and a draft without a tokenizer.
         """
         if draft is None:
             draft, tokenizer = ASSETS / "draft", tokenizer or ASSETS / "target"
@@ -229,44 +230,43 @@ class Pruner:
         Parameters
         ----------
         messages : str or sequence of dict
-            A text, or messages in OpenAI's form, with strings or lists of parts for contents.
+            A text, or messages in OpenAI's format, with strings or lists of parts as contents.
         keep_rate : float, optional
-            Share of its tokens to keep. Without it and max_tokens the configuration's, from min_prompt_tokens on.
+            Share of tokens to keep. Without it and max_tokens: the configuration's, from min_prompt_tokens on.
         max_tokens : int, optional
-            Most tokens to keep, in the draft's, all that is never pruned among them.
+            Most tokens to keep, by the draft's tokenizer, protected tokens included.
         question : str, optional
-            What the prompt will be asked, where that is not in it.
+            The question about the prompt, if the prompt does not contain it.
         protect : sequence of str
             Strings whose lines are kept.
         marker : str
-            Stands for every gap, as a line of its own where lines were dropped.
+            Replaces every gap, on its own line where lines were dropped.
 
         Raises
         ------
         ValueError
-            For a value that cannot be used, messages of another form, and a tokenizer that does not tell where its
-            tokens stand.
+            For invalid values, malformed messages, and a tokenizer without character offsets.
         """
         return self.conversation().prune(
             messages, keep_rate=keep_rate, max_tokens=max_tokens, question=question, protect=protect, marker=marker
         )
 
     def conversation(self, config: SessionConfig | None = None) -> PrunerConversation:
-        """A conversation, which is given all its messages turn by turn.
+        """A conversation; each turn passes all of its messages.
 
         Parameters
         ----------
         config : SessionConfig, optional
-            Which dropped text a later question recalls.
+            Recall of dropped text.
         """
         return PrunerConversation(self._pair, self.config, config or SessionConfig())
 
 
 class PrunerConversation:
-    """Prunes the turns of one conversation: what was kept stays, and dropped text is recalled to its place.
+    """Prunes the turns of one conversation: kept text stays, and dropped text is recalled to its place.
 
-    So the shortened messages of a turn begin with those of the turn before, unless something is recalled, and an
-    engine's prefix cache holds them. New answers are kept whole. The draft keeps its cache of the conversation.
+    Unless text is recalled, a turn's pruned messages start with the previous turn's, so that an engine's prefix cache
+    applies. New answers are kept whole. The draft keeps its cache of the conversation.
     """
 
     def __init__(self, pair: ModelPair, config: PrefillConfig, session: SessionConfig) -> None:
@@ -285,7 +285,7 @@ class PrunerConversation:
         protect: Sequence[str] = (),
         marker: str = "",
     ) -> PruneResult:
-        """Shorten a turn's messages, all of the conversation (see `Pruner.prune`)."""
+        """Prune a turn; messages: the whole conversation (see `Pruner.prune`)."""
         _check(max_tokens, question, protect, marker)
         config = self._config if keep_rate is None else replace(self._config, keep_rate=keep_rate)
         prompt, num_old = self._read(messages, question, protect)
@@ -303,7 +303,7 @@ class PrunerConversation:
         return _result(messages, prompt, self._kept, marker, num_recalled, reason)
 
     def _obstacle(self, num_tokens: int) -> str:
-        """Why the draft cannot score a prompt of this length; empty where it can."""
+        """The reason why the draft cannot score a prompt of this length; empty if it can."""
         limit = self._pair.max_positions[1]
         if needs_attention(self._config.scorer) and num_tokens + MOST_REPEATED > limit:
             return f"off: the prompt has {num_tokens} tokens, and the draft {limit} positions"
@@ -318,7 +318,7 @@ class PrunerConversation:
         num_old: int,
         max_tokens: int | None,
     ) -> tuple[bool, str]:
-        """Return whether the new text is pruned, and why."""
+        """Whether the new text is pruned, and the reason."""
         num_tokens = len(prompt.token_ids)
         num_new = num_tokens - num_old
         if max_tokens is not None:
@@ -333,7 +333,7 @@ class PrunerConversation:
     def _select(
         self, prompt: _Prompt, config: PrefillConfig | None, held: list[int], num_old: int, max_tokens: int | None
     ) -> tuple[set[int], int]:
-        """The kept tokens, and how many of them are recalled. config: None keeps all of the new text."""
+        """The kept tokens, and the number of recalled ones. config: None keeps all new text."""
         evidence = self._evidence(prompt)
         recalled = self._recall(prompt, evidence, held, num_old)
         num_new = len(prompt.token_ids) - num_old
@@ -372,7 +372,7 @@ class PrunerConversation:
         return Evidence(token_ids, attention, prompt.protected, prompt.pieces, attention.importance(config))
 
     def _recall(self, prompt: _Prompt, evidence: Evidence, held: list[int], num_old: int) -> list[int]:
-        """Dropped tokens of earlier turns that the new text wants back."""
+        """Dropped tokens of earlier turns that the new text's queries recall."""
         dropped, session = dropped_positions(held, num_old), self._session
         if not (dropped and session.restore and session.max_restored_chunks and evidence.importance is not None):
             return []
@@ -383,7 +383,7 @@ class PrunerConversation:
         return recall(evidence.importance, dropped, units, self._config, session, words)
 
     def _read(self, messages: Prunable, question: str | None, protect: Sequence[str]) -> tuple[_Prompt, int]:
-        """The prompt as the draft reads it, and how many tokens of it an earlier turn has dealt with."""
+        """The prompt as the draft reads it, and its number of tokens from earlier turns."""
         tokenizer, chat = self._pair.tokenizer, _as_messages(messages)
         contents = _contents(chat)
         if question is not None:
@@ -416,7 +416,7 @@ class PrunerConversation:
 def _write(
     parts: Sequence[str | int], contents: Sequence[list[_Place]]
 ) -> tuple[str, list[tuple[int, int | None, str, int]]]:
-    """The whole prompt, and every text with its message, its part and its first character there."""
+    """The whole prompt, and each text with its message, part and first character."""
     written, places = "", []
     for each in parts:
         if isinstance(each, str):
@@ -447,7 +447,7 @@ def _as_messages(messages: Prunable) -> list[Message]:
 
 
 def _contents(chat: Sequence[Message]) -> list[list[_Place]]:
-    """The texts of each message, with its number and that of the part. Raises ValueError for another form."""
+    """Each message's texts, with message and part index. Raises ValueError for malformed messages."""
     found: list[list[_Place]] = []
     for message in chat:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
@@ -469,7 +469,7 @@ def _is_text(part: Any) -> bool:
 
 
 def _tokenize(pair: ModelPair, text: str) -> tuple[list[int], list[int], list[int]]:
-    """Token ids of a text, and where each begins and ends in it. Raises ValueError where that is not told."""
+    """Token ids and character offsets of a text. Raises ValueError without offsets."""
     tokenizer = pair.tokenizer
     if tokenizer.is_fast:
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
@@ -486,7 +486,7 @@ def _tokenize(pair: ModelPair, text: str) -> tuple[list[int], list[int], list[in
 
 
 def _protected(prompt: _Prompt, protect: Sequence[str]) -> list[Span]:
-    """Spans of tokens that are never pruned: all but the segments of the texts, and of these the named ones."""
+    """Protected token spans: everything outside the texts' segments, and segments with a protected string."""
     free = bytearray(len(prompt.token_ids))
     for text in prompt.texts:
         if text.is_whole:
@@ -500,13 +500,13 @@ def _protected(prompt: _Prompt, protect: Sequence[str]) -> list[Span]:
 
 
 def _meets(text: str, wanted: str, first: int, last: int) -> bool:
-    """Return whether a string stands in a text so that it reaches into the characters first…last - 1."""
+    """Whether an occurrence of a string overlaps the characters first…last - 1."""
     return bool(wanted) and text.find(wanted, max(0, first - len(wanted) + 1), last + len(wanted) - 1) >= 0
 
 
 def _whole_segments(prompt: _Prompt, kept: set[int], may_be_empty: bool) -> set[int]:
-    """The kept tokens rounded up to whole segments. A text of which nothing is kept has its first one where it may not
-    be empty."""
+    """Kept tokens rounded up to whole segments. If a text must not be empty and nothing of it is kept, its first
+    segment stays."""
     inside = {at for text in prompt.texts for at in range(text.start, text.stop)}
     whole = {at for at in range(len(prompt.token_ids)) if at not in inside}
     for text in prompt.texts:
@@ -545,7 +545,7 @@ def _result(
 
 
 def _shortened(text: str, spans: list[Span], marker: str) -> str:
-    """The kept spans, with the marker in the place of every gap."""
+    """The kept spans, with the marker in every gap."""
     written, at = "", 0
     for start, stop in [*spans, (len(text), len(text))]:
         if start > at and marker:
@@ -555,7 +555,7 @@ def _shortened(text: str, spans: list[Span], marker: str) -> str:
 
 
 def _replaced(given: Any, text: _Text, shorter: str) -> Any:
-    """What was given, with a shorter text in place of one."""
+    """The messages with one text replaced by a shorter one."""
     if isinstance(given, str):
         return shorter
     if text.part is None:

@@ -1,4 +1,4 @@
-"""A conversation whose caches live on from call to call, and in which dropped text can come back."""
+"""A conversation with persistent caches and recall of dropped text."""
 
 from __future__ import annotations
 
@@ -27,33 +27,31 @@ from spec_stack.warning import OnceEach
 class Session(GenerationMixin):
     """`generate` and `stream` of a generator, with caches that are kept between the calls.
 
-    Every call is given the whole prompt, as without a session. What it shares with the prompt and the answer of the
-    call before, from the beginning on, has been dealt with, and only the rest goes through the models. Where it
-    differs (an edited message, an answer to be made anew), both caches go back to the last token in common.
+    Every call takes the whole prompt, as without a session. The prefix shared with the previous prompt and answer is
+    cached, and only the rest is prefilled. After an edit, both caches roll back to the last common token.
 
-    The target's cache holds what was kept; the draft's holds everything, and so can tell which dropped chunks a later
-    turn wants. These are prefilled at their original positions and stay, together with the text behind all that was
-    dropped (the last questions and answers), which is rolled back for it, so that it comes after them.
+    The target's cache holds the kept tokens, the draft's cache all tokens. The draft scores dropped chunks for a later
+    turn, and recalled chunks are prefilled at their original positions and stay. The text after the last dropped chunk
+    (recent questions and answers) is rolled back first and prefilled again, so that it attends to them.
 
-    A turn that is cancelled before its answer leaves the session as it was.
+    A turn that is cancelled before its answer leaves the session unchanged.
 
     Parameters
     ----------
     engine : Engine
-        Runs the requests: a generator's (`SpecStackGenerator.session` opens sessions).
+        The generator's engine (`SpecStackGenerator.session` opens sessions).
     config : SessionConfig, optional
-        What is kept and restored; None is the generator's.
+        Cache limits and recall; None is the generator's.
     memory : TextMemory, optional
-        Answers that look-ups may find beside the conversation's own, which it takes in too: share one between sessions
-        of the same person.
+        Further answers for look-ups, to which this session's are added. Share one only between sessions of one user.
 
     Notes
     -----
-    A token sees every token written before it. What a turn restored stays after an edit of text that was written behind
-    it, and goes with an edit of what stands before. A session may therefore hold other dropped text than a new one
-    would; at keep_rate 1.0 both are the same.
+    A token attends to every token written before it. Recalled text survives an edit of text written after it, and is
+    dropped by an edit before it. A session may therefore keep other text than a new one; at keep_rate 1.0 both are
+    equal.
 
-    A session answers one call at a time. Sessions of one generator do not disturb each other.
+    A session answers one call at a time. Sessions of one generator are independent.
 
     Examples
     --------
@@ -86,47 +84,47 @@ class Session(GenerationMixin):
 
     @property
     def num_cached_tokens(self) -> int:
-        """Tokens that the target's cache holds."""
+        """Tokens in the target's cache."""
         return len(self._conversation.held)
 
     @property
     def num_dropped_tokens(self) -> int:
-        """Tokens of the conversation that the target's cache lacks."""
+        """Tokens of the conversation that are not in the target's cache."""
         return len(self._conversation.token_ids) - self.num_cached_tokens
 
     @property
     def dropped_positions(self) -> list[int]:
-        """The positions of these, in order: what later turns may bring back."""
+        """Positions of the dropped tokens in order; later turns may recall them."""
         held = self._conversation
         return dropped_positions(held.held, len(held.token_ids))
 
     def num_continued(self, **prompt: Any) -> int:
-        """Tokens of the conversation that a prompt goes on from; 0 where it goes on from another one.
+        """Tokens of the conversation that a prompt continues; 0 for another conversation.
 
-        Those are all of them, or those up to where a client has written what came after the last question otherwise:
-        with its thoughts left out, or a call of a tool in other blanks.
+        All of them, or those up to the last answer if the client changed it: reasoning left out, or a tool call with
+        other whitespace.
 
         Parameters
         ----------
         **prompt
-            As it is given to `generate`: prompt, messages, tools and the like.
+            As in `generate`: prompt, messages, tools and the like.
         """
         held, pair = self._conversation, self._engine.pair
         encoded = encode_prompt(pair.tokenizer, pair.vocab_size, prompt_source(cast(Call, prompt)), held.encoded)
         asked = held.encoded.question if held.encoded is not None else None
         num_least = len(held.token_ids) if asked is None else asked[1]
         num_continued = num_shared(held.token_ids, encoded.token_ids[:-1])
-        # A question that is asked again is no conversation: what comes back for it would change its answer.
+        # A repeated question is no conversation: recalled text would change its answer.
         is_asked_again = num_continued == len(encoded.token_ids) - 1 < len(held.token_ids)
         return num_continued if num_continued >= num_least and not is_asked_again else 0
 
     def fork(self, config: SessionConfig | None = None) -> Session:
-        """A session that goes on from here by itself; what both share is copied only when one of them goes on.
+        """An independent copy of the session; shared caches are copied on write.
 
         Parameters
         ----------
         config : SessionConfig, optional
-            What it keeps and restores; None is this one's.
+            Cache limits and recall; None is this session's.
         """
         other = Session(self._engine, config or self.config)
         with self._answers():
@@ -134,20 +132,20 @@ class Session(GenerationMixin):
         return other
 
     def save(self, path: str | Path) -> None:
-        """Write the session to a file, from which `SpecStackGenerator.load_session` goes on.
+        """Write the session to a file for `SpecStackGenerator.load_session`.
 
         Parameters
         ----------
         path : str or Path
-            One safetensors file: tokens, positions and both caches; what was configured stands in its header as JSON.
-            It holds the conversation's text. The memory of both caches is its size.
+            One safetensors file with tokens, positions, both caches, and the configuration as JSON in its header. It
+            contains the conversation's text, and is as large as both caches.
 
         Raises
         ------
         ValueError
-            Where the session is closed, and where the file cannot be written, of which nothing is left then.
+            For a closed session, and for a file that cannot be written, which is then removed.
         RuntimeError
-            While it answers a call.
+            While the session answers a call.
         """
         with self._answers():
             self._conversation.saved(self.config).save(path, self._engine.pair, self._engine.config.prefill)
@@ -161,7 +159,7 @@ class Session(GenerationMixin):
         return session
 
     def close(self) -> None:
-        """Free the caches. The session cannot be used after it."""
+        """Free the caches. The session cannot be used afterwards."""
         self._held = None
 
     def __reduce__(self) -> str | tuple[Any, ...]:
@@ -191,7 +189,7 @@ class Session(GenerationMixin):
     def _plan(self, call: Call) -> Request:
         held = self._conversation
         asked = call.get("sparse_prefill") or self._engine.config.prefill.sparse_prefill
-        # A dense target goes on from what it has read densely, and reads the rest again.
+        # A dense target keeps only densely read tokens, and reads the rest again.
         held_ids = held.token_ids if asked in ("auto", "on") else held.token_ids[: held.num_dense]
         request = self._engine.plan(call, held_ids, held.encoded)
         self._say_that_it_begins_anew(call, request)
@@ -200,7 +198,7 @@ class Session(GenerationMixin):
         return request
 
     def _say_that_it_begins_anew(self, call: Call, request: Request) -> None:
-        """Warn who gives the new message alone: without the turns before it, it is another conversation."""
+        """Warn if only the new message is given: without earlier turns it starts another conversation."""
         messages, held = call.get("messages"), self._conversation.token_ids
         if (
             not (held and self.tells_of_beginnings)
@@ -217,7 +215,7 @@ class Session(GenerationMixin):
             )
 
     def _room(self, request: Request) -> float:
-        """Tokens that may be restored before the target's cache is over its bound."""
+        """Tokens that may be restored within the target cache's limit."""
         if self.config.max_cached_tokens is None:
             return math.inf
         rate = request.prefill.rate_for(request.num_new_tokens) if request.scores else 1.0
@@ -226,7 +224,7 @@ class Session(GenerationMixin):
 
     @contextmanager
     def _answers(self) -> Iterator[None]:
-        """Hold the session's lock, which is refused where another call has it."""
+        """Hold the session's lock; raises if another call holds it."""
         if not self._answering.acquire(blocking=False):
             raise RuntimeError(
                 "this session is answering another call; end or close that stream, or fork the session before it"
@@ -249,7 +247,7 @@ class Session(GenerationMixin):
                         text += output.text
                         yield output
             except GeneratorExit:
-                # The caller had enough; what he was given is part of the conversation. Its text may lag behind.
+                # The caller stopped early; delivered tokens belong to the conversation. Their text may lag behind.
                 held.commit(request, turn, answer_ids, None)
                 raise
             except BaseException:

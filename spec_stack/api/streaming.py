@@ -1,4 +1,4 @@
-"""Hand a stream's tokens on as they come: to transformers' streamers, and to code that awaits."""
+"""Adapters of a stream: transformers' streamers and async code."""
 
 from __future__ import annotations
 
@@ -17,29 +17,20 @@ Item = TypeVar("Item")
 
 
 class Streamer(Protocol):
-    """transformers' `BaseStreamer`: `TextStreamer`, `TextIteratorStreamer` and others are such."""
+    """The protocol of transformers' `BaseStreamer` (`TextStreamer`, `TextIteratorStreamer`, …)."""
 
     def put(self, value: torch.Tensor) -> None:
-        """Take token ids (n,) or (1, n): the prompt first, then the new ones."""
+        """Add token ids (n,) or (1, n): the prompt first, then new tokens."""
         ...
 
     def end(self) -> None:
-        """Nothing comes any more."""
+        """The stream has ended."""
         ...
 
 
 def feed(streamer: Streamer, prompt_ids: Sequence[int], outputs: Iterator[StepOutput]) -> Generator[StepOutput]:
-    """The steps as they are, each shown to a streamer before it is handed on.
-
-    Parameters
-    ----------
-    streamer : Streamer
-        Is put the prompt first, as `model.generate` does, and told of the end whatever ends the steps.
-    prompt_ids : sequence of int
-        The prompt.
-    outputs : iterator of StepOutput
-        The steps.
-    """
+    """Yield the steps, each after it was put into the streamer. The streamer gets the prompt first, as from
+    `model.generate`, and `end` is always called."""
     try:
         streamer.put(torch.tensor([list(prompt_ids)]))
         for output in outputs:
@@ -47,15 +38,13 @@ def feed(streamer: Streamer, prompt_ids: Sequence[int], outputs: Iterator[StepOu
                 streamer.put(torch.tensor(output.token_ids))
             yield output
     finally:
-        # A TextIteratorStreamer's reader waits for it in another thread, also after an error.
+        # The reader of a TextIteratorStreamer waits in another thread, also after an error.
         streamer.end()
 
 
 def awaitable(function: Callable[Parameters, Generator[Item]]) -> Callable[Parameters, AsyncGenerator[Item]]:
-    """Make of a function that gives a generator one that gives an asynchronous generator.
-
-    The call is made, and refused, at once. The steps are made in a thread; a cancelled loop closes the generator.
-    """
+    """Wrap a generator function as an asynchronous generator function. Arguments are checked at the call. Steps run in
+    a thread; a cancelled loop closes the generator."""
 
     @wraps(function)
     def begin(*args: Parameters.args, **kwargs: Parameters.kwargs) -> AsyncGenerator[Item]:
@@ -65,10 +54,8 @@ def awaitable(function: Callable[Parameters, Generator[Item]]) -> Callable[Param
 
 
 def awaitable_result(function: Callable[Parameters, Item]) -> Callable[Parameters, Coroutine[Any, Any, Item]]:
-    """Make of a function one that is awaited: it runs in a thread, while the event loop goes on.
-
-    A call whose await is cancelled runs to its end; `awaitable` streams can be closed.
-    """
+    """Wrap a function as a coroutine function that runs it in a thread. A cancelled call runs to its end; `awaitable`
+    streams can be closed."""
 
     @wraps(function)
     async def begin(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Item:
@@ -87,13 +74,13 @@ async def _in_thread(items: Generator[Item]) -> AsyncGenerator[Item]:
                 return
             yield found[0]
     finally:
-        # In the same thread, so that it waits for a step that is still being made, which a cancelled `await` leaves.
+        # In the same thread, so that it waits for the running step, which a cancelled `await` does not stop.
         with_thread.submit(items.close)
         with_thread.shutdown(wait=False)
 
 
 def _next(items: Iterator[Item]) -> tuple[Item, ...]:
-    """The next item, or nothing: a StopIteration cannot be raised into a future."""
+    """The next item, or nothing: a future cannot carry StopIteration."""
     for item in items:
         return (item,)
     return ()

@@ -1,4 +1,4 @@
-"""Calls with an option that is none: say which function, and what the option may have been meant to be."""
+"""Errors for unknown options that name the function and suggest an option."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from spec_stack.engine.options import DEFAULTS
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
-# What the same thing is called elsewhere (transformers, vLLM, SGLang, mlx-lm).
+# Names of the same options elsewhere (transformers, vLLM, SGLang, mlx-lm).
 ALIASES = {
     "max_new_tokens": "max_tokens",
     "max_length": "max_tokens",
@@ -52,7 +52,7 @@ ALIASES = {
     "structured_outputs": "response_format",
     "prefix_allowed_tokens_fn": "logits_processor",
 }
-# What has no counterpart of one name: how it is done instead.
+# Options without a direct counterpart: the alternative.
 _IN_GENERATE = "model.generate(..., custom_generate=with_draft(draft)) takes it (`from spec_stack import with_draft`)"
 _PLAIN = "call model.generate without custom_generate for it"
 _BEAMS = f"beam search is not done; {_PLAIN}"
@@ -127,7 +127,7 @@ WAYS = {
     "cache_dir": "set HF_HOME",
     "local_files_only": "set HF_HUB_OFFLINE=1",
 }
-# Of transformers' options that are processors there: the classes.
+# Processor classes for transformers' options that are processors there.
 PROCESSORS = {
     "typical_p": "TypicalLogitsWarper",
     "top_h": "TopHLogitsWarper",
@@ -146,22 +146,22 @@ PROCESSORS = {
     "watermarking_config": "WatermarkLogitsProcessor",
 }
 WAYS |= {name: f"give it as a logits processor, {processor}(...)" for name, processor in PROCESSORS.items()}
-# What only `generate` has, of a stream.
+# Options that only `generate` takes, given to a stream.
 _WHOLE_ANSWERS = {
     "streamer": "generate() takes it; here every step brings its tokens and text",
     "n": "generate() takes it; open one stream for each answer",
     "records": "generate() writes them; here every step brings its record",
     "return_records": "generate() keeps them; here every step brings its record",
 }
-# How like an option a name has to be to be taken for a slip of the pen.
+# Least similarity for a suggestion.
 _LIKENESS = 0.75
 
 
 def shows_options(
     options: type, **defaults: object
 ) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
-    """Give a function that takes these options (a TypedDict) as **options a signature that lists them, and have it
-    refuse others. defaults: those that `engine.options.DEFAULTS` lacks and are not None."""
+    """Give a function with **options the signature of this TypedDict, and make it reject others. defaults: those not in
+    `engine.options.DEFAULTS` and not None."""
     defaults = DEFAULTS | defaults
     listed = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults.get(name), annotation=kind)
@@ -178,7 +178,7 @@ def shows_options(
 
 
 def refuses_unknown_options(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Make an unknown keyword raise a TypeError that names the function called and the nearest option."""
+    """Make an unknown keyword raise a TypeError with the function's name and the nearest option."""
     known = [name for name in inspect.signature(function).parameters if name not in ("self", "cls")]
 
     @wraps(function)
@@ -194,7 +194,7 @@ def refuses_unknown_options(function: Callable[Parameters, Result]) -> Callable[
 def parameters_of(
     model: Callable[..., object],
 ) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
-    """Give a function, in its documentation, the "Parameters" of another one, as far as it takes them."""
+    """Copy the "Parameters" section of another function for the parameters that both have."""
     entries = _entries(inspect.getdoc(model) or "")
 
     def complete(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
@@ -208,7 +208,7 @@ def parameters_of(
 
 
 def _entries(text: str) -> list[tuple[list[str], str]]:
-    """The parameters of a NumPy docstring: the names that an entry is about, and the entry."""
+    """Parameter names and text of each entry in a NumPy docstring."""
     _, _, section = text.partition("Parameters\n----------\n")
     section, _, _ = section.partition("\n\nReturns\n")
     entries: list[tuple[list[str], str]] = []

@@ -1,1 +1,1 @@
-"""Finds the cheapest settings of a pair's sparse prefill that keep what a question is about."""
+"""Calibration: the cheapest sparse prefill settings of a pair that keep the evidence for a question."""

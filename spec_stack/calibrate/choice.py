@@ -1,8 +1,5 @@
-"""Choose heads and a setting by what was judged, and say what the choice keeps. Pure.
-
-How it is used: `choose(cases, margin)`. A setting is tried with heads that were ranked on the other families of
-prompts; the guard then compares what was chosen with the default on prompts that chose nothing.
-"""
+"""Chooses heads and a setting from judged prompts, without models: `choose(cases, margin)`. Heads are ranked on other
+families than the judged one; a guard compares the choice with the default on held-out prompts."""
 
 from __future__ import annotations
 
@@ -18,32 +15,26 @@ from spec_stack.config import PrefillConfig
 RATES = (0.04, 0.05, 0.06, 0.07, 0.085, 0.1, 0.125, 0.15, 0.2)
 """Shares that may be kept; the largest is the default, by which recall is judged."""
 _USUAL = RATES[-1]
-# Between these a setting is judged, so that a smaller share counts as well as a larger one.
+# A setting is judged at rates between these, small ones included.
 _JUDGED_FROM, _JUDGED_TO = 0.06, 0.25
-# Recall that a setting of fewer layers may lose against the best or the default, and that a draft's pass has to earn
-# over words alone.
+# Recall that a setting with fewer layers may lose against the best or the default, and recall that a draft's pass must
+# gain over BM25 alone.
 _TIE = 0.02
 _EARNED = 0.05
-# Prompts under which nothing is chosen, and a length says nothing.
+# Fewest prompts for a choice, and for a length.
 _FEWEST = 8
 _FEWEST_OF_LENGTH = 4
-# By rule, the share that each prompt needs.
+# Per rule, the needed share of each prompt.
 Needs = dict[str, list[float]]
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The fields of PrefillConfig that were chosen, and what it keeps.
+    """The chosen fields of PrefillConfig, and their recall.
 
-    Attributes
-    ----------
-    recalls
-        By rule ("chosen", "default", "BM25") and prompt, whether all of the evidence is kept: by the chosen one at its
-        own share, by the others at 0.2.
-    curves
-        By rule and length, recall at every share of `RATES`.
-    head_recall
-        Recall at 0.2 of every head alone.
+    recalls: whether all evidence is kept, by rule ("chosen", "default", "BM25") and prompt; the chosen rule at its own
+    share, others at 0.2. curves: recall at each share of `RATES`, by rule and length. head_recall: each head's recall
+    at 0.2.
     """
 
     settings: Mapping[str, Any]
@@ -54,7 +45,7 @@ class Choice:
 
     @property
     def keeps(self) -> str:
-        """Say in few words what it would choose."""
+        """A short description of the choice."""
         if not self.recalls:
             return "too little to choose by"
         heads = self.settings.get("scoring_heads")
@@ -66,15 +57,8 @@ class Choice:
 
 
 def choose(cases: Sequence[Case], margin: float) -> Choice:
-    """The setting that keeps the most of the evidence, or words alone, or what there is by default.
-
-    Parameters
-    ----------
-    cases
-        All that was judged so far.
-    margin
-        Recall that the share kept at a length may lose against 0.2.
-    """
+    """The setting with the best recall, BM25 alone, or the default. margin: recall that a length's share may lose
+    against share 0.2."""
     first = min((case.task.num_tokens for case in cases), default=0)
     choosing = [case for case in cases if not case.task.is_guard and case.task.num_tokens == first]
     if len(choosing) < _FEWEST or len({case.task.kind for case in choosing}) < 2:
@@ -102,7 +86,7 @@ def choose(cases: Sequence[Case], margin: float) -> Choice:
 
 
 def _best_setting(cases: Sequence[Case], ranks: Ranks) -> Setting:
-    """The setting with the fewest layers of those that are about as good as the best."""
+    """The setting with the fewest layers among those near the best recall."""
     worth = {
         setting: _balanced(cases, [_worth(ranks.needs(setting, case)) for case in cases])
         for setting in settings_of(ranks.heads)
@@ -113,8 +97,7 @@ def _best_setting(cases: Sequence[Case], ranks: Ranks) -> Setting:
 
 
 def _if_earned(found: Setting, needs: Needs, notes: list[str]) -> Setting:
-    """The setting, or words alone where the draft's pass does not keep more than BM25, by more than chance and by
-    enough to pay for it; `needs` is changed to what is taken."""
+    """The setting, or BM25 alone if the draft's pass does not beat it significantly and by enough; updates `needs`."""
     gains = [_worth(ours) - _worth(words) for ours, words in zip(needs["chosen"], needs["BM25"], strict=True)]
     gain, enough = fmean(gains), max(_EARNED, stdev(gains) / math.sqrt(len(gains)))
     if found != WORDS and gain >= enough:
@@ -130,13 +113,12 @@ def _if_earned(found: Setting, needs: Needs, notes: list[str]) -> Setting:
 
 
 def _if_guarded(settings: dict[str, Any], cases: Sequence[Case], needs: Needs, notes: list[str]) -> dict[str, Any]:
-    """Return the choice, or nothing where prompts that chose nothing keep less by it than by the default, by more than
-    a tie over all the shares; `needs` is changed to what is taken."""
+    """The choice, or nothing if it keeps less than the default on held-out prompts, beyond ties; updates `needs`."""
     guard = [at for at, case in enumerate(cases) if case.task.is_guard]
     own = {name: [needs[name][at] for at in guard] for name in ("chosen", "default")}
     kept, usual = (f"{_recall(own[name], _USUAL):.0%}" for name in own)
     shown = f"on {len(guard)} prompts that chose nothing, it keeps {kept} at {_USUAL}, the default {usual}"
-    # It runs fewer layers, or none behind its last head.
+    # It runs fewer layers, or none after its last head.
     allowed = _TIE * len(guard) if settings.get("scoring_heads") else 0.0
     if sum(map(_worth, own["chosen"])) >= sum(map(_worth, own["default"])) - allowed:
         notes.append(f"The guard: {shown}.")
@@ -147,12 +129,12 @@ def _if_guarded(settings: dict[str, Any], cases: Sequence[Case], needs: Needs, n
 
 
 def _worth(need: float) -> float:
-    """Give the mean recall of a prompt over the shares at which settings are judged, halves counting alike."""
+    """A prompt's mean recall over the judged shares, log-spaced."""
     return min(1.0, max(0.0, math.log(_JUDGED_TO / need) / math.log(_JUDGED_TO / _JUDGED_FROM)))
 
 
 def _balanced(cases: Sequence[Case], values: Sequence[float]) -> float:
-    """Mean over the families of the mean over their prompts."""
+    """Mean over families of the mean over their prompts."""
     by_kind: dict[str, list[float]] = {}
     for case, value in zip(cases, values, strict=True):
         by_kind.setdefault(case.task.kind, []).append(value)
@@ -166,8 +148,8 @@ def _recall(needs: Sequence[float], keep_rate: float) -> float:
 def _keep_curve(
     cases: Sequence[Case], chosen: Sequence[float], default: Sequence[float], margin: float
 ) -> tuple[tuple[int, float], ...]:
-    """By length the smallest share whose recall is within the margin of that at 0.2, and no less than the default's
-    there. A longer prompt has no larger one, and no fewer tokens kept."""
+    """By length, the smallest share with recall within the margin of share 0.2 and no worse than the default. The share
+    never grows with the length, and the number of kept tokens never falls."""
     curve: list[tuple[int, float]] = []
     least = RATES[0]
     for length in sorted({case.task.num_tokens for case in cases}, reverse=True):
@@ -187,7 +169,7 @@ def _keep_curve(
 
 
 def _by_head(cases: Sequence[Case], heads: Sequence[Head]) -> dict[Head, float]:
-    """Recall at the usual share of every head alone."""
+    """Each head's recall at the default share."""
     alone = [(case.judged.alone <= _USUAL).tolist() for case in cases]
     return {head: fmean(float(found[row]) for found in alone) for row, head in enumerate(heads)}
 

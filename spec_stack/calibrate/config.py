@@ -1,4 +1,4 @@
-"""How much a calibration may take, and how sure it has to be. No torch."""
+"""Budget and margins of a calibration. Loads no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Long texts that every machine has: the source of the standard library, and the manuals' English."""
+"""Long texts present on every machine: standard-library source code and its manuals."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MODULES = (
 
 
 def module_source(module: str) -> str:
-    """The source of a standard-library module, found without importing it. Raises ValueError where there is none."""
+    """A standard-library module's source, without importing it. Raises ValueError if it has none."""
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None or not Path(spec.origin).is_file():
         raise ValueError(f"this Python has no source for the module {module!r}")
@@ -28,7 +28,7 @@ def module_source(module: str) -> str:
 
 
 def default_documents() -> list[str]:
-    """Texts of the standard library in two equal halves: source code, and the manuals' English."""
+    """Standard-library texts, half source code and half English manuals."""
     sources = [module_source(module) for module in MODULES]
     from pydoc_data.topics import topics
 

@@ -1,9 +1,5 @@
-"""The questions of calibration: families of needles, each in the kind of text in which such things stand. Pure text.
-
-How it is used: `make_prompt_text(family, number, seed, texts)` gives a long document with a needle in it, the same one
-every time. Prompts of one family look for evidence in one way, so heads are judged on families that did not choose
-them.
-"""
+"""Families of needles, each hidden in fitting text: `make_prompt_text(family, number, seed, texts)`, deterministic. One
+family's prompts need similar evidence, so heads are judged on families that did not select them."""
 
 from __future__ import annotations
 
@@ -104,8 +100,7 @@ def _said_in_other_words(text: str, question: str) -> Wording:
 
 @dataclass(frozen=True)
 class Family:
-    """Needles of one kind. medium: in what they are hidden; in_other_words: question and evidence share no telling
-    word."""
+    """Needles of one kind. medium: the surrounding text. in_other_words: question and evidence share no keyword."""
 
     medium: str
     wordings: tuple[Wording, ...]
@@ -200,20 +195,10 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def make_prompt_text(kind: str, number: int, seed: int, texts: Mapping[str, Sequence[str]], size: int) -> Haystack:
-    """A document with a needle of a family in it, and its question.
+    """A document with a needle of a family, and its question.
 
-    Parameters
-    ----------
-    kind : str
-        A name of `FAMILIES`.
-    number : int
-        Which one: it goes through the family's wordings in turn.
-    seed : int
-        Draws the rest.
-    texts : mapping of str to sequence of str
-        Documents for the media "text" and "code"; the other media are made up.
-    size : int
-        Characters of the document without the needle, about.
+    kind: a name of `FAMILIES`. number: cycles through the wordings. texts: documents for the media "text" and "code";
+    other media are generated. size: characters without the needle, about.
     """
     rng = random.Random(f"{seed}/{kind}/{number}/{size}")
     family = FAMILIES[kind]
@@ -232,7 +217,7 @@ def _take(lines: Iterator[str], size: int) -> list[str]:
 
 
 def _lines_of(texts: Sequence[str], size: int, rng: random.Random) -> list[str]:
-    """Lines of about so many characters, from a random line of a random text on, going round where it ends."""
+    """Lines of about `size` characters, from a random line of a random text on, wrapping around at its end."""
     lines = rng.choice([text for text in texts if text.strip()]).split("\n")
     at = rng.randrange(len(lines))
     return _take((line for _ in iter(int, 1) for line in lines[at:] + lines[:at]), size)

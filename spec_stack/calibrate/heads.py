@@ -1,8 +1,5 @@
-"""Which heads of a draft find the evidence, and the settings that are tried with them. Pure.
-
-How it is used: `Ranks(cases, heads).needs(setting, case)` is the share of a prompt that a setting needs, with heads
-that were ranked on the other families of prompts.
-"""
+"""Ranking of a draft's heads, and the candidate settings, without models. `Ranks(cases, heads).needs(setting, case)`: a
+prompt's needed share under heads ranked on other families."""
 
 from __future__ import annotations
 
@@ -18,14 +15,14 @@ from spec_stack.calibrate.judged import Judged, needed
 from spec_stack.calibrate.prompts import Task
 
 _NUM_HEADS = (2, 4, 8, 16)
-# Of the layers, for those whose heads may vote: fewer run sooner.
+# Shares of the layers whose heads may vote: fewer layers run sooner.
 _DEPTHS = (1.0, 0.67)
 Head = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A judged prompt and which one it is."""
+    """A judged prompt with its task."""
 
     task: Task
     judged: Judged
@@ -33,17 +30,17 @@ class Case:
 
 @dataclass(frozen=True)
 class Setting:
-    """A way to score: so many heads, of the first `depth` layers; without heads, words alone."""
+    """A scoring setting: this many heads of the first `depth` layers; BM25 alone without heads."""
 
     num_heads: int
     depth: int = 1 << 30
 
     def scores(self, judged: Judged, heads: Sequence[int]) -> torch.Tensor:
-        """Scores (num_units,) as the selection rule gives them, of the heads in these rows."""
+        """Scores (num_units,) of the heads in these rows, as in the selection rule."""
         return judged.by_head[list(heads)].mean(dim=0) if self.num_heads else judged.words
 
     def fields(self, heads: Sequence[Head]) -> dict[str, Any]:
-        """The fields of PrefillConfig that it sets."""
+        """The setting's fields of PrefillConfig."""
         if not self.num_heads:
             return {"unit": "lines", "scorer": "bm25"}
         return {
@@ -61,7 +58,7 @@ WORDS = Setting(0)
 
 
 def settings_of(heads: Sequence[Head]) -> list[Setting]:
-    """The settings that are tried for a draft with these heads."""
+    """The candidate settings of a draft with these heads."""
     num_layers = 1 + max(layer for layer, _ in heads)
     depths = dict.fromkeys(math.ceil(share * num_layers) for share in _DEPTHS)
     numbers = [number for number in _NUM_HEADS if number < len(heads)] or [len(heads)]
@@ -69,15 +66,8 @@ def settings_of(heads: Sequence[Head]) -> list[Setting]:
 
 
 class Ranks:
-    """Ranks the draft's heads by how small a share of the prompts they need, each by itself.
-
-    Parameters
-    ----------
-    cases
-        Those that choose.
-    heads
-        The (layer, head) of every row.
-    """
+    """Ranks heads by the share of the prompts that each needs alone. cases: the selecting prompts. heads: (layer, head)
+    of each row."""
 
     def __init__(self, cases: Sequence[Case], heads: Sequence[Head]) -> None:
         self._layers = torch.tensor([layer for layer, _ in heads])
@@ -88,7 +78,7 @@ class Ranks:
             self._by_kind[kind] = torch.stack(own).mean(dim=0)
 
     def best(self, setting: Setting, without: Collection[str] = ()) -> list[int]:
-        """Rows of the heads that vote, chosen on all families but some."""
+        """Rows of the voting heads, chosen without these families."""
         if not setting.num_heads:
             return []
         worth = torch.stack([own for kind, own in self._by_kind.items() if kind not in without]).mean(dim=0)
@@ -96,20 +86,20 @@ class Ranks:
         return worth.argsort(descending=True, stable=True)[: setting.num_heads].tolist()
 
     def needs(self, setting: Setting, case: Case) -> float:
-        """The share that a prompt needs, by heads that its own family has not chosen."""
+        """A prompt's needed share, with heads chosen on other families."""
         without = () if case.task.is_guard else (case.task.kind,)
         return need(case, setting.scores(case.judged, self.best(setting, without)))
 
     def cost(self, setting: Setting) -> int:
-        """How many layers a setting runs."""
+        """Number of layers that a setting runs."""
         return 1 + max((self.heads[row][0] for row in self.best(setting)), default=-1)
 
 
 def need(case: Case, scores: torch.Tensor) -> float:
-    """The share of a prompt that scores (num_units,) need."""
+    """The prompt's share needed under scores (num_units,)."""
     return float(needed(case.judged, scores))
 
 
 def _log_worth(need: torch.Tensor) -> torch.Tensor:
-    """How good it is to need so much: the logarithm counts halves alike, and lost is lost."""
+    """Value of needing this share, on a log scale; beyond 0.5 all are equal."""
     return -need.clamp(0.02, 0.5).log()

@@ -1,8 +1,6 @@
-"""One pass of the draft over a prompt, and what is kept of it: enough to judge every setting without another pass.
-
-How it is used: `judge(pair, index, prompt)` makes a `Judged`; `needed(judged, scores)` says how small a share of the
-prompt would hold the evidence if its units were ranked by such scores. A calibration goes on from files of `Judged`.
-"""
+"""A prompt's scores from one draft pass, enough to judge every setting. `judge(pair, index, prompt)` makes a `Judged`,
+which can be stored; `needed(judged, scores)` is the smallest share of the prompt that keeps the evidence under these
+scores."""
 
 from __future__ import annotations
 
@@ -33,22 +31,12 @@ WORDS = PrefillConfig(scorer="bm25")
 
 @dataclass(frozen=True)
 class Judged:
-    """A prompt after the draft's pass, unit by unit.
+    """A prompt's scores per unit after the draft's pass.
 
-    Attributes
-    ----------
-    heads : torch.Tensor
-        (num_heads, 2): layer and head of each row below.
-    by_head : torch.Tensor
-        (num_heads, num_units): what a unit is worth by a head alone (`Units.worth`).
-    words, default : torch.Tensor
-        (num_units,): BM25's scores, and those of the default rule.
-    costs : torch.Tensor
-        (num_units,): tokens of a unit that are not kept anyway.
-    wanted : torch.Tensor
-        (num_units,), bool: holds evidence that is not kept anyway.
-    num_tokens : torch.Tensor
-        Of the prompt, and how many are kept at its ends whatever their scores: (2,).
+    heads: (num_heads, 2), layer and head of each row. by_head: (num_heads, num_units), `Units.worth` by each head
+    alone. words, default: (num_units,), scores of BM25 and of the default rule. costs: (num_units,), tokens of a unit
+    that are not kept anyway. wanted: (num_units,) bool, units with evidence that is not kept anyway. num_tokens: (2,),
+    of the prompt and of its always kept ends.
     """
 
     heads: torch.Tensor
@@ -61,11 +49,11 @@ class Judged:
 
     @cached_property
     def alone(self) -> torch.Tensor:
-        """The share of the prompt that every head by itself needs, (num_heads,)."""
+        """Needed share of the prompt by each head alone, (num_heads,)."""
         return needed(self, self.by_head)
 
     def save(self, file: Path) -> None:
-        """Write it, whole or not at all."""
+        """Write the file atomically."""
         part = file.with_suffix(".part")
         save_file({each.name: getattr(self, each.name).contiguous() for each in fields(self)}, part)
         part.replace(file)
@@ -76,11 +64,8 @@ class Judged:
 
 
 def needed(judged: Judged, scores: torch.Tensor) -> torch.Tensor:
-    """Return the share of a prompt at which all of its evidence is kept, ranked by scores (..., num_units).
-
-    A smaller one may do, where a unit that does not fit is passed over for one of the evidence; a larger one always
-    does.
-    """
+    """The share of a prompt at which all evidence is kept, by scores (..., num_units). Any larger share keeps it too; a
+    smaller one may, if a unit that does not fit is skipped for evidence."""
     num_tokens, num_forced = judged.num_tokens
     order = scores.argsort(dim=-1, descending=True, stable=True)
     spent = judged.costs[order].cumsum(dim=-1)
@@ -92,19 +77,8 @@ def needed(judged: Judged, scores: torch.Tensor) -> torch.Tensor:
 def judge(
     pair: ModelPair, index: CachedModel, prompt: Prompt, on_piece: Callable[[int, float], None] | None = None
 ) -> Judged:
-    """Pass once over what a prompt does not share with the one before it.
-
-    Parameters
-    ----------
-    pair
-        Its target's weights are not used.
-    index
-        The draft (`ModelPair.open_index`), empty or with the prompt before.
-    prompt
-        With its evidence, and in the draft's tokens where these are others.
-    on_piece
-        As `hf.model.CachedModel` has it; what it raises ends the pass.
-    """
+    """Score the part of a prompt that the index does not hold yet. index: the draft (`ModelPair.open_index`), empty or
+    with the previous prompt. on_piece: as in `hf.model.CachedModel`. The target's weights are not used."""
     token_ids, protected = prompt.token_ids, prompt.protected
     pieces = pair.pieces(token_ids)
     draft = open_prompt(pair, index, prompt, on_piece)
@@ -131,7 +105,7 @@ def judge(
 def open_prompt(
     pair: ModelPair, index: CachedModel, prompt: Prompt, on_piece: Callable[[int, float], None] | None = None
 ) -> DraftModel:
-    """The draft with what a prompt shares with the one before it."""
+    """The draft with the prompt's prefix that it shares with the previous prompt."""
     index.on_piece = on_piece
     index.forget_from(num_shared(index.token_ids, draft_ids(prompt)))
     return pair.view_draft(index, prompt.tokenization)
@@ -143,7 +117,7 @@ def draft_ids(prompt: Prompt) -> Sequence[int]:
 
 
 def _marked(units: Units, spans: Sequence[Span]) -> torch.Tensor:
-    """Which tokens (num_tokens,) these spans hold."""
+    """Mask (num_tokens,) of these spans."""
     marked = torch.zeros(units.num_tokens, dtype=torch.bool)
     for start, stop in spans:
         marked[start:stop] = True
@@ -151,5 +125,5 @@ def _marked(units: Units, spans: Sequence[Span]) -> torch.Tensor:
 
 
 def _count(units: Units, marked: torch.Tensor) -> torch.Tensor:
-    """How many tokens of each unit (num_units,) are marked."""
+    """Marked tokens per unit, (num_units,)."""
     return torch.bincount(units.owner, weights=marked.double(), minlength=len(units)).long()

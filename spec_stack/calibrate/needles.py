@@ -1,7 +1,4 @@
-"""Prompts whose evidence is known: needles of several kinds and wordings, hidden in long texts. Pure text.
-
-Made for calibration: what is kept of such a prompt tells which heads, window and share find what a question is about.
-"""
+"""Prompts with known evidence: needles of several kinds and wordings hidden in long texts. Text only."""
 
 from __future__ import annotations
 
@@ -16,19 +13,8 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Needle:
-    """A hidden text, and the question about it.
-
-    Attributes
-    ----------
-    evidence
-        Lines that the answer needs, in order; each is hidden at a place of its own.
-    others
-        Lines that look alike and are not needed.
-    question
-        What is asked after the text.
-    answer
-        What a right answer contains.
-    """
+    """A hidden text with a question. evidence: lines needed for the answer, in order, each hidden at its own place.
+    others: similar lines that are not needed. answer: contained in a correct answer."""
 
     evidence: tuple[str, ...]
     question: str
@@ -38,7 +24,7 @@ class Needle:
 
 @dataclass(frozen=True)
 class Haystack:
-    """A text with a needle in it. spans: half-open character offsets of the evidence's lines in the document."""
+    """A text with a needle. spans: half-open character spans of the evidence lines."""
 
     kind: str
     document: str
@@ -200,7 +186,7 @@ WORDINGS: dict[str, tuple[Wording, ...]] = {
 
 
 def hide(kind: str, needle: Needle, lines: Sequence[str], rng: random.Random) -> Haystack:
-    """Hide a needle's lines between the lines of a text, all at places of their own drawn by rng."""
+    """Hide a needle's lines between a text's lines, at random places."""
     hidden = [(line, True) for line in needle.evidence] + [(line, False) for line in needle.others]
     places = [rng.randint(1, len(lines)) for _ in hidden]
     # Evidence keeps its order, so that a chain can be followed.

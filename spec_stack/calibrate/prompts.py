@@ -1,8 +1,5 @@
-"""The prompts of a calibration: needles hidden in texts, in the pair's own tokens, in the order in which they come.
-
-How it is used: `plan(lengths, count)` says which prompts there are; `PromptMaker(pair, documents, seed).make(task)`
-makes one of them, the same one every time.
-"""
+"""The prompts of a calibration, in tokens and in order. `plan(lengths, count)` lists the tasks; `PromptMaker(pair,
+documents, seed).make(task)` makes one, deterministically."""
 
 from __future__ import annotations
 
@@ -21,18 +18,18 @@ from spec_stack.engine.pair import ModelPair
 from spec_stack.hf.prompt import encode_messages
 from spec_stack.types import DraftTokenization
 
-# What fits models that are made for less than the longest length, needle and template included.
+# Share of the models' length limit; the rest is for needle and template.
 _SHARE_OF_LIMIT = 0.9
-# Every fourth document of the first length chooses nothing, nor does any of the others.
+# Every fourth document of the first length is held out, and every document of other lengths.
 _GUARD_EVERY = 4
 _OTHERS_SHARE = 4
-# Numbers of the others' documents begin here, so that more prompts of the first length change none of them.
+# Document numbers of other lengths start here, so that more prompts at the first length change none of them.
 _OTHERS_FROM = 1000
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A haystack in tokens. spans: half-open, of the evidence; protected: of what is not the user's text."""
+    """A haystack in tokens. spans: half-open, of the evidence. protected: of everything but user text."""
 
     token_ids: list[int]
     spans: tuple[Span, ...]
@@ -42,8 +39,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Task:
-    """One prompt that is to be judged: its length, about, its family, which of it, and its shape. is_guard: chooses
-    nothing."""
+    """A prompt to judge: approximate length, family, number and shape. is_guard: held out from the choice."""
 
     num_tokens: int
     kind: str
@@ -53,8 +49,8 @@ class Task:
 
 
 def plan(lengths: Sequence[int], count: int) -> list[Task]:
-    """The prompts in order: those of the shortest length, families and shapes in turn, then a quarter as many of every
-    other length, lengths in turn. `count` is the number at the shortest. Prompts of one document follow each other."""
+    """The tasks in order: `count` at the shortest length, then a quarter as many at every other length. Families and
+    shapes alternate, then lengths. Prompts of one document are adjacent."""
     first, *others = sorted(set(lengths))
     tasks = list(islice(_first_tasks(first), count))
     number = max(1, count // _OTHERS_SHARE)
@@ -72,19 +68,19 @@ def _first_tasks(length: int) -> Iterator[Task]:
 
 def _longer_tasks(length: int) -> Iterator[Task]:
     for at in count_from():
-        # Neighbours in the list are alike (a log, and a log in other words).
+        # Adjacent families are similar (a log, and a log in other words).
         kind = list(FAMILIES)[at * 3 % len(FAMILIES)]
         for shape in GROUPS[at % len(GROUPS)]:
             yield Task(length, kind, _OTHERS_FROM + at, True, shape)
 
 
 def fitting(pair: ModelPair, lengths: Sequence[int]) -> list[int]:
-    """The lengths that the pair can score, the longer ones cut to what fits. Raises ValueError where none is left."""
+    """The lengths that the pair can score, longer ones truncated. Raises ValueError if none is left."""
     limit = min(pair.max_positions) - 2 * PrefillConfig.look_ahead
     longest = min(limit, pair.scoring_limit or limit)
     fitting = {length for length in lengths if length <= _SHARE_OF_LIMIT * longest}
     cut = round(_SHARE_OF_LIMIT * longest)
-    # A cut length that is hardly more than the one before it says nothing new.
+    # A truncated length close to the previous one adds nothing.
     if len(fitting) < len(set(lengths)) and cut >= 1.5 * max(fitting, default=min(lengths) / 4):
         fitting.add(cut)
     if not fitting:
@@ -93,17 +89,7 @@ def fitting(pair: ModelPair, lengths: Sequence[int]) -> list[int]:
 
 
 class PromptMaker:
-    """Makes the prompts of a plan.
-
-    Parameters
-    ----------
-    pair
-        With a tokenizer.
-    documents
-        Texts to hide needles in; none is the standard library's source and manuals.
-    seed
-        Draws the needles.
-    """
+    """Makes a plan's prompts. documents: texts for needles; by default the standard library's source and manuals."""
 
     def __init__(self, pair: ModelPair, documents: Sequence[str], seed: int) -> None:
         self._pair, self._seed = pair, seed
@@ -115,11 +101,11 @@ class PromptMaker:
         self._texts = {"text": own or manuals, "code": own or code}
 
     def make(self, task: Task) -> Prompt:
-        """Make a prompt, at most as long as asked for but for its needle's distractors; the shapes of a document share
-        it. Raises ValueError where the draft cannot score it."""
+        """Make a prompt of at most the task's length plus distractors; a document's shapes share it. Raises ValueError
+        if the draft cannot score it."""
         tokenizer = self._pair.tokenizer
         size = 3 * task.num_tokens
-        # Twice is enough: the second time the tokens of such a text are known.
+        # Two tries suffice: the second knows the text's token count.
         for _ in range(2):
             haystack = make_prompt_text(task.kind, task.number, self._seed, self._texts, size)
             num_tokens = len(encode_haystack(tokenizer, haystack, LONGEST).token_ids)
@@ -132,7 +118,7 @@ class PromptMaker:
 
 
 def encode_haystack(tokenizer: Any, haystack: Haystack, shape: str) -> Prompt:
-    """A haystack as the model is asked it, in a shape of `SHAPES`: its tokens, and where the evidence is among them."""
+    """Tokens of a haystack in a shape of `SHAPES`, and the evidence's token spans."""
     content = SHAPES[shape](haystack.document, haystack.question)
     return encode_evidence(tokenizer, [{"role": "user", "content": content}], haystack.document, haystack.spans)
 
@@ -140,8 +126,8 @@ def encode_haystack(tokenizer: Any, haystack: Haystack, shape: str) -> Prompt:
 def encode_evidence(
     tokenizer: Any, messages: Sequence[Mapping[str, str]], document: str, spans: Sequence[Span]
 ) -> Prompt:
-    """Messages in tokens; spans are half-open character offsets of the evidence in the document, which stands in one of
-    the messages. Without a chat template the prompt is the last message's text."""
+    """Messages in tokens, and the evidence's token spans. spans: half-open character spans in the document. The
+    document is part of one message. Without a chat template the prompt is the last message's text."""
     if getattr(tokenizer, "chat_template", None):
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
@@ -150,7 +136,7 @@ def encode_evidence(
         text = messages[-1]["content"]
         encoded = tokenizer(text, return_offsets_mapping=True, verbose=False)
         protected = []
-    # A template may trim the ends of what it is given, never the middle.
+    # A template may strip a content's ends, never its middle.
     base = text.find(document.strip()) - (len(document) - len(document.lstrip()))
     offsets = encoded["offset_mapping"]
 

@@ -1,4 +1,4 @@
-"""A calibration for people: as a table in a terminal, and as a picture."""
+"""Reports of a calibration: a terminal table and a plot."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _COLOURS = {"default": "black", "BM25": "tab:orange"}
 
 
 def format_calibration(calibration: Calibration) -> str:
-    """Return what was chosen and what it keeps, as a table for a terminal."""
+    """The choice and its recall as a terminal table."""
     config = calibration.apply()
     lines = [f"chosen: {describe_setting(config)}"]
     if config.scoring_heads:
@@ -31,7 +31,7 @@ def format_calibration(calibration: Calibration) -> str:
 
 
 def _by_length(calibration: Calibration) -> list[str]:
-    """Tell what is kept at every length and share, by rule."""
+    """Recall at every length and share, by rule."""
     rates = list(dict.fromkeys(point.keep_rate for point in calibration.points))
     found = {(point.setting, point.num_tokens, point.keep_rate): point.recall for point in calibration.points}
     lines = [f"{'evidence kept at':32}" + "".join(f"{rate:7.3g}" for rate in rates)]
@@ -53,19 +53,14 @@ def _by_kind(calibration: Calibration) -> list[str]:
 
 
 def check_plots() -> None:
-    """Raise ValueError where there is no matplotlib."""
+    """Raise ValueError without matplotlib."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError(f"plots need matplotlib: {how_to_install('experiments')}")
 
 
 def plot_calibration(calibration: Calibration, path: str | Path) -> None:
-    """Recall against the share kept, a panel per length, the chosen share marked; written to an image file.
-
-    Raises
-    ------
-    ValueError
-        Without matplotlib.
-    """
+    """Plot recall against the kept share, one panel per length, with the chosen share marked. Raises ValueError without
+    matplotlib."""
     check_plots()
     from matplotlib.figure import Figure
 

@@ -1,8 +1,5 @@
-"""Finds which heads of a draft find what a question is about, and how small a share of a prompt they need.
-
-One dense pass of the draft a prompt; every setting is judged by what is kept of that pass, without another. What was
-judged lies in a working folder, from which an interrupted calibration goes on. The target's weights are not needed.
-"""
+"""Calibration: one dense draft pass per prompt, from which every setting is judged. Judged prompts are stored in a
+working folder, so that an interrupted calibration resumes. The target's weights are not needed."""
 
 from __future__ import annotations
 
@@ -32,11 +29,11 @@ from spec_stack.prefill.cost import Shape, break_even
 from spec_stack.prefill.shipped import sketch
 from spec_stack.prefill.units import make_units
 
-# Of the budget, for the prompts of the shortest length, where there are others; and for the last words.
+# Shares of the budget for the shortest length, if there are others, and for the final choice.
 _SHARE_OF_FIRST = 0.75
 _RESERVE = 0.02
 _NEVER = 1 << 30
-# Raise it where a judged prompt would be another: by its rules, or by what its file holds.
+# Increase it when judged prompts change: their rules or their file contents.
 _FORMAT = 3
 Progress = Callable[[int, int, str], None]
 
@@ -46,7 +43,7 @@ def silent(done: int, total: int, what: str) -> None:
 
 
 class _BudgetSpentError(Exception):
-    """The time is over in the middle of a pass."""
+    """The budget ended during a pass."""
 
 
 def calibrate(
@@ -66,35 +63,35 @@ def calibrate(
     Parameters
     ----------
     pair
-        With a tokenizer. Of its target only the configuration is used (`ModelPair.load(..., target_weights=False)`).
+        A pair with a tokenizer. Only its target's configuration is used (`ModelPair.load(..., target_weights=False)`).
     documents
-        Texts to hide needles in, the user's own at best; none is source code and manuals of the standard library.
+        Texts to hide needles in, ideally the user's own; by default the standard library's source code and manuals.
     lengths
-        Of the prompts, in tokens. Those that the models are not made for become one that just fits them.
+        Prompt lengths in tokens. Lengths over the models' limit are replaced by one that just fits.
     prompts_per_length
-        At the shortest length, where heads and setting are chosen; a quarter as many at the others, which tell the
-        share to keep. More make the choice surer, and take longer.
+        Prompts at the shortest length, where heads and setting are chosen; other lengths use a quarter as many to
+        choose the share. More prompts make the choice more reliable and slower.
     margin
-        Recall that may be given up, by a smaller share, against what the chosen setting keeps at 0.2.
+        Recall that a smaller share may lose against share 0.2.
     seed
-        Draws the needles.
+        Seed of the needles.
     budget_s
-        Seconds, after which it chooses by what it has.
+        Seconds after which it chooses from the prompts judged so far.
     work : str or Path, optional
-        A folder, made where it is missing, in which every judged prompt is kept at once; a later call with the same
-        draft, texts and seed takes it from there. None keeps nothing.
+        A folder, created if missing, that stores every judged prompt; a later call with the same draft, texts and seed
+        reuses it. None stores nothing.
     progress
-        Told how many prompts are judged, of how many, and what would be chosen now.
+        Called with the number of judged prompts, their total, and the current choice.
 
     Returns
     -------
     Calibration
-        To be saved beside the draft, or applied to a PrefillConfig. `unfinished` says how many prompts are left.
+        To save beside the draft, or to apply to a PrefillConfig. `unfinished` is the number of prompts left.
 
     Raises
     ------
     ValueError
-        Without a tokenizer, where no length fits the models, and for numbers out of their range.
+        Without a tokenizer, if no length fits the models, and for numbers out of range.
     """
     started = monotonic()
     CalibrateConfig(lengths, prompts_per_length, margin, budget_s, seed)
@@ -113,7 +110,7 @@ def calibrate(
         cases: list[Case] = []
         preview = _Preview(margin)
         for task in tasks:
-            # To make a prompt takes time too, and nothing comes of it where it can be neither judged nor found.
+            # Making a prompt takes time, wasted if it can be neither judged nor found.
             if not (clock.has_time(task) or _prefix(task) in held):
                 continue
             prompt = maker.make(task)
@@ -130,7 +127,7 @@ def calibrate(
 
 
 class _Preview:
-    """Says what would be chosen now, no more often than costs a tenth of the time."""
+    """Reports the current choice, using at most a tenth of the time."""
 
     def __init__(self, margin: float) -> None:
         self._margin, self._next, self._text = margin, 0.0, ""
@@ -144,7 +141,7 @@ class _Preview:
 
 
 class _Budget:
-    """Judges prompts while there is time, by what those before have taken."""
+    """Judges prompts within the budget, by the measured speed of earlier ones."""
 
     def __init__(self, started: float, seconds: float, tasks: Sequence[Task]) -> None:
         lengths = [task.num_tokens for task in tasks]
@@ -152,16 +149,16 @@ class _Budget:
         self._end = started + (1 - _RESERVE) * seconds
         share = _SHARE_OF_FIRST if max(lengths) > self._first else 1.0
         self._end_of_first = started + share * (1 - _RESERVE) * seconds
-        # Seconds a token, and tokens, of the last pass over a whole document.
+        # Seconds per token, and tokens, of the last pass over a whole document.
         self._before = 0.0, 1
 
     def has_time(self, task: Task) -> bool:
-        """Return whether a prompt of this length may be judged by the end, as far as is known."""
+        """Whether a prompt of this length probably fits into the remaining budget."""
         end = self._end_of_first if task.num_tokens == self._first else self._end
         return monotonic() + self._expected(task.num_tokens) < end
 
     def judge(self, pair: ModelPair, index: CachedModel, task: Task, prompt: Prompt) -> Judged | None:
-        """Judge a prompt; None where there is no time for it."""
+        """Judge a prompt; None if the budget ends."""
         if not self.has_time(task):
             return None
         begun, num_tokens = monotonic(), len(prompt.token_ids)
@@ -176,7 +173,7 @@ class _Budget:
 
     def _expected(self, num_tokens: int) -> float:
         a_token, at = self._before
-        # Attention grows with the length, and is a part of a pass.
+        # Attention grows with the length and is part of a pass.
         return a_token * num_tokens * math.sqrt(max(1.0, num_tokens / at))
 
     def _stop_late(self, num_tokens: int, share_done: float) -> None:
@@ -189,7 +186,7 @@ def _prefix(task: Task) -> str:
 
 
 def _digest(pair: ModelPair, prompt: Prompt, identity: str) -> str:
-    """Tell a judged prompt from that of another draft, text or rule of units."""
+    """A digest of the prompt, draft, text and unit rules."""
     ids = prompt.token_ids
     borders = make_units(len(ids), pair.pieces(ids), BY_HEAD).borders
     what = json.dumps([identity, ids, prompt.spans, prompt.protected, borders, _FORMAT])
@@ -238,7 +235,7 @@ def _result(
 
 
 def _shortest(target: Any, draft: Any, config: PrefillConfig, cases: Sequence[Case], notes: list[str]) -> int:
-    """The shortest prompt that is pruned: none that was not tried, and none that gains nothing by the counted cost."""
+    """The shortest prompt that is pruned: one that was tried, with an estimated gain."""
     tried = min(case.task.num_tokens for case in cases)
     try:
         even = break_even(Shape.of(target), Shape.of(draft), config)

@@ -1,8 +1,6 @@
-"""The shapes of calibration's prompts: where the question stands, and what stands around it. Pure text.
-
-How it is used: `SHAPES[shape](document, question)` is the text of one user message. `GROUPS` says which shapes a
-document is asked in: those that begin with the document share the draft's pass over it.
-"""
+"""Shapes of calibration prompts: the place of the question and the text around it. `SHAPES[shape](document, question)`
+is a user message's text. `GROUPS` lists each document's shapes; those that start with the document share the draft's
+pass."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The parser of the command line, and the requests and settings that its arguments mean.
-
-Reads no model. The commands are in `cli`.
-"""
+"""The command-line parser, and conversion of its arguments to requests and settings. Loads no model."""
 
 from __future__ import annotations
 
@@ -39,7 +36,7 @@ from spec_stack.settings.options import meaning
 
 DEMO_TOKENS = 8200
 _SILENT_S = 1.0
-# Options of `serve`, and what they are read as.
+# Options of `serve`, and their parsers.
 SERVED: dict[str, Callable[[str], Any]] = {
     "host": str,
     "port": int,
@@ -72,7 +69,7 @@ _EXAMPLES = """examples:
 
 
 def _or_none(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Let a flag take "none" too."""
+    """Let a flag accept "none"."""
 
     def read_or_none(text: str) -> Any:
         return None if text == NONE else read(text)
@@ -82,19 +79,19 @@ def _or_none(read: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def heads(text: str) -> tuple[tuple[int, int], ...]:
-    """Read "13.0,13.13": layer.head pairs."""
+    """Parse "13.0,13.13" into (layer, head) pairs."""
     pairs = [pair.split(".") for pair in text.split(",")]
     return tuple((int(layer), int(head)) for layer, head in pairs)
 
 
 def window(text: str) -> int | tuple[int, int]:
-    """Read "512", or "8192:512" for a window of 512 in prompts of 8,192 tokens and more."""
+    """Parse "512", or "8192:512" for a window of 512 from 8,192 prompt tokens on."""
     shortest, found, size = text.partition(":")
     return (int(shortest), int(size)) if found else int(text)
 
 
 NONE = "none"
-# The flags of `PrefillConfig`: every field that a calibration decides, so that each can be set beside one, and more.
+# Flags of `PrefillConfig`: every calibrated field, so that each can override a calibration, and more.
 PRUNING: dict[str, Callable[[str], Any]] = {
     "keep_rate": float,
     "min_prompt_tokens": int,
@@ -114,7 +111,7 @@ PRUNING: dict[str, Callable[[str], Any]] = {
 
 
 class OldSwitch(argparse.Action):
-    """Refuses a former flag, naming what took its place."""
+    """Rejects a former flag and names its replacement."""
 
     def __call__(
         self,
@@ -127,7 +124,7 @@ class OldSwitch(argparse.Action):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line. Names, defaults and meanings come from the configuration dataclasses."""
+    """The parser. Names, defaults and help come from the configuration dataclasses."""
     parser = argparse.ArgumentParser(
         prog="spec-stack",
         description="One draft model for both phases: sparse prefill and speculative decoding.",
@@ -314,7 +311,7 @@ def _add_doctor(commands: Any) -> None:
 
 
 def _add_option(parser: argparse.ArgumentParser, config: type, name: str, **settings: Any) -> None:
-    """A flag for a field of a configuration: its name, default and meaning are the field's."""
+    """Add a flag for a configuration field, with the field's name, default and help."""
     settings.setdefault("default", getattr(config, name))
     default = getattr(config, name)
     shown = f" ({default})" if isinstance(default, int | float | str) and default is not False else ""
@@ -377,7 +374,7 @@ def _add_pruning_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def read_prompt(arguments: argparse.Namespace) -> str:
-    """The prompt: a file or standard input, then the argument, as far as there are such."""
+    """The prompt: a file or standard input, followed by the argument."""
     parts = []
     if arguments.file is not None and str(arguments.file) != "-":
         parts.append(read_document(arguments.file))
@@ -391,7 +388,7 @@ def read_prompt(arguments: argparse.Namespace) -> str:
 
 
 def read_prunable(file: Path | None) -> tuple[Any, dict[str, Any] | None]:
-    """Return what `prune` is given, a text or messages, and the request's body around the messages, if any."""
+    """The text or messages for `prune`, and the request body around the messages, if any."""
     if file is not None and str(file) != "-":
         text = read_document(file)
     elif sys.stdin is None or sys.stdin.isatty():
@@ -409,19 +406,19 @@ def read_prunable(file: Path | None) -> tuple[Any, dict[str, Any] | None]:
 
 
 def _standard_input() -> str:
-    """All that comes; somebody who has left a pipe open without knowing it is told what is waited for."""
+    """All of standard input; a hint is printed while an open pipe sends nothing."""
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode
         if stat.S_ISFIFO(mode) and not select.select([sys.stdin], [], [], _SILENT_S)[0]:
             sys.stderr.write("spec-stack: waiting for standard input to end (</dev/null where there is none)\n")
     except (OSError, ValueError):
-        # One that is no file has all its text already.
+        # A stream without a file descriptor never blocks.
         pass
     return sys.stdin.read()
 
 
 def _is_piped() -> bool:
-    """Return whether somebody has sent something to standard input, or means to."""
+    """Whether standard input is a pipe or a file."""
     if sys.stdin is None:
         return False
     try:
@@ -432,10 +429,8 @@ def _is_piped() -> bool:
 
 
 def request_of(arguments: argparse.Namespace, prompt: str, is_chat_model: bool) -> dict[str, Any]:
-    """The options of `SpecStackGenerator.stream` that the command line asks for.
-
-    is_chat_model: whether the target's tokenizer has a chat template, which is used then unless --raw says no.
-    """
+    """Options of `SpecStackGenerator.stream` from the arguments. is_chat_model: whether the target has a chat template,
+    which is used unless --raw is given."""
     request = answer_options(arguments)
     if arguments.raw and arguments.system is not None:
         raise ValueError("--system goes into a chat template, which --raw leaves out")
@@ -465,7 +460,7 @@ def _response_format(arguments: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def answer_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The options of `stream` beside the prompt."""
+    """Options of `stream` without the prompt."""
     return {
         "max_tokens": arguments.max_tokens,
         "temperature": arguments.temperature,
@@ -486,12 +481,12 @@ def answer_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def prefill_of(arguments: argparse.Namespace) -> PrefillConfig:
-    """Return how the command line wants prompts pruned: what it names holds beside a calibration, default or not."""
+    """The prefill configuration; given flags override a calibration, even at their defaults."""
     return PrefillConfig(**{name: getattr(arguments, name) for name in PRUNING if hasattr(arguments, name)})
 
 
 def served_config(arguments: argparse.Namespace) -> SpecStackConfig:
-    """Return what the requests of `serve` find where they name nothing themselves."""
+    """The configuration of `serve`'s requests."""
     prefill = prefill_of(arguments)
     if arguments.sparse_prefill is not None:
         prefill = replace(prefill, sparse_prefill=arguments.sparse_prefill)
@@ -499,7 +494,7 @@ def served_config(arguments: argparse.Namespace) -> SpecStackConfig:
 
 
 def check_writable(path: Path) -> None:
-    """Raise ValueError where no file can be written in the folder, or beside the file, that a path names."""
+    """Raise ValueError if no file can be written at this path."""
     folder = path if path.is_dir() else path.parent
     try:
         with tempfile.TemporaryFile(dir=folder):

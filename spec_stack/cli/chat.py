@@ -1,4 +1,4 @@
-"""A conversation in a terminal, over one session."""
+"""A terminal chat over one session."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ HELP = (
     "/reset begins anew, /help, /quit; what is pasted is one message; Ctrl-C stops an answer"
 )
 _DIM, _PLAIN = "\033[2m", "\033[0m"
-# Seconds within which the next line of a paste arrives.
+# Longest gap in seconds between pasted lines.
 _PASTE_S = 0.05
 
 
 def read_block(prompt: str, source: TextIO | None = None) -> str:
-    """Return the next line, or all lines that were pasted into a terminal at once. Raises EOFError as `input` does."""
+    """The next line, or all pasted lines. Raises EOFError as `input`."""
     source = source or sys.stdin
     lines = [input(prompt)]
     while source.isatty() and select.select([source], [], [], _PASTE_S)[0]:
@@ -36,7 +36,7 @@ def read_block(prompt: str, source: TextIO | None = None) -> str:
 
 
 def read_document(path: Path) -> str:
-    """The text of a file. Raises ValueError where it cannot be read."""
+    """The text of a file. Raises ValueError if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -44,7 +44,7 @@ def read_document(path: Path) -> str:
 
 
 def status_line(metrics: Metrics) -> str:
-    """Return what a turn cost, in one line."""
+    """The cost of a turn in one line."""
     parts = [
         f"{metrics.num_new_tokens} new",
         f"{metrics.num_cached_tokens} cached",
@@ -60,10 +60,8 @@ def status_line(metrics: Metrics) -> str:
 
 
 class Chat:
-    """Reads lines, answers them in one session, and prints below each answer what it cost.
-
-    `settle` is called when a turn has ended, in whatever way; `load_session` reads a session from a file, for /load.
-    """
+    """Answers lines in one session, and prints the cost below each answer. settle: called after every turn.
+    load_session: reads a session file for /load."""
 
     def __init__(
         self,
@@ -88,7 +86,7 @@ class Chat:
         self._documents = list(documents)
 
     def run(self) -> None:
-        """Go on until the input ends or /quit."""
+        """Read lines until end of input or /quit."""
         self._say(HELP, dim=True)
         while True:
             try:
@@ -127,7 +125,7 @@ class Chat:
         self._documents.append(read_document(path))
 
     def _undo(self) -> None:
-        """Take the last turn back; the session does so by itself at the next message."""
+        """Remove the last turn; the session rolls back at the next message."""
         if len(self.messages) <= len(self._head):
             raise ValueError("there is no turn to take back")
         self.messages = self.messages[:-2]
@@ -138,7 +136,7 @@ class Chat:
         return sum(message["role"] == "user" for message in self.messages)
 
     def _stats(self) -> None:
-        """Print what all answers cost, and how many tokens the session holds."""
+        """Print the total cost and the session's cached tokens."""
         costs, session = self._costs, self.session
         self._say(
             f"{self._num_turns} turns · {sum(cost.num_new_tokens for cost in costs)} tokens prefilled or scored, "
@@ -149,7 +147,7 @@ class Chat:
         )
 
     def _save(self, path: Path) -> None:
-        """Write the session to one file, and the messages to another beside it."""
+        """Write the session to a file, and the messages to another file beside it."""
         self.session.save(path)
         said = _messages_of(path)
         said.write_text(json.dumps({"messages": self.messages, "documents": self._documents}), encoding="utf-8")
@@ -165,7 +163,7 @@ class Chat:
         self._say(f"loaded; {self._num_turns} turns", dim=True)
 
     def _answer(self, line: str) -> None:
-        """One turn. The text of an interrupted one stays in the history; a refused one leaves none."""
+        """One turn. An interrupted answer stays in the history; a rejected turn does not."""
         asked = [*self.messages, {"role": "user", "content": "\n\n".join([*self._documents, line])}]
         answer: list[StepOutput] = []
         try:
@@ -184,7 +182,7 @@ class Chat:
             self._say(status_line(metrics), dim=True)
 
     def _stream(self, asked: Sequence[Mapping[str, str]], answer: list[StepOutput]) -> None:
-        """Print an answer as it comes, and append its steps to `answer`."""
+        """Print an answer as it streams, and append its steps to `answer`."""
         with closing(self.session.stream(messages=asked, **self._options)) as outputs:
             try:
                 for output in outputs:
@@ -205,7 +203,7 @@ def _messages_of(path: Path) -> Path:
 
 
 def _read_messages(path: Path) -> tuple[list[dict[str, str]], list[str]]:
-    """Return what /save wrote. Raises ValueError for anything else."""
+    """Read the messages of /save. Raises ValueError for an invalid file."""
     try:
         values = json.loads(read_document(path))
         messages, documents = list(values["messages"]), list(values["documents"])

@@ -1,4 +1,4 @@
-"""The main job on a real document: a large standard-library module, a fact hidden in it, and a question about it."""
+"""Demo on a long document: a standard-library module, a hidden fact, and a question about it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NAMES = ("Alice", "Bruno", "Carla", "Daniel", "Elena", "Felix", "Greta", "Hassa
 
 @dataclass(frozen=True)
 class Question:
-    """A question about a line of a document."""
+    """A question about one line of a document."""
 
     line: str
     text: str
@@ -29,7 +29,7 @@ class Question:
 
 @dataclass(frozen=True)
 class HiddenFact:
-    """A long document with a fact in it. depth: where the fact stands, 0 (start) to 1 (end)."""
+    """A long document with a hidden fact. depth: the fact's relative place, 0 (start) to 1 (end)."""
 
     module: str
     depth: float
@@ -46,14 +46,12 @@ class HiddenFact:
 
 
 def hide_fact(tokenizer: Any, num_tokens: int, seed: int) -> HiddenFact:
-    """The first tokens of a module, with a fact on a line of its own; the seed chooses both.
-
-    Raises ValueError for a module of fewer tokens.
-    """
+    """The first tokens of a module with a fact on its own line; the seed chooses both. Raises ValueError for a module
+    that is too short."""
     rng = random.Random(seed)
     module = MODULES[seed % len(MODULES)]
     source = module_source(module)
-    # Six characters per token is more than code ever needs; it spares the tokenizer the rest of the file.
+    # Code has fewer than six characters per token; the rest of the file need not be tokenized.
     token_ids = tokenizer(source[: 6 * num_tokens], add_special_tokens=False, verbose=False).input_ids[:num_tokens]
     if len(token_ids) < num_tokens:
         raise ValueError(f"module {module!r} has {len(token_ids)} tokens, fewer than the {num_tokens} asked for")
@@ -70,7 +68,7 @@ def _asked(adjective: str, name: str, code: str) -> Question:
 
 
 def hide_more(fact: HiddenFact, seed: int) -> tuple[str, list[Question]]:
-    """The document with facts about four other people, in the same wording, for the turns after the first."""
+    """The document with similar facts about four other people, for later turns."""
     rng = random.Random(f"more {seed}")
     names = rng.sample([name for name in _NAMES if f" {name}" not in fact.question], 4)
     questions = [_asked(rng.choice(_ADJECTIVES), name, str(rng.randint(10000, 99999))) for name in names]
@@ -95,10 +93,10 @@ def run_demo(
     repeats: int = 3,
     progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Ask about the hidden fact and continue the document, in both modes in turn; medians of `repeats` runs.
+    """Ask for the hidden fact and continue the document, sparse and dense in turn; medians of `repeats` runs.
 
-    The question gives the time to first token, the continuation the decoding speed. "lossless": speculation gave the
-    tokens of plain greedy decoding over the same sparse prefill.
+    The question measures the time to first token, the continuation the decoding speed. "lossless": speculative tokens
+    equal plain greedy tokens over the same sparse prefill.
     """
     fact = hide_fact(generator.tokenizer, num_tokens, seed)
     needed = len(generator.tokenizer(fact.document).input_ids) + _NUM_CONTINUED
@@ -137,10 +135,8 @@ def run_conversation(
     repeats: int,
     progress: Callable[[str], None] = lambda _: None,
 ) -> list[dict[str, Any]]:
-    """Three turns over a session, and over a dense one; medians of `repeats`.
-
-    The first asks for the hidden fact, the others for the facts of which its selection kept least.
-    """
+    """Three turns in a session and in a dense one; medians of `repeats`. The first turn asks for the hidden fact, later
+    ones for the facts that the selection kept least."""
     document, questions = hide_more(fact, seed)
     asked = [Question("", fact.question, fact.answer)]
     runs: dict[str, list[list[GenerationResult]]] = {"session": [], "dense": []}
@@ -167,7 +163,7 @@ def run_conversation(
 def _dropped_first(
     tokenizer: Any, message: Mapping[str, str], questions: list[Question], session: Session
 ) -> list[Question]:
-    """The questions, sorted by the share of their line that the target holds, least first."""
+    """Questions sorted by the kept share of their line, least first."""
     text = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
     offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False).offset_mapping
     dropped = set(session.dropped_positions)
@@ -194,7 +190,7 @@ def _summarise_turn(
         "restored_tokens": metrics.num_restored_tokens,
         "ttft_s": median(result.metrics.ttft_s for result in results),
         "dense_ttft_s": median(result.metrics.ttft_s for result in dense),
-        # Of the whole answer: most of a short one comes with its first token.
+        # Over the whole answer: most of a short answer comes with its first token.
         "tokens_per_s": median(len(result.token_ids) / result.metrics.total_s for result in results),
         "dense_tokens_per_s": median(len(result.token_ids) / result.metrics.total_s for result in dense),
         "answer": results[-1].text,
@@ -219,7 +215,7 @@ def _summarise(fact: HiddenFact, answers: list[GenerationResult], texts: list[Ge
 
 
 def format_demo(report: dict[str, Any]) -> str:
-    """The report as a table for a terminal."""
+    """The report as a terminal table."""
     columns = list(report["modes"].values())
     acceptance = ["–" if c["acceptance_rate"] is None else f"{c['acceptance_rate']:.0%}" for c in columns]
     speeds = [f"{c['decode_tokens_per_s']:.0f} tokens/s" for c in columns]
@@ -248,14 +244,14 @@ def format_demo(report: dict[str, Any]) -> str:
 
 
 def _aligned(table: list[tuple[str, ...]]) -> list[str]:
-    """Rows of cells as lines, with a rule below the first."""
+    """Rows of cells as aligned lines, with a rule below the first."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
     return [lines[0], "-" * max(map(len, lines)), *lines[1:]]
 
 
 def _format_turns(turns: list[dict[str, Any]]) -> list[str]:
-    """The conversation as a table: a session beside dense prefill with plain decoding, which keeps its cache too."""
+    """The conversation as a table: a session beside dense prefill with plain decoding and a cache."""
     table: list[tuple[str, ...]] = [
         ("turn", "new", "cached", "kept", "restored", "TTFT", "dense", "tokens/s", "dense", "found", "dense")
     ]

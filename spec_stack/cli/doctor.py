@@ -1,4 +1,4 @@
-"""Facts for `spec-stack doctor`: what is installed, which device there is, whether a pair fits together."""
+"""Report of `spec-stack doctor`: installed packages, device, and compatibility of a pair."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from spec_stack.prefill.shipped import choose_calibration, sketch_of_files
 from spec_stack.tokenizers.vocabulary import Vocabulary, compare
 
 _PACKAGES = ("spec-stack", "torch", "transformers", "tokenizers", "safetensors", "numpy")
-# Prompts whose gain is told.
+# Prompt lengths of the gain estimate.
 _LENGTHS = (2048, 8192, 32768, 131072)
 _OPTIONAL = ("scikit-learn", "bitsandbytes", "accelerate", "xgrammar", "sglang")
-# With more weights than so many times its target's a draft is refused; rows of padding alone make it a little larger.
+# Largest draft in target weights; padding rows alone make it slightly larger than 1.
 _ROUGHLY_AS_LARGE = 1.1
 
 
@@ -41,10 +41,8 @@ def diagnose(
     device: str | None,
     draft_precision: str = LoadConfig.draft_precision,
 ) -> dict[str, Any]:
-    """A report of plain values. report["problem"] holds the reason where the pair cannot be used, else None.
-
-    Reads configurations, tokenizers and the shapes of weights, never the weights.
-    """
+    """A report of plain values; report["problem"] is the reason against the pair, or None. Reads configs, tokenizers
+    and weight shapes, never weights."""
     report: dict[str, Any] = {
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in (*_PACKAGES, *_OPTIONAL)},
@@ -89,10 +87,8 @@ def diagnose(
 
 
 def _describe_decoding(target: Any, draft: Any, precisions: tuple[Precision, Precision]) -> str:
-    """Return what bounds decoding, by the weights that a step reads.
-
-    Raises ValueError for a draft that is larger than its target.
-    """
+    """The bound on decoding speed by the weights read per step. Raises ValueError for a draft larger than its
+    target."""
     sizes = [estimate_bytes(config, each) for config, each in zip((target, draft), precisions, strict=True)]
     share = sizes[1] / sizes[0]
     if num_weights(draft) > _ROUGHLY_AS_LARGE * num_weights(target):
@@ -113,7 +109,7 @@ def _describe_predictor(file: Path) -> str:
 
 
 def _describe_prefill(draft: str, target_config: Any, draft_config: Any) -> tuple[str, str]:
-    """The calibration, and what sparse prefill gains, as counted."""
+    """The calibration, and the estimated gain of sparse prefill."""
     target, drafting = (architectures.text_config(config) for config in (target_config, draft_config))
     calibration, problem = choose_calibration(draft, None, (target, drafting), lambda: sketch_of_files(draft))
     counted = _describe_counted(target, drafting, PrefillConfig() if calibration is None else calibration.apply())
@@ -164,7 +160,7 @@ def _describe_vocabulary(vocabulary: Vocabulary) -> dict[str, Any]:
 
 
 def _support(target: Any, draft: Any) -> dict[str, str]:
-    """Return what of the pair is exact, approximate or refused, and why."""
+    """Exact, approximate and unsupported features of the pair, with reasons."""
     of_target, of_draft = architectures.abilities(target), architectures.abilities(draft)
     return {
         "the draft scores prompts": str(of_draft.score),
@@ -198,8 +194,7 @@ def _describe(source: str, whole: Any, device: torch.device) -> dict[str, Any]:
 
 
 def _memory_mb(config: Any, device: torch.device) -> dict[str, float] | str:
-    """Return what the weights take in memory at each precision; prepacking keeps the last layer, and small ones,
-    twice."""
+    """Weight memory at each precision in MB; prepacking duplicates the last layer and small layers."""
     stored = stored_precision(config)
     if stored is not None:
         return f"as stored ({stored})"

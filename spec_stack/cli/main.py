@@ -73,7 +73,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     finally:
         if line is not None:
             line.clear()
-        # Also of what was interrupted.
+        # Interrupted answers count too.
         if arguments.records is not None and outputs:
             add_records([output.record for output in outputs], arguments.records)
     last = outputs[-1]
@@ -95,20 +95,12 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 
 def _progress_line() -> ProgressLine | None:
-    """Only for somebody who sits at a terminal."""
+    """A progress line, only on a terminal."""
     return ProgressLine(sys.stderr) if sys.stderr is not None and sys.stderr.isatty() else None
 
 
 class ProgressLine:
-    """Tells on one line how far a prefill has come, where it takes longer than a moment; leaves nothing behind.
-
-    Parameters
-    ----------
-    out : file
-        Where it is written.
-    wait_s : float
-        Seconds for which nothing is said.
-    """
+    """Shows a prefill's progress on one line of `out` after `wait_s` seconds, and erases it afterwards."""
 
     def __init__(self, out: TextIO, wait_s: float = 1.0) -> None:
         self._out, self._wait_s = out, wait_s
@@ -124,7 +116,7 @@ class ProgressLine:
             self._text = f"\r{phase:8} [{'#' * round(20 * share):20}] {num_done}/{num_total}"
             if self._timer is None:
                 self._began = perf_counter()
-                # A prefill of one chunk tells of nothing between its beginning and its end.
+                # A prefill of one chunk reports nothing between its start and end.
                 self._timer = threading.Timer(self._wait_s, self._break_silence)
                 self._timer.daemon = True
                 self._timer.start()
@@ -134,7 +126,7 @@ class ProgressLine:
             self.clear()
 
     def clear(self) -> None:
-        """Take the line away: the prefill has ended, or was ended."""
+        """Erase the line."""
         with self._lock:
             if self._timer is not None:
                 self._timer.cancel()
@@ -247,7 +239,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     out = arguments.out or arguments.draft
     if out is None or not (Path(out).is_dir() or Path(out).parent.is_dir()):
         raise ValueError("say with --out which file or folder the result goes to")
-    # What would fail after minutes of work fails now.
+    # Errors must show before minutes of work.
     check_writable(Path(out))
     if arguments.plot is not None:
         check_plots()
@@ -275,7 +267,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
         prompts_per_length=arguments.prompts,
         margin=arguments.margin,
         seed=arguments.seed,
-        # To load a model is part of what the user waits for.
+        # The user's waiting time includes loading the model.
         budget_s=max(0.001, 60 * arguments.budget - (monotonic() - started)),
         work=work,
         progress=show,
@@ -292,7 +284,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
 
 
 def _work_beside(out: Path) -> Path:
-    """Where a calibration keeps what it judged, where nobody says."""
+    """The default folder for a calibration's judged prompts."""
     from spec_stack.prefill.calibration import FILE_NAME
 
     file = out / FILE_NAME if out.is_dir() else out
@@ -365,7 +357,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _measured(arguments: argparse.Namespace) -> list[str]:
-    """Return what a pair does on this machine, line by line."""
+    """Measurements of a pair on this machine, line by line."""
     from spec_stack.cli.measure import lines, measure
 
     if not arguments.minutes > 0:
@@ -405,16 +397,16 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point: 0 done, 1 the pair does not fit (doctor), 2 bad input, 130 interrupted."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # A character that the encoding lacks is written as its escape, as on stderr; JSON is ASCII.
+        # A character outside the encoding is escaped, as on stderr; JSON is ASCII.
         sys.stdout.reconfigure(errors="backslashreplace")
     arguments = argparse.Namespace()
     try:
-        # First: the parser lists what they register.
+        # Before the parser is built: it lists registered names.
         import_plugins()
         arguments = build_parser().parse_args(argv)
         return COMMANDS[arguments.command](arguments)
     except BrokenPipeError:
-        # The reader has gone; point stdout elsewhere, or the interpreter complains when it flushes.
+        # The reader has closed the pipe; without this the interpreter fails when it flushes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (ValueError, OSError, ImportError) as error:

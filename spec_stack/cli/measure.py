@@ -1,9 +1,6 @@
-"""Is a pair worth it here? Short runs of it on this machine, and what follows for prompts of other lengths.
-
-TTFT at a length n is taken to be a·n + b·n² dense, and c + a·n + b·n² sparse: n for the layers, n² for attention. Two
-lengths give a and b of the dense prompt and of the draft's own pass; the sparse b is the draft's and what is left of
-the target's at the keep rate, and two sparse prompts give the rest.
-"""
+"""Short runs of a pair on this machine, and predictions for other prompt lengths. TTFT at length n: dense a·n + b·n²,
+sparse c + a·n + b·n² (layers and attention). Two lengths fit the dense curve and the draft's pass; the sparse b is the
+draft's plus the target's at the keep rate, and two sparse prompts fit the rest."""
 
 from __future__ import annotations
 
@@ -23,15 +20,15 @@ Timer = Callable[[], float]
 LENGTH = 512
 """Length of the shorter prompt."""
 _LONGEST = 8192
-# Seconds of the shorter prompt from which the longer one is twice as long, not four times; and those up to which the
-# longer one may grow on, since what is foretold is the better for it.
+# If the shorter prompt takes this many seconds, the longer one is twice as long, not four times; and the seconds up to
+# which the longer prompt may grow, for a better prediction.
 _SLOW_S, _QUICK_S = 10.0, 4.0
 _TOLD = (2048, 8192, 32768)
 _REPEATS = 2
 _STEPS = 7
 _CACHED = 256
 _ANSWER_TOKENS = 48
-# What tokens/s and TTFT have to gain to be worth the draft's memory.
+# Least gain in tokens/s or TTFT that justifies the draft's memory.
 _LEAST_GAIN = 1.1
 _PROMPTS = {
     "code": "Write a Python function that merges two sorted lists into one sorted list, with a docstring.",
@@ -47,7 +44,7 @@ _TEXT = (
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds at a length: start + linear·n + square·n²."""
+    """Seconds by length: start + linear·n + square·n²."""
 
     linear: float
     square: float
@@ -55,45 +52,30 @@ class Curve:
 
     @classmethod
     def through(cls, points: Sequence[tuple[int, float]]) -> Curve:
-        """The curve without a start through two points; a straight line where attention does not show."""
+        """The curve through two points with start 0; a line if attention is negligible."""
         (n1, s1), (n2, s2) = points
         square = max(0.0, (s2 / n2 - s1 / n1) / (n2 - n1))
         return cls(max(0.0, s2 / n2 - square * n2), square)
 
     @classmethod
     def with_square(cls, points: Sequence[tuple[int, float]], square: float) -> Curve:
-        """The curve of a known square through two points."""
+        """The curve through two points with a known square term."""
         (n1, s1), (n2, s2) = [(n, seconds - square * n * n) for n, seconds in points]
         linear = max(0.0, (s2 - s1) / (n2 - n1))
         return cls(linear, square, max(0.0, s2 - linear * n2))
 
     def at(self, num_tokens: int) -> float:
-        """Seconds at this length."""
         return self.start + self.linear * num_tokens + self.square * num_tokens**2
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The runs' seconds, by the timer they were given.
+    """Measurements of the runs, in seconds of the given timer.
 
-    Parameters
-    ----------
-    dense, sparse, draft : dict of int to list of float
-        TTFT of a dense and of a sparse prompt, and the draft's own pass over it, by length.
-    keep_rate : float
-        Of the sparse prompts.
-    step_s, block_s, draft_step_s : float
-        A forward of one token of the target, of five, and of one of the draft.
-    plain, drafted : dict of str to float
-        Tokens per second by prompt, without and with the draft.
-    num_proposed, num_accepted : int
-        Drafted tokens of all prompts together.
-    max_positions : int
-        That both models have.
-    weight_bytes, cache_bytes : int
-        Of both models: their weights, and their caches per token.
-    window_from : int or None
-        The shortest prompt with a window, where none that was run had one.
+    dense, sparse, draft: TTFT of dense and sparse prompts and the draft's pass, by length. step_s, block_s,
+    draft_step_s: a target forward of one token and of five, and a draft forward of one. plain, drafted: tokens per
+    second by prompt, without and with the draft. max_positions: of both models. cache_bytes: of both models per token.
+    window_from: the shortest windowed prompt, if no run was windowed.
     """
 
     dense: dict[int, list[float]]
@@ -114,35 +96,33 @@ class Measured:
 
     @property
     def dense_curve(self) -> Curve:
-        """The curve of dense TTFT."""
         return Curve.through(_medians(self.dense))
 
     @property
     def sparse_curve(self) -> Curve:
-        """The curve of sparse TTFT."""
         square = self.keep_rate**2 * self.dense_curve.square + Curve.through(_medians(self.draft)).square
         return Curve.with_square(_medians(self.sparse), square)
 
     @property
     def spread(self) -> float:
-        """Largest deviation of a run from the median of its kind, as a share of it; what a range is made of."""
+        """Largest relative deviation of a run from its median; the width of reported ranges."""
         runs = [each for kind in (self.dense, self.sparse) for each in kind.values()]
         return max(max(abs(run / median(each) - 1) for run in each) for each in runs)
 
     @property
     def draft_cost(self) -> float:
-        """Return what a drafted token costs, as a share of a step of one token."""
+        """Cost of a drafted token relative to a target step."""
         return self.draft_step_s / self.step_s
 
     @property
     def decode_gain(self) -> float:
-        """Tokens per second with the draft over those without, over all prompts; 1 where none was run."""
+        """Decoding speed-up by the draft over all prompts; 1 without runs."""
         if not self.plain:
             return 1.0
         return sum(1 / each for each in self.plain.values()) / sum(1 / each for each in self.drafted.values())
 
     def break_even(self) -> int | None:
-        """The shortest prompt, in steps of 64 tokens, whose TTFT gains; None where none does."""
+        """The shortest prompt with a TTFT gain, in steps of 64 tokens; None if there is none."""
         dense, sparse = self.dense_curve, self.sparse_curve
         lengths = range(64, max(self.max_positions, 64) + 1, 64)
         return next((n for n in lengths if sparse.at(n) < dense.at(n)), None)
@@ -153,23 +133,14 @@ def _medians(runs: dict[int, list[float]]) -> list[tuple[int, float]]:
 
 
 def measure(generator: SpecStackGenerator, minutes: float = 10.0, timer: Timer = perf_counter) -> Measured:
-    """Run a pair for a while.
-
-    Parameters
-    ----------
-    generator : SpecStackGenerator
-        The pair.
-    minutes : float
-        After two thirds of them no further prompt is begun.
-    timer : callable
-        Gives seconds; processor seconds where others use the machine.
-    """
+    """Measure a pair; no prompt starts after two thirds of `minutes`. timer: returns seconds; use processor seconds on
+    a shared machine."""
     until = perf_counter() + 40 * minutes
     most = min(min(generator.pair.max_positions) - MAX_LOOK_AHEAD, _LONGEST)
     window = generator.config.prefill.draft_window
     window_from = window[0] if isinstance(window, tuple) and window[0] >= 2 * LENGTH else None
     if window_from is not None:
-        # One curve is no use for prompts on both sides of a window's beginning.
+        # One curve does not fit prompts both with and without a window.
         most = min(most, window_from - 1)
     prompt = long_prompt(generator, most)
     dense: dict[int, list[float]] = {}
@@ -212,7 +183,7 @@ def measure(generator: SpecStackGenerator, minutes: float = 10.0, timer: Timer =
 
 
 def _longer(length: int, seconds: float, most: int) -> int:
-    """The longer prompt's length, where the shorter one took so many seconds."""
+    """The longer prompt's length, from the shorter one's time."""
     longer = length * (2 if seconds > _SLOW_S else 4)
     while 2 * longer <= _LONGEST and seconds * 2 * longer / length <= _QUICK_S:
         longer *= 2
@@ -220,7 +191,7 @@ def _longer(length: int, seconds: float, most: int) -> int:
 
 
 def long_prompt(generator: SpecStackGenerator, num_tokens: int) -> list[int]:
-    """Token ids of a text, as many as asked for."""
+    """Token ids of a text of this length."""
     if generator.tokenizer is None:
         return [3 + index % (generator.pair.vocab_size - 3) for index in range(num_tokens)]
     text = ""
@@ -232,14 +203,14 @@ def long_prompt(generator: SpecStackGenerator, num_tokens: int) -> list[int]:
 
 
 def ttft(generator: SpecStackGenerator, ids: list[int], is_sparse: bool, timer: Timer) -> float:
-    """Seconds to the first token of a prompt that is prefilled densely or sparsely."""
+    """Seconds to the first token after dense or sparse prefill."""
     began = _now(generator, timer)
     generator.generate(input_ids=ids, max_tokens=1, ignore_eos=True, sparse_prefill="on" if is_sparse else "off")
     return _now(generator, timer) - began
 
 
 def _draft_pass(generator: SpecStackGenerator, ids: list[int], timer: Timer) -> float:
-    """The draft alone over a prompt, in its own tokens, as scoring asks for it."""
+    """Seconds of the draft's scoring pass, in its own tokens."""
     pair, config = generator.pair, generator.config.prefill
     if not needs_attention(config.scorer):
         return 0.0
@@ -253,14 +224,14 @@ def _draft_pass(generator: SpecStackGenerator, ids: list[int], timer: Timer) -> 
 
 
 def _now(generator: SpecStackGenerator, timer: Timer) -> float:
-    """The time at which the models' devices have done what was launched on them."""
+    """The time after the models' devices have finished their queued work."""
     for device in {generator.pair.target.device, generator.pair.draft.device}:
         synchronize(device)
     return timer()
 
 
 def _step(generator: SpecStackGenerator, model: object, num_tokens: int, timer: Timer) -> float:
-    """A forward of so many tokens behind a few hundred."""
+    """Seconds of a forward of num_tokens after a few hundred cached tokens."""
     pair, chunk = generator.pair, generator.config.prefill.prefill_chunk
     cached = pair.open_target(chunk) if model is pair.target else pair.open_index(chunk)
     cached.prefill([5] * _CACHED, range(_CACHED))
@@ -274,7 +245,7 @@ def _step(generator: SpecStackGenerator, model: object, num_tokens: int, timer: 
 
 
 def _cache_bytes(model: object) -> int:
-    """Return the bytes of keys and values per token, at most: sliding and recurrent layers hold less."""
+    """Upper bound of KV bytes per token: sliding and recurrent layers hold less."""
     config = text_config(model.config)  # type: ignore[attr-defined]
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -283,7 +254,7 @@ def _cache_bytes(model: object) -> int:
 
 
 class _Answers:
-    """Tokens per second of the built-in prompts, without and with the draft, in turn."""
+    """Tokens per second of the built-in prompts, alternately without and with the draft."""
 
     def __init__(self, generator: SpecStackGenerator, timer: Timer) -> None:
         self._generator, self._timer = generator, timer
@@ -292,7 +263,7 @@ class _Answers:
         self.num_proposed = self.num_accepted = 0
 
     def go(self, until: float) -> None:
-        """Run them, as far as the time goes; the first one always."""
+        """Run the prompts until the deadline; the first one always runs."""
         for name, text in _PROMPTS.items():
             if self.plain and perf_counter() > until:
                 return
@@ -317,7 +288,7 @@ class _Answers:
 
 
 def verdict(measured: Measured) -> str:
-    """Say whether the pair is worth it, and because of what."""
+    """Whether the pair pays off, and the reason."""
     even, decoding = measured.break_even(), measured.decode_gain
     longest = min(_TOLD[-1], measured.max_positions)
     at_longest = measured.dense_curve.at(longest) / measured.sparse_curve.at(longest)

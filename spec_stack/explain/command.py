@@ -1,4 +1,4 @@
-"""Run or read for `spec-stack explain`, and write the page."""
+"""Run or read requests for `spec-stack explain`, and write the page."""
 
 from __future__ import annotations
 
@@ -14,25 +14,13 @@ from spec_stack.explain.observe import WatchedGenerator, watch_prompt, watch_tur
 from spec_stack.explain.page import render
 from spec_stack.records import read_records
 
-# More would be a page that nobody reads, and that a phone cannot show.
+# More runs would be unreadable, and too large for a phone.
 MAX_RUNS = 24
 
 
 def explain_records(paths: Sequence[Path], request_id: str | None = None) -> Explanation:
-    """Recorded runs as a page's data.
-
-    Parameters
-    ----------
-    paths : sequence of Path
-        Files of records.
-    request_id : str, optional
-        Only this request's.
-
-    Raises
-    ------
-    ValueError
-        For a file that cannot be read, no such request, more than MAX_RUNS runs.
-    """
+    """Recorded runs as page data, all or those of request_id. Raises ValueError for an unreadable file, an unknown
+    request, or more than MAX_RUNS runs."""
     records = read_records(*paths)
     chosen = [record for record in records if request_id in (None, record.request_id)]
     if not chosen:
@@ -55,24 +43,9 @@ def explain_live(
     questions: Sequence[str] = (),
     compare: bool = False,
 ) -> Explanation:
-    """Run what is to be explained.
-
-    Parameters
-    ----------
-    generator : WatchedGenerator
-        Answers.
-    title, pair : str
-        Heading, and what the models are called.
-    options : mapping
-        Of `generate`, beside the prompt.
-    prompt : str, optional
-        A text to go on with, in the place of questions.
-    messages, questions
-        What comes before the first question, and one user message per turn: more than one is a session.
-    compare : bool
-        Run it a second time with dense prefill, decoding alike.
-    """
-    # The first forward of a process is slower than any later one.
+    """Run a prompt, or questions as turns of a session after `messages`, and return the page data. compare: run again
+    with dense prefill and the same decoding."""
+    # A process's first forward is slower than later ones.
     generator.generate(input_ids=[0] * 8, max_tokens=4, ignore_eos=True)
     ways = {"sparse prefill" if compare else "this run": dict(options)}
     if compare:
@@ -98,7 +71,7 @@ def explain_live(
 
 
 def write_page(explanation: Explanation, path: Path) -> int:
-    """Write the page; its size in bytes."""
+    """Write the page; returns its size in bytes."""
     page = render(explanation).encode("utf-8")
     path.write_bytes(page)
     return len(page)

@@ -1,4 +1,4 @@
-"""The page of a run as plain data: prompts with what was kept, answers with who wrote what, steps."""
+"""Page data of a run: prompts with kept tokens, answers with the writer of each token, steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal
 from spec_stack.controller.base import StepRecord
 
 TokenState = Literal["kept", "dropped", "protected", "restored", "cached"]
-# How a state is written in the page's data: one letter per token.
+# One letter per token state.
 STATE_LETTERS: dict[TokenState, str] = {
     "kept": "k",
     "dropped": "d",
@@ -18,23 +18,14 @@ STATE_LETTERS: dict[TokenState, str] = {
     "restored": "r",
     "cached": "c",
 }
-# What records call the draft model, or say nothing of it.
+# Values of `proposer` for the draft model, or for none.
 _DRAFT_NAMES = ("", "draft", "model")
 
 
 @dataclass(frozen=True)
 class WrittenToken:
-    """A token of the answer.
-
-    Parameters
-    ----------
-    text : str
-        Its text; empty where only records are at hand.
-    step : int
-        Index of the step that handed it out.
-    writer : str
-        "draft" (accepted), "correction", "bonus", "plain" (the target alone), or the name of another proposer.
-    """
+    """A token of the answer. text: empty if only records are available. step: index of its step. writer: "draft"
+    (accepted), "correction", "bonus", "plain" (the target alone), or another proposer's name."""
 
     text: str
     step: int
@@ -43,7 +34,7 @@ class WrittenToken:
 
 @dataclass(frozen=True)
 class Step:
-    """One step, as the charts show it. Durations in seconds, entropy in bits; see `controller.base.StepRecord`."""
+    """A step for the charts. Seconds, entropy in bits; see `controller.base.StepRecord`."""
 
     gamma: int
     num_accepted: int
@@ -59,10 +50,8 @@ class Step:
 
 @dataclass(frozen=True)
 class QuerySegment:
-    """A segment of the scoring queries: tokens start…stop of the prompt, or behind it those of the look-ahead.
-
-    weight: how much its queries count, from 0 to 1; of a question's words, as much as the one that counts most.
-    """
+    """A segment of scoring queries: tokens start…stop of the prompt, or of the look-ahead after it. weight: of its
+    queries, 0 to 1; the largest one within a question."""
 
     start: int
     stop: int
@@ -72,23 +61,11 @@ class QuerySegment:
 
 @dataclass(frozen=True)
 class PromptView:
-    """A prompt, token by token.
+    """A prompt of N tokens.
 
-    Parameters
-    ----------
-    tokens : list of str
-        Their texts, N of them.
-    states : str
-        A letter of STATE_LETTERS for each.
-    importance : list of float or None
-        (N,), as the draft scored them; None where it did not.
-    votes : list of float or None
-        Per unit (line or chunk), what the selection went by; None where nothing was scored.
-    borders : list of int or None
-        Where the units begin, and where the last one ends: tokens of the prompt. A session votes on a turn's new text
-        by itself, so they need not begin with 0.
-    queries : list of QuerySegment
-        What scored it, by weight, the largest first; empty where nothing did.
+    states: one of STATE_LETTERS per token. importance: (N,) from the draft, or None. votes: the selection's scores per
+    unit (line or chunk), or None. borders: token starts of the units and the last end; a session scores only new text,
+    so they may start after 0. queries: by falling weight.
     """
 
     tokens: list[str]
@@ -101,22 +78,10 @@ class PromptView:
 
 @dataclass(frozen=True)
 class TurnView:
-    """One request and its answer.
+    """A request and its answer.
 
-    Parameters
-    ----------
-    question : str
-        What was asked, short, for the heading.
-    prompt : PromptView or None
-        None where only records are at hand.
-    answer : list of WrittenToken
-        What was generated.
-    steps : list of Step
-        In order; the first prefills.
-    metrics : dict
-        Plain values, as `types.Metrics.as_dict` has them; empty where only records are at hand.
-    dense_estimate_s : float or None
-        Seconds that dense prefill would take to the first token, by counting; None where it cannot be said.
+    question: a short heading. prompt: None if only records are available. steps: the first one prefills. metrics: from
+    `types.Metrics.as_dict`, or empty. dense_estimate_s: estimated seconds of dense prefill to the first token, or None.
     """
 
     question: str
@@ -129,7 +94,7 @@ class TurnView:
 
 @dataclass(frozen=True)
 class RunView:
-    """A request, or the turns of a session, under one setting."""
+    """A request, or a session's turns, under one setting."""
 
     name: str
     turns: list[TurnView]
@@ -137,34 +102,22 @@ class RunView:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Everything that the page shows.
-
-    Parameters
-    ----------
-    title : str
-        Heading.
-    about : dict
-        What was run with what: shown as rows of name and value.
-    runs : list of RunView
-        One, or several to be shown side by side.
-    """
+    """The page's contents. about: rows of name and value. runs: one, or several shown side by side."""
 
     title: str
     about: dict[str, str]
     runs: list[RunView]
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
+        """Plain values for JSON."""
         return asdict(self)
 
 
 def writers_of(record: StepRecord) -> list[str]:
-    """Who wrote each of a step's tokens, in order, (record.num_tokens,).
+    """The writer of each token of a step, (record.num_tokens,).
 
-    An accepted token is its proposer's: the draft's unless the record names another one; of a proposal that the draft
-    and a look-up made together, the looked-up tokens are the last ones. The token behind them is the
-    target's: the bonus after a proposal that was accepted whole, else the correction of the first rejected token, and
-    "plain" where nothing was proposed.
+    Accepted tokens belong to the proposer; in a combined proposal the looked-up tokens are the last ones. The target's
+    token is the bonus after full acceptance, else the correction, and "plain" without a proposal.
     """
     proposer = proposer_of(record)
     last = "plain" if not record.gamma else "bonus" if record.num_accepted == record.gamma else "correction"
@@ -174,12 +127,12 @@ def writers_of(record: StepRecord) -> list[str]:
 
 
 def proposer_of(record: StepRecord) -> str:
-    """Who proposed in a step: "draft", or another proposer's name, as far as the record says."""
+    """A step's proposer: "draft" or the recorded name."""
     return "draft" if record.proposer in _DRAFT_NAMES else record.proposer
 
 
 def step_of(record: StepRecord) -> Step:
-    """A record as the charts show it; seconds that are not known (NaN) become None, which JSON can say."""
+    """A record as chart data; NaN seconds become None for JSON."""
     return Step(
         gamma=record.gamma,
         num_accepted=record.num_accepted,
@@ -195,20 +148,8 @@ def step_of(record: StepRecord) -> Step:
 
 
 def written(records: Sequence[StepRecord], texts: Sequence[str] | None = None) -> list[WrittenToken]:
-    """The tokens of an answer with who wrote each.
-
-    Parameters
-    ----------
-    records : sequence of StepRecord
-        All steps of the request, in order.
-    texts : sequence of str, optional
-        The text of each token; None leaves them empty.
-
-    Raises
-    ------
-    ValueError
-        Where there is not one text for each token.
-    """
+    """An answer's tokens with their writers. texts: one per token, or None for empty texts. Raises ValueError if the
+    numbers differ."""
     tokens = [(index, writer) for index, record in enumerate(records) for writer in writers_of(record)]
     if texts is None:
         texts = [""] * len(tokens)
@@ -218,7 +159,7 @@ def written(records: Sequence[StepRecord], texts: Sequence[str] | None = None) -
 
 
 def runs_of_records(records: Sequence[StepRecord]) -> list[RunView]:
-    """Recorded runs, one request each, with neither prompt nor text: records hold none."""
+    """Recorded runs, one request each; records contain no prompts or texts."""
     by_run: dict[tuple[str, str, str, float], list[StepRecord]] = {}
     for record in records:
         by_run.setdefault((record.request_id, record.policy, record.precision, record.keep_rate), []).append(record)

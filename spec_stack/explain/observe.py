@@ -1,4 +1,4 @@
-"""Runs requests and watches them: what was kept of each prompt, and why. Changes nothing in what is generated."""
+"""Runs requests and observes the selection of each prompt. Generation is unchanged."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from spec_stack.types import Metrics, Proposal, Selection, StepOutput
 
 @dataclass
 class Seen:
-    """A request as it was seen; filled while it runs (`prefill.rule.Observer`).
+    """Observations of a running request (`prefill.rule.Observer`).
 
-    importance: (N,) of the prompt's tokens; None for a rule without a draft. votes: one per unit, from borders[0] on.
-    weights: of the segments that score, in the prompt's tokens. look_ahead: drafted tokens that score too.
+    importance: (N,) of the prompt; None for a rule without a draft. votes: per unit from borders[0] on. weights: of the
+    scoring segments, in prompt tokens. look_ahead: drafted scoring tokens.
     """
 
     request: Request | None = None
@@ -51,7 +51,7 @@ class Seen:
     metrics: Metrics | None = None
 
     def scored(self, evidence: Evidence) -> None:
-        """Keep the importance that the draft gave the prompt's tokens, and the weights of what scores them."""
+        """Store the prompt's importance and the segments' weights."""
         if self.request is None:
             return
         self.weights = query_weights(self.request, evidence)
@@ -60,12 +60,12 @@ class Seen:
             self.importance = [_short(value) for value in importance.tolist()]
 
     def voted(self, units: Units, scores: torch.Tensor) -> None:
-        """Keep the votes on the units."""
+        """Store the units' scores."""
         self.votes, self.borders = [_short(value) for value in scores.tolist()], list(units.borders)
 
 
 class WatchedCaches:
-    """The caches of a request (`engine.conversation.Turn`); keeps the selection that goes through."""
+    """A request's caches (`engine.conversation.Turn`); stores the selection."""
 
     def __init__(self, caches: Turn, seen: Seen) -> None:
         self._caches, self._seen = caches, seen
@@ -84,7 +84,7 @@ class WatchedCaches:
 
 
 class WatchedEngine(Engine):
-    """An engine that remembers what it did for each request, in `seen`."""
+    """An engine that stores each request's observations in `seen`."""
 
     def __init__(self, pair: ModelPair, config: SpecStackConfig) -> None:
         super().__init__(pair, config)
@@ -97,7 +97,7 @@ class WatchedEngine(Engine):
         held_ids: Sequence[int] = (),
         known: EncodedPrompt | None = None,
     ) -> Request:
-        # Calls are made one after the other here, so the request that is answered is the one that was planned last.
+        # Calls are sequential here, so the running request is the last planned one.
         self._planned = seen = Seen()
         seen.request = replace(super().plan(call, held_ids, known), observer=seen)
         return seen.request
@@ -116,20 +116,20 @@ class WatchedEngine(Engine):
 
 
 class WatchedGenerator(SpecStackGenerator):
-    """A generator whose requests, and whose sessions', are watched."""
+    """A generator whose requests and sessions are observed."""
 
     engine: WatchedEngine
 
     @classmethod
     def watching(cls, generator: SpecStackGenerator) -> WatchedGenerator:
-        """Watch over the models and the configuration of a generator, with policies that have learned nothing yet."""
+        """Observe a generator's models and configuration, with untrained policies."""
         watched = cls.__new__(cls)
         watched._set_up(WatchedEngine(generator.pair, generator.config))
         return watched
 
 
 def watch_prompt(generator: WatchedGenerator, name: str, question: str, **options: Any) -> RunView:
-    """Answer one prompt; options are those of `generate`."""
+    """Answer one prompt; options as in `generate`."""
     generator.engine.seen = []
     generator.generate(**options)
     return RunView(name, [view_of(generator.pair, generator.engine.seen[-1], question)])
@@ -142,21 +142,7 @@ def watch_turns(
     questions: Sequence[str],
     **options: Any,
 ) -> RunView:
-    """A session: every question after the answer to the one before.
-
-    Parameters
-    ----------
-    generator : WatchedGenerator
-        Answers.
-    name : str
-        Of the run.
-    messages : sequence of mapping
-        What comes before the first question: a system message, say. A document goes into the first question.
-    questions : sequence of str
-        One user message per turn.
-    options
-        Of `generate`, for every turn.
-    """
+    """Answer questions as turns of a session named `name`, after the messages; options as in `generate`."""
     generator.engine.seen = []
     said = list(messages)
     turns = []
@@ -170,7 +156,7 @@ def watch_turns(
 
 
 def view_of(pair: ModelPair, seen: Seen, question: str) -> TurnView:
-    """Return a request that has run as the page shows it."""
+    """A finished request as page data."""
     request = seen.request
     if request is None or seen.selection is None or seen.metrics is None:
         raise RuntimeError("the request has not run to its end")
@@ -197,10 +183,10 @@ def view_of(pair: ModelPair, seen: Seen, question: str) -> TurnView:
 
 
 def query_weights(request: Request, evidence: Evidence) -> dict[Span, float]:
-    """The segments of a prompt that score it, each with its weight from 0 to 1."""
+    """A prompt's scoring segments, with weights from 0 to 1."""
     config, attention = request.prefill, evidence.attention
     if _by_words(request):
-        # The rule is shown a turn's new text by itself.
+        # The rule sees only a turn's new text.
         first = request.num_cached
         found = evidence.starting_at(first).candidates
         asked = question_words(found)
@@ -217,10 +203,8 @@ def query_weights(request: Request, evidence: Evidence) -> dict[Span, float]:
 
 
 def query_segments(request: Request, seen: Seen, texts: Sequence[str]) -> list[QuerySegment]:
-    """What scored a prompt, the largest weight first; texts are those of the prompt's tokens and the look-ahead's.
-
-    A weight that rounds to 0.00 is left out.
-    """
+    """Scoring segments by falling weight; texts: of the prompt's and the look-ahead's tokens. Weights that round to
+    0.00 are omitted."""
     weights = dict(seen.weights)
     if seen.look_ahead and not _by_words(request):
         weights[len(texts) - len(seen.look_ahead), len(texts)] = 1.0
@@ -232,10 +216,8 @@ def query_segments(request: Request, seen: Seen, texts: Sequence[str]) -> list[Q
 
 
 def states_of(request: Request, held: Sequence[int], selection: Selection) -> str:
-    """A letter of STATE_LETTERS for each token of the prompt.
-
-    Of an earlier turn's text a token is cached, restored or dropped; of new text it is protected, kept or dropped.
-    """
+    """One of STATE_LETTERS per prompt token. Earlier text is cached, restored or dropped; new text is protected, kept
+    or dropped."""
     states = [STATE_LETTERS["dropped"]] * len(request.prompt_ids)
     for position in selection.positions:
         states[position] = STATE_LETTERS["kept" if position >= request.num_cached else "restored"]
@@ -249,11 +231,10 @@ def states_of(request: Request, held: Sequence[int], selection: Selection) -> st
 
 
 def dense_estimate(pair: ModelPair, seen: Seen) -> float | None:
-    """Seconds to the first token with everything prefilled, by counting.
+    """Estimated seconds of dense prefill to the first token.
 
-    The target's part of this run's first step, times the multiply-adds that a dense prefill has over those it did
-    (`prefill.cost`). None for a model whose work cannot be counted. An estimate: a short forward is less efficient than
-    a long one, so it errs on the dense side; `--compare` measures.
+    The target's time in the first step, scaled by multiply-adds (`prefill.cost`); None if they cannot be counted. Short
+    forwards are less efficient, so it overestimates; `--compare` measures.
     """
     first, request, selection = seen.records[0], seen.request, seen.selection
     if request is None or selection is None:
@@ -272,7 +253,7 @@ def dense_estimate(pair: ModelPair, seen: Seen) -> float | None:
 
 
 def token_texts(tokenizer: Any, token_ids: Sequence[int], context_ids: Sequence[int] = ()) -> list[str]:
-    """The text that each token adds; special tokens by name, a character of several tokens at the last of them."""
+    """The text that each token adds; special tokens by name, a multi-token character at its last token."""
     stream = open_text_stream(tokenizer, context_ids)
     if stream is None:
         return [f"[{token_id}]" for token_id in token_ids]
@@ -291,7 +272,7 @@ def _by_words(request: Request) -> bool:
 
 
 def _in_target(span: Span, ranges: Sequence[Span] | None) -> Span:
-    """The target's tokens of a span of the draft's."""
+    """Target token span of a draft token span."""
     if ranges is None:
         return span
     shared = [at for at, (start, stop) in enumerate(ranges) if max(start, span[0]) < min(stop, span[1])]
@@ -299,7 +280,7 @@ def _in_target(span: Span, ranges: Sequence[Span] | None) -> Span:
 
 
 def _short(value: float) -> float:
-    """Three digits: what a reader sees, and a third of the bytes."""
+    """Three digits, a third of the bytes."""
     return float(f"{value:.3g}")
 
 

@@ -1,4 +1,4 @@
-"""The page: one HTML file that needs nothing else."""
+"""The page: one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from spec_stack import __version__
 from spec_stack.explain.data import Explanation
 
 _PARTS = ("page.css", "page.js")
-# Inside a script element these could end it, or a comment in it begin; in JSON they stand only in strings.
+# They could end a script element or open a comment; in JSON they occur only in strings.
 _ESCAPES = str.maketrans({character: f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"})
 
 
 def render(explanation: Explanation) -> str:
-    """The page as text. No text of a prompt or an answer is ever markup: it goes through JSON into text nodes."""
+    """The page's HTML. Prompt and answer texts are never markup: they pass through JSON into text nodes."""
     room = files("spec_stack.explain")
     page = (room / "page.html").read_text(encoding="utf-8")
     style, script = ((room / name).read_text(encoding="utf-8") for name in _PARTS)
@@ -27,7 +27,7 @@ def render(explanation: Explanation) -> str:
         "{{script}}": script,
         "{{data}}": data.translate(_ESCAPES),
     }
-    # Cut at the slots, and so never looked for in what was filled in.
+    # Split at the slots first, so that inserted text is never searched for them.
     for slot in slots:
         if page.count(slot) != 1:
             raise RuntimeError(f"page.html must hold {slot} once")

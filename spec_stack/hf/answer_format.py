@@ -1,4 +1,4 @@
-"""How a chat template writes tool calls and thoughts, learnt from the template itself."""
+"""The format of tool calls and reasoning, learnt by rendering the chat template."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from spec_stack.hf.prompt import special_tokens
 logger = logging.getLogger(__name__)
 
 THINK_OPENS, THINK_CLOSES = "<think>", "</think>"
-# What the name and the arguments of a call are called.
+# Keys of a call's name and of its arguments.
 NAME_KEYS, ARGUMENTS_KEYS = ("name", "tool_name"), ("arguments", "parameters")
 _QUESTION, _NAME, _ID = "marked question", "marked_tool_name", "marked001"
 _CALL = {"id": _ID, "type": "function", "function": {"name": _NAME, "arguments": '{"marked_key": "marked_value"}'}}
@@ -43,17 +43,17 @@ class ToolFormat:
 
     @property
     def opener(self) -> str:
-        """The mark ahead of a call's JSON, `<tool_call>` say; empty where JSON alone tells a call."""
+        """The marker before a call's JSON, e.g. `<tool_call>`; empty where the JSON alone marks the call."""
         return self._frame[0].strip()
 
     @property
     def closer(self) -> str:
-        """The mark behind it."""
+        """The marker after a call's JSON."""
         return self._frame[1].strip()
 
     @property
     def _frame(self) -> tuple[str, str]:
-        """The text ahead of a call's JSON, and behind it. Raises ValueError where it holds none."""
+        """The text before and after a call's JSON. Raises ValueError if it contains no JSON."""
         for bracket in re.finditer(r"[\[{]", self.begin):
             written = f"{self.begin[bracket.start() :]}{self.middle}{{}}{self.end}"
             with suppress(ValueError):
@@ -64,7 +64,7 @@ class ToolFormat:
 
 @dataclass(frozen=True)
 class ForcedCall:
-    """An answer that is one call of one of these tools. schemas: the JSON schema, as JSON, of each tool's arguments."""
+    """An answer that must be one call of these tools. schemas: JSON schema text of each tool's arguments."""
 
     tools: ToolFormat
     schemas: Mapping[str, str]
@@ -72,11 +72,11 @@ class ForcedCall:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """The texts around a call, tokens of their own in many vocabularies."""
+        """The markers around a call; many vocabularies have them as tokens."""
         return tuple(mark for mark in (self.tools.opener, self.tools.closer) if mark)
 
     def rules(self) -> Any:
-        """The grammar of such an answer. Raises ValueError where the schemas make none."""
+        """The grammar of the forced call. Raises ValueError for schemas without a grammar."""
         from xgrammar import Grammar as Rules
 
         calls = []
@@ -88,17 +88,15 @@ class ForcedCall:
 
 @dataclass(frozen=True)
 class AnswerFormat:
-    """The parts that an answer to a chat may hold beside text.
-
-    tools: how it calls tools; None where the template writes no calls. thinks: whether it may begin with a thought.
-    """
+    """The parts of a chat answer besides text. tools: None if the template has no tool calls. thinks: whether reasoning
+    may open the answer."""
 
     tools: ToolFormat | None = None
     thinks: bool = False
 
     @classmethod
     def learn(cls, tokenizer: Any) -> AnswerFormat:
-        """Learn a tokenizer's template. Never an error: what cannot be learnt stays text."""
+        """Learn the format from a tokenizer's template. Parts that cannot be learnt stay text; never raises."""
         if not getattr(tokenizer, "chat_template", None):
             return cls()
         thinks = False
@@ -106,15 +104,13 @@ class AnswerFormat:
             thinks = THINK_CLOSES in str(tokenizer.get_chat_template(tools=[MARKED_TOOL]))
             return cls(_learn_tools(tokenizer), thinks)
         except Exception:
-            # Templates are programs of strangers, and many know no tools.
+            # A template may raise anything, and many support no tools.
             logger.info("the chat template does not show how tools are called", exc_info=True)
             return cls(thinks=thinks)
 
     def forced_call(self, tool_choice: object, tools: Sequence[Any] | None) -> ForcedCall | None:
-        """The call that an answer has to be under OpenAI's tool_choice; None where it need not be one.
-
-        Raises ValueError as `forced_names`, and where the template does not show how tools are called.
-        """
+        """The call that OpenAI's `tool_choice` forces, if any. Raises ValueError as `forced_names`, and if the template
+        shows no call format."""
         names = forced_names(tool_choice, tools)
         if names is None:
             return None
@@ -124,12 +120,12 @@ class AnswerFormat:
         return ForcedCall(self.tools, {name: json.dumps(parameters[name]) for name in names})
 
     def begins_in_thought(self, rendered: str) -> bool:
-        """Whether a rendered chat ends with the beginning of a thought, in which the answer goes on."""
+        """Whether a rendered chat ends with an open reasoning block."""
         return self.thinks and rendered.rstrip().endswith(THINK_OPENS)
 
 
 def _learn_tools(tokenizer: Any) -> ToolFormat | None:
-    """Render a marked call, and take what stands around its name and its arguments; None for other than JSON."""
+    """Render a call with marks and split around its name and arguments; None unless the call is JSON."""
     template = ChatTemplate(tokenizer, {"tools": [MARKED_TOOL], "add_generation_prompt": False})
     chat = template.fit([_ASKED, _CALLED]).messages
     text = _behind_question(template.render(chat))
@@ -151,12 +147,12 @@ def _learn_tools(tokenizer: Any) -> ToolFormat | None:
 
 
 def _behind_question(text: str) -> str:
-    # The tools themselves are written somewhere before.
+    # The template also writes the tool definitions, earlier.
     return text[text.rfind(_QUESTION) + len(_QUESTION) :]
 
 
 def _begin_of_answer(turn: str, header: str, special: Sequence[str]) -> str:
-    """A turn without the header that ends a prompt, or else behind its last special token; and without these."""
+    """The turn after the generation header, or else after its last special token; special tokens removed."""
     if not turn.startswith(header):
         return turn[max((turn.rfind(token) + len(token) for token in special if token in turn), default=0) :]
     turn = turn.removeprefix(header)
@@ -166,10 +162,8 @@ def _begin_of_answer(turn: str, header: str, special: Sequence[str]) -> str:
 
 
 def forced_names(tool_choice: object, tools: Sequence[Any] | None) -> list[str] | None:
-    """Names of the tools of which one must be called under OpenAI's tool_choice; None where none must.
-
-    Raises ValueError for another choice, one without tools, and a name that none of them has.
-    """
+    """Tool names of which OpenAI's `tool_choice` forces one; None if it forces none. Raises ValueError for an unknown
+    choice, a choice without tools, or an unknown name."""
     if tool_choice is None or (isinstance(tool_choice, str) and tool_choice in ("auto", "none")):
         return None
     names = tool_names(tools)
@@ -190,7 +184,7 @@ def forced_names(tool_choice: object, tools: Sequence[Any] | None) -> list[str] 
 
 
 def tool_names(tools: Sequence[Any] | None) -> list[str]:
-    """Names of tools in OpenAI's form, in order; others have none."""
+    """Tool names in order, from OpenAI's format; other tools have none."""
     return list(_parameters(tools))
 
 

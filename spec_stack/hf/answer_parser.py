@@ -1,4 +1,4 @@
-"""The parts of an answer as it grows: thoughts, text, and calls of tools."""
+"""Incremental parser of answers: reasoning, text and tool calls."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Literal, NoReturn
 from spec_stack.hf.answer_format import ARGUMENTS_KEYS, NAME_KEYS, THINK_CLOSES, THINK_OPENS, AnswerFormat
 from spec_stack.types import AnswerPart, ToolCall
 
-# What a small model writes around a call that its template marks in another way.
+# Markers that small models write around a call in place of the template's.
 _FENCE = re.compile(r"```(?:json)?\s*")
 _STARTS = ('{"name":"', '[{"name":"', '{"type":"function"')
 _BETWEEN = re.compile(r"[\s,;]*")
-# A JSON string as far as it has come.
+# A possibly unfinished JSON string.
 _STRING = r'"[^"\\\n]*(?:\\[^\n][^"\\\n]*)*"?'
 _KEY = re.compile(r'[\s,]*("(?:[^"\\]|\\.)*")\s*:\s*')
 
@@ -24,18 +24,10 @@ Take = Callable[[bool], list[AnswerPart]]
 
 
 class AnswerParser:
-    """Takes an answer apart as its text comes.
+    """Splits a streamed answer into reasoning, text and tool calls.
 
-    What cannot be parsed stays text, in the place where it was written. A call is handed out once it is whole.
-
-    Parameters
-    ----------
-    answer_format : AnswerFormat
-        How the template writes them.
-    names : collection of str
-        Tools that may be called; without any, nothing is taken for a call.
-    in_thought : bool
-        Whether the prompt ended with the beginning of a thought.
+    Text that does not parse stays text, in its place. A call is emitted once it is complete. names: the callable tools;
+    without any, no call is parsed. in_thought: the prompt ends inside a reasoning block.
     """
 
     def __init__(self, answer_format: AnswerFormat, names: Collection[str] = (), in_thought: bool = False) -> None:
@@ -46,18 +38,18 @@ class AnswerParser:
         self._thinks = answer_format.thinks
         self._take: Take = self._take_thought if in_thought else self._take_start
         self._buffer = ""
-        # Blanks that belong to the template: they are dropped before the next part begins.
+        # Template whitespace, dropped before the next part.
         self._blanks = "\n" if in_thought else ""
-        # Blanks ahead of the mark of a call that may turn out to be none.
+        # Whitespace before a possible call marker.
         self._gap = ""
 
     def push(self, text: str) -> list[AnswerPart]:
-        """Take in what was generated, and return the parts that are certain."""
+        """Add generated text and return the parts that are final."""
         self._buffer += text
         return self._run(is_end=False)
 
     def flush(self) -> list[AnswerPart]:
-        """What was held back: the answer has ended."""
+        """The buffered rest at the end of the answer."""
         return self._run(is_end=True)
 
     def _run(self, is_end: bool) -> list[AnswerPart]:
@@ -75,7 +67,7 @@ class AnswerParser:
         self._buffer, self._take, self._blanks = rest, take, blanks
 
     def _take_start(self, is_end: bool) -> list[AnswerPart]:
-        """The beginning of the answer behind blanks: a thought, a call without a mark, or text."""
+        """The start of the answer after whitespace: reasoning, a call without a marker, or text."""
         start = self._buffer.lstrip()
         if self._thinks and start.startswith(THINK_OPENS):
             self._go_on(start[len(THINK_OPENS) :], self._take_thought, "\n")
@@ -96,7 +88,7 @@ class AnswerParser:
         return [AnswerPart("reasoning", thought.rstrip())] if thought.strip() else []
 
     def _take_bare(self, is_end: bool) -> list[AnswerPart]:
-        """An answer that is JSON from its beginning: calls if all of it is calls, else text."""
+        """An answer that starts as JSON: calls if all of it is calls, else text."""
         if not is_end:
             return []
         calls = _read_calls(self._buffer)
@@ -119,7 +111,7 @@ class AnswerParser:
         return [AnswerPart("content", said)] if said else []
 
     def _take_call(self, is_end: bool) -> list[AnswerPart]:
-        """The JSON between two marks; a mark inside a string of it is none."""
+        """The JSON between two markers; a marker inside a JSON string does not count."""
         end = self._end_of_call()
         if end < 0 and not is_end:
             return []
@@ -132,14 +124,14 @@ class AnswerParser:
         return [AnswerPart("content", f"{self._gap}{self._opener}{inner}{found}")]
 
     def _end_of_call(self) -> int:
-        """Where the first closing mark outside of strings begins; -1 where none has come yet."""
+        """Index of the first closing marker outside of JSON strings; -1 if there is none yet."""
         if not self._closer or self._closer not in self._buffer:
             return -1
         tokens = re.finditer(f"{_STRING}|{re.escape(self._closer)}", self._buffer)
         return next((token.start() for token in tokens if token[0] == self._closer), -1)
 
     def _hold(self, kind: Literal["content", "reasoning"], mark: str, is_end: bool) -> list[AnswerPart]:
-        """Give the buffer out but for its end, which may be the beginning of a mark, or blanks ahead of one."""
+        """Emit the buffer except a suffix that may start a marker, or whitespace before one."""
         text = self._buffer
         if not is_end:
             held = max((n for n in range(1, len(mark)) if text.endswith(mark[:n])), default=0)
@@ -149,7 +141,7 @@ class AnswerParser:
 
 
 def _merged(parts: Sequence[AnswerPart]) -> list[AnswerPart]:
-    """Texts of one kind that follow each other as one."""
+    """Adjacent parts of one kind, joined."""
     merged: list[AnswerPart] = []
     for part in parts:
         if merged and part.call is None and merged[-1].call is None and merged[-1].kind == part.kind:
@@ -160,7 +152,7 @@ def _merged(parts: Sequence[AnswerPart]) -> list[AnswerPart]:
 
 
 def _compact(text: str) -> str:
-    """The beginning of a text without blanks, and without the fence that it may stand in."""
+    """The start of a text without whitespace and without its code fence."""
     if "```json".startswith(text):
         return ""
     fence = _FENCE.match(text)
@@ -168,7 +160,7 @@ def _compact(text: str) -> str:
 
 
 def _read_calls(text: str) -> list[ToolCall]:
-    """The calls of a text that is nothing but calls, in a fence or without; else none."""
+    """The calls of a text that consists of calls only, fenced or not; else none."""
     text = text.strip()
     if fence := _FENCE.match(text):
         text = text[fence.end() :].removesuffix("```").strip()
@@ -182,12 +174,12 @@ def _not_json(text: str) -> NoReturn:
     raise ValueError(f"{text} is no JSON")
 
 
-# Numbers are only checked: they may be too large for Python's.
+# Numbers are checked but not parsed: they may exceed Python's limits.
 _JSON = json.JSONDecoder(parse_int=str, parse_float=str, parse_constant=_not_json)
 
 
 def _values(text: str) -> Iterator[str]:
-    """JSON values in a row, those of a list one by one, as they are written."""
+    """The JSON text of each value in a sequence; lists are flattened."""
     at = 0
     while at < len(text):
         _, stop = _JSON.raw_decode(text, at)
@@ -197,7 +189,7 @@ def _values(text: str) -> Iterator[str]:
 
 
 def _members(written: str) -> dict[str, str]:
-    """The members of a JSON object, as they are written; none of another value."""
+    """The members of a JSON object as JSON text; empty for another value."""
     members, at = {}, 1
     while written.startswith("{") and (key := _KEY.match(written, at)):
         _, at = _JSON.raw_decode(written, key.end())
@@ -206,23 +198,23 @@ def _members(written: str) -> dict[str, str]:
 
 
 def _call_of(written: str) -> ToolCall:
-    """A call as JSON has it, its name and arguments under any of their names. Raises ValueError for something else."""
+    """A call from its JSON under any known key names. Raises ValueError if it is not a call."""
     members = _members(written)
     members = _members(members.get("function", "")) or members
     name = next((members[key] for key in NAME_KEYS if key in members), "null")
     arguments = next((members[key] for key in ARGUMENTS_KEYS if key in members), "{}")
     if arguments.startswith('"'):
-        # Half a character, which no answer can hold, is escaped as it was.
+        # A lone surrogate is not valid text; its escape is kept.
         arguments = json.loads(arguments).encode("utf-8", "backslashreplace").decode()
     if not name.startswith('"') or not isinstance(_JSON.decode(arguments), dict):
         raise ValueError("not a call")
     name = json.loads(name).encode().decode()
-    # Mistral's template takes no other ids than nine letters and digits.
+    # Mistral's template accepts only ids of nine alphanumeric characters.
     return ToolCall(secrets.token_hex(5)[:9], name, arguments)
 
 
 def parse_answer(parser: AnswerParser, text: str) -> tuple[str, str, list[ToolCall]]:
-    """A whole answer's text, reasoning and calls."""
+    """Text, reasoning and calls of a complete answer."""
     parts = [*parser.push(text), *parser.flush()]
     of_kind = {kind: "".join(part.text for part in parts if part.kind == kind) for kind in ("content", "reasoning")}
     return of_kind["content"], of_kind["reasoning"], [part.call for part in parts if part.call is not None]

@@ -1,9 +1,6 @@
-"""Which architectures the package knows, what it can do with each, and why not with others. The one table of them.
-
-Exact means: importance equals that of eager attention; the kept tokens are computed as in one forward without a cache
-at their original positions; speculative greedy tokens are the target's own. `tests/hf/test_architectures.py` holds
-every entry to it.
-"""
+"""The table of supported architectures: the features of each, and the reasons against others. Exact: importance equals
+eager attention's, kept tokens match one uncached forward at original positions, and greedy speculative tokens are the
+target's own. `tests/hf/test_architectures.py` checks every entry."""
 
 from __future__ import annotations
 
@@ -18,19 +15,19 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 from spec_stack.config import Positions
 
 Level = Literal["exact", "approximate", "refused"]
-# Attention layers that see the whole prompt, without which a draft cannot score it.
+# Full-attention layers; a draft needs one for scoring.
 MIN_SCORING_LAYERS = 1
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """An architecture by the name people use. recurrent: the kind of its layers with a state, if it has any."""
+    """An architecture by its common name. recurrent: the kind of its recurrent layers, if any."""
 
     name: str
     recurrent: str = ""
 
 
-# By model_type of the text model; composite checkpoints (vision and text) are looked up by the text part.
+# By the text model's model_type; composite checkpoints are looked up by their text config.
 SUPPORTED = {
     "llama": Architecture("Llama"),
     "mistral": Architecture("Mistral"),
@@ -63,7 +60,7 @@ _REASONS = {
     "opt": _LEARNED,
     "gemma2": _SOFT_CAP,
 }
-# They keep their state in a cache of their own, which cannot go back.
+# Their own cache class cannot roll back.
 _OWN_CACHE = ("rwkv", "xlstm", "reformer", "minimax", "xlnet")
 _NO_ROLLBACK = "its cache is no transformers cache, and cannot be rolled back"
 _UNTRIED = "it is not among those whose positions, masks and cache have been checked"
@@ -71,7 +68,7 @@ _UNTRIED = "it is not among those whose positions, masks and cache have been che
 
 @dataclass(frozen=True)
 class Support:
-    """How well something works; why is empty for exact."""
+    """A support level; `why` is empty for exact."""
 
     level: Level
     why: str = ""
@@ -82,7 +79,7 @@ class Support:
 
 @dataclass(frozen=True)
 class Abilities:
-    """The abilities of a model: to score prompts, to be prefilled sparsely, to decode speculatively."""
+    """Support for scoring, sparse prefill and speculative decoding."""
 
     score: Support
     sparse_prefill: Support
@@ -90,12 +87,12 @@ class Abilities:
 
 
 def text_config(config: Any) -> Any:
-    """The configuration of the text model, which composite checkpoints nest."""
+    """The text model's config, which composite checkpoints nest."""
     return config.get_text_config(decoder=True)
 
 
 def abilities(config: Any) -> Abilities:
-    """What can be done with a model of this configuration, which may be any."""
+    """The support levels of a model with this config; any config is accepted."""
     config = text_config(config)
     refusal = _refusal(config)
     if refusal:
@@ -109,26 +106,26 @@ def abilities(config: Any) -> Abilities:
 
 
 def is_recurrent(config: Any) -> bool:
-    """Whether some layers of a supported model keep a state instead of a KV cache."""
+    """Whether a supported model has layers with a recurrent state."""
     architecture = SUPPORTED.get(text_config(config).model_type)
     return architecture is not None and bool(architecture.recurrent)
 
 
 def scoring_limit(config: Any) -> int | None:
-    """The longest context that some attention layer sees whole, where every one of them slides; None is any length."""
+    """The longest context that one layer attends in full, for a model with only sliding windows; None is unlimited."""
     config = text_config(config)
     num_full, num_sliding = _count_attention_layers(config)
     return int(config.sliding_window) if num_sliding and not num_full else None
 
 
 def is_supported(config: Any) -> bool:
-    """Return whether a model can be a draft, or a target at original positions."""
+    """Whether a model can be a draft, or a target at original positions."""
     return not _refusal(text_config(config))
 
 
 def check_architecture(role: str, config: Any, positions: Positions = "original") -> None:
-    """Raise ValueError, with the reason, for a model on which positions, scoring or rollback would be wrong, and for a
-    draft ("draft") without the attention layers that scoring needs."""
+    """Raise ValueError for a model with wrong positions, scoring or rollback. A draft (role "draft") also needs
+    full-attention layers for scoring."""
     config = text_config(config)
     hinders = _hinders_rollback(config)
     refusal = _refusal(config) if positions == "original" else hinders
@@ -146,7 +143,7 @@ def check_architecture(role: str, config: Any, positions: Positions = "original"
 
 
 def _refusal(config: Any) -> str:
-    """Why a model cannot be used at all; empty where it can."""
+    """The reason why a model cannot be used at all; empty if it can."""
     kind = config.model_type
     if kind not in SUPPORTED:
         return _REASONS.get(kind, _UNTRIED)
@@ -166,19 +163,19 @@ def _refusal(config: Any) -> str:
 
 
 def _rope_parameters(config: Any) -> list[dict[str, Any]]:
-    """The parameters of RoPE, flat or one set for every layer type."""
+    """The RoPE parameters: one flat dict, or one for each layer type."""
     rope = getattr(config, "rope_parameters", None) or {}
     return [rope, *(value for value in rope.values() if isinstance(value, dict))]
 
 
 def rope_switch(config: Any) -> int | None:
-    """Tokens past which a long RoPE has other angles, for all of them; None where it is no such RoPE."""
+    """The length beyond which a long RoPE rotates all tokens by other angles; None for another RoPE."""
     found = [each for each in _rope_parameters(text_config(config)) if each.get("rope_type") == "longrope"]
     return int(found[0]["original_max_position_embeddings"]) if found else None
 
 
 def _hinders_rollback(config: Any) -> str:
-    """Why a model cannot be a target even at contiguous positions; empty where it can."""
+    """The reason why a model cannot be a target even at contiguous positions; empty if it can."""
     if config.model_type in _OWN_CACHE:
         return _NO_ROLLBACK
     if config.model_type in SUPPORTED:
@@ -188,7 +185,7 @@ def _hinders_rollback(config: Any) -> str:
 
 
 def _count_attention_layers(config: Any) -> tuple[int, int]:
-    """How many attention layers see everything, and how many slide."""
+    """The numbers of full-attention and sliding-window layers."""
     layers = DynamicCache(config=config).layers
     slides = [layer.is_sliding for layer in layers if isinstance(layer, DynamicLayer)]
     return slides.count(False), slides.count(True)
@@ -204,7 +201,7 @@ def _score(config: Any) -> Support:
 
 
 def _block_by_block(config: Any) -> Support:
-    """Judge if a block of tokens computes the same as its tokens one by one, on which decoding and scoring rely."""
+    """Whether a block forward equals token-by-token forwards, as decoding and scoring require."""
     if config.model_type == "nemotron_h" and config.time_step_min > 1e-6:
         return Support(
             "approximate",

@@ -1,9 +1,6 @@
-"""The attention function that spec_stack's models run on: transformers' SDPA, plus what it lacks.
-
-It hands a forward's post-rotary queries and keys to the draft's scoring, and under a `CachedModel` it masks by the
-original position of every cache slot, where transformers slides windows over slots. A draft may prefill with a window
-and sinks of its own. It takes the kernel that fits the call, and never makes a mask of a long block times a long cache.
-"""
+"""Attention function of all models: transformers' SDPA plus capture, position masks and a draft's prefill window. Under
+a `CachedModel`, masks follow the original positions of the cache slots; transformers' windows follow slots. The kernel
+is chosen per call; a long block over a long cache never materializes its mask."""
 
 from __future__ import annotations
 
@@ -24,24 +21,23 @@ from spec_stack.hf.slots import KeysCached, Seen, SlotPositions
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# The name must avoid "sdpa", "flash", "flex_attention" and "/": transformers gives those substrings a meaning.
+# The name must not contain "sdpa", "flash", "flex_attention" or "/", which transformers matches on.
 NAME = "spec_stack"
 _MAX_FOLDED_QUERIES = 64
-# Scores, or entries of a mask, held at once where a kernel needs them in memory.
+# Most scores or mask entries held at once, for kernels that materialize them.
 _MAX_SCORES = 1 << 26
-# Queries in a block of windowed attention: fewer waste launches, more waste masked scores.
+# Queries per block of windowed attention: small blocks add launches, large ones masked scores.
 _WINDOW_BLOCK = 128
-# Widest window, with its sinks, whose blocks run as one batch.
+# Widest window plus sinks whose blocks run as one batch.
 _MAX_COPIED = 1024
 
 
 @dataclass
 class LayerCapture:
-    """One attention layer's queries and keys, rotary positions applied.
+    """Post-rotary queries and keys of one attention layer.
 
-    queries: one (num_heads, n, head_dim) tensor per forward. keys: (num_kv_heads, num_cached, head_dim), the latest;
-    None once a sliding window hides some of them from the newest queries. sinks: (num_heads,), logits that take part in
-    the softmax beside the keys'.
+    queries: (num_heads, n, head_dim) per forward. keys: the latest (num_kv_heads, num_cached, head_dim); None once a
+    sliding window hides some. sinks: (num_heads,) logits that join the softmax.
     """
 
     scaling: float
@@ -55,7 +51,7 @@ _thread = threading.local()
 
 @contextmanager
 def capture_attention() -> Iterator[dict[int, LayerCapture]]:
-    """Collect the queries and keys of every attention layer run by this thread inside the block, by layer index."""
+    """Collect queries and keys by layer index from this thread's forwards inside the block."""
     if getattr(_thread, "captured", None) is not None:
         raise RuntimeError("attention is being captured already in this thread")
     layers: dict[int, LayerCapture] = {}
@@ -68,8 +64,7 @@ def capture_attention() -> Iterator[dict[int, LayerCapture]]:
 
 @contextmanager
 def attend_by_position(slots: SlotPositions) -> Iterator[None]:
-    """Inside the block this thread's attention sees by the positions of the cache slots, one for every slot that the
-    cache holds with the forward's own tokens, in the order of the slots."""
+    """Inside the block this thread masks by slot position, in slot order, the forward's own tokens included."""
     _thread.slots = slots
     try:
         yield
@@ -87,11 +82,11 @@ def causal_mask(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> Tensor | None:
-    """A transformers mask function: its SDPA mask (batch, 1, q_length, kv_length), or None where `attend` is causal
-    without one or masks by position."""
+    """A transformers mask function: the SDPA mask (batch, 1, q_length, kv_length). None where `attend` is causal
+    without a mask or masks by position."""
     if getattr(_thread, "slots", None) is not None:
         return None
-    # Not so in a cache allocated for longer than what it holds, nor where a window hides keys.
+    # Not aligned: a cache allocated beyond its contents, or a sliding window.
     local_size = kwargs.get("local_size")
     is_aligned = allow_is_causal_skip and bool(q_offset + q_length == kv_length)
     if is_aligned and attention_mask is None and local_size is None and devices.has_flash(torch.device(device), dtype):
@@ -119,11 +114,11 @@ def attend(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """A transformers attention function; the output (1, n, num_heads, head_dim), and no weights.
+    """A transformers attention function: the output (1, n, num_heads, head_dim) and no weights.
 
-    query: (1, num_heads, n, head_dim), rotary positions applied. key, value: (1, num_kv_heads, num_cached, head_dim),
-    the newest n are the queries' own. attention_mask: (1, 1, n, num_cached), bool or additive; None is causal with the
-    last query at the last key. Under `attend_by_position` the positions take the mask's place.
+    query: post-rotary (1, num_heads, n, head_dim). key, value: (1, num_kv_heads, num_cached, head_dim), the newest n
+    belong to the queries. attention_mask: (1, 1, n, num_cached), bool or additive; None is causal and bottom-right
+    aligned. Under `attend_by_position` the positions replace the mask.
     """
     window, sinks = kwargs.get("sliding_window"), kwargs.get("s_aux")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
@@ -141,7 +136,7 @@ def attend(
         if output is not None:
             return output.transpose(1, 2).contiguous(), None
         key, value, attention_mask = key[:, :, seen.first :], value[:, :, seen.first :], None
-    # Some models have encoders, whose tokens see those after them; transformers knows.
+    # Encoder layers are bidirectional; transformers handles them.
     told = kwargs.get("is_causal")
     is_causal = getattr(module, "is_causal", True) if told is None else told
     output = _attend_by_mask(query, key, value, attention_mask, scale, sinks) if is_causal else None
@@ -155,14 +150,14 @@ def attend(
 def _attend_by_mask(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, sinks: Tensor | None
 ) -> Tensor | None:
-    """Attention (1, num_heads, n, head_dim) under a mask, None being causal up to the last key; None where
-    transformers' own function does as well."""
+    """Attention (1, num_heads, n, head_dim) under a mask (None: bottom-right causal). None where transformers' own
+    function is as good."""
     num_queries, num_keys = query.shape[2], key.shape[2]
-    # GPT-OSS's sinks are no business of SDPA's.
+    # SDPA has no sinks (GPT-OSS).
     if sinks is not None:
         return _attend_with_sinks(query, key, value, mask, scale, sinks)
-    # On CUDA no mask is made for a block that meets a cache, where transformers makes one (1 GB, and 2 GB more once
-    # added to the scores in 16 bits, for an 8,192-token chunk at 128K).
+    # On CUDA this avoids the mask that transformers builds for a block over a cache: 1 GB for an 8,192-token chunk at
+    # 128K, and 2 GB more once it is added to 16-bit scores.
     if mask is None and devices.fits_flash(query, value):
         return devices.flash(query, key, value, scale)
     if mask is None and 1 < num_queries < num_keys:
@@ -170,8 +165,8 @@ def _attend_by_mask(
 
         bias, groups = causal_lower_right(num_queries, num_keys), query.shape[1] // key.shape[1]
         return F.scaled_dot_product_attention(query, key, value, bias, scale=scale, enable_gqa=groups > 1)
-    # For a short block over a long cache transformers copies the whole KV cache once per step to repeat its heads (half
-    # of the time of a 5-token verification at 8K cached tokens on a CPU).
+    # For a short block over a long cache transformers repeats the KV heads by copying the whole cache every step (half
+    # the time of a 5-token verification at 8K cached tokens on a CPU).
     is_short = num_queries <= _MAX_FOLDED_QUERIES and num_queries < num_keys
     if query.shape[1] > key.shape[1] and is_short:
         return _attend_folded(query, key, value, mask, scale)
@@ -181,8 +176,7 @@ def _attend_by_mask(
 def _attend_by_position(
     query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None, slots: SlotPositions, seen: Seen
 ) -> Tensor | None:
-    """The same where positions say what is seen; None where nothing but the future is hidden from `seen.first` on, and
-    no mask is needed for that."""
+    """Attention masked by position; None where plain causal attention from `seen.first` on is enough."""
     num_queries, num_keys = query.shape[2], key.shape[2] - seen.first
     if sinks is not None:
         return _attend_in_blocks(query, key, value, scale, slots, seen, partial(_attend_with_sinks, sinks=sinks))
@@ -198,7 +192,7 @@ def _attend_by_position(
 def _capture(
     module: torch.nn.Module, query: Tensor, key: Tensor, scaling: float, window: int | None, sinks: Tensor | None
 ) -> None:
-    """Hand queries and keys to whoever captures in this thread, if anybody does."""
+    """Record queries and keys if a capture is active in this thread."""
     captured: dict[int, LayerCapture] | None = getattr(_thread, "captured", None)
     if captured is None:
         return
@@ -209,7 +203,7 @@ def _capture(
 
 
 def _attend_folded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """The query heads that share a key head folded into the query length; (1, num_heads, n, head_dim)."""
+    """Grouped-query attention with the group folded into the query length; (1, num_heads, n, head_dim)."""
     batch, num_heads, num_queries, head_dim = query.shape
     groups = num_heads // key.shape[1]
     folded = query.reshape(batch, key.shape[1], groups * num_queries, head_dim)
@@ -222,8 +216,8 @@ def _attend_folded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Non
 def _attend_with_sinks(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, sinks: Tensor
 ) -> Tensor:
-    """Attention whose softmax has one more column per head, the sink's, which brings no value; (1, num_heads, n,
-    head_dim). The mask is bool; None is causal up to the last key."""
+    """Attention with one extra, valueless softmax column per head: the sink; (1, num_heads, n, head_dim). The mask is
+    bool; None is bottom-right causal."""
     batch, num_heads, num_queries, head_dim = query.shape
     num_kv_heads, num_keys = key.shape[1], key.shape[2]
     groups = num_heads // num_kv_heads
@@ -244,11 +238,8 @@ def _attend_with_sinks(
 
 
 def _attend_past_and_present(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Causal attention of a long block over a long cache on a CPU, which has a fast kernel for either part alone.
-
-    The block sees all of what is cached before it, and itself causally. Merged by the two log-sum-exps, without a mask,
-    this takes as long as the same rows of a prefill in one piece; a mask makes it 1.6 to 2.3 times as long.
-    """
+    """Causal attention of a long block over a long cache on a CPU. Full attention on the cache and causal attention on
+    the block are merged by their log-sum-exps, as fast as one prefill; a mask takes 1.6 to 2.3 times as long."""
     batch, num_heads, num_queries, head_dim = query.shape
     num_kv_heads, past = key.shape[1], key.shape[2] - num_queries
     groups = num_heads // num_kv_heads
@@ -275,10 +266,8 @@ def _attend_in_blocks(
     kernel: Kernel,
     begin: int | None = None,
 ) -> Tensor:
-    """Blocks of queries, each under a mask over the slots that it may see: right for any positions.
-
-    begin: the first query's slot, where the queries are not the newest tokens.
-    """
+    """Attention in query blocks, each masked over its visible slots; correct for any positions. begin: slot of the
+    first query, if the queries are not the newest tokens."""
     num_queries = query.shape[2]
     begin = key.shape[2] - num_queries if begin is None else begin
     size = max(1, min(_MAX_SCORES // (query.shape[1] * key.shape[2]), num_queries))
@@ -300,14 +289,14 @@ def _attend_in_blocks(
 def _attend_in_windows(
     query: Tensor, key: Tensor, value: Tensor, scale: float, slots: SlotPositions, seen: Seen
 ) -> Tensor:
-    """Windows and sinks, in time and memory linear in the queries: most blocks look alike, and run as one batch."""
+    """Windowed attention with sinks, linear in the queries: regular blocks run as one batch."""
     begin = key.shape[2] - query.shape[2]
     start = max(begin, slots.regular_from(seen))
     num_blocks = max(0, key.shape[2] - start) // _WINDOW_BLOCK
     blocks = partial(
         _attend_in_blocks, key=key, value=value, scale=scale, slots=slots, seen=seen, kernel=_attend_folded
     )
-    # The batch copies what neighbouring blocks share, which a wide window makes too much of.
+    # The batch duplicates overlapping keys: too many for a wide window.
     if seen.window is None or seen.window + seen.num_sinks > _MAX_COPIED or num_blocks < 2:
         return blocks(query)
     stop = start + num_blocks * _WINDOW_BLOCK
@@ -320,7 +309,7 @@ def _attend_in_windows(
 
 
 def _attend_in_alike_blocks(query: Tensor, key: Tensor, value: Tensor, scale: float, seen: Seen, start: int) -> Tensor:
-    """Blocks of queries from slot `start` on, each over all sinks and over a whole window before its first token."""
+    """Query blocks from slot `start` on, each over all sinks and a full window."""
     _, num_heads, num_queries, head_dim = query.shape
     num_kv_heads, size, window = key.shape[1], _WINDOW_BLOCK, seen.window or 0
     groups, num_blocks = num_heads // num_kv_heads, num_queries // size
@@ -344,12 +333,12 @@ def _attend_in_alike_blocks(query: Tensor, key: Tensor, value: Tensor, scale: fl
 
 
 def is_installed(model: PreTrainedModel) -> bool:
-    """Return whether the model's attention runs through `attend`."""
+    """Whether the model's attention runs through `attend`."""
     return bool(model.config._attn_implementation == NAME)
 
 
 def install(model: PreTrainedModel) -> None:
-    """Run the model's attention through `attend`; the model is changed in place, once."""
+    """Route the model's attention through `attend`, in place; repeated calls do nothing."""
     if is_installed(model):
         return
     loaded = model.config._attn_implementation
@@ -368,8 +357,7 @@ def install(model: PreTrainedModel) -> None:
 
 
 def _narrow(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A decoder layer after which nothing is cached: its keys and values are wanted of all tokens, the rest of it, and
-    all that follows, of those whose logits are asked for."""
+    """The last cached decoder layer: keys and values of all tokens, the rest only of those with logits."""
     slots: SlotPositions | None = getattr(_thread, "slots", None)
     if slots is None or slots.narrow_layer is None or getattr(_thread, "captured", None) is not None:
         return None
@@ -385,7 +373,7 @@ def _narrow(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _tokens(value: Any, num_tokens: int, start: int, stop: int) -> Any:
-    """What a layer is handed, with the tokens start…stop - 1 of whatever there is one row per token of."""
+    """A layer argument with its per-token rows cut to start…stop - 1."""
     if isinstance(value, Tensor):
         return value[:, start:stop] if value.dim() > 1 and value.shape[1] == num_tokens else value
     if isinstance(value, tuple):

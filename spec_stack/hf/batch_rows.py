@@ -1,9 +1,6 @@
-"""Logits processors and stopping criteria for the rows of a batch that are answered one after the other.
-
-Every row has its own, in the state that the call gave them. They see the row as in plain generation: behind its
-padding, and at its place in the batch. The other places hold copies of the row, so that a processor which mixes rows is
-not supported.
-"""
+"""Logits processors and stopping criteria of batch rows, which are generated one after the other. Each row has its own
+copies and sees its padding and batch index. The other rows are copies of it, so processors that mix rows are
+unsupported."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ Criterion = Callable[[torch.Tensor, Any], Any]
 
 
 def for_rows(given: Sequence[Called], num_rows: int) -> list[list[Called]]:
-    """A call's processors or criteria for each row: the given ones for the first, copies for the others."""
+    """Processors or criteria per row: the originals for the first row, copies for the others."""
     return [list(given), *([_copy(each) for each in given] for _ in range(num_rows - 1))]
 
 
@@ -36,29 +33,21 @@ def _copy(given: Called) -> Called:
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a row in its batch.
-
-    Parameters
-    ----------
-    index, num_rows : int
-        Of the row, and how many there are.
-    padding : torch.Tensor
-        (n,), the padding before the row's prompt.
-    """
+    """A row's batch index, the batch size num_rows, and its left padding (n,)."""
 
     index: int
     num_rows: int
     padding: torch.Tensor
 
     def processors(self, processors: Sequence[Processor]) -> list[Processor]:
-        """The row's processors for a caller that knows the row alone, without padding."""
+        """The processors adapted to an unpadded single row."""
         return [self._processor(processor) for processor in processors]
 
     def _processor(self, processor: Processor) -> Processor:
         place = self
         if isinstance(processor, PrefixConstrainedLogitsProcessor):
-            # Asked about the other places too, the function may allow the row nothing there, which is an error.
-            # What it calls a beam is any row of one prompt.
+            # The function may allow nothing for other rows, which is an error.
+            # Beams of the function are the rows of one prompt.
             function = _AskedAbout(processor._prefix_allowed_tokens_fn, self.index // processor._num_beams)
             place, processor = self._alone, PrefixConstrainedLogitsProcessor(function, 1)
         elif keeps_nothing(processor) and not isinstance(getattr(processor, "prompt_ignore_length", 0), torch.Tensor):
@@ -71,7 +60,7 @@ class Place:
         return Place(0, 1, self.padding)
 
     def is_over(self, criteria: Sequence[Criterion], sequence: torch.Tensor) -> bool:
-        """Whether one of the row's criteria holds for the sequence (n,), padding included; all are asked."""
+        """Whether a criterion stops the padded sequence (n,); all criteria are called."""
         rows = sequence.expand(self.num_rows, -1)
         return any([self._holds(criterion, criterion(rows, None)) for criterion in criteria])
 
@@ -88,7 +77,7 @@ class Place:
 
 @dataclass(frozen=True)
 class _AskedAbout:
-    """A `prefix_allowed_tokens_fn` that is asked about one row alone."""
+    """A `prefix_allowed_tokens_fn` that is called for one row only."""
 
     function: Callable[[int, torch.Tensor], list[int]]
     index: int
@@ -98,7 +87,7 @@ class _AskedAbout:
 
 
 class RowProcessor(LogitsProcessor):  # type: ignore[misc]
-    """A processor that is given a row alone, and sees it at its place in the batch."""
+    """A processor that gets a single row and sees it at its batch index."""
 
     def __init__(self, processor: Processor, place: Place) -> None:
         self._processor, self._place = processor, place
@@ -111,5 +100,5 @@ class RowProcessor(LogitsProcessor):  # type: ignore[misc]
         return shaped[place.index : place.index + 1]
 
     def copy(self) -> RowProcessor:
-        """One around a copy of the processor. Raises CannotCopyError as `copy_processor` does."""
+        """A copy around a copied processor. Raises CannotCopyError as `copy_processor`."""
         return RowProcessor(copy_processor(self._processor), self._place)

@@ -1,8 +1,6 @@
-"""The cache behind a `CachedModel`: key/value slots that can be dropped, and recurrent states that cannot.
-
-Sliding-window layers hold every slot: a window is applied by position (`hf.attention`), and a rollback past the window
-finds its keys. Recurrent states have no slots (`hf.states`).
-"""
+"""The cache of a `CachedModel`: key/value slots, which can be dropped, and recurrent states, which cannot.
+Sliding-window layers keep every slot: `hf.attention` masks windows by position, and a rollback past the window
+works."""
 
 from __future__ import annotations
 
@@ -22,21 +20,19 @@ if TYPE_CHECKING:
 
 CACHE_NAMES = ("cache", "past_key_values")
 """What a forward calls its cache: transformers from 5.24 on, and before it."""
-# Slots set aside whenever there is no room left; so one forward in so many copies the cache.
+# Slots reserved per growth, so that the cache is copied only once per this many tokens.
 _ROOM = 256
-# Memory over what the slots take from which `compact` copies them: less than a twentieth stays.
+# Spare memory above which `compact` copies the slots; below it less than a twentieth is wasted.
 _MOST_SLACK = 1.05
-# What a layer calls its states, and the options of `lazy_initialization` that make room for them.
+# Attributes of recurrent states, and the options of `lazy_initialization` that allocate them.
 STATES = ("conv_states", "recurrent_states")
 
 
 class PreallocatedLayer(DynamicLayer):  # type: ignore[misc]
-    """A DynamicLayer that writes new tokens into room it has set aside.
+    """A DynamicLayer that appends into preallocated buffers.
 
-    transformers' growing cache copies all keys and values in every forward to append a token's; with thousands of
-    tokens cached that is a tenth of a step and more (experiments/LOG.md). Here they are the beginnings of
-    larger buffers. Cropping shortens them, and the slots are written again; tensors put in their place (a selection of
-    slots) move into new buffers with the next tokens.
+    transformers copies all keys and values to append one token, a tenth of a step and more with thousands cached
+    (experiments/LOG.md). Here keys and values are views on larger buffers; cropping shortens the view.
     """
 
     keys: torch.Tensor
@@ -56,7 +52,7 @@ class PreallocatedLayer(DynamicLayer):  # type: ignore[misc]
         return self.keys, self.values
 
     def unshare(self) -> None:
-        """Give up the room set aside: the next tokens move into new buffers, and leave these tensors as they are."""
+        """Drop the spare room, so that the next append copies into new buffers and leaves these tensors unchanged."""
         self._buffers = {}
 
     def _append(self, name: str, cached: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
@@ -75,22 +71,22 @@ class PreallocatedLayer(DynamicLayer):  # type: ignore[misc]
 
 @remember
 def _name_of(kind: type[PreTrainedModel]) -> str:
-    # Loading a model has imported it; a name of this package alone has not.
+    # Loading a model imports it; importing this package does not.
     from transformers import GenerationMixin
 
     newer, older = CACHE_NAMES
     has_newer = newer in signature(GenerationMixin.prepare_inputs_for_generation).parameters
-    # Code that comes with a checkpoint may have the older name under a newer transformers.
+    # Checkpoint code may use the older name under a newer transformers.
     return older if older in signature(kind.forward).parameters or not has_newer else newer
 
 
 def cache_argument(model: PreTrainedModel, cache: DynamicCache) -> dict[str, DynamicCache]:
-    """The cache as a keyword argument of the model's forward, under the name that it has there."""
+    """The cache as a keyword argument of the model's forward, under its name there."""
     return {_name_of(model.__class__): cache}
 
 
 def new_cache(config: Any) -> DynamicCache:
-    """An empty cache for a model of this configuration, every attention layer of it at full length."""
+    """An empty cache for this config; sliding-window layers keep every slot."""
     cache = DynamicCache(config=config)
     cache.layers = [
         PreallocatedLayer() if getattr(layer, "is_sliding", False) or type(layer) is DynamicLayer else layer
@@ -100,20 +96,20 @@ def new_cache(config: Any) -> DynamicCache:
 
 
 def last_attention_layer(cache: DynamicCache) -> int | None:
-    """Index of the last layer that keeps anything of its tokens, if it keeps keys alone; None where a recurrent state
-    comes with the keys or after them. A prefill may end there, once these are cached."""
+    """Index of the last caching layer if it holds only keys and values, so that a prefill may end there. None where a
+    recurrent state comes with it or after it."""
     last = len(cache.layers) - 1
     return last if isinstance(cache.layers[last], PreallocatedLayer) else None
 
 
 def last_scoring_layer(cache: DynamicCache, num_layers: int) -> int:
-    """Index of the last layer with keys among the first num_layers; of the first one with keys where there is none."""
+    """Index of the last attention layer among the first num_layers, or else of the first attention layer."""
     with_keys = [index for index, layer in enumerate(cache.layers) if isinstance(layer, DynamicLayer)]
     return max((index for index in with_keys if index < num_layers), default=with_keys[0])
 
 
 def fork(cache: DynamicCache) -> DynamicCache:
-    """A cache with the same contents: keys and values are shared until one of the two appends, states are copied."""
+    """A copy that shares keys and values until either one appends; states are copied at once."""
     other = shallow_copy(cache)
     other.layers = [_fork_layer(layer) for layer in cache.layers]
     return other
@@ -129,7 +125,7 @@ def _fork_layer(layer: Any) -> Any:
 
 
 def contents(cache: DynamicCache) -> dict[str, torch.Tensor]:
-    """All keys, values and states by "layer.name", which `fill` puts into a new cache. Not copied."""
+    """All keys, values and states by "layer.name", for `fill`. Not copied."""
     found: dict[str, torch.Tensor] = {}
     for index, layer in enumerate(cache.layers):
         if getattr(layer, "keys", None) is not None and layer.keys.numel():
@@ -141,8 +137,7 @@ def contents(cache: DynamicCache) -> dict[str, torch.Tensor]:
 
 
 def fill(cache: DynamicCache, found: Mapping[str, torch.Tensor]) -> None:
-    """Put what `contents` gave of a cache into an empty one of the same model. Raises ValueError for what has no
-    place in it."""
+    """Load `contents` into an empty cache of the same model. Raises ValueError for tensors that do not fit."""
     placed = 0
     for index, layer in enumerate(cache.layers):
         if f"{index}.keys" in found and isinstance(layer, DynamicLayer):
@@ -161,7 +156,7 @@ def fill(cache: DynamicCache, found: Mapping[str, torch.Tensor]) -> None:
 
 
 def num_slots(cache: DynamicCache) -> int | None:
-    """Slots of every attention layer; None for a model without one. Raises ValueError where layers differ."""
+    """Slots per attention layer; None without attention layers. Raises ValueError where layers differ."""
     lengths = {layer.keys.shape[-2] if layer.keys.numel() else 0 for layer in _attention_layers(cache)}
     if len(lengths) > 1:
         raise ValueError(f"its layers hold {sorted(lengths)} slots")
@@ -170,30 +165,27 @@ def num_slots(cache: DynamicCache) -> int | None:
 
 def keep_slots(cache: DynamicCache, slots: Sequence[int], device: torch.device) -> None:
     """Keep only these slots of every attention layer."""
-    # Of no slots at all the type would be another.
+    # An empty list would give a float tensor.
     index = torch.tensor(slots, dtype=torch.long, device=device)
     for layer in _attention_layers(cache):
-        # Layers of a model that is split stand on several devices.
+        # A split model's layers are on several devices.
         index = index.to(layer.keys.device)
         layer.keys = layer.keys.index_select(2, index)
         layer.values = layer.values.index_select(2, index)
 
 
 def crop(cache: DynamicCache, num_slots: int) -> None:
-    """Keep the first num_slots slots of every attention layer; recurrent states stay as they are."""
+    """Keep the first num_slots slots of every attention layer; recurrent states are unchanged."""
     for layer in _attention_layers(cache):
-        # A forward that ended early may have left either without its first slots.
+        # After an aborted forward either tensor may be uninitialized.
         layer.keys, layer.values = (
             tensor[:, :, :num_slots] if tensor.numel() else tensor for tensor in (layer.keys, layer.values)
         )
 
 
 def compact(cache: DynamicCache) -> None:
-    """Move keys and values that lie in larger buffers into memory of their own size.
-
-    Cropping shortens a view, and the buffer behind it stays as long as the view: right for a cache that goes on,
-    which writes there again, and not for one that is put away.
-    """
+    """Move keys and values out of larger buffers, for a cache that is stored. Cropping alone keeps the whole buffer
+    alive."""
     for layer in _attention_layers(cache):
         layer.keys, layer.values = _fitted(layer.keys), _fitted(layer.values)
         if isinstance(layer, PreallocatedLayer):

@@ -1,7 +1,5 @@
-"""Chat templates: what they render, the form of messages that each takes, and which texts they show as they are.
-
-Templates are programs of strangers. What one does is learnt by rendering marks in place of texts.
-"""
+"""Chat templates: rendering, the message format each accepts, and the texts that it prints unchanged. A template's
+behaviour is learnt by rendering marks in place of texts."""
 
 from __future__ import annotations
 
@@ -15,11 +13,11 @@ from typing import Any
 
 # Messages of these roles are never pruned.
 KEPT_ROLES = ("system", "developer")
-# No request can guess the number in a mark. A part that a template dumps as JSON is not shown.
+# The number in a mark is unpredictable. A part that the template dumps as JSON does not count as shown.
 _MARK = f"\ue000{secrets.randbits(64)}:"
 _SHOWN = re.compile(rf'(?<!"text": "){_MARK}(\d+)\ue001')
 _MARKED_JSON = json.dumps({_MARK: _MARK}, ensure_ascii=False)
-# A content of None that a template prints.
+# A printed None content.
 _NULL = re.compile(r"\b(?:None|null)\b")
 MARKED_TOOL: dict[str, Any] = {
     "type": "function",
@@ -34,27 +32,26 @@ MARKED_TOOL: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A tokenizer's template with the options of one chat; `more` are the caller's own template variables."""
+    """A tokenizer's template with the options of one chat; `more`: further template variables."""
 
     tokenizer: Any
     options: Mapping[str, Any] = field(default_factory=dict)
     more: Mapping[str, Any] = field(default_factory=dict)
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The text of a chat. Raises ValueError where the template refuses the messages."""
+        """The text of a chat. Raises ValueError if the template rejects the messages."""
         try:
             apply = self.tokenizer.apply_chat_template
             return str(apply(list(messages), tokenize=False, **self.options, **self.more))
         except Exception as error:
-            # For what messages lack a template may raise anything.
+            # A template may raise anything for malformed messages.
             raise ValueError(f"the chat template refuses these messages: {error}") from error
 
     def fit(self, messages: Sequence[Mapping[str, Any]]) -> FittedChat:
-        """The messages in the form that the template takes.
+        """The messages in the format that the template accepts.
 
-        A content is a text, a list of parts, or None beside calls; a call's arguments are a mapping or JSON text. The
-        given form is preferred, then the one whose marks the template shows. Raises ValueError for messages of another
-        form.
+        A content is a text, a list of parts, or None beside calls; arguments are a mapping or JSON text. The given
+        format is tried first, then the one whose marks the template shows. Raises ValueError for malformed messages.
         """
         given = _checked(messages)
         fits: list[FittedChat] = []
@@ -62,10 +59,10 @@ class ChatTemplate:
             fits.append(self._fit([{**message, "content": form(message["content"])} for message in given]))
             if fits[-1].is_complete:
                 return fits[-1]
-        # Some templates take the contents of one role as parts, and of another as text.
+        # Some templates take one role's contents as parts and another's as text.
         best = [next((fit for fit in fits if index in fit.shown), fits[0]) for index in range(len(given))]
         fits.append(self._fit([fit.messages[index] for index, fit in enumerate(best)]))
-        # max() returns the first of equals.
+        # max() returns the first maximum.
         return max(fits, key=lambda fit: (len(fit.shown), fit.takes_text, -fit.num_nulls))
 
     def _fit(self, messages: list[dict[str, Any]]) -> FittedChat:
@@ -73,7 +70,7 @@ class ChatTemplate:
         return FittedChat(messages, self._try_render(_marked(messages)), takes_text)
 
     def _fit_arguments(self, messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], bool]:
-        """Arguments that are JSON text as mappings, unless the template shows the text as it is."""
+        """JSON arguments as mappings, unless the template prints the text unchanged."""
         probe = [_with_arguments(message, lambda _: _MARKED_JSON) for message in messages]
         if probe == messages:
             return messages, False
@@ -90,17 +87,8 @@ class ChatTemplate:
 
 @dataclass(frozen=True)
 class FittedChat:
-    """Messages in one form.
-
-    Parameters
-    ----------
-    messages : list of dict
-        The messages.
-    skeleton : str
-        The chat rendered with marks in place of its texts; empty where the template refuses marks.
-    takes_text : bool
-        Whether the template shows JSON arguments as they are.
-    """
+    """Messages in one format. skeleton: the chat rendered with marks; empty if the template rejects marks. takes_text:
+    whether JSON arguments are printed unchanged."""
 
     messages: list[dict[str, Any]]
     skeleton: str
@@ -112,7 +100,7 @@ class FittedChat:
 
     @cached_property
     def shown(self) -> frozenset[int]:
-        """The messages all of whose texts the template shows; none where it refuses marks."""
+        """Indices of messages whose texts are all shown; none if marks are rejected."""
         found, marks = set(_SHOWN.findall(self.skeleton)), iter(_marks(self.messages))
         numbers = [[_SHOWN.findall(next(marks)) for _ in _texts(message["content"])] for message in self.messages]
         return frozenset(
@@ -126,9 +114,8 @@ class FittedChat:
     def contents(self, text: str) -> Contents:
         """Find the messages' texts in the rendered chat.
 
-        The text between two marks of the skeleton is the template's own. A message's text is found where it stands, as
-        it is or stripped, between the template's two parts; where it does not, the template edits it (drops a thought,
-        say), and the search goes on behind the next part.
+        Text between two marks belongs to the template. A message's text is matched, exact or stripped, between two
+        template parts; otherwise it was edited (reasoning dropped, e.g.) and the search continues after the next part.
         """
         if not self.skeleton:
             return Contents([], len(self.messages), None)
@@ -140,7 +127,7 @@ class FittedChat:
         at = len(head) if text.startswith(head) else -1
         for number, part in zip(rest[::2], rest[1::2], strict=True):
             index, content = owners[int(number)]
-            # Two texts may have nothing between them; behind the last one the chat ends.
+            # Two texts may be adjacent; the last one may end the chat.
             end = part if part or number != rest[-2] else None
             stop = _content_end(text, at, content, end) if at >= 0 else None
             if stop is None:
@@ -149,7 +136,7 @@ class FittedChat:
                 at = found + len(part) if found >= 0 else -1
                 continue
             if self.messages[index]["role"] not in KEPT_ROLES:
-                # A token may stand across two texts that have nothing between them.
+                # A token may span two adjacent texts.
                 start = spans.pop()[0] if spans and spans[-1][1] == at else at
                 spans.append((start, stop))
             if self.messages[index]["role"] == "user":
@@ -159,10 +146,8 @@ class FittedChat:
 
 
 def chat_parts(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[str | int]:
-    """A chat in order: the template's own texts, and for each content, which is one string, its message's number.
-
-    Without a template, or where it refuses these messages, the roles stand in its place.
-    """
+    """The chat's parts in order: template text, and for each string content its message index. Without a working
+    template, role names replace the template text."""
     skeleton = ""
     if getattr(tokenizer, "chat_template", None):
         skeleton = ChatTemplate(tokenizer, {"add_generation_prompt": True}).fit(messages).skeleton
@@ -174,17 +159,8 @@ def chat_parts(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[st
 
 @dataclass(frozen=True)
 class Contents:
-    """Where a rendered chat holds its messages' texts.
-
-    Parameters
-    ----------
-    prunable : list of (int, int)
-        Character spans of the texts that may be pruned, in order.
-    num_edited : int
-        Messages that the template edits, which may not.
-    question : (int, int) or None
-        Characters of the last user message.
-    """
+    """Character spans of message texts in a rendered chat. prunable: half-open spans in order. num_edited: messages
+    that the template edits, which are never pruned. question: span of the last user message."""
 
     prunable: list[tuple[int, int]]
     num_edited: int
@@ -192,8 +168,7 @@ class Contents:
 
 
 def _content_end(text: str, at: int, content: str, part: str | None) -> int | None:
-    """Where a content that begins at `at` ends; None where it is not there. part: the template's text after it, None
-    for the end of the chat."""
+    """The end of a content that begins at `at`, or None. part: the template text after it; None is the end."""
     for written in (content, content.strip(), content.lstrip(), content.rstrip()):
         stop = at + len(written)
         if text.startswith(written, at) and (stop == len(text) if part is None else text.startswith(part, stop)):
@@ -202,7 +177,7 @@ def _content_end(text: str, at: int, content: str, part: str | None) -> int | No
 
 
 def _checked(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with each content None, a text or a list of text parts."""
+    """The messages, with each content checked to be None, a text or a list of text parts."""
     if not isinstance(messages, Sequence) and not isinstance(messages, Mapping):
         messages = list(messages)
     if not messages:
@@ -234,7 +209,7 @@ def _text_part(text: str) -> dict[str, str]:
 
 
 def _texts(content: Any) -> list[str]:
-    """The texts of a content in any form."""
+    """The texts of a content in any format."""
     return [part["text"] for part in content] if isinstance(content, list) else [content or ""]
 
 
@@ -251,7 +226,7 @@ def _as_parts(content: Any) -> list[Any]:
 
 
 def _marks(messages: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A mark for each text of the messages; none for an empty one."""
+    """A mark for each non-empty text of the messages."""
     texts = [text for message in messages for text in _texts(message["content"])]
     return [f"{_MARK}{index}\ue001" if text else "" for index, text in enumerate(texts)]
 
@@ -270,7 +245,7 @@ def _with_marks(content: Any, marks: Iterator[str]) -> Any:
 
 
 def _with_arguments(message: dict[str, Any], change: Callable[[str], Any]) -> dict[str, Any]:
-    """A message with another form of its calls' arguments where these are text."""
+    """A message with its text arguments converted."""
     calls = message.get("tool_calls")
     return {**message, "tool_calls": [_with_changed(call, change) for call in calls]} if calls else message
 
@@ -283,10 +258,10 @@ def _with_changed(call: Any, change: Callable[[str], Any]) -> Any:
 
 
 def _parsed(text: str) -> Any:
-    """The value of JSON; the text itself where a prompt could not show that value."""
+    """The parsed JSON; the text itself if the value does not survive rendering."""
     try:
         value = json.loads(text)
-        # Infinite numbers and halves of characters raise.
+        # Infinities and lone surrogates raise.
         json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
     except ValueError:
         return text

@@ -1,4 +1,4 @@
-"""A model whose cached tokens are an ordinary prompt: a token's position in the model is its cache slot."""
+"""A model that numbers its cached tokens as a contiguous prompt: position equals cache slot."""
 
 from __future__ import annotations
 
@@ -21,20 +21,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-# More rows of logits are asked of no forward.
+# Most rows of logits per forward.
 _MOST_LOGITS = 128
-# A long RoPE keeps its angles in the model, which requests share.
+# A long RoPE stores its angles in the model, which requests share.
 _angles = threading.Lock()
 
 
 class ContiguousModel(CachedModel):
-    """A `CachedModel` of any architecture, which needs no `attention.install`.
+    """A `CachedModel` for any architecture, without `attention.install`.
 
-    Positions go in and come out as those of the whole text, and increase over the slots. The model itself is given the
-    slots, so that its own attention, masks and windows see a prompt of the cached tokens and no other.
-
-    Past a number of tokens a long RoPE has other angles for all of them. As in transformers, the cache is computed anew
-    there.
+    Callers use positions of the full text, increasing over the slots; the model gets slot indices. Past its switch
+    length a long RoPE changes all angles, and the cache is recomputed, as in transformers.
     """
 
     def __init__(self, model: PreTrainedModel, prefill_chunk: int, num_ids: int | None = None) -> None:
@@ -44,16 +41,16 @@ class ContiguousModel(CachedModel):
         switch = rope_switch(model.config)
         self._switch = sys.maxsize if switch is None else switch
         if switch is not None:
-            # The first piece of a long prompt has to be past it.
+            # The first piece of a long prompt must be past the switch.
             self._most_in_piece = max(self._most_in_piece, switch + _MOST_LOGITS)
 
     @property
     def can_restore(self) -> bool:
-        """Return True: recalled tokens go back to their place, behind a rollback."""
+        """True: recalled tokens are inserted at their position after a rollback."""
         return True
 
     def forward(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> torch.Tensor:
-        """As a `CachedModel`'s; tokens on either side of the switch of a long RoPE go by themselves."""
+        """As `CachedModel.forward`; tokens before and after a RoPE switch run separately."""
         room = self._switch - self.num_cached
         num_late = len(token_ids) - room
         if room <= 0 or not 0 < num_late < num_logits:
@@ -62,7 +59,7 @@ class ContiguousModel(CachedModel):
         return torch.cat([early, super().forward(token_ids[room:], positions[room:], num_late)])
 
     def _take(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> tuple[list[int], list[int]]:
-        """Return what has to run: all that is cached, too, where its angles are others now."""
+        """The tokens to run, including all cached tokens if their RoPE angles changed."""
         new_ids, at = super()._take(token_ids, positions, num_logits)
         num_held = len(self._positions)
         was_long = getattr(self._cache, "is_long", num_held > self._switch)

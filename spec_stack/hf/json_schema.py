@@ -1,4 +1,4 @@
-"""JSON schemas as xgrammar enforces them: what it would leave out is written anew, or refused by name."""
+"""JSON schemas for xgrammar: rules that it would ignore are rewritten, or rejected by name."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
-# They say nothing about an instance.
+# Annotations, which constrain nothing.
 _ANNOTATIONS = {"title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly"} | {
     *("$comment", "$schema", "$anchor", "discriminator", "contentMediaType", "contentEncoding", "contentSchema")
 }
 _DEFINITIONS = ("$defs", "definitions")
 _BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
-# What a grammar enforces, by the type that it is about: of other types it says nothing, by the standard.
+# Enforced keywords by instance type; the standard ignores them for other types.
 _ENFORCED: dict[str, set[str]] = {
     "object": {"properties", "required", "minProperties", "maxProperties", "patternProperties", "propertyNames"}
     | {"additionalProperties", "unevaluatedProperties"},
@@ -25,19 +25,19 @@ _ENFORCED: dict[str, set[str]] = {
     "boolean": set(),
     "null": set(),
 }
-# Beside each of these the grammar sees nothing else.
+# xgrammar ignores siblings of these keywords.
 _ALONE = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
 _PYTHON_TYPES = {dict: "object", list: "array", str: "string", int: "integer", bool: "boolean", type(None): "null"}
-# xgrammar's limits for multiples.
+# xgrammar's limits for multipleOf.
 _LONGEST_CHAIN = 32
 _LARGEST_MULTIPLE, _WIDEST_RANGE = 1024, 9_999
 
-# No 29th of February: no grammar counts years.
+# 29 February is excluded: a grammar cannot compute leap years.
 _DATE = r"\d{4}-((0[13578]|1[02])-(0[1-9]|[12]\d|3[01])|(0[469]|11)-(0[1-9]|[12]\d|30)|02-(0[1-9]|1\d|2[0-8]))"
 _TIME = r"([01]\d|2[0-3]):[0-5]\d:[0-5]\d(\.\d{1,6})?(Z|[+-]([01]\d|2[0-3]):[0-5]\d)"
 _BYTE = r"(25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)"
 _ATOM, _LABEL = r"[A-Za-z0-9_!#$%&'*+/=?`{|}~-]+", r"[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?"
-# xgrammar's own let days through that no month has, bytes with leading zeros, and escapes that JSON does not know.
+# xgrammar's own patterns accept invalid days, bytes with leading zeros, and escapes that JSON lacks.
 _PATTERNS = {
     "date": _DATE,
     "time": _TIME,
@@ -46,10 +46,10 @@ _PATTERNS = {
     "ipv4": rf"({_BYTE}\.){{3}}{_BYTE}",
 }
 _FORMATS = {"duration", "hostname", "ipv6", "uri", "uri-reference", "uri-template", "uuid"}
-# They hint at what a text is for; any text is one.
+# Content hints; any text matches.
 _FREE = {("format", name) for name in ("binary", "directory-path", "file-path", "password", "path")}
-# Characters that JSON writes as they are. The last one is never written; it has xgrammar take the characters as they
-# stand here, in a rule that repeats, and not in an automaton with a state for each of them.
+# Characters that JSON writes unescaped. The last one is never written; it makes xgrammar use the class in a repeated
+# rule, not in an automaton with a state per character.
 _PLAIN = '[^"\\\\\\x00-\\x1f\uffff]'
 
 _PIECE = re.compile(r"\\.|\[\^?(?:\\.|[^\\\]])*\]|\(\?<?[=!]|.", re.DOTALL)
@@ -57,7 +57,7 @@ _ESCAPES = {*"dDwWsSnrtfv0xuc"}
 
 
 def enforceable(schema: Any) -> Any:
-    """Return a schema whose grammar lets nothing through that the given one forbids."""
+    """A schema whose grammar accepts nothing that the given schema rejects."""
     reader = _Reader(schema)
     read = reader.schema(schema, "#")
     reader.check_references()
@@ -65,16 +65,16 @@ def enforceable(schema: Any) -> Any:
 
 
 def json_rules(schema: str) -> Any:
-    """The grammar of texts that fit a JSON schema."""
+    """The grammar of JSON texts that match a schema."""
     from xgrammar import Grammar
 
-    # One way to write white space, json.dumps' own: with all of them a small model may never end, and a forced call
-    # reads as templates render earlier ones, so that a cache holds what was written.
+    # Only json.dumps' whitespace: with free whitespace a small model may never end. It also equals the text of earlier
+    # calls in templates, so that the cache stays valid.
     return Grammar.from_json_schema(json.dumps(enforceable(json.loads(schema))), any_whitespace=False)
 
 
 def check_pattern(pattern: str) -> None:
-    """Refuse what xgrammar leaves out of a regular expression."""
+    """Reject regular expression features that xgrammar ignores."""
     depth, pieces = 0, ["|", *_PIECE.findall(pattern), "|"]
     for before, piece, after in zip(pieces, pieces[1:], pieces[2:], strict=False):
         depth += (piece == "(") - (piece == ")")
@@ -85,11 +85,11 @@ def check_pattern(pattern: str) -> None:
 
 
 class _Reader:
-    """Reads a schema from its root on."""
+    """Rewrites a schema recursively from its root."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
-        # What was read, by its place.
+        # Rewritten schemas by path.
         self._read: dict[str, Any] = {}
 
     def schema(self, schema: Any, path: str) -> Any:
@@ -107,7 +107,7 @@ class _Reader:
         return self._alone(alone, schema, path) | read
 
     def check_references(self) -> None:
-        """Refuse references to what is no schema here, and those that come back to themselves."""
+        """Reject references to non-schemas, and references that lead back to themselves."""
         for path, schema in self._read.items():
             seen = [path]
             while isinstance(schema, dict) and "$ref" in schema:
@@ -149,7 +149,7 @@ class _Reader:
         )
 
     def _resolved(self, schema: Any) -> Any:
-        """What a schema refers to; itself, if it does not."""
+        """The schema behind a reference; a schema without one is returned unchanged."""
         for _ in range(_LONGEST_CHAIN):
             if not isinstance(schema, dict) or "$ref" not in schema:
                 break
@@ -217,7 +217,7 @@ class _Reader:
         return read | ({} if items is None else {"items": items})
 
     def _first(self, schema: dict[str, Any], names: Iterable[str], path: str) -> Any:
-        """The schema under the first of these names that there is; None without any."""
+        """The schema under the first of these keywords that is present; None without any."""
         return next((self.schema(schema[name], f"{path}/{name}") for name in names if name in schema), None)
 
 
@@ -243,7 +243,7 @@ def _string(schema: dict[str, Any], path: str) -> dict[str, Any]:
 
 
 def _check_text_pattern(pattern: str, path: str) -> None:
-    """Refuse a pattern of a text, or of its name, that does not stand in JSON as it should."""
+    """Reject a string pattern that cannot be enforced inside JSON text."""
     try:
         check_pattern(pattern)
     except ValueError as error:
@@ -254,7 +254,7 @@ def _check_text_pattern(pattern: str, path: str) -> None:
 
 @lru_cache(maxsize=1024)
 def _is_escaped(pattern: str) -> bool:
-    """Whether xgrammar keeps to JSON's escapes where it writes this, as its automata do and its rules do not."""
+    """Whether xgrammar applies JSON's escapes to this pattern: its automata do, its rules do not."""
     from xgrammar import Grammar
 
     rules = str(Grammar.from_json_schema(json.dumps({"type": "string", "pattern": pattern}))).splitlines()
@@ -281,7 +281,7 @@ def _integer(schema: dict[str, Any], path: str) -> dict[str, Any]:
 
 
 def _values(schema: dict[str, Any], path: str) -> list[Any]:
-    """The values of `const` or `enum` that have the type beside it."""
+    """The values of `const` or `enum` that match the sibling `type`."""
     values = [schema["const"]] if "const" in schema else _expect(list, schema["enum"], f"{path}/enum")
     types = {*_types(schema, path)} if "type" in schema else {*_ENFORCED}
     types |= {"integer"} if "number" in types else set()
@@ -319,7 +319,7 @@ def _have_no_value_in_common(one: Any, other: Any) -> bool:
 
 
 def _families(schema: Any) -> set[str]:
-    """The types that its instances may have, with integers as numbers; none where that is not plain."""
+    """The possible instance types, integers counted as numbers; none if undetermined."""
     if not isinstance(schema, dict):
         return set()
     values, types = _finite(schema), schema.get("type", [])

@@ -1,4 +1,4 @@
-"""Loading a draft/target pair, and saying before any long work whether it fits together."""
+"""Loading a draft/target pair, checked before any weights are read."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
-# Policies that use a trained predictor where one lies beside the draft. `throughput` is not among them: none has
-# beaten what it learns online (experiments/LOG.md).
+# Policies that use a trained predictor found beside the draft. `throughput` is excluded: no predictor beats its
+# online estimates (experiments/LOG.md).
 _PREDICTED = ("speckv",)
 _ROLES = ("target", "draft")
 DeviceMap = str | Mapping[str, Any]
@@ -43,7 +43,7 @@ DeviceMap = str | Mapping[str, Any]
 
 @dataclass(frozen=True)
 class FoundPair:
-    """A pair that can be loaded: all that is known of it before the weights are read."""
+    """A loadable pair, before the weights are read."""
 
     sources: tuple[str, str]
     configs: tuple[Any, Any]
@@ -56,10 +56,8 @@ class FoundPair:
     device_map: DeviceMap | None = None
 
     def load_models(self, target_weights: bool = True) -> tuple[PreTrainedModel, PreTrainedModel]:
-        """Read the weights, those of the target unless told not to: it is then a shell on the meta device.
-
-        Raises ValueError where they cannot be read or do not fit on the device.
-        """
+        """Load the weights. Without target_weights the target is a shell on the meta device. Raises ValueError for
+        weights that cannot be read or do not fit on the device."""
         of_target, of_draft = self.precisions
         device_map = self.device_map
         first, second = self.configs
@@ -67,7 +65,7 @@ class FoundPair:
             target = _load_model(self.sources[0], of_target, self.device, self.hub.options("target"), device_map, first)
         else:
             target = _shell(first)
-        # The parts of a mapping have the target's names.
+        # A mapping uses the target's module names.
         shared = device_map if isinstance(device_map, str) else None
         on = self.device if device_map is None or not target_weights else target.device
         draft = _load_model(self.sources[1], of_draft, on, self.hub.options("draft"), shared, second)
@@ -78,7 +76,7 @@ class FoundPair:
 
 
 def resolve_device(device: str | None) -> torch.device:
-    """The device asked for; None takes CUDA where there is one. Raises ValueError for one that is not there."""
+    """The requested device; None is CUDA if present. Raises ValueError for a missing device."""
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -93,10 +91,8 @@ def resolve_device(device: str | None) -> torch.device:
 
 
 def resolve_pair(target: str | Path | None, draft: str | Path | None) -> tuple[str, str]:
-    """Folders, GGUF files or hub ids of both models; the embedded pair where neither is named.
-
-    Raises ValueError for a folder or file that is not there, or when only one of the two is named.
-    """
+    """Folders, GGUF files or hub ids of both models; the embedded pair if neither is given. Raises ValueError for a
+    missing folder or file, or for only one of the two."""
     if target is None and draft is None:
         return str(ASSETS / "target"), str(ASSETS / "draft")
     if target is None or draft is None:
@@ -106,13 +102,13 @@ def resolve_pair(target: str | Path | None, draft: str | Path | None) -> tuple[s
 
 
 def predictors_beside(draft: str | Path) -> dict[str, Path]:
-    """The trained predictors in a draft's folder, by the policy that uses them; a hub id has nothing beside it."""
+    """Trained predictors in a draft's folder by policy name; none for a hub id."""
     file = find_predictor(draft)
     return {} if file is None else dict.fromkeys(_PREDICTED, file)
 
 
 def load_config(source: str, hub: Mapping[str, Any] | None = None) -> Any:
-    """A model's configuration; hub: `HubConfig.options`. Raises ValueError with the reason where it cannot be read."""
+    """A model's config; hub: `HubConfig.options`. Raises ValueError with the reason."""
     from transformers import AutoConfig
 
     try:
@@ -125,13 +121,13 @@ def load_config(source: str, hub: Mapping[str, Any] | None = None) -> Any:
 
 
 def load_tokenizer(source: str, hub: Mapping[str, Any] | None = None) -> Any:
-    """A model's tokenizer; hub: of `HubConfig.options`. Raises ValueError with the reason where there is none."""
+    """A model's tokenizer; hub: from `HubConfig.options`. Raises ValueError with the reason."""
     from transformers import AutoTokenizer
 
     try:
         folder, options = locate(source if has_tokenizer(source) else base_of(source), hub)
         if has_tokenizer(folder):
-            # One that lies beside a GGUF file is read in no time; the file's own takes seconds.
+            # A tokenizer file beside a GGUF file loads at once; the GGUF's own takes seconds.
             options.pop("gguf_file", None)
         return AutoTokenizer.from_pretrained(folder, **options)
     except (OSError, ValueError, KeyError) as error:
@@ -139,8 +135,8 @@ def load_tokenizer(source: str, hub: Mapping[str, Any] | None = None) -> Any:
 
 
 def load_tokenizers(target: str, draft: str, hub: HubConfig | None = None) -> tuple[Any, Any]:
-    """Both tokenizers. A draft folder without one is taken to have the target's; the pair embedded in the package is
-    stored so. Raises ValueError as `load_tokenizer` does."""
+    """Both tokenizers. A draft folder without one, as in the embedded pair, uses the target's. Raises ValueError as
+    `load_tokenizer`."""
     of_target, of_draft = (None if hub is None else hub.options(role) for role in _ROLES)
     tokenizer = load_tokenizer(target, of_target)
     shares = Path(draft).is_dir() and not is_adapter(draft) and not has_tokenizer(draft)
@@ -148,7 +144,7 @@ def load_tokenizers(target: str, draft: str, hub: HubConfig | None = None) -> tu
 
 
 def load_draft(source: str | Path, target: PreTrainedModel, positions: Positions = "original") -> PreTrainedModel:
-    """A draft for a target that is loaded already, on its device and in its precision."""
+    """A draft for a loaded target, on its device and in its precision."""
     path = resolve_source("draft", source)
     config = load_config(path)
     check_pair(target.config, config, positions)
@@ -159,7 +155,7 @@ def load_draft(source: str | Path, target: PreTrainedModel, positions: Positions
 
 
 def load_alone(source: str | Path, load: LoadConfig, device: str | None = None) -> PreTrainedModel:
-    """A draft without a target. Raises ValueError as `open_pair` and `FoundPair.load_models` do."""
+    """A draft without a target. Raises ValueError as `open_pair` and `FoundPair.load_models`."""
     path, on = resolve_source("draft", source), resolve_device(device)
     config = load_config(path)
     check_architecture("draft", config)
@@ -168,20 +164,20 @@ def load_alone(source: str | Path, load: LoadConfig, device: str | None = None) 
 
 
 def check_pair(target: Any, draft: Any, positions: Positions = "original") -> None:
-    """Raise ValueError where two configurations cannot work together, with the target's positions original or not."""
+    """Raise ValueError for incompatible configs; positions: the target's, original or contiguous."""
     check_architecture("target", target, positions)
     check_architecture("draft", draft)
 
 
 def max_positions(config: Any) -> int:
-    """Positions a model was made for; any number of them where its configuration names none (ALiBi)."""
+    """A model's position limit; unlimited if its config has none (ALiBi)."""
     text = text_config(config)
     named = (getattr(text, name, None) for name in ("max_position_embeddings", "max_seq_len"))
     return next((int(limit) for limit in named if limit is not None), sys.maxsize)
 
 
 def end_token_ids(model: PreTrainedModel) -> frozenset[int]:
-    """Ids that end a text, from the generation config or else the model config. Raises ValueError for no ids."""
+    """End-of-sequence ids from the generation config, or else the model config. Raises ValueError for invalid ids."""
     ids = model.generation_config.eos_token_id if model.generation_config is not None else None
     return _as_ids(text_config(model.config).eos_token_id if ids is None else ids)
 
@@ -194,7 +190,7 @@ def _as_ids(ids: Any) -> frozenset[int]:
 
 
 def check_contents(source: str, config: Any) -> None:
-    """Check the files of a folder beside its configuration, whose weights are not read."""
+    """Check a folder's weight files against its config, without reading weights."""
     from transformers import GenerationConfig
 
     folder = Path(source)
@@ -207,7 +203,7 @@ def check_contents(source: str, config: Any) -> None:
         for file in sorted(folder.glob("*.safetensors")):
             with safe_open(file, framework="pt") as opened:
                 shapes = {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
-            # Some are turned round when they are loaded.
+            # Some weights are transposed on load.
             differ = [name for name in shapes.keys() & expected if sorted(shapes[name]) != sorted(expected[name].shape)]
             _check_fit(source, [(name, shapes[name], expected[name].shape) for name in sorted(differ)])
     except (OSError, SafetensorError) as error:
@@ -215,7 +211,7 @@ def check_contents(source: str, config: Any) -> None:
 
 
 def _check_fit(source: str, differ: Sequence[tuple[str, Sequence[int], Sequence[int]]]) -> None:
-    """Raise ValueError for weights that differ: names, shapes in the files, and by the configuration."""
+    """Raise ValueError for mismatched weights: names, file shapes and config shapes."""
     if differ:
         name, stored, configured = differ[0]
         raise ValueError(
@@ -234,12 +230,8 @@ def open_pair(
     device_map: DeviceMap | None = None,
     positions: Positions = "original",
 ) -> FoundPair:
-    """Find a pair and settle how it is loaded.
-
-    All that a caller can change is refused here (ValueError), before any long work. prepack_linears: None lays linear
-    layers out for oneDNN (`hf.prepack`) wherever that works. device_map: in place of `device`, where transformers puts
-    the parts of the models.
-    """
+    """Find a pair and decide how to load it. Raises ValueError for every user error. prepack_linears: None prepacks for
+    oneDNN (`hf.prepack`) where possible. device_map: transformers' placement, instead of `device`."""
     hub = hub or HubConfig()
     if device_map is not None and device is not None:
         raise ValueError("give device or device_map, not both")
@@ -278,8 +270,8 @@ def _check_quantizable_source(role: str, source: str, name: str) -> None:
 def _packs(
     precisions: tuple[Precision, Precision], on: torch.device, asked: bool | None, device_map: DeviceMap | None
 ) -> tuple[bool, bool]:
-    """Whether each model is prepacked. Raises ValueError where that was asked for and cannot be had."""
-    # A layer that accelerate may move about must stay as it is.
+    """Whether each model is prepacked. Raises ValueError if requested but impossible."""
+    # A layer that accelerate may move must stay unchanged.
     first, second = (asked is not False and device_map is None and can_prepack(on, each.dtype) for each in precisions)
     if asked and not (first and second):
         refused = precisions[1 if first else 0].name
@@ -289,7 +281,7 @@ def _packs(
 
 
 def _shell(config: Any) -> PreTrainedModel:
-    """A model without weights, which tells its shape and what ends its text."""
+    """A model on the meta device, for its shape and end tokens."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -313,11 +305,11 @@ def _load_model(
         if is_gguf(source):
             from transformers import GgufConfig
 
-            # Its configuration takes seconds to read, and is known.
+            # The config is already loaded; reading it again takes seconds.
             options |= {"quantization_config": GgufConfig(dequantize=True), "config": config}
         if device_map is not None:
             options["device_map"] = device_map
-        # Without attn_implementation: SDPA, or eager attention for those that have none (GPT-OSS).
+        # Without attn_implementation: SDPA, or eager attention for models without it (GPT-OSS).
         with _quiet_bars(source):
             model, loaded = AutoModelForCausalLM.from_pretrained(
                 folder, **options, output_loading_info=True, ignore_mismatched_sizes=True
@@ -327,7 +319,7 @@ def _load_model(
     _check_fit(source, sorted(loaded["mismatched_keys"]))
     missing = sorted(loaded["missing_keys"])
     if missing and precision.name not in QUANTIZED and stored_precision(model.config) is None:
-        # transformers fills them with random numbers.
+        # transformers initializes them randomly.
         raise ValueError(f"{source!r} lacks {len(missing)} weights of its configuration: {', '.join(missing[:3])}")
     end_token_ids(model)
     if is_gguf(source):
@@ -340,7 +332,7 @@ def _load_model(
 
 @contextmanager
 def _quiet_bars(source: str) -> Iterator[None]:
-    """No progress bar for the embedded models, which load in milliseconds."""
+    """Hide the progress bar of the embedded models, which load in milliseconds."""
     from transformers.utils import logging as transformers_logging
 
     is_shown = transformers_logging.is_progress_bar_enabled()

@@ -1,4 +1,4 @@
-"""A model with its cache and its position counter, for one request."""
+"""One request's model view: cache and position counter."""
 
 from __future__ import annotations
 
@@ -21,21 +21,18 @@ from spec_stack.hf.states import States
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Tokens to recompute up to which they ride along with the next forward; more get one of their own, so that a
-# snapshot can follow them.
+# Most tokens recomputed together with the next forward; more get a forward of their own, so that a
+# snapshot can follow.
 _MAX_RIDING = 16
-# Most tokens in a piece on a CPU, where a longer one is no faster and its caller waits for seconds.
+# Longest piece on a CPU: longer ones are no faster, and progress and cancellation wait for seconds.
 _CPU_PIECE = 2048
-# Tokens without logits from which the last layer leaves them out.
+# Shortest run of tokens without logits that the last layer skips.
 _MIN_NARROWED = 64
 
 
 def piece_ends(num_tokens: int, num_logits: int, chunk: int, own_piece: bool) -> list[int]:
-    """Where the pieces of a long forward end.
-
-    The last num_logits tokens stay together (in a piece of their own, if own_piece); no other piece is longer than
-    chunk.
-    """
+    """End indices of a long forward's pieces of at most `chunk` tokens. The last num_logits tokens stay in one piece,
+    on their own if own_piece."""
     ends, at = [], 0
     while num_tokens - at > (num_logits if own_piece else max(chunk, num_logits)):
         at = min(at + chunk, num_tokens - num_logits)
@@ -44,33 +41,17 @@ def piece_ends(num_tokens: int, num_logits: int, chunk: int, own_piece: bool) ->
 
 
 class CachedModel:
-    """One request's view of a model on which `attention.install` has been called.
+    """One request's view of a shared model, which needs `attention.install` for windows by position.
 
-    The model is shared and never changed. Without `attention.install`, windows would slide over slots, not positions.
+    prefill_chunk: most tokens per piece (2,048 at most on a CPU). num_ids: logits width; a draft's wider logits are
+    cut, narrower ones padded with -inf, and ids beyond its embedding use the last row.
 
-    Parameters
-    ----------
-    model : PreTrainedModel
-        The model.
-    prefill_chunk : int
-        Most tokens in one piece of a long forward (2,048 at most on a CPU).
-    num_ids : int, optional
-        Width of the logits, for a draft whose own are wider (the rest is cut off) or narrower (the rest is -inf) than
-        the target's. An id without a row in the model is taken as its last row.
+    forward_s: seconds in the model (on CUDA: until launch). on_piece: called at every attention layer with a piece's
+    tokens and its share of finished layers, and with 1.0 at the end. Its exception aborts the forward; the cache keeps
+    the finished pieces (undefined for recurrent models).
 
-    Attributes
-    ----------
-    forward_s
-        Seconds inside the model so far (on CUDA: until the launch returned).
-    on_piece
-        Called with a piece's tokens and the share of its layers that is done, at every attention layer, and with 1.0
-        after it. An exception of it ends the forward; the cache then holds the whole pieces before (of a model with a
-        state: undefined).
-
-    Notes
-    -----
-    A recurrent state cannot be cropped. A rollback goes back to the latest snapshot before the forgotten tokens; those
-    after it that stay are recomputed by the next forward, ahead of its own tokens (`num_to_recompute`).
+    A recurrent state cannot be cropped: a rollback restores the latest earlier snapshot, and the next forward
+    recomputes the remaining tokens first (`num_to_recompute`).
     """
 
     def __init__(self, model: PreTrainedModel, prefill_chunk: int, num_ids: int | None = None) -> None:
@@ -84,21 +65,21 @@ class CachedModel:
         self._cache = model_cache.new_cache(model.config)
         self._states = States(self._cache)
         self._last_layer = model_cache.last_attention_layer(self._cache)
-        # One entry per slot, and the tokens that are still to be recomputed.
+        # One entry per slot, then the tokens still to be recomputed.
         self._token_ids: list[int] = []
         self._positions: list[int] = []
         self._to_recompute: list[tuple[int, int]] = []
-        # Slots up to the end of the last ones that went back to an earlier position; from there on positions increase.
+        # End of the slots with restored positions; positions increase from there on.
         self._restored_end = 0
 
     @property
     def num_cached(self) -> int:
-        """Tokens prefilled or decoded and not forgotten."""
+        """Tokens in the cache, after rollbacks."""
         return len(self._positions) + len(self._to_recompute)
 
     @property
     def next_position(self) -> int:
-        """The position after the largest cached one: more than num_cached after a sparse prefill."""
+        """The largest cached position plus 1; exceeds num_cached after a sparse prefill."""
         if self._to_recompute:
             return self._to_recompute[-1][1] + 1
         if len(self._positions) > self._restored_end:
@@ -106,17 +87,17 @@ class CachedModel:
         return max(self._positions, default=-1) + 1
 
     def num_unread(self, num_tokens: int) -> int:
-        """How many tokens it has to take in to have caught up with a text of so many."""
+        """Tokens of a text of this length that are not cached yet."""
         return num_tokens - self.next_position
 
     @property
     def positions(self) -> Sequence[int]:
-        """Those of the cached tokens, in the order in which they were written."""
+        """Original positions of the cached tokens, in slot order."""
         return [*self._positions, *(position for _, position in self._to_recompute)]
 
     @property
     def token_ids(self) -> Sequence[int]:
-        """The cached tokens, in the order in which they were written."""
+        """Cached token ids, in slot order."""
         return [*self._token_ids, *(token_id for token_id, _ in self._to_recompute)]
 
     @property
@@ -125,31 +106,28 @@ class CachedModel:
 
     @property
     def can_restore(self) -> bool:
-        """Whether tokens may come in at positions before those of cached ones: no state has gone past them."""
+        """Whether tokens may be inserted before cached positions: not with a recurrent state."""
         return not self.is_stateful
 
     @property
     def num_layers(self) -> int:
-        """Layers of the model."""
         return len(self._cache.layers)
 
     @property
     def is_stateful(self) -> bool:
-        """Whether there is a recurrent state, which cannot be cropped."""
+        """Whether the model has a recurrent state, which cannot be cropped."""
         return self._states.exist
 
     def forget_from(self, position: int) -> None:
-        """Forget all tokens from the first one written at or past a position on.
-
-        What was restored after that one goes too: it has seen it.
-        """
+        """Drop all tokens from the first one written at or past a position. Tokens restored after that one attended to
+        it, so they are dropped too."""
         if self.next_position > position:
             held = self.positions
             first = next(slot for slot, at in enumerate(held) if at >= position)
             self.rollback(len(held) - first)
 
     def fork(self) -> CachedModel:
-        """Another view with the same tokens. Nothing is copied until one of the two goes on (states are, at once)."""
+        """A view with the same tokens, copied on write (recurrent states at once)."""
         other = type(self)(self.model, self.prefill_chunk, self._num_ids)
         with torch.inference_mode():
             other._cache = model_cache.fork(self._cache)
@@ -159,12 +137,12 @@ class CachedModel:
         return other
 
     def compact(self) -> None:
-        """Give up the memory that is set aside for tokens to come: for a cache that is put away."""
+        """Free memory reserved for further tokens, for a cache that is stored."""
         with torch.inference_mode():
             model_cache.compact(self._cache)
 
     def contents(self) -> dict[str, torch.Tensor]:
-        """The cache as tensors that `filled` takes. Not copied."""
+        """The cache as tensors for `filled`. Not copied."""
         slots = {
             "token_ids": torch.tensor(self._token_ids, dtype=torch.long),
             "positions": torch.tensor(self._positions, dtype=torch.long),
@@ -174,7 +152,7 @@ class CachedModel:
         return slots | {f"cache.{name}": tensor for name, tensor in model_cache.contents(self._cache).items()}
 
     def filled(self, contents: Mapping[str, torch.Tensor]) -> CachedModel:
-        """Another view of the same model with these contents. Raises ValueError where they are another model's."""
+        """A view of the same model with these contents. Raises ValueError for another model's contents."""
         other = type(self)(self.model, self.prefill_chunk, self._num_ids)
         try:
             other._token_ids = contents["token_ids"].tolist()
@@ -196,20 +174,20 @@ class CachedModel:
         return other
 
     def forward(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> torch.Tensor:
-        """Append tokens to the cache, in pieces of prefill_chunk where they are many; logits (num_logits, vocab).
+        """Append tokens in pieces of prefill_chunk; logits (num_logits, vocab).
 
-        Positions increase strictly and begin at next_position or after it. Restored tokens, at increasing positions
-        before that which are not cached, may come ahead of them: every token sees all that were written before it (a
-        sliding window counts both ways). Raises ValueError where counts or positions do not fit; the cache is then
-        unchanged.
+        Positions increase strictly from next_position or later. Restored tokens, at uncached earlier positions in
+        increasing order, may precede them; each token attends to all tokens written before it (sliding windows apply
+        both ways). Raises ValueError for invalid counts or positions; the cache is then unchanged.
         """
         if num_logits < 1:
             raise ValueError(f"{num_logits} logits do not fit; `prefill` gives none")
         self._catch_up()
         started = perf_counter()
         token_ids, positions = self._take(token_ids, positions, num_logits)
-        # Only tokens with logits are ever rolled back: a state is copied right before them, unless so few come before
-        # them that recomputing those is cheaper than a forward of their own.
+        # Only tokens with logits are rolled back: the state is copied right before them, unless recomputing the few
+        # tokens
+        # before is cheaper than an extra forward.
         own_piece = self.is_stateful and num_logits > 1 and len(token_ids) - num_logits > _MAX_RIDING
         ends = piece_ends(len(token_ids), num_logits, self._most_in_piece, own_piece)
         *earlier, (start, end) = pairwise([0, *ends])
@@ -229,12 +207,11 @@ class CachedModel:
         num_sinks: int = 0,
         num_layers: int | None = None,
     ) -> None:
-        """Append tokens to the cache without logits, which costs less than `forward`.
+        """Append tokens without logits, cheaper than `forward`.
 
-        Under a window each token sees the window's positions up to itself and the positions below num_sinks; layers
-        with a window of their own keep the smaller one. What comes later sees everything again. num_layers: run only
-        so many layers (as far as the first attention layer at least); the cache is then good for scoring alone, until
-        `prefill_kept`.
+        window: each token attends to the window's positions and to positions below num_sinks; a layer's own smaller
+        window stays. Later tokens attend to everything. num_layers: run only so many layers (at least to the first
+        attention layer); the cache then serves scoring only, until `prefill_kept`.
         """
         started = perf_counter()
         token_ids, positions = self._take(token_ids, positions, 0)
@@ -248,14 +225,14 @@ class CachedModel:
         self.forward_s += perf_counter() - started
 
     def _catch_up(self) -> None:
-        """Recompute tokens that are too many to ride along with others."""
+        """Recompute pending tokens that are too many for the next forward."""
         if len(self._to_recompute) > _MAX_RIDING:
             token_ids, positions = zip(*self._to_recompute, strict=True)
             self._to_recompute = []
             self.prefill(token_ids, positions)
 
     def _take(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> tuple[list[int], list[int]]:
-        """These tokens and positions with those to recompute before them."""
+        """Prepend the tokens to be recomputed."""
         if not (len(token_ids) == len(positions) >= num_logits and token_ids):
             raise ValueError(f"{len(token_ids)} tokens, {len(positions)} positions, {num_logits} logits do not fit")
         if positions[0] < self.next_position:
@@ -270,7 +247,7 @@ class CachedModel:
         return taken
 
     def _mark_restored(self, positions: Sequence[int]) -> None:
-        """Check the tokens of a forward that go back before next_position, and remember where they end."""
+        """Check restored tokens, before next_position, and store where they end."""
         num_restored = bisect_left(positions, self.next_position)
         if num_restored == len(positions) or not self.can_restore:
             raise ValueError(f"position {positions[0]} comes before the cache's next position {self.next_position}")
@@ -292,7 +269,7 @@ class CachedModel:
         window: int | None = None,
         num_sinks: int = 0,
     ) -> None:
-        """One forward of the model up to that attention layer's keys and values; to its end where there is none."""
+        """Run the model up to this attention layer's keys and values; to the end if there is none."""
         with self._piece(token_ids, positions):
             slots = self._open_slots(window, num_sinks, last_layer)
             with suppress(KeysCached):
@@ -301,7 +278,7 @@ class CachedModel:
             self.on_piece(len(token_ids), 1.0)
 
     def _run(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> torch.Tensor:
-        """One forward of the model; logits (num_logits, rows)."""
+        """One model forward; logits (num_logits, rows)."""
         with self._piece(token_ids, positions):
             slots = self._open_slots()
             if self._last_layer is not None and len(token_ids) - num_logits >= _MIN_NARROWED:
@@ -313,7 +290,7 @@ class CachedModel:
 
     @contextmanager
     def _piece(self, token_ids: Sequence[int], positions: Sequence[int]) -> Iterator[None]:
-        """Count the tokens of a forward as cached; where it ends early, drop what some of its layers have cached."""
+        """Count a forward's tokens as cached; if it aborts, drop partially cached slots."""
         num_whole = len(self._positions)
         self._token_ids += token_ids
         self._positions += positions
@@ -344,19 +321,19 @@ class CachedModel:
         return output.logits[0]  # type: ignore[no-any-return]
 
     def _widen(self, logits: torch.Tensor) -> torch.Tensor:
-        """The logits (…, rows) at the width asked for, (…, num_ids)."""
+        """Logits (…, rows) cut or padded to (…, num_ids)."""
         if self._num_ids == self._num_rows:
             return logits
-        # A negative pad cuts off.
+        # A negative pad crops.
         return F.pad(logits, (0, self._num_ids - self._num_rows), value=-torch.inf)
 
     def checkpoint(self) -> None:
-        """Hold a recurrent state as it is now, so that a rollback to here recomputes nothing. Others need none."""
+        """Snapshot a recurrent state, so that a rollback to here recomputes nothing; a no-op otherwise."""
         self._catch_up()
         self._states.take(len(self._positions))
 
     def rollback(self, num_tokens: int) -> None:
-        """Forget the last num_tokens cached tokens. Called after every step, also with 0."""
+        """Drop the last num_tokens cached tokens. Called after every step, also with 0."""
         if not 0 <= num_tokens <= self.num_cached:
             raise ValueError(f"cannot roll back {num_tokens} of {self.num_cached} cached tokens")
         num_left = self.num_cached - num_tokens
@@ -371,7 +348,7 @@ class CachedModel:
         self._states.keep_latest()
 
     def _restore(self, num_left: int) -> None:
-        """Go back to the latest state of no more than num_left tokens; the tokens between are recomputed."""
+        """Restore the latest snapshot of at most num_left tokens and queue the rest for recomputation."""
         with torch.inference_mode():
             num_slots = self._states.restore(num_left)
         if not num_slots:
@@ -382,24 +359,19 @@ class CachedModel:
         del self._positions[num_slots:], self._token_ids[num_slots:]
 
     def keep_slots(self, slots: Sequence[int]) -> None:
-        """Keep only these cache slots; their positions stay as they were.
-
-        A recurrent state cannot forget single tokens: a model that has one keeps its whole context.
-        """
+        """Keep only these cache slots, with their positions. A model with a recurrent state keeps its whole context."""
         if self.is_stateful or len(slots) == self.num_cached:
             return
         with torch.inference_mode():
             model_cache.keep_slots(self._cache, slots, self.model.device)
-        # Where positions go back is not looked for: the largest is.
+        # No search for decreasing positions: only the maximum matters.
         self._restored_end = len(slots) if self._restored_end else 0
         self._positions = [self._positions[slot] for slot in slots]
         self._token_ids = [self._token_ids[slot] for slot in slots]
 
     def prefill_kept(self, prompt_ids: Sequence[int], positions: Sequence[int]) -> None:
-        """Forget everything, and hold the prompt's tokens at these increasing positions alone, through all layers.
-
-        They count as cached at once, and the next forward prefills them.
-        """
+        """Reset the cache to the prompt's tokens at these increasing positions, through all layers. The tokens count as
+        cached at once; the next forward computes them."""
         self._cache = model_cache.new_cache(self.model.config)
         self._states = States(self._cache)
         self._token_ids, self._positions = [], []
@@ -407,5 +379,5 @@ class CachedModel:
         self._to_recompute = [(prompt_ids[position], position) for position in positions]
 
     def capture(self) -> AbstractContextManager[dict[int, LayerCapture]]:
-        """Capture the queries and keys of every forward inside the block, by layer."""
+        """Capture queries and keys of every forward inside the block, by layer."""
         return capture_attention()

@@ -1,4 +1,4 @@
-"""Sampling as a checkpoint's own generation config sets it."""
+"""Sampling options from a checkpoint's generation config."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 from spec_stack.config import SamplingParams
 
-# transformers' own default where a config samples and names none.
+# transformers' default for a sampling config without a temperature.
 _TOP_K = 50
-# Ours, by transformers' names; those that only a sampled request has are marked.
+# Our options by transformers' names; those used only when sampling are marked.
 _NAMES = {
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
@@ -18,7 +18,7 @@ _NAMES = {
     "stop_strings": "stop",
 }
 _SAMPLED = ("temperature", "top_k", "top_p", "min_p")
-# Settings with a say in which token comes next that have no option here, with the values that mean nothing.
+# Settings that change the next token and have no option here, with their neutral values.
 _UNKNOWN: dict[str, tuple[object, ...]] = {
     "num_beams": (None, 1),
     "no_repeat_ngram_size": (None, 0),
@@ -42,7 +42,7 @@ _UNKNOWN_SAMPLED: dict[str, tuple[object, ...]] = {
 
 
 def complete_sampling(generation_config: Any, params: SamplingParams) -> SamplingParams:
-    """The options of a call, with the checkpoint's own where they are at their defaults."""
+    """A call's options, with the checkpoint's values for those at their defaults."""
     own = model_sampling(generation_config)
     defaults = SamplingParams()
     changes = {
@@ -54,7 +54,7 @@ def complete_sampling(generation_config: Any, params: SamplingParams) -> Samplin
 
 
 def model_sampling(generation_config: Any) -> dict[str, Any]:
-    """The checkpoint's settings by the names of `SamplingParams`; raises ValueError as `complete_sampling` does."""
+    """The checkpoint's settings by `SamplingParams` names; raises ValueError as `complete_sampling`."""
     samples = bool(getattr(generation_config, "do_sample", False))
     unknown = _UNKNOWN | (_UNKNOWN_SAMPLED if samples else {})
     strange = [name for name, idle in unknown.items() if getattr(generation_config, name, None) not in idle]
@@ -72,8 +72,7 @@ def model_sampling(generation_config: Any) -> dict[str, Any]:
 
 
 def ignored_sampling(generation_config: Any, params: SamplingParams) -> str:
-    """The checkpoint's settings that a call without sampling="model" leaves aside, as a list; empty where it has none,
-    or the call draws in a way of its own."""
+    """The checkpoint's settings that a greedy call without sampling="model" ignores, as text; empty if none."""
     if params.temperature:
         return ""
     samples = bool(getattr(generation_config, "do_sample", False))

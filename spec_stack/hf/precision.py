@@ -1,9 +1,6 @@
-"""Precisions: what their names mean to transformers, where they work, and how many bytes they take.
-
-fp32, fp16 and bf16 are the dtype of the whole model. int8 (LLM.int8) and nf4 (4 bits, doubly quantized) are
-bitsandbytes' and quantize the linear layers; the rest (embeddings, norms, the last layer) has the device's own float
-dtype. A checkpoint that is quantized already loads as it is.
-"""
+"""Precisions: transformers options, supported devices and memory. fp32, fp16 and bf16 set the model's dtype.
+bitsandbytes' int8 (LLM.int8) and nf4 (4 bits, double quantization) apply to linear layers; the rest uses the device's
+float dtype. Quantized checkpoints load unchanged."""
 
 from __future__ import annotations
 
@@ -33,26 +30,25 @@ and a single token round differently. Twice the largest difference on the embedd
 because bitsandbytes' CPU kernel multiplies in it."""
 _QUANTIZED_ON = ("cpu", "cuda")
 _PACKAGES = ("bitsandbytes", "accelerate")
-# Rows and columns that bitsandbytes' nf4 kernel for CPUs with AVX512-BF16 works in.
+# Row and column multiple of bitsandbytes' nf4 kernel for AVX512-BF16 CPUs.
 _CPU_TILE = (32, 64)
 _BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "avx10_2", "bf16", "arm_bf16", "sve_bf16")
-# Weights from which a CPU runs a model in the bf16 it is stored in; smaller ones gain nothing, and fp32 rounds less.
+# Number of weights above which a CPU keeps stored bf16; below it bf16 gains nothing and fp32 is more accurate.
 _LEAST_BF16_WEIGHTS = 50_000_000
-# nf4: half a byte per weight, a byte per 64 of them, a float per 256 of those.
+# nf4: half a byte per weight, a byte per 64 weights, a float per 256 of those bytes.
 _NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 
 
 @dataclass(frozen=True)
 class Precision:
-    """name: as users give it. dtype: of everything that is not quantized. is_stored: the checkpoint is quantized
-    already, and nothing is asked of it."""
+    """name: the user's name. dtype: of unquantized weights. is_stored: the checkpoint is already quantized."""
 
     name: str
     dtype: torch.dtype
     is_stored: bool = False
 
     def load_options(self, device: torch.device) -> dict[str, Any]:
-        """Options of `from_pretrained`."""
+        """Options for `from_pretrained`."""
         if self.is_stored:
             return {"device_map": {"": str(device)}}
         if self.name in DTYPES:
@@ -70,7 +66,7 @@ class Precision:
 
 
 def stored_precision(config: Any) -> str | None:
-    """The precision that a checkpoint is stored quantized in; "other" for one of no name of ours, None for floats."""
+    """A quantized checkpoint's precision ("other" without a name here); None if unquantized."""
     stored = getattr(config, "quantization_config", None) or getattr(text_config(config), "quantization_config", None)
     if stored is None:
         return None
@@ -83,11 +79,8 @@ def stored_precision(config: Any) -> str | None:
 def resolve_precisions(
     target_config: Any, draft_config: Any, load: LoadConfig, device: torch.device
 ) -> tuple[Precision, Precision]:
-    """Target's and draft's, where `LoadConfig` says what "auto" is.
-
-    Raises ValueError for another precision than a quantized checkpoint has, and for int8 and nf4 where they cannot
-    work.
-    """
+    """Precisions of target and draft; `LoadConfig` defines "auto". Raises ValueError for a precision that contradicts a
+    quantized checkpoint, and for unsupported int8 or nf4."""
     target = _resolve("target", load.precision, None, target_config, device)
     default = target.name if target.name in DTYPES else None
     draft = _resolve("draft", load.draft_precision, default, draft_config, device)
@@ -97,18 +90,18 @@ def resolve_precisions(
 
 
 def unquantized_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype of what a precision leaves unquantized: its own, or for int8 and nf4 the device's default."""
+    """The dtype of unquantized weights: the precision's own; the device's default for int8 and nf4."""
     return DTYPES.get(name, torch.float32 if device.type == "cpu" else torch.bfloat16)
 
 
 def has_bf16_instructions() -> bool:
-    """Whether this machine's processor multiplies in bf16 (AVX512-BF16, AMX, Arm's BF16)."""
+    """Whether the CPU multiplies in bf16 (AVX512-BF16, AMX, Arm's BF16)."""
     capabilities = torch.cpu.get_capabilities()
     return any(bool(capabilities.get(name)) for name in _BF16_INSTRUCTIONS)
 
 
 def default_precision(config: Any, device: torch.device) -> str:
-    """The precision of an unquantized checkpoint that nobody named one for; see LoadConfig."""
+    """The default precision of an unquantized checkpoint; see LoadConfig."""
     if device.type != "cpu":
         return "bf16"
     stored = getattr(text_config(config), "dtype", None) or getattr(config, "dtype", None)
@@ -118,7 +111,7 @@ def default_precision(config: Any, device: torch.device) -> str:
 
 
 def _resolve(role: str, asked: str, default: str | None, config: Any, device: torch.device) -> Precision:
-    """A model's precision; default: what "auto" is, None for what the model and the device make of it."""
+    """One model's precision. default: the meaning of "auto"; None depends on model and device."""
     stored = stored_precision(config)
     if stored is not None:
         if asked not in ("auto", stored):
@@ -164,7 +157,7 @@ def _check_tiles(role: str, config: Any) -> None:
 
 
 def _check_quantizable(role: str, name: str, config: Any) -> None:
-    """Refuse a model most of whose layers bitsandbytes would leave as they are (experts stored as one tensor, say)."""
+    """Reject a model most of whose weights bitsandbytes does not quantize (e.g. fused experts)."""
     linear, embedded, total = _count_weights(config)
     if total == embedded or linear / (total - embedded) < 0.5:
         share = linear / max(total - embedded, 1)
@@ -176,19 +169,19 @@ def _check_quantizable(role: str, name: str, config: Any) -> None:
 
 
 def estimate_bytes(config: Any, precision: Precision) -> int:
-    """Bytes of the weights at a precision, from the configuration alone; no other copy (`prepack`) is counted."""
+    """Weight bytes at a precision, from the config; without prepacked copies."""
     linear, _, total = _count_weights(config)
     per_linear = {"int8": 1.0, "nf4": _NF4_BYTES}.get(precision.name, precision.dtype.itemsize)
     return round(linear * per_linear + (total - linear) * precision.dtype.itemsize)
 
 
 def num_weights(config: Any) -> int:
-    """Weights of a model, tied ones once, from the configuration alone."""
+    """Number of weights from the config; tied weights count once."""
     return _count_weights(config)[2]
 
 
 def _skeleton(config: Any) -> PreTrainedModel:
-    """The model without its weights."""
+    """The model on the meta device."""
     from transformers import AutoModelForCausalLM
 
     plain = copy.deepcopy(text_config(config))
@@ -209,7 +202,7 @@ def _quantizable(model: PreTrainedModel) -> list[nn.Linear]:
 
 
 def _count_weights(config: Any) -> tuple[int, int, int]:
-    """Weights in linear layers that can be quantized, in embeddings and the last layer, and in all; tied ones once."""
+    """Weights in quantizable linear layers, in embeddings and the last layer, and in total; tied weights count once."""
     model = _skeleton(config)
     groups = {layer.weight for layer in _quantizable(model)}, _embeddings(model), set(model.parameters())
     linear, embedded, total = (sum(weight.numel() for weight in group) for group in groups)
@@ -217,8 +210,8 @@ def _count_weights(config: Any) -> tuple[int, int, int]:
 
 
 def weight_bytes(model: PreTrainedModel) -> int:
-    """Bytes that the weights take in memory, quantization constants and prepacked copies included, shared ones once."""
-    # Not from state_dict(): bitsandbytes undoes its layout for the CPU in it.
+    """Weight memory in bytes, quantization constants and prepacked copies included; shared memory counts once."""
+    # Not from state_dict(): bitsandbytes undoes its CPU layout in it.
     tensors = [*model.parameters(), *(tensor for module in model.modules() for tensor in _constants(module))]
     packed: int = sum(module.num_bytes for module in model.modules() if isinstance(module, PrepackedLinear))
     places: dict[int, int] = {tensor.data_ptr(): tensor.nbytes for tensor in tensors}
@@ -226,7 +219,7 @@ def weight_bytes(model: PreTrainedModel) -> int:
 
 
 def _constants(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield what a quantized layer holds beside its weight: scales and codes (of 4 bits, also those of the scales)."""
+    """Yield a quantized layer's scales and codes (nested for double quantization)."""
     codes = getattr(getattr(module, "weight", None), "quant_state", None)
     scales = getattr(getattr(module, "state", None), "SCB", None)
     holders = [vars(holder) for holder in (codes, getattr(codes, "state2", None)) if holder is not None]
@@ -236,7 +229,7 @@ def _constants(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def precision_named(dtype: str | torch.dtype) -> str:
-    """The precision that transformers' `dtype=` asks for. Raises ValueError for one that is none of ours."""
+    """The precision for transformers' `dtype=`. Raises ValueError for an unsupported dtype."""
     names = {of: name for name, of in DTYPES.items()} | {str(of): name for name, of in DTYPES.items()}
     named = names.get(dtype) or names.get(f"torch.{dtype}")
     if named is None and dtype not in ("auto", *PRECISIONS):
@@ -245,14 +238,14 @@ def precision_named(dtype: str | torch.dtype) -> str:
 
 
 def precision_of(model: PreTrainedModel) -> str:
-    """The precision's name of a loaded model; "other" for one without a name."""
+    """A loaded model's precision name; "other" without a name here."""
     names = {dtype: name for name, dtype in DTYPES.items()}
     return stored_precision(model.config) or names.get(model.dtype, OTHER_PRECISION)
 
 
 def warm_up_quantized(model: PreTrainedModel) -> None:
-    """Run a quantized model once: bitsandbytes lays its weights out in the first forward, which two threads must not do
-    at once. Its notice about casts, printed in every int8 call on a CPU, is left out."""
+    """Run a quantized model once: bitsandbytes' first forward repacks weights and is not thread-safe. Its repeated
+    notice about int8 casts on CPUs is suppressed."""
     if stored_precision(model.config) is None:
         return
     logging.getLogger("bitsandbytes.autograd._functions").addFilter(_is_news)

@@ -1,10 +1,6 @@
-"""Linear layers for CPUs whose weights oneDNN has laid out beforehand.
-
-A verification computes 2 to 17 tokens at once, for which `F.linear` in fp32 takes two to three times what it takes for
-one; laid out beforehand, the product costs hardly more than one token's (verifying 4 tokens over a plain step: 1.42 →
-1.06). The operators are private to torch, so they are tried before anything is replaced. In bf16 oneDNN is slower with
-one to three rows than with four: a trial on the layers themselves decides where rows of zeros are added.
-"""
+"""Linear layers with oneDNN-prepacked weights for CPUs. A verification of 2 to 17 tokens takes `F.linear` in fp32 two
+to three times one token's time; prepacked, 4 tokens take 1.06 of a plain step instead of 1.42. The operators are
+private to torch and tested first. In bf16, 1 to 3 rows may be slower than 4; a trial decides on zero padding."""
 
 from __future__ import annotations
 
@@ -22,20 +18,20 @@ import torch.nn.functional as F
 from torch import nn
 
 _PRECISIONS = (torch.float32, torch.bfloat16)
-# The batch that oneDNN lays the weights out for: a typical verification.
+# The batch size that oneDNN packs for: a typical verification.
 _TYPICAL_TOKENS = 8
-# With fewer weights oneDNN's call costs more than it saves.
+# Below this number of weights oneDNN's call overhead exceeds the gain.
 _SMALLEST_LAYER = 1 << 16
-# With fewer weights it does so for one token, in fp32; the plain weights are then kept too.
+# Below this number one token is slower in fp32, so the plain weights are kept too.
 _SMALL_LAYER = 1 << 20
-# Rows that fewer are filled up to, and the share of time that this must save (less is noise).
+# Rows after zero padding, and the least share of time it must save (less is noise).
 _FILLED_ROWS, _LEAST_SAVING = 4, 0.05
-# The trial goes through several layers of a shape in turn, so that their weights come from memory, as in a model.
+# The trial cycles through layers of one shape, so that weights come from memory.
 _TRIAL_ROUNDS, _TRIAL_LAYERS = 9, 6
 
 
 class PrepackedLinear(nn.Module):
-    """A drop-in nn.Linear for inference on a CPU. Its weights can be saved, as the plain layer's, but not trained."""
+    """A drop-in nn.Linear for CPU inference. Its weights can be saved as a plain layer's, but not trained."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -43,11 +39,11 @@ class PrepackedLinear(nn.Module):
         weight = linear.weight.detach()
         self.dtype = weight.dtype
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _TYPICAL_TOKENS)
-        # The weights as they were, for products of one row.
+        # The plain weights, for single rows.
         self.plain = weight if weight.dtype == torch.float32 and weight.numel() < _SMALL_LAYER else None
-        # Inputs of fewer rows are filled up with zeros.
+        # Inputs with fewer rows are zero-padded.
         self.least_rows = 1
-        # The bias stays a parameter, counted with the others.
+        # The bias stays a registered parameter.
         self.num_bytes = weight.nbytes * (1 if self.plain is None else 2)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -76,7 +72,7 @@ class PrepackedLinear(nn.Module):
 
 
 def _works(dtype: torch.dtype) -> bool:
-    """Whether the operators exist here and give the right product."""
+    """Whether the operators exist and are correct here."""
     linear = nn.Linear(32, 48, bias=False).to(dtype)
     inputs = torch.randn(5, 32, generator=torch.Generator().manual_seed(0)).to(dtype)
     try:
@@ -88,15 +84,13 @@ def _works(dtype: torch.dtype) -> bool:
 
 
 def can_prepack(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether linear layers of this kind can be laid out beforehand here."""
+    """Whether this device and dtype support prepacking."""
     return device.type == "cpu" and dtype in _PRECISIONS and _works(dtype)
 
 
 def prepack(model: nn.Module) -> int:
-    """Replace every plain nn.Linear of the model that gains by it, in place; how many these were.
-
-    Each layer's plain weights are given back before the next one is laid out, so memory never holds the model twice.
-    """
+    """Replace every nn.Linear that gains from prepacking, in place; returns their number. Plain weights are freed layer
+    by layer, so peak memory stays low."""
     places = [
         (parent, name)
         for parent in model.modules()
@@ -118,7 +112,7 @@ def prepack(model: nn.Module) -> int:
 
 
 def _mapped_files() -> list[range]:
-    """Addresses at which weight files are mapped into this process; none where the system does not tell."""
+    """Addresses of mapped weight files in this process; none if the system does not report them."""
     try:
         lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -128,11 +122,8 @@ def _mapped_files() -> list[range]:
 
 
 def _forget_pages(weight: torch.Tensor, mapped: Sequence[range]) -> None:
-    """Give back the pages of a weight nobody needs any more, where it is mapped from a file.
-
-    The mapping lives until its last tensor goes, and with it every page that was touched. Memory of another kind would
-    be lost by this.
-    """
+    """Release the pages of an unused weight that is mapped from a file. The mapping keeps touched pages until its last
+    tensor dies. Other memory would lose its contents."""
     start, stop = weight.data_ptr(), weight.data_ptr() + weight.nbytes
     if not any(start in span and stop - 1 in span for span in mapped):
         return
@@ -142,12 +133,12 @@ def _forget_pages(weight: torch.Tensor, mapped: Sequence[range]) -> None:
         ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
 
 
-# A shape gets one answer in a process, so that two loads of a model round alike.
+# One answer per shape and process, so that repeated loads round alike.
 _least_rows: dict[tuple[int, int], int] = {}
 
 
 def _fill_rows(layers: Sequence[PrepackedLinear]) -> None:
-    """Settle the least rows of bf16 layers, shape by shape."""
+    """Set the minimum rows of bf16 layers, shape by shape."""
     by_shape: dict[tuple[int, int], list[PrepackedLinear]] = {}
     for layer in layers:
         if layer.dtype == torch.bfloat16:
@@ -160,7 +151,7 @@ def _fill_rows(layers: Sequence[PrepackedLinear]) -> None:
 
 
 def _saving(layers: Sequence[PrepackedLinear]) -> float:
-    """Share of one row's time that is saved by computing _FILLED_ROWS in its place; negative where it takes longer."""
+    """Share of one row's time saved by computing _FILLED_ROWS rows; negative if slower."""
     inputs = torch.zeros(1, layers[0].in_features, dtype=torch.bfloat16)
     taken: dict[int, list[float]] = {1: [], _FILLED_ROWS: []}
     with torch.inference_mode():

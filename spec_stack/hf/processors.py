@@ -1,8 +1,6 @@
-"""Logits processors under speculation: transformers' own, or any callable over (input_ids, scores).
-
-The target's rows go through a request's processors in the order of plain generation, each committed prefix once. The
-draft's rows go through copies of them, made anew in every step, since what it proposes may be rejected.
-"""
+"""Logits processors under speculation: transformers' own, or any callable over (input_ids, scores). The target's rows
+use a request's processors in plain generation's order, once per committed prefix. The draft's rows use copies made in
+every step, since proposals may be rejected."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ logger = logging.getLogger(__name__)
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Called = TypeVar("Called", bound=Callable[..., Any])
 
-# Those of transformers that keep nothing from one call to the next.
+# Stateless transformers processors.
 _STATELESS = tuple(
     getattr(library, name)
     for name in (
@@ -54,28 +52,20 @@ _STATELESS = tuple(
     getattr(criteria, name)
     for name in ("EosTokenCriteria", "MaxLengthCriteria", "MaxTimeCriteria", "StopStringCriteria")
 )
-# What a deep copy takes as it is, or what leads everywhere.
+# Types that a deep copy keeps by reference, or that reference everything.
 _NOT_SEARCHED = (type, FunctionType, ModuleType, torch.Tensor)
 
 
 class CannotCopyError(Exception):
-    """A processor whose state, if it has any, cannot be had a second time; the message says why."""
+    """A processor with state that cannot be copied; the message gives the reason."""
 
 
 def copy_processor(processor: Called) -> Called:
-    """A processor (or a stopping criterion) in the same state, that can be driven without this one noticing.
+    """An independent copy of a processor or stopping criterion, in the same state.
 
-    In this order: one that has a true attribute `stateless`, a stateless one of transformers, or a function that closes
-    over nothing, is taken as it is; a method `copy()` is asked; anything else is deep-copied.
-
-    Raises
-    ------
-    CannotCopyError
-        For a function that closes over something, an object that holds a model, and one that `copy.deepcopy` fails on.
-
-    Notes
-    -----
-    What an object holds of such functions is shared by its copies, since `copy.deepcopy` takes functions as they are.
+    In order: `stateless = True`, stateless transformers classes and functions without closures are shared; a `copy()`
+    method is called; anything else is deep-copied. Raises CannotCopyError for closures, objects that hold a model, and
+    failed deep copies. Functions held by an object are shared, as `copy.deepcopy` does.
     """
     if getattr(processor, "stateless", False) or keeps_nothing(processor):
         return processor
@@ -92,7 +82,7 @@ def copy_processor(processor: Called) -> Called:
     except CannotCopyError:
         raise
     except Exception as error:
-        # What an object's copying may raise is its own affair, and the target's rows do not depend on it.
+        # A custom copy may raise anything, and the target's rows do not need it.
         logger.debug("copying %s failed", name_of(processor), exc_info=True)
         raise CannotCopyError(f"{type(error).__name__}: {error}") from error
     if copied is processor or not callable(copied):
@@ -101,12 +91,12 @@ def copy_processor(processor: Called) -> Called:
 
 
 def keeps_nothing(processor: object) -> bool:
-    """Whether it is a processor or criterion of transformers that goes by the tokens alone."""
+    """Whether it is a stateless processor or criterion of transformers."""
     return type(processor) in _STATELESS
 
 
 def _holds_model(holder: object) -> bool:
-    """Whether a deep copy would copy a model: with its weights, in every step."""
+    """Whether a deep copy would copy a model's weights in every step."""
     seen: dict[int, object] = {}
     waiting = [holder]
     while waiting:
@@ -120,7 +110,7 @@ def _holds_model(holder: object) -> bool:
 
 
 def name_of(processor: object) -> str:
-    """What messages call a processor."""
+    """A processor's name for messages."""
     return str(getattr(processor, "__qualname__", None) or type(processor).__name__)
 
 
@@ -128,7 +118,7 @@ def check_processors(given: object) -> list[Processor]:
     """The processors of a call, as a list."""
     if given is None:
         return []
-    # transformers' LogitsProcessorList is both: a list that can be called.
+    # transformers' LogitsProcessorList is both a list and callable.
     listed: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
     for each in listed:
         if not callable(each) or isinstance(each, type):
@@ -139,16 +129,8 @@ def check_processors(given: object) -> list[Processor]:
 
 
 class ProcessedRows:
-    """The processors of one request (`decode.sampler.Shaper`).
-
-    Parameters
-    ----------
-    processors : sequence of callable
-        Called in their order with input_ids (1, n), the whole prompt and what follows it, and scores (1, vocab) in
-        fp32.
-    grammar : Grammar, optional
-        What the text has to keep to; its mask comes last.
-    """
+    """The processors of one request (`decode.sampler.Shaper`). Each is called in order with input_ids (1, n), prompt
+    included, and fp32 scores (1, vocab); the grammar's mask comes last."""
 
     def __init__(self, processors: Sequence[Processor], grammar: Grammar | None = None) -> None:
         self._processors = list(processors)
@@ -156,7 +138,7 @@ class ProcessedRows:
         self._ids: torch.Tensor | None = None
 
     def __call__(self, prefix_ids: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
-        # A copy: what runs outside inference mode may not write on what was made in it, and some processors do.
+        # Copied: inference tensors may not be modified outside inference mode, and some processors write in place.
         scores = logits.to(torch.float32, copy=True)[None]
         input_ids = self._grown(prefix_ids, scores.device) if self._processors else None
         for processor in self._processors:
@@ -184,7 +166,7 @@ class ProcessedRows:
             try:
                 copied.append(copy_processor(processor))
             except CannotCopyError:
-                # The draft guesses without it, and is judged with it.
+                # The draft proposes without it; verification applies it.
                 continue
         other = ProcessedRows(copied, self._grammar.fork() if self._grammar is not None else None)
         other._ids = self._ids
@@ -195,7 +177,7 @@ class ProcessedRows:
 
 
 def uncopied_note(processors: Iterable[Processor]) -> str:
-    """Which processors the draft has to guess without, and what can be done about it; empty where there are none."""
+    """A note naming processors that the draft skips, and the fix; empty without any."""
     found = []
     for processor in processors:
         try:

@@ -1,4 +1,4 @@
-"""Prompts: plain text and chats to token ids, with the spans that must stay dense."""
+"""Prompts: plain text and chats to token ids, with protected spans."""
 
 from __future__ import annotations
 
@@ -17,10 +17,8 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class PromptSource:
-    """A prompt as a call gives it (see `Answering.generate`): a text, a chat or token ids, exactly one of them.
-
-    `encoded` stands for all of them where they were encoded before.
-    """
+    """A call's prompt (see `Answering.generate`): exactly one of text, chat or token ids. `encoded`: the prompt if
+    already encoded."""
 
     prompt: str | None = None
     messages: Sequence[Message] | None = None
@@ -45,21 +43,8 @@ class PromptSource:
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """A prompt as token ids.
-
-    Parameters
-    ----------
-    token_ids : list of int
-        N of them.
-    protected : list of (int, int)
-        Half-open spans of tokens that are never pruned, in order.
-    note : str
-        What could not be recognised, and stays dense or unprotected for that.
-    text : str
-        The rendered chat; empty for other prompts.
-    question : (int, int) or None
-        Half-open span of the last user message's tokens; None where it is not recognised.
-    """
+    """A prompt as N token ids. protected: half-open, ordered token spans that are never pruned. note: parts that were
+    not recognised. text: the rendered chat. question: token span of the last user message, if recognised."""
 
     token_ids: list[int]
     protected: list[Span]
@@ -68,7 +53,7 @@ class EncodedPrompt:
     question: Span | None = None
 
     def with_answer(self, token_ids: Sequence[int], text: str) -> EncodedPrompt:
-        """The chat with a generated answer behind it, in the tokens in which it was generated."""
+        """The chat plus a generated answer, with its generated token ids."""
         if not self.text:
             return self
         return replace(self, token_ids=[*self.token_ids, *token_ids], text=self.text + text)
@@ -82,7 +67,7 @@ class EncodedPrompt:
         return replace(self, token_ids=self.token_ids[start:], protected=protected, question=question)
 
     def going_on(self, tail: EncodedPrompt) -> EncodedPrompt:
-        """This prompt with another one's tail behind it, in whose text it lies."""
+        """This prompt followed by another one's tail, which is part of its text."""
         length = len(self.token_ids)
         protected = list(self.protected)
         behind = [(first + length, stop + length) for first, stop in tail.protected]
@@ -98,10 +83,10 @@ class EncodedPrompt:
 def encode_prompt(
     tokenizer: Any, vocab_size: int, source: PromptSource, known: EncodedPrompt | None = None
 ) -> EncodedPrompt:
-    """Token ids of the one prompt given, and the spans of it that are never pruned.
+    """Token ids and protected spans of a prompt.
 
-    tokenizer: the target's; None takes input_ids only. vocab_size: ids that the target knows. known: an earlier chat,
-    whose tokens are kept where this one goes on from it. Raises ValueError for what the caller can change.
+    tokenizer: the target's; None allows only input_ids. vocab_size: the target's. known: an earlier chat, whose token
+    ids are kept where this one continues it. Raises ValueError for user errors.
     """
     if source.encoded is not None:
         return source.encoded if known is None else splice(tokenizer, source.encoded, known)
@@ -130,7 +115,7 @@ def encode_prompt(
 
 
 def _check_rows(tokenizer: Any, token_ids: Sequence[int], vocab_size: int) -> None:
-    """Raise ValueError for a token that the tokenizer has and the model has not (that of an image, say)."""
+    """Raise ValueError for token ids beyond the model's embedding (e.g. image tokens)."""
     last = max(token_ids)
     if last >= vocab_size:
         raise ValueError(
@@ -142,7 +127,7 @@ def _check_rows(tokenizer: Any, token_ids: Sequence[int], vocab_size: int) -> No
 def _check_chat_options(source: PromptSource) -> None:
     for name in ("messages", "tools", "documents"):
         value = getattr(source, name)
-        # What can be read only once would be empty the second time.
+        # An iterator can be read only once.
         if value is not None and (not isinstance(value, Sequence) or isinstance(value, str | bytes)):
             raise ValueError(f"{name} must be a list, got {value!r}")
     if not isinstance(source.continue_final_message, bool):
@@ -180,8 +165,7 @@ def _check_ids(input_ids: Sequence[int] | torch.Tensor, vocab_size: int) -> list
 def unpadded(
     input_ids: Sequence[int] | torch.Tensor | None, attention_mask: Sequence[int] | torch.Tensor | None
 ) -> Sequence[int] | torch.Tensor | None:
-    """Token ids without the padding before and behind them. Raises ValueError for a mask of another shape, and for one
-    with a 0 between ones."""
+    """Token ids without padding at either end. Raises ValueError for a mask of another shape or with inner zeros."""
     if attention_mask is None:
         return input_ids
     if input_ids is None:
@@ -210,7 +194,7 @@ def _check_spans(spans: Sequence[Span], length: int) -> list[Span]:
 
 
 def _protect_ids(tokenizer: Any, token_ids: list[int], spans: Sequence[Span]) -> EncodedPrompt:
-    """Token ids with the spans named, and the tokenizer's special tokens, protected."""
+    """Token ids with the given spans and the special tokens protected."""
     special = special_ids(tokenizer)
     inside = {position for start, stop in spans for position in range(start, stop)}
     protected = _runs(at for at, token_id in enumerate(token_ids) if token_id in special or at in inside)
@@ -219,13 +203,13 @@ def _protect_ids(tokenizer: Any, token_ids: list[int], spans: Sequence[Span]) ->
 
 
 def special_ids(tokenizer: Any) -> frozenset[int]:
-    """Ids of the tokens that no text around them can change; none without a tokenizer."""
+    """Ids of special tokens, whose tokenization ignores context; none without a tokenizer."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     return frozenset(token_id for token_id, token in added.items() if token.special)
 
 
 def special_tokens(tokenizer: Any) -> dict[str, int]:
-    """The same, by what they are written as."""
+    """Texts of the special tokens."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     return {token.content: token_id for token_id, token in added.items() if token.special}
 
@@ -256,9 +240,9 @@ def _encode_plain(tokenizer: Any, text: str, protected: Sequence[Span]) -> Encod
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of a plain prompt, with the special tokens that belong before one and none that end it."""
+    """Token ids of a plain prompt, with leading but no closing special tokens."""
     _check_unicode(text)
-    # verbose=False: a prompt over the models' positions is refused in our own words.
+    # verbose=False: our own error reports prompts over the position limit.
     ids = list(tokenizer(text, verbose=False).input_ids)
     plain = (
         tokenizer(text, add_special_tokens=False, verbose=False).input_ids
@@ -276,7 +260,7 @@ def _check_unicode(text: str) -> None:
 
 
 def encode_messages(tokenizer: Any, messages: Sequence[Message]) -> tuple[list[int], list[Span]]:
-    """Token ids of a chat, and the protected spans: all but the contents of user, assistant and tool messages."""
+    """Token ids of a chat, and its protected spans: all but contents of user, assistant and tool messages."""
     encoded = _encode_chat(tokenizer, PromptSource(messages=messages), None)
     return encoded.token_ids, encoded.protected
 
@@ -289,7 +273,7 @@ def _encode_chat(tokenizer: Any, source: PromptSource, known: EncodedPrompt | No
     text = template.render(chat.messages)
     _check_unicode(text)
     if not tokenizer.is_fast:
-        # Without character offsets there is no telling what is content.
+        # Without character offsets the content cannot be located.
         ids = list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
         return EncodedPrompt(ids, [(0, len(ids))], "the tokenizer gives no offsets, so all is protected", text)
     contents = chat.contents(text)
@@ -302,8 +286,8 @@ def _encode_chat(tokenizer: Any, source: PromptSource, known: EncodedPrompt | No
 
 
 def _tokenize(tokenizer: Any, text: str, begin: int, contents: Contents) -> EncodedPrompt:
-    """The tokens of a rendered chat from a character on."""
-    # The template has rendered the special tokens already.
+    """Tokens of a rendered chat from a character index on."""
+    # The template has already rendered the special tokens.
     encoded = tokenizer(text[begin:], add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     offsets = [(begin + start, begin + stop) for start, stop in encoded.offset_mapping]
     starts = [start for start, _ in contents.prunable]
@@ -318,8 +302,7 @@ def _tokenize(tokenizer: Any, text: str, begin: int, contents: Contents) -> Enco
 
 
 def _joint(tokenizer: Any, text: str, known: EncodedPrompt) -> str | None:
-    """The special token with which a chat goes on from a known one; None where it does not. Before a special token, the
-    text does not matter to the tokens after it."""
+    """The special token at which a chat continues a known one, if any; later tokens do not depend on earlier text."""
     if not known.text or not text.startswith(known.text):
         return None
     return next(
@@ -328,7 +311,7 @@ def _joint(tokenizer: Any, text: str, known: EncodedPrompt) -> str | None:
 
 
 def splice(tokenizer: Any, encoded: EncodedPrompt, known: EncodedPrompt) -> EncodedPrompt:
-    """A chat that was encoded by itself, in the tokens of a known one where it goes on from that. Tokenizes nothing."""
+    """A separately encoded chat, with a known chat's token ids where it continues that chat. Tokenizes nothing."""
     joint = _joint(tokenizer, encoded.text, known)
     if joint is None:
         return encoded
@@ -340,7 +323,7 @@ def splice(tokenizer: Any, encoded: EncodedPrompt, known: EncodedPrompt) -> Enco
 
 
 def num_shared(one: Any, other: Any) -> int:
-    """Length of the longest common beginning of two texts, or of two lists."""
+    """Length of the longest common prefix of two texts or lists."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2

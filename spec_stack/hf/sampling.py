@@ -1,4 +1,4 @@
-"""Sampling filters and penalties: transformers' own logits processors."""
+"""Sampling filters and penalties by transformers' logits processors."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def make_warp(
 def make_processors(
     params: SamplingParams, num_prompt_tokens: int, end_ids: Collection[int], device: torch.device
 ) -> list[Processor]:
-    """What these options do to a row by the tokens before it, in the order of `generate` of transformers."""
+    """Processors for the options that depend on earlier tokens, in the order of transformers' `generate`."""
     processors: list[Processor] = []
     if params.logit_bias:
         processors.append(SequenceBiasLogitsProcessor({(int(at),): float(b) for at, b in params.logit_bias.items()}))

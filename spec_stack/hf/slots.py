@@ -1,4 +1,4 @@
-"""The slots of the cache that the tokens of one forward see, by the original position of every slot."""
+"""Cache slots visible to a forward's tokens, by the original position of each slot."""
 
 from __future__ import annotations
 
@@ -8,21 +8,18 @@ from dataclasses import dataclass
 
 import torch
 
-# Tokens up to which a mask is kept for the layers to come.
+# Most tokens of a forward whose mask is cached across layers.
 _MAX_CACHED = 64
 
 
 class KeysCached(Exception):  # noqa: N818
-    """Ends a forward at the last attention layer it is needed for, once that layer has cached its keys and values."""
+    """Aborts a forward at the last needed attention layer, once its keys and values are cached."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """The slots that a layer shows to the newest tokens: `first` is the oldest that any of them sees, sinks aside.
-
-    window: width in positions, the token itself included; None where each sees everything from `first` up to itself.
-    num_sinks: slots at the beginning of the cache that are seen beside the window.
-    """
+    """Slots that a layer shows to the newest tokens, from slot `first` on (sinks aside). window: in positions, the
+    token included; None is causal from `first` on. num_sinks: leading visible slots."""
 
     first: int = 0
     window: int | None = None
@@ -30,13 +27,11 @@ class Seen:
 
 
 class SlotPositions:
-    """The original positions of all cache slots during one forward, the forward's own tokens last.
+    """Original positions of all cache slots during a forward, its own tokens last.
 
-    window, num_sinks: a layer that sees everything shows each token only the window's positions up to itself and the
-    positions below num_sinks; a layer with a window of its own keeps the smaller one, without sinks. last_layer: the
-    attention layer at which the forward ends, once its keys and values are cached. narrow_layer: past this layer's keys
-    and values only the newest num_wanted tokens go on. on_layer: called with each attention layer's index; an exception
-    of it ends the forward.
+    window, num_sinks: for full-attention layers; a layer's own smaller window has no sinks. last_layer: the attention
+    layer at which the forward ends. narrow_layer: after its keys and values only the newest num_wanted tokens continue.
+    on_layer: called with each attention layer's index; its exception aborts the forward.
     """
 
     def __init__(
@@ -52,8 +47,7 @@ class SlotPositions:
         self._masks: dict[tuple[int, int, Seen, torch.device], torch.Tensor] = {}
 
     def seen(self, num_queries: int, layer_window: int | None) -> Seen:
-        """What a layer with this window of its own (None: it has none) shows to the newest num_queries
-        tokens."""
+        """Slots that a layer with this own window (None: full attention) shows to the newest num_queries tokens."""
         window, num_sinks = layer_window, 0
         if self._window is not None and (layer_window is None or self._window < layer_window):
             window, num_sinks = self._window, self._num_sinks if layer_window is None else 0
@@ -61,30 +55,29 @@ class SlotPositions:
             return Seen()
         first = bisect_left(self.positions, self.positions[-num_queries] - window + 1)
         if first <= num_sinks:
-            # The window goes on from the sinks: nothing lies between that no token sees.
+            # The window continues the sinks: there is no gap.
             first = 0
         elif num_sinks:
             return Seen(first, window, num_sinks)
-        # What the newest token's window leaves out, up to the first slot that is no sink.
+        # Slots outside the newest token's window, after the sinks.
         behind = max(first, num_sinks)
         hides = behind < len(self.positions) and self.positions[-1] - self.positions[behind] >= window
         return Seen(first, window, num_sinks) if hides else Seen(first)
 
     def shown(self, start: int, seen: Seen) -> tuple[int, int]:
-        """Which slots the tokens from slot `start` on see: the first so many, and those from the second number on."""
+        """Slots visible from slot `start` on: the number of leading slots, and the first slot of the rest."""
         if seen.window is None:
             return 0, seen.first
         first = bisect_left(self.positions, self.positions[start] - seen.window + 1)
         return (0, 0) if first <= seen.num_sinks else (seen.num_sinks, first)
 
     def mask(self, start: int, stop: int, seen: Seen, device: torch.device) -> torch.Tensor:
-        """What the tokens of the slots start…stop - 1 see of the slots that are `shown` to them up to their
-        own: bool (1, 1, stop - start, num_shown)."""
+        """Mask of slots start…stop - 1 over their `shown` slots: bool (1, 1, stop - start, num_shown)."""
         key = start, stop, seen, device
         mask = self._masks.get(key)
         if mask is None:
             mask = self._build(start, stop, seen, device)
-            # Layer after layer a short block has the same mask; those of a long one together would be a dense mask.
+            # Layers share a short block's mask; a long block's masks would add up to a dense one.
             if stop == len(self.positions) and stop - start <= _MAX_CACHED:
                 self._masks[key] = mask
         return mask
@@ -102,7 +95,7 @@ class SlotPositions:
         return (visible & (distance >= 0))[None, None]
 
     def regular_from(self, seen: Seen) -> int:
-        """The first slot from which every token has all sinks before its window and a slot for every position in it."""
+        """The first slot from which every token has all sinks before a window without gaps."""
         if seen.window is None:
             return len(self.positions)
         end = self.positions[-1] - (len(self.positions) - 1)
@@ -111,11 +104,8 @@ class SlotPositions:
 
 
 class RestoredSlots(SlotPositions):
-    """Slots of which some came back at positions before those of older ones.
-
-    A token sees every slot written before it; where a layer slides, those less than its window away, before it or
-    after.
-    """
+    """Slots of which some were restored at earlier positions. A token attends to every slot written before it; in
+    sliding layers, to those within a window on both sides."""
 
     def seen(self, num_queries: int, layer_window: int | None) -> Seen:
         return Seen(window=layer_window)

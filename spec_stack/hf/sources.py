@@ -1,7 +1,5 @@
-"""The places that models come from: a folder, a hub id, a GGUF file (a path, or owner/name/file.gguf), a LoRA adapter.
-
-A GGUF file's weights are unpacked to the dtype of a precision, an adapter is merged into its base.
-"""
+"""Model sources: a folder, a hub id, a GGUF file (path or owner/name/file.gguf) or a LoRA adapter. GGUF weights are
+dequantized to the precision's dtype; an adapter is merged into its base."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _ADAPTER, _MODEL = "adapter_config.json", "config.json"
-# A folder with a tokenizer has one of these.
+# Tokenizer files, one of which a folder needs.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _HUB_FILE = re.compile(r"[\w-][\w.-]*/[\w.-]+/[\w./-]+\.gguf", re.IGNORECASE)
@@ -30,27 +28,26 @@ _MERGE = "model.merge_and_unload().save_pretrained(...)"
 
 
 def is_gguf(source: str | Path) -> bool:
-    """Whether a source names a GGUF file, here or on the hub."""
+    """Whether a source names a GGUF file, local or on the hub."""
     return str(source).lower().endswith(".gguf")
 
 
 def is_adapter(source: str | Path) -> bool:
-    """Whether this is a folder with an adapter and no model beside it."""
+    """Whether this is a folder with an adapter and no model."""
     return (Path(source) / _ADAPTER).is_file() and not (Path(source) / _MODEL).is_file()
 
 
 def has_tokenizer(source: str) -> bool:
-    """Whether this is a folder that holds a tokenizer."""
+    """Whether this folder contains a tokenizer."""
     return any((Path(source) / name).is_file() for name in _TOKENIZER_FILES)
 
 
 def missing_packages(names: Sequence[str]) -> list[str]:
-    """Those of these packages that are not installed."""
     return [name for name in names if find_spec(name) is None]
 
 
 def name_file(source: str | Path | None, gguf_file: str | None) -> str | Path | None:
-    """A source with the `gguf_file` of transformers beside it, in one name. Raises ValueError for no such file."""
+    """A source and transformers' `gguf_file` as one name. Raises ValueError for a missing file."""
     if gguf_file is None:
         return source
     if source is None or not isinstance(gguf_file, str) or not is_gguf(gguf_file):
@@ -59,7 +56,7 @@ def name_file(source: str | Path | None, gguf_file: str | None) -> str | Path | 
 
 
 def resolve_source(role: str, source: str | Path) -> str:
-    """The name by which a model is loaded. Raises ValueError, with the way to go, where none can be loaded from it."""
+    """A model's loadable name. Raises ValueError with a fix if it cannot be loaded."""
     path = Path(source).expanduser()
     if is_gguf(source):
         return _resolve_gguf(role, str(source), path)
@@ -102,7 +99,7 @@ def _check_folder(role: str, folder: Path) -> None:
 
 
 def base_of(source: str) -> str:
-    """An adapter's base, else the source itself. Raises ValueError for an adapter without a base that is here."""
+    """An adapter's base model, or the source itself. Raises ValueError if the base is missing."""
     if not is_adapter(source):
         return source
     try:
@@ -120,8 +117,7 @@ def base_of(source: str) -> str:
 
 
 def locate(source: str, hub: Mapping[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
-    """The name and the options of `from_pretrained` for a source. hub: `HubConfig.options`; a file on the hub is
-    fetched by them."""
+    """Name and options for `from_pretrained`. hub: `HubConfig.options`; a GGUF file on the hub is downloaded."""
     options = dict(hub or {})
     if not is_gguf(source):
         return source, options
@@ -135,24 +131,24 @@ def locate(source: str, hub: Mapping[str, Any] | None = None) -> tuple[str, dict
 
 
 def load_gguf_config(folder: str, options: Mapping[str, Any]) -> Any:
-    """A GGUF file's configuration. Raises ValueError for a file that transformers cannot read."""
+    """A GGUF file's config. Raises ValueError for a file that transformers cannot read."""
     from transformers import AutoConfig
     from transformers.integrations.gguf.reader import GgufHeader
 
-    # It goes through all tensors and refuses types that are unknown to it.
+    # It visits all tensors and rejects unknown types.
     try:
         header = GgufHeader.from_file(str(Path(folder) / options["gguf_file"]))
     except (struct.error, IndexError, OverflowError, MemoryError) as error:
         raise ValueError(f"the file is cut off or damaged in its header: {error}") from error
     config = AutoConfig.from_pretrained(folder, **options)
     if config.dtype is None:
-        # Blocks of 8 bits and less hold no more than bf16 does.
+        # bf16 holds quantized blocks of at most 8 bits exactly.
         config.dtype = header.dtype or torch.bfloat16
     return config
 
 
 def as_plain(model: PreTrainedModel) -> PreTrainedModel:
-    """A model whose GGUF weights are unpacked, in place, without a trace of how they were packed."""
+    """Convert a GGUF-loaded model in place to plain weights, without quantization attributes."""
     for holder in (model.config, model):
         for name in ("quantization_config", "hf_quantizer", "quantization_method"):
             if name in vars(holder):
@@ -162,7 +158,7 @@ def as_plain(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def merge(model: PreTrainedModel, source: str) -> PreTrainedModel:
-    """The model with the adapter's weights added to its own. Raises ValueError where they do not fit."""
+    """The model with the adapter merged. Raises ValueError if it does not fit."""
     from peft import PeftModel
 
     try:

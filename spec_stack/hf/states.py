@@ -1,4 +1,4 @@
-"""Recurrent states (linear attention, Mamba): without slots to drop, they are copied before, and put back after."""
+"""Snapshots of recurrent states (linear attention, Mamba), which cannot be cropped."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MAX_SNAPSHOTS = 17
 
 @dataclass(frozen=True)
 class _State:
-    """Where the cache has a state, and a copy of it."""
+    """A state's place in the cache, and its copy."""
 
     states: dict[int, torch.Tensor]
     index: int
@@ -23,7 +23,7 @@ class _State:
 
 
 class States:
-    """Snapshots of the recurrent states of a cache; of a cache without any, nothing is taken."""
+    """Snapshots of a cache's recurrent states; empty for a cache without any."""
 
     def __init__(self, cache: DynamicCache) -> None:
         self.exist = any(hasattr(layer, "recurrent_states") for layer in cache.layers)
@@ -31,14 +31,13 @@ class States:
         self._snapshots: list[tuple[int, list[_State]]] = []
 
     def take(self, num_slots: int) -> None:
-        """Copy the states as they are after so many tokens."""
+        """Copy the states after num_slots tokens."""
         latest = self._snapshots[-1][0] if self._snapshots else 0
         if self.exist and num_slots > latest and len(self._snapshots) < _MAX_SNAPSHOTS:
             self._snapshots.append((num_slots, list(self._copies())))
 
     def restore(self, num_left: int) -> int:
-        """Go back to the latest snapshot of no more than num_left tokens, and return its tokens; 0 where there is
-        none."""
+        """Restore the latest snapshot of at most num_left tokens and return its length; 0 if there is none."""
         while self._snapshots and self._snapshots[-1][0] > num_left:
             self._snapshots.pop()
         if not self._snapshots:
@@ -50,7 +49,6 @@ class States:
         return num_slots
 
     def keep_latest(self) -> None:
-        """Give up all snapshots but the last."""
         del self._snapshots[:-1]
 
     def _copies(self) -> Iterator[_State]:

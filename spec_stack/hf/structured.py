@@ -1,4 +1,4 @@
-"""Structured output: a grammar that the text has to keep to, by xgrammar, which the extra `structured` brings."""
+"""Structured output: grammar-constrained decoding by xgrammar (extra `structured`)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from spec_stack.config import how_to_install
 from spec_stack.hf.answer_format import THINK_CLOSES, ForcedCall
 from spec_stack.hf.json_schema import check_pattern, json_rules
 
-# Of compiled formats: who asks for many should not fill the memory with them.
+# Most cached formats, which bounds memory.
 _MAX_CACHED_BYTES = 64 << 20
-# Sets of end tokens, each of which needs the whole vocabulary anew.
+# Most cached end-token sets; each processes the whole vocabulary.
 _MAX_END_IDS = 8
-# Tokens that a mark may begin with.
+# Most tokens that may start a mark.
 _MOST_SPELLINGS = 16
 FORMATS = ("text", "json_object", "json_schema", "regex", "grammar")
-# A thought that has begun, up to its end and the blank line that templates write behind it.
+# An open reasoning block, to its end and the blank line that templates add.
 _THOUGHT = [
     {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": THINK_CLOSES},
     {"type": "const_string", "value": "\n\n"},
@@ -33,7 +33,7 @@ _THOUGHT = [
 
 @dataclass(frozen=True)
 class SerializedFormat:
-    """A format that was compiled before, for the same tokenizer and end tokens, and its marks."""
+    """A format compiled earlier for the same tokenizer and end tokens, with its marks."""
 
     text: str
     marks: tuple[str, ...] = ()
@@ -41,21 +41,21 @@ class SerializedFormat:
 
 
 class Compiler(NamedTuple):
-    """xgrammar's compiler, and the tokenizer as that has it, for one set of end tokens."""
+    """xgrammar's compiler and tokenizer info for one set of end tokens."""
 
     compiler: Any
     tokenizer: Any
 
 
 def structured_problem() -> str | None:
-    """Why structured output cannot be had here; None where it can."""
+    """The reason why structured output is unavailable; None if it is available."""
     if find_spec("xgrammar") is None:
         return f"response_format needs xgrammar: {how_to_install('structured')}"
     return None
 
 
 class Grammars:
-    """Compiles what `response_format=` asks for, for one tokenizer; safe to use from several threads."""
+    """Compiles `response_format=` for one tokenizer; thread-safe."""
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
@@ -65,7 +65,7 @@ class Grammars:
     def compile(
         self, response_format: object, end_ids: Collection[int], num_prompt_tokens: int, in_thought: bool = False
     ) -> Grammar | None:
-        """The grammar of a request; None for {"type": "text"}."""
+        """A request's grammar; None for {"type": "text"}."""
         compiled = self._compiled(response_format, frozenset(end_ids), in_thought)
         if compiled is None:
             return None
@@ -77,18 +77,17 @@ class Grammars:
     def serialized(
         self, response_format: object, end_ids: Collection[int], in_thought: bool = False
     ) -> SerializedFormat | None:
-        """Compile a format in one process for another, which takes the result in its place; None where `compile` gives
-        none. Raises ValueError as that does."""
+        """A compiled format for another process; None where `compile` gives None. Raises ValueError as `compile`."""
         compiled = self._compiled(response_format, frozenset(end_ids), in_thought)
         return None if compiled is None else SerializedFormat(compiled.serialize_json(), _marks_of(response_format))
 
     def warm_up(self, end_ids: Collection[int]) -> None:
-        """Do what the first format would wait for. Raises ValueError for a tokenizer that is foreign to xgrammar."""
+        """Prepare the compiler ahead of the first format. Raises ValueError for an unsupported tokenizer."""
         with self._lock:
             self._compiler(frozenset(end_ids))
 
     def clear(self) -> None:
-        """Forget all formats, and all end tokens but the first ones: no caller notices what another one compiled."""
+        """Drop cached formats, and all end-token sets but the first, so that timing reveals nothing between callers."""
         with self._lock:
             for end_ids in list(self._compilers)[1:]:
                 del self._compilers[end_ids]
@@ -118,7 +117,7 @@ class Grammars:
                 rules = wanted.rules() if wanted else _rules(kind, content)
                 return compiler.compile_grammar(_behind_thought(rules) if in_thought else rules)
             except Exception as error:
-                # The library has no common error of its own.
+                # xgrammar has no common error class.
                 subject = "tool_choice: the tools' parameters" if wanted else f"response_format: this {kind}"
                 raise ValueError(f"{subject} cannot be compiled: {error}") from error
 
@@ -131,23 +130,23 @@ class Grammars:
                     self._tokenizer, vocab_size=self._vocab_size, stop_token_ids=sorted(end_ids)
                 )
             except Exception as error:
-                # Whatever of a tokenizer is foreign to the library: the caller can do nothing but leave it.
+                # Any error on an unsupported tokenizer; the caller can only skip it.
                 raise ValueError(f"response_format cannot be had with this tokenizer: {error}") from error
             compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=_MAX_CACHED_BYTES)
             if len(self._compilers) >= _MAX_END_IDS:
-                # Not the first, which are the model's own.
+                # The first set is the model's own, and stays.
                 del self._compilers[list(self._compilers)[1]]
             self._compilers[end_ids] = Compiler(compiler, info)
         return self._compilers[end_ids]
 
     def _ids_of(self, marks: Collection[str]) -> tuple[int, ...]:
-        """Those of these texts that are one token."""
+        """Ids of these texts that are single tokens."""
         added = getattr(self._tokenizer, "added_tokens_decoder", {})
         return tuple(token_id for token_id, token in added.items() if token.content in marks and not token.special)
 
     @cached_property
     def _unspoken(self) -> frozenset[int]:
-        """Special tokens, which have no text, and ids without a token."""
+        """Ids of special tokens, and ids without a token."""
         added = getattr(self._tokenizer, "added_tokens_decoder", {})
         special = {token_id for token_id, token in added.items() if token.special}
         return frozenset(special) | frozenset(range(len(self._tokenizer), self._vocab_size))
@@ -158,7 +157,7 @@ def _marks_of(response_format: object) -> tuple[str, ...]:
 
 
 def read_format(response_format: object) -> tuple[str, str]:
-    """The kind of a format, and the schema (as JSON), pattern or grammar it holds."""
+    """A format's kind, and its schema (as JSON), pattern or grammar."""
     schema_of = getattr(response_format, "model_json_schema", None)
     if callable(schema_of):
         return "json_schema", json.dumps(schema_of())
@@ -206,10 +205,10 @@ def _behind_thought(rules: Any) -> Any:
 
 
 class Grammar:
-    """Where one text stands in its grammar: it advances with the prefixes that it is shown, each longer than the last.
+    """The matcher of one text; it advances with growing prefixes.
 
-    forbidden: tokens that are never allowed. mark_ids: tokens that are a whole mark. They come where little else may,
-    since a model does not recognise a mark spelt in letters in the next turn.
+    forbidden: tokens that are never allowed. mark_ids: tokens that are a whole mark, forced where a mark must follow,
+    since a model does not recognise a spelt-out mark in the next turn.
     """
 
     def __init__(
@@ -225,19 +224,19 @@ class Grammar:
         self._forbidden, self._mark_ids = forbidden, mark_ids
         self._matcher = xgrammar.GrammarMatcher(compiled)
         self._num_seen = num_prompt_tokens
-        # The tokens allowed after so many: of the last row asked about.
+        # Allowed tokens of the last prefix.
         self._allowed_after = -1
         self._allowed = xgrammar.allocate_token_bitmask(1, vocab_size)
         self._never = torch.tensor(sorted(forbidden), dtype=torch.long)
 
     def fork(self) -> Grammar:
-        """Another one, at the same place of the text."""
+        """A copy at the same state."""
         other = copy(self)
         other._matcher, other._allowed = self._matcher.fork(), self._allowed.clone()
         return other
 
     def mask(self, prefix_ids: Sequence[int], scores: torch.Tensor) -> torch.Tensor:
-        """The scores (1, vocab), which are written on, with -inf for what may not come after these tokens."""
+        """Scores (1, vocab) with -inf for disallowed tokens, in place."""
         import xgrammar
 
         if self._advance(prefix_ids):
@@ -247,14 +246,14 @@ class Grammar:
         return scores
 
     def only_token(self, prefix_ids: Sequence[int]) -> int | None:
-        """The one token that may come after these, where no other may."""
+        """The only allowed next token, if there is exactly one."""
         if not self._advance(prefix_ids):
             return None
         allowed = self._few_allowed()
         return allowed[0] if len(allowed) == 1 and allowed[0] not in self._forbidden else None
 
     def _advance(self, prefix_ids: Sequence[int]) -> bool:
-        """Take in the tokens not seen yet, and find what may follow; False after the end of the text."""
+        """Accept unseen tokens and update the allowed set; False after the end of the text."""
         for token_id in prefix_ids[self._num_seen :]:
             if self._matcher.is_terminated():
                 return False
@@ -270,7 +269,7 @@ class Grammar:
         return True
 
     def _take_mark(self) -> None:
-        """Where a mark or its spelling has to come, allow the mark alone."""
+        """Where a mark or its spelling must follow, allow only the mark token."""
         if not self._mark_ids:
             return
         allowed = self._few_allowed()
@@ -278,11 +277,11 @@ class Grammar:
             if token_id in allowed:
                 words = self._allowed[0].numpy()
                 words[:] = 0
-                # Words are signed.
+                # The bitmask's words are signed.
                 words[token_id // 32] = -(1 << 31) if token_id % 32 == 31 else 1 << token_id % 32
 
     def _few_allowed(self) -> list[int]:
-        """The tokens that may come next, where they are no more than a mark may begin with; else none."""
+        """The allowed next tokens if they are few enough for a mark; else none."""
         words = self._allowed[0].numpy()
         occupied = words.nonzero()[0]
         if len(occupied) > _MOST_SPELLINGS:

@@ -1,4 +1,4 @@
-"""Text of a growing list of token ids, in increments that concatenate to the text of the whole."""
+"""Incremental detokenization; the increments concatenate to the decoded text."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 from spec_stack.decode.stopping import TextStream
 
 _INCOMPLETE = "\ufffd"
-# Tokens of the prompt that the first generated one is decoded after.
+# Prompt tokens used as decoding context for the first generated token.
 _NUM_CONTEXT = 8
 _BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 def open_text_stream(tokenizer: Any, prompt_ids: Sequence[int]) -> TextStream | None:
-    """The stream for a text that goes on after a prompt; None without a tokenizer."""
+    """The text stream after a prompt; None without a tokenizer."""
     if tokenizer is None:
         return None
     decode = partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -24,11 +24,8 @@ def open_text_stream(tokenizer: Any, prompt_ids: Sequence[int]) -> TextStream | 
 
 
 class WindowedText:
-    """By decoding the last tokens anew, together with those of the increment before them.
-
-    A decoder may treat the beginning of a text apart: SentencePiece-style ones drop its first space, which belongs to a
-    continuation all the same.
-    """
+    """Decodes the latest tokens together with those of the previous increment. The context keeps the leading space that
+    SentencePiece-style decoders drop at the start of a text."""
 
     def __init__(
         self,
@@ -43,7 +40,7 @@ class WindowedText:
         self._remember()
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that these tokens add, as far as it is certain."""
+        """The text that these tokens add, as far as it is final."""
         self._window.extend(token_ids)
         text = self._decode(self._window)
         added = text[len(self._context_text) :]
@@ -54,20 +51,20 @@ class WindowedText:
         return added
 
     def flush(self) -> str:
-        """What is held back, as it stands."""
+        """The pending text, as is."""
         return self._decode(self._window)[len(self._context_text) :]
 
     def _remember(self) -> None:
-        """Take the window for the context of the tokens to come."""
+        """Use the window as context of later tokens."""
         self._num_context = len(self._window)
         self._context_text = self._decode(self._window) if self._window else ""
 
     def _is_settled(self, text: str) -> bool:
-        """Whether no later token changes this text of the window."""
+        """Whether later tokens cannot change the window's text."""
         return not text.endswith(_INCOMPLETE) and not self._ends_in_bytes()
 
     def _ends_in_bytes(self) -> bool:
-        """Whether the last token with a text is a byte: a run of bytes is decoded as one, all of it or none."""
+        """Whether the last token with text is a byte token: runs of bytes decode together."""
         for token_id in reversed(self._window):
             if _BYTE_PIECE.fullmatch(self._piece_of(token_id) or ""):
                 return True

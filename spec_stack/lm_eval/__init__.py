@@ -1,1 +1,1 @@
-"""A model of lm-evaluation-harness (the extra `lm-eval`), by the entry point `lm_eval.models`."""
+"""A model for lm-evaluation-harness (extra `lm-eval`), found by the entry point `lm_eval.models`."""

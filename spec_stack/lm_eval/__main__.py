@@ -1,4 +1,4 @@
-"""lm_eval, with this model known to it: for releases that do not look for entry points (0.4.13 does not)."""
+"""lm_eval with this model registered, for releases that ignore entry points (e.g. 0.4.13)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ NAME = "spec_stack"
 
 
 def main() -> None:
-    """Run lm_eval's own command line."""
     if NAME not in model_registry:
         model_registry.register(NAME, target="spec_stack.lm_eval.harness_model:SpecStackLM")
     cli_evaluate()

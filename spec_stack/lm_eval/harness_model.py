@@ -1,4 +1,4 @@
-"""The generator as a model of lm-evaluation-harness: one request at a time, its context pruned as any prompt is."""
+"""The generator as an lm-evaluation-harness model: one request at a time, with pruned contexts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from spec_stack.engine.conversation import SingleTurn
 from spec_stack.engine.options import Call
 from spec_stack.settings.plugins import import_plugins
 
-# What lm-eval's tasks call the most tokens to generate.
+# lm-eval's names for the maximum number of new tokens.
 _MAX_TOKENS_NAMES = ("max_gen_toks", "max_new_tokens", "max_tokens")
 _KNOWN_SAMPLING = {"until", "do_sample", "temperature", "top_p", "top_k", *_MAX_TOKENS_NAMES}
 
@@ -40,7 +40,7 @@ class SpecStackLM(TemplateLM):  # type: ignore[misc]
     Parameters
     ----------
     target, draft : str, optional
-        Folders or hub ids; the embedded pair where neither is named.
+        Folders or hub ids; the embedded pair by default.
     keep_rate : float, optional
         Share of each context that the target prefills; 1.0 is dense. None is the pair's calibration, or the default.
     sparse_prefill : {"auto", "on", "off", "draft_only"}
@@ -48,34 +48,33 @@ class SpecStackLM(TemplateLM):  # type: ignore[misc]
     min_prompt_tokens : int
         Shortest context that "auto" prunes.
     policy : str, optional
-        What chooses gamma.
+        The policy that chooses gamma.
     gamma : int, optional
         Short for the policy "fixed"; 0 is plain decoding.
     precision, draft_precision, device, calibration
-        Of `SpecStackGenerator.from_pretrained`; calibration=none takes none.
+        As in `SpecStackGenerator.from_pretrained`; calibration=none uses none.
     max_length : int, optional
-        Most tokens of context and answer; a longer context loses its beginning, as in lm-eval's own models. None is
-        what both models were made for.
+        Most tokens of context and answer; a longer context is truncated on the left, as in lm-eval's own models. None
+        is both models' limit.
     seed : int
-        For tasks that draw.
+        For tasks that sample.
     metrics : str, optional
         A .jsonl file to add a line per generated answer to: kept tokens, acceptance, seconds.
     batch_size, max_batch_size
-        lm-eval gives them; requests run one at a time.
+        Passed by lm-eval; requests run one at a time.
     tokenizer : str, optional
         Read by RULER's tasks, not here.
 
     Raises
     ------
     ValueError
-        For a value that cannot be used, and a batch of more than one.
+        For an invalid value, and for a batch of more than one.
 
     Notes
     -----
-    Log-likelihoods: the context is pruned as a prompt is, with what stands at its end as the question, and every
-    continuation is scored whole over the slots that were kept. That says what sparse prefill does to a multiple choice
-    after a long context; for a short one (under min_prompt_tokens) it is the target's own. The rolling log-likelihood
-    of a text has no question that anything could be pruned for, so it is always the target's own.
+    Log-likelihoods: the context is pruned as a prompt is, with its end as the question, and every continuation is
+    scored whole over the kept slots. Contexts under min_prompt_tokens are dense. Rolling log-likelihoods have no
+    question and are always dense.
     """
 
     @refuses_unknown_options
@@ -133,7 +132,6 @@ class SpecStackLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def eot_token_id(self) -> int:
-        """The end-of-sequence token."""
         ends = sorted(self.generator.pair.end_ids)
         if not ends:
             raise ValueError("the target names no end-of-sequence token")
@@ -141,17 +139,17 @@ class SpecStackLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def prefix_token_id(self) -> int:
-        """Return what a text without a context comes after: the tokenizer's BOS, or else the end of the text before."""
+        """The token before a text without a context: BOS, or else EOS."""
         bos = self.tokenizer.bos_token_id
         return self.eot_token_id if bos is None else int(bos)
 
     @property
     def tokenizer_name(self) -> str:
-        """For the fingerprint of lm-eval's request caches."""
+        """Part of the key of lm-eval's request caches."""
         return str(self.tokenizer.name_or_path or self._name).replace("/", "__")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """A chat as text, by the tokenizer's own template."""
+        """A chat as text, by the tokenizer's template."""
         return str(
             self.tokenizer.apply_chat_template(
                 chat_history,
@@ -162,7 +160,7 @@ class SpecStackLM(TemplateLM):  # type: ignore[misc]
         )
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Token ids. A text that begins with the BOS token, as a rendered chat may, gets no second one."""
+        """Token ids; a text that starts with the BOS token, e.g. a rendered chat, gets no second one."""
         if add_special_tokens is None:
             bos = self.tokenizer.bos_token
             add_special_tokens = not (bos and string.startswith(bos))
@@ -170,7 +168,7 @@ class SpecStackLM(TemplateLM):  # type: ignore[misc]
         return [int(token_id) for token_id in ids]
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """The answers, one per request."""
+        """One answer per request."""
         answers = []
         for request in tqdm(requests, disable=disable_tqdm, desc="spec_stack"):
             context, asked = request.args
@@ -217,8 +215,7 @@ class SpecStackLM(TemplateLM):  # type: ignore[misc]
         return found
 
     def _read(self, context: list[int], sparse_prefill: SparsePrefill | None) -> ReadContext:
-        """The context in both models' caches; that of the request before where it is the same one (the choices of a
-        question come one after the other)."""
+        """The cached context; the previous one is reused if equal (choices of a question are adjacent)."""
         if self._context is None or not self._context.is_of(context, sparse_prefill):
             self._context = ReadContext(self.generator, context, self._options["keep_rate"], sparse_prefill)
         return self._context
@@ -232,19 +229,7 @@ class SpecStackLM(TemplateLM):  # type: ignore[misc]
 
 
 class ReadContext:
-    """A context that the target has prefilled, sparsely or not, and that continuations are scored after.
-
-    Parameters
-    ----------
-    generator : SpecStackGenerator
-        Whose pair and configuration are used.
-    context_ids : list of int
-        N tokens, one or more.
-    keep_rate : float, optional
-        Share of it that is kept; None is the configuration's.
-    sparse_prefill : str, optional
-        As in `generate`.
-    """
+    """A context of N ≥ 1 tokens in the target's cache, sparse or dense, for scoring continuations."""
 
     def __init__(
         self,
@@ -265,11 +250,11 @@ class ReadContext:
         self._next = self._target.forward(selection.token_ids, selection.positions, 1)
 
     def is_of(self, context_ids: list[int], sparse_prefill: SparsePrefill | None) -> bool:
-        """Return whether it is this context, prefilled in this way."""
+        """Whether it is this context under this setting."""
         return self._asked == (context_ids, sparse_prefill)
 
     def score(self, continuation: Sequence[int]) -> tuple[float, bool]:
-        """Log-likelihood of a continuation (n,), and whether it is what greedy decoding would give."""
+        """Log-likelihood of a continuation (n,), and whether greedy decoding would produce it."""
         if not continuation:
             return 0.0, True
         rows = self._next
@@ -285,13 +270,7 @@ class ReadContext:
 
 
 def sampling_of(asked: Mapping[str, Any], seed: int) -> SamplingParams:
-    """lm-eval's generation arguments as ours.
-
-    Raises
-    ------
-    ValueError
-        For an argument that has no counterpart here.
-    """
+    """lm-eval's generation arguments as `generate` options. Raises ValueError for an unsupported one."""
     unknown = set(asked) - _KNOWN_SAMPLING
     if unknown:
         raise ValueError(f"no counterpart of {', '.join(sorted(unknown))}; known: {', '.join(sorted(_KNOWN_SAMPLING))}")

@@ -1,4 +1,4 @@
-"""The application: OpenAI's chat completions and completions over one generator. Needs the extra `serve`."""
+"""The application: OpenAI chat completions and completions over one generator (extra `serve`)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_NAMED, _MAX_NAME = 20, 40
 _CANCELLED = "the request was cancelled"
-# Seconds after shutdown_s until the process is ended, if it has not ended by itself.
+# Seconds after shutdown_s until the process is killed.
 _GRACE_S = 1.5
 
 
@@ -50,9 +50,9 @@ def build_app(
     Parameters
     ----------
     generator : SpecStackGenerator
-        Answers.
+        The generator.
     config : ServeConfig, optional
-        The defaults where it is left out.
+        The defaults if omitted.
     pool : RequestPool, optional
         Shared with other applications, and stopped by its owner; by default the application has its own.
     """
@@ -80,9 +80,9 @@ def build_app(
 
 
 def serve(generator: SpecStackGenerator, config: ServeConfig | None = None) -> None:
-    """Serve until the process is told to end (Ctrl-C, SIGTERM).
+    """Serve until Ctrl-C or SIGTERM.
 
-    What runs then has `shutdown_s` left. The process ends within two seconds after that, whatever still runs in it.
+    Running requests then have `shutdown_s` seconds left, and the process is killed at most two seconds later.
     In a script, call it under `if __name__ == "__main__":`, because worker processes import the script.
     """
     config = config or ServeConfig()
@@ -98,7 +98,7 @@ def serve(generator: SpecStackGenerator, config: ServeConfig | None = None) -> N
 
 
 class Endpoint:
-    """Handles one HTTP request: process, enqueue, return or stream the response."""
+    """Handles an HTTP request: process, enqueue, return or stream the response."""
 
     def __init__(self, generator: SpecStackGenerator, config: ServeConfig, worker: Worker, pool: RequestPool) -> None:
         self._generator, self._config, self._worker = generator, config, worker
@@ -136,7 +136,7 @@ class Endpoint:
         loop, items = asyncio.get_running_loop(), asyncio.Queue[StreamItem]()
 
         def deliver(item: StreamItem) -> None:
-            # The loop of a server that has ended is closed.
+            # The event loop of a stopped server is closed.
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(items.put_nowait, item)
 
@@ -159,7 +159,7 @@ class Endpoint:
         )
 
     def _checked_options(self, processed: ProcessedRequest) -> dict[str, Any]:
-        """The generator's options, which it checks. Raises BadRequestError."""
+        """The options, checked by the generator. Raises BadRequestError."""
         num_tokens, num_positions = len(processed.encoded.token_ids), self._generator.pair.max_positions[0]
         most = min(self._config.max_prompt_tokens or num_positions, num_positions - 1)
         if num_tokens > most:
@@ -168,7 +168,7 @@ class Endpoint:
         options = {**processed.options, "max_tokens": max_tokens}
         options.pop(MAX_CALLS, None)
         try:
-            # Does nothing but check until its first step.
+            # Only checks; work starts with the first step.
             self._generator.stream_encoded(processed.encoded, options)
         except (ValueError, TypeError, OverflowError) as error:
             raise BadRequestError(str(error)) from error
@@ -177,10 +177,10 @@ class Endpoint:
     async def _items(
         self, request: Request, queued: QueuedRequest, items: asyncio.Queue[StreamItem]
     ) -> AsyncGenerator[OutputChunk | RequestError]:
-        """The items of a queued request, which is cancelled when its client disconnects or nobody iterates any more."""
+        """The items of a queued request, which is cancelled when its client disconnects or iteration stops."""
 
         async def watch() -> None:
-            # The body has been read, so that nothing but a disconnect can follow.
+            # The body has been read, so only a disconnect can follow.
             while (await request.receive())["type"] != "http.disconnect":
                 pass
             self._worker.queue.cancel(queued)
@@ -214,7 +214,7 @@ async def _whole(
 async def _events(
     items: AsyncGenerator[OutputChunk | RequestError], builder: ResponseBuilder, wants_usage: bool
 ) -> AsyncGenerator[bytes]:
-    """The events of a stream. Its status has been sent, so that errors are events too."""
+    """A stream's events. Errors are events too, since the status has been sent."""
     async with aclosing(items):
         async for item in items:
             if isinstance(item, RequestError):
@@ -245,6 +245,6 @@ def _error_event(status: int, message: str) -> bytes:
 
 
 def _ignored_header(names: Sequence[str]) -> dict[str, str]:
-    """The header with the first ignored fields; clients choose their names, so that only safe characters are kept."""
+    """A header with the first ignored fields, reduced to safe characters because clients choose the names."""
     named = [re.sub(r"[^\w.-]", "?", name, flags=re.ASCII)[:_MAX_NAME] for name in names[:_MAX_NAMED]]
     return {IGNORED_HEADER: ", ".join(named)} if named else {}

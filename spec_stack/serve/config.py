@@ -1,4 +1,4 @@
-"""How the endpoint is served. Every default and its meaning live here."""
+"""The server's configuration, with every default and meaning."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from spec_stack.settings.checks import require_int
 from spec_stack.settings.options import documented, option
 
 _MAX_PORT = 65535
-# Of a request, for each position of the models: text has about 4 characters to a token, blanks and code more.
+# Characters per position of the models: text has about 4 characters per token, whitespace and code more.
 _BYTES_PER_POSITION, _CHARS_PER_POSITION, _LEAST_BYTES = 32, 16, 1 << 16
 _COUNTS = (
     *("max_queued", "max_queued_per_client", "max_choices", "default_max_tokens"),
@@ -96,7 +96,7 @@ class ServeConfig:
             raise ValueError(f"prepare_s must be over 0, got {self.prepare_s!r}")
 
     def bounded_by(self, num_positions: int) -> ServeConfig:
-        """Return these settings with the limits that follow from the number of the models' positions."""
+        """These settings with limits derived from the models' number of positions."""
         return replace(
             self,
             max_body_bytes=self.max_body_bytes or max(_LEAST_BYTES, _BYTES_PER_POSITION * num_positions),

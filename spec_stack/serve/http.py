@@ -1,4 +1,4 @@
-"""What every application of this package shares: errors, CORS, metrics, API keys, the body limit, the hard stop."""
+"""Parts shared by all applications: errors, CORS, metrics, API keys, body limit, hard stop."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from spec_stack.serve.queue import QueueFullError
 
 logger = logging.getLogger(__name__)
 
-# Names the fields of a request that this server ignores.
+# Lists the request fields that the server ignored.
 IGNORED_HEADER = "x-spec-stack-ignored"
 _MAX_DISCARDED_BYTES = 256 << 20
 
@@ -33,7 +33,7 @@ _MAX_DISCARDED_BYTES = 256 << 20
 def new_app(
     config: ServeConfig, metrics: ServerMetrics, lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]
 ) -> FastAPI:
-    """Return an application with /health, /metrics, CORS, and errors in OpenAI's form."""
+    """An application with /health, /metrics, CORS and OpenAI errors."""
     app = FastAPI(title="spec_stack", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     if config.cors_origins:
         app.add_middleware(
@@ -74,22 +74,20 @@ def new_app(
 
 
 def client_of(request: Request, api_keys: Sequence[str]) -> str:
-    """Return a client's identity: its key, or without one its address. Raises HTTPException 401 for a wrong key."""
+    """The client's identity: its API key, or else its address. Raises HTTPException 401 for a wrong key."""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     key = key if scheme.lower() == "bearer" else ""
     if api_keys and not any(secrets.compare_digest(key.encode(), known.encode()) for known in api_keys):
         raise HTTPException(401, "this server wants an API key: Authorization: Bearer …")
     if key:
-        # Kept as long as the client's sessions, so not in plain text.
+        # Hashed, since it is stored as long as the client's sessions.
         return "key " + hashlib.sha256(key.encode()).hexdigest()
     return "address " + (request.client.host if request.client else "")
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """Return the body of a request. Raises BadRequestError (413) for a longer one, and ClientDisconnect.
-
-    Many clients read the response only after they have sent the body, so that the rest of a long one is discarded.
-    """
+    """A request's body. Raises BadRequestError (413) for a longer one, and ClientDisconnect. The rest of a long body is
+    discarded, because many clients read the response only after sending it all."""
     parts, num_bytes = [], 0
     async for part in request.stream():
         num_bytes += len(part)
@@ -103,7 +101,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
 
 
 class ServerWithHardStop(uvicorn.Server):
-    """Ends the process `end_s` seconds after a signal, because a thread deep in a library cannot be interrupted."""
+    """Kills the process `end_s` seconds after a signal, since threads in libraries cannot be interrupted."""
 
     def __init__(self, config: uvicorn.Config, end_s: float) -> None:
         super().__init__(config)

@@ -10,7 +10,7 @@ from spec_stack.types import Metrics
 
 
 class ServerMetrics:
-    """Metrics of one server; `num_waiting` and `num_sessions` are read on each scrape."""
+    """A server's metrics; `num_waiting` and `num_sessions` are called on each scrape."""
 
     def __init__(self, num_waiting: Callable[[], int], num_sessions: Callable[[], int]) -> None:
         self._registry = registry = CollectorRegistry()
@@ -46,6 +46,6 @@ class ServerMetrics:
         self._accepted.inc(metrics.num_accepted)
 
     def text(self) -> bytes:
-        """Return all metrics in Prometheus' text format."""
+        """All metrics in Prometheus' text format."""
         exposed: bytes = generate_latest(self._registry)
         return exposed

@@ -1,4 +1,4 @@
-"""What is done with a request before it is queued: parse, check, render, tokenize, and compile its grammar."""
+"""Request processing before the queue: parse, check, render, tokenize, compile the grammar."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from spec_stack.serve.request_limits import RequestLimits
 
 @dataclass(frozen=True)
 class ProcessedRequest:
-    """A request, ready to be queued. in_thought: whether the rendered prompt ends with an open thought."""
+    """A request ready for the queue. in_thought: the prompt ends inside a reasoning block."""
 
     encoded: EncodedPrompt
     options: Mapping[str, Any]
@@ -34,14 +34,14 @@ class ProcessedRequest:
 
 
 class RequestProcessor:
-    """Processes request bodies with one tokenizer. end_ids: tokens that end the target's texts."""
+    """Processes request bodies with one tokenizer. end_ids: the target's end-of-sequence ids."""
 
     def __init__(self, tokenizer: Any, end_ids: frozenset[int], vocab_size: int, grammars: Grammars) -> None:
         self._tokenizer, self._end_ids, self._vocab_size, self._grammars = tokenizer, end_ids, vocab_size, grammars
         self._format = AnswerFormat.learn(tokenizer)
 
     def process(self, path: str, body: bytes, config: ServeConfig) -> ProcessedRequest:
-        """Process the body that was sent to a path. Raises BadRequestError."""
+        """Process a body sent to a path. Raises BadRequestError."""
         try:
             return self._process(path, body, config)
         except ValidationError as error:
@@ -54,7 +54,7 @@ class RequestProcessor:
             raise BadRequestError(str(error)) from error
 
     def clear(self) -> None:
-        """Forget what the last request compiled."""
+        """Drop cached grammars."""
         self._grammars.clear()
 
     def _process(self, path: str, body: bytes, config: ServeConfig) -> ProcessedRequest:
@@ -81,7 +81,7 @@ class RequestProcessor:
         )
 
     def _validated(self, path: str, body: bytes, config: ServeConfig) -> tuple[GenerationRequest, list[str]]:
-        """The request, and its fields that this server ignores."""
+        """The request and its ignored fields."""
         try:
             values = json.loads(body)
         except ValueError as error:
@@ -98,7 +98,7 @@ class RequestProcessor:
         return request, ignored
 
     def _check_template_kwargs(self, given: Mapping[str, Any], config: ServeConfig) -> None:
-        """Raise ValueError for arguments of the tokenizer itself, as distinct from variables of the template."""
+        """Raise ValueError for tokenizer arguments among the template's variables."""
         if config.allow_request_templates or not given:
             return
         own = inspect.signature(self._tokenizer.apply_chat_template).parameters
@@ -120,7 +120,7 @@ class RequestProcessor:
         return forced
 
     def _compiled(self, wanted: object, options: Mapping[str, Any], in_thought: bool) -> SerializedFormat | None:
-        """Compile a format for the tokens that end this request, which are those of `Request.plan`."""
+        """Compile a format for the request's end tokens, as in `Request.plan`."""
         special = special_tokens(self._tokenizer)
         stops = options.get("stop") or []
         stops = [stops] if isinstance(stops, str) else stops
@@ -131,7 +131,7 @@ class RequestProcessor:
 
 
 def _without(content: Any, tokens: Sequence[str]) -> Any:
-    """A message's content without special tokens, including those that removing others creates."""
+    """A content without special tokens, including those formed by removing others."""
     if isinstance(content, list):
         return [_without(part, tokens) for part in content]
     if isinstance(content, Mapping):

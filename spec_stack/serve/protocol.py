@@ -1,4 +1,4 @@
-"""OpenAI's protocol: the request models, what they mean to the generator, and the form of errors."""
+"""OpenAI's protocol: request models, conversion to generator options, and errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from spec_stack.config import OLD_SWITCHES
 from spec_stack.hf.prompt import PromptSource
 from spec_stack.serve.config import ServeConfig
 
-# Options that have the same name in the generator; those of the last two rows are not OpenAI's.
+# Options with the generator's names; those of the last two rows are extensions.
 _SAME = (
     *("top_p", "seed", "stop", "response_format"),
     *("top_k", "min_p", "min_tokens", "repetition_penalty", "stop_token_ids", "ignore_eos"),
@@ -36,7 +36,7 @@ _ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_
 
 
 class BadRequestError(Exception):
-    """An error that the client can correct: the message, the field, and the HTTP status."""
+    """A client error: message, field and HTTP status."""
 
     def __init__(self, message: str, param: str | None = None, status: int = 400) -> None:
         super().__init__(message, param, status)
@@ -44,7 +44,7 @@ class BadRequestError(Exception):
 
 
 def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
-    """Return an error in OpenAI's form."""
+    """An error in OpenAI's format."""
     kind = _ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"message": _escaped(message), "type": kind, "param": param and _escaped(param), "code": status}
 
@@ -52,17 +52,17 @@ def error_body(status: int, message: str, param: str | None = None) -> dict[str,
 def error_response(
     status: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None
 ) -> JSONResponse:
-    """Return an HTTP response with an error in OpenAI's form."""
+    """An HTTP response with an error in OpenAI's format."""
     return JSONResponse({"error": error_body(status, message, param)}, status_code=status, headers=headers)
 
 
 def _escaped(text: str) -> str:
-    """A text that may quote a request; lone surrogates, which UTF-8 cannot encode, are escaped."""
+    """The text with lone surrogates escaped, which UTF-8 cannot encode."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _one_of(forms: str) -> WrapValidator:
-    """Name all forms of a field in its error; pydantic names those of the first."""
+    """An error with all forms of a field; pydantic reports only the first."""
 
     def check(value: Any, handler: Any) -> Any:
         try:
@@ -80,7 +80,7 @@ def _unbatched(prompt: Any) -> Any:
 
 
 def _without_null_fields(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages without `"tool_calls": null` and the like, because templates ask whether a field exists."""
+    """Messages without null fields such as `"tool_calls": null`, because templates test for presence."""
     return [
         {name: value for name, value in message.items() if value is not None or name == "content"}
         for message in messages
@@ -105,12 +105,12 @@ class GenerationRequest(BaseModel):
     presence_penalty: float = 0.0
     logit_bias: dict[str, float] | None = None
     response_format: dict[str, Any] | None = None
-    # Accepted, without effect on the answer.
+    # Accepted without effect on the answer.
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
     service_tier: str | None = None
-    # Not OpenAI's.
+    # Extensions to OpenAI's API.
     top_k: int | None = None
     min_p: float | None = None
     min_tokens: int | None = None
@@ -125,7 +125,7 @@ class GenerationRequest(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Treat a null field as absent, as OpenAI's clients mean it."""
+        """Treat null fields as absent, as OpenAI's clients do."""
         for name in OLD_SWITCHES:
             if values.get(name) is not None:
                 raise ValueError(f"there is no {name}: it is now sparse_prefill, {OLD_SWITCHES[name]}")
@@ -133,23 +133,22 @@ class GenerationRequest(BaseModel):
 
     @property
     def wants_usage(self) -> bool:
-        """Return whether a stream ends with its usage."""
+        """Whether a stream ends with its usage."""
         return bool((self.stream_options or {}).get("include_usage"))
 
     def source(self) -> PromptSource:
-        """Return the prompt."""
         raise NotImplementedError
 
     def limit(self) -> int | None:
-        """Return the largest number of new tokens, where the request names one."""
+        """The maximum number of new tokens, if given."""
         return self.max_tokens
 
     def num_logprobs(self) -> int | None:
-        """Return the number of top tokens beside each log-probability; None without log-probabilities."""
+        """The number of top tokens per position; None without log-probabilities."""
         raise NotImplementedError
 
     def options(self, config: ServeConfig) -> dict[str, Any]:
-        """Return the options of `stream`. Raises ValueError for one that this server does not support."""
+        """Options of `stream`. Raises ValueError for an unsupported one."""
         if self.n > config.max_choices:
             raise ValueError(f"n must be {config.max_choices} or less")
         if self.frequency_penalty or self.presence_penalty:

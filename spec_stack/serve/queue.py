@@ -1,4 +1,4 @@
-"""The request queue: clients take turns, however many requests each of them sends."""
+"""The request queue, round-robin over clients."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from spec_stack.types import StepOutput
 
 
 class RequestCancelled(BaseException):
-    """The client has disconnected. Not an Exception, so that no fall-back handles it."""
+    """The client disconnected. A BaseException, so that no fallback handles it."""
 
 
 class QueueFullError(Exception):
-    """The queue takes no more requests, of this client or of all."""
+    """The queue is full, for this client or in total."""
 
 
 @dataclass(frozen=True)
 class OutputChunk:
-    """A step of one of a request's choices."""
+    """A step of one choice."""
 
     index: int
     output: StepOutput
@@ -31,7 +31,7 @@ class OutputChunk:
 
 @dataclass(frozen=True)
 class RequestError:
-    """Why a request ended without an answer, and its HTTP status."""
+    """A request's failure and HTTP status."""
 
     status: int
     message: str
@@ -43,7 +43,7 @@ StreamItem = OutputChunk | RequestError | None
 
 @dataclass(eq=False)
 class QueuedRequest:
-    """A request in the queue. `deliver` is called in the thread that generates."""
+    """A queued request. `deliver` is called in the generating thread."""
 
     client: str
     prompt: EncodedPrompt
@@ -54,13 +54,13 @@ class QueuedRequest:
     queued_at: float = field(default_factory=monotonic)
 
     def check_cancelled(self) -> None:
-        """Raise RequestCancelled where the client has disconnected."""
+        """Raise RequestCancelled if the client has disconnected."""
         if self.is_cancelled.is_set():
             raise RequestCancelled
 
 
 class RequestQueue:
-    """Requests by client, handed out round-robin; the requests of one client stay in order."""
+    """Requests by client, served round-robin; each client's requests stay in order."""
 
     def __init__(self, max_queued: int, max_per_client: int) -> None:
         self._max_queued, self._max_per_client = max_queued, max_per_client
@@ -73,7 +73,7 @@ class RequestQueue:
             return sum(map(len, self._clients.values()))
 
     def add(self, request: QueuedRequest) -> None:
-        """Append a request to its client's. Raises QueueFullError."""
+        """Append a request to its client's queue. Raises QueueFullError."""
         with self._changed:
             waiting = self._clients.get(request.client, ())
             if self._is_closed:
@@ -86,7 +86,7 @@ class RequestQueue:
             self._changed.notify()
 
     def cancel(self, request: QueuedRequest) -> None:
-        """Cancel a request, waiting or not."""
+        """Cancel a waiting or running request."""
         request.is_cancelled.set()
         with self._changed:
             requests = self._clients.get(request.client)
@@ -96,7 +96,7 @@ class RequestQueue:
                     del self._clients[request.client]
 
     def next(self) -> QueuedRequest | None:
-        """Wait for a request and remove it; its client goes to the end. None once the queue is closed and empty."""
+        """Wait for and remove a request; its client moves to the end. None once closed and empty."""
         with self._changed:
             while not self._clients:
                 if self._is_closed:
@@ -109,7 +109,7 @@ class RequestQueue:
             return request
 
     def close(self) -> None:
-        """Take no more requests, and cancel the waiting ones."""
+        """Reject new requests, and cancel waiting ones."""
         with self._changed:
             self._is_closed = True
             for requests in self._clients.values():

@@ -1,4 +1,4 @@
-"""Limits on the contents of a request, checked before any work on it."""
+"""Limits on a request's contents, checked before any work."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# Nesting of a body, of a schema (which compiles into a rule per level), and of groups in a pattern.
+# Nesting of a body, of a schema (one rule per level), and of groups in a pattern.
 MAX_DEPTH, MAX_SCHEMA_DEPTH, MAX_GROUP_DEPTH = 64, 32, 32
-# Number of stop strings or ids, and characters of one: each is searched for at every step.
+# Most stop strings or ids, and characters of one: each is searched for at every step.
 MAX_STOPS, MAX_STOP_CHARS = 64, 1000
 # Longest pattern or grammar in characters, per unit of `max_size`.
 _CHARS_PER_SIZE = 4
@@ -20,13 +20,13 @@ _COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "m
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """Most characters of all texts and names together, and the largest size of a pattern, schema or grammar."""
+    """Most characters of all texts and names, and the largest pattern, schema or grammar size."""
 
     max_chars: int
     max_size: int
 
     def check(self, request: Mapping[str, Any]) -> None:
-        """Raise ValueError where a request, as JSON parsed it, exceeds a limit."""
+        """Raise ValueError if a parsed request exceeds a limit."""
         self._check_chars(request)
         for name in ("stop", "stop_token_ids"):
             _check_stops(name, request.get(name))
@@ -38,7 +38,7 @@ class RequestLimits:
                 )
 
     def _check_chars(self, request: Mapping[str, Any]) -> None:
-        """Count level by level; a value that is no text counts as one character."""
+        """Count characters level by level; other values count as one."""
         num_chars, level = 0, [request]
         for _ in range(MAX_DEPTH):
             deeper: list[Any] = []
@@ -82,13 +82,11 @@ def _check_stops(name: str, stops: Any) -> None:
 
 
 def pattern_size(pattern: str, most: int) -> int:
-    """Return the number of parts of a pattern or grammar, each times the repetitions around it; most + 1 if too long.
-
-    `(ab){1,300}` has the size 600.
-    """
+    """Parts of a pattern or grammar, times the repetitions around each; most + 1 if too long. `(ab){1,300}` has size
+    600."""
     if len(pattern) > _CHARS_PER_SIZE * most:
         return most + 1
-    # The sizes of the open groups, and of the last part.
+    # Sizes of the open groups and of the last part.
     sums, last, at = [0], 0, 0
     while at < len(pattern):
         char = pattern[at]
@@ -113,13 +111,13 @@ def pattern_size(pattern: str, most: int) -> int:
 
 
 def _part_end(pattern: str, at: int) -> int:
-    """The end of the escape, character class or single character at a place."""
+    """The end of the escape, character class or character at an index."""
     part = _PART.match(pattern, at)
     return part.end() if part else at + 1
 
 
 def schema_size(schema: Any, most: int, depth: int = 0) -> int:
-    """Return the number of parts of a JSON schema, each times the counts around it; over `most` if too deep."""
+    """Parts of a JSON schema, times the counts around each; more than `most` if nested too deeply."""
     if depth > MAX_SCHEMA_DEPTH:
         return most + 1
     if isinstance(schema, list):
@@ -128,7 +126,7 @@ def schema_size(schema: Any, most: int, depth: int = 0) -> int:
         return 1
     size = 1 + sum(_entry_size(name, value, most, depth + 1) for name, value in schema.items())
     counts = [schema.get(name) for name in _COUNTS]
-    # A count may be infinite, or not a number.
+    # A count may be infinite or not a number.
     return size * max([1, *(int(min(it, most + 1)) for it in counts if isinstance(it, int | float) and it > 0)])
 
 

@@ -1,4 +1,4 @@
-"""Responses in OpenAI's form: chat completions with tool calls and reasoning, and completions."""
+"""OpenAI responses: completions, and chat completions with tool calls and reasoning."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from spec_stack.serve.queue import OutputChunk
 from spec_stack.types import AnswerPart, Metrics, StepOutput, TokenLogprobs
 
 _FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
-# JSON has no infinity; OpenAI writes this for tokens that cannot come.
+# OpenAI's value for impossible tokens; JSON has no infinity.
 _MIN_LOGPROB = -9999.0
 
 
 @dataclass(frozen=True)
 class OutputParsers:
-    """Makes a parser per choice, gives the bytes of a token, and says after how many calls the others are left out."""
+    """Creates a parser per choice, decodes tokens to bytes, and limits the number of calls."""
 
     parser: Callable[[], AnswerParser]
     token_bytes: Callable[[int], bytes]
     max_calls: int | None = None
 
     def token_text(self, token_id: int) -> str:
-        """A token's text; OpenAI's form of bytes for a part of a character, and the id of a token without text."""
+        """A token's text; OpenAI's byte form for partial characters, the id for a token without text."""
         spelled = self.token_bytes(token_id)
         try:
             return spelled.decode() or f"token_id:{token_id}"
@@ -41,8 +41,6 @@ class OutputParsers:
 
 @dataclass
 class Choice:
-    """One answer as it grows."""
-
     parser: AnswerParser
     content: str = ""
     reasoning: str = ""
@@ -54,7 +52,7 @@ class Choice:
 
 
 class ResponseBuilder:
-    """Builds the response to one request, whole and in chunks."""
+    """Builds a request's response, whole or in chunks."""
 
     id_prefix = "response"
 
@@ -69,11 +67,11 @@ class ResponseBuilder:
 
     @property
     def is_complete(self) -> bool:
-        """Return whether every choice has ended."""
+        """Whether every choice has ended."""
         return all(choice.finish_reason is not None for choice in self.choices)
 
     def add(self, chunk: OutputChunk) -> list[BaseModel]:
-        """Add a step, and return the chunks that it makes in a stream."""
+        """Add a step, and return its stream chunks."""
         choice, output = self.choices[chunk.index], chunk.output
         if output.logprobs is not None:
             choice.logprobs = [*(choice.logprobs or ()), *output.logprobs]
@@ -82,22 +80,22 @@ class ResponseBuilder:
         return [self._chunk([{"index": chunk.index} | part]) for part in self._add(choice, output)]
 
     def usage_chunk(self) -> BaseModel:
-        """Return the chunk with the usage alone."""
+        """The chunk with only the usage."""
         return self._chunk([], self._usage())
 
     def whole(self) -> BaseModel:
-        """Return the response in one piece."""
+        """The complete response."""
         raise NotImplementedError
 
     def _add(self, choice: Choice, output: StepOutput) -> list[dict[str, Any]]:
-        """Add a step to a choice, and return what it streams."""
+        """Add a step to a choice, and return the streamed part."""
         raise NotImplementedError
 
     def _chunk(self, choices: list[dict[str, Any]], usage: CompletionUsage | None = None) -> BaseModel:
         raise NotImplementedError
 
     def _usage(self) -> CompletionUsage:
-        """The token counts; a prompt counts once for all its choices."""
+        """Token counts; the prompt counts once for all choices."""
         costs = [choice.metrics for choice in self.choices if choice.metrics is not None]
         num_prompt, num_new = costs[0].num_prompt_tokens, sum(cost.num_tokens for cost in costs)
         return CompletionUsage(
@@ -148,7 +146,7 @@ class ChatResponseBuilder(ResponseBuilder):
             return []
         if not choice.is_begun:
             choice.is_begun = True
-            # Null while text may follow, and beside a call; an empty answer is an empty text.
+            # Null while text may follow, and beside a call; an empty answer is an empty string.
             content = "" if choice.finish_reason is not None and not choice.calls else None
             deltas[0] = {"role": "assistant", "content": content} | deltas[0]
         parts: list[dict[str, Any]] = [{"delta": delta, "finish_reason": None} for delta in deltas]
@@ -156,7 +154,7 @@ class ChatResponseBuilder(ResponseBuilder):
         return parts
 
     def _deltas(self, choice: Choice, text: str) -> list[dict[str, Any]]:
-        """Parse the text of a step, and return the changes of the message."""
+        """Parse a step's text, and return the message deltas."""
         parts = choice.parser.push(text)
         if choice.finish_reason is not None:
             parts += choice.parser.flush()
@@ -166,7 +164,7 @@ class ChatResponseBuilder(ResponseBuilder):
         return deltas
 
     def _part_deltas(self, choice: Choice, part: AnswerPart) -> list[dict[str, Any]]:
-        """Add a part to the message; a call streams first its name, then its arguments."""
+        """Add a part to the message; a call streams its name, then its arguments."""
         if part.call is None and part.kind == "reasoning":
             choice.reasoning += part.text
             return [{"reasoning_content": part.text}]
@@ -200,7 +198,7 @@ class ChatResponseBuilder(ResponseBuilder):
 
 
 class CompletionResponseBuilder(ResponseBuilder):
-    """Builds completions, whose chunks have the form of the whole."""
+    """Builds completions, whose chunks have the format of the whole."""
 
     id_prefix = "cmpl"
 
@@ -222,7 +220,7 @@ class CompletionResponseBuilder(ResponseBuilder):
         return [{"text": output.text, "finish_reason": choice.finish_reason} | self._logprobs(output.logprobs)]
 
     def _logprobs(self, tokens: Sequence[TokenLogprobs] | None) -> dict[str, Any]:
-        """Parallel lists. Offsets are left out, because a token need not be whole characters."""
+        """Parallel lists, without offsets: a token may be part of a character."""
         if tokens is None:
             return {"logprobs": None}
         return {
@@ -234,7 +232,7 @@ class CompletionResponseBuilder(ResponseBuilder):
         }
 
     def _by_text(self, top: Sequence[tuple[int, float]]) -> dict[str, float]:
-        """Log-probabilities by text; a second token of the same text by its id."""
+        """Log-probabilities by text; further tokens with the same text by id."""
         named: dict[str, float] = {}
         for token_id, logprob in top:
             text = self._parsers.token_text(token_id)

@@ -1,4 +1,4 @@
-"""Conversations whose caches are kept between requests."""
+"""Sessions with caches kept between requests."""
 
 from __future__ import annotations
 
@@ -16,14 +16,12 @@ if TYPE_CHECKING:
 
 
 class SessionStore:
-    """Sessions by client, and the n-gram memory of each client's answers. Used by one thread.
-
-    At most `max_sessions` sessions, and memories of as many clients, are kept: those used last.
-    """
+    """Least-recently-used sessions, and each client's n-gram memory; single-threaded. max_sessions limits the sessions,
+    and the number of clients with a memory."""
 
     def __init__(self, generator: SpecStackGenerator, max_sessions: int, remembered_tokens: int = 0) -> None:
         self._generator, self._max, self._remembered_tokens = generator, max_sessions, remembered_tokens
-        # Both in order of their last use.
+        # Both in order of last use.
         self._memories: OrderedDict[str, TextMemory] = OrderedDict()
         self._kept: list[tuple[str, Session]] = []
 
@@ -32,10 +30,8 @@ class SessionStore:
 
     @contextmanager
     def lend(self, client: str, prompt: EncodedPrompt) -> Iterator[Session]:
-        """The client's session that shares the longest prefix with a prompt, else a new one; a failed one is dropped.
-
-        Other clients' sessions are never used: their texts would show in an answer's latency and recalled tokens.
-        """
+        """The client's session with the longest common prefix, or a new one; dropped on failure. Other clients'
+        sessions are never used: latency and recalled tokens would leak their texts."""
         memory = self._memories.get(client) or self._new_memory()
         session = self._take(client, prompt) or self._generator.session(memory=memory)
         try:
@@ -44,20 +40,19 @@ class SessionStore:
             session.close()
             raise
         except BaseException:
-            # After a disconnect, the conversation can continue.
+            # After a disconnect the conversation can continue.
             self._keep(client, session, memory)
             raise
         self._keep(client, session, memory)
 
     def close(self) -> None:
-        """Close all of them."""
         for _, session in self._kept:
             session.close()
         self._kept = []
         self._memories.clear()
 
     def _new_memory(self) -> TextMemory | None:
-        """A memory for one client: another client's answers would show in the latency."""
+        """One client's memory: a shared one would leak answers through latency."""
         return TextMemory(self._remembered_tokens) if self._remembered_tokens and self._max else None
 
     def _take(self, client: str, prompt: EncodedPrompt) -> Session | None:

@@ -1,4 +1,4 @@
-"""The thread that generates, one request at a time."""
+"""The generating thread, one request at a time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _JOIN_S = 1.0
 
 
 class Worker:
-    """Answers the requests of its queue, each in a session of its client."""
+    """Answers queued requests, each in a session of its client."""
 
     def __init__(self, generator: SpecStackGenerator, config: ServeConfig) -> None:
         self.queue = RequestQueue(config.max_queued, config.max_queued_per_client)
@@ -37,20 +37,18 @@ class Worker:
 
     @property
     def is_busy(self) -> bool:
-        """Return whether a request is running."""
         return self._running is not None
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Cancel the waiting and the running requests; return when the thread has ended, or a second later."""
+        """Cancel all requests; returns when the thread has ended, or after a second."""
         self.queue.close()
         running = self._running
         if running is not None:
             running.is_cancelled.set()
-        # A step may take longer; the thread is a daemon and ends with the process.
+        # A step may take longer; the daemon thread ends with the process.
         self._thread.join(_JOIN_S)
         if not self._thread.is_alive():
             self.sessions.close()

@@ -1,1 +1,1 @@
-"""The parts of configurations: fields with a meaning, and open lists of names."""
+"""Building blocks of configurations: documented fields, checks and registries."""

@@ -1,4 +1,4 @@
-"""Checks of the values of configurations: each raises ValueError, with the field's name and what it takes."""
+"""Checks of configuration values; each raises ValueError with the field's name and valid values."""
 
 from __future__ import annotations
 
@@ -9,32 +9,31 @@ from numbers import Integral, Real
 
 
 def require(condition: bool, message: str) -> None:
-    """Raise ValueError where something does not hold."""
+    """Raise ValueError unless the condition holds."""
     if not condition:
         raise ValueError(message)
 
 
 def require_number(name: str, value: object) -> None:
-    """Refuse what is no int or float; a bool is none."""
+    """Require an int or float, not a bool."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     require(number, f"{name} must be a number, got {value!r}")
 
 
 def require_one_of(name: str, value: object, known: Sequence[object]) -> None:
-    """Refuse a name that is none of those known."""
+    """Require a known name."""
     require(isinstance(value, str) and value in known, f"{name} must be one of {list(known)}, got {value!r}")
 
 
 def require_int(name: str, value: object, least: int, most: float = math.inf, hint: str = "") -> None:
-    """Refuse what is no whole number (a bool or 2.0 included) or is out of range."""
+    """Require an int (not a bool or 2.0) within range."""
     whole = isinstance(value, int) and not isinstance(value, bool)
     bounds = f"{least} or more" if most == math.inf else f"{least} to {most}"
     require(whole and least <= value <= most, f"{name} must be a whole number, {bounds}, got {value!r}{hint}")  # type: ignore[operator]
 
 
 def plain(value: object) -> object:
-    """Numbers of other libraries (numpy's, torch's) as Python's own, lists and arrays of any depth as tuples of such;
-    all else as it is."""
+    """Numbers of numpy or torch as Python numbers, lists and arrays as nested tuples; other values unchanged."""
     if isinstance(value, str | bytes) or type(value) in (bool, int, float):
         return value
     if callable(getattr(value, "tolist", None)):
@@ -47,13 +46,13 @@ def plain(value: object) -> object:
 
 
 def make_plain(config: object) -> None:
-    """Turn a configuration's numbers into Python's own, and its lists into tuples, which nobody changes later."""
+    """Convert a configuration's numbers to Python numbers and its lists to immutable tuples."""
     for entry in fields(config):  # type: ignore[arg-type]
         object.__setattr__(config, entry.name, plain(getattr(config, entry.name)))
 
 
 def require_ids(name: str, token_ids: object) -> None:
-    """Refuse what is no list of token ids."""
+    """Require a list of token ids."""
     listed = isinstance(token_ids, Sequence) and not isinstance(token_ids, str | bytes)
     require(listed, f"{name} must be a list of token ids, got {token_ids!r}")
     for token_id in token_ids:  # type: ignore[attr-defined]
@@ -61,7 +60,7 @@ def require_ids(name: str, token_ids: object) -> None:
 
 
 def require_heads(heads: object) -> None:
-    """Refuse what is no list of (layer, head) pairs."""
+    """Require a list of (layer, head) pairs."""
     pairs = isinstance(heads, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in heads)
     require(pairs and bool(heads), f"scoring_heads must be (layer, head) pairs or None, got {heads!r}")
     for layer, head in heads:  # type: ignore[attr-defined]
@@ -70,7 +69,7 @@ def require_heads(heads: object) -> None:
 
 
 def require_window(window: object) -> None:
-    """Refuse what is neither a window, nor the shortest prompt that has one and that window, nor None."""
+    """Require a window, a pair (shortest prompt, window), or None."""
     if window is None:
         return
     if isinstance(window, tuple) and len(window) == 2:
@@ -81,7 +80,7 @@ def require_window(window: object) -> None:
 
 
 def require_bias(logit_bias: object) -> None:
-    """Refuse what does not map token ids to numbers, of which -inf is one."""
+    """Require a mapping of token ids to numbers; -inf is allowed."""
     require(isinstance(logit_bias, Mapping), f"logit_bias must map token ids to what is added, got {logit_bias!r}")
     for token_id, bias in logit_bias.items():  # type: ignore[attr-defined]
         require_int("a token id of logit_bias", plain(token_id), 0)

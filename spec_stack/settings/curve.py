@@ -1,4 +1,4 @@
-"""A keep rate: one for every length of prompt, or a curve over the lengths."""
+"""Keep rates: one for all prompt lengths, or a curve over lengths."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KeepCurve = Sequence[tuple[int, float]]
 
 
 def require_keep_rate(keep_rate: object) -> None:
-    """Refuse what is no share over 0 to 1, and no curve of such over lengths that increase."""
+    """Require a rate in (0, 1], or a curve of rates over increasing lengths."""
     hint = f"got {keep_rate!r}; 1.0 is dense prefill"
     if not isinstance(keep_rate, tuple):
         require_number("keep_rate", keep_rate)
@@ -30,7 +30,7 @@ def require_keep_rate(keep_rate: object) -> None:
 
 
 def rate_at(keep_rate: float | KeepCurve, num_tokens: int) -> float:
-    """Return the keep rate of a prompt of this length."""
+    """The keep rate at this prompt length."""
     if not isinstance(keep_rate, Sequence):
         return keep_rate
     lengths, rates = zip(*keep_rate, strict=True)

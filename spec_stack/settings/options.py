@@ -1,4 +1,4 @@
-"""Fields of a configuration: their meaning beside their default, and which of them were given."""
+"""Configuration fields: their meaning, and a record of the given ones."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ Config = TypeVar("Config", bound=type)
 
 
 def option(default: Value, help: str) -> Value:
-    """A dataclass field with its meaning beside its default; `meaning` gives it back."""
+    """A dataclass field with its meaning, for `meaning`."""
     return field(default=default, metadata={"help": help})
 
 
 def meaning(config: type, name: str) -> str:
-    """Return what a field of a configuration means. Raises KeyError for a name that it does not have."""
+    """A field's meaning. Raises KeyError for an unknown field."""
     known: dict[str, Field[Any]] = {entry.name: entry for entry in fields(config)}
     return str(known[name].metadata["help"])
 
 
 def documented(config: Config) -> Config:
-    """Add a "Parameters" section, made from the fields, to the docstring of a configuration."""
+    """Add a "Parameters" section generated from the fields to a configuration's docstring."""
     rows = [
         f"{entry.name} : {entry.type}, default {entry.default!r}\n        {entry.metadata['help']}"
         for entry in fields(config)
@@ -35,11 +35,8 @@ def documented(config: Config) -> Config:
 
 
 def remembers_given(config: Config) -> Config:
-    """Have the objects of a configuration say in `given` which fields they were made with.
-
-    So a value that equals the default can be told from none, and holds beside a calibration. `dataclasses.replace`
-    hands on what was given before, and adds what it changes.
-    """
+    """Record in `given` the fields that were passed to a configuration. A passed value overrides a calibration even if
+    it equals the default. `dataclasses.replace` keeps and extends `given`."""
     names = {entry.name for entry in fields(config)} - {"given"}
     positional = [entry.name for entry in fields(config) if not entry.kw_only]
     make = config.__init__  # type: ignore[misc]
@@ -50,7 +47,7 @@ def remembers_given(config: Config) -> Config:
         if not isinstance(known, tuple) or not set(known) <= names:
             raise ValueError(f"given is found out, not set; leave it out, got {known!r}")
         make(self, *args, **kwargs)
-        # `replace` gives its changes first, then all other fields in their order, of which `given` is the first.
+        # `replace` passes its changes first, then the other fields in order, of which `given` is the first.
         named = takewhile(lambda name: name != "given", kwargs)
         given = dict.fromkeys([*self.given, *positional[: len(args)], *named])
         object.__setattr__(self, "given", tuple(given))
@@ -60,7 +57,7 @@ def remembers_given(config: Config) -> Config:
 
 
 def renamed(names: Mapping[str, str]) -> Callable[[Config], Config]:
-    """Have a configuration refuse these former names of fields with a TypeError that says what took their place."""
+    """Reject former field names with a TypeError that names the replacement."""
 
     def decorate(config: Config) -> Config:
         make = config.__init__  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Things by name, open to anybody: policies, proposers and selection rules are registered alike."""
+"""Open registries of policies, proposers and selection rules."""
 
 from __future__ import annotations
 
@@ -12,19 +12,11 @@ Thing = TypeVar("Thing")
 
 
 class Registry(UserDict[str, str | Thing], Generic[Thing]):
-    """Maps a name to a thing, or to the place "module:attribute" from which it is imported when it is first asked for.
+    """Maps a name to an object, or to "module:attribute", imported on first use.
 
-    `registry["mine"] = Mine` is all it takes to add one; configurations, the command line and the server take the name
-    from then on.
-
-    Parameters
-    ----------
-    kind : str
-        Names the things in messages: "policy".
-    known : list of str
-        The list of `spec_stack.config` that says which names a configuration takes. Kept equal to the keys.
-    entries : mapping of str to thing or str
-        Those of the package.
+    `registry["mine"] = Mine` makes the name valid in configurations, the command line and the server. kind: the noun in
+    messages ("policy"). known: the list of valid names in `spec_stack.config`, kept in sync. entries: the built-in
+    ones.
     """
 
     def __init__(self, kind: str, known: list[str], entries: Mapping[str, str | Thing]) -> None:
@@ -41,7 +33,7 @@ class Registry(UserDict[str, str | Thing], Generic[Thing]):
         self._known.remove(name)
 
     def find(self, name: object) -> Thing:
-        """Return what a name stands for. Raises ValueError for an unknown one, naming the nearest."""
+        """The named object. Raises ValueError for an unknown name, with the nearest one."""
         check_name(self.kind, name, self)
         entry = self[str(name)]
         if not isinstance(entry, str):
@@ -52,13 +44,13 @@ class Registry(UserDict[str, str | Thing], Generic[Thing]):
 
 
 def check_name(kind: str, name: object, known: Collection[str]) -> None:
-    """Raise ValueError where a name is none of the known ones; the message has the nearest."""
+    """Raise ValueError for an unknown name, with the nearest one."""
     if not isinstance(name, str) or name not in known:
         raise ValueError(f"unknown {kind} {name!r}{nearest(name, known)}")
 
 
 def nearest(wanted: object, known: Collection[str]) -> str:
-    """Return the end of a message about a name that is not known: the nearest one, and all there are."""
+    """The end of an error message: the nearest name, and all names."""
     near = get_close_matches(str(wanted).lower(), known, 1)
     meant = f"; did you mean {near[0]!r}?" if near else ";"
     return f"{meant} known: {', '.join(known)}" if known else f"{meant} it has none"

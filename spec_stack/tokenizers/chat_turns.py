@@ -1,9 +1,6 @@
-"""Which tokens of a prompt are a chat's content, learnt from the tokenizer's own template.
-
-A server's scheduler gets token ids without the messages they were rendered from. So the template is rendered once at
-start with marked contents: what stands between the marks opens and ends a turn. Of a prompt, all that does not lie
-inside a user, assistant or tool turn is protected, as `spec_stack.hf.prompt` does, which sees the messages.
-"""
+"""Token spans of chat contents, learnt from the tokenizer's template. A server's scheduler sees token ids without
+messages, so the template is rendered once with marked contents. Everything outside user, assistant and tool turns is
+protected, as in `spec_stack.hf.prompt`."""
 
 from __future__ import annotations
 
@@ -23,11 +20,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Opening:
-    """The opening of a turn whose content may be pruned.
-
-    ids: the tokens to find. num_tokens: how many the template puts there in all; the blanks at its end are not among
-    ids, because they may become one token with the content's beginning. end_id: the token that ends the turn.
-    """
+    """The opening of a prunable turn. ids: the tokens to match. num_tokens: all tokens of the opening, with trailing
+    whitespace, which may merge with the content and is not in ids. end_id: the turn's last token."""
 
     ids: tuple[int, ...]
     num_tokens: int
@@ -36,7 +30,7 @@ class Opening:
 
 @dataclass(frozen=True)
 class Protected:
-    """Half-open token spans that are kept whole, and what could not be recognised ("" for nothing)."""
+    """Half-open protected token spans, and a note on unrecognised parts ("" for none)."""
 
     spans: tuple[Span, ...] = ()
     unrecognised: str = ""
@@ -48,26 +42,24 @@ class Protected:
 
 @dataclass(frozen=True)
 class ChatTurns:
-    """The turns of one chat template. unrecognised: what cannot be distinguished in it from users' text."""
+    """The turns of one chat template. unrecognised: parts that user text could imitate."""
 
     openings: tuple[Opening, ...] = ()
     unrecognised: str = ""
 
     @classmethod
     def learn(cls, tokenizer: Any, chat_template: str | None = None) -> ChatTurns:
-        """Learn a tokenizer's template, or the server's own, a file.
-
-        Never an error: a template that cannot be learnt protects nothing, and `unrecognised` says so.
-        """
+        """Learn a tokenizer's template, or the server's template file. Never raises: a template that cannot be learnt
+        protects nothing, and `unrecognised` gives the reason."""
         try:
             return _learn(tokenizer, _options(chat_template))
         except Exception as error:
-            # Templates are programs of strangers; whatever one raises, prompts are still served.
+            # Templates may raise anything; prompts are still served.
             logger.warning("system messages and template tokens cannot be protected: %s", error, exc_info=True)
             return cls(unrecognised=f"nothing is protected, since the chat template could not be learnt ({error})")
 
     def protected(self, prompt_ids: Sequence[int]) -> Protected:
-        """All of a prompt but the contents of user, assistant and tool turns; nothing where no turn is found."""
+        """The prompt without contents of user, assistant and tool turns; nothing without a turn."""
         if not self.openings:
             return Protected(unrecognised=self.unrecognised)
         contents = self.contents(prompt_ids)
@@ -78,7 +70,7 @@ class ChatTurns:
         return Protected(spans, self.unrecognised)
 
     def contents(self, prompt_ids: Sequence[int]) -> list[Span] | None:
-        """Spans of the turns' contents, in order; None where no turn opens."""
+        """Content spans of the turns in order; None without a turn."""
         wanted = {opening.ids[0] for opening in self.openings} | {opening.end_id for opening in self.openings}
         places = np.flatnonzero(np.isin(np.asarray(prompt_ids, dtype=np.int64), list(wanted))).tolist()
         spans: list[Span] = []
@@ -96,7 +88,7 @@ class ChatTurns:
 
 
 def _options(chat_template: str | None) -> dict[str, str]:
-    """Options of `apply_chat_template` for a server's own template."""
+    """Options of `apply_chat_template` for the server's template."""
     if chat_template is None:
         return {}
     path = Path(chat_template)
@@ -117,15 +109,15 @@ def _learn(tokenizer: Any, options: Mapping[str, Any]) -> ChatTurns:
     try:
         openings.append(_MarkedChat(tokenizer, ["user", "assistant", "tool", "assistant", "user"], options).opening(2))
     except ValueError as error:
-        # Many templates know no tool messages, or want a call before one: those stay protected.
+        # Templates that reject tool messages, or need a call first, keep them protected.
         logger.info("the chat template does not show how tool messages open: %s", error)
-    # The longest first: one role's opening may begin like another's.
+    # Longest first: one opening may be a prefix of another.
     turns = ChatTurns(tuple(sorted(set(openings), key=lambda opening: -len(opening.ids))))
     return ChatTurns(turns.openings, _unprotected(tokenizer, turns, options))
 
 
 class _MarkedChat:
-    """A chat rendered with a mark for each content: its token ids, and the marks' token spans."""
+    """A chat rendered with marked contents: token ids and the marks' token spans."""
 
     def __init__(self, tokenizer: Any, roles: Sequence[str], options: Mapping[str, Any]) -> None:
         self._marks = [f"marked{index}content" for index in range(len(roles))]
@@ -136,21 +128,19 @@ class _MarkedChat:
         self.ids = list(encoded.input_ids)
 
     def span(self, mark: str) -> Span | None:
-        """The tokens that hold some of the mark; None where the template left it out."""
+        """Tokens that overlap the mark; None if the template dropped it."""
         start = self._text.find(mark)
         inside = [at for at, (a, b) in enumerate(self._offsets) if a < start + len(mark) and b > start]
         return (inside[0], inside[-1] + 1) if start >= 0 else None
 
     def opening(self, index: int) -> Opening:
-        """The opening of turn `index`, from the template's tokens before and after it.
-
-        Raises ValueError where these hold no special tokens, which no user's text can become.
-        """
+        """The opening of turn `index`, from the template tokens around it. Raises ValueError without special tokens
+        there, since user text could imitate it."""
         before, own, after = (self.span(self._marks[at]) for at in (index - 1, index, index + 1))
         if before is None or own is None or after is None:
             raise ValueError("the chat template leaves messages out")
         special = set(self._tokenizer.added_tokens_decoder)
-        # What ends the turn before, then what opens this one; where one token does both, it opens.
+        # The previous turn's end, then this turn's opening; a single shared token counts as the opening.
         between = self._without_blanks(self.ids[before[1] : own[0]])
         header = self._without_blanks(between[1:]) or between
         end = self._without_blanks(self.ids[own[1] : after[0]])
@@ -162,7 +152,7 @@ class _MarkedChat:
         return Opening(tuple(core), len(header), end[0])
 
     def _without_blanks(self, ids: Sequence[int]) -> list[int]:
-        """Without the blank tokens at the beginning."""
+        """The ids without leading whitespace tokens."""
         first = next((at for at, token_id in enumerate(ids) if not self._is_blank(token_id)), len(ids))
         return list(ids[first:])
 
@@ -171,7 +161,7 @@ class _MarkedChat:
 
 
 def _unprotected(tokenizer: Any, turns: ChatTurns, options: Mapping[str, Any]) -> str:
-    """Try the turns on a chat with a system message, and on one with a tool."""
+    """A note on system messages or tool definitions that these turns would leave prunable; empty without any."""
     tries: list[tuple[str, list[str], str, dict[str, Any]]] = [
         ("system messages", ["system", "user"], "marked0content", {}),
         ("tool definitions", ["user"], MARKED_TOOL["function"]["name"], {"tools": [MARKED_TOOL]}),
@@ -181,7 +171,7 @@ def _unprotected(tokenizer: Any, turns: ChatTurns, options: Mapping[str, Any]) -
         try:
             chat = _MarkedChat(tokenizer, roles, {**options, **more})
         except ValueError as error:
-            # A template without such messages has nothing of the kind to protect.
+            # A template without such messages needs no protection for them.
             logger.info("the chat template renders no %s: %s", what, error)
             continue
         where, contents = chat.span(mark), turns.contents(chat.ids) or []

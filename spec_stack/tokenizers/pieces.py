@@ -1,8 +1,4 @@
-"""The text of every token of a prompt, from its ids alone.
-
-How it is used: `Pieces(tokenizer).of(prompt_ids)` gives the pieces that `prefill.units` cuts lines by, alike for a
-text, a chat and bare ids.
-"""
+"""The text of each prompt token from its id: `Pieces(tokenizer).of(prompt_ids)`."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ from spec_stack.tokenizers.vocabulary import added_tokens, bytes_of_token, decod
 
 
 class Pieces:
-    """Pieces of text by token id; shared by requests, which only fill its store."""
+    """Token texts by id, cached and shared by requests."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -22,15 +18,12 @@ class Pieces:
         self._bytes = {token_id: text.encode() for token_id, text in added_tokens(tokenizer).items()}
 
     def of(self, token_ids: Sequence[int]) -> list[str]:
-        """The text of each token, (n,).
-
-        A character of several tokens stands at the last of them, and the others are empty.
-        """
+        """The text of each token, (n,). A character that spans several tokens belongs to the last one."""
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         return [decoder.decode(self.bytes_of(token_id)) for token_id in token_ids]
 
     def bytes_of(self, token_id: int) -> bytes:
-        """The bytes that a token adds to a text that goes on; empty for an id that is no token."""
+        """The bytes that a token adds mid-text; empty for an unknown id."""
         known = self._bytes.get(token_id)
         if known is None:
             token = self._tokenizer.convert_ids_to_tokens(token_id) or ""
@@ -41,6 +34,6 @@ class Pieces:
         return known
 
     def _decoded(self, token_id: int) -> str:
-        """What the second of two such tokens adds: many decoders drop the first space of a text."""
+        """The text of a token's second occurrence in a row: many decoders drop a text's first space."""
         once, twice = (str(self._tokenizer.decode([token_id] * count)) for count in (1, 2))
         return twice[len(once) :]

@@ -1,4 +1,4 @@
-"""A draft with another tokenizer, as both phases see it: target ids in, logits over target ids out."""
+"""A draft with another tokenizer: target ids in, logits over target ids out."""
 
 from __future__ import annotations
 
@@ -15,13 +15,11 @@ from spec_stack.types import DraftTokenization
 
 
 class TranslatedDraft(WrappedDraft):
-    """Counts in target tokens and feeds its draft, which it owns, the draft's own.
+    """Counts in target tokens and feeds its draft's own tokens.
 
-    The prompt is fed as its tokenization has it, every later token by itself as its pieces. So borders of generated
-    target tokens are borders of draft tokens, and a rollback never has to split one. An example: the prompt "hello" is
-    `hell|o` for the target and `he|llo` for the draft, ranges (0, 2) and (1, 2). With the target's `hell` the draft is
-    fed `he` (`llo` also belongs to `o`), with `o` the rest; so after the prompt `_ends` is [1, 2]. A generated `world`
-    that the draft spells `wor|ld` makes it [1, 2, 4], and rolling it back takes two tokens from the draft.
+    The prompt uses the draft's tokenization, each later token its own pieces, so that rollbacks never split a draft
+    token. `_ends`: the draft's next position after each target token. Prompt "hello", target `hell|o`, draft `he|llo`:
+    `_ends` is [1, 2]; a generated `world`, draft `wor|ld`, makes it [1, 2, 4].
     """
 
     _draft: CachedModel
@@ -30,15 +28,15 @@ class TranslatedDraft(WrappedDraft):
         super().__init__(draft)
         self._translation = translation
         self._tokenization = tokenization
-        # The draft's next position after every target token fed so far.
+        # The draft's next position after each target token.
         self._ends: list[int] = []
         if draft.num_cached:
             self._go_on()
 
     def _go_on(self) -> None:
-        """Go back to the last target token of the prompt after which the draft's tokens are those that it holds."""
+        """Roll back to the last prompt token up to which the draft's cached tokens match."""
         held = num_shared(self._draft.token_ids, self._tokenization.token_ids)
-        # The last target token has to bring logits.
+        # The last target token must yield logits.
         ends = [self._prompt_end(position) for position in range(len(self._tokenization.ranges) - 1)]
         self._ends = ends[: bisect_right(ends, held)]
         self._draft.forget_from(self._ends[-1] if self._ends else 0)
@@ -49,11 +47,8 @@ class TranslatedDraft(WrappedDraft):
         return len(self._ends)
 
     def forward(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> torch.Tensor:
-        """Feed target tokens at the next positions; logits (1, num_target) after the last one.
-
-        The prompt's part of token_ids is taken from the tokenization. Raises ValueError for other positions, for more
-        than one row of logits, or where no draft token ends within these tokens.
-        """
+        """Feed target tokens at the next positions; logits (1, num_target) after the last one. Raises ValueError for
+        other positions, several rows of logits, or no draft token ending in these tokens."""
         if num_logits != 1:
             raise ValueError("a draft with another tokenizer goes on and gives one row of logits")
         fed, ends = self._fed(token_ids, positions)
@@ -70,14 +65,14 @@ class TranslatedDraft(WrappedDraft):
         num_sinks: int = 0,
         num_layers: int | None = None,
     ) -> None:
-        """The same without logits; window, sinks and layers as in `CachedModel.prefill`, in the draft's own tokens."""
+        """As `forward` without logits; window, sinks and layers as in `CachedModel.prefill`, in draft tokens."""
         fed, ends = self._fed(token_ids, positions)
         first = self._draft.next_position
         self._draft.prefill(fed, range(first, first + len(fed)), window, num_sinks, num_layers)
         self._ends += ends
 
     def _fed(self, token_ids: Sequence[int], positions: Sequence[int]) -> tuple[list[int], list[int]]:
-        """The draft's tokens for these of the target, and its next position after each of them."""
+        """The draft tokens of these target tokens, and its next position after each."""
         start, num_prompt = self.next_position, len(self._tokenization.ranges)
         if list(positions) != list(range(start, start + len(token_ids))):
             raise ValueError("a draft with another tokenizer goes on from its next position")
@@ -92,35 +87,34 @@ class TranslatedDraft(WrappedDraft):
         return fed, ends
 
     def _prompt_end(self, position: int) -> int:
-        """How many draft tokens of the prompt are fed with its target token at position: all that end before the next
-        one's begin."""
+        """Number of the prompt's draft tokens fed with its target token at position: those ending before the next
+        begins."""
         ranges, num_draft_tokens = self._tokenization.ranges, len(self._tokenization.token_ids)
         if position + 1 == len(ranges):
             return num_draft_tokens
-        # The last draft token waits for the last target token, which has to bring logits.
+        # The last draft token waits for the last target token, which must yield logits.
         return min(ranges[position + 1][0], num_draft_tokens - 1)
 
     def rollback(self, num_tokens: int) -> None:
-        """Forget the last num_tokens target tokens, none of the prompt's once slots of it were dropped."""
+        """Drop the last num_tokens target tokens; none of the prompt's after `keep_slots`."""
         if not 0 <= num_tokens <= len(self._ends):
             raise ValueError(f"cannot roll back {num_tokens} of {len(self._ends)} tokens")
         del self._ends[len(self._ends) - num_tokens :]
         self._draft.rollback(self._draft.next_position - (self._ends[-1] if self._ends else 0))
 
     def keep_slots(self, slots: Sequence[int]) -> None:
-        """Keep the draft's slots for these target tokens, given in increasing order, and those for no target token
-        before them (the draft's own beginning of a text)."""
+        """Keep the draft slots of these increasing target tokens, and its leading special tokens."""
         self._draft.keep_slots(self._draft_slots(slots))
 
     def prefill_kept(self, prompt_ids: Sequence[int], positions: Sequence[int]) -> None:
-        """Forget everything, and prefill the draft's tokens of these target tokens of the prompt alone."""
+        """Reset the cache to the draft tokens of these prompt tokens."""
         self._ends = [self._prompt_end(position) for position in range(positions[-1] + 1)] if positions else []
-        # A draft token that the last of them shares with the token after it waits for that one.
+        # A draft token shared with the next target token waits for that one.
         end = self._ends[-1] if positions else 0
         self._draft.prefill_kept(self._tokenization.token_ids, [at for at in self._draft_slots(positions) if at < end])
 
     def _draft_slots(self, slots: Sequence[int]) -> list[int]:
-        """The draft's own slots for target tokens, and those before the first of them."""
+        """Draft slots of target tokens, and those before the first target token."""
         ranges = self._tokenization.ranges
         kept = set(range(ranges[0][0]))
         for slot in slots:

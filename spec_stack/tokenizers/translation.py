@@ -1,4 +1,4 @@
-"""Between the ids of two tokenizers: what the draft is fed for the target's tokens, what its logits say of them."""
+"""Translation between two tokenizers: target tokens to draft tokens, draft logits to target logits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from spec_stack.types import DraftTokenization
 
 
 class Translation:
-    """Translates for one pair of tokenizers; shared by its requests, which only fill its store of pieces."""
+    """The translation of one tokenizer pair; requests share it and only fill its cache of pieces."""
 
     def __init__(self, target: Any, draft: Any, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
@@ -32,8 +32,8 @@ class Translation:
         self._common = torch.tensor([*vocabulary.common.items()], dtype=torch.long).reshape(-1, 2)
 
     def to_target(self, logits: torch.Tensor) -> torch.Tensor:
-        """Draft logits (n, num_draft) → (n, num_target): those of the common tokens, -inf for all others. Their softmax
-        is the draft's distribution given that the token is a common one (token-level intersection)."""
+        """Draft logits (n, num_draft) → (n, num_target), -inf for tokens that are not common. Their softmax is the
+        draft's distribution over common tokens (token-level intersection)."""
         self._common = self._common.to(logits.device)
         target_ids, draft_ids = self._common.unbind(1)
         mapped = logits.new_full((logits.shape[0], self.vocabulary.num_target), -torch.inf)
@@ -41,15 +41,14 @@ class Translation:
         return mapped
 
     def pieces(self, target_id: int) -> list[int]:
-        """Draft tokens with the text of one target token, one at least: always the longest that fits. An id without
-        text counts as a space."""
+        """At least one draft token for a target token, longest match first. An id without text counts as a space."""
         pieces = self._pieces.get(target_id)
         if pieces is None:
             pieces = self._pieces[target_id] = self._split(self._texts.get(target_id, b"")) or self._split(b" ") or [0]
         return pieces
 
     def _split(self, text: bytes) -> list[int]:
-        """The text as draft tokens, always the longest that fits; a byte that begins none is left out."""
+        """Longest-match draft tokens of a text; unmatched bytes are skipped."""
         pieces, start = [], 0
         while start < len(text):
             ends = range(min(len(text), start + self._longest), start, -1)
@@ -60,14 +59,13 @@ class Translation:
         return pieces
 
     def tokenize(self, prompt_ids: Sequence[int]) -> DraftTokenization:
-        """The prompt's text as the draft's own tokenizer splits it, with the special tokens that belong before a text.
+        """The prompt's text in the draft's tokenization, with leading special tokens.
 
-        Where the ids are not those that the target's tokenizer gives for their text (an answer, generated otherwise),
-        their characters are found by the bytes of each. Raises ValueError, with the reason, where that does not work
-        either (half a character at the end, say).
+        Ids that differ from the target's own tokenization (a generated answer) are aligned by bytes. Raises ValueError
+        if that fails too (e.g. an incomplete last character).
         """
         skipped = self._leading_bos(prompt_ids)
-        # Where the text begins, the draft's own tokenizer says what to put before it.
+        # At the start of the text the draft's tokenizer adds its own special tokens.
         text = self._target.decode(prompt_ids[skipped:], skip_special_tokens=False, clean_up_tokenization_spaces=False)
         target = self._target(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         target_spans = list(target.offset_mapping)
@@ -84,12 +82,12 @@ class Translation:
         return DraftTokenization(draft_ids, overlaps([(0, 0)] * skipped + target_spans, spans))
 
     def _spans_by_bytes(self, target_ids: Sequence[int], text: str) -> list[tuple[int, int]]:
-        """Half-open characters of the text that share a byte with each token. Raises ValueError where the tokens' bytes
-        are not the text's."""
+        """Half-open character spans that share a byte with each token. Raises ValueError if the bytes differ from the
+        text."""
         pieces = [self._texts.get(target_id, b"") for target_id in target_ids]
         if b"".join(pieces) != text.encode():
             raise ValueError("the prompt's tokens are not those that the target's tokenizer gives for their text")
-        # Of every byte the character that it belongs to.
+        # The character index of each byte.
         owner = [index for index, character in enumerate(text) for _ in character.encode()]
         stops = list(accumulate(map(len, pieces)))
         return [
@@ -98,7 +96,7 @@ class Translation:
         ]
 
     def tokenize_by_token(self, prompt_ids: Sequence[int]) -> DraftTokenization:
-        """The prompt translated token by token: the same text, split at the target's borders, whatever the ids."""
+        """The prompt translated token by token, split at target token borders."""
         skipped = self._leading_bos(prompt_ids)
         draft_ids = [
             token_id

@@ -1,4 +1,4 @@
-"""How the ids of a draft relate to the target's: the same tokenizer, the same with padded logits, or another one."""
+"""Relation of draft ids to target ids: same tokenizer, padded logits, or another tokenizer."""
 
 from __future__ import annotations
 
@@ -17,11 +17,8 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A pair's vocabularies.
-
-    num_target, num_draft: logits per position. num_tokens: entries of the target's tokenizer. common: target id → draft
-    id of the tokens that stand for the same text in both, each id once; filled in for another tokenizer only.
-    """
+    """A pair's vocabularies. num_target, num_draft: logits widths. num_tokens: size of the target's tokenizer. common:
+    target id → draft id of tokens with equal text, one-to-one; only for different tokenizers."""
 
     relation: Relation
     num_target: int
@@ -31,7 +28,7 @@ class Vocabulary:
 
     @property
     def can_propose(self) -> bool:
-        """Whether the draft has a token to propose that the target has too."""
+        """Whether the draft shares a token with the target."""
         return self.relation != "other" or bool(self.common)
 
     @property
@@ -43,7 +40,7 @@ class Vocabulary:
 
     @property
     def decode_reason(self) -> str:
-        """What drafting does, and why; begins with on or off."""
+        """The state of drafting and its reason; starts with on or off."""
         if self.relation == "same":
             return "on: target and draft share a tokenizer"
         if self.relation == "padded":
@@ -60,11 +57,10 @@ class Vocabulary:
 
 
 def compare(target: Any, draft: Any, num_target: int, num_draft: int) -> Vocabulary:
-    """Classify a pair by its tokenizers and the widths of its logits.
+    """Classify a pair by its tokenizers and logits widths.
 
-    Tokenizers are the same where all but their added tokens (special and such) have the same ids. Without a draft's
-    tokenizer the pair is taken to share one. Raises ValueError for what cannot work: different widths and
-    no tokenizers to compare, or different tokenizers without character offsets.
+    Tokenizers are equal if their ids differ only in added tokens. Without a draft tokenizer the target's is assumed.
+    Raises ValueError for different widths without tokenizers, and for different tokenizers without character offsets.
     """
     if target is None or draft is None:
         if num_target != num_draft:
@@ -91,21 +87,21 @@ def compare(target: Any, draft: Any, num_target: int, num_draft: int) -> Vocabul
 
 
 def added_tokens(tokenizer: Any) -> dict[int, str]:
-    """Id → text of the added tokens, special ones mostly."""
+    """Id → text of the added tokens, mostly special ones."""
     return {token_id: token.content for token_id, token in tokenizer.added_tokens_decoder.items()}
 
 
 def _ordinary(tokenizer: Any) -> dict[str, int]:
-    """Token → id of all but the added tokens."""
+    """Token → id without the added tokens."""
     added = set(added_tokens(tokenizer).values())
     return {token: token_id for token, token_id in tokenizer.get_vocab().items() if token not in added}
 
 
 def token_bytes(tokenizer: Any) -> dict[int, bytes]:
-    """Id → the bytes of text it stands for, of a fast tokenizer's ordinary tokens.
+    """Id → bytes of a fast tokenizer's ordinary tokens.
 
-    Byte-level tokens (GPT-2, Llama 3, Qwen) and those with a mark for the space (SentencePiece) are understood; of
-    other kinds none is. Pieces for single bytes come first, so that a dict by bytes ends up with the others.
+    Supports byte-level tokens (GPT-2, Llama 3, Qwen) and SentencePiece's space marker; none of other kinds. Byte tokens
+    come first, so that a dict by bytes prefers the others.
     """
     kinds, ordinary = decoder_kinds(tokenizer), _ordinary(tokenizer)
     texts = {token_id: bytes_of_token(token, kinds) for token, token_id in ordinary.items()}
@@ -115,7 +111,7 @@ def token_bytes(tokenizer: Any) -> dict[int, bytes]:
 
 
 def bytes_of_token(token: str, kinds: Collection[str]) -> bytes | None:
-    """The bytes of text that an ordinary token stands for under decoders of these types; None where it is not known."""
+    """Bytes of an ordinary token under these decoder types; None if unknown."""
     if "ByteLevel" in kinds:
         return bytes(_BYTES[character] for character in token) if all(map(_BYTES.__contains__, token)) else None
     if not {"Metaspace", "ByteFallback"}.isdisjoint(kinds):
@@ -125,19 +121,19 @@ def bytes_of_token(token: str, kinds: Collection[str]) -> bytes | None:
 
 
 def decoder_kinds(tokenizer: Any) -> set[str]:
-    """Types of a fast tokenizer's decoders, those of a sequence one by one."""
+    """Types of a fast tokenizer's decoders, sequences flattened."""
     decoder = tokenizer.backend_tokenizer.decoder
     state = json.loads(decoder.__getstate__()) if decoder is not None else {}
     return {part["type"] for part in state.get("decoders", [state]) if part}
 
 
 def by_bytes(tokenizer: Any) -> dict[bytes, int]:
-    """The one id for every text that an ordinary token stands for."""
+    """Bytes → id of the ordinary tokens."""
     return {text: token_id for token_id, text in token_bytes(tokenizer).items() if text}
 
 
 def special_pairs(target: Any, draft: Any) -> dict[int, int]:
-    """Target id → draft id of added tokens with the same text, and of the tokens that begin and end a text."""
+    """Target id → draft id of added tokens with equal text, and of BOS and EOS tokens."""
     by_text = {text: token_id for token_id, text in added_tokens(draft).items()}
     pairs = {token_id: by_text[text] for token_id, text in added_tokens(target).items() if text in by_text}
     for role in ("bos_token_id", "eos_token_id"):
@@ -150,5 +146,5 @@ def special_pairs(target: Any, draft: Any) -> dict[int, int]:
 def _common(target: Any, draft: Any) -> dict[int, int]:
     draft_ids, target_ids = by_bytes(draft), by_bytes(target)
     ordinary = {target_id: draft_ids[text] for text, target_id in target_ids.items() if text in draft_ids}
-    # Special tokens alone would be nothing to propose.
+    # Special tokens alone are no useful proposals.
     return ordinary | special_pairs(target, draft) if ordinary else {}
