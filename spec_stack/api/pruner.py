@@ -15,7 +15,7 @@ from spec_stack.hf.architectures import text_config
 from spec_stack.hf.chat_template import KEPT_ROLES, chat_parts
 from spec_stack.hf.loading import ASSETS, load_alone, load_tokenizer
 from spec_stack.hf.prompt import Message, Span, num_shared
-from spec_stack.prefill.decide import decide_scoring
+from spec_stack.prefill.decide import decide_scoring, sees_whole
 from spec_stack.prefill.queries import MOST_REPEATED
 from spec_stack.prefill.recall import clip_spans, dropped_positions, recall, select_turn, shared_words
 from spec_stack.prefill.registry import needs_attention
@@ -287,6 +287,8 @@ class PrunerConversation:
     ) -> PruneResult:
         """Prune a turn; messages: the whole conversation (see `Pruner.prune`)."""
         _check(max_tokens, question, protect, marker)
+        if keep_rate is not None and max_tokens is not None:
+            raise ValueError("give keep_rate or max_tokens, not both")
         config = self._config if keep_rate is None else replace(self._config, keep_rate=keep_rate)
         prompt, num_old = self._read(messages, question, protect)
         num_tokens = len(prompt.token_ids)
@@ -307,6 +309,9 @@ class PrunerConversation:
         limit = self._pair.max_positions[1]
         if needs_attention(self._config.scorer) and num_tokens + MOST_REPEATED > limit:
             return f"off: the prompt has {num_tokens} tokens, and the draft {limit} positions"
+        window = self._pair.scoring_limit
+        if needs_attention(self._config.scorer) and not sees_whole(self._config, num_tokens, window):
+            return f"off: every attention layer of the draft slides over {window} tokens, and none sees more"
         return ""
 
     def _decide(

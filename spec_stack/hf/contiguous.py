@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
 from inspect import signature
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -37,7 +37,9 @@ class ContiguousModel(CachedModel):
     def __init__(self, model: PreTrainedModel, prefill_chunk: int, num_ids: int | None = None) -> None:
         super().__init__(model, prefill_chunk, num_ids)
         self._is_installed = is_installed(model)
-        self._takes_positions = "position_ids" in signature(model.forward).parameters
+        parameters = signature(model.forward).parameters
+        self._takes_positions = "position_ids" in parameters
+        self._takes_logits_to_keep = "logits_to_keep" in parameters
         switch = rope_switch(model.config)
         self._switch = sys.maxsize if switch is None else switch
         if switch is not None:
@@ -85,7 +87,9 @@ class ContiguousModel(CachedModel):
         if self._is_installed:
             return super()._call(token_ids, at, slots, num_logits)
         device = self.model.device
-        placed = {"position_ids": torch.tensor([at], device=device)} if self._takes_positions else {}
+        placed: dict[str, Any] = {"position_ids": torch.tensor([at], device=device)} if self._takes_positions else {}
+        if self._takes_logits_to_keep:
+            placed["logits_to_keep"] = max(num_logits, 1)
         with nullcontext() if self._switch == sys.maxsize else _angles:
             output = self.model(
                 input_ids=torch.tensor([token_ids], device=device),

@@ -63,7 +63,8 @@ def recall(
     worth = sums / torch.bincount(owner, minlength=num_units)
     least = config.restore_threshold * float(old.mean())
     most = config.max_restored_chunks, prefill.chunk_size
-    wanted = _best(worth, least, units, *most)
+    # Without any attention to the old text, every unit would reach a threshold of 0.
+    wanted = _best(worth, least, units, *most) if least or not config.restore_threshold else []
     shared: list[int] = []
     if words is not None and config.anchor_threshold is not None:
         shared = _best(words, config.anchor_threshold, units, *most)

@@ -232,13 +232,18 @@ class _OldSwitch(argparse.Action):
         parser.error(f"there is no {option_string}: it is now --spec-stack-sparse-prefill, {OLD_SWITCHES['prune']}")
 
 
+def _switch(text: str) -> str:
+    """An unquoted `off` or `on` in a YAML file arrives as a boolean."""
+    return {"false": "off", "true": "on"}.get(text.lower(), text)
+
+
 # Without effect beside a scoring model.
 _OF_DRAFTING = ("policy", "policy_options", "gammas", "max_gamma_by_batch_size", "draft_slots")
 # Parser and metavar of each flag; default and help are the field's.
 _FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
     "keep_rate": (float, "SHARE"),
     "min_prompt_tokens": (int, "TOKENS"),
-    "sparse_prefill": (str, "MODE"),
+    "sparse_prefill": (_switch, "MODE"),
     "draft_slots": (int, "SLOTS"),
     "scoring_model": (str, "PATH"),
     "policy": (str, "NAME"),

@@ -173,6 +173,7 @@ def test_an_edited_conversation_goes_back(pruner: Pruner) -> None:
         ("x", {"question": 3}, "question must be"),
         ("x", {"protect": "abc"}, "protect must be"),
         ("x", {"marker": None}, "marker must be"),
+        ("x", {"keep_rate": 0.2, "max_tokens": 10}, "not both"),
     ],
 )
 def test_what_cannot_be_used_is_named(pruner: Pruner, messages: Any, options: dict[str, Any], message: str) -> None:

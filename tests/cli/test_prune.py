@@ -38,7 +38,7 @@ def test_a_text_from_standard_input_is_shortened(
 def test_messages_keep_their_form(tmp_path: Path, capsys: pytest.CaptureFixture[str], given: Any) -> None:
     path = tmp_path / "messages.json"
     path.write_text(json.dumps(given))
-    assert main(["prune", str(path), "--max-tokens", "400", "--device", "cpu"]) == 0
+    assert main(["prune", str(path), "--max-tokens", "250", "--device", "cpu"]) == 0
     shorter = json.loads(capsys.readouterr().out)
     assert type(shorter) is type(given)
     if isinstance(given, dict):

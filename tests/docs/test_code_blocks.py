@@ -151,7 +151,6 @@ def test_the_server_page_has_the_servers_defaults_and_a_file_that_it_takes() -> 
         "policy": defaults.policy,
         "gammas": " ".join(map(str, defaults.gammas)),
         "calibration": "",
-        "predictor": "",
         "follow-up": defaults.follow_up,
         "draft-pool-tokens": "",
         "config": "",

@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 
-from spec_stack.config import MOST_REWRITTEN
-from spec_stack.prefill.recall import order_slots
+from spec_stack.config import MOST_REWRITTEN, PrefillConfig, SessionConfig
+from spec_stack.prefill.recall import order_slots, recall
+from spec_stack.prefill.units import make_units
 from tests.support.reference_session import slots_with_restored
 
 
@@ -22,3 +24,9 @@ def test_what_comes_back_is_written_before_the_last_text_and_little_is_written_a
     num_staying, behind = order_slots(held, restored, num_cached)
     assert [*held[:num_staying], *behind] == slots_with_restored(held, restored, num_cached, "position")
     assert len(behind) - len(restored) <= (MOST_REWRITTEN if restored else 0)
+
+
+def test_text_without_any_attention_is_not_recalled() -> None:
+    config = PrefillConfig(unit="chunks", chunk_size=8)
+    importance = torch.cat([torch.zeros(64), torch.ones(16)])
+    assert recall(importance, range(8, 64), make_units(64, None, config), config, SessionConfig()) == []
