@@ -28,12 +28,10 @@ def test_the_page_of_results_shows_the_committed_figures_of_the_embedded_pair() 
 def test_the_front_page_shows_the_committed_figures() -> None:
     """Evidence, answers, LongBench, HumanEval, first tokens by pair, decoding."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    kept = result("evidence_calibrated_qwen_2k")["recall"]
+    kept = result("evidence_shapes_qwen_2k")["whole"]
     shares = [kept["calibrated"][rate] for rate in ("0.1", "0.2")]
     assert " / ".join(f"{mean:.2f} [{low:.2f}, {high:.2f}]" for mean, low, high in shares) in text
-    others = [
-        f"{kept[name]['0.1'][0]:.2f} / {kept[name]['0.2'][0]:.2f}" for name in ("default", "BM25, lines", "paper")
-    ]
+    others = [f"{kept[name]['0.1'][0]:.2f} / {kept[name]['0.2'][0]:.2f}" for name in ("default", "BM25", "paper")]
     assert ", ".join(others) in text
     ratios = [row["ttft_ratio"][0] for row in headlines.shipped(result("real_speed")).values()]
     assert " / ".join(f"{ratio:.2f}" for ratio in ratios) + "×" in text
