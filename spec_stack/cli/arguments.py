@@ -368,7 +368,7 @@ def _add_answer_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_pruning_arguments(parser: argparse.ArgumentParser) -> None:
     _add_option(parser, PrefillConfig, "sparse_prefill", default=None, choices=[*get_args(SparsePrefill)])
     for name in OLD_SWITCHES:
-        parser.add_argument(f"--{name}", action=OldSwitch, help=argparse.SUPPRESS)
+        parser.add_argument(f"--{name}", action=OldSwitch, nargs="?", help=argparse.SUPPRESS)
     for name, read in PRUNING.items():
         _add_option(parser, PrefillConfig, name, type=read, default=argparse.SUPPRESS)
 

@@ -54,13 +54,14 @@ def test_every_option_of_the_command_line_arrives() -> None:
     }
 
 
+@pytest.mark.parametrize("values", [["on"], []])
 @pytest.mark.parametrize("flag", ["--specprefill", "--prune"])
 @pytest.mark.parametrize("command", ["generate", "chat", "explain", "serve"])
 def test_a_former_switch_is_refused_by_naming_the_new_one(
-    command: str, flag: str, capsys: pytest.CaptureFixture[str]
+    command: str, flag: str, values: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        build_parser().parse_args([command, flag, "on"])
+        build_parser().parse_args([command, flag, *values])
     assert "it is now --sparse-prefill" in capsys.readouterr().err
 
 
