@@ -132,9 +132,12 @@ def locate(source: str, hub: Mapping[str, Any] | None = None) -> tuple[str, dict
 
 def load_gguf_config(folder: str, options: Mapping[str, Any]) -> Any:
     """A GGUF file's config. Raises ValueError for a file that transformers cannot read."""
-    from transformers import AutoConfig
-    from transformers.integrations.gguf.reader import GgufHeader
+    from transformers import AutoConfig, __version__
 
+    try:
+        from transformers.integrations.gguf.reader import GgufHeader
+    except ImportError as error:
+        raise ValueError(f"transformers {__version__} does not read GGUF headers; install 5.24") from error
     # It visits all tensors and rejects unknown types.
     try:
         header = GgufHeader.from_file(str(Path(folder) / options["gguf_file"]))

@@ -37,7 +37,8 @@ def dropped_chunks_to_restore(
     chunks = [range(at, min(at + size, num_cached)) for at in range(0, num_cached, size)]
     worth = [sum(importance[at] for at in chunk) / len(chunk) for chunk in chunks]
     best = sorted(range(len(chunks)), key=lambda index: (-worth[index], index))[:most]
-    wanted = {index for index in best if worth[index] >= threshold * mean}
+    # A text without any importance is not recalled.
+    wanted = {index for index in best if worth[index] >= threshold * mean and (mean or not threshold)}
     if anchors is not None:
         best = sorted(range(len(chunks)), key=lambda index: (-anchors[index], index))[:most]
         wanted |= {index for index in best if anchors[index] >= anchor_threshold}
