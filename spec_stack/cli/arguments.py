@@ -9,7 +9,7 @@ import select
 import stat
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -32,6 +32,7 @@ from spec_stack.config import (
 from spec_stack.controller.registry import POLICIES
 from spec_stack.decode.registry import PROPOSERS
 from spec_stack.serve.config import ServeConfig
+from spec_stack.settings.flags import FormerFlag
 from spec_stack.settings.options import meaning
 
 DEMO_TOKENS = 8200
@@ -108,19 +109,6 @@ PRUNING: dict[str, Callable[[str], Any]] = {
     "scorer": str,
     "positions": str,
 }
-
-
-class OldSwitch(argparse.Action):
-    """Rejects a former flag and names its replacement."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
-        parser.error(f"there is no {option_string}: it is now --sparse-prefill, {OLD_SWITCHES[self.dest]}")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -367,8 +355,8 @@ def _add_answer_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_pruning_arguments(parser: argparse.ArgumentParser) -> None:
     _add_option(parser, PrefillConfig, "sparse_prefill", default=None, choices=[*get_args(SparsePrefill)])
-    for name in OLD_SWITCHES:
-        parser.add_argument(f"--{name}", action=OldSwitch, nargs="?", help=argparse.SUPPRESS)
+    for name, values in OLD_SWITCHES.items():
+        parser.add_argument(f"--{name}", action=FormerFlag, instead=f"--sparse-prefill, {values}")
     for name, read in PRUNING.items():
         _add_option(parser, PrefillConfig, name, type=read, default=argparse.SUPPRESS)
 

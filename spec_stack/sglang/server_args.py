@@ -13,6 +13,7 @@ from typing import Any
 from spec_stack.config import MAX_GAMMA, OLD_SWITCHES, DecodeConfig, PrefillConfig, SessionConfig
 from spec_stack.controller.base import Policy
 from spec_stack.controller.registry import BATCH_POLICIES, make_batch_policy
+from spec_stack.settings.flags import FormerFlag
 from spec_stack.settings.options import documented, meaning, option
 
 ENVIRONMENT = "SPEC_STACK_SGLANG"
@@ -219,19 +220,6 @@ class _Remember(argparse.Action):
         os.environ[ENVIRONMENT] = json.dumps({**_read_environment(), self.dest.removeprefix("spec_stack_"): values})
 
 
-class _OldSwitch(argparse.Action):
-    """Rejects a former flag, naming its replacement."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
-        parser.error(f"there is no {option_string}: it is now --spec-stack-sparse-prefill, {OLD_SWITCHES['prune']}")
-
-
 def _switch(text: str) -> str:
     """An unquoted `off` or `on` in a YAML file arrives as a boolean."""
     return {"false": "off", "true": "on"}.get(text.lower(), text)
@@ -272,7 +260,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         shown = meaning(config, name) + ("" if default is None else f" (default {default})")
         flag = f"--spec-stack-{name.replace('_', '-')}"
         group.add_argument(flag, type=read, metavar=metavar, help=shown.replace("%", "%%"), **common_of)
-    group.add_argument("--spec-stack-prune", action=_OldSwitch, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    instead = f"--spec-stack-sparse-prefill, {OLD_SWITCHES['prune']}"
+    group.add_argument("--spec-stack-prune", action=FormerFlag, instead=instead)
     settings = ", ".join([*_OF_PREFILL, *(entry.name for entry in fields(ServerConfig))])
     group.add_argument(
         "--spec-stack-config", metavar="FILE", help=f"JSON with any of: {settings}; flags go over it", **common

@@ -144,11 +144,11 @@ def test_greedy_speculation_gives_the_targets_own_tokens_past_acceptances_and_re
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXACT_DECODING)
 def test_after_sparse_prefill_the_tokens_are_those_of_the_pruned_prompt(name: str) -> None:
-    draft = name if name in SCORERS else "Mistral"
-    runs = [matrix.decoded_sparsely(name, draft, seed) for seed in range(2)]
+    # Its disturbed self may propose nothing but its own tokens, and another model hardly any of them.
+    own = name if name in SCORERS else "Mistral"
+    runs = [matrix.decoded_sparsely(name, draft, seed) for seed, draft in enumerate((own, "Mistral"))]
     assert [run.num_equal for run in runs] == [run.num_tokens for run in runs]
-    # The tiny Gemma3 repeats a token here that its disturbed self proposes as well.
-    assert sum(run.num_rejected for run in runs) > 0 or name == "Gemma3"
+    assert sum(run.num_rejected for run in runs) > 0
 
 
 @pytest.mark.parametrize(
