@@ -18,6 +18,7 @@ from spec_stack.engine.pair import DraftModel, ModelPair
 from spec_stack.hf.model import CachedModel
 from spec_stack.hf.prompt import num_shared
 from spec_stack.prefill.alignment import Span
+from spec_stack.prefill.question import rare_word_factor
 from spec_stack.prefill.registry import make_rule
 from spec_stack.prefill.rule import Evidence
 from spec_stack.prefill.scoring import look_at
@@ -33,7 +34,7 @@ WORDS = PrefillConfig(scorer="bm25")
 class Judged:
     """A prompt's scores per unit after the draft's pass.
 
-    heads: (num_heads, 2), layer and head of each row. by_head: (num_heads, num_units), `Units.worth` by each head
+    heads: (num_heads, 2), layer and head of each row. by_head: (num_heads, num_units), the unit's score by each head
     alone. words, default: (num_units,), scores of BM25 and of the default rule. costs: (num_units,), tokens of a unit
     that are not kept anyway. wanted: (num_units,) bool, units with evidence that is not kept anyway. num_tokens: (2,),
     of the prompt and of its always kept ends.
@@ -87,13 +88,13 @@ def judge(
     )
     units = make_units(len(token_ids), pieces, BY_HEAD)
     evidence = Evidence(token_ids, look, protected, pieces)
-    by_head = look.by_head(BY_HEAD)
+    by_head, factor = look.by_head(BY_HEAD), rare_word_factor(evidence, units)
     forced = forced_ends(units.num_tokens, BY_HEAD)
     is_free = _marked(units, [(at, at + 1) for at in forced] + list(protected))
     wanted = _marked(units, prompt.spans)
     return Judged(
         heads=torch.tensor(list(by_head)),
-        by_head=torch.stack([units.worth(importance, BY_HEAD) for importance in by_head.values()]),
+        by_head=torch.stack([factor * units.worth(importance, BY_HEAD) for importance in by_head.values()]),
         words=make_rule("bm25").score(evidence, units, WORDS),
         default=make_rule(PrefillConfig.scorer).score(evidence, units, PrefillConfig()),
         costs=_count(units, ~is_free),

@@ -1,16 +1,21 @@
-"""Selection by the draft's attention alone."""
+"""Selection by the draft's attention, and by rare words in common with the question."""
 
 from __future__ import annotations
 
 import torch
 
 from spec_stack.config import PrefillConfig
+from spec_stack.prefill.question import rare_word_factor
 from spec_stack.prefill.rule import Evidence, SelectionRule
 from spec_stack.prefill.units import Units
 
 
 class ByAttention(SelectionRule):
-    """The mean importance of a unit. SpecPrefill, https://arxiv.org/abs/2502.02789, section 3.2.3."""
+    """The mean importance of a unit, times its factor for rare words in common with the question.
+
+    SpecPrefill (https://arxiv.org/abs/2502.02789, section 3.2.3) scores by importance alone, as do its queries here.
+    """
 
     def score(self, evidence: Evidence, units: Units, config: PrefillConfig) -> torch.Tensor:
-        return units.worth(evidence.token_importance(config), config)
+        worth = units.worth(evidence.token_importance(config), config)
+        return worth * rare_word_factor(evidence, units).to(worth) if config.asks_prompt else worth

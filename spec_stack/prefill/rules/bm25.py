@@ -6,25 +6,18 @@ Robertson and Zaragoza, https://doi.org/10.1561/1500000019.
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Hashable, Sequence
 from typing import ClassVar
 
 import torch
 
 from spec_stack.config import PrefillConfig
-from spec_stack.prefill.queries import question_words
+from spec_stack.prefill.question import question_and_bodies
 from spec_stack.prefill.rule import Evidence, SelectionRule
 from spec_stack.prefill.units import Units
 
 _K1, _B = 1.5, 0.75
-# Tokens with so much weight are the question itself, and are not searched.
-_ASKED = 0.5
-# Scripts without spaces count by the character.
-_CHARACTERS = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af"
-_WORD = re.compile(f"[{_CHARACTERS}]|[^\\W{_CHARACTERS}]+")
 
 
 class ByBM25(SelectionRule):
@@ -33,9 +26,8 @@ class ByBM25(SelectionRule):
     needs_attention: ClassVar[bool] = False
 
     def score(self, evidence: Evidence, units: Units, config: PrefillConfig) -> torch.Tensor:
-        asked = question_words(evidence.candidates)
-        bodies = [_words(evidence, [at for at in range(*unit) if asked.get(at, 0.0) < _ASKED]) for unit in units]
-        return torch.tensor(bm25(bodies, _weights(evidence, asked)), dtype=torch.float32)
+        asked, bodies = question_and_bodies(evidence, units)
+        return torch.tensor(bm25(bodies, asked), dtype=torch.float32)
 
 
 def bm25(bodies: Sequence[Sequence[Hashable]], asked: dict[Hashable, float]) -> list[float]:
@@ -54,33 +46,3 @@ def bm25(bodies: Sequence[Sequence[Hashable]], asked: dict[Hashable, float]) -> 
         found = count.keys() & asked.keys()
         scores.append(sum(rarity[word] * count[word] * (_K1 + 1) / (count[word] + damping) for word in found))
     return scores
-
-
-def _weights(evidence: Evidence, asked: Mapping[int, float]) -> dict[Hashable, float]:
-    """The weight of each question word: the maximum over its tokens."""
-    weights: dict[Hashable, float] = {}
-    for run in _runs(sorted(asked)):
-        for word, token in _words_by_token(evidence, run):
-            weights[word] = max(weights.get(word, 0.0), asked[token])
-    return weights
-
-
-def _runs(tokens: Sequence[int]) -> list[range]:
-    """Increasing tokens as runs without gaps."""
-    cuts = [0, *(at for at in range(1, len(tokens)) if tokens[at] != tokens[at - 1] + 1), len(tokens)]
-    return [range(tokens[start], tokens[stop - 1] + 1) for start, stop in pairwise(cuts) if start < stop]
-
-
-def _words(evidence: Evidence, tokens: Sequence[int]) -> list[Hashable]:
-    if evidence.pieces is None:
-        return [evidence.prompt_ids[at] for at in tokens]
-    return list(_WORD.findall("".join(evidence.pieces[at] for at in tokens).lower()))
-
-
-def _words_by_token(evidence: Evidence, tokens: range) -> list[tuple[Hashable, int]]:
-    """The words of a run of tokens, each with the token in which it ends."""
-    if evidence.pieces is None:
-        return [(evidence.prompt_ids[at], at) for at in tokens]
-    owner = [at for at in tokens for _ in evidence.pieces[at].lower()]
-    text = "".join(evidence.pieces[at] for at in tokens).lower()
-    return [(match.group(), owner[match.end() - 1]) for match in _WORD.finditer(text)]

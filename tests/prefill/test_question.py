@@ -1,0 +1,79 @@
+"""Rare words in common with the question raise a unit's score: identifiers, which attention alone confuses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from spec_stack import PrefillConfig
+from spec_stack.prefill.question import rare_word_factor
+from spec_stack.prefill.registry import make_rule
+from spec_stack.prefill.rule import Evidence
+from spec_stack.prefill.units import Units, make_units
+
+RECORDS = [f'{{"id": "ord-{number}", "city": "Skelton", "total": {number % 97}.5}}\n' for number in range(4000, 4040)]
+QUESTION = "What is the total of the order with the id ord-4017?"
+
+
+def pieces_of(text: str) -> list[str]:
+    return re.findall(r"\w+|\s+|[^\w\s]", text)
+
+
+def evidence_of(pieces: Sequence[str] | None, num_tokens: int) -> tuple[Evidence, Units]:
+    importance = torch.full((num_tokens,), 0.01)
+    evidence = Evidence(list(range(num_tokens)), pieces=pieces, importance=importance)
+    return evidence, make_units(num_tokens, pieces, PrefillConfig())
+
+
+def line_of(units: Units, pieces: Sequence[str], word: str) -> int:
+    return next(at for at, (start, stop) in enumerate(units) if word in pieces[start:stop])
+
+
+def factors_by_hand(units: Units, pieces: Sequence[str], question: str) -> list[float]:
+    """Slow: every word of the question, searched in every line but the question's own."""
+    lines = ["".join(pieces[start:stop]).lower() for start, stop in units]
+    bodies = [set(re.findall(r"\w+", line)) if question.lower() not in line else set() for line in lines]
+    sums = [0.0] * len(lines)
+    for word in set(re.findall(r"\w+", question.lower())):
+        holders = [at for at, body in enumerate(bodies) if word in body]
+        for at in holders if len(holders) <= 3 else []:
+            sums[at] += 1 / len(holders)
+    return [1 + 2 * each / max(sums) if max(sums) else 1.0 for each in sums]
+
+
+@pytest.mark.parametrize("question", [QUESTION, "Which order went to Skelton?", "Is ord-4003 or ord-4017 dearer?"])
+def test_factors_are_those_by_hand(question: str) -> None:
+    pieces = pieces_of("".join(RECORDS) + question)
+    evidence, units = evidence_of(pieces, len(pieces))
+    assert rare_word_factor(evidence, units).tolist() == pytest.approx(factors_by_hand(units, pieces, question))
+
+
+def test_of_records_with_equal_attention_the_named_one_is_kept_first() -> None:
+    pieces = pieces_of("".join(RECORDS) + QUESTION)
+    evidence, units = evidence_of(pieces, len(pieces))
+    named = line_of(units, pieces, "4017")
+    scores = make_rule("attention").score(evidence, units, PrefillConfig())
+    assert int(scores[: len(RECORDS)].argmax()) == named
+    assert scores[named] == pytest.approx(3 * float(scores[named - 1]))
+
+
+def test_a_word_in_many_lines_raises_none() -> None:
+    pieces = pieces_of("".join(RECORDS) + "What does Skelton total?")
+    evidence, units = evidence_of(pieces, len(pieces))
+    assert torch.equal(rare_word_factor(evidence, units), torch.ones(len(units)))
+
+
+def test_tokens_without_text_count_by_attention_alone() -> None:
+    evidence, units = evidence_of(None, 200)
+    assert torch.equal(rare_word_factor(evidence, units), torch.ones(len(units)))
+
+
+def test_the_papers_scoring_queries_count_by_attention_alone() -> None:
+    pieces = pieces_of("".join(RECORDS) + QUESTION)
+    evidence, units = evidence_of(pieces, len(pieces))
+    paper = PrefillConfig.full_look_ahead()
+    scores = make_rule("attention").score(evidence, units, paper)
+    assert torch.equal(scores, units.worth(evidence.token_importance(paper), paper))
