@@ -111,7 +111,7 @@ class GenerationMixin(ABC):
         logits_processor : callable or sequence of callable, optional
             transformers' processors, or any callable over (input_ids (1, n), scores (1, vocab)) that returns scores.
             They see the whole prompt, even if pruned, and apply to the draft's rows too (see
-            docs/generation-options.md for stateful ones).
+            docs/options.md for stateful ones).
         response_format : mapping or class, optional
             The answer's format: `{"type": "json_schema", "json_schema": {"schema": ...}}`, a class with
             `model_json_schema` (pydantic's), `{"type": "json_object"}`, `{"type": "regex", "pattern": ...}` or

@@ -9,7 +9,7 @@ from importlib.metadata import version
 from typing import Any
 
 NAME = "SPEC_STACK"
-# Tested by `tests/serving` (docs/serving-operations.md), up to the newest that pip installs; others are refused.
+# Tested by `tests/serving` (docs/operations.md), up to the newest that pip installs; others are refused.
 VERSIONS = ("0.5.20", "0.5.21", "0.5.22", "0.5.23")
 
 # Rotary, full attention in every layer, one key per head and token in the KV pool.

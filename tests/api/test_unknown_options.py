@@ -12,9 +12,7 @@ from transformers.generation import logits_process
 
 from spec_stack import PrefillConfig, SpecStackGenerator, with_draft
 from spec_stack.api.unknown_options import ALIASES, PROCESSORS, WAYS
-from tests.support.pages import ROOT
 
-PAGE = ROOT / "docs" / "coming-from-transformers.md"
 PROMPT = "def read_lines(path):\n"
 # Options of `model.generate` and of other servers, with a value each.
 OPTIONS: dict[str, Any] = {
@@ -96,12 +94,6 @@ def test_a_former_switch_is_refused_by_naming_the_new_one(embedded: SpecStackGen
     for make in (PrefillConfig, partial(with_draft, embedded.draft)):
         with pytest.raises(TypeError, match="sparse_prefill"):
             make(**asked)
-
-
-def test_the_page_names_every_option_that_has_no_counterpart() -> None:
-    text = PAGE.read_text(encoding="utf-8")
-    missing = [name for name in WAYS if name not in ("use_cache", "tokenizer") and f"`{name}" not in text]
-    assert not missing
 
 
 def test_no_hint_names_an_option_that_is_none_or_stands_for_one_that_is_there() -> None:

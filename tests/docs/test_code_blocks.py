@@ -161,5 +161,8 @@ def test_the_server_page_has_the_servers_defaults_and_a_file_that_it_takes() -> 
     assert (settings.prefill.look_ahead, settings.gammas) == (4, (0, 2, 4, 8))
 
 
-def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 700
+def test_the_pages_are_short() -> None:
+    words = {name_of(page): len(page.read_text(encoding="utf-8").split()) for page in PAGES}
+    assert words["README.md"] <= 700
+    assert words["docs/decisions.md"] <= 2_000
+    assert sum(number for name, number in words.items() if name.startswith("docs/")) <= 15_000

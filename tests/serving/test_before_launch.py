@@ -175,7 +175,7 @@ def test_an_engine_without_a_server_takes_its_settings_from_the_environment(
 def _commands() -> list[list[str]]:
     """Every shell command of the pages about serving, in words."""
     found = []
-    for page in ("serving.md", "serving-operations.md"):
+    for page in ("serving.md", "operations.md"):
         for block in blocks(ROOT / "docs" / page):
             if block.language == "bash":
                 found += [shlex.split(line) for line in block.code.replace("\\\n", " ").splitlines() if line.strip()]
@@ -200,7 +200,7 @@ def test_sglang_takes_every_launch_that_the_page_shows(environment: Mapping[str,
     for words in _commands():
         if "--speculative-algorithm" in words or "--spec-stack-scoring-model" in words:
             parsed.append(prepare_server_args(words[words.index("--model-path") :]))
-    assert len(parsed) >= 6
+    assert len(parsed) >= 5
     assert {args.speculative_algorithm for args in parsed} == {"SPEC_STACK", "NGRAM", None}
     assert all(args.speculative_draft_model_path for args in parsed if args.speculative_algorithm == "SPEC_STACK")
 
