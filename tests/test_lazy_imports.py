@@ -28,6 +28,7 @@ HEAVY = (
     "fastapi",
     "uvicorn",
     "openai",
+    "httpx2",
     "prometheus_client",
     "xgrammar",
     "outlines",
