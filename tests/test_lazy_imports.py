@@ -28,7 +28,6 @@ HEAVY = (
     "fastapi",
     "uvicorn",
     "openai",
-    "httpx2",
     "prometheus_client",
     "xgrammar",
     "outlines",
