@@ -57,6 +57,7 @@ ALLOWED = {
         "hf.answer_parser",
         "api",
     },
+    "proxy": {"config", "settings", "api.pruner", "serve.http", "serve.protocol", "serve.queue"},
     "sglang": {
         "config",
         "devices",
@@ -84,7 +85,7 @@ ALLOWED = {
         "engine",
         "api",
     }
-    | {"calibrate", "serve", "explain", "sglang"},
+    | {"calibrate", "serve", "proxy", "explain", "sglang"},
     # Loose files.
     "config": {"settings"},
     "clock": set(),
@@ -109,7 +110,8 @@ LIBRARIES = {
     "bitsandbytes": {"hf"},
     "xgrammar": {"hf"},
     "peft": {"hf"},
-    "fastapi": {"serve"},
+    "fastapi": {"serve", "proxy"},
+    "httpx2": {"proxy"},
     "openai": {"serve"},
     "sglang": {"sglang"},
     "lm_eval": {"lm_eval"},

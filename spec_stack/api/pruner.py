@@ -215,6 +215,16 @@ class Pruner:
         config = config or PrefillConfig()
         return cls(model, tokenizer, config if found is None else found.complete(config))
 
+    @property
+    def tokenizer(self) -> Any:
+        """The draft's tokenizer."""
+        return self._pair.tokenizer
+
+    @property
+    def max_positions(self) -> int:
+        """Most tokens that the draft reads."""
+        return self._pair.max_positions[1]
+
     def prune(
         self,
         messages: Prunable,

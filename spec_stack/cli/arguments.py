@@ -31,6 +31,7 @@ from spec_stack.config import (
 )
 from spec_stack.controller.registry import POLICIES
 from spec_stack.decode.registry import PROPOSERS
+from spec_stack.proxy.config import ProxyConfig
 from spec_stack.serve.config import ServeConfig
 from spec_stack.settings.flags import FormerFlag
 from spec_stack.settings.options import meaning
@@ -55,6 +56,21 @@ SERVED: dict[str, Callable[[str], Any]] = {
     "max_choices": int,
     "max_sessions": int,
     "remembered_tokens": int,
+    "shutdown_s": float,
+}
+# Options of `proxy`, likewise.
+PROXIED: dict[str, Callable[[str], Any]] = {
+    "host": str,
+    "port": int,
+    "marker": str,
+    "deadline_s": float,
+    "timeout_s": float,
+    "max_body_bytes": int,
+    "max_parsed_bytes": int,
+    "max_queued": int,
+    "max_queued_per_client": int,
+    "max_conversations": int,
+    "max_connections": int,
     "shutdown_s": float,
 }
 SWITCHES = ("allow_request_templates", "strip_special_tokens", "strict")
@@ -121,7 +137,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"spec-stack {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    for add in (_add_generate, _add_chat, _add_prune, _add_demo, _add_calibrate, _add_explain, _add_serve, _add_doctor):
+    for add in (
+        *(_add_generate, _add_chat, _add_prune, _add_demo, _add_calibrate, _add_explain),
+        *(_add_serve, _add_proxy, _add_doctor),
+    ):
         add(commands)
     return parser
 
@@ -179,11 +198,7 @@ def _add_prune(commands: Any) -> None:
         "out that the draft finds of no use for the question. No target is loaded.",
     )
     parser.add_argument("file", nargs="?", type=Path, help="what to shorten (default: standard input)")
-    parser.add_argument("--draft", help="draft model: a folder, hub id or GGUF file (default: the embedded one)")
-    parser.add_argument("--tokenizer", help="folder or hub id of its tokenizer (default: the draft's own)")
-    _add_option(parser, LoadConfig, "draft_precision", metavar="|".join(("auto", *PRECISIONS)))
-    parser.add_argument("--device", help="cpu, cuda, cuda:1, … (default: CUDA where there is one)")
-    parser.add_argument("--calibration", help="file of `spec-stack calibrate`, or none")
+    _add_draft_arguments(parser)
     parser.add_argument(
         "--keep-rate",
         type=float,
@@ -280,6 +295,22 @@ def _add_serve(commands: Any) -> None:
     )
 
 
+def _add_proxy(commands: Any) -> None:
+    parser = commands.add_parser(
+        "proxy",
+        help="an OpenAI-compatible proxy that shortens prompts before any server",
+        description="Forwards every request to the upstream server, chats and completions with the lines of long "
+        "prompts left out that the draft finds of no use for the question. The headers x-spec-stack-reason, "
+        "-prompt-tokens and -kept-tokens of a response say what was done.",
+    )
+    parser.add_argument("--upstream", required=True, help=meaning(ProxyConfig, "upstream"))
+    _add_draft_arguments(parser)
+    for name in ("keep_rate", "min_prompt_tokens", "scorer"):
+        _add_option(parser, PrefillConfig, name, type=PRUNING[name], default=argparse.SUPPRESS)
+    for name, read in PROXIED.items():
+        _add_option(parser, ProxyConfig, name, type=read)
+
+
 def _add_doctor(commands: Any) -> None:
     parser = commands.add_parser("doctor", help="what is installed, and does this pair fit together")
     _add_pair_arguments(parser)
@@ -317,6 +348,14 @@ def _add_pair_arguments(parser: argparse.ArgumentParser) -> None:
         "--calibration",
         help="file of `spec-stack calibrate`, or none (default: the one beside the draft, or what ships for it)",
     )
+
+
+def _add_draft_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--draft", help="draft model: a folder, hub id or GGUF file (default: the embedded one)")
+    parser.add_argument("--tokenizer", help="folder or hub id of its tokenizer (default: the draft's own)")
+    _add_option(parser, LoadConfig, "draft_precision", metavar="|".join(("auto", *PRECISIONS)))
+    parser.add_argument("--device", help="cpu, cuda, cuda:1, … (default: CUDA where there is one)")
+    parser.add_argument("--calibration", help="file of `spec-stack calibrate`, or none")
 
 
 def _add_calibrate_argument(parser: argparse.ArgumentParser, name: str, **how: Any) -> None:

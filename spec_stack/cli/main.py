@@ -1,4 +1,4 @@
-"""spec-stack generate | chat | prune | serve | demo | explain | calibrate | doctor."""
+"""spec-stack generate | chat | prune | serve | proxy | demo | explain | calibrate | doctor."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from spec_stack.cli.arguments import (
     DEMO_TOKENS,
+    PROXIED,
     SERVED,
     SWITCHES,
     answer_options,
@@ -31,13 +32,15 @@ from spec_stack.cli.arguments import (
     served_config,
 )
 from spec_stack.cli.chat import Chat, read_document, status_line
-from spec_stack.config import SessionConfig, SpecStackConfig, how_to_install
+from spec_stack.config import PrefillConfig, SessionConfig, SpecStackConfig, how_to_install
+from spec_stack.proxy.config import ProxyConfig
 from spec_stack.records import add_records, check_record_path
 from spec_stack.serve.config import ServeConfig
 from spec_stack.settings.plugins import import_plugins
 
 if TYPE_CHECKING:
     from spec_stack.api.generator import SpecStackGenerator
+    from spec_stack.api.pruner import Pruner
     from spec_stack.types import StepOutput
 
 
@@ -166,18 +169,22 @@ def _chat(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _prune(arguments: argparse.Namespace) -> int:
+def _load_pruner(arguments: argparse.Namespace, config: PrefillConfig | None = None) -> Pruner:
     from spec_stack.api.pruner import Pruner
 
-    given, body = read_prunable(arguments.file)
-    pruner = Pruner.from_pretrained(
+    return Pruner.from_pretrained(
         arguments.draft,
         arguments.tokenizer,
+        config=config,
         precision=arguments.draft_precision,
         device=arguments.device,
         calibration=False if arguments.calibration == "none" else arguments.calibration,
     )
-    result = pruner.prune(
+
+
+def _prune(arguments: argparse.Namespace) -> int:
+    given, body = read_prunable(arguments.file)
+    result = _load_pruner(arguments).prune(
         given,
         keep_rate=arguments.keep_rate,
         max_tokens=arguments.max_tokens,
@@ -209,6 +216,17 @@ def _serve(arguments: argparse.Namespace) -> int:
     except ImportError as error:
         raise ValueError(f"{error}; {how_to_install('serve')}") from error
     serve(_load(arguments, served_config(arguments)), config)
+    return 0
+
+
+def _proxy(arguments: argparse.Namespace) -> int:
+    config = ProxyConfig(arguments.upstream, **{name: getattr(arguments, name) for name in PROXIED})
+    prefill = prefill_of(arguments)
+    try:
+        from spec_stack.proxy.app import serve_proxy
+    except ImportError as error:
+        raise ValueError(f"{error}; {how_to_install('serve')}") from error
+    serve_proxy(_load_pruner(arguments, prefill), config)
     return 0
 
 
@@ -390,6 +408,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "calibrate": _calibrate,
     "explain": _explain,
     "serve": _serve,
+    "proxy": _proxy,
     "doctor": _doctor,
 }
 

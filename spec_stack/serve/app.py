@@ -23,7 +23,7 @@ from starlette.requests import ClientDisconnect
 from spec_stack.hf.answer_format import AnswerFormat
 from spec_stack.hf.answer_parser import AnswerParser
 from spec_stack.serve.config import ServeConfig
-from spec_stack.serve.http import IGNORED_HEADER, ServerWithHardStop, client_of, new_app, read_body
+from spec_stack.serve.http import IGNORED_HEADER, ServerWithHardStop, client_of, new_app, read_body, until_disconnect
 from spec_stack.serve.process_pool import PooledProcessor, RequestPool
 from spec_stack.serve.processing import ProcessedRequest
 from spec_stack.serve.protocol import FAILED, MAX_CALLS, REQUESTS, BadRequestError, error_body, error_response
@@ -69,7 +69,7 @@ def build_app(
         if pool is None:
             await run_in_threadpool(requests.stop)
 
-    app = new_app(config, worker.metrics, lifespan)
+    app = new_app(worker.metrics, lifespan, config.cors_origins)
     app.state.worker = worker
     endpoint = Endpoint(generator, config, worker, requests)
     for path in REQUESTS:
@@ -180,9 +180,7 @@ class Endpoint:
         """The items of a queued request, which is cancelled when its client disconnects or iteration stops."""
 
         async def watch() -> None:
-            # The body has been read, so only a disconnect can follow.
-            while (await request.receive())["type"] != "http.disconnect":
-                pass
+            await until_disconnect(request)
             self._worker.queue.cancel(queued)
             items.put_nowait(None)
 

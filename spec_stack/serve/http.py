@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from types import FrameType
+from typing import Any, Protocol
 
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request
@@ -18,8 +19,6 @@ from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
-from spec_stack.serve.config import ServeConfig
-from spec_stack.serve.metrics import ServerMetrics
 from spec_stack.serve.protocol import FAILED, BadRequestError, error_response
 from spec_stack.serve.queue import QueueFullError
 
@@ -30,15 +29,26 @@ IGNORED_HEADER = "x-spec-stack-ignored"
 _MAX_DISCARDED_BYTES = 256 << 20
 
 
+class AppMetrics(Protocol):
+    """Metrics of an application. requests: a counter with the label "refused"."""
+
+    requests: Any
+
+    def text(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+
+
 def new_app(
-    config: ServeConfig, metrics: ServerMetrics, lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]
+    metrics: AppMetrics,
+    lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]],
+    cors_origins: Sequence[str] = (),
 ) -> FastAPI:
     """An application with /health, /metrics, CORS and OpenAI errors."""
     app = FastAPI(title="spec_stack", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
-    if config.cors_origins:
+    if cors_origins:
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=list(config.cors_origins),
+            allow_origins=list(cors_origins),
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
             expose_headers=[IGNORED_HEADER],
@@ -98,6 +108,12 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     if num_bytes > max_bytes:
         raise BadRequestError(f"the body is longer than this server takes, {max_bytes} bytes", status=413)
     return b"".join(parts)
+
+
+async def until_disconnect(request: Request) -> None:
+    """Wait until the client disconnects. The body must have been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 class ServerWithHardStop(uvicorn.Server):

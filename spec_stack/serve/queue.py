@@ -7,7 +7,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from spec_stack.hf.prompt import EncodedPrompt
 from spec_stack.types import StepOutput
@@ -42,16 +42,12 @@ StreamItem = OutputChunk | RequestError | None
 
 
 @dataclass(eq=False)
-class QueuedRequest:
-    """A queued request. `deliver` is called in the generating thread."""
+class QueuedWork:
+    """Work that waits in a queue."""
 
     client: str
-    prompt: EncodedPrompt
-    options: Mapping[str, Any]
-    num_choices: int
-    deliver: Callable[[StreamItem], None]
-    is_cancelled: threading.Event = field(default_factory=threading.Event)
-    queued_at: float = field(default_factory=monotonic)
+    is_cancelled: threading.Event = field(default_factory=threading.Event, kw_only=True)
+    queued_at: float = field(default_factory=monotonic, kw_only=True)
 
     def check_cancelled(self) -> None:
         """Raise RequestCancelled if the client has disconnected."""
@@ -59,12 +55,25 @@ class QueuedRequest:
             raise RequestCancelled
 
 
-class RequestQueue:
+@dataclass(eq=False)
+class QueuedRequest(QueuedWork):
+    """A queued request. `deliver` is called in the generating thread."""
+
+    prompt: EncodedPrompt
+    options: Mapping[str, Any]
+    num_choices: int
+    deliver: Callable[[StreamItem], None]
+
+
+Work = TypeVar("Work", bound=QueuedWork)
+
+
+class RequestQueue(Generic[Work]):
     """Requests by client, served round-robin; each client's requests stay in order."""
 
     def __init__(self, max_queued: int, max_per_client: int) -> None:
         self._max_queued, self._max_per_client = max_queued, max_per_client
-        self._clients: OrderedDict[str, deque[QueuedRequest]] = OrderedDict()
+        self._clients: OrderedDict[str, deque[Work]] = OrderedDict()
         self._changed = threading.Condition()
         self._is_closed = False
 
@@ -72,7 +81,7 @@ class RequestQueue:
         with self._changed:
             return sum(map(len, self._clients.values()))
 
-    def add(self, request: QueuedRequest) -> None:
+    def add(self, request: Work) -> None:
         """Append a request to its client's queue. Raises QueueFullError."""
         with self._changed:
             waiting = self._clients.get(request.client, ())
@@ -85,7 +94,7 @@ class RequestQueue:
             self._clients.setdefault(request.client, deque()).append(request)
             self._changed.notify()
 
-    def cancel(self, request: QueuedRequest) -> None:
+    def cancel(self, request: Work) -> None:
         """Cancel a waiting or running request."""
         request.is_cancelled.set()
         with self._changed:
@@ -95,7 +104,7 @@ class RequestQueue:
                 if not requests:
                     del self._clients[request.client]
 
-    def next(self) -> QueuedRequest | None:
+    def next(self) -> Work | None:
         """Wait for and remove a request; its client moves to the end. None once closed and empty."""
         with self._changed:
             while not self._clients:

@@ -29,7 +29,7 @@ class Worker:
     """Answers queued requests, each in a session of its client."""
 
     def __init__(self, generator: SpecStackGenerator, config: ServeConfig) -> None:
-        self.queue = RequestQueue(config.max_queued, config.max_queued_per_client)
+        self.queue: RequestQueue[QueuedRequest] = RequestQueue(config.max_queued, config.max_queued_per_client)
         self.sessions = SessionStore(generator, config.max_sessions, config.remembered_tokens)
         self.metrics = ServerMetrics(self.queue.__len__, self.sessions.__len__)
         self._running: QueuedRequest | None = None

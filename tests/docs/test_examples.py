@@ -17,12 +17,13 @@ PRINTS = {
     "lora.py": "the adapter changes the text: True",
     "openai_server.py": "stopped because of: ",
     "own_policy.py": "cautious",
+    "proxy.py": " kept",
     "quickstart.py": "48213",
     "rag.py": "101 cached",
     "streaming.py": "because of: length",
     "structured.py": "the keys: name, age, is_here",
 }
-_SLOW = {"agent.py", "chat_loop.py", "lora.py", "openai_server.py", "quickstart.py", "rag.py"}
+_SLOW = {"agent.py", "chat_loop.py", "lora.py", "openai_server.py", "proxy.py", "quickstart.py", "rag.py"}
 
 
 @pytest.mark.parametrize(

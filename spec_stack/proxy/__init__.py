@@ -1,0 +1,1 @@
+"""An OpenAI-compatible proxy that prunes prompts before another server (extra `serve`)."""

@@ -1,0 +1,72 @@
+"""The proxy's configuration, with every default and meaning."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from spec_stack.settings.checks import require, require_int, require_number
+from spec_stack.settings.options import documented, option
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_MAX_PORT = 65535
+_COUNTS = ("max_body_bytes", "max_parsed_bytes", "max_queued", "max_queued_per_client", "max_connections")
+_SECONDS = ("deadline_s", "timeout_s", "shutdown_s")
+
+
+@documented
+@dataclass(frozen=True)
+class ProxyConfig:
+    """An OpenAI-compatible proxy that prunes prompts before an upstream server."""
+
+    upstream: str = option("", "URL of the server that answers, with or without /v1: http://127.0.0.1:8000")
+    host: str = option("127.0.0.1", "address to listen on; this one is for programs on the same machine only")
+    port: int = option(8001, "port to listen on, 0 to 65535; 0 takes a free one")
+    marker: str = option("", "stands in a prompt for every gap; nothing by default")
+    deadline_s: float = option(
+        10.0, "seconds that a request waits for its prompt to be scored; then the whole prompt is forwarded"
+    )
+    timeout_s: float = option(600.0, "seconds without a byte from upstream: 504, or a cut stream")
+    max_body_bytes: int = option(32 << 20, "longest body of a request (413)")
+    max_parsed_bytes: int = option(4 << 20, "longest body that is parsed for pruning; longer ones are forwarded whole")
+    max_queued: int = option(64, "prompts that may wait to be scored; more are forwarded whole")
+    max_queued_per_client: int = option(16, "of those, how many of one client")
+    max_conversations: int = option(
+        8,
+        "conversations of which the draft keeps its cache, the least recently used goes first; others are scored anew",
+    )
+    max_connections: int = option(1024, "connections at once; more are refused (503)")
+    shutdown_s: float = option(10.0, "seconds that running requests have left when the proxy is told to end")
+
+    def __post_init__(self) -> None:
+        _check_url(self.upstream)
+        require(isinstance(self.marker, str), f"marker must be a string, got {self.marker!r}")
+        for name in _COUNTS:
+            require_int(name, getattr(self, name), 1)
+        require_int("port", self.port, 0, _MAX_PORT)
+        require_int("max_conversations", self.max_conversations, 0)
+        for name in _SECONDS:
+            require_number(name, getattr(self, name))
+            require(0 < getattr(self, name) < math.inf, f"{name} must be over 0, got {getattr(self, name)!r}")
+        parts = urlsplit(self.upstream)
+        is_itself = parts.port == self.port and {parts.hostname, self.host} <= {*LOOPBACK, "0.0.0.0", "::"}
+        require(not is_itself, f"upstream {self.upstream} is the proxy itself; give it another --port")
+
+    @property
+    def base_url(self) -> str:
+        """The upstream URL in front of /v1."""
+        return self.upstream.rstrip("/").removesuffix("/v1")
+
+
+def _check_url(url: object) -> None:
+    """Raise ValueError unless this is the URL of a server."""
+    wanted = f"upstream must be the URL of a server, such as http://127.0.0.1:8000 or https://host/v1, got {url!r}"
+    require(isinstance(url, str) and url.isprintable() and " " not in url, wanted)
+    try:
+        parts = urlsplit(str(url))
+        is_server = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError as error:
+        raise ValueError(wanted) from error
+    require(is_server and not (parts.query or parts.fragment), wanted)
+    require(parts.username is None, "upstream must not hold a password; clients send their own Authorization header")

@@ -1,0 +1,74 @@
+"""`spec-stack proxy`: what it says before it begins, and that it begins without its upstream server."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from time import monotonic, sleep
+
+import pytest
+
+pytest.importorskip("fastapi")
+import httpx2
+
+from spec_stack.cli.main import main
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--upstream", "localhost:8000"], "upstream must be the URL of a server"),
+        (["--upstream", "http://127.0.0.1:8001"], "is the proxy itself"),
+        (["--upstream", "http://host", "--deadline-s", "0"], "deadline_s must be over 0"),
+        (["--upstream", "http://host", "--keep-rate", "7"], "keep_rate"),
+        (["--upstream", "http://host", "--draft", "/nowhere"], "neither a folder nor a hub id"),
+    ],
+)
+def test_errors_say_what_to_change(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["proxy", "--device", "cpu", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_help_names_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["proxy", "--help"])
+    shown = capsys.readouterr().out
+    for flag in ("--upstream", "--draft", "--tokenizer", "--keep-rate", "--min-prompt-tokens", "--deadline-s"):
+        assert flag in shown
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+@pytest.mark.slow
+def test_it_begins_with_a_warning_before_a_server_that_is_not_there_yet_and_ends_in_time(tmp_path: Path) -> None:
+    port, nobody, said = free_port(), f"http://127.0.0.1:{free_port()}", tmp_path / "said"
+    command = [sys.executable, "-m", "spec_stack", "proxy", "--upstream", nobody, "--port", str(port)]
+    with said.open("w") as err:
+        process = subprocess.Popen([*command, "--device", "cpu", "--shutdown-s", "1"], cwd=ROOT, stderr=err)
+    try:
+        end = monotonic() + 300
+        while True:
+            assert process.poll() is None
+            assert monotonic() < end
+            try:
+                assert httpx2.get(f"http://127.0.0.1:{port}/health").json() == {"status": "ok"}
+                break
+            except httpx2.ConnectError:
+                sleep(0.2)
+        assert httpx2.get(f"http://127.0.0.1:{port}/v1/models").status_code == 502
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+        assert f"{nobody} does not answer yet" in said.read_text()
+    finally:
+        process.kill()
+        process.wait()
+    assert "Traceback" not in said.read_text()

@@ -1,0 +1,245 @@
+"""Requests and responses pass as they are, whatever the upstream server and the client do."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+from collections.abc import Callable
+from statistics import median
+from threading import Event
+from time import monotonic
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+
+from spec_stack import PrefillConfig, Pruner, SpecStackGenerator
+from spec_stack.proxy.config import ProxyConfig
+from spec_stack.serve.app import build_app
+from tests.proxy.conftest import Start
+from tests.proxy.test_pruning import CHAT, CODE, LONG, post, reason
+from tests.support.running_app import RunningApp
+from tests.support.upstream import EVENTS, MALFORMED, TOO_MANY, FakeUpstream
+
+logger = logging.getLogger(__name__)
+HELLO = {"messages": [{"role": "user", "content": "Hello"}]}
+TOOLS: list[Any] = [{"type": "function", "function": {"name": "population", "parameters": {"type": "object"}}}]
+
+
+def until(holds: Callable[[], bool], seconds: float = 30.0) -> bool:
+    pause, end = Event(), monotonic() + seconds
+    while not holds() and monotonic() < end:
+        pause.wait(0.02)
+    return holds()
+
+
+def test_streams_pass_byte_by_byte(start: Start) -> None:
+    url = start().url
+    for body in ({**HELLO, "stream": True}, {"messages": LONG, "stream": True}):
+        response = post(url, CHAT, body)
+        assert response.content == b"".join(EVENTS)
+        assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert post(url, CHAT, HELLO, **{"x-behave": "malformed"}).content == b"".join(MALFORMED)
+
+
+def test_the_first_event_does_not_wait_for_the_second(start: Start) -> None:
+    with httpx2.stream("POST", start().url + CHAT, json=HELLO, headers={"x-behave": "hang_in_stream"}) as response:
+        assert next(response.iter_raw()) == EVENTS[0]
+
+
+def test_an_unmodified_openai_client_is_answered(start: Start, upstream: FakeUpstream) -> None:
+    client = start().client("secret")
+    chunks = list(
+        client.chat.completions.create(
+            model="m", messages=LONG, stream=True, stream_options={"include_usage": True}, extra_body={"top_k": 5}
+        )
+    )
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == "Vienna é"
+    assert chunks[-1].usage.prompt_tokens == 7
+    seen = upstream.seen[-1]
+    assert seen.headers["authorization"] == "Bearer secret"
+    assert (seen.json["top_k"], seen.json["stream_options"]) == (5, {"include_usage": True})
+    assert len(seen.body) < len(CODE) / 2
+
+    messages: list[Any] = [*LONG]
+    answer = client.chat.completions.create(model="m", messages=messages, tools=TOOLS, tool_choice="auto")
+    (call,) = answer.choices[0].message.tool_calls
+    messages += [answer.choices[0].message.to_dict(), {"role": "tool", "tool_call_id": call.id, "content": "77120"}]
+    answer = client.chat.completions.create(model="m", messages=messages, tools=TOOLS, logprobs=True)
+    assert answer.choices[0].message.content == "It says 77120"
+    assert answer.choices[0].logprobs.content[0].logprob == -0.5
+    assert upstream.seen[-1].json["tools"] == TOOLS
+    assert [message["role"] for message in upstream.seen[-1].json["messages"]] == ["user", "assistant", "tool"]
+    raw = client.chat.completions.with_raw_response.create(model="m", messages=LONG)
+    assert raw.headers["x-spec-stack-reason"].startswith("on: ")
+    assert client.models.list().data[0].id == "m"
+    assert client.embeddings.create(model="m", input="x", encoding_format="float").data[0].embedding == [0.5]
+
+
+def test_errors_redirects_cookies_and_encodings_pass_untouched(start: Start, upstream: FakeUpstream) -> None:
+    proxy = start()
+    response = post(proxy.url, CHAT, {"messages": LONG}, **{"x-behave": "too_many"})
+    assert (response.status_code, response.content) == (429, TOO_MANY)
+    assert (response.headers["retry-after"], response.headers["x-ratelimit-remaining"]) == ("7", "0")
+    with pytest.raises(openai.RateLimitError, match="slow down"):
+        proxy.client().chat.completions.create(model="m", messages=LONG, extra_headers={"x-behave": "too_many"})
+    response = post(proxy.url, CHAT, HELLO, **{"x-behave": "redirect"})
+    assert (response.status_code, response.headers["location"]) == (307, "http://192.0.2.1/other")
+    response = post(proxy.url, CHAT, HELLO, **{"x-behave": "cookies"})
+    assert response.headers.get_list("set-cookie") == ["a=1", "b=2"]
+    assert "x-hop" not in response.headers
+    assert "cookie" not in post(proxy.url, CHAT, HELLO).request.headers
+    assert "cookie" not in upstream.seen[-1].headers
+    with httpx2.stream("POST", proxy.url + CHAT, json=HELLO, headers={"x-behave": "gzip"}) as response:
+        assert b"".join(response.iter_raw()) == b"not really"
+        assert response.headers["content-encoding"] == "gzip"
+    assert post(proxy.url, CHAT, b"[]").status_code == 400
+
+
+@pytest.mark.parametrize("behave", ["die_in_stream", "die_in_body"])
+def test_a_response_that_is_cut_is_cut_for_the_client(start: Start, behave: str) -> None:
+    url = start().url
+    with httpx2.stream("POST", url + CHAT, json=HELLO, headers={"x-behave": behave}) as response:
+        assert response.status_code == 200
+        parts = response.iter_raw()
+        assert next(parts) in (EVENTS[0], b'{"id": ')
+        with pytest.raises(httpx2.RemoteProtocolError):
+            next(parts)
+    assert post(url, CHAT, HELLO).status_code == 200
+
+
+def test_without_a_response_it_is_502_or_504(start: Start, upstream: FakeUpstream) -> None:
+    url = start(timeout_s=0.5).url
+    for behave, status in (("die_first", 502), ("nonsense", 502), ("hang", 504)):
+        response = post(url, CHAT, {"messages": LONG}, **{"x-behave": behave})
+        assert response.status_code == status
+        assert response.json()["error"]["type"] == "server_error"
+        assert reason(response).startswith("on: ")
+    with httpx2.stream("POST", url + CHAT, json=HELLO, headers={"x-behave": "hang_in_stream"}) as response:
+        parts = response.iter_raw()
+        assert next(parts) == EVENTS[0]
+        with pytest.raises(httpx2.RemoteProtocolError):
+            next(parts)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        nobody = f"http://127.0.0.1:{free.getsockname()[1]}"
+    response = post(start(nobody).url, CHAT, HELLO)
+    assert (response.status_code, response.json()["error"]["code"]) == (502, 502)
+
+
+@pytest.mark.parametrize("behave", ["hang", "hang_in_stream"])
+def test_a_client_that_leaves_ends_the_upstream_request(start: Start, upstream: FakeUpstream, behave: str) -> None:
+    with socket.create_connection(("127.0.0.1", start().port), timeout=30) as client:
+        body = json.dumps(HELLO).encode()
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\nx-behave: {behave}\r\n\r\n"
+        client.sendall(head.encode() + body)
+        assert until(lambda: len(upstream.seen) == 1)
+        if behave == "hang_in_stream":
+            assert client.recv(100).startswith(b"HTTP/1.1 200")
+    assert upstream.left.wait(30)
+
+
+def test_no_path_leads_elsewhere(start: Start, upstream: FakeUpstream) -> None:
+    other = FakeUpstream()
+    try:
+        proxy = start(f"{upstream.url}/base/v1/")
+        host = other.url.removeprefix("http://")
+        for target, arrives in (
+            (f"{other.url}/x", None),
+            ("/v1/models", "/base/v1/models"),
+            (f"//{host}/x", f"/base//{host}/x"),
+            (f"/@{host}/x?a=b@{host}", f"/base/@{host}/x?a=b@{host}"),
+            ("/../admin", None),
+            ("/v1/%2e%2e/%2E%2e/admin", None),
+            ("/v1/..\\admin", None),
+        ):
+            with socket.create_connection(("127.0.0.1", proxy.port), timeout=30) as client:
+                client.sendall(f"GET {target} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+                status = int(client.makefile("rb").readline().split()[1])
+            assert status in ((400, 404) if arrives is None else (200,)), target
+            if arrives is not None:
+                assert upstream.seen[-1].path == arrives
+        assert len(upstream.seen) == 3
+        assert not other.seen
+    finally:
+        other.stop()
+
+
+def test_a_long_body_is_refused(start: Start, upstream: FakeUpstream) -> None:
+    response = post(start(max_body_bytes=1000).url, CHAT, {"messages": LONG})
+    assert (response.status_code, response.json()["error"]["type"]) == (413, "invalid_request_error")
+    assert not upstream.seen
+
+
+@pytest.mark.slow
+def test_the_endpoint_of_spec_stack_serve_is_an_upstream_server(embedded: SpecStackGenerator, start: Start) -> None:
+    server = RunningApp(build_app(embedded))
+    try:
+        client = start(server.url).client()
+        options: dict[str, Any] = {"model": "spec-stack", "temperature": 0, "max_tokens": 12}
+        pruned = client.chat.completions.create(messages=LONG, **options)
+        whole = client.chat.completions.create(messages=LONG, extra_headers={"x-spec-stack-keep-rate": "1"}, **options)
+        assert pruned.usage.prompt_tokens < whole.usage.prompt_tokens / 2
+        messages = [
+            *LONG,
+            {"role": "assistant", "content": pruned.choices[0].message.content},
+            {"role": "user", "content": "Are you sure?"},
+        ]
+        chunks = list(
+            client.chat.completions.create(
+                messages=messages, stream=True, stream_options={"include_usage": True}, **options
+            )
+        )
+        # The second turn finds the first in the server's session.
+        assert chunks[-1].usage.prompt_tokens_details.cached_tokens > pruned.usage.prompt_tokens / 2
+        with pytest.raises(openai.NotFoundError):
+            client.chat.completions.create(model="other", messages=LONG)
+    finally:
+        server.stop()
+
+
+def test_passing_on_costs_little(start: Start, upstream: FakeUpstream) -> None:
+    proxied, direct = httpx2.Client(base_url=start().url), httpx2.Client(base_url=upstream.url)
+    seconds: dict[str, list[float]] = {"direct": [], "proxied": []}
+    for _ in range(40):
+        for name, client in (("direct", direct), ("proxied", proxied)):
+            began = monotonic()
+            client.post(CHAT, json=HELLO).raise_for_status()
+            seconds[name].append(monotonic() - began)
+    figures = {name: round(1000 * median(taken), 2) for name, taken in seconds.items()}
+    logger.info("milliseconds of a short chat: %s", json.dumps(figures))
+    assert figures["proxied"] < figures["direct"] + 500
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("", "must be the URL of a server"),
+        ("localhost:8000", "must be the URL"),
+        ("ftp://host", "must be the URL"),
+        ("http://", "must be the URL"),
+        ("http://host:99999", "must be the URL"),
+        ("http://host/v1?key=1", "must be the URL"),
+        ("http://ho st", "must be the URL"),
+        ("http://me:secret@host", "password"),
+        ("http://localhost:8001/v1", "is the proxy itself"),
+    ],
+)
+def test_a_wrong_url_is_refused(url: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ProxyConfig(url)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"deadline_s": 0}, {"timeout_s": "1"}, {"max_queued": 0}, {"port": -1}, {"marker": 3}]
+)
+def test_wrong_settings_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        ProxyConfig("http://host", **wrong)
+
+
+def test_the_pruner_names_its_tokenizer_and_limit(pruner: Pruner) -> None:
+    assert pruner.tokenizer("x").input_ids
+    assert pruner.max_positions > PrefillConfig.min_prompt_tokens

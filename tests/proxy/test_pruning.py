@@ -1,0 +1,206 @@
+"""What the proxy leaves out of prompts, what it leaves alone, and what it says of it."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from spec_stack import Pruner
+from tests.proxy.conftest import Start
+from tests.support.upstream import FakeUpstream
+
+CODE = (Path(__file__).parents[2] / "spec_stack" / "prefill" / "words.py").read_text()
+OTHER = (Path(__file__).parents[2] / "spec_stack" / "prefill" / "decide.py").read_text()
+QUESTION = "What is the value of MAX_OCCURRENCES?"
+LONG = [{"role": "user", "content": f"{CODE}\n{QUESTION}"}]
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+
+
+def post(url: str, path: str, body: Any, **headers: str) -> httpx2.Response:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return httpx2.post(url + path, content=content, headers=headers, timeout=120)
+
+
+def reason(response: httpx2.Response) -> str:
+    return response.headers["x-spec-stack-reason"]
+
+
+def test_a_long_chat_is_pruned_and_nothing_else_is_changed(
+    pruner: Pruner, start: Start, upstream: FakeUpstream
+) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}, "description": CODE}}]
+    body = {"messages": LONG, "tools": tools, "tool_choice": "none", "logprobs": True, "model": "m", "unknown": [1.50]}
+    given = {"authorization": "Bearer secret", "x-unknown": "a, b;c", "user-agent": "mine/1"}
+    response = post(start().url, CHAT, body, **given)
+    expected = pruner.prune(LONG)
+    assert response.status_code == 200
+    seen = upstream.seen[-1]
+    assert seen.json == {**body, "messages": expected.messages}
+    assert len(expected.messages[0]["content"]) < len(CODE) / 2
+    assert int(response.headers["x-spec-stack-prompt-tokens"]) == expected.num_tokens
+    assert int(response.headers["x-spec-stack-kept-tokens"]) == expected.num_kept_tokens < expected.num_tokens / 2
+    assert reason(response).startswith("on: ")
+    assert {name: seen.headers[name] for name in given} == given
+    # Of these, the test's own client has sent the last two.
+    assert seen.headers.keys() - given.keys() == {"host", "content-length", "accept", "accept-encoding"}
+    assert seen.headers["host"] == upstream.url.removeprefix("http://")
+
+
+def test_a_short_prompt_and_every_other_path_pass_as_they_are(start: Start, upstream: FakeUpstream) -> None:
+    url = start().url
+    spaced = b'{ "messages" : [{"role":"user","content":"Hi"}],  "seed":1 }'
+    # Code of more bytes than the threshold has tokens, and of fewer tokens.
+    middle = json.dumps({"messages": [{"role": "user", "content": CODE[:900]}]}).encode()
+    for body in (spaced, middle):
+        response = post(url, CHAT, body)
+        assert upstream.seen[-1].body == body
+        assert reason(response) == "off: the prompt is shorter than min_prompt_tokens=400"
+        assert "x-spec-stack-kept-tokens" not in response.headers
+    long = json.dumps({"input": CODE * 3, "messages": LONG}).encode()
+    for path in ("/v1/embeddings", "/v1/responses", "/tokenize?x=%20a&y", "/v1/a%2Fb/"):
+        response = post(url, path, long)
+        assert (upstream.seen[-1].body, upstream.seen[-1].path) == (long, path)
+        assert "x-spec-stack-reason" not in response.headers
+    for method in ("GET", "DELETE", "PUT", "OPTIONS"):
+        assert httpx2.request(method, f"{url}/v1/models").status_code == 200
+        assert upstream.seen[-1].method == method
+
+
+def test_completions_are_pruned_if_they_are_one_text(pruner: Pruner, start: Start, upstream: FakeUpstream) -> None:
+    url, text = start().url, f"{CODE}\n{QUESTION}"
+    shorter = pruner.prune(text).messages
+    post(url, TEXT, {"prompt": text, "max_tokens": 3})
+    assert upstream.seen[-1].json == {"prompt": shorter, "max_tokens": 3}
+    post(url, TEXT, {"prompt": [text]})
+    assert upstream.seen[-1].json == {"prompt": [shorter]}
+    for body in (
+        {"prompt": [text, text]},
+        {"prompt": [1, 2, 3] * 500},
+        {"prompt": text, "echo": True},
+        {"prompt": text, "suffix": "}"},
+        {"prompt": text, "prompt_logprobs": 0},
+    ):
+        response = post(url, TEXT, body)
+        assert upstream.seen[-1].json == body
+        assert reason(response).startswith("off: ")
+
+
+def test_only_texts_are_shorter_and_anthropics_messages_are_pruned_too(
+    pruner: Pruner, start: Start, upstream: FakeUpstream
+) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 300_000}}
+    text = {"type": "text", "text": CODE, "cache_control": {"type": "ephemeral"}}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "text", "text": OTHER}]}
+    messages = [{"role": "user", "content": [image, text, result, {"type": "text", "text": QUESTION}]}]
+    url = start().url
+    for path in (CHAT, "/v1/messages"):
+        body = {"system": CODE, "messages": messages, "max_tokens": 3}
+        post(url, path, body)
+        (message,) = upstream.seen[-1].json["messages"]
+        shorter = message["content"][1].pop("text")
+        assert 0 < len(shorter) < len(CODE) / 2
+        assert message["content"][0] == image
+        assert message["content"][1] == {"type": "text", "cache_control": {"type": "ephemeral"}}
+        assert message["content"][2] == result
+        assert upstream.seen[-1].json["system"] == CODE
+
+
+@pytest.mark.parametrize("max_conversations", [8, 0], ids=["kept", "scored anew"])
+def test_a_later_turn_begins_with_what_the_turn_before_kept(
+    pruner: Pruner, start: Start, upstream: FakeUpstream, max_conversations: int
+) -> None:
+    url = start(max_conversations=max_conversations).url
+    turns = [
+        LONG,
+        [*LONG, {"role": "assistant", "content": "Four."}, {"role": "user", "content": "Are you sure?"}],
+    ]
+    turns.append([*turns[1], {"role": "assistant", "content": "Yes."}, {"role": "user", "content": f"{OTHER}\nWhy?"}])
+    sent = []
+    for messages in turns:
+        post(url, CHAT, {"messages": messages})
+        sent.append(upstream.seen[-1].json["messages"])
+    conversation = pruner.conversation()
+    assert sent == [conversation.prune(messages).messages for messages in turns]
+    assert sent[1][0] == sent[0][0] != LONG[0]
+    assert sent[2][:4] == sent[1] + [turns[2][3]]
+    assert len(sent[2][4]["content"]) < len(OTHER) / 2
+    # The same request again is the same prompt.
+    post(url, CHAT, {"messages": turns[2]})
+    assert upstream.seen[-1].json["messages"] == sent[2]
+
+
+def test_text_that_was_sent_whole_stays_whole_as_the_conversation_grows(start: Start, upstream: FakeUpstream) -> None:
+    url, messages = start().url, []
+    for at in range(6):
+        messages.append({"role": "user", "content": CODE[300 * at : 300 * at + 300]})
+        response = post(url, CHAT, {"messages": messages})
+        assert upstream.seen[-1].json["messages"] == messages
+        messages.append({"role": "assistant", "content": "I see."})
+    assert "shorter" in reason(response)
+    assert int(response.headers["x-spec-stack-prompt-tokens"]) > 400
+    messages.append({"role": "user", "content": f"{OTHER}\nWhy?"})
+    post(url, CHAT, {"messages": messages})
+    sent = upstream.seen[-1].json["messages"]
+    assert sent[:-1] == messages[:-1]
+    assert len(sent[-1]["content"]) < len(OTHER) / 2
+
+
+def test_a_request_sets_its_own_keep_rate(pruner: Pruner, start: Start, upstream: FakeUpstream) -> None:
+    url = start(marker="[gap]").url
+    for keep_rate in ("0.5", "0.1"):
+        post(url, CHAT, {"messages": LONG}, **{"x-spec-stack-keep-rate": keep_rate})
+        expected = pruner.prune(LONG, keep_rate=float(keep_rate), marker="[gap]")
+        assert upstream.seen[-1].json["messages"] == expected.messages
+        assert "[gap]" in expected.messages[0]["content"]
+        assert "x-spec-stack-keep-rate" not in upstream.seen[-1].headers
+    response = post(url, CHAT, {"messages": LONG}, **{"x-spec-stack-keep-rate": "1"})
+    assert upstream.seen[-1].json["messages"] == LONG
+    assert reason(response) == "off: x-spec-stack-keep-rate is 1"
+    for wrong in ("0", "2", "nan", "half"):
+        assert post(url, CHAT, {"messages": LONG}, **{"x-spec-stack-keep-rate": wrong}).status_code == 400
+
+
+def test_a_draft_that_fails_is_busy_or_too_slow_forwards_the_whole_prompt(start: Start, upstream: FakeUpstream) -> None:
+    def whole(url: str, body: dict[str, Any]) -> str:
+        content = json.dumps(body).encode()
+        response = post(url, CHAT, content)
+        assert response.status_code == 200
+        assert content in [seen.body for seen in upstream.seen]
+        return reason(response)
+
+    url = start(max_parsed_bytes=800_000).url
+    assert whole(url, {"messages": [{"role": "user", "content": "\ud800" + CODE}]}).startswith("off: the draft cannot")
+    assert whole(url, {"messages": [{"role": "user", "content": CODE * 100}]}).startswith("off: the prompt is too long")
+    assert whole(url, {"messages": LONG, "x": "y" * 800_000}) == "off: the body is too long to parse"
+    assert whole(url, {"messages": LONG, "x": float("inf")}) == "off: the body is not JSON"
+    assert "deadline_s" in whole(start(deadline_s=0.001).url, {"messages": LONG})
+    url = start(max_queued_per_client=1).url
+    bodies = [{"messages": [{"role": "user", "content": f"{at} {CODE}"}]} for at in range(6)]
+    with ThreadPoolExecutor(6) as pool:
+        reasons = list(pool.map(lambda body: reason(post(url, CHAT, body)), bodies))
+    assert any("busy" in each for each in reasons)
+    assert any(each.startswith("on: ") for each in reasons)
+
+
+def test_metrics_and_health_say_what_was_done(start: Start) -> None:
+    url = start().url
+    post(url, CHAT, {"messages": LONG})
+    post(url, CHAT, {"messages": [{"role": "user", "content": "Hi"}]})
+    post(url, "/v1/embeddings", {"input": "Hi"}, **{"x-behave": "die_first"})
+    lines = httpx2.get(f"{url}/metrics").text.splitlines()
+    for line in (
+        'spec_stack_prompts_total{outcome="pruned"} 1.0',
+        'spec_stack_prompts_total{outcome="short"} 1.0',
+        'spec_stack_requests_total{outcome="ok"} 2.0',
+        'spec_stack_requests_total{outcome="failed"} 1.0',
+        "spec_stack_scoring_seconds_count 1.0",
+        "spec_stack_prompts_waiting 0.0",
+        "spec_stack_sessions 1.0",
+    ):
+        assert line in lines
+    assert httpx2.get(f"{url}/health").json() == {"status": "ok"}
