@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -19,9 +19,6 @@ META_INFO = "spec_stack"
 STATE = "spec_stack"
 """The attribute of SGLang's requests that holds their RequestState."""
 OPTIONS = ("sparse_prefill", "keep_rate", "follow_up", "protect", "explain", "gamma", "policy", "signals")
-OUTCOMES = ("pruned", "not_wanted", "not_possible", "cached", "covered", "no_room", "failed")
-"""Outcomes of a prompt, in few words: for counting, where the reason is for reading. not_wanted: by the request or
-by its length; covered: everything was protected or selected."""
 NESTED = "spec_stack"
 """The key of `custom_params` under which the options may stand by themselves, where an unknown one is refused."""
 
@@ -153,7 +150,7 @@ def _is_span(span: object) -> bool:
 class PrefillReport:
     """How a prompt was prefilled, under the names of the library's metrics.
 
-    outcome: one of OUTCOMES. longest_part_s: the longest part of scoring_s, which other requests wait for.
+    outcome: one of `decide.OUTCOMES`. longest_part_s: the longest part of scoring_s, which other requests wait for.
     num_scored_tokens: tokens decided by importance; num_draft_tokens: those that the draft had to prefill for it.
     num_cached_tokens: inherited from an earlier turn, kept or dropped; num_recalled_tokens: those of them that were
     dropped and are recalled now. policy: None where SGLang's own algorithm, or none, decodes.
@@ -198,6 +195,11 @@ def options_of(request: RunningRequest) -> RequestOptions:
     """The request's options; defaults where it has no state."""
     state = getattr(request, STATE, None)
     return state.options if isinstance(state, RequestState) else _NOTHING_ASKED
+
+
+def position_maps(requests: Sequence[RunningRequest]) -> list[PositionMap | None]:
+    """The maps of a batch; None for each dense prompt."""
+    return [getattr(getattr(request, STATE, None), "positions", None) for request in requests]
 
 
 def attach(request: RunningRequest, state: RequestState) -> None:

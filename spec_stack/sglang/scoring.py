@@ -19,10 +19,9 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from spec_stack.config import PrefillConfig
 from spec_stack.devices import to_device
-from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.importance import Segment, finite, over_queries, segment_weights
 from spec_stack.prefill.queries import Candidates, find_candidates
-from spec_stack.prefill.registry import needs_attention
+from spec_stack.sglang.decide import Prompt
 from spec_stack.sglang.head_votes import LayerQueries, Queries, num_scoring_heads, opening_of_own_heads, over_own_heads
 from spec_stack.sglang.pooled_draft import PooledDraft
 from spec_stack.sglang.protocols import Scheduler
@@ -35,27 +34,6 @@ _LOOK_AHEAD_PER_PART = 4
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """An arrived prompt with its options; equal prompts share a selection while it is remembered.
-
-    extra_key, cache_salt: the tenant boundaries of SGLang's radix cache. end_ids: tokens that end the look-ahead.
-    follow_up: the rule for a continued conversation.
-    """
-
-    token_ids: tuple[int, ...]
-    extra_key: str | None
-    cache_salt: str | None
-    config: PrefillConfig
-    follow_up: str
-    protected: tuple[Span, ...] = ()
-    end_ids: frozenset[int] = frozenset()
-
-    @property
-    def tenant(self) -> tuple[str | None, str | None]:
-        return self.extra_key, self.cache_salt
-
-
-@dataclass(frozen=True)
 class Score:
     """importance: (num_prompt_tokens,), on the host. num_draft_tokens: tokens of the prompt that the draft had to
     prefill.
@@ -63,11 +41,6 @@ class Score:
 
     importance: torch.Tensor
     num_draft_tokens: int
-
-
-def needs_the_draft(config: PrefillConfig) -> bool:
-    """Return whether a scorer uses the draft at all."""
-    return needs_attention(config.scorer)
 
 
 class DraftScorer:
@@ -133,7 +106,7 @@ class DraftScorer:
         num_layers, window = config.num_asked_layers, _window(prompt)
         found = None
         if config.asks_prompt:
-            found = find_candidates(num_tokens, pieces, prompt.protected)
+            found = find_candidates(num_tokens, pieces, prompt.spans)
         num_in_place = 1 if found is None else num_tokens - found.start
         spans = () if found is None else found.repeated
         repeated = [token for span in spans for token in prompt.token_ids[slice(*span)]]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from spec_stack import PrefillConfig
+from spec_stack.sglang.decide import Prompt
 from spec_stack.sglang.draft_pool import DraftPool
-from spec_stack.sglang.scoring import Prompt, _walls
+from spec_stack.sglang.scoring import _walls
 
 
 def test_prompts_on_both_sides_of_a_windows_beginning_share_no_keys() -> None:
