@@ -16,7 +16,7 @@ from spec_stack.sglang import self_test
 from spec_stack.sglang.apply import Applier
 from spec_stack.sglang.calibration import with_calibration
 from spec_stack.sglang.decide import Dense, NeedsScore, Plan, Prompt, decide, plan_scored, plan_unscored
-from spec_stack.sglang.draft_pool import PoolFullError
+from spec_stack.sglang.draft_radix_cache import PoolFullError
 from spec_stack.sglang.drafting import drafting_of
 from spec_stack.sglang.guards import harmless, note_failure, num_failures
 from spec_stack.sglang.known_texts import KnownTexts

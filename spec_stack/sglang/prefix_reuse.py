@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from spec_stack.config import PrefillConfig, SessionConfig
@@ -20,9 +21,9 @@ from spec_stack.prefill.queries import find_candidates
 from spec_stack.prefill.recall import clip_spans, dropped_positions, recall, select_turn, shared_words
 from spec_stack.prefill.rule import Evidence
 from spec_stack.prefill.units import make_units
-from spec_stack.sglang.draft_pool import Ints, num_common
 from spec_stack.sglang.protocols import RunningRequest
 
+Ints = npt.NDArray[np.int64]
 # Forgotten turns whose kept prefix is still known: a cache may hold it for longer than the turn is remembered.
 _MOST_LEADS = 4096
 # Least part of the prompt for a beginning to count: one in four tokens.
@@ -277,3 +278,16 @@ class TurnStore:
                 length = num_common(turn.token_ids, ids)
                 if length:
                     yield number, turn, length
+
+
+def num_common(first: Ints, second: Ints) -> int:
+    """Length of the longest common prefix."""
+    length, at, size = min(len(first), len(second)), 0, 64
+    # Most texts differ soon, and many are compared with each new one.
+    while at < length:
+        stop = min(at + size, length)
+        differs = np.flatnonzero(first[at:stop] != second[at:stop])
+        if len(differs):
+            return at + int(differs[0])
+        at, size = stop, 4 * size
+    return length

@@ -9,7 +9,6 @@ from array import array
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -19,8 +18,9 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from spec_stack.config import PrefillConfig
 from spec_stack.devices import to_device
-from spec_stack.prefill.importance import Segment, finite, over_queries, segment_weights
+from spec_stack.prefill.importance import finite, over_queries, segment_weights
 from spec_stack.prefill.queries import Candidates, find_candidates
+from spec_stack.prefill.scoring import query_segments
 from spec_stack.sglang.decide import Prompt
 from spec_stack.sglang.head_votes import LayerQueries, Queries, num_scoring_heads, opening_of_own_heads, over_own_heads
 from spec_stack.sglang.pooled_draft import PooledDraft
@@ -156,7 +156,7 @@ class DraftScorer:
             yield
             return Score(_over_ranks(own, layers, config, queries).cpu(), num_tokens - num_shared)
         finally:
-            lease.keep(num_agreed)
+            lease.insert(num_agreed)
 
     def _stops(self, start: int, num_in_place: int, prompt: Prompt) -> range:
         """The ends of the prefill parts from `start` on, without the part of the scoring queries.
@@ -228,8 +228,6 @@ def _over_ranks(
 
 
 def _queries_of(found: Candidates, num_in_place: int) -> Queries:
-    """The rows of every segment: those in place, then those behind the prompt."""
-    rows = accumulate((stop - start for start, stop in found.repeated), initial=num_in_place)
-    in_place = [(start - found.start, stop - found.start) for start, stop in found.segments[found.num_repeated :]]
-    segments = map(Segment, [*pairwise(rows), *in_place], found.segments, found.is_question)
-    return Queries(num_in_place, tuple(segments), opening=min(found.opening, num_in_place))
+    sizes = [stop - start for start, stop in found.repeated]
+    segments = query_segments(found, num_in_place, found.start, sizes, found.segments)
+    return Queries(num_in_place, segments, opening=min(found.opening, num_in_place))
