@@ -39,12 +39,7 @@ class Applier:
         """
         positions = None
         if isinstance(decision, Plan) and not decision.prefill.is_whole:
-            positions = _checked_positions(decision)
-            key = PlacedKey.of(positions, request.extra_key)
-            token_ids = array("q", decision.prefill.token_ids)
-            key.place(token_ids)
-            self._remember(request, options, decision)
-            _give(request, token_ids, key)
+            positions = self._prune(request, options, decision)
         elif isinstance(decision, Plan) and decision.prefill.num_recalled:
             # Prefilled as any dense prompt, but the recalled part was chosen: it is cached for every prompt with this
             # prefix.
@@ -52,6 +47,25 @@ class Applier:
         report = self._report(options, decision, scoring_s)
         attach(request, RequestState(options, report, positions))
         self.num_by_outcome[report.outcome] += 1
+
+    def _prune(self, request: RunningRequest, options: RequestOptions, plan: Plan) -> PositionMap | None:
+        """Give the request its kept tokens; at contiguous positions they are an ordinary, shorter prompt."""
+        positions, key = None, request.extra_key
+        token_ids = array("q", plan.prefill.token_ids)
+        if plan.prompt.config.positions == "original":
+            positions = _checked_positions(plan)
+            placed = PlacedKey.of(positions, request.extra_key)
+            placed.place(token_ids)
+            key = placed
+        self._remember(request, options, plan)
+        # The unpadded ones stay whole: SGLang uses them for detokenization and NGRAM.
+        request.origin_input_ids = token_ids
+        request.full_untruncated_fill_ids = array("q")
+        request.extra_key = key
+        if request.logprob_start_len > 0:
+            # SGLang's value for: none of the prompt's tokens.
+            request.logprob_start_len = len(token_ids)
+        return positions
 
     def _remember(self, request: RunningRequest, options: RequestOptions, plan: Plan) -> None:
         prompt, prefill = plan.prompt, plan.prefill
@@ -84,6 +98,7 @@ class Applier:
             longest_part_s=max(scoring_s, default=0.0),
             policy=self._policy(options),
             kept_spans=_spans_of(shown) if options.explain else None,
+            positions=None if prefill is None or prefill.is_whole else prompt.config.positions,
         )
 
     def _policy(self, options: RequestOptions) -> str | None:
@@ -102,17 +117,6 @@ def _checked_positions(plan: Plan) -> PositionMap:
     ):
         raise RuntimeError("a pruned prompt's slots are not mapped to its original positions")
     return positions
-
-
-def _give(request: RunningRequest, token_ids: array[int], key: str) -> None:
-    """Replace the request's input ids and radix key."""
-    # The unpadded ones stay whole: SGLang uses them for detokenization and NGRAM.
-    request.origin_input_ids = token_ids
-    request.full_untruncated_fill_ids = array("q")
-    request.extra_key = key
-    if request.logprob_start_len > 0:
-        # SGLang's value for: none of the prompt's tokens.
-        request.logprob_start_len = len(token_ids)
 
 
 def _shown_positions(plan: Plan) -> Sequence[int]:

@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any
 
 import torch
 
@@ -15,8 +16,12 @@ from spec_stack.config import PrefillConfig, SessionConfig
 from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.decide import decide_scoring
 from spec_stack.prefill.registry import needs_attention
-from spec_stack.sglang.prefix_reuse import CachedPrefix, PrefillPlan, new_spans, plan_prefill
-from spec_stack.tokenizers.chat_turns import Protected
+from spec_stack.sglang.prefix_reuse import CachedPrefix, PrefillPlan, TurnStore, new_spans, plan_prefill
+from spec_stack.tokenizers.chat_turns import ChatTurns, Protected
+from spec_stack.tokenizers.pieces import Pieces
+
+# The same prompt repeats at once with n replies, and after a client's retry.
+_MOST_PLANS = 16
 
 OUTCOMES = ("pruned", "not_wanted", "not_possible", "cached", "covered", "no_room", "failed")
 """Outcomes of a prompt, in few words: for counting, where the reason is for reading. not_wanted: by the request or
@@ -90,30 +95,51 @@ class NeedsScore:
         return self.recalls and not self.prunes
 
 
-class KnownText(Protocol):
-    """What a server knows of a prompt."""
+class KnownTexts:
+    """What a server knows of its prompts: the radix cache, earlier turns, recent plans, the tokenizer.
+
+    num_cached: a prompt's prefix tokens whose KV the target has, were it prefilled densely. most_tokens: of all
+    remembered turns.
+    """
+
+    def __init__(
+        self, tokenizer: Any, chat_template: str | None, num_cached: Callable[[Prompt], int], most_tokens: int
+    ) -> None:
+        self.template = ChatTurns.learn(tokenizer, chat_template)
+        self.turns = TurnStore(most_tokens)
+        self.num_cached = num_cached
+        self._pieces = None if tokenizer is None else Pieces(tokenizer)
+        self._plans: OrderedDict[Prompt, Plan] = OrderedDict()
 
     def protected(self, prompt: Prompt) -> Protected:
         """System messages and the chat template's tokens."""
+        return self.template.protected(prompt.token_ids)
 
-    def token_texts(self, prompt: Prompt) -> Sequence[str] | None:
+    def token_texts(self, prompt: Prompt) -> list[str] | None:
         """The text of every token; None without a tokenizer."""
-
-    def num_cached(self, prompt: Prompt) -> int:
-        """Prefix tokens whose KV the target has, were the prompt prefilled densely."""
-
-    def num_unchosen(self, prompt: Prompt, num_cached: int) -> int:
-        """Of num_cached prefix tokens, those that no earlier turn's selection brought into the cache."""
-
-    def cached_prefix(self, prompt: Prompt) -> CachedPrefix:
-        """The prefix that an earlier turn was given."""
+        return None if self._pieces is None else self._pieces.of(prompt.token_ids)
 
     def plan_of(self, prompt: Prompt) -> Plan | None:
         """The plan of an equal prompt."""
+        return self._plans.get(prompt)
+
+    def remember(self, plan: Plan) -> bool:
+        """Remember a plan by its prompt. Returns whether it is new."""
+        is_new = plan.prompt not in self._plans
+        self._plans[plan.prompt] = replace(plan, num_scored_tokens=0, num_draft_tokens=0)
+        self._plans.move_to_end(plan.prompt)
+        if len(self._plans) > _MOST_PLANS:
+            self._plans.popitem(last=False)
+        return is_new
+
+    def clear(self) -> None:
+        """Forget earlier turns and plans."""
+        self._plans.clear()
+        self.turns.clear()
 
 
 def decide(
-    prompt: Prompt, known: KnownText, recall: SessionConfig, refusal: str | None = None
+    prompt: Prompt, known: KnownTexts, recall: SessionConfig, refusal: str | None = None
 ) -> Dense | Plan | NeedsScore:
     """Decide how a prompt is prefilled. refusal: why it cannot be pruned, or None."""
     num_tokens = len(prompt.token_ids)
@@ -139,20 +165,20 @@ def decide(
     return plan_scored(needs, None, 0, known, recall)
 
 
-def _reused_prefix(prompt: Prompt, known: KnownText) -> tuple[CachedPrefix, bool]:
+def _reused_prefix(prompt: Prompt, known: KnownTexts) -> tuple[CachedPrefix, bool]:
     """The inherited prefix, and whether it is a dense one in the radix cache rather than an earlier turn's selection.
 
     The longer one; of equal ones the dense one.
     """
     if prompt.follow_up == "afresh":
         return CachedPrefix(), False
-    inherited = known.cached_prefix(prompt)
+    inherited = known.turns.find(prompt.tenant, prompt.token_ids)
     if prompt.config.sparse_prefill == "on":
         return inherited, False
     num_cached = known.num_cached(prompt)
     if num_cached >= inherited.num_tokens:
         # A selection for another question says nothing about this prompt.
-        num_cached = known.num_unchosen(prompt, num_cached)
+        num_cached = known.turns.num_unchosen(prompt.tenant, prompt.token_ids, num_cached)
     if num_cached < inherited.num_tokens:
         return inherited, False
     return CachedPrefix.dense(num_cached), True
@@ -168,7 +194,7 @@ def _needs(prompt: Prompt, prefix: CachedPrefix, reason: str, recall: SessionCon
 
 
 def plan_scored(
-    needs: NeedsScore, importance: torch.Tensor | None, num_draft_tokens: int, known: KnownText, recall: SessionConfig
+    needs: NeedsScore, importance: torch.Tensor | None, num_draft_tokens: int, known: KnownTexts, recall: SessionConfig
 ) -> Plan:
     """The plan by a score. importance: (num_prompt_tokens,); None where the rule needs none."""
     prompt, prefix = needs.prompt, needs.prefix

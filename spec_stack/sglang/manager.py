@@ -8,18 +8,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
 from spec_stack.sglang import self_test
 from spec_stack.sglang.apply import Applier
 from spec_stack.sglang.calibration import with_calibration
-from spec_stack.sglang.decide import Dense, NeedsScore, Plan, Prompt, decide, plan_scored, plan_unscored
+from spec_stack.sglang.decide import Dense, KnownTexts, NeedsScore, Plan, Prompt, decide, plan_scored, plan_unscored
 from spec_stack.sglang.draft_radix_cache import PoolFullError
 from spec_stack.sglang.drafting import drafting_of
 from spec_stack.sglang.guards import harmless, note_failure, num_failures
-from spec_stack.sglang.known_texts import KnownTexts
 from spec_stack.sglang.launch_notes import follow_up_note, prunes, pruning_note, slots_note
 from spec_stack.sglang.pooled_draft import PooledDraft
 from spec_stack.sglang.protocols import RunningRequest, Scheduler
@@ -74,7 +73,7 @@ class SparsePrefillManager:
             scheduler.model_config.hf_text_config,
             model.runner.model_config.hf_text_config,
         )
-        self._refusal = model.refusal
+        self._pruning, self._refusal = model.pruning, model.refusal
         # A draft with slots of its own cannot score.
         self.prunes = self._refusal is None and self.config.prefill.sparse_prefill != "draft_only"
         decode_interval = self.config.prefill_decode_interval if prunes(self.config, self._refusal) else 0
@@ -93,7 +92,8 @@ class SparsePrefillManager:
         if self.prunes:
             seconds = self_test.run(scheduler, self._testing_scorer(model), self.config.prefill)
             logger.info("%s: a synthetic prompt went through every part in %.2f s", NAME, seconds)
-            self.config = with_threshold(self.config, scheduler.tp_worker.model_runner, model.runner)
+            if self._pruning.untested is None:
+                self.config = with_threshold(self.config, scheduler.tp_worker.model_runner, model.runner)
         self._applier = Applier(self.config, self._known.turns)
         self._announce()
 
@@ -118,6 +118,8 @@ class SparsePrefillManager:
         self._drafting.announce(config, self._refusal)
         level = logging.WARNING if self._refusal or prunes(config, self._refusal) else logging.INFO
         logger.log(level, "%s: %s", NAME, pruning_note(config, self._refusal, self._known.template.unrecognised))
+        if self._pruning.note:
+            logger.info("%s: %s", NAME, self._pruning.note)
         if prunes(config, self._refusal):
             pool, num_tokens = self._scorer.pool_state(), self._scheduler.token_to_kv_pool_allocator.size
             logger.info("%s: %s", NAME, follow_up_note(config, pool, num_tokens))
@@ -148,18 +150,21 @@ class SparsePrefillManager:
 
     def _on_request(self, request: RunningRequest) -> None:
         options = self._options(request)
-        decision = self._decide(self._prompt(request, options), self._refusal or dense_reason(request))
+        prompt = self._prompt(request, options)
+        refusal = self._pruning.refusal(prompt.config.positions) or dense_reason(request)
+        decision = self._decide(prompt, refusal)
         if isinstance(decision, NeedsScore):
             self._pending.append(PendingScore(request, options, decision))
         else:
             self._apply(request, options, decision)
 
     def _prompt(self, request: RunningRequest, options: RequestOptions) -> Prompt:
+        positions = self._pruning.positions(options.positions)
         return Prompt(
             tuple(request.origin_input_ids),
             request.extra_key,
             request.cache_salt,
-            options.prefill(self.config),
+            replace(options.prefill(self.config), positions=positions),
             options.follow_up or self.config.follow_up,
             None if options.protect is None else Protected(options.protect),
             frozenset(self._end_ids(request)),
@@ -381,6 +386,7 @@ class SparsePrefillManager:
             "settings": asdict(self.config),
             "prompts_are_pruned": self.prunes,
             "why_not": self._refusal or "",
+            "positions": self._pruning.default,
             "unrecognised": self._known.template.unrecognised,
             "num_requests": dict(self._applier.num_by_outcome),
             "num_waiting_for_their_score": len(self._pending),

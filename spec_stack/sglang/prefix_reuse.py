@@ -113,8 +113,12 @@ def plan_prefill(
             words = shared_words(prompt_ids, units, find_candidates(len(prompt_ids), pieces, protected))
         recalled = recall(wanted, dropped, units, config, recalling, words)
     evidence = Evidence(prompt_ids, None, protected, pieces, importance)
-    turn = select_turn(evidence, beginning.positions, start, recalled, config if prunes else None, protected)
-    positions = (*beginning.positions[: turn.num_held], *turn.positions)
+    # At contiguous positions recalled text goes back to its place, and what is behind it is prefilled again.
+    in_place = config.positions == "contiguous"
+    held = sorted(beginning.positions) if in_place else beginning.positions
+    rule = config if prunes else None
+    turn = select_turn(evidence, held, start, recalled, rule, protected, in_place=in_place)
+    positions = (*held[: turn.num_held], *turn.positions)
     token_ids = tuple(prompt_ids[position] for position in positions)
     return PrefillPlan(token_ids, positions, len(prompt_ids), start, len(recalled))
 

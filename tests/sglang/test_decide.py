@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from spec_stack.config import PrefillConfig, SessionConfig
-from spec_stack.sglang.decide import Dense, NeedsScore, Plan, Prompt, decide, plan_scored, plan_unscored
-from spec_stack.sglang.known_texts import KnownTexts
+from spec_stack.sglang.decide import Dense, KnownTexts, NeedsScore, Plan, Prompt, decide, plan_scored, plan_unscored
 
 CONFIG = PrefillConfig(min_prompt_tokens=400)
 RECALL = SessionConfig()
