@@ -117,26 +117,35 @@ def _capture_candidates(
         num_in_place = _num_queries(captured)
         if found.repeated and num_layers is None:
             draft.checkpoint()
-        rows: list[Span] = []
+        sizes: list[int] = []
         # A draft with other tokens has another number of queries per segment.
         for part in [found.repeated] if ranges is None else [(segment,) for segment in found.repeated]:
             begin, token_ids = _num_queries(captured), [token for span in part for token in prompt_ids[slice(*span)]]
             positions = range(draft.next_position, draft.next_position + len(token_ids))
             if token_ids:
                 draft.prefill(token_ids, positions, num_layers=num_layers)
-            sizes = [stop - start for start, stop in part] if ranges is None else [_num_queries(captured) - begin]
-            rows += pairwise(accumulate(sizes, initial=begin))
+            sizes += [stop - start for start, stop in part] if ranges is None else [_num_queries(captured) - begin]
     if draft.next_position > num_tokens:
         draft.rollback(draft.next_position - num_tokens)
-    first = num_draft_tokens - num_in_place
-    rows += [(max(start - first, 0), stop - first) for start, stop in spans[found.num_repeated :]]
-    segments = [
-        Segment(row, span, mark)
-        for row, span, mark in zip(rows, spans, found.is_question, strict=True)
-        if row[0] < row[1] and span[0] < span[1]
-    ]
+    segments = query_segments(found, num_in_place, num_draft_tokens - num_in_place, sizes, spans)
     opening = num_draft_tokens - _draft_start(num_tokens - found.opening, ranges)
     return CapturedAttention.of(captured, num_draft_tokens, num_in_place, ranges, segments, min(opening, num_in_place))
+
+
+def query_segments(
+    found: Candidates, num_in_place: int, first: int, sizes: Sequence[int], spans: Sequence[Span]
+) -> tuple[Segment, ...]:
+    """The segments of the scoring queries: those in place come first, then those that were repeated.
+
+    first: the first token in place. sizes: queries of every repeated segment. spans: the tokens of every segment.
+    """
+    repeated = pairwise(accumulate(sizes, initial=num_in_place))
+    in_place = [(max(start - first, 0), stop - first) for start, stop in spans[found.num_repeated :]]
+    return tuple(
+        Segment(row, span, mark)
+        for row, span, mark in zip([*repeated, *in_place], spans, found.is_question, strict=True)
+        if row[0] < row[1] and span[0] < span[1]
+    )
 
 
 def _in_draft_tokens(num_tokens: int, tokenization: DraftTokenization | None) -> tuple[int, Sequence[Span] | None]:

@@ -15,7 +15,6 @@ from spec_stack.prefill.registry import needs_attention
 
 # Token counts of the timed forwards; a longer one runs where the earlier ones do not tell a token's time. A large model
 # on a CPU takes seconds for the second one.
-# model on a CPU takes seconds for the second one.
 LENGTHS = (128, 512, 1024, 2048, 4096)
 _REPEATS = 3
 # A forward at least this long is not repeated: disturbances are milliseconds.

@@ -12,9 +12,9 @@ from typing import Any
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from spec_stack.sglang import seams
-from spec_stack.sglang.admission import RequestPruner
-from spec_stack.sglang.batch_positions import positions_of, positions_one_by_one
 from spec_stack.sglang.guards import harmless, note_failure
+from spec_stack.sglang.manager import SparsePrefillManager
+from spec_stack.sglang.positions import positions_of
 from spec_stack.sglang.protocols import RunningRequest, Scheduler
 from spec_stack.sglang.radix_keys import place_tokens
 from spec_stack.sglang.reports import (
@@ -25,7 +25,7 @@ from spec_stack.sglang.reports import (
     vllm_metrics,
     with_report,
 )
-from spec_stack.sglang.request_state import META_INFO, STATE, RequestOptions
+from spec_stack.sglang.request_state import META_INFO, STATE, RequestOptions, position_maps
 from spec_stack.sglang.server_args import ENVIRONMENT, ServerConfig, add_flags
 from spec_stack.sglang.support import NAME
 
@@ -136,9 +136,9 @@ async def _report_in_response(handle: Callable[..., Any], serving: Any, *args: A
 def _show_state(get: Callable[..., Any], scheduler: Scheduler, *args: Any, **kwargs: Any) -> Any:
     output = get(scheduler, *args, **kwargs)
     with harmless("showing the state", "/server_info has none"):
-        pruner = RequestPruner.of(scheduler)
-        if pruner is not None:
-            output.internal_state[META_INFO] = pruner.state()
+        manager = SparsePrefillManager.of(scheduler)
+        if manager is not None:
+            output.internal_state[META_INFO] = manager.state()
     return output
 
 
@@ -153,34 +153,30 @@ def _load_before_the_pools(init: Callable[..., None], scheduler: Scheduler) -> N
 def _decide_at_the_queue(
     add: Callable[..., Any], scheduler: Scheduler, request: RunningRequest, *args: Any, **kwargs: Any
 ) -> Any:
-    pruner = RequestPruner.of(scheduler)
-    if pruner is None:
+    manager = SparsePrefillManager.of(scheduler)
+    if manager is None:
         return add(scheduler, request, *args, **kwargs)
-    pruner.arrive(request)
+    manager.on_request(request)
     result = add(scheduler, request, *args, **kwargs)
-    pruner.after_queueing(request)
+    manager.after_queueing(request)
     return result
 
 
 def _score_between_batches(next_batch: Callable[..., Any], scheduler: Scheduler, *args: Any, **kwargs: Any) -> Any:
-    pruner = RequestPruner.of(scheduler)
-    if pruner is None:
+    manager = SparsePrefillManager.of(scheduler)
+    if manager is None:
         if _config().scoring_model is not None:
             raise RuntimeError(f"{NAME} cannot score: SGLang did not apply its hooks on {', '.join(HOOKS_BESIDE)}")
         return next_batch(scheduler, *args, **kwargs)
-    pruner.work()
-    with pruner.unscored_set_aside():
+    manager.step()
+    with manager.unscored_set_aside():
         return next_batch(scheduler, *args, **kwargs)
 
 
 def _map_positions(init_new: Callable[..., Any], cls: type, batch: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
     forward_batch = init_new(cls, batch, runner, *args, **kwargs)
-    try:
-        mapped = positions_of(forward_batch, batch.reqs, runner)
-    except Exception:
-        # At wrong positions every token would be wrong, so there is a slow fallback.
-        note_failure("mapping positions", "they are mapped one by one")
-        mapped = positions_one_by_one(forward_batch, batch.reqs, runner)
+    # Not guarded: at wrong positions every token would be wrong. A map was tried before its request was pruned.
+    mapped = positions_of(forward_batch, position_maps(batch.reqs or ()), runner)
     if mapped is not None:
         forward_batch.positions = mapped
     slots = getattr(runner, STATE, None)

@@ -25,7 +25,7 @@ from spec_stack.sglang.launch_notes import (
     states_note,
 )
 from spec_stack.sglang.server_args import ServerConfig
-from spec_stack.sglang.support import NAME, backend_maps_positions, pruning_refusal, require_slots, scoring_refusal
+from spec_stack.sglang.support import NAME, backend_maps_positions, pruning_of, require_slots, scoring_refusal
 from spec_stack.tokenizers.chat_turns import ChatTurns
 
 
@@ -77,15 +77,16 @@ def _check(arguments: list[str], report: dict[str, Any]) -> None:
         tokenizer = get_tokenizer(path, trust_remote_code=resolved.trust_remote_code)
     report["vocabularies"] = _vocabularies(models, tokenizer, scoring, resolved.trust_remote_code)
     target_text, draft_text = (model.hf_text_config for model in models)
-    if algorithm == NAME:
-        refusal = pruning_refusal(resolved, *models)
-    elif (refusal := scoring_refusal(resolved, algorithm, *models)) is not None:
+    pruning = pruning_of(config.positions, resolved, *models, algorithm=algorithm)
+    refusal = pruning.refusal(pruning.default)
+    if algorithm != NAME and (refusal := scoring_refusal(resolved, algorithm, *models, config.positions)) is not None:
         raise ValueError(f"--spec-stack-scoring-model does not work here: {refusal}")
     config = with_calibration(config, scoring, target_text, draft_text)
     if algorithm == NAME and config.prefill.sparse_prefill == "draft_only":
         require_slots(resolved, models[1])
     turns = ChatTurns.learn(tokenizer, resolved.chat_template)
     report["prompts"] = pruning_note(config, refusal, turns.unrecognised)
+    report["positions"] = pruning.note or pruning.default
     report["drafting"] = drafting_note(config) if algorithm == NAME else f"{algorithm or 'none'}, by SGLang itself"
     sizes = _sizes_to_capture(resolved)
     backend = resolved.decode_attention_backend or resolved.attention_backend

@@ -19,7 +19,7 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from spec_stack.devices import to_device
-from spec_stack.sglang.draft_pool import DraftPool, Ints
+from spec_stack.sglang.draft_radix_cache import DraftRadixCache, Ints
 from spec_stack.sglang.head_votes import LayerQueries
 from spec_stack.sglang.tiled_attention import Window, attend
 
@@ -33,7 +33,7 @@ class PooledDraft:
 
     def __init__(self, runner: Any, num_tokens: int) -> None:
         self._runner = runner
-        self.index = DraftPool(num_tokens)
+        self.index = DraftRadixCache(num_tokens)
         self._attention = _PoolAttention(
             [module for module in runner.model.modules() if isinstance(module, RadixAttention)],
             num_tokens,

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from spec_stack.devices import to_device
+from spec_stack.sglang.protocols import Runner
+from spec_stack.sglang.support import draft_positions_are_mapped
 
 
 class PositionMap:
@@ -85,6 +87,28 @@ class BatchOffsets:
 # A batch stays the same for many steps, for the draft and for the target.
 batch_map = lru_cache(maxsize=8)(BatchMap)
 batch_offsets = lru_cache(maxsize=8)(BatchOffsets)
+
+
+def positions_of(forward_batch: Any, maps: Sequence[PositionMap | None], runner: Runner) -> torch.Tensor | None:
+    """Original positions for a batch whose positions are slots; None to leave it unchanged.
+
+    maps: as in `BatchMap`. Covers prefill, chunked prefill, prefill after a retraction, mixed batches, decoding,
+    drafting and verification. Computed from host data, without a device synchronisation.
+    """
+    slots, mode, lengths = forward_batch.positions, forward_batch.forward_mode, forward_batch.extend_seq_lens_cpu
+    if not any(maps) or slots is None or mode.is_idle():
+        return None
+    if runner.is_draft_worker and not draft_positions_are_mapped(runner):
+        return None
+    if mode.is_decode() or mode.is_target_verify():
+        return batch_offsets(tuple(maps), slots.device)(slots)
+    if lengths is None:
+        if slots.numel() % len(maps):
+            raise RuntimeError(f"{slots.numel()} positions cannot be shared evenly by {len(maps)} requests")
+        lengths = [slots.numel() // len(maps)] * len(maps)
+    return batch_map(tuple(maps), bool(runner.is_draft_worker), slots.device)(
+        slots, [int(length) for length in lengths]
+    )
 
 
 @contextmanager

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from spec_stack.sglang.guards import note_failure
 from spec_stack.sglang.positions import PositionMap
 
 _SHIFT = 32
@@ -25,7 +24,6 @@ class PlacedKey(str):
     """
 
     namespace: str | None
-    _positions: PositionMap
     _moved: np.ndarray[Any, np.dtype[np.int64]]
     _moved_after: int
 
@@ -33,7 +31,6 @@ class PlacedKey(str):
     def of(cls, positions: PositionMap, namespace: str | None) -> PlacedKey:
         key = cls("placed by spec_stack")
         key.namespace = namespace
-        key._positions = positions
         kept = positions.target.numpy()
         key._moved = (kept - np.arange(len(kept))) << _SHIFT
         key._moved_after = positions.num_dropped << _SHIFT
@@ -47,12 +44,6 @@ class PlacedKey(str):
         ids[num_kept:] += self._moved_after
         return array("q", ids.tobytes())
 
-    def place_one_by_one(self, token_ids: Sequence[int]) -> array[int]:
-        """The fallback of `place`, token by token: a wrong key would match other KV."""
-        kept, num_dropped = self._positions.target.tolist(), self._positions.num_dropped
-        moved = (kept[at] - at if at < len(kept) else num_dropped for at in range(len(token_ids)))
-        return array("q", [int(token) + (by << _SHIFT) for token, by in zip(token_ids, moved, strict=True)])
-
 
 def place_tokens(
     init: Callable[..., None], key: Any, token_ids: Any, extra_key: Any = None, *args: Any, **kwargs: Any
@@ -62,10 +53,5 @@ def place_tokens(
     Slices of a key get placed tokens and the plain namespace, so nothing is placed twice.
     """
     if isinstance(extra_key, PlacedKey):
-        try:
-            placed = extra_key.place(token_ids)
-        except Exception:
-            note_failure("making a radix key", "it is made token by token")
-            placed = extra_key.place_one_by_one(token_ids)
-        token_ids, extra_key = placed, extra_key.namespace
+        token_ids, extra_key = extra_key.place(token_ids), extra_key.namespace
     init(key, token_ids, extra_key, *args, **kwargs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -12,21 +12,21 @@ from spec_stack.controller.registry import check_batch_policy
 from spec_stack.prefill.alignment import Span
 from spec_stack.sglang.positions import PositionMap
 from spec_stack.sglang.protocols import RunningRequest
-from spec_stack.sglang.server_args import FOLLOW_UPS, ServerConfig
+from spec_stack.sglang.server_args import FOLLOW_UPS, POSITIONS, ServerConfig
 
 META_INFO = "spec_stack"
 """The key of a reply's meta info, and of what SGLang carries there token by token."""
 STATE = "spec_stack"
 """The attribute of SGLang's requests that holds their RequestState."""
-OPTIONS = ("sparse_prefill", "keep_rate", "follow_up", "protect", "explain", "gamma", "policy", "signals")
-OUTCOMES = ("pruned", "not_wanted", "not_possible", "cached", "covered", "no_room", "failed")
-"""Outcomes of a prompt, in few words: for counting, where the reason is for reading. not_wanted: by the request or
-by its length; covered: everything was protected or selected."""
+OPTIONS = (
+    *("sparse_prefill", "keep_rate", "follow_up", "positions", "protect", "explain"),
+    *("gamma", "policy", "signals"),
+)
 NESTED = "spec_stack"
 """The key of `custom_params` under which the options may stand by themselves, where an unknown one is refused."""
 
 # Without effect where only the draft goes without a part of a prompt.
-_OF_SPARSE_PREFILL = ("keep_rate", "follow_up")
+_OF_SPARSE_PREFILL = ("keep_rate", "follow_up", "positions")
 # More than any model's context: a span that ends after it is a mistake.
 _MOST_TOKENS = 16_777_216
 
@@ -36,14 +36,15 @@ class RequestOptions:
     """A request's options; None is the server's default.
 
     sparse_prefill: "on" prunes at any length, whatever is cached. keep_rate: share of the prompt that the target
-    prefills. follow_up: the rule for earlier turns' text. protect: half-open token spans kept whole, in place of the
-    recognised system messages and template. explain: report the kept spans. gamma, policy: how far to draft, see
-    `BatchPolicy`. signals: report the draft's confidence and entropy per proposed token.
+    prefills. follow_up: the rule for earlier turns' text. positions: those of the kept tokens. protect: half-open token
+    spans kept whole, in place of the recognised system messages and template. explain: report the kept spans. gamma,
+    policy: how far to draft, see `BatchPolicy`. signals: report the draft's confidence and entropy per proposed token.
     """
 
     sparse_prefill: SparsePrefill | None = None
     keep_rate: float | None = None
     follow_up: str | None = None
+    positions: str | None = None
     protect: tuple[Span, ...] | None = None
     explain: bool | None = None
     gamma: int | None = None
@@ -85,6 +86,8 @@ class RequestOptions:
                 )
         if self.follow_up is not None and self.follow_up not in FOLLOW_UPS:
             raise ValueError(f"follow_up must be one of {', '.join(FOLLOW_UPS)}, got {self.follow_up!r}")
+        if self.positions is not None and self.positions not in POSITIONS:
+            raise ValueError(f"positions must be one of {', '.join(POSITIONS)}, got {self.positions!r}")
         if config.scoring_model is not None:
             asked = [name for name in ("gamma", "policy") if getattr(self, name) is not None]
             asked += ["signals"] * bool(self.signals)
@@ -153,10 +156,11 @@ def _is_span(span: object) -> bool:
 class PrefillReport:
     """How a prompt was prefilled, under the names of the library's metrics.
 
-    outcome: one of OUTCOMES. longest_part_s: the longest part of scoring_s, which other requests wait for.
+    outcome: one of `decide.OUTCOMES`. longest_part_s: the longest part of scoring_s, which other requests wait for.
     num_scored_tokens: tokens decided by importance; num_draft_tokens: those that the draft had to prefill for it.
     num_cached_tokens: inherited from an earlier turn, kept or dropped; num_recalled_tokens: those of them that were
-    dropped and are recalled now. policy: None where SGLang's own algorithm, or none, decodes.
+    dropped and are recalled now. policy: None where SGLang's own algorithm, or none, decodes. positions: those of a
+    pruned prompt's tokens.
     """
 
     num_prompt_tokens: int
@@ -175,16 +179,17 @@ class PrefillReport:
     policy: str | None
     kept_spans: tuple[Span, ...] | None = None
     longest_part_s: float = 0.0
+    positions: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """The reply's report: kept_spans only where requested, no policy where there is none."""
-        optional = ("kept_spans", "policy")
+        """The reply's report: kept_spans only where requested, no policy or positions where there are none."""
+        optional = ("kept_spans", "policy", "positions")
         return {name: value for name, value in asdict(self).items() if name not in optional or value is not None}
 
 
 @dataclass(frozen=True)
 class RequestState:
-    """Attached to a request inside the scheduler. positions is None for a dense prompt."""
+    """Attached to a request inside the scheduler. positions: of a pruned prompt at its original ones."""
 
     options: RequestOptions
     report: PrefillReport
@@ -198,6 +203,11 @@ def options_of(request: RunningRequest) -> RequestOptions:
     """The request's options; defaults where it has no state."""
     state = getattr(request, STATE, None)
     return state.options if isinstance(state, RequestState) else _NOTHING_ASKED
+
+
+def position_maps(requests: Sequence[RunningRequest]) -> list[PositionMap | None]:
+    """The maps of a batch; None for each dense prompt."""
+    return [getattr(getattr(request, STATE, None), "positions", None) for request in requests]
 
 
 def attach(request: RunningRequest, state: RequestState) -> None:

@@ -9,7 +9,6 @@ from array import array
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -19,10 +18,10 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from spec_stack.config import PrefillConfig
 from spec_stack.devices import to_device
-from spec_stack.prefill.alignment import Span
-from spec_stack.prefill.importance import Segment, finite, over_queries, segment_weights
+from spec_stack.prefill.importance import finite, over_queries, segment_weights
 from spec_stack.prefill.queries import Candidates, find_candidates
-from spec_stack.prefill.registry import needs_attention
+from spec_stack.prefill.scoring import query_segments
+from spec_stack.sglang.decide import Prompt
 from spec_stack.sglang.head_votes import LayerQueries, Queries, num_scoring_heads, opening_of_own_heads, over_own_heads
 from spec_stack.sglang.pooled_draft import PooledDraft
 from spec_stack.sglang.protocols import Scheduler
@@ -35,27 +34,6 @@ _LOOK_AHEAD_PER_PART = 4
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """An arrived prompt with its options; equal prompts share a selection while it is remembered.
-
-    extra_key, cache_salt: the tenant boundaries of SGLang's radix cache. end_ids: tokens that end the look-ahead.
-    follow_up: the rule for a continued conversation.
-    """
-
-    token_ids: tuple[int, ...]
-    extra_key: str | None
-    cache_salt: str | None
-    config: PrefillConfig
-    follow_up: str
-    protected: tuple[Span, ...] = ()
-    end_ids: frozenset[int] = frozenset()
-
-    @property
-    def tenant(self) -> tuple[str | None, str | None]:
-        return self.extra_key, self.cache_salt
-
-
-@dataclass(frozen=True)
 class Score:
     """importance: (num_prompt_tokens,), on the host. num_draft_tokens: tokens of the prompt that the draft had to
     prefill.
@@ -63,11 +41,6 @@ class Score:
 
     importance: torch.Tensor
     num_draft_tokens: int
-
-
-def needs_the_draft(config: PrefillConfig) -> bool:
-    """Return whether a scorer uses the draft at all."""
-    return needs_attention(config.scorer)
 
 
 class DraftScorer:
@@ -133,7 +106,7 @@ class DraftScorer:
         num_layers, window = config.num_asked_layers, _window(prompt)
         found = None
         if config.asks_prompt:
-            found = find_candidates(num_tokens, pieces, prompt.protected)
+            found = find_candidates(num_tokens, pieces, prompt.spans)
         num_in_place = 1 if found is None else num_tokens - found.start
         spans = () if found is None else found.repeated
         repeated = [token for span in spans for token in prompt.token_ids[slice(*span)]]
@@ -183,7 +156,7 @@ class DraftScorer:
             yield
             return Score(_over_ranks(own, layers, config, queries).cpu(), num_tokens - num_shared)
         finally:
-            lease.keep(num_agreed)
+            lease.insert(num_agreed)
 
     def _stops(self, start: int, num_in_place: int, prompt: Prompt) -> range:
         """The ends of the prefill parts from `start` on, without the part of the scoring queries.
@@ -255,8 +228,6 @@ def _over_ranks(
 
 
 def _queries_of(found: Candidates, num_in_place: int) -> Queries:
-    """The rows of every segment: those in place, then those behind the prompt."""
-    rows = accumulate((stop - start for start, stop in found.repeated), initial=num_in_place)
-    in_place = [(start - found.start, stop - found.start) for start, stop in found.segments[found.num_repeated :]]
-    segments = map(Segment, [*pairwise(rows), *in_place], found.segments, found.is_question)
-    return Queries(num_in_place, tuple(segments), opening=min(found.opening, num_in_place))
+    sizes = [stop - start for start, stop in found.repeated]
+    segments = query_segments(found, num_in_place, found.start, sizes, found.segments)
+    return Queries(num_in_place, segments, opening=min(found.opening, num_in_place))

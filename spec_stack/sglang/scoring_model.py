@@ -22,7 +22,7 @@ from spec_stack.sglang.pooled_draft import PooledDraft
 from spec_stack.sglang.protocols import Scheduler
 from spec_stack.sglang.ranks import least_free_bytes
 from spec_stack.sglang.server_args import ServerConfig
-from spec_stack.sglang.support import NAME, pruning_refusal, scoring_refusal
+from spec_stack.sglang.support import NAME, pruning_of, scoring_refusal
 
 logger = logging.getLogger(__name__)
 _PLACE = "spec_stack_scoring_model"
@@ -46,13 +46,25 @@ class ScoringModel:
     """A scoring model with its KV pool.
 
     source: folder or hub id. runner: SGLang's ModelRunner of it, or its `Weights`. target_config: SGLang's.
-    server_args: SGLang's, resolved. config: this server's. refusal: why its scores may prune no prompt, or None.
+    server_args: SGLang's, resolved. config: this server's. algorithm: the name of what decodes. pruning: how its scores
+    may prune prompts; refusal: why they may prune none by default, or None.
     """
 
-    def __init__(self, source: str, runner: Any, target_config: Any, server_args: Any, config: ServerConfig) -> None:
+    def __init__(
+        self,
+        source: str,
+        runner: Any,
+        target_config: Any,
+        server_args: Any,
+        config: ServerConfig,
+        algorithm: str = NAME,
+    ) -> None:
         self.source = source
         self.runner = runner
-        self.refusal = pruning_refusal(server_args, target_config, runner.model_config)
+        self.pruning = pruning_of(
+            config.positions, server_args, target_config, runner.model_config, algorithm=algorithm
+        )
+        self.refusal = self.pruning.refusal(self.pruning.default)
         # Weights are loaded, and SGLang has not sized its pools yet: it divides what memory is left.
         self.pool = sized_pool(runner, config)
         if prunes(config, self.refusal):
@@ -108,7 +120,7 @@ def load_beside(scheduler: Any, check: Callable[[], None]) -> None:
     check()
     target = scheduler.tp_worker.model_runner
     model_config = read_config(config.scoring_model, args)
-    refusal = scoring_refusal(args, algorithm, target.model_config, model_config)
+    refusal = scoring_refusal(args, algorithm, target.model_config, model_config, config.positions)
     if refusal is not None:
         raise ValueError(f"--spec-stack-scoring-model does not work here: {refusal}")
     sizes, tokenizer = (model_config.vocab_size, target.model_config.vocab_size), scheduler.tp_worker.tokenizer
@@ -127,7 +139,8 @@ def load_beside(scheduler: Any, check: Callable[[], None]) -> None:
     if sizes[0] != sizes[1]:
         fit_draft(model, *sizes)
     weights = Weights(model, model_config, target.device, target.gpu_id)
-    setattr(scheduler, _PLACE, ScoringModel(config.scoring_model, weights, target.model_config, args, config))
+    found = ScoringModel(config.scoring_model, weights, target.model_config, args, config, algorithm)
+    setattr(scheduler, _PLACE, found)
     logger.info("%s: %s scores prompts, and %s decodes", NAME, config.scoring_model, algorithm or "plain decoding")
 
 

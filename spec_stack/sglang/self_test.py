@@ -14,12 +14,14 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from spec_stack.config import PrefillConfig
-from spec_stack.sglang.follow_up import Beginning, place
+from spec_stack.prefill.registry import needs_attention
+from spec_stack.sglang.decide import Prompt
 from spec_stack.sglang.positions import PositionMap
+from spec_stack.sglang.prefix_reuse import CachedPrefix, plan_prefill
 from spec_stack.sglang.protocols import RunningRequest, Scheduler
 from spec_stack.sglang.radix_keys import PlacedKey
 from spec_stack.sglang.request_state import dense_reason
-from spec_stack.sglang.scoring import DraftScorer, Prompt, needs_the_draft
+from spec_stack.sglang.scoring import DraftScorer
 from spec_stack.sglang.support import NAME
 
 _NUM_CHUNKS = 6
@@ -58,10 +60,11 @@ def _run(scheduler: Any, scorer: DraftScorer, config: PrefillConfig) -> None:
     prompt = Prompt(tuple(token_ids), _TENANT, None, config, "recall", end_ids=frozenset())
     scorer.num_cached(prompt)
     importance = _importance(scorer, prompt)
-    given = place(token_ids, Beginning(), importance, True, None, config, ())
+    given = plan_prefill(token_ids, CachedPrefix(), importance, True, None, config, ())
     key = PlacedKey.of(PositionMap(given.positions, len(token_ids)), None)
     placed = RadixKey(array("q", given.token_ids), key)
-    if list(placed.token_ids) != list(key.place_one_by_one(given.token_ids)):
+    moved = [position - slot << 32 for slot, position in enumerate(given.positions)]
+    if list(placed.token_ids) != [token_id + by for token_id, by in zip(given.token_ids, moved, strict=True)]:
         raise RuntimeError("RadixKey does not hold the tokens with their positions")
 
 
@@ -73,7 +76,7 @@ def _synthetic_ids(scheduler: Any, config: PrefillConfig) -> list[int]:
 
 def _importance(scorer: DraftScorer, prompt: Prompt) -> Any:
     """By all parts of a scoring, as in the scheduler's rounds; None without a draft."""
-    if not needs_the_draft(prompt.config):
+    if not needs_attention(prompt.config.scorer):
         return None
     work = scorer.score(prompt)
     while True:

@@ -19,6 +19,7 @@ from spec_stack.settings.options import documented, meaning, option
 ENVIRONMENT = "SPEC_STACK_SGLANG"
 NONE = "none"
 MOST_POOL_TOKENS = 65_536
+POSITIONS = ("auto", "original", "contiguous")
 FOLLOW_UPS = ("recall", "freeze", "afresh")
 """Rules for the text of earlier turns. freeze: what was kept stays, what was dropped stays away. recall: the
 same, and what the new turn wants of the dropped text comes back. afresh: the whole prompt is selected anew, and nothing
@@ -74,6 +75,12 @@ class ServerConfig:
         default_factory=SessionConfig,
         metadata={"help": "what comes back of dropped text under 'recall', with a session's options"},
     )
+    positions: str = option(
+        POSITIONS[0],
+        "the target's positions of the kept tokens: 'original' is where they stand in the prompt, 'contiguous' makes "
+        "them an ordinary, shorter prompt, and 'auto' is original where the target and its cache allow it, else "
+        "contiguous where that is tested; 'contiguous' itself also prunes where it is not",
+    )
     draft_pool_tokens: int | None = option(
         None,
         "tokens that the draft's own KV pool holds, of all conversations together; without it as many as fit into a "
@@ -109,6 +116,8 @@ class ServerConfig:
             raise ValueError("sparse_prefill 'draft_only' needs SPEC_STACK's own draft; leave scoring_model out")
         if self.follow_up not in FOLLOW_UPS:
             raise ValueError(f"follow_up must be one of {', '.join(FOLLOW_UPS)}, got {self.follow_up!r}")
+        if self.positions not in POSITIONS:
+            raise ValueError(f"positions must be one of {', '.join(POSITIONS)}, got {self.positions!r}")
         if self.draft_pool_tokens is not None and (
             type(self.draft_pool_tokens) is not int or self.draft_pool_tokens < 1
         ):
@@ -180,7 +189,7 @@ class ServerConfig:
         _refuse_unknown("", values, [entry.name for entry in fields(cls)])
         _refuse_unknown("prefill.", prefill, [entry.name for entry in fields(PrefillConfig) if not entry.kw_only])
         if prefill.get("positions") == "contiguous":
-            raise ValueError('prefill.positions "contiguous" is for Transformers; before a server, spec_stack.Pruner')
+            raise ValueError("positions is a server's own setting: set positions, and leave prefill.positions out")
         for name in ("keep_rate", "scoring_heads", "draft_window"):
             if isinstance(prefill.get(name), list):
                 # JSON has lists for tuples.
@@ -238,6 +247,7 @@ _FLAGS: dict[str, tuple[Callable[[str], Any], str]] = {
     "gammas": (int, "N"),
     "calibration": (str, "FILE"),
     "follow_up": (str, "RULE"),
+    "positions": (str, "WHERE"),
     "draft_pool_tokens": (int, "TOKENS"),
 }
 _OF_PREFILL = ("keep_rate", "min_prompt_tokens", "sparse_prefill", "draft_slots")

@@ -5,8 +5,11 @@ Drafting works wherever SGLang's STANDALONE does; pruning needs more, and can wo
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
+
+from spec_stack.config import Positions
 
 NAME = "SPEC_STACK"
 # Tested by `tests/serving` (docs/operations.md), up to the newest that pip installs; others are refused.
@@ -25,6 +28,9 @@ _ARCHITECTURES = (
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
 )
+# Beside those, `tests/serving` prunes these at contiguous positions. What cannot be tested without an accelerator (MLA,
+# recurrent states, other stores of KV) is left to an explicit setting.
+_TESTED_CONTIGUOUS = ("Gemma3ForCausalLM", "GPT2LMHeadModel")
 # SGLang's own algorithms beside which a model may score: their verifications derive positions from slots, for all
 # requests alike, and that is where those are mapped.
 BESIDE = ("NGRAM", "STANDALONE", "EAGLE", "EAGLE3", "DFLASH")
@@ -54,17 +60,73 @@ def num_matched(found: Any) -> int:
     return len(found.device_indices)
 
 
-def pruning_refusal(args: Any, target: Any, draft: Any, role: str = "draft") -> str | None:
-    """Why no prompt of a server may be pruned, or None. Unpruned prompts still use drafts.
+@dataclass(frozen=True)
+class Pruning:
+    """How a server may prune.
 
-    args: SGLang's resolved arguments; target, draft: its configurations; role: the second model's name in the reason.
+    original, contiguous: why not at these positions, or None. default: the positions of a request that sets none.
+    untested: what of the launch pruning has not been tested with, or None.
     """
-    for name, config in (("target", target), (role, draft)):
-        reason = _model_refusal(config)
-        if reason is not None:
-            return f"the {name} {reason}"
+
+    original: str | None
+    contiguous: str | None
+    default: Positions
+    untested: str | None
+
+    def positions(self, asked: str | None) -> Positions:
+        """A request's positions. asked: None or "auto" for the server's."""
+        return "original" if asked == "original" else "contiguous" if asked == "contiguous" else self.default
+
+    def refusal(self, positions: Positions) -> str | None:
+        return self.original if positions == "original" else self.contiguous
+
+    @property
+    def note(self) -> str:
+        """The positions of pruned prompts in words, for the log and the doctor; "" where nothing is to say."""
+        if self.default == "original" or self.contiguous is not None:
+            return ""
+        why = "" if self.original is None else f", since {self.original}"
+        untested = "" if self.untested is None else "; nothing tests pruning there"
+        return f"pruned prompts stand at contiguous positions{why}{untested}"
+
+
+def pruning_of(asked: str, args: Any, target: Any, draft: Any, role: str = "draft", algorithm: str = NAME) -> Pruning:
+    """How the prompts of a server may be pruned. Unpruned prompts still use drafts.
+
+    asked: the server's positions, "auto" for original ones where these work. args: SGLang's resolved arguments; target,
+    draft: its configurations; role: the second model's name in a reason.
+    """
+    common = _scoring_model_refusal(args, draft, role)
+    original = common or _original_refusal(args, target, algorithm)
+    contiguous, untested = common, _untested(args, target, algorithm)
+    if contiguous is None and asked != "contiguous" and untested is not None:
+        contiguous = f"{untested}, where pruning has not been tested; --spec-stack-positions contiguous tries it"
+    default: Positions = "contiguous" if asked == "contiguous" or (asked == "auto" and original) else "original"
+    return Pruning(original, contiguous, default, untested)
+
+
+def _scoring_model_refusal(args: Any, draft: Any, role: str) -> str | None:
+    reason = _model_refusal(draft)
+    if reason is not None:
+        return f"the {role} {reason}"
     if str(getattr(args, "disaggregation_mode", None) or "null") != "null":
         return "prefill and decode run on different servers"
+    return None
+
+
+def _original_refusal(args: Any, target: Any, algorithm: str) -> str | None:
+    reason = _model_refusal(target)
+    if reason is not None:
+        return f"the target {reason}"
+    return _untested(args, target, algorithm)
+
+
+def _untested(args: Any, target: Any, algorithm: str) -> str | None:
+    architecture = target.hf_config.architectures[0]
+    if architecture not in (*_ARCHITECTURES, *_TESTED_CONTIGUOUS):
+        return f"the target is a {architecture}"
+    if algorithm and algorithm not in (NAME, *BESIDE):
+        return f"{algorithm} decodes"
     if (getattr(args, "dcp_size", None) or getattr(args, "decode_context_parallel_size", None) or 1) > 1:
         return "decode context parallelism splits the KV cache by position"
     if str(getattr(args, "kv_cache_dtype", None) or "auto").startswith("fp4"):
@@ -75,13 +137,17 @@ def pruning_refusal(args: Any, target: Any, draft: Any, role: str = "draft") -> 
     return None
 
 
-def scoring_refusal(args: Any, algorithm: str, target: Any, scoring: Any) -> str | None:
+def scoring_refusal(args: Any, algorithm: str, target: Any, scoring: Any, asked: str = "auto") -> str | None:
     """Why a scoring model cannot run on a server without SPEC_STACK's drafts, or None.
 
-    algorithm: SGLang's own, "" for none. args: SGLang's resolved arguments; target, scoring: its configurations.
+    algorithm: SGLang's own, "" for none. args: SGLang's resolved arguments; target, scoring: its configurations. asked:
+    the server's positions.
     """
-    if algorithm and algorithm not in BESIDE:
-        return f"--speculative-algorithm {algorithm} is not one of {', '.join(BESIDE)}, nor left out"
+    if algorithm and algorithm not in BESIDE and asked != "contiguous":
+        return (
+            f"--speculative-algorithm {algorithm} is not one of {', '.join(BESIDE)}, nor left out; "
+            "--spec-stack-positions contiguous tries it"
+        )
     if attn_dp_size(args) != 1:
         return "--attn-dp-size is set; leave it out"
     for flag, plain in (("pp_size", 1), ("enable_dp_attention", False), ("dllm_algorithm", None)):
@@ -94,7 +160,8 @@ def scoring_refusal(args: Any, algorithm: str, target: Any, scoring: Any) -> str
             f"it reads {scoring.context_len} tokens and the target {target.context_len}; "
             f"add --context-length {scoring.context_len}"
         )
-    return pruning_refusal(args, target, scoring, "scoring model")
+    pruning = pruning_of(asked, args, target, scoring, "scoring model", algorithm)
+    return pruning.refusal(pruning.default)
 
 
 def require_slots(args: Any, draft: Any) -> None:
@@ -126,7 +193,7 @@ def _slots_refusal(args: Any, draft: Any) -> str | None:
 def _model_refusal(config: Any) -> str | None:
     architecture = config.hf_config.architectures[0]
     if architecture not in _ARCHITECTURES:
-        return f"is a {architecture}; prompts are pruned for {', '.join(_ARCHITECTURES)}"
+        return f"is a {architecture}, not one of {', '.join(_ARCHITECTURES)}"
     hf = config.hf_text_config
     layer_types = getattr(hf, "layer_types", None) or []
     slides = getattr(hf, "sliding_window", None) if getattr(hf, "use_sliding_window", True) else None

@@ -61,8 +61,9 @@ def _runner(device: str) -> Any:
 
 
 def _score(runner: Any, num_tokens: int, config: PrefillConfig, most_of_a_part: Callable[[int], int]) -> Any:
+    from spec_stack.sglang.decide import Prompt
     from spec_stack.sglang.pooled_draft import PooledDraft
-    from spec_stack.sglang.scoring import DraftScorer, Prompt
+    from spec_stack.sglang.scoring import DraftScorer
 
     scheduler: Any = SimpleNamespace(model_config=runner.model_config, chunked_prefill_size=8192, forward_stream=None)
     scorer = DraftScorer(scheduler, PooledDraft(runner, num_tokens + 100), most_of_a_part)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spec_stack.sglang.positions import BatchMap, BatchOffsets, PositionMap, protect_kv_lengths
+from spec_stack.sglang.positions import BatchMap, BatchOffsets, PositionMap, positions_of, protect_kv_lengths
 
 CPU = torch.device("cpu")
 
@@ -102,3 +102,38 @@ def test_a_draft_backend_whose_lengths_cannot_be_protected_ends_the_launch() -> 
     assert protect_kv_lengths(other) is other
     # Where no step drafts more than one token there is none.
     assert protect_kv_lengths(None, must=True) is None
+
+
+@pytest.mark.parametrize("is_draft", [False, True])
+@pytest.mark.parametrize("mode", ["decode", "verify", "extend"])
+def test_a_batch_of_pruned_and_dense_requests_is_mapped_slot_by_slot(mode: str, is_draft: bool) -> None:
+    kept: list[tuple[list[int], int] | None] = [([0, 4, 9], 10), None, ([5, 6], 7)]
+    lengths = {"decode": [1, 1, 1], "verify": [3, 3, 3], "extend": [3, 2, 3]}[mode]
+    slots = {"decode": [3, 7, 2], "verify": [3, 4, 5, 7, 8, 9, 2, 3, 4], "extend": [0, 1, 2, 7, 8, 1, 2, 3]}[mode]
+    batch = SimpleNamespace(
+        positions=torch.tensor(slots, dtype=torch.int32),
+        extend_seq_lens_cpu=lengths if mode == "extend" else None,
+        forward_mode=SimpleNamespace(
+            is_idle=lambda: False, is_decode=lambda: mode == "decode", is_target_verify=lambda: mode == "verify"
+        ),
+    )
+    runner: Any = SimpleNamespace(
+        is_draft_worker=is_draft,
+        server_args=SimpleNamespace(speculative_algorithm="SPEC_STACK", speculative_draft_attention_backend=None),
+        decode_attention_backend_str="triton",
+    )
+    found = positions_of(batch, [None if it is None else PositionMap(*it) for it in kept], runner)
+    owners = [it for it, length in zip(kept, lengths, strict=True) for _ in range(length)]
+    assert found is not None
+    assert found.dtype == torch.int32
+    assert found.tolist() == [_position(it, slot, is_draft) for it, slot in zip(owners, slots, strict=True)]
+
+
+def _position(kept: tuple[list[int], int] | None, slot: int, is_draft: bool) -> int:
+    """The position of one slot; slot j of SGLang's draft holds token j + 1."""
+    if kept is None:
+        return slot
+    positions, num_prompt_tokens = kept
+    if slot >= len(positions):
+        return slot + num_prompt_tokens - len(positions)
+    return max(positions[slot + 1] - 1, 0) if is_draft and slot + 1 < len(positions) else positions[slot]

@@ -35,6 +35,8 @@ CONFIG = ServerConfig()
         {"gamma": [4]},
         {"policy": "oracle"},
         {"policy": {}},
+        {"positions": "elsewhere"},
+        {"positions": [1]},
         {"gamma": 4, "policy": "ema"},
         {"protect": 3},
         {"protect": [3, 4]},

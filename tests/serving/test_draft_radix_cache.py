@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spec_stack.sglang.draft_pool import DraftPool, Lease, PoolFullError
+from spec_stack.sglang.draft_radix_cache import DraftRadixCache, Lease, PoolFullError
 
 
 class Written:
     """What a dict knows of a pool: each slot's content, and every text that was left behind."""
 
-    def __init__(self, pool: DraftPool) -> None:
+    def __init__(self, pool: DraftRadixCache) -> None:
         self.pool = pool
         self.content: dict[int, tuple[str, tuple[int, ...]]] = {}
         self.known: set[tuple[str, tuple[int, ...]]] = set()
@@ -35,7 +35,7 @@ class Written:
         except PoolFullError:
             assert room < num_new
             assert (self.pool.num_free, self.pool.num_held) == before
-            lease.drop()
+            lease.insert(0)
             return
         assert room >= num_new
         self.leases.append((lease, namespace, ids, num_spare))
@@ -50,7 +50,7 @@ class Written:
         lease, namespace, ids, _ = self.leases[index]
         num_written = max(num_written, lease.num_shared)
         self.write(index, num_written)
-        lease.keep(num_written)
+        lease.insert(num_written)
         self.leases.pop(index)
         self.known.add((namespace, ids[:num_written]))
         assert self.pool.num_shared(namespace, ids) >= num_written
@@ -69,7 +69,7 @@ class Written:
 @settings(max_examples=150, deadline=None)
 @given(st.randoms(use_true_random=False), st.sampled_from([12, 40, 400]))
 def test_any_mix_of_texts_ends_and_evictions_shares_only_what_is_the_same(rng: random.Random, num_slots: int) -> None:
-    written = Written(DraftPool(num_slots))
+    written = Written(DraftRadixCache(num_slots))
     texts: list[tuple[int, ...]] = [()]
     for _ in range(60):
         if written.leases and (rng.random() < 0.45 or len(written.leases) > 3):
@@ -96,93 +96,92 @@ def test_any_mix_of_texts_ends_and_evictions_shares_only_what_is_the_same(rng: r
 
 
 def test_a_text_that_goes_on_is_read_only_where_it_is_new() -> None:
-    pool = DraftPool(100)
+    pool = DraftRadixCache(100)
     first = pool.lease("", range(20))
     assert first.num_shared == 0
     first.extend(20)
-    first.keep(20)
+    first.insert(20)
     second = pool.lease("", range(30), 29)
     assert second.num_shared == 20
     second.extend(10)
-    second.keep(30)
+    second.insert(30)
     assert pool.num_held == 30
     assert pool.num_shared("", range(40)) == 30
 
 
 def test_tenants_never_share() -> None:
-    pool = DraftPool(100)
+    pool = DraftRadixCache(100)
     lease = pool.lease(("tenant a", None), range(20))
     lease.extend(20)
-    lease.keep(20)
+    lease.insert(20)
     assert pool.lease(("tenant b", None), range(20)).num_shared == 0
 
 
-def test_the_text_that_was_not_used_for_longest_goes_first_and_only_as_much_as_is_needed() -> None:
-    pool = DraftPool(30)
+def test_the_text_that_was_not_used_for_longest_goes_first() -> None:
+    pool = DraftRadixCache(30)
     for start in (0, 100, 200):
         lease = pool.lease("", range(start, start + 10))
         lease.extend(10)
-        lease.keep(10)
-    pool.lease("", range(10)).drop()
+        lease.insert(10)
+    pool.lease("", range(10)).insert(0)
     lease = pool.lease("", range(300, 304))
     lease.extend(4)
-    lease.keep(4)
-    assert [pool.num_shared("", range(start, start + 10)) for start in (0, 100, 200)] == [10, 6, 10]
+    lease.insert(4)
+    assert [pool.num_shared("", range(start, start + 10)) for start in (0, 100, 200)] == [10, 0, 10]
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 12), st.integers(0, 12)), max_size=30))
-def test_a_tenant_of_whom_nothing_is_held_leaves_nothing_behind(texts: list[tuple[int, int, int]]) -> None:
+def test_no_slot_is_lost_between_tenants(texts: list[tuple[int, int, int]]) -> None:
     """Whether a text was given up, found no room, or was evicted."""
-    pool = DraftPool(8)
+    pool = DraftRadixCache(8)
     for tenant, num_tokens, num_kept in texts:
         lease = pool.lease(tenant, list(range(num_tokens)))
         with suppress(PoolFullError):
             lease.extend(num_tokens - lease.num_shared)
         beside = pool.lease(tenant, list(range(num_tokens)))
-        lease.keep(min(num_kept, len(lease.slots)))
-        beside.drop()
-        assert all(pool.num_shared(name, range(12)) for name in pool._roots)
+        lease.insert(min(num_kept, len(lease.slots)))
+        beside.insert(0)
         assert pool.num_free + pool.num_held == 8
 
 
 def test_a_text_longer_than_the_pool_is_refused_and_evicts_nobody() -> None:
-    pool = DraftPool(30)
+    pool = DraftRadixCache(30)
     lease = pool.lease("", range(20))
     lease.extend(20)
-    lease.keep(20)
+    lease.insert(20)
     longer = pool.lease("", range(100, 140))
     with pytest.raises(PoolFullError, match="room for 30 tokens, and scoring needs 40"):
         longer.extend(40)
-    longer.drop()
+    longer.insert(0)
     assert pool.num_shared("", range(20)) == 20
 
 
 def test_what_a_lease_shares_is_not_evicted_under_it() -> None:
-    pool = DraftPool(30)
+    pool = DraftRadixCache(30)
     lease = pool.lease("", range(20))
     lease.extend(20)
-    lease.keep(20)
+    lease.insert(20)
     reader = pool.lease("", range(20))
     other = pool.lease("", range(100, 115))
     with pytest.raises(PoolFullError):
         other.extend(15)
-    reader.drop()
+    reader.insert(0)
     other.extend(15)
 
 
 def test_a_conversation_grows_in_place_beside_another() -> None:
     """Slots side by side are read without a copy."""
-    pool = DraftPool(1000)
+    pool = DraftRadixCache(1000)
     for turn in range(1, 5):
         for start in (0, 10_000):
             lease = pool.lease("", range(start, start + 40 * turn), 40 * turn - 1)
             lease.extend(40 * turn - lease.num_shared + 8)
             assert all(b == a + 1 for a, b in pairwise(lease.slots.tolist())), (turn, start)
-            lease.keep(40 * turn)
+            lease.insert(40 * turn)
 
 
 def test_a_pool_that_is_worked_on_cannot_be_cleared() -> None:
-    pool = DraftPool(10)
+    pool = DraftRadixCache(10)
     pool.lease("", range(3))
     with pytest.raises(RuntimeError, match="while 1 texts are worked on"):
         pool.clear()
@@ -191,4 +190,4 @@ def test_a_pool_that_is_worked_on_cannot_be_cleared() -> None:
 @pytest.mark.parametrize("num_slots", [0, -1])
 def test_a_pool_of_nothing_is_refused(num_slots: int) -> None:
     with pytest.raises(ValueError, match="1 slot or more"):
-        DraftPool(num_slots)
+        DraftRadixCache(num_slots)

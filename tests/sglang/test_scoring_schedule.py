@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from spec_stack.sglang.rounds import Rounds
+from spec_stack.sglang.scoring_schedule import ScoringSchedule
 
 SCORE, PREFILL, DECODE, NOTHING = "score", "prefill", "decode", "nothing"
 
@@ -42,7 +42,7 @@ class Loop:
         self.prefill_decode_interval = 0
         self._prefill_decode_interval_remaining = 0
         self.prefill_decode_interval_min_bs = min_batch_size
-        self.rounds = Rounds(self, decode_interval)  # type: ignore[arg-type]
+        self.rounds = ScoringSchedule(self, decode_interval)  # type: ignore[arg-type]
         self.done: list[str] = []
 
     def turn(self) -> None:
@@ -163,7 +163,7 @@ def test_who_has_just_been_prefilled_counts_for_the_size_of_an_interval() -> Non
 def test_the_launchs_own_interval_stays() -> None:
     loop = Loop(decode_interval=1)
     loop.prefill_decode_interval = 4
-    Rounds(loop, decode_interval=1)  # type: ignore[arg-type]
+    ScoringSchedule(loop, decode_interval=1)  # type: ignore[arg-type]
     assert loop.prefill_decode_interval == 4
 
 

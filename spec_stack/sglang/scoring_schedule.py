@@ -11,7 +11,7 @@ from spec_stack.sglang.protocols import RunningRequest, Scheduler
 _MOST_BESIDE = 2048
 
 
-class Rounds:
+class ScoringSchedule:
     """One scheduler's rounds. Asked once at the beginning of each in which prompts wait for their scoring.
 
     decode_interval: decode steps after a prefill batch, where the launch set no `--prefill-decode-interval`. Below a

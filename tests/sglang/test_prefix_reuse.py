@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spec_stack.config import PrefillConfig, SessionConfig
-from spec_stack.sglang.follow_up import Beginning, Turns, place, protected_lead
+from spec_stack.sglang.prefix_reuse import CachedPrefix, TurnStore, plan_prefill, protected_lead
 from tests.support.reference_session import dropped_chunks_to_restore, slots_with_restored
 
 CONFIG = PrefillConfig(chunk_size=4, keep_rate=0.3, keep_last=1)
@@ -34,7 +34,7 @@ class Request:
 def test_the_beginning_is_what_was_written_before_the_first_token_that_differs(rng: random.Random) -> None:
     """Random conversations with branches and edits over a small vocabulary; some slots come back out of order. A turn
     counts where its whole prompt, the question too, is in the new one."""
-    turns = Turns(10_000)
+    turns = TurnStore(10_000)
     remembered: list[tuple[str, list[int], list[int], int]] = []
     for _ in range(12):
         tenant = rng.choice("ab")
@@ -74,17 +74,17 @@ def test_the_beginning_is_what_was_written_before_the_first_token_that_differs(r
 
 
 def test_a_reply_is_taken_in_when_it_has_ended_without_its_last_token() -> None:
-    turns, request = Turns(100), Request([7, 8, 9])
+    turns, request = TurnStore(100), Request([7, 8, 9])
     turns.add("", [1, 2, 3], (0, 2), request)  # type: ignore[arg-type]
     turns.take_in_replies()
-    assert turns.find("", [1, 2, 3, 7, 8, 9, 4]) == Beginning(3, (0, 2))
+    assert turns.find("", [1, 2, 3, 7, 8, 9, 4]) == CachedPrefix(3, (0, 2))
     request.has_finished = True
     turns.take_in_replies()
-    assert turns.find("", [1, 2, 3, 7, 8, 9, 4]) == Beginning(5, (0, 2, 3, 4))
+    assert turns.find("", [1, 2, 3, 7, 8, 9, 4]) == CachedPrefix(5, (0, 2, 3, 4))
 
 
 def test_a_request_that_was_dropped_before_its_end_is_not_held_and_its_prompt_is_remembered() -> None:
-    turns, request = Turns(100), Request([7, 8, 9])
+    turns, request = TurnStore(100), Request([7, 8, 9])
     turns.add("", [1, 2, 3], (0, 2), request)  # type: ignore[arg-type]
     held = weakref.ref(request)
     del request
@@ -92,11 +92,11 @@ def test_a_request_that_was_dropped_before_its_end_is_not_held_and_its_prompt_is
     assert held() is None
     turns.take_in_replies()
     assert not turns._answering
-    assert turns.find("", [1, 2, 3, 7, 8, 9, 4]) == Beginning(3, (0, 2))
+    assert turns.find("", [1, 2, 3, 7, 8, 9, 4]) == CachedPrefix(3, (0, 2))
 
 
 def test_the_reply_of_a_request_that_goes_in_the_round_in_which_it_ends_is_taken_in() -> None:
-    turns, request = Turns(100), Request([7])
+    turns, request = TurnStore(100), Request([7])
     turns.add("", [1, 2, 3], (0, 2), request)  # type: ignore[arg-type]
     turns.take_in_replies()
     request.output_ids, request.has_finished = [7, 8, 9], True
@@ -104,11 +104,11 @@ def test_the_reply_of_a_request_that_goes_in_the_round_in_which_it_ends_is_taken
     gc.collect()
     turns.take_in_replies()
     assert not turns._answering
-    assert turns.find("", [1, 2, 3, 7, 8, 9, 4]) == Beginning(5, (0, 2, 3, 4))
+    assert turns.find("", [1, 2, 3, 7, 8, 9, 4]) == CachedPrefix(5, (0, 2, 3, 4))
 
 
 def test_the_turn_that_was_not_gone_on_from_for_longest_is_forgotten_first() -> None:
-    turns = Turns(30)
+    turns = TurnStore(30)
     for start in (0, 100, 200):
         turns.add("", range(start, start + 10), (0, 9), Request())  # type: ignore[arg-type]
     assert turns.find("", range(0, 20)).num_tokens == 10
@@ -117,10 +117,10 @@ def test_the_turn_that_was_not_gone_on_from_for_longest_is_forgotten_first() -> 
 
 
 def test_a_neighbour_who_asks_something_else_takes_nothing_over() -> None:
-    turns = Turns(1000)
+    turns = TurnStore(1000)
     document = list(range(100, 180))
     turns.add("", [*document, 1, 2, 3], (*range(40), 60, 61, 82), Request(), num_unchosen=8)  # type: ignore[arg-type]
-    assert turns.find("", [*document, 7, 8, 9]) == Beginning()
+    assert turns.find("", [*document, 7, 8, 9]) == CachedPrefix()
     assert turns.find("", [*document, 1, 2, 3, 50, 7]).num_tokens == 83
     # Of what the neighbour finds in the cache, the other's choice does not count; a dense request's does.
     assert turns.num_unchosen("", [*document, 7, 8, 9], 40) == 8
@@ -131,7 +131,7 @@ def test_a_neighbour_who_asks_something_else_takes_nothing_over() -> None:
 
 def test_what_a_forgotten_turn_had_kept_is_nobodys_dense_beginning() -> None:
     """The cache may hold it for longer."""
-    turns = Turns(100)
+    turns = TurnStore(100)
     document = list(range(100, 180))
     turns.add("", [*document, 1, 2, 3], (*range(40), 82), Request(), num_unchosen=8)  # type: ignore[arg-type]
     turns.add("", range(300, 390), (0, 89), Request())  # type: ignore[arg-type]
@@ -159,9 +159,9 @@ def test_what_comes_back_is_what_the_sessions_oracle_restores(rng: random.Random
     held = tuple(sorted(rng.sample(range(num_cached), rng.randrange(1, num_cached))))
     # Sums of these are exact in every precision, so ties are ties.
     importance = torch.tensor([rng.randrange(64) / 64 for _ in range(num_tokens)])
-    given_to = place(
+    given_to = plan_prefill(
         prompt,
-        Beginning(num_cached, held),
+        CachedPrefix(num_cached, held),
         importance,
         prunes,
         RECALLING,
@@ -182,19 +182,19 @@ def test_what_comes_back_is_what_the_sessions_oracle_restores(rng: random.Random
 def test_old_text_that_shares_rare_words_with_the_question_is_recalled_without_a_draft() -> None:
     document = list(range(100, 180))
     prompt = [*document, 900, 901, 141, 142, 902]
-    beginning = Beginning(80, (*range(8), *range(72, 80)))
+    beginning = CachedPrefix(80, (*range(8), *range(72, 80)))
     config = PrefillConfig(chunk_size=4, scorer="bm25")
-    given_to = place(prompt, beginning, None, False, SessionConfig(restore_margin=0), config, ())
+    given_to = plan_prefill(prompt, beginning, None, False, SessionConfig(restore_margin=0), config, ())
     # 141 and 142 stand at 41 and 42, in the chunk from 40 on; what stands behind all that was dropped comes after it.
     assert given_to.positions == (*range(8), 40, 41, 42, 43, *range(72, 85))
     assert given_to.num_recalled == 4
 
 
 def test_frozen_text_stays_away() -> None:
-    given_to = place(range(40), Beginning(30, (0, 5)), torch.ones(40), False, None, CONFIG, ())
+    given_to = plan_prefill(range(40), CachedPrefix(30, (0, 5)), torch.ones(40), False, None, CONFIG, ())
     assert given_to.positions == (0, 5, *range(30, 40))
 
 
 @pytest.mark.parametrize(("num_tokens", "is_worth_it"), [(24, False), (25, True), (99, True)])
 def test_a_beginning_counts_from_a_quarter_of_the_prompt_on(num_tokens: int, is_worth_it: bool) -> None:
-    assert Beginning(num_tokens, (0,)).is_worth_it(100) is is_worth_it
+    assert CachedPrefix(num_tokens, (0,)).is_worth_it(100) is is_worth_it

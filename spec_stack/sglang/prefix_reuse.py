@@ -1,4 +1,4 @@
-"""Places a prompt that continues an earlier one: its inherited prefix, and recalled text. No SGLang import.
+"""Plans the prefill of a prompt that continues an earlier one: cached prefix and recalled text. No SGLang import.
 
 As a session's `prefill.recall`, for conversations identified by their token prefix; KV stays with the radix cache.
 """
@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from spec_stack.config import PrefillConfig, SessionConfig
@@ -20,9 +21,9 @@ from spec_stack.prefill.queries import find_candidates
 from spec_stack.prefill.recall import clip_spans, dropped_positions, recall, select_turn, shared_words
 from spec_stack.prefill.rule import Evidence
 from spec_stack.prefill.units import make_units
-from spec_stack.sglang.draft_pool import Ints, num_common
 from spec_stack.sglang.protocols import RunningRequest
 
+Ints = npt.NDArray[np.int64]
 # Forgotten turns whose kept prefix is still known: a cache may hold it for longer than the turn is remembered.
 _MOST_LEADS = 4096
 # Least part of the prompt for a beginning to count: one in four tokens.
@@ -30,7 +31,7 @@ _LEAST_SHARE = 4
 
 
 @dataclass(frozen=True)
-class Beginning:
+class CachedPrefix:
     """The prefix that a prompt continues: its first num_tokens tokens, of which the target has those at `positions`, in
     write order.
     """
@@ -39,7 +40,7 @@ class Beginning:
     positions: tuple[int, ...] = ()
 
     @classmethod
-    def dense(cls, num_tokens: int) -> Beginning:
+    def dense(cls, num_tokens: int) -> CachedPrefix:
         return cls(num_tokens, tuple(range(num_tokens)))
 
     @property
@@ -54,7 +55,7 @@ class Beginning:
 
 
 @dataclass(frozen=True)
-class Placement:
+class PrefillPlan:
     """The target's part of a prompt: token_ids at `positions`, in write order.
 
     num_cached: tokens of the prompt that an earlier turn processed, kept or dropped. num_recalled: recalled tokens
@@ -81,16 +82,16 @@ class Placement:
         return len(self.positions) == self.num_prompt_tokens
 
 
-def place(
+def plan_prefill(
     prompt_ids: Sequence[int],
-    beginning: Beginning,
+    beginning: CachedPrefix,
     importance: torch.Tensor | None,
     prunes: bool,
     recalling: SessionConfig | None,
     config: PrefillConfig,
     protected: Sequence[Span],
     pieces: Sequence[str] | None = None,
-) -> Placement:
+) -> PrefillPlan:
     """The target's part of a prompt.
 
     beginning: stays as it was. importance: (num_prompt_tokens,), for pruning and recall; None for a scorer without it.
@@ -112,13 +113,17 @@ def place(
             words = shared_words(prompt_ids, units, find_candidates(len(prompt_ids), pieces, protected))
         recalled = recall(wanted, dropped, units, config, recalling, words)
     evidence = Evidence(prompt_ids, None, protected, pieces, importance)
-    turn = select_turn(evidence, beginning.positions, start, recalled, config if prunes else None, protected)
-    positions = (*beginning.positions[: turn.num_held], *turn.positions)
+    # At contiguous positions recalled text goes back to its place, and what is behind it is prefilled again.
+    in_place = config.positions == "contiguous"
+    held = sorted(beginning.positions) if in_place else beginning.positions
+    rule = config if prunes else None
+    turn = select_turn(evidence, held, start, recalled, rule, protected, in_place=in_place)
+    positions = (*held[: turn.num_held], *turn.positions)
     token_ids = tuple(prompt_ids[position] for position in positions)
-    return Placement(token_ids, positions, len(prompt_ids), start, len(recalled))
+    return PrefillPlan(token_ids, positions, len(prompt_ids), start, len(recalled))
 
 
-def new_spans(protected: Sequence[Span], beginning: Beginning) -> list[Span]:
+def new_spans(protected: Sequence[Span], beginning: CachedPrefix) -> list[Span]:
     """The spans behind a beginning, counted from there."""
     return clip_spans(protected, beginning.num_tokens)
 
@@ -178,7 +183,7 @@ class _Turn:
         self._waiting = self._replying = None
 
 
-class Turns:
+class TurnStore:
     """Turns with dropped or recalled text, by tenant; the oldest are forgotten first.
 
     most_tokens: of all remembered turns together. The newest turn stays whatever its length.
@@ -235,7 +240,7 @@ class Turns:
         self._answering.clear()
         self._leads.clear()
 
-    def find(self, namespace: Hashable, prompt_ids: Sequence[int]) -> Beginning:
+    def find(self, namespace: Hashable, prompt_ids: Sequence[int]) -> CachedPrefix:
         """The longest common prefix with a turn whose whole prompt it covers; of equal ones the newest. The last token
         is new.
 
@@ -248,10 +253,10 @@ class Turns:
             if length >= turn.num_prompt_tokens and (best is None or length >= best[0]):
                 best = length, number, turn
         if best is None:
-            return Beginning()
+            return CachedPrefix()
         length, number, turn = best
         self._turns.move_to_end(number)
-        return Beginning(length, tuple(takewhile(lambda position: position < length, turn.positions)))
+        return CachedPrefix(length, tuple(takewhile(lambda position: position < length, turn.positions)))
 
     def num_unchosen(self, namespace: Hashable, prompt_ids: Sequence[int], num_cached: int) -> int:
         """Of num_cached gaplessly cached prefix tokens, the number that no turn's selection put there.
@@ -277,3 +282,16 @@ class Turns:
                 length = num_common(turn.token_ids, ids)
                 if length:
                     yield number, turn, length
+
+
+def num_common(first: Ints, second: Ints) -> int:
+    """Length of the longest common prefix."""
+    length, at, size = min(len(first), len(second)), 0, 64
+    # Most texts differ soon, and many are compared with each new one.
+    while at < length:
+        stop = min(at + size, length)
+        differs = np.flatnonzero(first[at:stop] != second[at:stop])
+        if len(differs):
+            return at + int(differs[0])
+        at, size = stop, 4 * size
+    return length

@@ -1,4 +1,4 @@
-"""What a settled turn leaves for its neighbours: only what no question has chosen. No server."""
+"""What an applied plan leaves for its neighbours: only what no question has chosen. No server."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ import torch
 
 from spec_stack.config import PrefillConfig, SessionConfig
 from spec_stack.prefill.alignment import Span
-from spec_stack.sglang.follow_up import Placement, Turns, place
+from spec_stack.sglang.apply import Applier
+from spec_stack.sglang.decide import Plan, Prompt
+from spec_stack.sglang.prefix_reuse import PrefillPlan, TurnStore, plan_prefill
 from spec_stack.sglang.request_state import RequestOptions
-from spec_stack.sglang.scoring import Prompt
 from spec_stack.sglang.server_args import ServerConfig
-from spec_stack.sglang.settling import Settler
-from spec_stack.sglang.waiting import Waiting
 from spec_stack.tokenizers.chat_turns import Protected
 
 CONFIG = PrefillConfig()
@@ -39,20 +38,19 @@ class Request:
 
 class Server:
     def __init__(self) -> None:
-        self.turns = Turns(1_000_000)
-        self.settler = Settler(ServerConfig(), self.turns)
+        self.turns = TurnStore(1_000_000)
+        self.applier = Applier(ServerConfig(), self.turns)
 
     def give(
         self,
         prompt_ids: Sequence[int],
-        given: Placement,
+        given: PrefillPlan,
         protected: tuple[Span, ...] = (),
         options: RequestOptions | None = None,
     ) -> None:
-        prompt = Prompt(tuple(prompt_ids), None, None, CONFIG, "recall", protected)
+        prompt = Prompt(tuple(prompt_ids), None, None, CONFIG, "recall", Protected(protected))
         request: Any = Request(prompt_ids)
-        waiting = Waiting(request, options or RequestOptions(), prompt, Protected(protected), "on")
-        self.settler.give_part(waiting, given, "on")
+        self.applier.apply(request, options or RequestOptions(), Plan(prompt, given, "on", "pruned"))
         self.turns.take_in_replies()
 
     def ask_about_the_document(self, protected: tuple[Span, ...] = ()) -> list[int]:
@@ -66,8 +64,8 @@ class Server:
         return self.turns.num_unchosen(TENANT, [*DOCUMENT, *[3] * 30], num_cached)
 
 
-def _part(prompt_ids: Sequence[int], positions: tuple[int, ...]) -> Placement:
-    return Placement(tuple(prompt_ids[at] for at in positions), positions, len(prompt_ids))
+def _part(prompt_ids: Sequence[int], positions: tuple[int, ...]) -> PrefillPlan:
+    return PrefillPlan(tuple(prompt_ids[at] for at in positions), positions, len(prompt_ids))
 
 
 @pytest.mark.parametrize("num_protected", [0, 1, 500])
@@ -100,7 +98,7 @@ def test_what_a_later_question_brought_back_counts_for_no_neighbour(num_new: int
         assert beginning.num_tokens
         importance, prunes = torch.rand(len(text)), num_new > 1000
         importance[1900:2000] = 100
-        given = place(text, beginning, importance, prunes, SessionConfig(), CONFIG, protected)
+        given = plan_prefill(text, beginning, importance, prunes, SessionConfig(), CONFIG, protected)
         if not turn:
             assert given.num_recalled == 100
             assert given.inherits_all
@@ -115,6 +113,6 @@ def test_what_is_cached_of_a_dense_turn_counts_for_its_neighbours() -> None:
     server = Server()
     text = [*DOCUMENT, *[4] * 3000]
     positions = (*range(2000), *range(2500, 2600), len(text) - 1)
-    given = Placement(tuple(text[at] for at in positions), positions, len(text), num_cached=2000)
+    given = PrefillPlan(tuple(text[at] for at in positions), positions, len(text), num_cached=2000)
     server.give(text, given)
     assert server.num_unchosen(2000) == 2000

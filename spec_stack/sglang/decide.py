@@ -1,0 +1,231 @@
+"""The decision for one prompt: dense prefill, a plan of kept tokens, or a score first. Pure: no SGLang, no device.
+
+`decide` is called again while a request waits, since other requests may bring its prefix or its selection.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from spec_stack.config import PrefillConfig, SessionConfig
+from spec_stack.prefill.alignment import Span
+from spec_stack.prefill.decide import decide_scoring
+from spec_stack.prefill.registry import needs_attention
+from spec_stack.sglang.prefix_reuse import CachedPrefix, PrefillPlan, TurnStore, new_spans, plan_prefill
+from spec_stack.tokenizers.chat_turns import ChatTurns, Protected
+from spec_stack.tokenizers.pieces import Pieces
+
+# The same prompt repeats at once with n replies, and after a client's retry.
+_MOST_PLANS = 16
+
+OUTCOMES = ("pruned", "not_wanted", "not_possible", "cached", "covered", "no_room", "failed")
+"""Outcomes of a prompt, in few words: for counting, where the reason is for reading. not_wanted: by the request or
+by its length; covered: everything was protected or selected."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """An arrived prompt with its options; equal prompts share a plan while it is remembered.
+
+    extra_key, cache_salt: the tenant boundaries of SGLang's radix cache. follow_up: the rule for a continued
+    conversation. protected: spans that are always kept; None is not known yet. end_ids: tokens that end the look-ahead.
+    """
+
+    token_ids: tuple[int, ...]
+    extra_key: str | None
+    cache_salt: str | None
+    config: PrefillConfig
+    follow_up: str
+    protected: Protected | None = None
+    end_ids: frozenset[int] = frozenset()
+
+    @property
+    def tenant(self) -> tuple[str | None, str | None]:
+        return self.extra_key, self.cache_salt
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        return () if self.protected is None else self.protected.spans
+
+
+@dataclass(frozen=True)
+class Dense:
+    """The whole prompt is prefilled."""
+
+    prompt: Prompt
+    reason: str
+    outcome: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The planned tokens are prefilled. num_scored_tokens: decided by importance; num_draft_tokens: prefilled by the
+    draft for it.
+    """
+
+    prompt: Prompt
+    prefill: PrefillPlan
+    reason: str
+    outcome: str
+    num_scored_tokens: int = 0
+    num_draft_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class NeedsScore:
+    """The draft's score is needed first.
+
+    prefix: the inherited prefix. prunes: the text after it is pruned; recalls: dropped text may be recalled. reason:
+    why the text may be pruned.
+    """
+
+    prompt: Prompt
+    prefix: CachedPrefix
+    prunes: bool
+    recalls: bool
+    reason: str
+
+    @property
+    def is_recall_only(self) -> bool:
+        return self.recalls and not self.prunes
+
+
+class KnownTexts:
+    """What a server knows of its prompts: the radix cache, earlier turns, recent plans, the tokenizer.
+
+    num_cached: a prompt's prefix tokens whose KV the target has, were it prefilled densely. most_tokens: of all
+    remembered turns.
+    """
+
+    def __init__(
+        self, tokenizer: Any, chat_template: str | None, num_cached: Callable[[Prompt], int], most_tokens: int
+    ) -> None:
+        self.template = ChatTurns.learn(tokenizer, chat_template)
+        self.turns = TurnStore(most_tokens)
+        self.num_cached = num_cached
+        self._pieces = None if tokenizer is None else Pieces(tokenizer)
+        self._plans: OrderedDict[Prompt, Plan] = OrderedDict()
+
+    def protected(self, prompt: Prompt) -> Protected:
+        """System messages and the chat template's tokens."""
+        return self.template.protected(prompt.token_ids)
+
+    def token_texts(self, prompt: Prompt) -> list[str] | None:
+        """The text of every token; None without a tokenizer."""
+        return None if self._pieces is None else self._pieces.of(prompt.token_ids)
+
+    def plan_of(self, prompt: Prompt) -> Plan | None:
+        """The plan of an equal prompt."""
+        return self._plans.get(prompt)
+
+    def remember(self, plan: Plan) -> bool:
+        """Remember a plan by its prompt. Returns whether it is new."""
+        is_new = plan.prompt not in self._plans
+        self._plans[plan.prompt] = replace(plan, num_scored_tokens=0, num_draft_tokens=0)
+        self._plans.move_to_end(plan.prompt)
+        if len(self._plans) > _MOST_PLANS:
+            self._plans.popitem(last=False)
+        return is_new
+
+    def clear(self) -> None:
+        """Forget earlier turns and plans."""
+        self._plans.clear()
+        self.turns.clear()
+
+
+def decide(
+    prompt: Prompt, known: KnownTexts, recall: SessionConfig, refusal: str | None = None
+) -> Dense | Plan | NeedsScore:
+    """Decide how a prompt is prefilled. refusal: why it cannot be pruned, or None."""
+    num_tokens = len(prompt.token_ids)
+    is_wanted, reason = decide_scoring(prompt.config, num_tokens, ())
+    if not is_wanted:
+        return Dense(prompt, reason, "not_wanted")
+    if refusal is not None:
+        return Dense(prompt, f"off: {refusal}", "not_possible")
+    prefix, is_cached = _reused_prefix(prompt, known)
+    if is_cached and num_tokens - prefix.num_tokens < prompt.config.min_prompt_tokens:
+        return Dense(prompt, f"off: {prefix.num_tokens} of {num_tokens} tokens are cached", "cached")
+    # Found after the cache has had its say: the template is searched for in all of a long history.
+    prompt = prompt if prompt.protected is not None else replace(prompt, protected=known.protected(prompt))
+    is_wanted, reason = decide_scoring(prompt.config, num_tokens, prompt.spans)
+    if not is_wanted:
+        return Dense(prompt, reason, "not_wanted")
+    plan = known.plan_of(prompt)
+    if plan is not None:
+        return plan
+    needs = _needs(prompt, prefix, reason, recall)
+    if (needs.prunes or needs.recalls) and needs_attention(prompt.config.scorer):
+        return needs
+    return plan_scored(needs, None, 0, known, recall)
+
+
+def _reused_prefix(prompt: Prompt, known: KnownTexts) -> tuple[CachedPrefix, bool]:
+    """The inherited prefix, and whether it is a dense one in the radix cache rather than an earlier turn's selection.
+
+    The longer one; of equal ones the dense one.
+    """
+    if prompt.follow_up == "afresh":
+        return CachedPrefix(), False
+    inherited = known.turns.find(prompt.tenant, prompt.token_ids)
+    if prompt.config.sparse_prefill == "on":
+        return inherited, False
+    num_cached = known.num_cached(prompt)
+    if num_cached >= inherited.num_tokens:
+        # A selection for another question says nothing about this prompt.
+        num_cached = known.turns.num_unchosen(prompt.tenant, prompt.token_ids, num_cached)
+    if num_cached < inherited.num_tokens:
+        return inherited, False
+    return CachedPrefix.dense(num_cached), True
+
+
+def _needs(prompt: Prompt, prefix: CachedPrefix, reason: str, recall: SessionConfig) -> NeedsScore:
+    if not prefix.is_worth_it(len(prompt.token_ids)):
+        return NeedsScore(prompt, CachedPrefix(), True, False, reason)
+    num_new = len(prompt.token_ids) - prefix.num_tokens
+    prunes, reason = decide_scoring(prompt.config, num_new, new_spans(prompt.spans, prefix), text="new text")
+    recalls = prompt.follow_up == "recall" and recall.restore and not prefix.is_dense
+    return NeedsScore(prompt, prefix, prunes, recalls, reason)
+
+
+def plan_scored(
+    needs: NeedsScore, importance: torch.Tensor | None, num_draft_tokens: int, known: KnownTexts, recall: SessionConfig
+) -> Plan:
+    """The plan by a score. importance: (num_prompt_tokens,); None where the rule needs none."""
+    prompt, prefix = needs.prompt, needs.prefix
+    prefill = plan_prefill(
+        prompt.token_ids,
+        prefix,
+        importance,
+        needs.prunes,
+        recall if needs.recalls else None,
+        prompt.config,
+        prompt.spans,
+        known.token_texts(prompt),
+    )
+    num_tokens, num_scored = len(prompt.token_ids), 0
+    if importance is not None:
+        num_scored = prefix.num_tokens * needs.recalls + (num_tokens - prefix.num_tokens) * needs.prunes
+    if prefill.is_whole:
+        reason = "off: chunks and protected spans cover the whole prompt"
+        return Plan(prompt, prefill, reason, "covered", num_scored, num_draft_tokens)
+    reason = needs.reason
+    if prefix.num_tokens:
+        origin = "cached and kept" if prefix.is_dense else f"of earlier turns: {prompt.follow_up}"
+        reason = f"{reason}; {prefix.num_tokens} of {num_tokens} tokens are {origin}"
+    return Plan(prompt, prefill, reason, "pruned", num_scored, num_draft_tokens)
+
+
+def plan_unscored(needs: NeedsScore, why: str, outcome: str) -> Dense | Plan:
+    """The decision where scoring failed: an earlier turn's selection, and all of the new text."""
+    prompt, prefix = needs.prompt, needs.prefix
+    if prefix.is_dense:
+        return Dense(prompt, f"off: {why}", outcome)
+    prefill = plan_prefill(prompt.token_ids, prefix, None, False, None, prompt.config, prompt.spans)
+    reason = f"on for earlier turns, of which nothing comes back, and new text is kept whole: {why}"
+    return Plan(prompt, prefill, reason, outcome)

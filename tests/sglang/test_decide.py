@@ -1,0 +1,119 @@
+"""The decision for a prompt, without an engine: what is known of a text goes in, a decision comes out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+
+from spec_stack.config import PrefillConfig, SessionConfig
+from spec_stack.sglang.decide import Dense, KnownTexts, NeedsScore, Plan, Prompt, decide, plan_scored, plan_unscored
+
+CONFIG = PrefillConfig(min_prompt_tokens=400)
+RECALL = SessionConfig()
+
+
+@dataclass
+class Request:
+    output_ids: list[int] = field(default_factory=list)
+    finished_len: int | None = None
+
+    def finished(self) -> bool:
+        return True
+
+
+def _known(num_cached: int = 0) -> KnownTexts:
+    return KnownTexts(None, None, lambda prompt: min(num_cached, len(prompt.token_ids) - 1), 1_000_000)
+
+
+def _prompt(num_tokens: int, **options: Any) -> Prompt:
+    config = replace(CONFIG, **options)
+    return Prompt(tuple(range(num_tokens)), None, None, config, "recall")
+
+
+@pytest.mark.parametrize(
+    ("options", "num_tokens", "num_cached", "refusal", "outcome", "part"),
+    [
+        ({"sparse_prefill": "off"}, 900, 0, None, "not_wanted", "leaves the target dense"),
+        ({}, 399, 0, None, "not_wanted", "shorter than min_prompt_tokens=400"),
+        ({"keep_rate": 1.0}, 900, 0, None, "not_wanted", "keep_rate is 1.0"),
+        ({}, 900, 0, "the target is too large", "not_possible", "off: the target is too large"),
+        ({}, 900, 800, None, "cached", "off: 800 of 900 tokens are cached"),
+    ],
+)
+def test_a_dense_decision_says_why(
+    options: dict[str, Any], num_tokens: int, num_cached: int, refusal: str | None, outcome: str, part: str
+) -> None:
+    decision = decide(_prompt(num_tokens, **options), _known(num_cached), RECALL, refusal)
+    assert isinstance(decision, Dense)
+    assert decision.outcome == outcome
+    assert part in decision.reason
+
+
+@pytest.mark.parametrize(("options", "num_cached"), [({}, 0), ({"sparse_prefill": "on"}, 850), ({}, 400)])
+def test_a_long_prompt_needs_a_score_first_and_then_has_a_plan(options: dict[str, Any], num_cached: int) -> None:
+    known, prompt = _known(num_cached), _prompt(900, **options)
+    needs = decide(prompt, known, RECALL)
+    assert isinstance(needs, NeedsScore)
+    assert (needs.prunes, needs.recalls) == (True, False)
+    plan = plan_scored(needs, torch.rand(900), 900, known, RECALL)
+    start = num_cached if not options else 0
+    assert plan.outcome == "pruned"
+    assert plan.num_scored_tokens == 900 - start
+    assert plan.prefill.positions[:start] == tuple(range(start))
+    assert len(plan.prefill.positions) < 900
+
+
+def test_an_equal_prompt_gets_the_plan_that_is_remembered_and_scores_nothing() -> None:
+    known, prompt = _known(), _prompt(900)
+    needs = decide(prompt, known, RECALL)
+    assert isinstance(needs, NeedsScore)
+    plan = plan_scored(needs, torch.rand(900), 900, known, RECALL)
+    assert known.remember(plan)
+    again = decide(prompt, known, RECALL)
+    assert isinstance(again, Plan)
+    assert (again.prefill, again.num_scored_tokens, again.num_draft_tokens) == (plan.prefill, 0, 0)
+    assert not known.remember(again)
+    assert isinstance(decide(replace(prompt, cache_salt="another"), known, RECALL), NeedsScore)
+
+
+def test_a_rule_without_a_draft_plans_at_once() -> None:
+    decision = decide(_prompt(900, scorer="bm25"), _known(), RECALL)
+    assert isinstance(decision, Plan)
+    assert (decision.outcome, decision.num_scored_tokens) == ("pruned", 0)
+
+
+@pytest.mark.parametrize(("follow_up", "recalls"), [("recall", True), ("freeze", False), ("afresh", False)])
+def test_a_follow_up_inherits_the_selection_of_its_turn(follow_up: str, recalls: bool) -> None:
+    known = _known()
+    first: Any = Request()
+    kept = (*range(100), *range(700, 800))
+    known.turns.add((None, None), range(800), kept, first)
+    decision = decide(replace(_prompt(850), follow_up=follow_up), known, RECALL)
+    if follow_up == "freeze":
+        assert isinstance(decision, Plan)
+        assert decision.prefill.positions == (*kept, *range(800, 850))
+        assert decision.prefill.num_cached == 800
+    else:
+        assert isinstance(decision, NeedsScore)
+        assert (decision.is_recall_only, decision.recalls) == (recalls, recalls)
+
+
+@pytest.mark.parametrize("inherits", [False, True])
+def test_without_a_score_nothing_new_is_dropped(inherits: bool) -> None:
+    known, kept = _known(), (*range(100), *range(700, 800))
+    if inherits:
+        first: Any = Request()
+        known.turns.add((None, None), range(800), kept, first)
+    needs = decide(_prompt(850), known, RECALL)
+    assert isinstance(needs, NeedsScore)
+    decision = plan_unscored(needs, "no room", "no_room")
+    assert decision.outcome == "no_room"
+    if inherits:
+        assert isinstance(decision, Plan)
+        assert decision.prefill.positions == (*kept, *range(800, 850))
+    else:
+        assert isinstance(decision, Dense)
+        assert decision.reason == "off: no room"
