@@ -29,6 +29,7 @@ ScoringQueries = Literal["look_ahead", "prompt"]
 HeadVote = Literal["max", "mean"]
 SparsePrefill = Literal["auto", "on", "off", "draft_only"]
 Positions = Literal["original", "contiguous"]
+DraftStep = Literal["auto", "eager", "static", "compiled"]
 # Valid names: the keys of the registries, which append to these lists on import. No component is imported.
 KNOWN_POLICIES: list[str] = []
 KNOWN_PROPOSERS: list[str] = []
@@ -269,7 +270,7 @@ class PrefillConfig:
 @documented
 @dataclass(frozen=True)
 class LoadConfig:
-    """The precision of a loaded pair: "fp32", "fp16", "bf16", "int8", "nf4" or "auto"."""
+    """The precision of a loaded pair, "fp32", "fp16", "bf16", "int8", "nf4" or "auto", and how its steps run."""
 
     precision: str = option(
         "auto",
@@ -281,8 +282,16 @@ class LoadConfig:
         "of the draft; 'auto' is how it is stored likewise, else the target's, or where that is a quantized one, as "
         "for a target",
     )
+    draft_step: DraftStep = option(
+        "auto",
+        "how forwards of 1 to 16 tokens run: 'eager', operator by operator; 'static', over whole buckets of 256 cache "
+        "slots, on CUDA in graphs that replay without Python; 'compiled', as static with the draft's one-token forward "
+        "compiled by torch, which takes a minute at the first load and needs a C++ compiler. 'auto' is static on CUDA "
+        "and eager on a CPU. A model without fixed shapes stays eager, and the metrics say why",
+    )
 
     def __post_init__(self) -> None:
+        require_one_of("draft_step", self.draft_step, get_args(DraftStep))
         for name in ("precision", "draft_precision"):
             value = getattr(self, name)
             known = isinstance(value, str) and value in ("auto", *PRECISIONS)

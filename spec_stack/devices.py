@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 # Head dimension limit of the flash kernel.
 _MOST_DIMS, _DIMS_STEP = 256, 8
+# Captures of all threads share torch's capture stream.
+_capturing = threading.Lock()
 
 
 def has_flash(device: torch.device, dtype: torch.dtype | None) -> bool:
@@ -44,3 +50,22 @@ def synchronize(device: torch.device) -> None:
     """Wait for the device's queued work; a no-op on a CPU."""
     if device.type not in ("cpu", "meta"):
         torch.accelerator.synchronize(device)
+
+
+class CapturedCall:
+    """A call whose kernels a CUDA graph replays on the same tensors. Capturing runs none of them.
+
+    call: reads and writes tensors that live as long as this object, and waits for nothing. beside: a captured call that
+    never runs at the same time; they share temporary memory.
+    """
+
+    def __init__(self, call: Callable[[], Any], beside: CapturedCall | None = None) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        pool = None if beside is None else beside._graph.pool()
+        with _capturing, torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+            self._result = call()
+
+    def replay(self) -> Any:
+        """Run the kernels; the same result tensors every time, overwritten by the next replay of a call beside it."""
+        self._graph.replay()
+        return self._result

@@ -230,6 +230,7 @@ class Metrics:
     counted separately. `sparse_prefill` is whether the prompt was pruned, `sparse_prefill_reason` the reason, and
     `decode_reason` whether the draft can propose to this target. `seed` is a sampled request's seed: the same call with
     the same `gamma` gives the same tokens. Under a policy that depends on timing, drafted lengths differ between runs.
+    `draft_step` and `target_step` are how short forwards of each model ran, and why eagerly (`LoadConfig`).
     """
 
     num_prompt_tokens: int
@@ -248,6 +249,8 @@ class Metrics:
     num_restored_tokens: int = 0
     num_rewritten_tokens: int = 0
     decode_reason: str = ""
+    draft_step: str = ""
+    target_step: str = ""
     scoring_s: float = 0.0
     ttft_s: float = 0.0
     total_s: float = 0.0

@@ -12,7 +12,7 @@ import torch
 from spec_stack.api.answering import GenerationMixin
 from spec_stack.api.session import Session
 from spec_stack.api.unknown_options import refuses_unknown_options
-from spec_stack.config import HubConfig, LoadConfig, SessionConfig, SpecStackConfig
+from spec_stack.config import DraftStep, HubConfig, LoadConfig, SessionConfig, SpecStackConfig
 from spec_stack.controller.base import Policy
 from spec_stack.controller.registry import policy_class
 from spec_stack.decode.lookup_index import TextMemory
@@ -56,6 +56,8 @@ class SpecStackGenerator(GenerationMixin):
         Files of trained predictors by policy name.
     draft_tokenizer : optional
         The draft's; the target's by default (`tokenizers.vocabulary.compare`).
+    draft_step : {"auto", "eager", "static", "compiled"}
+        How short forwards run (see `LoadConfig`).
 
     Raises
     ------
@@ -83,6 +85,7 @@ class SpecStackGenerator(GenerationMixin):
         policy: str | Policy | None = None,
         predictors: Mapping[str, str | Path] | None = None,
         draft_tokenizer: Any = None,
+        draft_step: DraftStep = LoadConfig.draft_step,
     ) -> None:
         config = _checked(config)
         pair = ModelPair.assemble(
@@ -94,6 +97,7 @@ class SpecStackGenerator(GenerationMixin):
             draft_precision,
             predictors,
             config.prefill.positions,
+            draft_step,
         )
         self._set_up(Engine(pair, config, policy))
 
@@ -123,6 +127,7 @@ class SpecStackGenerator(GenerationMixin):
         config: SpecStackConfig | None = None,
         policy: str | Policy | None = None,
         prepack_linears: bool | None = None,
+        draft_step: DraftStep = LoadConfig.draft_step,
         calibration: str | Path | bool | None = None,
         dtype: str | torch.dtype | None = None,
         device_map: DeviceMap | None = None,
@@ -151,6 +156,10 @@ class SpecStackGenerator(GenerationMixin):
             Default policy, which chooses gamma; the configuration's by default.
         prepack_linears : bool, optional
             Prepack weights for the CPU; the model can then not be trained or copied. None prepacks where possible.
+        draft_step : {"auto", "eager", "static", "compiled"}
+            How the draft's steps and the verifications run (see `LoadConfig`): "static" in fixed shapes, on CUDA in
+            graphs; "compiled" with the draft compiled too, which loads a minute later the first time. "auto" is static
+            on CUDA and eager on a CPU.
         calibration : str, Path or bool, optional
             A file from `spec-stack calibrate` for this pair. It replaces defaults of `PrefillConfig`; values set in
             `config` stay. None uses the file in the draft's folder, or else the one shipped for this draft, if any;
@@ -198,6 +207,7 @@ class SpecStackGenerator(GenerationMixin):
             hub=HubConfig(revision, draft_revision, token, trust_remote_code),
             device_map=device_map,
             positions=_checked(config).prefill.positions,
+            draft_step=draft_step,
         )
         return cls.over(Engine(pair, _calibrated(pair, config, draft, calibration), policy))
 

@@ -22,6 +22,7 @@ from spec_stack.config import (
     OLD_SWITCHES,
     PRECISIONS,
     DecodeConfig,
+    DraftStep,
     LoadConfig,
     PrefillConfig,
     SamplingParams,
@@ -343,6 +344,7 @@ def _add_pair_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draft", help="draft model, likewise")
     for name in ("precision", "draft_precision"):
         _add_option(parser, LoadConfig, name, metavar="|".join(("auto", *PRECISIONS)))
+    _add_option(parser, LoadConfig, "draft_step", metavar="|".join(get_args(DraftStep)))
     parser.add_argument("--device", help="cpu, cuda, cuda:1, … (default: CUDA where there is one)")
     parser.add_argument(
         "--calibration",

@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 
-from spec_stack.config import PRECISIONS, DecodeConfig, LoadConfig, PrefillConfig
+from spec_stack.config import PRECISIONS, DecodeConfig, DraftStep, LoadConfig, PrefillConfig
 from spec_stack.controller.predictor import load_step_predictor
 from spec_stack.hf import architectures, loading
+from spec_stack.hf.fixed_step import describe_step, why_eager
 from spec_stack.hf.precision import (
+    QUANTIZED,
     Precision,
     estimate_bytes,
     num_weights,
@@ -40,6 +42,7 @@ def diagnose(
     precision: str,
     device: str | None,
     draft_precision: str = LoadConfig.draft_precision,
+    draft_step: DraftStep = LoadConfig.draft_step,
 ) -> dict[str, Any]:
     """A report of plain values; report["problem"] is the reason against the pair, or None. Reads configs, tokenizers
     and weight shapes, never weights."""
@@ -51,7 +54,7 @@ def diagnose(
         "problem": None,
     }
     try:
-        asked = LoadConfig(precision, draft_precision)
+        asked = LoadConfig(precision, draft_precision, draft_step)
         on = loading.resolve_device(device)
         report["device"] = str(on)
         report["policy"] = DecodeConfig.policy
@@ -76,6 +79,8 @@ def diagnose(
         precisions = resolve_precisions(configs["target"], configs["draft"], asked, on)
         for role, resolved in zip(configs, precisions, strict=True):
             report[role] |= {"precision": resolved.name, "prepack_linears": can_prepack(on, resolved.dtype)}
+        for role, resolved in zip(configs, precisions, strict=True):
+            report[role]["step"] = _describe_step(role, configs[role], on, asked.draft_step, resolved)
         report["decoding"] = _describe_decoding(configs["target"], configs["draft"], precisions)
         tokenizers = loading.load_tokenizers(*sources)
         report["draft"]["tokenizer"] = "the target's" if tokenizers[0] is tokenizers[1] else "its own"
@@ -84,6 +89,12 @@ def diagnose(
     except ValueError as error:
         report["problem"] = str(error)
     return report
+
+
+def _describe_step(role: str, config: Any, on: torch.device, asked: DraftStep, precision: Precision) -> str:
+    is_quantized = precision.is_stored or precision.name in QUANTIZED
+    reason = why_eager(config, on, asked, role == "draft", is_quantized)
+    return describe_step(reason, asked == "compiled" and role == "draft", on.type == "cuda")
 
 
 def _describe_decoding(target: Any, draft: Any, precisions: tuple[Precision, Precision]) -> str:

@@ -52,6 +52,7 @@ def _load(arguments: argparse.Namespace, config: SpecStackConfig | None = None) 
         arguments.draft,
         precision=arguments.precision,
         draft_precision=arguments.draft_precision,
+        draft_step=arguments.draft_step,
         device=arguments.device,
         config=config,
         calibration=False if arguments.calibration == "none" else arguments.calibration,
@@ -354,7 +355,12 @@ def _doctor(arguments: argparse.Namespace) -> int:
     from spec_stack.cli.doctor import diagnose
 
     report = diagnose(
-        arguments.target, arguments.draft, arguments.precision, arguments.device, arguments.draft_precision
+        arguments.target,
+        arguments.draft,
+        arguments.precision,
+        arguments.device,
+        arguments.draft_precision,
+        arguments.draft_step,
     )
     if arguments.measure and not report["problem"]:
         report["measured"] = _measured(arguments)

@@ -109,7 +109,7 @@ class Engine:
                 policy=policy,
                 proposer=make_proposer(
                     request.proposer,
-                    Means(draft, drawing.sampler, request.stop_tokens.all_ids, gate, caches.lookups),
+                    Means(draft, drawing.sampler, request.stop_tokens.all_ids, gate, caches.lookups, draft.run_ahead),
                 ),
                 sampler=drawing.sampler,
                 stopper=stopper_of(request, pair.tokenizer),
@@ -126,6 +126,7 @@ class Engine:
                     metrics.scoring_s = output.record.draft_s
                 if output.finish_reason is not None:
                     metrics.forward_s = sum(model.forward_s for model in models) - begun_s
+                    metrics.draft_step, metrics.target_step = str(pair.draft_step), str(pair.target_step)
                     output = replace(output, metrics=metrics)
                 with clock.paused():
                     yield output

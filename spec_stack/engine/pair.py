@@ -8,11 +8,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spec_stack.config import HubConfig, LoadConfig, Positions
+from spec_stack.config import DraftStep, HubConfig, LoadConfig, Positions
 from spec_stack.hf.answer_format import AnswerFormat
 from spec_stack.hf.architectures import is_supported, scoring_limit, text_config
 from spec_stack.hf.attention import install
 from spec_stack.hf.contiguous import ContiguousModel
+from spec_stack.hf.fixed_step import FixedStep
 from spec_stack.hf.loading import DeviceMap, check_pair, end_token_ids, max_positions, open_pair
 from spec_stack.hf.model import CachedModel
 from spec_stack.hf.precision import precision_of, warm_up_quantized, weight_bytes
@@ -34,7 +35,8 @@ class ModelPair:
     """Loaded models that fit together, made by `assemble` or `load`. Requests share it read-only.
 
     tokenizer is the target's, None for token ids only; translation is for a draft with another one. predictors: files
-    by policy name. positions: `PrefillConfig.positions` of the target.
+    by policy name. positions: `PrefillConfig.positions` of the target. target_step, draft_step: their forwards in fixed
+    shapes.
     """
 
     target: PreTrainedModel
@@ -47,6 +49,8 @@ class ModelPair:
     target_weight_bytes: int
     draft_weight_bytes: int
     grammars: Grammars
+    target_step: FixedStep
+    draft_step: FixedStep
     answer_format: AnswerFormat = field(default_factory=AnswerFormat)
     predictors: Mapping[str, str | Path] = field(default_factory=dict)
     positions: Positions = "original"
@@ -74,6 +78,7 @@ class ModelPair:
         draft_precision: str = "",
         predictors: Mapping[str, str | Path] | None = None,
         positions: Positions = "original",
+        draft_step: DraftStep = LoadConfig.draft_step,
     ) -> ModelPair:
         """Pair loaded models; their attention is replaced in place.
 
@@ -94,6 +99,7 @@ class ModelPair:
             draft_precision,
             predictors or {},
             positions,
+            LoadConfig(draft_step=draft_step).draft_step,
         )
 
     @classmethod
@@ -110,6 +116,7 @@ class ModelPair:
         device_map: DeviceMap | None = None,
         target_weights: bool = True,
         positions: Positions = "original",
+        draft_step: DraftStep = LoadConfig.draft_step,
     ) -> ModelPair:
         """Load a pair from folders or hub ids, the embedded one where neither is named.
 
@@ -117,14 +124,15 @@ class ModelPair:
         alone, with the target's tokenizer and configuration. All checks precede the weights; raises ValueError as
         `hf.loading.open_pair` and `assemble` do.
         """
-        found = open_pair(
-            target, draft, LoadConfig(precision, draft_precision), device, prepack_linears, hub, device_map, positions
-        )
+        load = LoadConfig(precision, draft_precision, draft_step)
+        found = open_pair(target, draft, load, device, prepack_linears, hub, device_map, positions)
         sizes = (text_config(config).vocab_size for config in found.configs)
         vocabulary = compare(*found.tokenizers, *sizes)
         models = found.load_models(target_weights)
         of_target, of_draft = (each.name for each in found.precisions)
-        return cls._of(*models, *found.tokenizers, vocabulary, of_target, of_draft, found.predictors, positions)
+        return cls._of(
+            *models, *found.tokenizers, vocabulary, of_target, of_draft, found.predictors, positions, draft_step
+        )
 
     @classmethod
     def _of(
@@ -138,6 +146,7 @@ class ModelPair:
         draft_precision: str,
         predictors: Mapping[str, str | Path],
         positions: Positions,
+        draft_step: DraftStep,
     ) -> ModelPair:
         for model in (target, draft):
             # A model in training mode would still drop activations at random.
@@ -157,6 +166,8 @@ class ModelPair:
             target_weight_bytes=weight_bytes(target),
             draft_weight_bytes=weight_bytes(draft),
             grammars=Grammars(tokenizer, int(text_config(target.config).vocab_size)),
+            target_step=FixedStep(target, draft_step),
+            draft_step=FixedStep(draft, draft_step, num_ids=vocabulary.num_target),
             answer_format=AnswerFormat.learn(tokenizer),
             predictors=predictors,
             positions=positions,
@@ -196,7 +207,8 @@ class ModelPair:
             return by_token, f"the draft has another tokenizer, and {error}"
 
     def open_target(self, prefill_chunk: int) -> CachedModel:
-        return (CachedModel if self.positions == "original" else ContiguousModel)(self.target, prefill_chunk)
+        kind = CachedModel if self.positions == "original" else ContiguousModel
+        return kind(self.target, prefill_chunk, step=self.target_step)
 
     def open_draft(self, prefill_chunk: int, tokenization: DraftTokenization | None = None) -> DraftModel:
         """The draft with an empty cache; target ids in, logits over them out, whatever its own tokenizer."""
@@ -205,7 +217,7 @@ class ModelPair:
     def open_index(self, prefill_chunk: int) -> CachedModel:
         """The draft with an empty cache over its own ids, kept from turn to turn (see `view_draft`)."""
         num_ids = None if self.translation is not None else self.vocabulary.num_target
-        return CachedModel(self.draft, prefill_chunk, num_ids)
+        return CachedModel(self.draft, prefill_chunk, num_ids, self.draft_step)
 
     def view_draft(self, index: CachedModel, tokenization: DraftTokenization | None = None) -> DraftModel:
         """The draft behind an index as a request sees it: target ids in, logits over them out.

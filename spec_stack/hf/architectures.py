@@ -118,6 +118,11 @@ def scoring_limit(config: Any) -> int | None:
     return int(config.sliding_window) if num_sliding and not num_full else None
 
 
+def has_windows(config: Any) -> bool:
+    """Whether some layers of a model attend to a sliding window."""
+    return _count_attention_layers(text_config(config))[1] > 0
+
+
 def is_supported(config: Any) -> bool:
     """Whether a model can be a draft, or a target at original positions."""
     return not _refusal(text_config(config))

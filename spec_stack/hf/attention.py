@@ -52,7 +52,7 @@ _thread = threading.local()
 @contextmanager
 def capture_attention() -> Iterator[dict[int, LayerCapture]]:
     """Collect queries and keys by layer index from this thread's forwards inside the block."""
-    if getattr(_thread, "captured", None) is not None:
+    if is_capturing():
         raise RuntimeError("attention is being captured already in this thread")
     layers: dict[int, LayerCapture] = {}
     _thread.captured = layers
@@ -60,6 +60,11 @@ def capture_attention() -> Iterator[dict[int, LayerCapture]]:
         yield layers
     finally:
         _thread.captured = None
+
+
+def is_capturing() -> bool:
+    """Whether this thread is inside `capture_attention`."""
+    return getattr(_thread, "captured", None) is not None
 
 
 @contextmanager
@@ -208,7 +213,8 @@ def _attend_folded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Non
     groups = num_heads // key.shape[1]
     folded = query.reshape(batch, key.shape[1], groups * num_queries, head_dim)
     if mask is not None:
-        mask = mask.expand(batch, 1, num_queries, -1).repeat(1, 1, groups, 1)
+        mask = mask.expand(batch, 1, num_queries, -1)
+        mask = mask if num_queries == 1 else mask.repeat(1, 1, groups, 1)
     output = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scale)
     return output.reshape(batch, num_heads, num_queries, head_dim)
 
@@ -359,7 +365,7 @@ def install(model: PreTrainedModel) -> None:
 def _narrow(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The last cached decoder layer: keys and values of all tokens, the rest only of those with logits."""
     slots: SlotPositions | None = getattr(_thread, "slots", None)
-    if slots is None or slots.narrow_layer is None or getattr(_thread, "captured", None) is not None:
+    if slots is None or slots.narrow_layer is None or is_capturing():
         return None
     if not any(getattr(part, "layer_idx", None) == slots.narrow_layer for part in layer.modules()):
         return None

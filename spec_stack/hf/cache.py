@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 CACHE_NAMES = ("cache", "past_key_values")
 """What a forward calls its cache: transformers from 5.24 on, and before it."""
-# Slots reserved per growth, so that the cache is copied only once per this many tokens.
-_ROOM = 256
+BUCKET = 256
+"""Slots by which a layer's buffers grow, so that the cache is copied only once per this many tokens."""
 # Spare memory above which `compact` copies the slots; below it less than a twentieth is wasted.
 _MOST_SLACK = 1.05
 # Attributes of recurrent states, and the options of `lazy_initialization` that allocate them.
@@ -55,18 +55,37 @@ class PreallocatedLayer(DynamicLayer):  # type: ignore[misc]
         """Drop the spare room, so that the next append copies into new buffers and leaves these tensors unchanged."""
         self._buffers = {}
 
+    def reserve(self, num_slots: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The whole buffers of keys and values, grown to num_slots or more. For a layer with contents."""
+        used = self.keys.shape[-2]
+        keys = self._buffer("keys", self.keys, self.keys, num_slots)
+        values = self._buffer("values", self.values, self.values, num_slots)
+        self.keys, self.values = keys[..., :used, :], values[..., :used, :]
+        return keys, values
+
+    def show(self, num_slots: int) -> None:
+        """Take the first num_slots of the buffers for cached, after writes past the contents."""
+        self.keys, self.values = (self._buffers[name][..., :num_slots, :] for name in ("keys", "values"))
+
     def _append(self, name: str, cached: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         used = cached.shape[-2] if cached.numel() else 0
         total = used + new.shape[-2]
+        buffer = self._buffer(name, cached, new, total)
+        buffer[..., used:total, :] = new
+        return buffer[..., :total, :]
+
+    def _buffer(self, name: str, cached: torch.Tensor, like: torch.Tensor, num_slots: int) -> torch.Tensor:
+        """The buffer that holds the cached slots, renewed where num_slots do not fit: whole buckets, of numbers, which
+        a mask may hide."""
+        used = cached.shape[-2] if cached.numel() else 0
         buffer = self._buffers.get(name)
-        fits = buffer is not None and total <= buffer.shape[-2] and buffer.device == new.device
+        fits = buffer is not None and num_slots <= buffer.shape[-2] and buffer.device == like.device
         if buffer is None or not fits or (used and cached.data_ptr() != buffer.data_ptr()):
-            buffer = new.new_empty(*new.shape[:-2], total + _ROOM, new.shape[-1])
+            buffer = like.new_zeros(*like.shape[:-2], BUCKET * -(-num_slots // BUCKET), like.shape[-1])
             if used:
                 buffer[..., :used, :] = cached
             self._buffers[name] = buffer
-        buffer[..., used:total, :] = new
-        return buffer[..., :total, :]
+        return buffer
 
 
 @remember
@@ -181,6 +200,19 @@ def crop(cache: DynamicCache, num_slots: int) -> None:
         layer.keys, layer.values = (
             tensor[:, :, :num_slots] if tensor.numel() else tensor for tensor in (layer.keys, layer.values)
         )
+
+
+def reserve(cache: DynamicCache, num_slots: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The layers' whole buffers of keys and of values, with room for num_slots. For a cache with contents, without
+    recurrent states."""
+    keys, values = zip(*(layer.reserve(num_slots) for layer in cache.layers), strict=True)
+    return list(keys), list(values)
+
+
+def show(cache: DynamicCache, num_slots: int) -> None:
+    """Take the first num_slots of all reserved buffers for cached."""
+    for layer in cache.layers:
+        layer.show(num_slots)
 
 
 def compact(cache: DynamicCache) -> None:

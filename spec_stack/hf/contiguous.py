@@ -14,6 +14,7 @@ import torch
 from spec_stack.hf import cache as model_cache
 from spec_stack.hf.architectures import rope_switch
 from spec_stack.hf.attention import is_installed
+from spec_stack.hf.fixed_step import FixedStep
 from spec_stack.hf.model import CachedModel
 from spec_stack.hf.slots import SlotPositions
 
@@ -34,8 +35,10 @@ class ContiguousModel(CachedModel):
     length a long RoPE changes all angles, and the cache is recomputed, as in transformers.
     """
 
-    def __init__(self, model: PreTrainedModel, prefill_chunk: int, num_ids: int | None = None) -> None:
-        super().__init__(model, prefill_chunk, num_ids)
+    def __init__(
+        self, model: PreTrainedModel, prefill_chunk: int, num_ids: int | None = None, step: FixedStep | None = None
+    ) -> None:
+        super().__init__(model, prefill_chunk, num_ids, step)
         self._is_installed = is_installed(model)
         parameters = signature(model.forward).parameters
         self._takes_positions = "position_ids" in parameters
@@ -71,6 +74,9 @@ class ContiguousModel(CachedModel):
             self.prefill_kept((), ())
         self._cache.is_long = is_long
         return new_ids, at
+
+    def _numbered(self, positions: Sequence[int]) -> Sequence[int]:
+        return range(len(self._positions), len(self._positions) + len(positions))
 
     def _mark_restored(self, positions: Sequence[int]) -> None:
         raise ValueError(f"position {positions[0]} comes before the cache's next position {self.next_position}")

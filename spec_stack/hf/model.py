@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from spec_stack.devices import to_device
 from spec_stack.hf import cache as model_cache
 from spec_stack.hf.architectures import text_config
-from spec_stack.hf.attention import LayerCapture, attend_by_position, capture_attention
+from spec_stack.hf.attention import LayerCapture, attend_by_position, capture_attention, is_capturing
+from spec_stack.hf.fixed_step import WIDTHS, FixedCache, FixedStep, padded
 from spec_stack.hf.slots import KeysCached, RestoredSlots, SlotPositions
 from spec_stack.hf.states import States
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import DynamicCache, PreTrainedModel
 
 # Most tokens recomputed together with the next forward; more get a forward of their own, so that a
 # snapshot can follow.
@@ -44,7 +46,8 @@ class CachedModel:
     """One request's view of a shared model, which needs `attention.install` for windows by position.
 
     prefill_chunk: most tokens per piece (2,048 at most on a CPU). num_ids: logits width; a draft's wider logits are
-    cut, narrower ones padded with -inf, and ids beyond its embedding use the last row.
+    cut, narrower ones padded with -inf, and ids beyond its embedding use the last row. step: runs forwards of a few
+    tokens in fixed shapes; None leaves all of them eager.
 
     forward_s: seconds in the model (on CUDA: until launch). on_piece: called at every attention layer with a piece's
     tokens and its share of finished layers, and with 1.0 at the end. Its exception aborts the forward; the cache keeps
@@ -54,16 +57,20 @@ class CachedModel:
     recomputes the remaining tokens first (`num_to_recompute`).
     """
 
-    def __init__(self, model: PreTrainedModel, prefill_chunk: int, num_ids: int | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, prefill_chunk: int, num_ids: int | None = None, step: FixedStep | None = None
+    ) -> None:
         self.model = model
         self.prefill_chunk = prefill_chunk
+        self._step = step
         self.forward_s = 0.0
+        # Whether fixed forwards have moved on from the slots that the layers show.
+        self._is_ahead = False
         self.on_piece: Callable[[int, float], None] | None = None
         self._most_in_piece = min(prefill_chunk, _CPU_PIECE) if model.device.type == "cpu" else prefill_chunk
         self._num_rows: int = text_config(model.config).vocab_size
         self._num_ids = num_ids or self._num_rows
         self._cache = model_cache.new_cache(model.config)
-        self._states = States(self._cache)
         self._last_layer = model_cache.last_attention_layer(self._cache)
         # One entry per slot, then the tokens still to be recomputed.
         self._token_ids: list[int] = []
@@ -71,6 +78,22 @@ class CachedModel:
         self._to_recompute: list[tuple[int, int]] = []
         # End of the slots with restored positions; positions increase from there on.
         self._restored_end = 0
+
+    @property
+    def _cache(self) -> DynamicCache:
+        """The cache, for forwards of any shape."""
+        if self._is_ahead:
+            with torch.inference_mode():
+                model_cache.show(self._layers, len(self._positions))
+            self._is_ahead = False
+        return self._layers
+
+    @_cache.setter
+    def _cache(self, cache: DynamicCache) -> None:
+        self._layers = cache
+        self._states = States(cache)
+        self._fixed: FixedCache | None = None
+        self._is_ahead = False
 
     @property
     def num_cached(self) -> int:
@@ -128,10 +151,9 @@ class CachedModel:
 
     def fork(self) -> CachedModel:
         """A view with the same tokens, copied on write (recurrent states at once)."""
-        other = type(self)(self.model, self.prefill_chunk, self._num_ids)
+        other = type(self)(self.model, self.prefill_chunk, self._num_ids, self._step)
         with torch.inference_mode():
             other._cache = model_cache.fork(self._cache)
-        other._states = States(other._cache)
         other._positions, other._token_ids = list(self._positions), list(self._token_ids)
         other._to_recompute, other._restored_end = list(self._to_recompute), self._restored_end
         return other
@@ -140,6 +162,7 @@ class CachedModel:
         """Free memory reserved for further tokens, for a cache that is stored."""
         with torch.inference_mode():
             model_cache.compact(self._cache)
+        self._fixed = None
 
     def contents(self) -> dict[str, torch.Tensor]:
         """The cache as tensors for `filled`. Not copied."""
@@ -153,7 +176,7 @@ class CachedModel:
 
     def filled(self, contents: Mapping[str, torch.Tensor]) -> CachedModel:
         """A view of the same model with these contents. Raises ValueError for another model's contents."""
-        other = type(self)(self.model, self.prefill_chunk, self._num_ids)
+        other = type(self)(self.model, self.prefill_chunk, self._num_ids, self._step)
         try:
             other._token_ids = contents["token_ids"].tolist()
             other._positions = contents["positions"].tolist()
@@ -224,6 +247,47 @@ class CachedModel:
                 self._cache_keys(token_ids[first:last], positions[first:last], last_layer, window, num_sinks)
         self.forward_s += perf_counter() - started
 
+    def run_ahead(
+        self, token_ids: Sequence[int], positions: Sequence[int], max_tokens: int
+    ) -> list[list[float]] | None:
+        """Feed tokens as `forward` does, and draft max_tokens of the likeliest after them, without reading one before
+        the last; the last one is not fed.
+
+        Returns the `draft_statistics` of each drafted token, or None, with nothing fed, where a forward in fixed shapes
+        is not possible.
+        """
+        fixed = None if self._to_recompute else self._open_fixed(len(token_ids), max_tokens - 1)
+        if fixed is None:
+            return None
+        started = perf_counter()
+        token_ids, positions = self._take(token_ids, positions, 1)
+        with torch.inference_mode():
+            drafted = fixed.run_ahead(token_ids, self._numbered(positions), len(self._positions), max_tokens)
+        if drafted is not None:
+            self._token_ids += [*token_ids, *(int(token_id) for _, _, token_id in drafted[:-1])]
+            self._positions += [*positions, *range(positions[-1] + 1, positions[-1] + max_tokens)]
+        self.forward_s += perf_counter() - started
+        return drafted
+
+    def _numbered(self, positions: Sequence[int]) -> Sequence[int]:
+        """The positions that the model gets for those of the next tokens."""
+        return positions
+
+    def _open_fixed(self, num_tokens: int, num_more: int = 0) -> FixedCache | None:
+        """The bucket for a fixed forward of num_tokens and num_more of one token; None where they have to be eager."""
+        if self._step is None or self._step.why_eager or num_tokens > WIDTHS[-1] or not self._positions:
+            return None
+        if self.on_piece is not None or is_capturing():
+            return None
+        num_slots = len(self._positions) + padded(num_tokens) + num_more
+        if self._fixed is None or not self._is_ahead or num_slots > self._fixed.num_slots:
+            with torch.inference_mode():
+                keys, values = model_cache.reserve(self._cache, num_slots)
+            if self._fixed is None or keys[0] is not self._fixed.keys[0]:
+                self._fixed = FixedCache(self._step, keys, values)
+        self._is_ahead = True
+        return self._fixed
+
     def _catch_up(self) -> None:
         """Recompute pending tokens that are too many for the next forward."""
         if len(self._to_recompute) > _MAX_RIDING:
@@ -279,6 +343,12 @@ class CachedModel:
 
     def _run(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> torch.Tensor:
         """One model forward; logits (num_logits, rows)."""
+        fixed = self._open_fixed(len(token_ids))
+        logits = None if fixed is None else fixed.forward(token_ids, self._numbered(positions), len(self._positions))
+        if logits is not None:
+            self._token_ids += token_ids
+            self._positions += positions
+            return logits[-num_logits:]
         with self._piece(token_ids, positions):
             slots = self._open_slots()
             if self._last_layer is not None and len(token_ids) - num_logits >= _MIN_NARROWED:
@@ -291,14 +361,14 @@ class CachedModel:
     @contextmanager
     def _piece(self, token_ids: Sequence[int], positions: Sequence[int]) -> Iterator[None]:
         """Count a forward's tokens as cached; if it aborts, drop partially cached slots."""
-        num_whole = len(self._positions)
+        num_whole, cache = len(self._positions), self._cache
         self._token_ids += token_ids
         self._positions += positions
         try:
             yield
         except BaseException:
             if not self.is_stateful:
-                model_cache.crop(self._cache, num_whole)
+                model_cache.crop(cache, num_whole)
                 del self._positions[num_whole:], self._token_ids[num_whole:]
             raise
 
@@ -312,8 +382,8 @@ class CachedModel:
             slots.on_layer = lambda index: on_piece(len(token_ids), index / num_layers)
         with attend_by_position(slots):
             output = self.model(
-                input_ids=torch.tensor([token_ids], device=device),
-                position_ids=torch.tensor([positions], device=device),
+                input_ids=to_device(torch.tensor([token_ids]), device),
+                position_ids=to_device(torch.tensor([positions]), device),
                 use_cache=True,
                 logits_to_keep=num_logits,
                 **model_cache.cache_argument(self.model, self._cache),
@@ -342,8 +412,9 @@ class CachedModel:
         elif self.is_stateful:
             self._restore(num_left)
         else:
-            with torch.inference_mode():
-                model_cache.crop(self._cache, num_left)
+            if not self._is_ahead:
+                with torch.inference_mode():
+                    model_cache.crop(self._cache, num_left)
             del self._positions[num_left:], self._token_ids[num_left:]
         self._states.keep_latest()
 
@@ -353,7 +424,6 @@ class CachedModel:
             num_slots = self._states.restore(num_left)
         if not num_slots:
             self._cache = model_cache.new_cache(self.model.config)
-            self._states = States(self._cache)
         forgotten = self._token_ids[num_slots:num_left], self._positions[num_slots:num_left]
         self._to_recompute = list(zip(*forgotten, strict=True))
         del self._positions[num_slots:], self._token_ids[num_slots:]
@@ -373,7 +443,6 @@ class CachedModel:
         """Reset the cache to the prompt's tokens at these increasing positions, through all layers. The tokens count as
         cached at once; the next forward computes them."""
         self._cache = model_cache.new_cache(self.model.config)
-        self._states = States(self._cache)
         self._token_ids, self._positions = [], []
         self._restored_end = 0
         self._to_recompute = [(prompt_ids[position], position) for position in positions]

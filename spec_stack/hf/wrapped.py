@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 from spec_stack.hf.attention import LayerCapture
@@ -27,6 +27,9 @@ class WrappedDraft:
 
     def checkpoint(self) -> None:
         self._draft.checkpoint()
+
+    def run_ahead(self, token_ids: Sequence[int], positions: Sequence[int], max_tokens: int) -> None:
+        """None, as `CachedModel.run_ahead` says of a draft that has to see each token."""
 
     def num_unread(self, num_tokens: int) -> int:
         return num_tokens - self.next_position

@@ -46,6 +46,8 @@ SCHEMA = {
     "additionalProperties": False,
 }
 SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {}
+# How the pairs' steps run while a scenario does.
+STEP: dict[str, Any] = {"draft_step": "auto"}
 
 
 def scenario(function: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
@@ -53,16 +55,20 @@ def scenario(function: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, A
     return function
 
 
-@cache
 def generator(**options: Any) -> SpecStackGenerator:
     """Over the embedded pair, by the defaults of `PrefillConfig` unless an option says otherwise."""
+    return _generator(STEP["draft_step"], **options)
+
+
+@cache
+def _generator(draft_step: str, **options: Any) -> SpecStackGenerator:
     config = SpecStackConfig(PrefillConfig(**ATTENTION_RULE, **options), session=SessionConfig(**RECALL))
     return _load(config, calibration=False)
 
 
 def _load(config: SpecStackConfig | None = None, **options: Any) -> SpecStackGenerator:
     return SpecStackGenerator.from_pretrained(
-        device="cpu", precision="fp32", config=config, prepack_linears=False, **options
+        device="cpu", precision="fp32", config=config, prepack_linears=False, **options, **STEP
     )
 
 
@@ -110,6 +116,8 @@ def kept_spans(target: PreTrainedModel, run: Callable[[], Any]) -> tuple[Any, li
 
 
 def told(result: Any, metrics: tuple[str, ...] = ()) -> dict[str, Any]:
+    step = "static" if STEP["draft_step"] == "static" else "eager (on a CPU"
+    assert result.metrics.draft_step.startswith(step) and result.metrics.target_step.startswith(step)
     return {"token_ids": result.token_ids, "text": result.text} | {
         name: getattr(result.metrics, name) for name in metrics
     }
@@ -188,7 +196,11 @@ def cross_tokenizer_draft() -> dict[str, Any]:
     tokenizers = make_tokenizer("a b c d e f ab abc de cd", "<t>"), make_tokenizer("f e bc d abc c b ef a", "<s>")
     models = make_model(seed=1, vocab=16), make_model(seed=2, vocab=12)
     pair = SpecStackGenerator(
-        *models, tokenizers[0], config=SpecStackConfig(PrefillConfig(chunk_size=8)), draft_tokenizer=tokenizers[1]
+        *models,
+        tokenizers[0],
+        config=SpecStackConfig(PrefillConfig(chunk_size=8)),
+        draft_tokenizer=tokenizers[1],
+        **STEP,
     )
     text = "abcdefabccdefbadcbafedcabcab" * 8
     dense = pair.generate(text, max_tokens=40, gamma=3, **DENSE)
@@ -260,8 +272,10 @@ def stream_of_serve() -> dict[str, Any]:
     }
 
 
+@pytest.mark.parametrize("draft_step", ["auto", "static"])
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_the_output_is_the_golden_one(name: str) -> None:
+def test_the_output_is_the_golden_one(name: str, draft_step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(STEP, "draft_step", draft_step)
     assert SCENARIOS[name]() == json.loads(EXPECTED.read_text(encoding="utf-8"))[name]
 
 

@@ -1,0 +1,317 @@
+"""Forwards of a few tokens in fixed shapes: over whole buckets of cache slots, under a mask.
+
+Nothing in such a forward depends on a length that Python knows, so CUDA captures it in a graph, which replays without
+Python and without a launch per operator, and torch compiles it once for all lengths. A rollback is a counter.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from statistics import median
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from spec_stack.config import DraftStep
+from spec_stack.decode.propose import draft_statistics
+from spec_stack.devices import CapturedCall, to_device
+from spec_stack.hf.architectures import has_windows, is_recurrent, is_supported, text_config
+from spec_stack.hf.cache import cache_argument, new_cache, reserve
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+WIDTHS = (1, 2, 4, 8, 16)
+"""Tokens of a fixed forward; fewer are padded."""
+# Model types whose forward is the same operators for every input.
+_FIXED = ("llama", "mistral", "ministral", "qwen2", "qwen3")
+# Forwards of a width in a bucket before its graph is captured, which costs about as much as three of them.
+_EAGER_BEFORE_CAPTURE = 2
+# Of a compiled forward: trial rounds, and the least share of time that it must save.
+_TRIAL_ROUNDS, _LEAST_SAVING = 15, 0.05
+# Largest difference of a captured forward's logits to the eager ones, relative to the largest.
+_TOLERANCE = 0.02
+
+
+class FixedLayer(DynamicLayer):  # type: ignore[misc]
+    """Keys and values of a whole bucket, written at given slots.
+
+    transformers' StaticLayer keeps a counter for each layer, which costs three operators a layer.
+    """
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+        super().__init__()
+        self.keys, self.values, self._slots = keys, values, slots
+        self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.keys.index_copy_(2, self._slots, key_states)
+        self.values.index_copy_(2, self._slots, value_states)
+        return self.keys, self.values
+
+
+Buffers = Sequence[torch.Tensor]
+
+
+def fixed_forward(model: PreTrainedModel, inputs: torch.Tensor, keys: Buffers, values: Buffers) -> torch.Tensor:
+    """Logits (width, vocab) of inputs (3, width): token ids, positions, and the increasing slots that they take.
+
+    keys, values: (1, num_kv_heads, bucket, head_dim) a layer, written in place. A token attends to the slots up to its
+    own.
+    """
+    token_ids, positions, slots = inputs.unbind()
+    columns = torch.arange(keys[0].shape[2], device=inputs.device)
+    mask = torch.zeros(len(slots), len(columns), dtype=keys[0].dtype, device=inputs.device)
+    mask.masked_fill_(columns > slots[:, None], -torch.inf)
+    cache = DynamicCache()
+    cache.layers = [FixedLayer(*buffers, slots) for buffers in zip(keys, values, strict=True)]
+    output = model(
+        input_ids=token_ids[None],
+        position_ids=positions[None],
+        attention_mask=mask[None, None],
+        use_cache=True,
+        **cache_argument(model, cache),
+    )
+    return output.logits[0]  # type: ignore[no-any-return]
+
+
+def drawing_forward(
+    model: PreTrainedModel, inputs: torch.Tensor, keys: Buffers, values: Buffers, num_ids: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`fixed_forward` of one token, and the `draft_statistics` of its first num_ids logits. inputs become those of the
+    likeliest next token."""
+    logits = fixed_forward(model, inputs, keys, values)
+    statistics = draft_statistics(logits[0, :num_ids])
+    follow_on(inputs, statistics, inputs[1:])
+    return logits, statistics
+
+
+def follow_on(inputs: torch.Tensor, statistics: torch.Tensor, place: torch.Tensor) -> None:
+    """Set inputs (3, 1) to the token of the statistics, behind the place (2, 1): a position and a slot."""
+    inputs.copy_(torch.cat([statistics[2].to(inputs.dtype).view(1, 1), place + 1]))
+
+
+class FixedStep:
+    """The fixed-shape forward of a model, shared by its requests.
+
+    asked: the configured `draft_step`. num_ids: ids that a draft's one-token forward draws from; None for a target.
+
+    Attributes
+    ----------
+    why_eager : str
+        The reason against fixed shapes; empty where they are used. A capture that fails sets it.
+    """
+
+    def __init__(self, model: PreTrainedModel, asked: DraftStep, num_ids: int | None = None) -> None:
+        self.model, self.draws, self._num_ids = model, num_ids is not None, num_ids
+        self.is_captured = model.device.type == "cuda"
+        self.is_compiled = asked == "compiled" and self.draws
+        is_quantized = bool(getattr(model, "is_quantized", False))
+        self.why_eager = why_eager(model.config, model.device, asked, self.draws, is_quantized)
+        if len({parameter.device for parameter in model.parameters()}) > 1:
+            self.why_eager = self.why_eager or "it is split over devices"
+        self._forward = partial(fixed_forward, model)
+        self._drawing: Callable[..., tuple[torch.Tensor, torch.Tensor]] = partial(drawing_forward, model)
+        if self.is_compiled and not self.why_eager:
+            self._compile()
+
+    def __str__(self) -> str:
+        return describe_step(self.why_eager, self.is_compiled, self.is_captured)
+
+    def forward(self, inputs: torch.Tensor, keys: Buffers, values: Buffers) -> torch.Tensor:
+        return self._forward(inputs, keys, values)
+
+    def draw(self, inputs: torch.Tensor, keys: Buffers, values: Buffers) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._drawing(inputs, keys, values, self._num_ids)
+
+    def measure(self, logits: torch.Tensor) -> torch.Tensor:
+        """`draft_statistics` of a row of logits (vocab,)."""
+        return draft_statistics(logits[: self._num_ids])
+
+    def give_up(self, why: RuntimeError | str) -> None:
+        """Use eager forwards from now on."""
+        self.why_eager = str(why).strip().split("\n", 1)[0]
+        logger.warning("forwards of %s are eager from now on: %s", type(self.model).__name__, self.why_eager)
+
+    def _compile(self) -> None:
+        """Compile the drawing forward, unless a trial on a CPU shows no gain."""
+        eager, compiled = self._drawing, torch.compile(drawing_forward, fullgraph=True)
+        self._drawing = partial(compiled, self.model)
+        try:
+            saving = self._saving(eager)
+        except RuntimeError as error:
+            self.give_up(error)
+        else:
+            if not self.is_captured and saving < _LEAST_SAVING:
+                self.give_up("compiled, it is no faster here")
+
+    def _saving(self, eager: Callable[..., Any]) -> float:
+        """The share of the eager forward's time that the compiled one saves."""
+        with torch.inference_mode():
+            cache = new_cache(self.model.config)
+            self.model(
+                input_ids=torch.zeros(1, 1, dtype=torch.long, device=self.model.device),
+                use_cache=True,
+                **cache_argument(self.model, cache),
+            )
+            fixed = FixedCache(self, *reserve(cache, 1))
+            seconds: dict[Callable[..., Any], list[float]] = {eager: [], self._drawing: []}
+            for _ in range(_TRIAL_ROUNDS):
+                for run, spent in seconds.items():
+                    began = perf_counter()
+                    run(fixed.place([0], [1], 1), fixed.keys, fixed.values, self._num_ids)
+                    spent.append(perf_counter() - began)
+        before, after = (median(spent[1:]) for spent in seconds.values())
+        return 1 - after / before
+
+
+def describe_step(why_eager: str, is_compiled: bool, is_captured: bool) -> str:
+    """How the short forwards of a model run, for metrics and the doctor."""
+    if why_eager:
+        return f"eager ({why_eager})"
+    return ("compiled" if is_compiled else "static") + (", in CUDA graphs" if is_captured else "")
+
+
+def why_eager(config: Any, device: torch.device, asked: DraftStep, draws: bool, is_quantized: bool) -> str:
+    """The reason against fixed shapes for a model; empty if there is none. draws: it is a draft."""
+    if asked == "eager":
+        return "as asked"
+    if device.type not in ("cpu", "cuda"):
+        return f"graphs are for CUDA, not for {device.type}"
+    if device.type == "cpu" and asked == "auto":
+        return 'on a CPU fixed shapes alone gain nothing; draft_step="compiled" compiles the draft'
+    if device.type == "cpu" and asked == "compiled" and not draws:
+        return "on a CPU a padded verification costs more"
+    return _unfit(text_config(config), is_quantized)
+
+
+def _unfit(config: Any, is_quantized: bool) -> str:
+    """What in a model keeps its forward from having fixed shapes; empty if nothing does."""
+    if is_recurrent(config):
+        return "a recurrent state cannot be rolled back by a counter"
+    if has_windows(config):
+        return "sliding windows are masked by position"
+    if config.model_type not in _FIXED or not is_supported(config):
+        return f"the forward of this {config.model_type!r} model has not been checked for fixed shapes"
+    return "its weights are quantized" if is_quantized else ""
+
+
+class FixedCache:
+    """A request's keys and values as one bucket, and the captured forwards over it.
+
+    keys, values: (1, num_kv_heads, bucket, head_dim) a layer.
+    """
+
+    def __init__(self, step: FixedStep, keys: Buffers, values: Buffers) -> None:
+        self.keys, self.values = keys, values
+        self._step = step
+        self._inputs: dict[int, torch.Tensor] = {}
+        self._captured: dict[int, CapturedCall] = {}
+        self._num_runs = dict.fromkeys(WIDTHS, 0)
+        if step.is_compiled:
+            for buffer in (*keys, *values):
+                torch._dynamo.mark_dynamic(buffer, 2)
+
+    @property
+    def num_slots(self) -> int:
+        return int(self.keys[0].shape[2])
+
+    def place(self, token_ids: Sequence[int], positions: Sequence[int], first_slot: int) -> torch.Tensor:
+        """The inputs (3, width) of these tokens and of the padding behind them, in one copy that nobody waits for."""
+        width = padded(len(token_ids))
+        num_more = width - len(token_ids)
+        rows = [
+            [*token_ids, *[token_ids[-1]] * num_more],
+            [*positions, *[positions[-1]] * num_more],
+            list(range(first_slot, first_slot + width)),
+        ]
+        inputs = self._inputs_of(width)
+        return inputs.copy_(to_device(torch.tensor(rows), inputs.device))
+
+    def _inputs_of(self, width: int) -> torch.Tensor:
+        """The one tensor (3, width) that forwards of this width read."""
+        if width not in self._inputs:
+            self._inputs[width] = torch.zeros(3, width, dtype=torch.long, device=self.keys[0].device)
+        return self._inputs[width]
+
+    def forward(self, token_ids: Sequence[int], positions: Sequence[int], first_slot: int) -> torch.Tensor | None:
+        """Logits (num_tokens, vocab) of at most 16 tokens; None after a failure, which makes the step eager."""
+        try:
+            logits = self._run(self.place(token_ids, positions, first_slot))[0]
+        except RuntimeError as error:
+            self._step.give_up(error)
+            return None
+        # A graph's next replay overwrites its output.
+        return logits[: len(token_ids)].clone() if self._step.is_captured else logits[: len(token_ids)]
+
+    def run_ahead(
+        self, token_ids: Sequence[int], positions: Sequence[int], first_slot: int, max_tokens: int
+    ) -> list[list[float]] | None:
+        """`draft_statistics` of max_tokens tokens after these ones, each fed to draft the next, in one read-back; None
+        after a failure."""
+        try:
+            return self._run_ahead(self.place(token_ids, positions, first_slot), len(token_ids), max_tokens)
+        except RuntimeError as error:
+            self._step.give_up(error)
+            return None
+
+    def _run_ahead(self, inputs: torch.Tensor, num_tokens: int, max_tokens: int) -> list[list[float]]:
+        logits, drawn = self._run(inputs)
+        if drawn is None:
+            drawn = self._step.measure(logits[num_tokens - 1])
+            place, inputs = inputs[1:, num_tokens - 1 : num_tokens], self._inputs_of(1)
+            follow_on(inputs, drawn, place)
+        rows = [drawn.clone()]
+        while len(rows) < max_tokens:
+            _, drawn = self._run(inputs)
+            rows.append(drawn.clone())
+        statistics: list[list[float]] = torch.stack(rows).tolist()
+        return statistics
+
+    def _run(self, inputs: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Logits, and the statistics of a draft's single token."""
+        width = inputs.shape[1]
+        captured = self._captured.get(width)
+        if captured is not None:
+            return captured.replay()  # type: ignore[no-any-return]
+        call = partial(self._call, inputs)
+        self._num_runs[width] += 1
+        if not self._step.is_captured or self._num_runs[width] <= _EAGER_BEFORE_CAPTURE:
+            return call()
+        return self._capture(call, inputs)
+
+    def _call(self, inputs: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        if self._step.draws and inputs.shape[1] == 1:
+            return self._step.draw(inputs, self.keys, self.values)
+        return self._step.forward(inputs, self.keys, self.values), None
+
+    def _capture(self, call: Callable[[], tuple[torch.Tensor, Any]], inputs: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Capture a forward, and compare its first replay with the eager forward. Raises RuntimeError where they
+        differ."""
+        before = inputs.clone()
+        expected = call()[0]
+        inputs.copy_(before)
+        captured = CapturedCall(call, next(iter(self._captured.values()), None))
+        result = captured.replay()
+        error = (result[0] - expected).abs().max() / expected.abs().max()
+        if not bool(error <= _TOLERANCE):
+            raise RuntimeError(f"a replayed forward differs from the eager one by {float(error):.2g}")
+        self._captured[inputs.shape[1]] = captured
+        return result  # type: ignore[no-any-return]
+
+
+def padded(num_tokens: int) -> int:
+    """The width of the fixed forward of this many tokens. Raises ValueError for more than 16."""
+    width = next((width for width in WIDTHS if width >= num_tokens), None)
+    if width is None:
+        raise ValueError(f"a fixed forward takes {WIDTHS[-1]} tokens at most, got {num_tokens}")
+    return width
