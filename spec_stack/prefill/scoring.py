@@ -136,7 +136,8 @@ def _capture_candidates(
         if row[0] < row[1] and span[0] < span[1]
     ]
     opening = num_draft_tokens - _draft_start(num_tokens - found.opening, ranges)
-    return CapturedAttention.of(captured, num_draft_tokens, num_in_place, ranges, segments, min(opening, num_in_place))
+    opening = min(opening, num_in_place)
+    return CapturedAttention.of(captured, num_draft_tokens, num_in_place, ranges, segments, opening, found)
 
 
 def _in_draft_tokens(num_tokens: int, tokenization: DraftTokenization | None) -> tuple[int, Sequence[Span] | None]:
