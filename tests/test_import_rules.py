@@ -19,7 +19,7 @@ ALLOWED = {
     "settings": set(),
     "controller": {"config", "settings"},
     "prefill": {"config", "settings", "types", "controller.base"},
-    "decode": {"config", "settings", "types", "clock", "warning", "controller.base", "controller.lookup"},
+    "decode": {"config", "settings", "types", "clock", "warning", "controller.base", "controller.ngram"},
     "hf": {"config", "devices", "types", "warning", "controller", "decode"},
     "tokenizers": {"types", "prefill", "hf"},
     "engine": {
@@ -39,7 +39,7 @@ ALLOWED = {
         "types",
         "warning",
         "controller",
-        "decode.lookup_index",
+        "decode.ngram_index",
         "records",
         "prefill",
         "hf",
@@ -50,7 +50,7 @@ ALLOWED = {
         "config",
         "settings",
         "types",
-        "decode.lookup_index",
+        "decode.ngram_index",
         "hf.prompt",
         "hf.structured",
         "hf.answer_format",
@@ -129,7 +129,7 @@ def files(*folders: Path) -> list[Path]:
 
 def imports(path: Path) -> set[str]:
     """Modules that a file imports anywhere, with the names it takes from packages: for type checkers only, and as
-    strings ("spec_stack.decode.lookup:LookupProposer"), too."""
+    strings ("spec_stack.decode.ngram:NgramProposer"), too."""
     modules = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):

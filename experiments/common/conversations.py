@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spec_stack.calibrate.documents import MODULES, module_source
-from spec_stack.calibrate.needles import WORDINGS
+from spec_stack.calibrate.needles import FAMILIES as NEEDLES
 
 FAMILIES = ("codes", "mixed", "paraphrase")
 _ADJECTIVES = ("red", "blue", "golden", "hidden", "silver", "quiet", "royal", "bright", "plain", "rare", "cold", "main")
@@ -95,7 +95,7 @@ def make_conversation(tokenizer: Any, num_tokens: int, num_facts: int, seed: int
         }
         facts.append(Fact(text.format(**slots), question.format(**slots), slots[kind]))
     if family == "paraphrase":
-        needles = [wording(rng) for wording in WORDINGS["paraphrase"]]
+        needles = [wording.needle(rng) for wording in NEEDLES["paraphrase"].needles]
         others = [Fact(needle.evidence[0], needle.question, needle.answer) for needle in needles]
         facts = [facts[0], *rng.sample(others, len(others)), *facts[1 + len(others) :]]
     for fact, line in sorted(

@@ -15,7 +15,7 @@ from spec_stack.api.unknown_options import refuses_unknown_options
 from spec_stack.config import DraftStep, HubConfig, LoadConfig, SessionConfig, SpecStackConfig
 from spec_stack.controller.base import Policy
 from spec_stack.controller.registry import policy_class
-from spec_stack.decode.lookup_index import TextMemory
+from spec_stack.decode.ngram_index import TextMemory
 from spec_stack.engine.engine import Engine
 from spec_stack.engine.options import Call
 from spec_stack.engine.pair import ModelPair

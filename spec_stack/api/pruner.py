@@ -17,12 +17,12 @@ from spec_stack.hf.loading import ASSETS, load_alone, load_tokenizer
 from spec_stack.hf.prompt import Message, Span, num_shared
 from spec_stack.prefill.decide import decide_scoring, sees_whole
 from spec_stack.prefill.queries import MOST_REPEATED
-from spec_stack.prefill.recall import clip_spans, dropped_positions, recall, select_turn, shared_words
+from spec_stack.prefill.recall import clip_spans, dropped_positions, recall_dropped, select_turn
 from spec_stack.prefill.registry import needs_attention
 from spec_stack.prefill.rule import Evidence
 from spec_stack.prefill.scoring import look_at, num_layers_needed
 from spec_stack.prefill.shipped import choose_calibration, sketch
-from spec_stack.prefill.units import line_borders, make_units
+from spec_stack.prefill.units import line_borders
 from spec_stack.types import Proposal
 from spec_stack.warning import warn_caller
 
@@ -350,7 +350,8 @@ class PrunerConversation:
     ) -> tuple[set[int], int]:
         """The kept tokens, and the number of recalled ones. config: None keeps all new text."""
         evidence = self._evidence(prompt)
-        recalled = self._recall(prompt, evidence, held, num_old)
+        dropped = dropped_positions(held, num_old)
+        recalled = recall_dropped(evidence, dropped, num_old, self._config, self._session)
         num_new = len(prompt.token_ids) - num_old
         num_protected = sum(stop - start for start, stop in clip_spans(prompt.protected, num_old))
         room = (max_tokens or 0) - len(held) - len(recalled) - num_protected
@@ -385,17 +386,6 @@ class PrunerConversation:
             self._draft = self._pair.open_index(config.prefill_chunk)
             raise
         return Evidence(token_ids, attention, prompt.protected, prompt.pieces, attention.importance(config))
-
-    def _recall(self, prompt: _Prompt, evidence: Evidence, held: list[int], num_old: int) -> list[int]:
-        """Dropped tokens of earlier turns that the new text's queries recall."""
-        dropped, session = dropped_positions(held, num_old), self._session
-        if not (dropped and session.restore and session.max_restored_chunks and evidence.importance is not None):
-            return []
-        units = make_units(num_old, prompt.pieces[:num_old], self._config)
-        words = None
-        if session.anchor_threshold is not None:
-            words = shared_words(prompt.token_ids, units, evidence.candidates)
-        return recall(evidence.importance, dropped, units, self._config, session, words)
 
     def _read(self, messages: Prunable, question: str | None, protect: Sequence[str]) -> tuple[_Prompt, int]:
         """The prompt as the draft reads it, and its number of tokens from earlier turns."""

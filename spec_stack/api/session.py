@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from spec_stack.api.answering import GenerationMixin
 from spec_stack.config import SessionConfig
-from spec_stack.decode.lookup_index import TextMemory
+from spec_stack.decode.ngram_index import TextMemory
 from spec_stack.engine.conversation import Conversation
 from spec_stack.engine.conversation_file import SavedSession
 from spec_stack.engine.engine import Engine

@@ -43,18 +43,6 @@ class Choice:
     head_recall: Mapping[Head, float]
     notes: Sequence[str]
 
-    @property
-    def keeps(self) -> str:
-        """A short description of the choice."""
-        if not self.recalls:
-            return "too little to choose by"
-        heads = self.settings.get("scoring_heads")
-        what = self.settings.get("scorer", "the default")
-        if heads:
-            what += f" of {len(heads)} heads, {1 + max(layer for layer, _ in heads)} layers"
-        shares = ", ".join(f"{name} {fmean(values):.0%}" for name, values in self.recalls.items())
-        return f"{what}; kept: {shares}"
-
 
 def choose(cases: Sequence[Case], margin: float) -> Choice:
     """The setting with the best recall, BM25 alone, or the default. margin: recall that a length's share may lose

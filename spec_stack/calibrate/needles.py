@@ -1,14 +1,26 @@
-"""Prompts with known evidence: needles of several kinds and wordings hidden in long texts. Text only."""
+"""Prompts with known evidence: the needles of `needles.toml`, hidden in long texts of a fitting kind. Text only.
+
+`make_prompt_text(family, number, seed, texts, size)` is deterministic. One family's prompts need similar evidence, so
+heads are judged on families that did not select them.
+"""
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Sequence
+import tomllib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from pathlib import Path
+from string import Template
+
+from spec_stack.calibrate.documents import PEOPLE, PORTS, flight_record, lines_of, log_stamp
 
 Span = tuple[int, int]
+_FILE = tomllib.loads(Path(__file__).with_name("needles.toml").read_text(encoding="utf-8"))
+_NUMBERS: Mapping[str, Sequence[int]] = _FILE.pop("numbers")
+_POOLS: Mapping[str, Sequence[str]] = {"person": PEOPLE, "port": PORTS, **_FILE.pop("pools")}
+_REPEATED = 24
 
 
 @dataclass(frozen=True)
@@ -33,156 +45,84 @@ class Haystack:
     spans: tuple[Span, ...]
 
 
-Wording = Callable[[random.Random], Needle]
+class _Fields(dict[str, str]):
+    """A template's fields, each drawn once; `$person` and `$person2` are two people."""
 
-_PLACES = ("harbour", "attic", "orchard", "chapel", "cellar", "library", "kiln", "pavilion", "stable", "foundry")
-_PEOPLE = ("Tomas", "Ingrid", "Rahul", "Beatrix", "Owen", "Leila", "Sven", "Amara", "Colin", "Yuki", "Petra", "Dario")
-_THINGS = ("locker", "invoice", "ferry", "permit", "parcel", "ticket", "badge", "ledger", "sample", "voucher")
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__()
+        self._rng = rng
+        self._left: dict[str, list[str]] = {}
 
+    def __missing__(self, field: str) -> str:
+        kind = field.rstrip("0123456789")
+        if kind == "record":
+            record = flight_record(self._rng)
+            self.update({name: str(value) for name, value in record.items()})
+            self[field] = json.dumps(record)
+        elif kind == "stamp":
+            self[field] = log_stamp(self._rng, self._rng.randrange(900))
+        elif kind == "hex":
+            self[field] = f"{self._rng.randrange(16**5):05x}"
+        elif kind in _NUMBERS:
+            self[field] = str(self._rng.randint(*_NUMBERS[kind]))
+        else:
+            pool = _POOLS[kind]
+            self[field] = self._left.setdefault(kind, self._rng.sample(pool, len(pool))).pop()
+        return self[field]
 
-def _number(rng: random.Random) -> str:
-    return str(rng.randint(10000, 99999))
-
-
-def _fact_colon(rng: random.Random) -> Needle:
-    thing, person, code = rng.choice(_THINGS), rng.choice(_PEOPLE), _number(rng)
-    return Needle((f"The {thing} number of {person} is {code}.",), f"What is the {thing} number of {person}?", code)
-
-
-def _fact_verb(rng: random.Random) -> Needle:
-    place, person, code = rng.choice(_PLACES), rng.choice(_PEOPLE), _number(rng)
-    line = f"On arrival {person} typed {code} to open the {place}."
-    return Needle((line,), f"Which digits did {person} type to open the {place}?", code)
-
-
-def _fact_note(rng: random.Random) -> Needle:
-    thing, place, code = rng.choice(_THINGS), rng.choice(_PLACES), _number(rng)
-    return Needle((f"NOTE: {place} {thing} = {code}",), f"Tell me the {place} {thing} from the note.", code)
-
-
-def _paraphrase_job(rng: random.Random) -> Needle:
-    town = rng.choice(("Lisbon", "Bergen", "Kyoto", "Quito", "Tunis", "Riga"))
-    line = f"She had taken the early train and by noon was unpacking her instruments in {town}."
-    return Needle((line,), "Where did the woman go to play music?", town)
+    def fill(self, template: str) -> str:
+        return Template(template).substitute(self)
 
 
-def _paraphrase_price(rng: random.Random) -> Needle:
-    price = str(rng.randint(120, 980))
-    line = f"After some haggling the old clock changed hands for {price} crowns."
-    return Needle((line,), "What did somebody pay to own the antique timepiece?", price)
+@dataclass(frozen=True)
+class Wording:
+    """Templates of a needle. repeated: it is one of many lines of the same template."""
+
+    evidence: Sequence[str]
+    question: str
+    answer: str = ""
+    others: Sequence[str] = ()
+    repeated: bool = False
+
+    def needle(self, rng: random.Random) -> Needle:
+        fields = _Fields(rng)
+        lines = [fields.fill(line.lstrip("\n")) for line in self.evidence]
+        others = [fields.fill(line) for line in self.others]
+        question = fields.fill(self.question)
+        while self.repeated and len(others) < _REPEATED - 1:
+            other = _Fields(rng)
+            line = other.fill(self.evidence[0])
+            # The same question has one answer.
+            if other.fill(self.question) != question:
+                others.append(line)
+        return Needle(tuple(lines), question, fields.fill(self.answer), tuple(others))
 
 
-def _paraphrase_pet(rng: random.Random) -> Needle:
-    name = rng.choice(("Biscuit", "Rufus", "Pepper", "Ziggy", "Clover", "Mango"))
-    line = f"Every evening the boy threw sticks for {name}, who never tired of fetching them."
-    return Needle((line,), "What is the dog called?", name)
+@dataclass(frozen=True)
+class Family:
+    """Needles of one kind. medium: the surrounding text. in_other_words: question and evidence share no keyword."""
+
+    medium: str
+    needles: Sequence[Wording]
+    in_other_words: bool = False
 
 
-def _paraphrase_ill(rng: random.Random) -> Needle:
-    name = rng.choice(("Marguerite", "Anselm", "Odile", "Casper", "Wanda", "Hugo"))
-    line = f"{name} lay in bed with a fever for nine days and the doctor came twice."
-    return Needle((line,), "Who was ill?", name)
-
-
-def _paraphrase_food(rng: random.Random) -> Needle:
-    dish = rng.choice(("lentils", "pancakes", "dumplings", "trout", "chestnuts", "porridge"))
-    line = f"Before they set out, the cook handed round bowls of steaming {dish}."
-    return Needle((line,), "What did everybody eat that morning?", dish)
-
-
-def _paraphrase_age(rng: random.Random) -> Needle:
-    years = str(rng.randint(31, 98))
-    line = f"The old captain had blown out {years} candles on his cake last Sunday."
-    return Needle((line,), "What age has the seaman reached?", years)
-
-
-def _paraphrase_baker(rng: random.Random) -> Needle:
-    name = rng.choice(("Marguerite", "Anselm", "Odile", "Casper", "Wanda", "Hugo"))
-    line = f"{name} stood at the oven for forty years and sold warm bread to half of town."
-    return Needle((line,), "Whose profession was making loaves?", name)
-
-
-def _paraphrase_gate(rng: random.Random) -> Needle:
-    colour = rng.choice(("green", "purple", "crimson", "turquoise", "ochre", "grey"))
-    line = f"They had just painted their garden gate {colour} when it began to rain."
-    return Needle((line,), "Which hue does the entrance have?", colour)
-
-
-def _many_codes(rng: random.Random) -> Needle:
-    pairs = rng.sample([(thing, person) for thing in _THINGS for person in _PEOPLE], 24)
-    lines = [f"The {thing} code for {person} is {_number(rng)}." for thing, person in pairs]
-    thing, person = pairs[0]
-    return Needle((lines[0],), f"What is the {thing} code for {person}?", lines[0][-6:-1], tuple(lines[1:]))
-
-
-def _many_rooms(rng: random.Random) -> Needle:
-    pairs = rng.sample([(thing, place) for thing in _THINGS for place in _PLACES], 24)
-    lines = [f"- {place}, {thing}: shelf {_number(rng)}" for thing, place in pairs]
-    thing, place = pairs[0]
-    return Needle((lines[0],), f"On which shelf is the {thing} of the {place}?", lines[0][-5:], tuple(lines[1:]))
-
-
-def _values(rng: random.Random) -> Needle:
-    person, codes = rng.choice(_PEOPLE), [_number(rng) for _ in range(3)]
-    lines = tuple(f"One of the account numbers of {person} is {code}." for code in codes)
-    return Needle(lines, f"List all account numbers of {person}.", codes[0])
-
-
-def _chain(rng: random.Random) -> Needle:
-    names = rng.sample([f"{letter}{digit}" for letter in "QWXYZ" for digit in range(10)], 4)
-    value = _number(rng)
-    links = [f"SET {names[0]} = {value}"] + [f"SET {b} = {a}" for a, b in pairwise(names)]
-    return Needle(tuple(links), f"Which variables hold the value {value}, directly or through others?", names[-1])
-
-
-def _log(rng: random.Random) -> Needle:
-    request, code = f"req-{rng.randrange(16**6):06x}", rng.choice(("E104", "E207", "E311", "E402"))
-    line = f"2026-03-{rng.randint(10, 28)}T0{rng.randint(1, 9)}:14:52Z WARN worker {request} failed with {code}"
-    others = tuple(
-        f"2026-03-{rng.randint(10, 28)}T0{rng.randint(1, 9)}:{rng.randint(10, 59)}:07Z INFO worker "
-        f"req-{rng.randrange(16**6):06x} done"
-        for _ in range(12)
-    )
-    return Needle((line,), f"With which error did {request} fail?", code, others)
-
-
-def _record(rng: random.Random) -> Needle:
-    people = rng.sample(_PEOPLE, 8)
-    rows = [
-        {"id": rng.randint(10000, 99999), "owner": person, "plot": rng.choice(_PLACES), "area": rng.randint(20, 900)}
-        for person in people
-    ]
-    lines = [json.dumps(row) for row in rows]
-    question = f"What is the area in the record owned by {people[0]}?"
-    return Needle((lines[0],), question, str(rows[0]["area"]), tuple(lines[1:]))
-
-
-def _constant(rng: random.Random) -> Needle:
-    thing, value = rng.choice(_THINGS), _number(rng)
-    name = f"MAX_{thing.upper()}_BYTES"
-    return Needle((f"{name} = {value}",), f"What value does the code give to {name}?", value)
-
-
-WORDINGS: dict[str, tuple[Wording, ...]] = {
-    "fact": (_fact_colon, _fact_verb, _fact_note),
-    "paraphrase": (
-        _paraphrase_job,
-        _paraphrase_price,
-        _paraphrase_pet,
-        _paraphrase_ill,
-        _paraphrase_food,
-        _paraphrase_age,
-        _paraphrase_baker,
-        _paraphrase_gate,
-    ),
-    "many facts": (_many_codes, _many_rooms),
-    "values": (_values,),
-    "chain": (_chain,),
-    "log": (_log,),
-    "record": (_record,),
-    "code": (_constant,),
+FAMILIES: Mapping[str, Family] = {
+    name: Family(**{**family, "needles": [Wording(**needle) for needle in family["needles"]]})
+    for name, family in _FILE.items()
 }
-"""The needles of calibration, by kind. The same kinds in other words are for measuring what it chose."""
+
+
+def make_prompt_text(kind: str, number: int, seed: int, texts: Mapping[str, Sequence[str]], size: int) -> Haystack:
+    """A document with a needle of a family, and its question.
+
+    kind: a name of `FAMILIES`. number: cycles through the wordings. texts: documents for the media "text" and "code";
+    other media are generated. size: characters without the needle, about.
+    """
+    rng = random.Random(f"{seed}/{kind}/{number}/{size}")
+    family = FAMILIES[kind]
+    needle = family.needles[number % len(family.needles)].needle(rng)
+    return hide(kind, needle, lines_of(family.medium, texts, size, rng), rng)
 
 
 def hide(kind: str, needle: Needle, lines: Sequence[str], rng: random.Random) -> Haystack:

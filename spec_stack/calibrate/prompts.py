@@ -10,8 +10,7 @@ from itertools import islice
 from typing import Any
 
 from spec_stack.calibrate.documents import default_documents
-from spec_stack.calibrate.families import FAMILIES, make_prompt_text
-from spec_stack.calibrate.needles import Haystack, Span
+from spec_stack.calibrate.needles import FAMILIES, Haystack, Span, make_prompt_text
 from spec_stack.calibrate.shapes import GROUPS, LONGEST, SHAPES
 from spec_stack.config import PrefillConfig
 from spec_stack.engine.pair import ModelPair

@@ -25,7 +25,7 @@ from spec_stack.hf.architectures import text_config
 from spec_stack.hf.model import CachedModel
 from spec_stack.hf.prompt import num_shared
 from spec_stack.prefill.calibration import Calibration, Point, describe_setting, fingerprint
-from spec_stack.prefill.cost import Shape, break_even
+from spec_stack.prefill.cost import Shape, counted_break_even
 from spec_stack.prefill.shipped import sketch
 from spec_stack.prefill.units import make_units
 
@@ -81,7 +81,7 @@ def calibrate(
         A folder, created if missing, that stores every judged prompt; a later call with the same draft, texts and seed
         reuses it. None stores nothing.
     progress
-        Called with the number of judged prompts, their total, and the current choice.
+        Called with the number of judged prompts, their total, and the last one's length and kind.
 
     Returns
     -------
@@ -108,7 +108,6 @@ def calibrate(
         clock = _Budget(started, budget_s, tasks)
         index = pair.open_index(PrefillConfig.prefill_chunk)
         cases: list[Case] = []
-        preview = _Preview(margin)
         for task in tasks:
             # Making a prompt takes time, wasted if it can be neither judged nor found.
             if not (clock.has_time(task) or _prefix(task) in held):
@@ -121,23 +120,9 @@ def calibrate(
             if not file.is_file():
                 judged.save(file)
             cases.append(Case(task, judged))
-            progress(len(cases), len(tasks), f"{task.num_tokens} tokens, {task.kind}: {preview.of(cases)}")
+            progress(len(cases), len(tasks), f"{task.num_tokens} tokens, {task.kind}")
     choice = choose(cases, margin)
     return _result(pair, cases, choice, margin, weights, len(tasks) - len(cases), monotonic() - started)
-
-
-class _Preview:
-    """Reports the current choice, using at most a tenth of the time."""
-
-    def __init__(self, margin: float) -> None:
-        self._margin, self._next, self._text = margin, 0.0, ""
-
-    def of(self, cases: Sequence[Case]) -> str:
-        begun = monotonic()
-        if begun >= self._next:
-            self._text = choose(cases, self._margin).keeps
-            self._next = monotonic() + 10 * (monotonic() - begun)
-        return self._text
 
 
 class _Budget:
@@ -238,7 +223,7 @@ def _shortest(target: Any, draft: Any, config: PrefillConfig, cases: Sequence[Ca
     """The shortest prompt that is pruned: one that was tried, with an estimated gain."""
     tried = min(case.task.num_tokens for case in cases)
     try:
-        even = break_even(Shape.of(target), Shape.of(draft), config)
+        even = counted_break_even(Shape.of(target), Shape.of(draft), config)
     except ValueError:
         return tried
     if not even:

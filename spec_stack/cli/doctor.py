@@ -24,7 +24,7 @@ from spec_stack.hf.precision import (
 )
 from spec_stack.hf.prepack import can_prepack
 from spec_stack.prefill.calibration import Calibration, describe_setting
-from spec_stack.prefill.cost import Shape, break_even, expected_gain
+from spec_stack.prefill.cost import Shape, counted_break_even, expected_gain
 from spec_stack.prefill.shipped import choose_calibration, sketch_of_files
 from spec_stack.tokenizers.vocabulary import Vocabulary, compare
 
@@ -135,7 +135,7 @@ def _describe_counted(target: Any, draft: Any, prefill: PrefillConfig) -> str:
         shapes = Shape.of(target), Shape.of(draft)
     except ValueError as error:
         return str(error)
-    even = break_even(*shapes, prefill)
+    even = counted_break_even(*shapes, prefill)
     if not even:
         return "none is expected at any length: the draft costs as much as it saves"
     limit = min(getattr(each, "max_position_embeddings", None) or _LENGTHS[-1] for each in (target, draft))

@@ -14,6 +14,7 @@ from spec_stack.config import MAX_LOOK_AHEAD
 from spec_stack.devices import synchronize
 from spec_stack.hf.architectures import text_config
 from spec_stack.hf.prompt import PromptSource, encode_prompt
+from spec_stack.prefill.break_even import shortest_gain
 from spec_stack.prefill.registry import needs_attention
 
 Timer = Callable[[], float]
@@ -64,7 +65,7 @@ class Curve:
         linear = max(0.0, (s2 - s1) / (n2 - n1))
         return cls(linear, square, max(0.0, s2 - linear * n2))
 
-    def at(self, num_tokens: int) -> float:
+    def at(self, num_tokens: float) -> float:
         return self.start + self.linear * num_tokens + self.square * num_tokens**2
 
 
@@ -122,10 +123,8 @@ class Measured:
         return sum(1 / each for each in self.plain.values()) / sum(1 / each for each in self.drafted.values())
 
     def break_even(self) -> int | None:
-        """The shortest prompt with a TTFT gain, in steps of 64 tokens; None if there is none."""
-        dense, sparse = self.dense_curve, self.sparse_curve
-        lengths = range(64, max(self.max_positions, 64) + 1, 64)
-        return next((n for n in lengths if sparse.at(n) < dense.at(n)), None)
+        """The shortest prompt with a TTFT gain, exact to 9 %; None if there is none."""
+        return shortest_gain(self.dense_curve.at, self.sparse_curve.at, max(self.max_positions, 64)) or None
 
 
 def _medians(runs: dict[int, list[float]]) -> list[tuple[int, float]]:

@@ -10,8 +10,8 @@ from typing import Protocol
 from spec_stack.clock import Clock
 from spec_stack.config import MAX_GAMMA
 from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord
-from spec_stack.controller.lookup import LookupGate
-from spec_stack.decode.lookup_index import LookupIndex
+from spec_stack.controller.ngram import NgramPolicy
+from spec_stack.decode.ngram_index import NgramIndex
 from spec_stack.decode.sampler import Sampler
 from spec_stack.types import Proposal, SteppableModel
 
@@ -24,15 +24,15 @@ class Means:
     """The parts of proposers.
 
     draft: its cache is advanced. sampler: draws the draft's tokens. end_ids: tokens after which nothing is proposed.
-    gate: decides when a look-up pays. index: the text so far, for look-ups. run_ahead: drafts without a read-back for
-    each token.
+    ngram_policy: decides when n-gram lookup pays. index: the text so far, for it. run_ahead: drafts without a read-back
+    for each token.
     """
 
     draft: SteppableModel
     sampler: Sampler
     end_ids: Collection[int]
-    gate: LookupGate
-    index: LookupIndex = field(default_factory=LookupIndex)
+    ngram_policy: NgramPolicy
+    index: NgramIndex = field(default_factory=NgramIndex)
     run_ahead: RunAhead | None = None
 
 

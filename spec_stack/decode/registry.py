@@ -16,8 +16,8 @@ PROPOSERS: Registry[Callable[[Means], Proposer]] = Registry(
     KNOWN_PROPOSERS,
     {
         "model": "spec_stack.decode.propose:ModelProposer",
-        "lookup": "spec_stack.decode.lookup:LookupProposer",
-        "both": "spec_stack.decode.both:LookupThenModel",
+        "lookup": "spec_stack.decode.ngram:NgramProposer",
+        "both": "spec_stack.decode.ngram:NgramThenDraft",
     },
 )
 """name -> "module:Class" or what makes one of `Means`. An entry more is a proposer more."""

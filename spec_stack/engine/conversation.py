@@ -7,16 +7,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from spec_stack.config import PrefillConfig, SessionConfig
-from spec_stack.decode.lookup_index import LookupIndex, TextMemory
+from spec_stack.decode.ngram_index import NgramIndex, TextMemory
 from spec_stack.engine.conversation_file import SavedSession
 from spec_stack.engine.pair import DraftModel, ModelPair
 from spec_stack.engine.request import Request
 from spec_stack.engine.slotted_draft import SlottedDraft, drafts_over_slots, open_slotted
 from spec_stack.hf.prompt import EncodedPrompt, num_shared
-from spec_stack.prefill.recall import dropped_positions, recall, select_turn, shared_words
+from spec_stack.prefill.recall import dropped_positions, recall_dropped, select_turn
+from spec_stack.prefill.registry import needs_attention
 from spec_stack.prefill.rule import Evidence
 from spec_stack.prefill.scoring import LookAhead, look_at, score_prompt
-from spec_stack.prefill.units import make_units
 from spec_stack.types import Proposal, Selection
 
 
@@ -34,7 +34,7 @@ class Conversation:
         self.encoded: EncodedPrompt | None = None
         self.target = pair.open_target(prefill_chunk)
         self.index = pair.open_index(prefill_chunk)
-        self.lookups = LookupIndex(memory)
+        self.lookups = NgramIndex(memory)
         self.slotted: SlottedDraft | None = None
         # Positions that a cancelled or failed turn rolled back; the next turn prefills them again.
         self._lost: list[int] = []
@@ -168,33 +168,24 @@ class Turn:
         """Score the prompt: the target's selection, and the first proposal."""
         request = self._request
         pieces = self._pair.pieces(request.prompt_ids)
-        attention, proposal = look_at(
-            self.draft,
-            request.prompt_ids,
-            look_ahead,
-            request.prefill,
-            request.tokenization,
-            pieces=pieces,
-            protected=request.protected,
-        )
-        importance = attention.importance(request.prefill)
+        attention, importance, proposal = None, None, Proposal()
+        if needs_attention(request.prefill.scorer):
+            attention, proposal = look_at(
+                self.draft,
+                request.prompt_ids,
+                look_ahead,
+                request.prefill,
+                request.tokenization,
+                pieces=pieces,
+                protected=request.protected,
+            )
+            importance = attention.importance(request.prefill)
         evidence = Evidence(request.prompt_ids, attention, request.protected, pieces, importance, request.observer)
         if request.observer is not None:
             request.observer.scored(evidence)
-        return self._select(evidence, self._recall(evidence), request.prefill if request.scores else None), proposal
-
-    def _recall(self, evidence: Evidence) -> list[int]:
-        """Recalled positions: of dropped units that the new text refers to."""
-        if not self._dropped:
-            return []
-        request, num_cached = self._request, self._request.num_cached
-        units = make_units(num_cached, evidence.pieces and evidence.pieces[:num_cached], request.prefill)
-        words = None
-        if self._config.anchor_threshold is not None:
-            words = shared_words(request.prompt_ids, units, evidence.candidates)
         room = max(0, self._room)
-        importance = evidence.token_importance(request.prefill)
-        return recall(importance, self._dropped, units, request.prefill, self._config, words, room)
+        recalled = recall_dropped(evidence, self._dropped, request.num_cached, request.prefill, self._config, room)
+        return self._select(evidence, recalled, request.prefill if request.scores else None), proposal
 
     def take_all(self) -> Selection:
         """The selection of a turn without scoring."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from spec_stack.config import SpecStackConfig
 from spec_stack.controller.base import Policy
-from spec_stack.controller.lookup import LookupGate
+from spec_stack.controller.ngram import NgramPolicy
 from spec_stack.controller.pool import PolicyPool, Shelf
 from spec_stack.decode.loop import decode
 from spec_stack.decode.propose import propose
@@ -40,7 +40,7 @@ class Engine:
         options: dict[str, Mapping[str, Any]] = {"fixed": {"gamma": config.decode.gamma}}
         options |= {name: {"predictor": file} for name, file in pair.predictors.items()}
         self._pool = PolicyPool(policy if policy is not None else config.decode.policy, options)
-        self._gates = Shelf(LookupGate)
+        self._ngram_policies = Shelf(NgramPolicy)
         self.store = PrefixStore(config.store.max_tokens)
         self._warnings = OnceEach()
 
@@ -91,7 +91,7 @@ class Engine:
         """The steps of a planned request over these caches. Its clock pauses between the steps."""
         pair, clock = self.pair, request.clock
         clock.resume()
-        with self._pool.lend(request.policy) as policy, self._gates.lend() as gate:
+        with self._pool.lend(request.policy) as policy, self._ngram_policies.lend() as ngram_policy:
             drawing = drawing_of(request, pair.target)
             models: list[Any] = [caches.draft]
             begun_s = caches.draft.forward_s
@@ -109,7 +109,14 @@ class Engine:
                 policy=policy,
                 proposer=make_proposer(
                     request.proposer,
-                    Means(draft, drawing.sampler, request.stop_tokens.all_ids, gate, caches.lookups, draft.run_ahead),
+                    Means(
+                        draft,
+                        drawing.sampler,
+                        request.stop_tokens.all_ids,
+                        ngram_policy,
+                        caches.lookups,
+                        draft.run_ahead,
+                    ),
                 ),
                 sampler=drawing.sampler,
                 stopper=stopper_of(request, pair.tokenizer),

@@ -23,6 +23,7 @@ from spec_stack.prefill.importance import (
     segment_weights,
     token_importance,
 )
+from spec_stack.prefill.queries import Candidates
 
 
 class CapturedLayer(Protocol):
@@ -44,7 +45,7 @@ class CapturedAttention:
     num_in_place: the first queries, of the prompt's own last tokens; the others are behind the prompt. ranges: for
     every target token its half-open range of draft tokens, for another tokenizer. first: first target token with
     importance. segments: of the queries, in draft tokens; empty where all queries count alike. opening: queries in
-    place that open the answer.
+    place that open the answer. candidates: of the whole prompt, in target tokens, that the segments come from.
     """
 
     layers: Mapping[int, ScoredLayer]
@@ -53,6 +54,7 @@ class CapturedAttention:
     first: int = 0
     segments: tuple[Segment, ...] = ()
     opening: int = 0
+    candidates: Candidates | None = None
 
     @classmethod
     def of(
@@ -63,6 +65,7 @@ class CapturedAttention:
         ranges: Sequence[Span] | None = None,
         segments: Sequence[Segment] = (),
         opening: int = 0,
+        candidates: Candidates | None = None,
     ) -> CapturedAttention:
         """Assemble captured layers; layers whose window hides a part of the prompt are left out."""
         layers: dict[int, ScoredLayer] = {}
@@ -70,7 +73,7 @@ class CapturedAttention:
             if layer.keys is not None:
                 queries, keys = torch.cat(layer.queries, dim=1), layer.keys[:, :num_draft_tokens]
                 layers[index] = queries, keys, layer.scaling, layer.sinks
-        return cls(layers, num_in_place, ranges, segments=tuple(segments), opening=opening)
+        return cls(layers, num_in_place, ranges, segments=tuple(segments), opening=opening, candidates=candidates)
 
     def starting_at(self, first: int) -> CapturedAttention:
         """A copy with importance from token `first` on (the new text of a turn)."""

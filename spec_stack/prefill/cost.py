@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from spec_stack.config import PrefillConfig
+from spec_stack.prefill.break_even import break_even, num_kept
 from spec_stack.prefill.registry import needs_attention
 from spec_stack.prefill.scoring import num_layers_needed
 
 TOKENS_PER_READ = 128
 """A guess for accelerators; a CPU does less arithmetic in that time, so pruning pays from shorter prompts on there."""
-_LONGEST = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -96,26 +96,25 @@ def expected_gain(
     return Gain((_without_logits(draft, num_tokens, seen, num_layers) + rest) / dense, s)
 
 
-def break_even(target: Shape, draft: Shape, config: PrefillConfig, tokens_per_read: float = TOKENS_PER_READ) -> int:
+def counted_break_even(
+    target: Shape, draft: Shape, config: PrefillConfig, tokens_per_read: float = TOKENS_PER_READ
+) -> int:
     """The shortest prompt, in tokens, that sparse prefill is expected to speed up; 0 for none.
 
-    The forced ends count, and so does a scoring look-ahead. tokens_per_read: tokens whose arithmetic takes as long as
-    reading the weights once, the least time of any forward.
+    tokens_per_read: tokens whose arithmetic takes as long as reading the weights once, the least time of any forward.
     """
-    length = 64.0
-    while length <= _LONGEST:
-        num_tokens = round(length)
-        kept = min(num_tokens, max(sum(config.forced_tokens), config.rate_for(num_tokens) * num_tokens))
-        shares = expected_gain(target, draft, num_tokens, config, kept / num_tokens)
-        dense = max(prefill_flops(target, num_tokens), prefill_flops(target, 1) * tokens_per_read)
-        of_target = max(prefill_flops(target, round(kept)), prefill_flops(target, 1) * tokens_per_read)
-        num_looking = 1 if config.asks_prompt else config.look_ahead + 1
-        looking = num_looking * tokens_per_read * prefill_flops(draft, 1, num_tokens)
-        of_draft = shares.r * prefill_flops(target, num_tokens)
-        if of_draft + looking + of_target < dense:
-            return num_tokens
-        length *= 2**0.25
-    return 0
+    num_looking = 1 if config.asks_prompt else config.look_ahead + 1
+
+    def prefill(num_tokens: float) -> float:
+        return max(prefill_flops(target, round(num_tokens)), prefill_flops(target, 1) * tokens_per_read)
+
+    def scoring(num_tokens: float) -> float:
+        length = round(num_tokens)
+        gain = expected_gain(target, draft, length, config, num_kept(config, length) / length)
+        looking = num_looking * tokens_per_read * prefill_flops(draft, 1, length)
+        return gain.r * prefill_flops(target, length) + looking
+
+    return break_even(config, prefill, scoring)
 
 
 def _without_logits(

@@ -80,7 +80,8 @@ class Evidence:
     @property
     def candidates(self) -> Candidates:
         """The segments that may hold the question."""
-        return find_candidates(len(self.prompt_ids), self.pieces, self.protected)
+        known = None if self.attention is None or self.attention.first else self.attention.candidates
+        return known or find_candidates(len(self.prompt_ids), self.pieces, self.protected)
 
 
 class SelectionRule(ABC):

@@ -129,7 +129,8 @@ def _capture_candidates(
         draft.rollback(draft.next_position - num_tokens)
     segments = query_segments(found, num_in_place, num_draft_tokens - num_in_place, sizes, spans)
     opening = num_draft_tokens - _draft_start(num_tokens - found.opening, ranges)
-    return CapturedAttention.of(captured, num_draft_tokens, num_in_place, ranges, segments, min(opening, num_in_place))
+    opening = min(opening, num_in_place)
+    return CapturedAttention.of(captured, num_draft_tokens, num_in_place, ranges, segments, opening, found)
 
 
 def query_segments(

@@ -7,16 +7,81 @@ from collections.abc import Sequence
 
 import torch
 
+from spec_stack.prefill.alignment import Span
+from spec_stack.prefill.queries import Candidates
 from spec_stack.prefill.units import Units
 
 # Lengths of the n-grams, and their most occurrences in the body.
 _ORDERS = (2, 1)
-MAX_OCCURRENCES = 4
+_MAX_OCCURRENCES = 4
+# Where no segment has a question mark: tokens at the end of the new text that are its question, the half-life of a
+# word's weight, and those whose pairs count.
+_MOST_WORDS, _HALF_LIFE, _MOST_PAIRED = 96, 12, 32
+# Most tokens between the words of a pair; a word that occurs more than once in so many units is too common.
+_NEAR = 8
+_COMMON_SHARE = 4
 
 
-def rare_words(
-    prompt_ids: Sequence[int], question: tuple[int, int], units: Units, half_life: float = math.inf
-) -> torch.Tensor:
+def shared_words(prompt_ids: Sequence[int], units: Units, found: Candidates) -> torch.Tensor:
+    """Scores (num_units,): words of every old unit in common with the new text's question.
+
+    The larger of rare n-grams and of common words side by side. Where no segment of the new text has a question mark,
+    its end is the question.
+    """
+    num_tokens, num_old = len(prompt_ids), units.num_tokens
+    marked = [
+        (max(start, num_old), stop)
+        for (start, stop), mark in zip(found.segments, found.is_question, strict=True)
+        if mark and stop > num_old
+    ]
+    if marked:
+        scores = [rare_words(prompt_ids, span, units) for span in marked]
+        scores += [pair_scores(prompt_ids, span, units) for span in marked]
+    else:
+        start = max(num_old, num_tokens - _MOST_WORDS)
+        half_life = math.inf if start == num_old else _HALF_LIFE
+        scores = [rare_words(prompt_ids, (start, num_tokens), units, half_life)]
+        scores += [pair_scores(prompt_ids, (max(num_old, num_tokens - _MOST_PAIRED), num_tokens), units)]
+    return torch.stack(scores).amax(dim=0)
+
+
+def pair_scores(prompt_ids: Sequence[int], question: Span, units: Units) -> torch.Tensor:
+    """Scores (num_units,): pairs of question words, in any order, that stand together in a unit. No model.
+
+    Two different question tokens within 8 tokens of each other, at most 4 times in the text, give 1 divided by that
+    count to each unit that the place touches. So a line is found that shares several common words with the question. A
+    token with more than 4 occurrences, and more than one per four units, does not count. The question must be short:
+    all its pairs count.
+    """
+    ids, num_units = torch.as_tensor(prompt_ids), len(units)
+    body, words = ids[: units.num_tokens], torch.unique(ids[slice(*question)])
+    scores = torch.zeros(num_units, dtype=torch.float64)
+    if len(words) < 2 or not num_units:
+        return scores.float()
+    found = torch.searchsorted(words, body).clamp(max=len(words) - 1)
+    is_word = words[found] == body
+    times = torch.bincount(found[is_word], minlength=len(words))
+    is_rare = times <= max(_MAX_OCCURRENCES, num_units // _COMMON_SHARE)
+    places = torch.nonzero(is_word & is_rare[found])[:, 0]
+    named = found[places]
+    firsts, lasts, pairs = [], [], []
+    for step in range(1, min(_NEAR, len(places) - 1) + 1):
+        meet = (places[step:] - places[:-step] <= _NEAR) & (named[step:] != named[:-step])
+        one, other = named[:-step][meet], named[step:][meet]
+        firsts.append(places[:-step][meet])
+        lasts.append(places[step:][meet])
+        pairs.append(torch.minimum(one, other) * len(words) + torch.maximum(one, other))
+    if not firsts:
+        return scores.float()
+    first, last = torch.cat(firsts), torch.cat(lasts)
+    _, which, counts = torch.unique(torch.cat(pairs), return_inverse=True, return_counts=True)
+    is_told = counts[which] <= _MAX_OCCURRENCES
+    first, last, votes = first[is_told], last[is_told], 1.0 / counts[which][is_told].double()
+    _add_votes(scores, units, first, last, votes)
+    return scores.float()
+
+
+def rare_words(prompt_ids: Sequence[int], question: Span, units: Units, half_life: float = math.inf) -> torch.Tensor:
     """Scores (num_units,): rare n-grams in common with the question. No model; milliseconds.
 
     Every n-gram (n is 1 or 2) of the question with 1 to 4 occurrences in the text before it gives n divided by that
@@ -54,13 +119,13 @@ def rare_words(
         shared = grams[found] == codes
         starts, found = starts[shared], found[shared]
         times = torch.bincount(found, minlength=len(grams))[found]
-        rare = times <= MAX_OCCURRENCES
+        rare = times <= _MAX_OCCURRENCES
         starts, votes = starts[rare], order * weights[found[rare]] / times[rare]
-        add_votes(scores, units, starts, starts + order - 1, votes)
+        _add_votes(scores, units, starts, starts + order - 1, votes)
     return scores.float()
 
 
-def add_votes(
+def _add_votes(
     scores: torch.Tensor, units: Units, starts: torch.Tensor, lasts: torch.Tensor, votes: torch.Tensor
 ) -> None:
     """Add votes (n,) to the units of the first and last token of each place (n,); scores (num_units,) change in place.

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from spec_stack.decode.lookup_index import TextMemory
+from spec_stack.decode.ngram_index import TextMemory
 from spec_stack.hf.prompt import EncodedPrompt
 
 if TYPE_CHECKING:

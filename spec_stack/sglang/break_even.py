@@ -8,9 +8,8 @@ from functools import partial
 from itertools import pairwise
 from time import perf_counter
 
-import numpy as np
-
 from spec_stack.config import PrefillConfig
+from spec_stack.prefill.break_even import break_even
 from spec_stack.prefill.registry import needs_attention
 
 # Token counts of the timed forwards; a longer one runs where the earlier ones do not tell a token's time. A large model
@@ -102,26 +101,18 @@ def measured_break_even(
 
     Notes
     -----
-    A drafting model prefills every prompt in full, so pruning also saves that for the dropped tokens, and costs the
-    scoring
-    layers' pass and any look-ahead. A model that scores alone runs for scored prompts only. Attention's growth with
-    length, which pruning and the window save too, is left out: longer prompts gain more. Scoring chunks alone, in this
-    package's attention, count their cache.
+    A drafting model prefills every prompt in full, so pruning also saves that for the dropped tokens. A model that
+    scores alone runs for scored prompts only. Attention's growth with length, which pruning and the window save too, is
+    left out: longer prompts gain more. Scoring chunks alone, in this package's attention, count their cache.
     """
-    scoring, looking = draft.scoring(layers), 0.0
-    if not needs_attention(config.scorer):
-        scoring = PrefillSeconds(0.0, 0.0)
-    elif not config.asks_prompt:
-        looking = config.look_ahead * draft.at(1)
-    for length in np.geomspace(256, _LONGEST, 73):
-        num_tokens = round(float(length))
-        kept = min(num_tokens, max(sum(config.forced_tokens), config.rate_for(num_tokens) * num_tokens))
-        cost = scoring.at(num_tokens) + looking
-        if drafts:
-            cost += draft.at(kept) - draft.at(num_tokens)
-        if cost < target.per_token_s * (num_tokens - kept):
-            return num_tokens
-    return 0
+    by_length = draft.scoring(layers)
+
+    def scoring(num_tokens: float) -> float:
+        if not needs_attention(config.scorer):
+            return 0.0
+        return by_length.at(num_tokens) + (0.0 if config.asks_prompt else config.look_ahead * draft.at(1))
+
+    return break_even(config, target.at, scoring, draft.at if drafts else lambda num_tokens: 0.0, _LONGEST)
 
 
 def threshold_of(target: PrefillSeconds, draft: PrefillSeconds, even: int) -> tuple[int, str]:

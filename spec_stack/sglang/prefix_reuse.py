@@ -18,9 +18,10 @@ import torch
 from spec_stack.config import PrefillConfig, SessionConfig
 from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.queries import find_candidates
-from spec_stack.prefill.recall import clip_spans, dropped_positions, recall, select_turn, shared_words
+from spec_stack.prefill.recall import clip_spans, dropped_positions, recall, select_turn
 from spec_stack.prefill.rule import Evidence
 from spec_stack.prefill.units import make_units
+from spec_stack.prefill.words import shared_words
 from spec_stack.sglang.protocols import RunningRequest
 
 Ints = npt.NDArray[np.int64]

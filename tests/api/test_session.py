@@ -655,6 +655,20 @@ def test_a_session_is_one_plain_forward_over_its_slots_with_a_window_and_with_bm
         assert reference_session.answers_by_slots(plain, ids, positions, len(result.token_ids)) == result.token_ids
 
 
+def test_a_turn_that_is_scored_by_bm25_does_not_run_the_draft() -> None:
+    generator = make_generator(replace(SPARSE, scorer="bm25"))
+    forwards: list[Any] = []
+    generator.draft.get_input_embeddings().register_forward_hook(lambda *call: forwards.append(call))
+    session = generator.session()
+    prompt = random_prompt(300)
+    first = session.generate(input_ids=prompt, max_tokens=2, gamma=0)
+    prompt = [*prompt, *first.token_ids, *random_prompt(200, seed=1)]
+    second = session.generate(input_ids=prompt, max_tokens=2, gamma=0)
+    assert first.metrics.sparse_prefill
+    assert second.metrics.sparse_prefill
+    assert not forwards
+
+
 def test_a_draft_that_reads_a_conversation_turn_by_turn_with_a_window_holds_what_one_reading_leaves() -> None:
     """Of prompts alone: what is decoded sees everything."""
     generator = make_generator()

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from spec_stack import PrefillConfig
 from spec_stack.calibrate.choice import choose
-from spec_stack.calibrate.families import FAMILIES
 from spec_stack.calibrate.heads import Case, Ranks, Setting, settings_of
 from spec_stack.calibrate.judged import Judged, needed
+from spec_stack.calibrate.needles import FAMILIES
 from spec_stack.calibrate.prompts import Task, plan
 from spec_stack.calibrate.shapes import SHAPES
 from spec_stack.prefill.units import Lines

@@ -8,8 +8,7 @@ from copy import copy
 
 import pytest
 
-from spec_stack.calibrate.families import FAMILIES, make_prompt_text
-from spec_stack.calibrate.needles import WORDINGS, hide
+from spec_stack.calibrate.needles import FAMILIES, hide, make_prompt_text
 from spec_stack.calibrate.prompts import encode_haystack
 from spec_stack.calibrate.shapes import GROUPS, LONGEST, SHAPES
 from spec_stack.engine.pair import ModelPair
@@ -24,13 +23,13 @@ def pair() -> ModelPair:
 
 
 @pytest.mark.parametrize(
-    ("kind", "index"), [(kind, index) for kind in WORDINGS for index in range(len(WORDINGS[kind]))]
+    ("kind", "index"), [(kind, index) for kind, family in FAMILIES.items() for index in range(len(family.needles))]
 )
 def test_a_needle_s_lines_stand_where_the_haystack_says(kind: str, index: int, pair: ModelPair) -> None:
-    needle = WORDINGS[kind][index](random.Random(3))
+    needle = FAMILIES[kind].needles[index].needle(random.Random(3))
     haystack = hide(kind, needle, LINES, random.Random(4))
     assert tuple(haystack.document[start:stop] for start, stop in haystack.spans) == needle.evidence
-    assert all(line in haystack.document.split("\n") for line in (*needle.evidence, *needle.others, *LINES))
+    assert all(f"\n{line}\n" in f"\n{haystack.document}\n" for line in (*needle.evidence, *needle.others, *LINES))
     assert any(needle.answer in line for line in needle.evidence)
     prompt = encode_haystack(pair.tokenizer, haystack, "question last")
     for (start, stop), line in zip(prompt.spans, needle.evidence, strict=True):
@@ -41,10 +40,10 @@ def test_a_needle_s_lines_stand_where_the_haystack_says(kind: str, index: int, p
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_every_wording_of_a_family_stands_whole_in_its_document(kind: str, pair: ModelPair) -> None:
     family = FAMILIES[kind]
-    for number, wording in enumerate(family.wordings):
+    for number, wording in enumerate(family.needles):
         made = make_prompt_text(kind, number, 3, TEXTS, 4000)
         assert made == make_prompt_text(kind, number, 3, TEXTS, 4000)
-        assert len(made.spans) == len(wording(random.Random(0)).evidence)
+        assert len(made.spans) == len(wording.needle(random.Random(0)).evidence)
         assert 3000 < len(made.document) < 9000
         prompt = encode_haystack(pair.tokenizer, made, "rules")
         for (first, last), (start, stop) in zip(made.spans, prompt.spans, strict=True):
@@ -52,6 +51,16 @@ def test_every_wording_of_a_family_stands_whole_in_its_document(kind: str, pair:
         # What is protected is the template's alone.
         (_, begin), (end, _) = prompt.protected
         assert made.question in pair.tokenizer.decode(prompt.token_ids[begin:end])
+
+
+def test_two_fields_of_a_kind_are_different_and_repeated_lines_have_other_questions() -> None:
+    for seed in range(20):
+        fines = FAMILIES["several facts"].needles[0].needle(random.Random(seed))
+        assert len({line.split()[2] for line in (*fines.evidence, *fines.others)}) == 4
+        codes = FAMILIES["fact"].needles[3].needle(random.Random(seed))
+        assert len(codes.others) == 23
+        subject = codes.question.removeprefix("What is the ").removesuffix("?")
+        assert not any(subject in line for line in codes.others)
 
 
 def test_a_family_in_other_words_shares_no_telling_word_with_its_questions() -> None:
@@ -75,8 +84,8 @@ def test_a_family_in_other_words_shares_no_telling_word_with_its_questions() -> 
     }
     for kind, family in FAMILIES.items():
         if family.in_other_words:
-            for wording in family.wordings:
-                needle = wording(random.Random(5))
+            for wording in family.needles:
+                needle = wording.needle(random.Random(5))
                 told, asked = (set(re.findall(r"\w+", text.lower())) for text in (needle.evidence[0], needle.question))
                 assert told & asked <= small, (kind, needle)
 

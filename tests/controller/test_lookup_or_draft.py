@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from spec_stack.controller.base import StepContext
-from spec_stack.controller.lookup import Found, LookupGate
+from spec_stack.controller.ngram import NgramPolicy, NgramToken
 from spec_stack.controller.registry import make_policy
 from spec_stack.controller.throughput import Throughput
 from tests.support.controller_data import step
@@ -17,16 +17,16 @@ from tests.support.simulated_pair import Costs, Text, run_text, run_texts
 COSTS = Costs({1: 0.1, 17: 0.1}, drafted_s=0.025, read_s=0.0025, prefill_s=0.003)
 
 
-def taught_gate() -> LookupGate:
-    gate = LookupGate()
+def taught_gate() -> NgramPolicy:
+    gate = NgramPolicy()
     for gamma in (0, 4, 2) * 4:
         gate.observe(step(gamma, gamma, draft_s=0.025 * gamma, verify_s=0.1))
     return gate
 
 
-def found(num_tokens: int, length: int = 40) -> list[Iterator[Found]]:
+def found(num_tokens: int, length: int = 40) -> list[Iterator[NgramToken]]:
     """A continuation that was seen several times, and never another."""
-    return [iter([Found(token_id, length + token_id, 8, 0) for token_id in range(num_tokens)])]
+    return [iter([NgramToken(token_id, length + token_id, 8, 0) for token_id in range(num_tokens)])]
 
 
 @pytest.mark.parametrize("with_next", [0.2, 0.95])
@@ -67,7 +67,7 @@ def test_a_look_up_is_used_where_the_draft_does_not_want_to_propose() -> None:
         "conf": [0.4] * 77, "ent": [3.0] * 77, "tails": {},
     }  # fmt: skip
     text = Text.parse(row)
-    gate, policy = LookupGate(), make_policy("throughput")
+    gate, policy = NgramPolicy(), make_policy("throughput")
     for _ in range(3):
         run = run_text(text, policy, "both", gate, COSTS)
     assert run.decode_s < 0.3 * run_texts([text], lambda: make_policy("fixed", gamma=0), "model", COSTS)[0].decode_s

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord
-from spec_stack.controller.lookup import LookupGate
+from spec_stack.controller.ngram import NgramPolicy
 from spec_stack.decode.loop import RequestLabels, decode
 from spec_stack.decode.propose import ModelProposer
 from spec_stack.decode.proposer import Guide, Means
@@ -64,7 +64,7 @@ def law_after_two(proposer: str) -> dict[int, float]:
         prompt = [3, 3]
         steps = decode(
             target, draft, prompt, Selection.everything(prompt), Proposal(), TwoAtMost(),
-            make_proposer(proposer, Means(draft, sampler, (), LookupGate())), sampler, Stopper(4, ()), (),
+            make_proposer(proposer, Means(draft, sampler, (), NgramPolicy())), sampler, Stopper(4, ()), (),
             RequestLabels("r", "fp32"), StoppedClock(),
         )  # fmt: skip
         return [token for output in steps for token in output.token_ids][1:2]

@@ -14,7 +14,7 @@ from spec_stack.cli.doctor import diagnose
 from spec_stack.cli.main import main
 from spec_stack.hf.loading import ASSETS, load_config
 from spec_stack.prefill.calibration import FILE_NAME, Calibration, fingerprint
-from spec_stack.prefill.cost import Shape, break_even, expected_gain
+from spec_stack.prefill.cost import Shape, counted_break_even, expected_gain
 from tests.support.folders import copy_draft
 
 SETTINGS = {
@@ -50,7 +50,7 @@ def test_the_doctor_counts_what_a_calibration_or_the_default_gains(folders: tupl
     (folders[1] / FILE_NAME).unlink()
     counted = diagnose(*map(str, folders), "auto", "cpu")["gain of sparse prefill"]
     assert f"{expected_gain(*shapes, 8192, PrefillConfig()).bound:.1f}x at 8192" in counted
-    assert f"from about {break_even(*shapes, PrefillConfig())} prompt tokens" in counted
+    assert f"from about {counted_break_even(*shapes, PrefillConfig())} prompt tokens" in counted
     assert "32768" not in counted
 
 

@@ -117,7 +117,8 @@ def kept_spans(target: PreTrainedModel, run: Callable[[], Any]) -> tuple[Any, li
 
 def told(result: Any, metrics: tuple[str, ...] = ()) -> dict[str, Any]:
     step = "static" if STEP["draft_step"] == "static" else "eager (on a CPU"
-    assert result.metrics.draft_step.startswith(step) and result.metrics.target_step.startswith(step)
+    assert result.metrics.draft_step.startswith(step)
+    assert result.metrics.target_step.startswith(step)
     return {"token_ids": result.token_ids, "text": result.text} | {
         name: getattr(result.metrics, name) for name in metrics
     }

@@ -7,12 +7,11 @@ from hypothesis import strategies as st
 
 from spec_stack import PrefillConfig
 from spec_stack.prefill.importance import choose_heads, token_importance
-from spec_stack.prefill.recall import pair_scores
 from spec_stack.prefill.registry import SCORERS, make_rule
 from spec_stack.prefill.rule import Evidence
 from spec_stack.prefill.selection import select
 from spec_stack.prefill.units import Chunks
-from spec_stack.prefill.words import rare_words
+from spec_stack.prefill.words import pair_scores, rare_words
 from tests.support import reference
 
 prompts = st.lists(st.integers(0, 12), min_size=1, max_size=120)

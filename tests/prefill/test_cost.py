@@ -4,7 +4,7 @@ import pytest
 from transformers import LlamaConfig, Mamba2Config
 
 from spec_stack import PrefillConfig
-from spec_stack.prefill.cost import Shape, break_even, expected_gain, prefill_flops
+from spec_stack.prefill.cost import Shape, counted_break_even, expected_gain, prefill_flops
 
 LLAMA_8B = Shape(32, 4096, 14336, 32, 8, 128256)
 LLAMA_70B = Shape(80, 8192, 28672, 64, 8, 128256)
@@ -65,11 +65,11 @@ def test_shapes_are_taken_from_configurations_and_refused_where_they_say_too_lit
 
 def test_sparse_prefill_pays_from_a_length_on_that_what_is_cheaper_lowers() -> None:
     default, bm25 = PrefillConfig(), PrefillConfig(scorer="bm25", look_ahead=0)
-    assert 96 < break_even(LLAMA_405B, LLAMA_8B, default) < 32768
-    assert break_even(LLAMA_70B, LLAMA_8B, bm25) <= break_even(LLAMA_70B, LLAMA_8B, default)
-    assert break_even(LLAMA_70B, LLAMA_8B, default, 1) < break_even(LLAMA_70B, LLAMA_8B, default, 1024)
+    assert 96 < counted_break_even(LLAMA_405B, LLAMA_8B, default) < 32768
+    assert counted_break_even(LLAMA_70B, LLAMA_8B, bm25) <= counted_break_even(LLAMA_70B, LLAMA_8B, default)
+    assert counted_break_even(LLAMA_70B, LLAMA_8B, default, 1) < counted_break_even(LLAMA_70B, LLAMA_8B, default, 1024)
     # A draft as dear as its target never pays.
-    assert break_even(LLAMA_8B, LLAMA_8B, default) == 0
+    assert counted_break_even(LLAMA_8B, LLAMA_8B, default) == 0
     windowed = PrefillConfig(draft_window=256)
     half = Shape(16, 4096, 14336, 32, 8, 128256)
-    assert break_even(LLAMA_8B, half, windowed) > 0
+    assert counted_break_even(LLAMA_8B, half, windowed) > 0

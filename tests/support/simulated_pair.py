@@ -17,7 +17,7 @@ import torch
 
 from spec_stack.clock import Clock
 from spec_stack.controller.base import Policy, StepRecord
-from spec_stack.controller.lookup import LookupGate
+from spec_stack.controller.ngram import NgramPolicy
 from spec_stack.decode import propose
 from spec_stack.decode.loop import RequestLabels, decode
 from spec_stack.decode.proposer import Means
@@ -216,7 +216,7 @@ def recorded_rows() -> Iterator[None]:
         propose.entropy_and_confidence = measured
 
 
-def run_text(text: Text, policy: Policy, proposer: str, gate: LookupGate, costs: Costs) -> Run:
+def run_text(text: Text, policy: Policy, proposer: str, gate: NgramPolicy, costs: Costs) -> Run:
     """Decode a text. The policy and the gate learn."""
     now = Now()
     target, draft = SimulatedTarget(text, costs, now), SimulatedDraft(text, costs, now)
@@ -248,10 +248,10 @@ def run_texts(
     texts: Sequence[Text], make: Callable[[], Policy], proposer: str, costs: Costs, is_fresh: bool = False
 ) -> list[Run]:
     """Decode texts one after the other with one policy and one gate, or with new ones each."""
-    runs, policy, gate = [], make(), LookupGate()
+    runs, policy, gate = [], make(), NgramPolicy()
     for text in texts:
         if is_fresh:
-            policy, gate = make(), LookupGate()
+            policy, gate = make(), NgramPolicy()
         runs.append(run_text(text, policy, proposer, gate, costs))
     return runs
 

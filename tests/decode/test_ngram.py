@@ -12,10 +12,10 @@ from spec_stack import DecodeConfig, SpecStackConfig, SpecStackGenerator
 from spec_stack.api.session import Session
 from spec_stack.config import MAX_LOOKED_UP
 from spec_stack.controller.base import DraftSignals
-from spec_stack.controller.lookup import Found, LookupGate
+from spec_stack.controller.ngram import NgramPolicy, NgramToken
 from spec_stack.controller.simple import Fixed
-from spec_stack.decode.lookup_index import LookupIndex, TextMemory
 from spec_stack.decode.loop import RequestLabels, decode
+from spec_stack.decode.ngram_index import NgramIndex, TextMemory
 from spec_stack.decode.proposer import Means
 from spec_stack.decode.registry import make_proposer
 from spec_stack.decode.sampler import Sampler
@@ -101,7 +101,7 @@ def test_what_was_dropped_from_the_prompt_can_be_looked_up_all_the_same(embedded
     other = embedded.tokenizer("import os\nimport sys\n" * 40).input_ids
     prompt = [*other, *passage, *other, *passage[:6]]
     kept = embedded.generate(input_ids=prompt, max_tokens=4, sparse_prefill="on", keep_rate=0.2, proposer="lookup")
-    index = LookupIndex()
+    index = NgramIndex()
     index.extend(prompt)
     assert [found.token_id for found in islice(index.continuations()[0], 3)] == passage[6:9]
     assert kept.metrics.sparse_prefill
@@ -171,7 +171,7 @@ def run(proposer: str, prompt: list[int], num_tokens: int, gamma: int, sampler: 
     for model in models:
         install(model)
     target, draft = (CachedModel(model, 64) for model in models)
-    means = Means(draft, sampler, (), LookupGate())
+    means = Means(draft, sampler, (), NgramPolicy())
     steps = decode(
         target, draft, prompt, Selection.everything(prompt), Proposal(), Fixed(gamma), make_proposer(proposer, means),
         sampler, Stopper(num_tokens, ()), (), RequestLabels("r", "fp32"), StoppedClock(),
@@ -203,12 +203,12 @@ def test_a_token_that_was_looked_up_is_accepted_with_the_targets_probability(emb
     assert any(record.num_looked_up for record in result.records or [])
 
 
-def found(num_tokens: int, length: int = 3, num_seen: int = 1, num_others: int = 0) -> list[Found]:
-    return [Found(7, length + place, num_seen, num_others) for place in range(num_tokens)]
+def found(num_tokens: int, length: int = 3, num_seen: int = 1, num_others: int = 0) -> list[NgramToken]:
+    return [NgramToken(7, length + place, num_seen, num_others) for place in range(num_tokens)]
 
 
 def test_the_gate_learns_which_look_ups_are_right() -> None:
-    gate = LookupGate()
+    gate = NgramPolicy()
     before = gate.chance(found(1)[0], 0)
     looked = replace(step(8, 0, draft_s=0.0), signals=DraftSignals(), num_looked_up=8, proposer="lookup")
     for _ in range(20):
@@ -225,7 +225,7 @@ def test_the_gate_learns_which_look_ups_are_right() -> None:
 
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_wrong_look_ups_from_one_place_do_not_make_those_from_the_other_doubted(is_shared: bool) -> None:
-    gate = LookupGate()
+    gate = NgramPolicy()
     here, there = (found(1)[0]._replace(is_shared=shared) for shared in (is_shared, not is_shared))
     looked = replace(step(1, 0, draft_s=0.0), signals=DraftSignals(), num_looked_up=1, proposer="lookup")
     # That the model of all requests learns is not what is asked here: the two places' chances over each other.
@@ -237,24 +237,24 @@ def test_wrong_look_ups_from_one_place_do_not_make_those_from_the_other_doubted(
 
 
 def test_longer_more_frequent_and_less_disputed_tokens_are_held_likelier() -> None:
-    gate = LookupGate()
+    gate = NgramPolicy()
     for worse, better in (
-        (Found(7, 2, 1, 0), Found(7, 16, 1, 0)),
-        (Found(7, 2, 1, 0), Found(7, 2, 8, 0)),
-        (Found(7, 2, 2, 4), Found(7, 2, 2, 0)),
+        (NgramToken(7, 2, 1, 0), NgramToken(7, 16, 1, 0)),
+        (NgramToken(7, 2, 1, 0), NgramToken(7, 2, 8, 0)),
+        (NgramToken(7, 2, 2, 4), NgramToken(7, 2, 2, 0)),
     ):
         assert gate.chance(worse, 0) < gate.chance(better, 0)
 
 
 def test_the_better_of_two_continuations_is_offered() -> None:
-    offer = LookupGate().offer([found(8, length=1, num_others=5), found(8, length=20, num_seen=4)], 8)
+    offer = NgramPolicy().offer([found(8, length=1, num_others=5), found(8, length=20, num_seen=4)], 8)
     assert offer.match_length == 20
     assert offer.found[0].num_seen == 4
 
 
 def test_a_gate_takes_no_more_of_a_continuation_than_it_may_use() -> None:
-    endless = iter(lambda: Found(7, 64, 16, 0), None)
-    assert len(LookupGate().offer([endless], 5).found) == 5
+    endless = iter(lambda: NgramToken(7, 64, 16, 0), None)
+    assert len(NgramPolicy().offer([endless], 5).found) == 5
 
 
 def test_a_sessions_look_ups_know_earlier_turns_and_a_shared_memory_other_sessions(

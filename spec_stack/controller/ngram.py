@@ -27,7 +27,7 @@ _TRY_EVERY = 32
 _START = (0.9, 1.0, -1.1, -0.2, 0.2, 0.0, -1.25)
 
 
-class Found(NamedTuple):
+class NgramToken(NamedTuple):
     """A looked-up token.
 
     length: tokens before it that match the text, looked-up ones included. num_seen: times it followed them, 1 or more.
@@ -42,14 +42,14 @@ class Found(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Offer:
+class NgramProposal:
     """The value of a look-up.
 
     found: tokens of a continuation that are worth verifying. gain: tokens gained over a plain step, their time paid.
     match_length: matching tokens before the best continuation; 0 without one.
     """
 
-    found: Sequence[Found] = ()
+    found: Sequence[NgramToken] = ()
     gain: float = 0.0
     match_length: int = 0
 
@@ -74,7 +74,7 @@ class _Own:
         return (self.right + _OWN_TRUST) / (self.expected + _OWN_TRUST)
 
 
-class LookupGate:
+class NgramPolicy:
     """Learns the accuracy of look-ups, the draft's gain, and the cost of both. One request at a time.
 
     P(a looked-up token is right, given all before it) is a logistic model of match length and counts, scaled by this
@@ -90,23 +90,23 @@ class LookupGate:
         self._rate = RequestRate(1.0, weight=2.0)
         self._gain = RequestRate(1.0, weight=2.0)
         self._num_settled = 0
-        self._offer = Offer()
-        self._tail: Sequence[Found] = ()
+        self._offer = NgramProposal()
+        self._tail: Sequence[NgramToken] = ()
         self._begin_request()
 
     def _begin_request(self) -> None:
-        # By `Found.is_shared`.
+        # By `NgramToken.is_shared`.
         self._own = {False: _Own(), True: _Own()}
         # Most looked-up tokens: grows while all are right, and falls towards the accepted number.
         self._reach = 2 * _LEAST_REACH
         self._rate.begin_request()
         self._gain.begin_request()
 
-    def chance(self, found: Found, place: int) -> float:
+    def chance(self, found: NgramToken, place: int) -> float:
         """P(a looked-up token is right), given that the `place` tokens before it are."""
         return min(self._typical_chance(found, place) * self._own[found.is_shared].share, 0.999)
 
-    def _typical_chance(self, found: Found, place: int) -> float:
+    def _typical_chance(self, found: NgramToken, place: int) -> float:
         return sigmoid(self._chances.logit(_features(found, place)))
 
     @property
@@ -119,12 +119,12 @@ class LookupGate:
             return _COLD_PRICE
         return max(self._tokens_per_s * self._cost.verify_per_token_s(beside), _LEAST_PRICE)
 
-    def offer(self, continuations: Sequence[Iterable[Found]], most: int) -> Offer:
+    def offer(self, continuations: Sequence[Iterable[NgramToken]], most: int) -> NgramProposal:
         """The best continuation as a whole step of `most` tokens at most."""
         self._offer, self._tail = self._best(continuations, most, 1.0, 0), ()
         return self._offer
 
-    def prefers(self, offer: Offer) -> bool:
+    def prefers(self, offer: NgramProposal) -> bool:
         """Return whether the step goes to the look-up instead of the draft."""
         if not offer.found:
             return False
@@ -133,7 +133,12 @@ class LookupGate:
         return wins != (self._num_settled % _TRY_EVERY == 0)
 
     def takes_over(
-        self, continuations: Sequence[Iterable[Found]], most: int, chance: float, with_next: float, num_drafted: int
+        self,
+        continuations: Sequence[Iterable[NgramToken]],
+        most: int,
+        chance: float,
+        with_next: float,
+        num_drafted: int,
     ) -> bool:
         """Return whether a look-up behind drafted tokens is worth more than further drafting.
 
@@ -157,19 +162,23 @@ class LookupGate:
             gain += worth
         return gain
 
-    def tail(self, continuations: Sequence[Iterable[Found]], most: int, chance: float, num_drafted: int) -> Offer:
+    def tail(
+        self, continuations: Sequence[Iterable[NgramToken]], most: int, chance: float, num_drafted: int
+    ) -> NgramProposal:
         """The look-up worth verifying behind so many drafted tokens that are all right with this chance."""
         offer = self._best(continuations, most, chance, num_drafted)
         self._tail = offer.found
         return offer
 
-    def _best(self, continuations: Sequence[Iterable[Found]], most: int, chance: float, beside: int) -> Offer:
+    def _best(
+        self, continuations: Sequence[Iterable[NgramToken]], most: int, chance: float, beside: int
+    ) -> NgramProposal:
         offers = [self._worth(continuation, most, chance, beside) for continuation in continuations]
-        return max(offers, key=lambda offer: offer.gain, default=Offer())
+        return max(offers, key=lambda offer: offer.gain, default=NgramProposal())
 
-    def _worth(self, continuation: Iterable[Found], most: int, chance: float, beside: int) -> Offer:
+    def _worth(self, continuation: Iterable[NgramToken], most: int, chance: float, beside: int) -> NgramProposal:
         gain, match_length = 0.0, 0
-        worthwhile: list[Found] = []
+        worthwhile: list[NgramToken] = []
         for place, found in enumerate(continuation):
             match_length = match_length or found.length
             if place == min(most, self._reach):
@@ -180,7 +189,7 @@ class LookupGate:
                 break
             gain += chance - price
             worthwhile.append(found)
-        return Offer(worthwhile, gain, match_length)
+        return NgramProposal(worthwhile, gain, match_length)
 
     def observe(self, record: StepRecord) -> None:
         """Learn from a step; a prefill step begins a request."""
@@ -194,7 +203,7 @@ class LookupGate:
         if not record.draft_read_prompt and math.isfinite(record.seconds):
             self._observe_times(record)
 
-    def _learn(self, looked_up: Sequence[Found], num_accepted: int) -> None:
+    def _learn(self, looked_up: Sequence[NgramToken], num_accepted: int) -> None:
         if num_accepted == len(looked_up):
             self._reach = max(self._reach, 2 * len(looked_up))
         else:
@@ -220,7 +229,7 @@ class LookupGate:
             self._gain.add(max(record.num_accepted - self._tokens_per_s * spent, -float(record.gamma + 1)), 1.0)
 
 
-def _features(found: Found, place: int) -> list[float]:
+def _features(found: NgramToken, place: int) -> list[float]:
     return [
         math.log2(min(found.length, 64)),
         math.log(min(found.num_seen, 16)),

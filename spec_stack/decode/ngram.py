@@ -1,0 +1,89 @@
+"""Proposals by n-gram lookup, alone or with the draft: the continuation of an earlier occurrence of the last tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from spec_stack.config import MAX_LOOKED_UP
+from spec_stack.controller.base import DraftSignals, StepRecord
+from spec_stack.controller.ngram import NgramProposal
+from spec_stack.decode.propose import ModelProposer
+from spec_stack.decode.proposer import Guide, Means
+from spec_stack.types import Proposal
+
+
+class NgramProposer:
+    """N-gram lookup alone; the draft is never used, and the policy of lookups bounds the continuation."""
+
+    def __init__(self, means: Means) -> None:
+        self._end_ids, self._policy, self._index = means.end_ids, means.ngram_policy, means.index
+
+    def propose(self, committed_ids: Sequence[int], guide: Guide) -> Proposal:
+        return _as_proposal(self._find(committed_ids, guide))
+
+    def observe(self, record: StepRecord) -> None:
+        self._policy.observe(record)
+
+    def _find(self, committed_ids: Sequence[int], guide: Guide) -> NgramProposal:
+        """The best continuation of the text so far."""
+        with guide.clock.measure("controller"):
+            # A whole prompt takes a while: none of it is the draft's reading.
+            self._index.read(committed_ids)
+        most = min(guide.context.max_gamma, MAX_LOOKED_UP)
+        return self._policy.offer(self._index.continuations((), self._end_ids), most)
+
+
+class NgramThenDraft(NgramProposer):
+    """Use the n-gram proposal where it is worth more than the draft's recent gain; else draft, and append one.
+
+    The draft is fed n-gram tokens when it next drafts. It never drafts behind them: a whole forward costs far more than
+    one more token to verify.
+    """
+
+    def __init__(self, means: Means) -> None:
+        super().__init__(means)
+        self._model = ModelProposer(means)
+
+    def propose(self, committed_ids: Sequence[int], guide: Guide) -> Proposal:
+        found = self._find(committed_ids, guide)
+        if self._policy.prefers(found):
+            return _as_proposal(found)
+        room = guide.context.max_gamma
+
+        def keep_drafting(signals: DraftSignals, token_ids: Sequence[int]) -> bool:
+            return guide.keep_drafting(signals) and not self._takes_over(token_ids, room, guide.chances(signals))
+
+        drafted = self._model.propose(committed_ids, guide, keep_drafting)
+        return self._with_tail(drafted, guide, room) if drafted.token_ids else _as_proposal(found)
+
+    def _takes_over(self, drafted_ids: Sequence[int], room: int, chances: tuple[float, float]) -> bool:
+        """Return whether n-gram lookup gets the rest of a step."""
+        continuations = self._index.continuations(drafted_ids, self._end_ids)
+        num_drafted = len(drafted_ids)
+        return self._policy.takes_over(continuations, min(room - num_drafted, MAX_LOOKED_UP), *chances, num_drafted)
+
+    def _with_tail(self, drafted: Proposal, guide: Guide, room: int) -> Proposal:
+        """The drafted tokens with n-gram tokens behind them."""
+        if drafted.token_ids[-1] in self._end_ids:
+            return drafted
+        num_drafted = len(drafted.token_ids)
+        continuations = self._index.continuations(drafted.token_ids, self._end_ids)
+        chance = guide.chances(drafted.signals)[0]
+        tail = self._policy.tail(continuations, min(room - num_drafted, MAX_LOOKED_UP), chance, num_drafted)
+        return _joined(drafted, tail) if tail.found else drafted
+
+
+def _as_proposal(found: NgramProposal) -> Proposal:
+    return Proposal(found.token_ids, num_looked_up=len(found.found), match_length=found.match_length)
+
+
+def _joined(drafted: Proposal, tail: NgramProposal) -> Proposal:
+    """Both as one proposal; the n-gram tokens' rows are one-hot."""
+    token_ids, probs = tail.token_ids, drafted.draft_probs
+    if probs is not None:
+        rows = F.one_hot(torch.tensor(token_ids, device=probs.device), probs.shape[1]).to(probs.dtype)
+        probs = torch.cat([probs, rows])
+    return Proposal([*drafted.token_ids, *token_ids], probs, drafted.signals, len(token_ids), tail.match_length)
