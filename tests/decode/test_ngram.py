@@ -295,4 +295,5 @@ def test_taking_in_a_long_prompt_is_no_reading_of_the_drafts(embedded: SpecStack
         return_records=True,
     )
     first = next(record for record in result.records or [] if not record.is_prefill)
-    assert first.controller_s > 2e-6 * len(ids)
+    # A tenth of a microsecond a token: far more than a decision takes.
+    assert first.controller_s > 1e-7 * len(ids)
