@@ -85,7 +85,7 @@ class _Handler(BaseHTTPRequestHandler):
     def behave_answer(self) -> None:
         try:
             body = json.loads(self.body) if self.body else {}
-        except ValueError:
+        except (ValueError, RecursionError):
             body = None
         if not isinstance(body, dict):
             self.send(400, b'{"error": {"message": "not an object"}}')
