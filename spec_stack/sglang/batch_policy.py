@@ -6,19 +6,16 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from operator import is_
 from time import perf_counter, process_time
-from typing import Any
 
 import torch
 
 from spec_stack.config import MAX_GAMMA
 from spec_stack.controller.base import BatchMember, DraftSignals, Policy, StepContext, StepRecord
 from spec_stack.controller.batch import BatchThroughput
-from spec_stack.devices import to_device
 from spec_stack.sglang.guards import harmless, note_failure
 from spec_stack.sglang.launch_notes import graph_sizes
-from spec_stack.sglang.penalties import SaidTokens, count_one_by_one, has_penalties, is_penalised, tables
+from spec_stack.sglang.penalties import is_penalised
 from spec_stack.sglang.protocols import RunningRequest
 from spec_stack.sglang.request_state import RequestOptions, note_step, options_of
 from spec_stack.sglang.server_args import ServerConfig
@@ -97,7 +94,6 @@ class BatchPolicy:
         self._last: StepRecord | None = None
         self._previous_end: float | None = None
         self._only_steps_ran = False
-        self._said: _Said | None = None
         self.graph_sizes: list[int] | None = None
         self.num_proposed = self.num_accepted = self.num_steps = 0
 
@@ -241,38 +237,6 @@ class BatchPolicy:
         """Most accepted tokens per request in the step chosen last."""
         return self._pending[-1].caps
 
-    def count_penalties(self, sampling_info: Any, newest: torch.Tensor, num_held: torch.Tensor) -> None:
-        """Make SGLang's penalties exact for the step chosen last.
-
-        newest: (num_requests,), the last tokens. num_held: (num_requests,), tokens before them, prompt included.
-        """
-        step, said, self._said = self._pending[-1], self._said, None
-        try:
-            if said is None or not said.holds_for(step):
-                said = _Said.of(step.requests, sampling_info, num_held.device)
-            if said is None:
-                return
-            said.tokens.count(sampling_info, newest, num_held + 1 - said.tokens.num_prompt_tokens)
-            said.number = step.number
-            self._said = said
-        except Exception:
-            num_said = num_held.cpu() + 1 - torch.tensor([len(request.origin_input_ids) for request in step.requests])
-            _count_one_by_one(sampling_info, step.requests, newest, num_said)
-
-    def count_penalties_of_prefill(
-        self, sampling_info: Any, requests: Sequence[RunningRequest], device: torch.device
-    ) -> None:
-        """Make SGLang's penalties exact for a prefill, which may repeat output after a retraction. device: SGLang's."""
-        if not any(request.output_ids and has_penalties(request) for request in requests):
-            return
-        num_said = to_device(torch.tensor([len(request.output_ids) for request in requests]), device)
-        newest = torch.zeros_like(num_said)
-        try:
-            if said := _Said.of(requests, sampling_info, device):
-                said.tokens.count(sampling_info, newest, num_said)
-        except Exception:
-            _count_one_by_one(sampling_info, requests, newest, num_said)
-
     def carry(self, signals: torch.Tensor) -> None:
         """Attach the draft's signals to the step chosen last; they are read with its result."""
         self._pending[-1].signals = signals
@@ -280,8 +244,6 @@ class BatchPolicy:
     def something_else_runs(self) -> None:
         """A prefill or a scoring runs: seconds that include it are not a step's own."""
         self._only_steps_ran = False
-        # A prefill may be of a request that was retracted.
-        self._said = None
         for step in self._pending:
             step.follows_a_step = False
 
@@ -310,39 +272,6 @@ def step_clock(device: str) -> Callable[[], float]:
 
 
 _NO_SIGNALS: tuple[DraftSignals, DraftSignals | None] = (DraftSignals(), None)
-
-
-@dataclass
-class _Said:
-    """The output tokens of a batch's requests, up to the step of this number."""
-
-    requests: Sequence[RunningRequest]
-    tokens: SaidTokens
-    number: int = -1
-
-    @classmethod
-    def of(cls, requests: Sequence[RunningRequest], sampling_info: Any, device: torch.device) -> _Said | None:
-        """None where SGLang keeps no penalties for any of them."""
-        kept = tables(sampling_info)
-        if not kept or not any(has_penalties(request) for request in requests):
-            return None
-        return cls(requests, SaidTokens(requests, kept[0].shape[1], device))
-
-    def holds_for(self, step: Pending) -> bool:
-        """Return whether this step is the next one of the same requests, with one new token each."""
-        return (
-            step.number == self.number + 1
-            and len(step.requests) == len(self.requests)
-            and all(map(is_, step.requests, self.requests))
-        )
-
-
-def _count_one_by_one(
-    sampling_info: Any, requests: Sequence[RunningRequest], newest: torch.Tensor, num_said: torch.Tensor
-) -> None:
-    """The slow fallback: without exact penalties the text would be wrong."""
-    note_failure("counting penalties", "they are counted one by one")
-    count_one_by_one(sampling_info, requests, newest, num_said)
 
 
 def _cap(request: RunningRequest, options: RequestOptions) -> int:

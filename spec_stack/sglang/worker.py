@@ -19,6 +19,7 @@ from spec_stack.sglang.graphs import GraphedController, captured_at
 from spec_stack.sglang.guards import harmless, note_failure
 from spec_stack.sglang.launch_notes import penalty_advice
 from spec_stack.sglang.padded_vocabulary import OTHER_TOKENIZER, fit_draft, have_one_vocabulary
+from spec_stack.sglang.penalties import Penalties
 from spec_stack.sglang.positions import protect_kv_lengths
 from spec_stack.sglang.ranks import first_ranks_choice, num_ranks
 from spec_stack.sglang.request_state import STATE
@@ -143,6 +144,7 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
             clock=step_clock(self.server_args.device),
         )
         self.adaptive_controller = GraphedController(self, self.batch_policy)
+        self._penalties = Penalties()
         if advice := penalty_advice(runner.model_config.get_default_sampling_params()):
             logger.warning("%s: %s", NAME, advice)
         # SGLang logs every change of gamma, which it expects rarely; here gamma may change at every step.
@@ -190,7 +192,8 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
     def forward_batch_generation(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
             self.batch_policy.something_else_runs()
-            self.batch_policy.count_penalties_of_prefill(batch.sampling_info, batch.reqs, batch.seq_lens.device)
+            self._penalties.forget()
+            self._penalties.correct_prefill(batch.reqs, batch.sampling_info, batch.seq_lens.device)
             return super().forward_batch_generation(batch, *args, **kwargs)
         if self.slots is not None and not batch.forward_mode.is_idle():
             self._begin_slots(batch, self.slots)
@@ -226,5 +229,5 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
             # SGLang's own tokens of gamma 0 are int32 without overlap, and CUDA's kernels take int64 alone.
             batch.spec_info.draft_token = batch.spec_info.draft_token.long()
             newest = batch.spec_info.draft_token[:: batch.spec_info.draft_token_num]
-            self.batch_policy.count_penalties(batch.sampling_info, newest, batch.seq_lens)
+            self._penalties.correct_step(batch.reqs, batch.sampling_info, newest, batch.seq_lens)
         return super().verify(batch, *args, **kwargs)

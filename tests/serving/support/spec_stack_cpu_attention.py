@@ -41,7 +41,7 @@ FAULTS = {
     "capping": ("batch_policy", "_cap"),
     "switching": ("worker", "forget_earlier_gammas_of_this_process"),
     "caps": ("worker", "end_chains"),
-    "penalties": ("penalties", "SaidTokens.count"),
+    "penalties": ("penalties", "_OutputCounts.correct"),
     "slots": ("draft_rows", "DraftRow.begin"),
     "reading": ("slotted_draft", "SlottedDraft._forward"),
     "places": ("slotted_draft", "SlottedDraft.place"),
