@@ -22,7 +22,8 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from spec_stack.config import PrefillConfig
 from spec_stack.devices import to_device
-from spec_stack.sglang.draft_rows import DraftRow, Ints, Part, num_row_slots, text_of
+from spec_stack.prefill.draft_slots import DraftKVBudget, Ints
+from spec_stack.sglang.draft_rows import DraftRow, Part, num_row_slots, text_of
 from spec_stack.sglang.request_state import was_wrong
 from spec_stack.sglang.signals import DraftSignalBuffers
 
@@ -174,7 +175,9 @@ class SlottedDraft:
 
     def _new_row(self, row: int) -> DraftRow:
         # Slot 0 is reserved: padding is written there.
-        held = DraftRow(np.arange(self.num_per_request) + 1 + row * self.num_per_request, self._config)
+        held = DraftRow(
+            np.arange(self.num_per_request) + 1 + row * self.num_per_request, DraftKVBudget.of(self._config)
+        )
         self._rows[row] = held
         # If the following fails, the row holds wrong KV, at valid places.
         self._show(row, held)
