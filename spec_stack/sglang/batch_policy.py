@@ -19,7 +19,6 @@ from spec_stack.sglang.penalties import is_penalised
 from spec_stack.sglang.protocols import RunningRequest
 from spec_stack.sglang.request_state import RequestOptions, note_step, options_of
 from spec_stack.sglang.server_args import ServerConfig
-from spec_stack.sglang.signals import as_signals
 
 # Without captured graphs.
 _SHOWN_SIZES = (1, 2, 4, 8, 16, 32)
@@ -30,8 +29,7 @@ class Pending:
     """A running decode step without a result.
 
     follows_a_step: only decode steps ran since the previous step began, so its end is the start of this step's seconds.
-    caps: most accepted tokens per request. lag: as in StepContext. signals: of `DraftSignalBuffers.of_step`, on their
-    way to the host.
+    caps: most accepted tokens per request. lag: as in StepContext.
     """
 
     number: int
@@ -41,7 +39,6 @@ class Pending:
     follows_a_step: bool
     caps: list[int]
     lag: int
-    signals: torch.Tensor | None = None
 
     def ended(self, now: float, previous_end: float | None) -> float | None:
         """Seconds of the step, now that its result is here; None where other work may be in them."""
@@ -165,19 +162,13 @@ class BatchPolicy:
         seconds = step.ended(now, self._previous_end)
         self._previous_end = now
         self.num_steps += 1
-        signals = [_NO_SIGNALS] * batch_size
-        with harmless("reading the draft's signals", "none are known of the step"):
-            if step.signals is not None:
-                signals = as_signals(step.signals)
-        for request, num_correct, cap, known in zip(
-            step.requests, num_correct_drafts_per_req, step.caps, signals, strict=True
-        ):
+        for request, num_correct, cap in zip(step.requests, num_correct_drafts_per_req, step.caps, strict=True):
             if request.is_retracted or request.finished():
                 # It ended, or was retracted, while this step ran: its tokens are discarded.
                 continue
             # `harmless` at this place would cost as much as what it guards.
             try:
-                record = self._record(step, request, num_correct, cap, known, seconds)
+                record = self._record(step, request, num_correct, cap, seconds)
                 note_step(request, record)
                 self.num_proposed += record.gamma
                 self.num_accepted += record.num_accepted
@@ -187,16 +178,9 @@ class BatchPolicy:
                 note_failure("learning from a step", "nothing is learned from it")
 
     def _record(
-        self,
-        step: Pending,
-        request: RunningRequest,
-        num_correct: int,
-        cap: int,
-        known: tuple[DraftSignals, DraftSignals | None],
-        seconds: float | None,
+        self, step: Pending, request: RunningRequest, num_correct: int, cap: int, seconds: float | None
     ) -> StepRecord:
         gamma = min(step.gamma, cap)
-        proposed, upcoming = known
         num_accepted = min(num_correct, gamma)
         return StepRecord(
             request_id=str(request.rid),
@@ -209,15 +193,12 @@ class BatchPolicy:
             gamma=gamma,
             num_accepted=num_accepted,
             num_tokens=num_accepted + 1,
-            signals=proposed
-            if len(proposed) <= gamma
-            else DraftSignals(proposed.entropy[:gamma], proposed.confidence[:gamma]),
+            signals=DraftSignals(),
             draft_s=0.0,
             # Not finite marks unknown seconds in a record.
             verify_s=math.nan if seconds is None or gamma < step.gamma else seconds / len(step.requests),
             controller_s=0.0,
             lag=step.lag,
-            upcoming=upcoming,
         )
 
     def step_seconds(self) -> dict[int, dict[int, float]]:
@@ -236,10 +217,6 @@ class BatchPolicy:
     def caps(self) -> list[int]:
         """Most accepted tokens per request in the step chosen last."""
         return self._pending[-1].caps
-
-    def carry(self, signals: torch.Tensor) -> None:
-        """Attach the draft's signals to the step chosen last; they are read with its result."""
-        self._pending[-1].signals = signals
 
     def something_else_runs(self) -> None:
         """A prefill or a scoring runs: seconds that include it are not a step's own."""
@@ -271,7 +248,15 @@ def step_clock(device: str) -> Callable[[], float]:
     return process_time if device == "cpu" and torch.get_num_threads() == 1 else perf_counter
 
 
-_NO_SIGNALS: tuple[DraftSignals, DraftSignals | None] = (DraftSignals(), None)
+def end_chains(next_tokens: torch.Tensor, caps: Sequence[int]) -> None:
+    """Let no request's proposal be accepted beyond its own cap. Mutates next_tokens (n, gamma + 1).
+
+    SGLang's verification follows these pointers, -1 for the end, greedy or sampling: a shortened chain is a shorter
+    proposal, followed by a token of the target's own. Decoding stays lossless.
+    """
+    for row, cap in enumerate(caps):
+        if cap < next_tokens.shape[1] - 1:
+            next_tokens[row, cap].fill_(-1)
 
 
 def _cap(request: RunningRequest, options: RequestOptions) -> int:

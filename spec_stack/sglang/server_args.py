@@ -131,11 +131,6 @@ class ServerConfig:
             return self.draft_pool_tokens
         return max(1, min(MOST_POOL_TOKENS, num_free_bytes // 10 // bytes_per_token))
 
-    @property
-    def measures_signals(self) -> bool:
-        """Return whether the server's policy uses the draft's signals."""
-        return self.scoring_model is None and self.policy == "throughput"
-
     def make_policy(self, name: str) -> Policy:
         """A fresh policy that keeps to `gammas`. Raises ValueError for one that cannot decide for a batch."""
         drafting = tuple(gamma for gamma in self.gammas if gamma)

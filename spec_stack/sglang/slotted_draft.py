@@ -6,7 +6,7 @@ Own KV pool and request table (see `draft_rows`): backends and graphs are SGLang
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +25,6 @@ from spec_stack.devices import to_device
 from spec_stack.prefill.draft_slots import DraftKVBudget, Ints
 from spec_stack.sglang.draft_rows import DraftRow, Part, num_row_slots, text_of
 from spec_stack.sglang.request_state import was_wrong
-from spec_stack.sglang.signals import DraftSignalBuffers
 
 
 class SlottedDraft:
@@ -98,14 +97,14 @@ class SlottedDraft:
         """Return whether the next step is a request's first one."""
         return any(row not in self._rows for row in batch.req_pool_indices_cpu.tolist())
 
-    def begin_step(self, batch: Any, signals: DraftSignalBuffers | None) -> None:
+    def begin_step(self, batch: Any) -> None:
         """Choose slots for requests of the next step, where they have none or their choice is due.
 
         Mutates batch.spec_info for those without slots: the first token of their proposal.
         """
         unread: set[int] = set()
         try:
-            self._choose_and_read(batch, signals, unread)
+            self._choose_and_read(batch, unread)
         except Exception:
             # Marked as holding what the draft has not read; they begin anew in their next step.
             for row in unread:
@@ -122,7 +121,7 @@ class SlottedDraft:
                 self._num_prefilled.pop(row, None)
                 self._shifts[row] = self._shifts_cpu[row] = 0
 
-    def _choose_and_read(self, batch: Any, signals: DraftSignalBuffers | None, unread: set[int]) -> None:
+    def _choose_and_read(self, batch: Any, unread: set[int]) -> None:
         """unread: rows whose choice the draft has not read yet; filled and emptied here."""
         renewed, new = _Parts(), [_Parts()]
         for at, (row, request) in enumerate(zip(batch.req_pool_indices_cpu.tolist(), batch.reqs, strict=True)):
@@ -149,18 +148,16 @@ class SlottedDraft:
             self._show(row, held)
         for parts in new:
             if parts.rows:
-                self._begin(batch.spec_info, parts, signals)
+                self._begin(batch.spec_info, parts)
                 unread.difference_update(parts.rows)
         if renewed.rows:
             self._forward(renewed)
             unread.clear()
 
-    def _begin(self, proposals: Any, parts: _Parts, signals: DraftSignalBuffers | None) -> None:
+    def _begin(self, proposals: Any, parts: _Parts) -> None:
         device = self._shifts.device
-        at, rows = to_device(torch.tensor([parts.at, parts.rows]), device)
-        newest = proposals.bonus_tokens[at]
-        with signals.catching_up(rows, has_graph=False) if signals is not None else nullcontext():
-            logits = self._forward(parts, newest)
+        at = to_device(torch.tensor(parts.at), device)
+        logits = self._forward(parts, proposals.bonus_tokens[at])
         proposals.topk_index[at] = logits.argmax(dim=-1, keepdim=True)
 
     def _prefilled_of(self, batch: Any, at: int, row: int) -> Ints:

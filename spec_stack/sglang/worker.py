@@ -6,15 +6,13 @@ import logging
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch
 from sglang.srt.arg_groups.model_override_base import resolving_view
-from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.speculative import eagle_worker_v2
 from sglang.srt.speculative.standalone_worker_v2 import StandaloneDraftWorker, StandaloneWorkerV2
 
 from spec_stack.sglang import hooks
 from spec_stack.sglang.active_gamma import forget_earlier_gammas_of_this_process
-from spec_stack.sglang.batch_policy import BatchPolicy, step_clock
+from spec_stack.sglang.batch_policy import BatchPolicy, end_chains, step_clock
 from spec_stack.sglang.graphs import GraphedController, captured_at
 from spec_stack.sglang.guards import harmless, note_failure
 from spec_stack.sglang.launch_notes import penalty_advice
@@ -25,7 +23,6 @@ from spec_stack.sglang.ranks import first_ranks_choice, num_ranks
 from spec_stack.sglang.request_state import STATE
 from spec_stack.sglang.scoring_model import ScoringModel
 from spec_stack.sglang.server_args import ServerConfig
-from spec_stack.sglang.signals import DraftSignalBuffers, end_chains
 from spec_stack.sglang.slotted_draft import SlottedDraft
 from spec_stack.sglang.support import (
     BUILT_FROM_POSITIONS,
@@ -42,11 +39,9 @@ _SWITCH = "Switch adaptive runtime state"
 class SpecStackDraftWorker(StandaloneDraftWorker):  # type: ignore[misc]
     """SGLang's draft worker, with attention lengths from seq_lens. Backends are made at launch, one per gamma.
 
-    signals: of the drafted tokens, where the server's policy uses them; None measures nothing. slots: where it decodes
-    over slots of its own; None shares the target's.
+    slots: where it decodes over slots of its own; None shares the target's.
     """
 
-    signals: DraftSignalBuffers | None = None
     slots: SlottedDraft | None = None
 
     def alloc_memory_pool(
@@ -70,49 +65,26 @@ class SpecStackDraftWorker(StandaloneDraftWorker):  # type: ignore[misc]
         name = args.speculative_draft_attention_backend or self.draft_runner.decode_attention_backend_str
         protect_kv_lengths(self.draft_attn_backend, name in BUILT_FROM_POSITIONS)
 
-    def measure_signals(self, max_gamma: int) -> None:
-        """Measure signals from now on; later captured graphs include it."""
-        found = [module for module in self.draft_runner.model.modules() if isinstance(module, LogitsProcessor)]
-        if len(found) != 1:
-            logger.warning("the draft has %d logits processors and not 1, so no signals of it are known", len(found))
-            return
-        self.signals = DraftSignalBuffers(max_gamma, self.req_to_token_pool.req_to_token.shape[0], self.device)
-        self.signals.watch(found[0])
-
-    def _capture_cuda_graphs(self) -> None:
-        with self.signals.capturing() if self.signals is not None else nullcontext():
-            super()._capture_cuda_graphs()
-
-    def draft_forward(self, forward_batch: Any) -> Any:
-        with self.signals.drafting() if self.signals is not None else nullcontext():
-            return super().draft_forward(forward_batch)
-
     def _draft_extend_for_prefill(
         self, batch: Any, hidden_states: Any, next_token_ids: Any, *args: Any, **kwargs: Any
     ) -> Any:
         if self.slots is not None and not batch.forward_mode.is_idle():
             self.slots.note_prefill(batch)
             return self.slots.no_proposal(next_token_ids)
-        with self._catching_up(batch, has_graph=False):
-            return super()._draft_extend_for_prefill(batch, hidden_states, next_token_ids, *args, **kwargs)
+        return super()._draft_extend_for_prefill(batch, hidden_states, next_token_ids, *args, **kwargs)
 
     def _draft_extend_for_decode(self, batch: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
         own: AbstractContextManager[None] = nullcontext()
         if self.slots is not None and not batch.forward_mode.is_idle():
             own = self.slots.catching_up(batch, self.speculative_num_draft_tokens)
             kwargs.pop("kv_loc_plan", None)
-        with self._catching_up(batch, has_graph=self.cuda_graph_runner_for_draft_extend is not None), own:
+        with own:
             result = super()._draft_extend_for_decode(batch, output, *args, **kwargs)
         # A captured graph returns the draft's hidden states and a prefill does not, and the relay between steps needs
         # them always or never. A standalone draft does not use them.
         if output.next_draft_input is not None:
             output.next_draft_input.hidden_states = None
         return result
-
-    def _catching_up(self, batch: Any, has_graph: bool) -> AbstractContextManager[None]:
-        if self.signals is None or batch.forward_mode.is_idle():
-            return nullcontext()
-        return self.signals.catching_up(batch.req_pool_indices, has_graph)
 
 
 class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
@@ -179,12 +151,6 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
         with harmless("forgetting earlier gammas", "SGLang's record of them grows"):
             forget_earlier_gammas_of_this_process()
 
-    def init_cuda_graphs(self) -> None:
-        # The pools are there by now, and no graph has been captured.
-        if self._config.measures_signals:
-            self._draft_worker.measure_signals(self._config.gammas[-1])
-        super().init_cuda_graphs()
-
     def build_adaptive_runtime_state(self, *args: Any, cuda_graph_bs: list[int] | None = None, **kwargs: Any) -> Any:
         with captured_at(cuda_graph_bs):
             return super().build_adaptive_runtime_state(*args, cuda_graph_bs=cuda_graph_bs, **kwargs)
@@ -198,17 +164,7 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
         if self.slots is not None and not batch.forward_mode.is_idle():
             self._begin_slots(batch, self.slots)
         self.batch_policy.begin_step(batch.reqs)
-        signals, rows = self._draft_worker.signals, batch.req_pool_indices
-        if signals is None or batch.forward_mode.is_idle():
-            return super().forward_batch_generation(batch, *args, **kwargs)
-        first: torch.Tensor | None = None
-        with harmless("taking the draft's signals", "none are known of the step"):
-            first = signals.take_first(rows)
-        result = super().forward_batch_generation(batch, *args, **kwargs)
-        with harmless("carrying the draft's signals", "none are known of the step"):
-            if first is not None:
-                self.batch_policy.carry(signals.of_step(first, self.speculative_num_steps, rows))
-        return result
+        return super().forward_batch_generation(batch, *args, **kwargs)
 
     def _begin_slots(self, batch: Any, slots: SlottedDraft) -> None:
         if slots.has_new(batch):
@@ -216,7 +172,7 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
         # A rank that leaves a forward of the draft would let the others hang in it: then the server ends.
         guard = harmless("choosing the draft's slots", "it proposes what will not be accepted")
         with guard if num_ranks() == 1 else nullcontext():
-            slots.begin_step(batch, self._draft_worker.signals)
+            slots.begin_step(batch)
 
     def verify(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         if not batch.forward_mode.is_idle():
