@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -101,7 +102,7 @@ class BatchPolicy:
         return list(self._config.gammas)
 
     def set_cuda_graph_bs(self, cuda_graph_bs: list[int] | None) -> None:
-        self.graph_sizes = cuda_graph_bs
+        self.graph_sizes = None if cuda_graph_bs is None else sorted(cuda_graph_bs)
 
     def cuda_graph_bs_for_step(self, step: int) -> list[int] | None:
         """Batch sizes that may use this gamma, for which alone its graphs are captured; None without graphs."""
@@ -240,7 +241,9 @@ class BatchPolicy:
 
     def _padded(self, batch_size: int) -> int:
         """The size of the captured graph for a batch, if any."""
-        return min((size for size in self.graph_sizes or () if size >= batch_size), default=batch_size)
+        sizes = self.graph_sizes or ()
+        at = bisect_left(sizes, batch_size)
+        return sizes[at] if at < len(sizes) else batch_size
 
 
 def step_clock(device: str) -> Callable[[], float]:

@@ -24,6 +24,7 @@ from spec_stack.config import PrefillConfig
 from spec_stack.devices import to_device
 from spec_stack.prefill.draft_slots import DraftKVBudget, Ints
 from spec_stack.sglang.draft_rows import DraftRow, Part, num_row_slots, text_of
+from spec_stack.sglang.guards import note_failure
 from spec_stack.sglang.request_state import was_wrong
 
 
@@ -77,10 +78,15 @@ class SlottedDraft:
 
     def note_prefill(self, batch: Any) -> None:
         """Note a batch of prompts, or of chunks of them, that the target has just prefilled."""
-        lengths = zip(batch.prefix_lens, batch.extend_lens, strict=True)
-        for row, (prefix, new) in zip(batch.req_pool_indices_cpu.tolist(), lengths, strict=True):
-            self._rows.pop(row, None)
-            self._num_prefilled[row] = prefix + new
+        try:
+            lengths = zip(batch.prefix_lens, batch.extend_lens, strict=True)
+            for row, (prefix, new) in zip(batch.req_pool_indices_cpu.tolist(), lengths, strict=True):
+                self._rows.pop(row, None)
+                self._num_prefilled[row] = prefix + new
+        except Exception:
+            note_failure("noting a prefill for the draft", "all requests' slots are chosen anew")
+            self._rows.clear()
+            self._num_prefilled.clear()
 
     def no_proposal(self, next_token_ids: torch.Tensor) -> EagleDraftInput:
         """SGLang's result of a draft prefill, without one: `begin_step` fills in the proposal."""
@@ -263,8 +269,15 @@ class SlottedDraft:
         """In the block, a batch has the draft's lengths and slots: num_tokens tokens of every request are taken in."""
         names = ("seq_lens", "seq_lens_cpu", "seq_lens_sum", "out_cache_loc")
         before = [getattr(batch, name) for name in names]
-        lengths = self._lengths(batch)
-        for name, value in zip(names, (*lengths, self._slots(batch, lengths[0], num_tokens)), strict=True):
+        try:
+            lengths = self._lengths(batch)
+            own = (*lengths, self._slots(batch, lengths[0], num_tokens))
+        except Exception:
+            note_failure("placing the draft", "its next proposal is not accepted")
+            # The reserved slot.
+            nowhere = torch.zeros(len(batch.seq_lens) * num_tokens, dtype=torch.int64, device=batch.seq_lens.device)
+            own = (*before[:3], nowhere)
+        for name, value in zip(names, own, strict=True):
             setattr(batch, name, value)
         try:
             yield

@@ -167,11 +167,11 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
         return super().forward_batch_generation(batch, *args, **kwargs)
 
     def _begin_slots(self, batch: Any, slots: SlottedDraft) -> None:
-        if slots.has_new(batch):
-            self.batch_policy.something_else_runs()
         # A rank that leaves a forward of the draft would let the others hang in it: then the server ends.
         guard = harmless("choosing the draft's slots", "it proposes what will not be accepted")
         with guard if num_ranks() == 1 else nullcontext():
+            if slots.has_new(batch):
+                self.batch_policy.something_else_runs()
             slots.begin_step(batch)
 
     def verify(self, batch: Any, *args: Any, **kwargs: Any) -> Any:

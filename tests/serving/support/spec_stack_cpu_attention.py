@@ -40,6 +40,7 @@ FAULTS = {
     "slots": ("draft_rows", "DraftRow.begin"),
     "reading": ("slotted_draft", "SlottedDraft._forward"),
     "places": ("slotted_draft", "SlottedDraft.place"),
+    "lengths": ("slotted_draft", "SlottedDraft._lengths"),
 }
 
 
