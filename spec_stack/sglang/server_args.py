@@ -131,6 +131,11 @@ class ServerConfig:
             return self.draft_pool_tokens
         return max(1, min(MOST_POOL_TOKENS, num_free_bytes // 10 // bytes_per_token))
 
+    @property
+    def most_pool_tokens(self) -> int:
+        """`pool_tokens` where memory is no limit."""
+        return self.draft_pool_tokens or MOST_POOL_TOKENS
+
     def make_policy(self, name: str) -> Policy:
         """A fresh policy that keeps to `gammas`. Raises ValueError for one that cannot decide for a batch."""
         drafting = tuple(gamma for gamma in self.gammas if gamma)

@@ -60,7 +60,7 @@ def pruning_refusal(args: Any, target: Any, draft: Any, role: str = "draft") -> 
     args: SGLang's resolved arguments; target, draft: its configurations; role: the second model's name in the reason.
     """
     for name, config in (("target", target), (role, draft)):
-        reason = _model_refusal(config)
+        reason = architecture_refusal(config)
         if reason is not None:
             return f"the {name} {reason}"
     if str(getattr(args, "disaggregation_mode", None) or "null") != "null":
@@ -110,7 +110,7 @@ def require_slots(args: Any, draft: Any) -> None:
 
 
 def _slots_refusal(args: Any, draft: Any) -> str | None:
-    reason = _model_refusal(draft)
+    reason = architecture_refusal(draft)
     if reason is not None:
         return f"the draft {reason}"
     if (getattr(args, "page_size", None) or 1) > 1:
@@ -123,7 +123,8 @@ def _slots_refusal(args: Any, draft: Any) -> str | None:
     return None
 
 
-def _model_refusal(config: Any) -> str | None:
+def architecture_refusal(config: Any) -> str | None:
+    """Why a model's prompts may not be pruned, or None. config: SGLang's of the model."""
     architecture = config.hf_config.architectures[0]
     if architecture not in _ARCHITECTURES:
         return f"is a {architecture}; prompts are pruned for {', '.join(_ARCHITECTURES)}"

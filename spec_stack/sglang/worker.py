@@ -7,16 +7,16 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from sglang.srt.arg_groups.model_override_base import resolving_view
+from sglang.srt.runtime_context import get_context
 from sglang.srt.speculative import eagle_worker_v2
 from sglang.srt.speculative.standalone_worker_v2 import StandaloneDraftWorker, StandaloneWorkerV2
 
 from spec_stack.sglang import hooks
-from spec_stack.sglang.active_gamma import forget_earlier_gammas_of_this_process
 from spec_stack.sglang.batch_policy import BatchPolicy, end_chains, step_clock
 from spec_stack.sglang.graphs import GraphedController, captured_at
 from spec_stack.sglang.guards import harmless, note_failure
 from spec_stack.sglang.launch_notes import penalty_advice
-from spec_stack.sglang.padded_vocabulary import OTHER_TOKENIZER, fit_draft, have_one_vocabulary
+from spec_stack.sglang.padded_vocabulary import fit_draft, rows_differ
 from spec_stack.sglang.penalties import Penalties
 from spec_stack.sglang.positions import protect_kv_lengths
 from spec_stack.sglang.ranks import first_ranks_choice, num_ranks
@@ -33,7 +33,8 @@ from spec_stack.sglang.support import (
 )
 
 logger = logging.getLogger(__name__)
-_SWITCH = "Switch adaptive runtime state"
+# Of SGLang's logs: the line and the entry of a change of gamma.
+_SWITCH, _OVERRIDE = "Switch adaptive runtime state", "adaptive_spec.restore"
 
 
 class SpecStackDraftWorker(StandaloneDraftWorker):  # type: ignore[misc]
@@ -134,22 +135,21 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
 
     def _validate_vocab_compatibility(self, target_vocab_size: int, target_tokenizer: Any) -> None:
         """STANDALONE requires equally many embedding rows; one tokenizer is enough."""
-        runner = self._draft_worker.draft_runner
-        draft_vocab_size = runner.model_config.vocab_size
-        args = self.server_args
-        is_alike = have_one_vocabulary(target_tokenizer, args.speculative_draft_model_path, args.trust_remote_code)
-        if draft_vocab_size == target_vocab_size or not is_alike:
-            if target_tokenizer is not None and not is_alike:
-                raise ValueError(OTHER_TOKENIZER)
-            super()._validate_vocab_compatibility(target_vocab_size, target_tokenizer)
-            return
-        logger.info("the draft's %d embedding rows are fitted to the target's %d", draft_vocab_size, target_vocab_size)
-        fit_draft(runner.model, draft_vocab_size, target_vocab_size)
+        runner, args = self._draft_worker.draft_runner, self.server_args
+        sizes = target_vocab_size, runner.model_config.vocab_size
+        if rows_differ(*sizes, target_tokenizer, args.speculative_draft_model_path, args.trust_remote_code):
+            logger.info("the draft's %d embedding rows are fitted to the target's %d", sizes[1], sizes[0])
+            fit_draft(runner.model, *sizes)
 
     def apply_runtime_state(self, state: Any) -> None:
         super().apply_runtime_state(state)
         with harmless("forgetting earlier gammas", "SGLang's record of them grows"):
-            forget_earlier_gammas_of_this_process()
+            _forget_earlier_gammas(get_context()._overrides_log)
+
+    @property
+    def num_overrides_kept(self) -> int:
+        """Entries in SGLang's log of gamma overrides; must not grow with the steps."""
+        return len(get_context()._overrides_log)
 
     def build_adaptive_runtime_state(self, *args: Any, cuda_graph_bs: list[int] | None = None, **kwargs: Any) -> Any:
         with captured_at(cuda_graph_bs):
@@ -187,3 +187,13 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
             newest = batch.spec_info.draft_token[:: batch.spec_info.draft_token_num]
             self._penalties.correct_step(batch.reqs, batch.sampling_info, newest, batch.seq_lens)
         return super().verify(batch, *args, **kwargs)
+
+
+def _forget_earlier_gammas(log: list[tuple[str, Any]]) -> None:
+    """Keep the newest gamma entry of SGLang's log, the only one that it reads. Mutates the log.
+
+    SGLang appends one entry per change, and here gamma may change at every step.
+    """
+    ours = [at for at, (source, _) in enumerate(log) if source == _OVERRIDE]
+    for at in reversed(ours[:-1]):
+        del log[at]

@@ -34,7 +34,7 @@ FAULTS = {
     "choosing": ("batch_policy", "BatchPolicy._policy"),
     "learning": ("batch_policy", "BatchPolicy._record"),
     "capping": ("batch_policy", "_cap"),
-    "switching": ("worker", "forget_earlier_gammas_of_this_process"),
+    "switching": ("worker", "_forget_earlier_gammas"),
     "caps": ("worker", "end_chains"),
     "penalties": ("penalties", "_OutputCounts.correct"),
     "slots": ("draft_rows", "DraftRow.begin"),
