@@ -73,7 +73,8 @@ class SlottedDraft(WrappedDraft):
         held = np.array(self._draft.positions, dtype=np.int64)
         stays, missing = self._budget.renew(self._text, held, self._draft.next_position)
         self._draft.keep_slots(np.flatnonzero(stays).tolist())
-        return missing.tolist()
+        positions: list[int] = missing.tolist()
+        return positions
 
     def rollback(self, num_tokens: int) -> None:
         """Drop the text's last tokens, which were fed since the last step began. Called after every step."""

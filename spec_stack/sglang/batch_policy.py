@@ -119,33 +119,34 @@ class BatchPolicy:
             options = [options_of(request) for request in self._requests]
             caps, knows = list(map(_cap, self._requests, options)), True
             num_slots = _mean_slots(self._requests)
-        context = StepContext(
-            step=self._number,
-            max_gamma=gammas[-1],
-            last=self._last,
-            precision=self._precision,
-            batch_size=padded,
-            lag=len(self._pending) + 1,
-            members=tuple(
-                BatchMember(str(request.rid), cap) for request, cap in zip(self._requests, caps, strict=True)
-            ),
-            num_target_slots=num_slots,
-        )
-        policy, wanted = self._cautious, 0
+        policy, wanted, lag = self._cautious, 0, len(self._pending) + 1
         with harmless("choosing gamma", "the step drafts as little as it may"):
             name, asked = self._rule(caps, options)
             policy = self._policy(name)
-            wanted = policy.choose(context) if asked is None else asked
+            wanted = policy.choose(self._context(padded, gammas[-1], caps, num_slots, lag)) if asked is None else asked
         gamma, all_know = self._agree(_largest_up_to(wanted, gammas), knows)
         if not all_know:
             # Where one rank accepts nothing of a proposal, none may.
             caps, gamma = [0] * len(caps), gammas[0]
         self._pending.append(
-            Pending(self._number, gamma, policy, list(self._requests), self._only_steps_ran, caps, context.lag)
+            Pending(self._number, gamma, policy, list(self._requests), self._only_steps_ran, caps, lag)
         )
         self._only_steps_ran = True
         self._number += 1
         return gamma
+
+    def _context(self, batch_size: int, max_gamma: int, caps: list[int], num_slots: int, lag: int) -> StepContext:
+        members = [BatchMember(str(request.rid), cap) for request, cap in zip(self._requests, caps, strict=True)]
+        return StepContext(
+            step=self._number,
+            max_gamma=max_gamma,
+            last=self._last,
+            precision=self._precision,
+            batch_size=batch_size,
+            lag=lag,
+            members=tuple(members),
+            num_target_slots=num_slots,
+        )
 
     def on_state_activated(self, steps: int) -> None:
         """Called by later versions of SGLang with the active gamma, which is the chosen one."""
@@ -164,11 +165,11 @@ class BatchPolicy:
         self._previous_end = now
         self.num_steps += 1
         for request, num_correct, cap in zip(step.requests, num_correct_drafts_per_req, step.caps, strict=True):
-            if request.is_retracted or request.finished():
-                # It ended, or was retracted, while this step ran: its tokens are discarded.
-                continue
             # `harmless` at this place would cost as much as what it guards.
             try:
+                if request.is_retracted or request.finished():
+                    # It ended, or was retracted, while this step ran: its tokens are discarded.
+                    continue
                 record = self._record(step, request, num_correct, cap, seconds)
                 note_step(request, record)
                 self.num_proposed += record.gamma

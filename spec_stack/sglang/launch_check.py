@@ -155,20 +155,25 @@ def _numbers(launch: Launch) -> dict[str, Any]:
 
 
 def _warnings(launch: Launch) -> list[str]:
-    args, found = launch.args, []
+    args, found = launch.args, list[str | None]()
     if args.disable_radix_cache:
         found.append("without the radix cache every turn of a conversation is prefilled, and pruned, anew")
-    if not launch.is_own:
-        return found
+    if launch.is_own:
+        found += _drafting_warnings(launch)
+    return [warning for warning in found if warning]
+
+
+def _drafting_warnings(launch: Launch) -> list[str | None]:
+    found: list[str | None] = []
     if launch.sizes is not None:
         found.append(notes.gammas_advice(launch.config, launch.device_bytes))
     found.append(notes.penalty_advice(launch.target.get_default_sampling_params()))
-    backend = args.speculative_draft_attention_backend or launch.backend
+    backend = launch.args.speculative_draft_attention_backend or launch.backend
     if launch.refusal is None and not backend_maps_positions(backend):
         found.append(notes.DRAFT_AT_SLOTS)
     if 0 in launch.config.gammas and launch.backend == "fa3":
         found.append("before SGLang 0.5.23, FA3 has no CUDA graph for the draft's extension after a step")
-    return [warning for warning in found if warning]
+    return found
 
 
 def _slots(launch: Launch) -> dict[str, int]:

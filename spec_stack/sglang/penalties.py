@@ -61,10 +61,9 @@ class Penalties:
 
     def correct_prefill(self, requests: Sequence[RunningRequest], sampling_info: Any, device: torch.device) -> None:
         """Correct the penalties of a prefill, which repeats output after a retraction. device: SGLang's."""
-        if not any(request.output_ids and has_penalties(request) for request in requests):
-            return
         try:
-            if counted := _OutputCounts.of(requests, sampling_info, device):
+            repeats = any(request.output_ids and has_penalties(request) for request in requests)
+            if repeats and (counted := _OutputCounts.of(requests, sampling_info, device)):
                 num_output = to_device(torch.tensor([len(request.output_ids) for request in requests]), device)
                 counted.correct(sampling_info, torch.zeros_like(num_output), num_output)
         except Exception:

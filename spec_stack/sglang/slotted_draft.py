@@ -135,30 +135,36 @@ class SlottedDraft:
             if held is None:
                 if new[-1].num_tokens >= self._config.prefill_chunk:
                     new.append(_Parts())
-                held = self._new_row(row)
-                text = self._prefilled_of(batch, at, row)
                 unread.add(row)
-                new[-1].add(row, held.begin(text), np.append(text, 0), at)
+                self._begin_row(row, batch, at, new[-1])
             elif held.is_due(len(request.origin_input_ids) + len(request.output_ids), was_wrong(request)):
-                text = text_of(request.origin_input_ids, request.output_ids)
                 unread.add(row)
-                part = held.renew(text)
-                self.num_renewals += 1
-                self.num_restored += len(part.positions)
-                if len(part.positions):
-                    renewed.add(row, part, text)
-                else:
-                    unread.discard(row)
-            else:
-                continue
-            self._show(row, held)
+                self._renew_row(row, held, text_of(request.origin_input_ids, request.output_ids), renewed)
         for parts in new:
             if parts.rows:
                 self._begin(batch.spec_info, parts)
                 unread.difference_update(parts.rows)
         if renewed.rows:
             self._forward(renewed)
-            unread.clear()
+        unread.clear()
+
+    def _begin_row(self, row: int, batch: Any, at: int, parts: _Parts) -> None:
+        # Slot 0 is reserved: padding is written there.
+        slots = np.arange(self.num_per_request) + 1 + row * self.num_per_request
+        held = self._rows[row] = DraftRow(slots, DraftKVBudget.of(self._config))
+        # If the following fails, the row holds wrong KV, at valid places.
+        self._show(row, held)
+        text = self._prefilled_of(batch, at, row)
+        parts.add(row, held.begin(text), np.append(text, 0), at)
+        self._show(row, held)
+
+    def _renew_row(self, row: int, held: DraftRow, text: Ints, parts: _Parts) -> None:
+        part = held.renew(text)
+        self.num_renewals += 1
+        self.num_restored += len(part.positions)
+        if len(part.positions):
+            parts.add(row, part, text)
+        self._show(row, held)
 
     def _begin(self, proposals: Any, parts: _Parts) -> None:
         device = self._shifts.device
@@ -175,16 +181,6 @@ class SlottedDraft:
         if num_tokens is None:
             num_tokens = len(text) - 1 if batch.seq_lens_cpu is None else int(batch.seq_lens_cpu[at])
         return np.append(text[:num_tokens], np.zeros(max(0, num_tokens - len(text)), dtype=np.int64))
-
-    def _new_row(self, row: int) -> DraftRow:
-        # Slot 0 is reserved: padding is written there.
-        held = DraftRow(
-            np.arange(self.num_per_request) + 1 + row * self.num_per_request, DraftKVBudget.of(self._config)
-        )
-        self._rows[row] = held
-        # If the following fails, the row holds wrong KV, at valid places.
-        self._show(row, held)
-        return held
 
     def _show(self, row: int, held: DraftRow) -> None:
         """Write a row's slots into the draft's table."""

@@ -5,8 +5,11 @@ Drafting works wherever SGLang's STANDALONE does; pruning needs more, and can wo
 
 from __future__ import annotations
 
+import os
 from importlib.metadata import version
 from typing import Any
+
+from spec_stack.sglang.server_args import ServerConfig
 
 NAME = "SPEC_STACK"
 # Tested by `tests/serving` (docs/serving-operations.md), up to the newest that pip installs; others are refused.
@@ -31,6 +34,8 @@ BESIDE = ("NGRAM", "STANDALONE", "EAGLE", "EAGLE3", "DFLASH")
 # Draft backends that take their KV lengths from seq_lens, or are made to (see positions.protect_kv_lengths).
 BUILT_FROM_POSITIONS = ("triton", "flashinfer")
 MAPPED_DRAFT_BACKENDS = ("torch_native", "triton", "flashinfer", "fa3", "trtllm_mha")
+# An environment variable of SGLang's.
+_SKIP_DRAFT_EXTEND = "SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND"
 
 
 def check_version() -> None:
@@ -54,6 +59,38 @@ def num_matched(found: Any) -> int:
     return len(found.device_indices)
 
 
+def require_drafting(args: Any, config: ServerConfig) -> None:
+    """Raise ValueError, with the fix, where SPEC_STACK cannot draft on such a server. args: SGLang's arguments."""
+    if not args.speculative_draft_model_path:
+        raise ValueError(f"{NAME} needs a draft model: add --speculative-draft-model-path")
+    if config.scoring_model is not None:
+        raise ValueError(
+            f"{NAME} scores with its draft; leave --spec-stack-scoring-model out, or decode with another algorithm"
+        )
+    largest = config.gammas[-1]
+    if args.speculative_num_steps not in (None, largest):
+        raise ValueError(f"{NAME} takes its steps from --spec-stack-gammas; leave --speculative-num-steps out")
+    if args.speculative_eagle_topk not in (None, 1):
+        raise ValueError(f"{NAME} drafts one chain; leave --speculative-eagle-topk out")
+    if args.speculative_num_draft_tokens not in (None, largest + 1):
+        raise ValueError(f"{NAME} takes its widths from --spec-stack-gammas; leave --speculative-num-draft-tokens out")
+    for flag, value, wanted in (
+        ("--speculative-adaptive", args.speculative_adaptive, False),
+        ("--enable-dp-attention", args.enable_dp_attention, False),
+        ("--attn-dp-size", attn_dp_size(args), 1),
+        ("--pp-size", args.pp_size, 1),
+        # Gamma 0 has no draft probabilities for it, and SGLang's worker ends the server where there are none.
+        ("--speculative-use-rejection-sampling", args.speculative_use_rejection_sampling, False),
+    ):
+        if value != wanted:
+            raise ValueError(f"{NAME} does not work with {flag}; leave it out")
+    if os.environ.get(_SKIP_DRAFT_EXTEND, "0").lower() in ("1", "true") and 0 in config.gammas:
+        raise ValueError(
+            f"{_SKIP_DRAFT_EXTEND} leaves holes in the draft's KV after every step of gamma 0; unset it, or leave 0 "
+            "out of --spec-stack-gammas"
+        )
+
+
 def pruning_refusal(args: Any, target: Any, draft: Any, role: str = "draft") -> str | None:
     """Why no prompt of a server may be pruned, or None. Unpruned prompts still use drafts.
 
@@ -63,7 +100,7 @@ def pruning_refusal(args: Any, target: Any, draft: Any, role: str = "draft") -> 
         reason = architecture_refusal(config)
         if reason is not None:
             return f"the {name} {reason}"
-    if str(getattr(args, "disaggregation_mode", None) or "null") != "null":
+    if _is_disaggregated(args):
         return "prefill and decode run on different servers"
     if (getattr(args, "dcp_size", None) or getattr(args, "decode_context_parallel_size", None) or 1) > 1:
         return "decode context parallelism splits the KV cache by position"
@@ -115,12 +152,16 @@ def _slots_refusal(args: Any, draft: Any) -> str | None:
         return f"the draft {reason}"
     if (getattr(args, "page_size", None) or 1) > 1:
         return "a page of several slots cannot hold chosen tokens; --page-size 1 can"
-    if str(getattr(args, "disaggregation_mode", None) or "null") != "null":
+    if _is_disaggregated(args):
         return "prefill and decode run on different servers"
     for flag in ("enable_hierarchical_cache", "enable_lmcache", "enable_flexkv"):
         if getattr(args, flag, None):
             return f"--{flag.replace('_', '-')} stores the draft's KV with the target's"
     return None
+
+
+def _is_disaggregated(args: Any) -> bool:
+    return str(getattr(args, "disaggregation_mode", None) or "null") != "null"
 
 
 def architecture_refusal(config: Any) -> str | None:

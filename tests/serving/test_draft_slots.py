@@ -234,6 +234,15 @@ def test_a_request_whose_slots_could_not_be_read_anew_begins_anew(monkeypatch: p
     assert draft.has_new(batch)
 
 
+def test_after_a_prefill_that_cannot_be_noted_every_request_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    draft, batch = slotted_without_a_model(1, monkeypatch), batch_of({0: 3000})
+    draft.begin_step(batch)
+    draft.note_prefill(SimpleNamespace())
+    assert draft.has_new(batch)
+    draft.begin_step(batch)
+    assert not draft.has_new(batch)
+
+
 @pytest.mark.parametrize("num_done", [0, 1, 2])
 def test_a_failed_choice_leaves_every_row_at_places_that_exist_and_the_next_one_is_right(
     monkeypatch: pytest.MonkeyPatch, num_done: int

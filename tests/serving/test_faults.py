@@ -24,7 +24,9 @@ BY_HOOK: dict[str, tuple[str, ...]] = {
     "OpenAIServingBase.handle_request": ("stream", "completion"),
     "Scheduler.get_internal_state": ("state",),
 }
-OF_THE_WORKER = (*("choosing", "capping", "switching", "learning", "caps", "penalties", "forgetting"),)
+OF_THE_WORKER = (
+    *("choosing", "capping", "switching", "learning", "caps", "finding penalties", "penalties", "forgetting"),
+)
 FAULTS = (*(fault for faults in BY_HOOK.values() for fault in faults), *OF_THE_WORKER)
 
 

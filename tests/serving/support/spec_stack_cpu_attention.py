@@ -36,6 +36,7 @@ FAULTS = {
     "capping": ("batch_policy", "_cap"),
     "switching": ("worker", "_forget_earlier_gammas"),
     "caps": ("worker", "end_chains"),
+    "finding penalties": ("penalties", "has_penalties"),
     "penalties": ("penalties", "_OutputCounts.correct"),
     "slots": ("draft_rows", "DraftRow.begin"),
     "reading": ("slotted_draft", "SlottedDraft._forward"),
