@@ -23,8 +23,8 @@ Floats = NDArray[np.float64]
 # Requests that are remembered, and steps whose result may be outstanding.
 _MAX_REQUESTS, _MAX_PENDING = 4096, 8
 _TYPICAL_ACCEPTANCE = 0.7
-# Acceptances are clipped to this distance from 0 and 1, whose log odds are infinite.
-_LEAST = 0.02
+# What a wrong and a right token count in averages of acceptance: the odds of 0 and 1 are 0 and infinite.
+_WRONG, _RIGHT = 0.02, 0.98
 # Share of the wait that another gamma must save: a change has a cost, and estimates have errors.
 _WORTH_A_CHANGE = 0.03
 # An unmeasured gamma is tried where its expected wait is within this factor of the best.
@@ -135,33 +135,32 @@ class AcceptanceRates:
 
     def __init__(self, max_gamma: int, weight: float) -> None:
         self._weight = weight
-        self._requests: OrderedDict[str, float] = OrderedDict()
+        self._requests: dict[str, float] = {}
         self._typical = _TYPICAL_ACCEPTANCE
         self._by_place = [_TYPICAL_ACCEPTANCE] * max_gamma
 
     def observe(self, request_id: str, gamma: int, num_accepted: int) -> None:
         """Learn from one proposal; tokens after the first rejected one tell nothing."""
         num_judged = min(num_accepted + 1, gamma)
-        rate = num_accepted / num_judged
+        rate = _WRONG + (_RIGHT - _WRONG) * num_accepted / num_judged
         known = self._requests.pop(request_id, self._typical)
         self._requests[request_id] = known + self._weight * (rate - known)
         if len(self._requests) > _MAX_REQUESTS:
-            self._requests.popitem(last=False)
+            del self._requests[next(iter(self._requests))]
         self._typical += 0.1 * self._weight * (rate - self._typical)
         for place in range(num_judged):
-            self._by_place[place] += 0.5 * self._weight * ((place < num_accepted) - self._by_place[place])
+            outcome = _RIGHT if place < num_accepted else _WRONG
+            self._by_place[place] += 0.5 * self._weight * (outcome - self._by_place[place])
 
     def expected_accepted(self, members: Sequence[BatchMember]) -> Floats:
         """Expected accepted tokens per request and gamma from 0 on, (num_members, max_gamma + 1)."""
         own = [self._requests.get(member.request_id, self._typical) for member in members]
-        # NumPy's clip takes several times as long as the two.
-        rates = np.minimum(np.maximum(np.array([*own, self._typical, *self._by_place]), _LEAST), 1 - _LEAST)
-        odds = np.log(rates / (1 - rates))
-        log_odds = (odds[: len(own)] - odds[len(own)])[:, None] + odds[len(own) + 1 :]
+        rates = np.array([*own, self._typical, *self._by_place])
+        odds = rates / (1 - rates)
+        # A request's odds at a place: the place's, times its own over the typical ones.
+        odds = (odds[: len(own)] / odds[len(own)])[:, None] * odds[len(own) + 1 :]
         expected = np.zeros((len(members), len(self._by_place) + 1))
-        # The logistic function by tanh, which does not overflow.
-        chances = 0.5 + 0.5 * np.tanh(0.5 * log_odds)
-        chances.cumprod(axis=1).cumsum(axis=1, out=expected[:, 1:])
+        (odds / (1 + odds)).cumprod(axis=1).cumsum(axis=1, out=expected[:, 1:])
         for row, member in enumerate(members):
             if member.max_gamma < expected.shape[1]:
                 expected[row, member.max_gamma :] = expected[row, member.max_gamma]

@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from time import perf_counter, process_time
 
 import torch
@@ -41,9 +42,13 @@ class Pending:
     caps: list[int]
     lag: int
 
-    def ended(self, now: float, previous_end: float | None) -> float | None:
-        """Seconds of the step, now that its result is here; None where other work may be in them."""
-        return now - previous_end if self.follows_a_step and previous_end is not None else None
+    def share_s(self, now: float, previous_end: float | None) -> float:
+        """Each request's share of the step's seconds, now that its result is here; NaN where other work may be in
+        them.
+        """
+        if not self.follows_a_step or previous_end is None:
+            return math.nan
+        return (now - previous_end) / len(self.requests)
 
 
 class BatchPolicy:
@@ -79,7 +84,7 @@ class BatchPolicy:
         """agree: called exactly once per step, whatever has failed. It returns the first rank's gamma to all ranks, and
         whether all of them know their requests' caps.
         """
-        self._config = config
+        self._config, self._gammas_at = config, lru_cache(config.gammas_at)
         self._precision = precision
         self._agree = agree
         self._clock = clock
@@ -113,7 +118,7 @@ class BatchPolicy:
     def get_steps_for_batch(self, batch_size: int) -> int:
         """The gamma of the step that begins now."""
         padded = self._padded(batch_size)
-        gammas = self._config.gammas_at(padded)
+        gammas = self._gammas_at(padded)
         caps, knows, num_slots, options = [0] * len(self._requests), False, 0, list[RequestOptions]()
         with harmless("reading requests' gammas", "the step drafts as little as it may"):
             options = [options_of(request) for request in self._requests]
@@ -161,7 +166,7 @@ class BatchPolicy:
         if not self._pending:
             return
         step = self._pending.popleft()
-        seconds = step.ended(now, self._previous_end)
+        share_s, no_signals = step.share_s(now, self._previous_end), DraftSignals()
         self._previous_end = now
         self.num_steps += 1
         for request, num_correct, cap in zip(step.requests, num_correct_drafts_per_req, step.caps, strict=True):
@@ -170,7 +175,7 @@ class BatchPolicy:
                 if request.is_retracted or request.finished():
                     # It ended, or was retracted, while this step ran: its tokens are discarded.
                     continue
-                record = self._record(step, request, num_correct, cap, seconds)
+                record = self._record(step, request, min(step.gamma, cap), num_correct, share_s, no_signals)
                 note_step(request, record)
                 self.num_proposed += record.gamma
                 self.num_accepted += record.num_accepted
@@ -180,9 +185,14 @@ class BatchPolicy:
                 note_failure("learning from a step", "nothing is learned from it")
 
     def _record(
-        self, step: Pending, request: RunningRequest, num_correct: int, cap: int, seconds: float | None
+        self,
+        step: Pending,
+        request: RunningRequest,
+        gamma: int,
+        num_correct: int,
+        share_s: float,
+        signals: DraftSignals,
     ) -> StepRecord:
-        gamma = min(step.gamma, cap)
         num_accepted = min(num_correct, gamma)
         return StepRecord(
             request_id=str(request.rid),
@@ -195,10 +205,10 @@ class BatchPolicy:
             gamma=gamma,
             num_accepted=num_accepted,
             num_tokens=num_accepted + 1,
-            signals=DraftSignals(),
+            signals=signals,
             draft_s=0.0,
             # Not finite marks unknown seconds in a record.
-            verify_s=math.nan if seconds is None or gamma < step.gamma else seconds / len(step.requests),
+            verify_s=share_s if gamma == step.gamma else math.nan,
             controller_s=0.0,
             lag=step.lag,
         )

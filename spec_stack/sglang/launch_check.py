@@ -102,55 +102,52 @@ class Launch:
 
 def describe(launch: Launch) -> dict[str, Any]:
     """What a launch will take and do: sentences by topic, their "numbers", and "warnings"."""
+    config, numbers = launch.config, _numbers(launch)
     report: dict[str, Any] = {"vocabularies": launch.vocabularies}
-    report["prompts"] = notes.pruning_note(launch.config, launch.refusal, launch.unrecognised)
+    report["prompts"] = notes.pruning_note(config, launch.refusal, launch.unrecognised)
     if launch.prunes:
-        report["threshold"] = notes.threshold_note(launch.config)
-    report["drafting"] = notes.drafting_note(launch.config) if launch.is_own else notes.others_note(launch.algorithm)
+        report["threshold"] = notes.threshold_note(config)
+    report["drafting"] = notes.drafting_note(config) if launch.is_own else notes.others_note(launch.algorithm)
     report["attention"] = launch.backend
-    report |= _pools(launch)
-    if launch.is_own:
-        report["CUDA graphs"] = notes.graphs_note(launch.config, launch.sizes)
-        if launch.sizes is not None:
-            report["memory of gammas"] = notes.states_note(launch.config, _states_bytes(launch, launch.sizes))
-    return {**report, "numbers": _numbers(launch), "warnings": _warnings(launch)}
-
-
-def _pools(launch: Launch) -> dict[str, str]:
-    """The KV pools, on each rank."""
-    args, found = launch.args, {}
-    by_model = {"target": launch.target}
+    by_model = {"target": numbers["target_bytes_per_token"]}
     if launch.is_own and not launch.has_slots:
         # SGLang reserves a slot of the draft's beside each of the target's.
-        by_model["draft"] = launch.small
-    each = {name: _bytes_per_token(model, args) for name, model in by_model.items()}
-    found["target's pool"] = notes.target_pool_note(each, args.max_total_tokens, args.mem_fraction_static)
+        by_model["draft"] = numbers["draft_bytes_per_token"]
+    args = launch.args
+    report["target's pool"] = notes.target_pool_note(by_model, args.max_total_tokens, args.mem_fraction_static)
     if launch.prunes:
-        found["draft's pool"] = notes.pool_note(launch.config, _own_bytes_per_token(launch))
+        report["draft's pool"] = notes.pool_note(config, numbers["draft_pool_bytes"] // numbers["draft_pool_tokens"])
     if launch.has_slots:
-        found["draft's slots"] = notes.slots_note(**_slots(launch))
-    return found
+        report["draft's slots"] = notes.slots_note(**numbers["draft_slots"])
+    if launch.is_own:
+        report["CUDA graphs"] = notes.graphs_note(config, launch.sizes)
+        if launch.sizes is not None:
+            report["memory of gammas"] = notes.states_note(config, numbers["gammas_bytes"])
+    return {**report, "numbers": numbers, "warnings": _warnings(launch)}
 
 
 def _numbers(launch: Launch) -> dict[str, Any]:
-    config, sizes = launch.config, launch.sizes
+    """The figures, on each rank."""
+    args, config, sizes = launch.args, launch.config, launch.sizes
+    own_bytes = _num_per_token(launch.small, args.tp_size) * int(launch.small.dtype.itemsize)
     numbers: dict[str, Any] = {
         "prunes": launch.prunes,
         "min_prompt_tokens": config.prefill.min_prompt_tokens if launch.prunes else None,
-        "target_bytes_per_token": _bytes_per_token(launch.target, launch.args),
-        "draft_bytes_per_token": _bytes_per_token(launch.small, launch.args),
+        "target_bytes_per_token": _bytes_per_token(launch.target, args),
+        "draft_bytes_per_token": _bytes_per_token(launch.small, args),
         "drafts": launch.is_own,
         "gammas": list(config.gammas) if launch.is_own else [],
     }
     if launch.prunes:
         numbers["draft_pool_tokens"] = config.most_pool_tokens
-        numbers["draft_pool_bytes"] = config.most_pool_tokens * _own_bytes_per_token(launch)
+        numbers["draft_pool_bytes"] = config.most_pool_tokens * own_bytes
     if launch.has_slots:
-        numbers["draft_slots"] = _slots(launch)
+        numbers["draft_slots"] = notes.slots_of(config, args.max_running_requests, own_bytes)
     if launch.is_own and sizes is not None:
+        context_len, page_size = launch.target.context_len, args.page_size or 1
         numbers["graph_batch_sizes"] = {gamma: list(found) for gamma, found in notes.captured(config, sizes).items()}
         numbers["num_graphs"] = notes.num_graphs(config, sizes)
-        numbers["gammas_bytes"] = _states_bytes(launch, sizes)
+        numbers["gammas_bytes"] = notes.states_bytes(config, sizes, context_len, page_size, launch.backend)
     return numbers
 
 
@@ -176,26 +173,12 @@ def _drafting_warnings(launch: Launch) -> list[str | None]:
     return found
 
 
-def _slots(launch: Launch) -> dict[str, int]:
-    return notes.slots_of(launch.config, launch.args.max_running_requests, _own_bytes_per_token(launch))
-
-
-def _states_bytes(launch: Launch, sizes: Sequence[int]) -> int:
-    page_size = launch.args.page_size or 1
-    return notes.states_bytes(launch.config, sizes, launch.target.context_len, page_size, launch.backend)
-
-
 def _bytes_per_token(model: Any, args: Any) -> int | None:
     """Bytes of a token in SGLang's pool; None where its layers are not plain attention."""
     if architecture_refusal(model) is not None:
         return None
     is_short = str(args.kv_cache_dtype or "auto").startswith("fp8")
     return _num_per_token(model, args.tp_size) * (1 if is_short else int(model.dtype.itemsize))
-
-
-def _own_bytes_per_token(launch: Launch) -> int:
-    """Bytes of a token in the small model's own pool."""
-    return _num_per_token(launch.small, launch.args.tp_size) * int(launch.small.dtype.itemsize)
 
 
 def _num_per_token(model: Any, tp_size: int) -> int:
