@@ -325,7 +325,8 @@ def _add_doctor(commands: Any) -> None:
     parser.add_argument(
         "--sglang",
         action="store_true",
-        help="check a launch of SGLang, without launching it",
+        help="what a launch of SGLang takes: KV pools, CUDA graphs, which prompts are pruned, or why it would end; "
+        "loads no weights",
     )
     parser.add_argument("server_args", nargs="*", metavar="-- SERVER_ARGS", help="with --sglang: its arguments")
 

@@ -391,18 +391,10 @@ def _measured(arguments: argparse.Namespace) -> list[str]:
 
 
 def _doctor_sglang(arguments: argparse.Namespace) -> int:
-    from spec_stack.sglang.launch_check import check_launch
+    from spec_stack.sglang.launch_check import as_text, check_launch
 
     report = check_launch(arguments.server_args)
-    if arguments.json:
-        print(json.dumps(report))
-    else:
-        shown = {name: text for name, text in report.items() if name not in ("arguments", "problem", "warnings")}
-        for name, text in shown.items():
-            print(f"{name}: {text}")
-        for warning in report["warnings"]:
-            print(f"warning: {warning}")
-        print(f"problem: {report['problem']}" if report["problem"] else "the server would start with these arguments")
+    print(json.dumps(report) if arguments.json else as_text(report))
     return 1 if report["problem"] else 0
 
 

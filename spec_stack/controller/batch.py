@@ -1,6 +1,6 @@
 """One gamma for a whole batch, chosen before it drafts: the one that minimises the requests' summed time per token.
 
-A server's step has fixed shapes, so the requests' earlier steps and the draft's confidence in the first token decide.
+A server's step has fixed shapes, so a gamma is chosen by what the requests' earlier steps accepted and took.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spec_stack.config import DecodeConfig
-from spec_stack.controller.acceptance import OnlineLogistic, logit
 from spec_stack.controller.base import BatchMember, Policy, StepContext, StepRecord, check_gammas
 from spec_stack.controller.step_cost import TOLERANCE, length_scale
 
@@ -24,6 +23,8 @@ Floats = NDArray[np.float64]
 # Requests that are remembered, and steps whose result may be outstanding.
 _MAX_REQUESTS, _MAX_PENDING = 4096, 8
 _TYPICAL_ACCEPTANCE = 0.7
+# What a wrong and a right token count in averages of acceptance: the odds of 0 and 1 are 0 and infinite.
+_WRONG, _RIGHT = 0.02, 0.98
 # Share of the wait that another gamma must save: a change has a cost, and estimates have errors.
 _WORTH_A_CHANGE = 0.03
 # An unmeasured gamma is tried where its expected wait is within this factor of the best.
@@ -32,9 +33,11 @@ _WORTH_A_TRY = 0.2
 _PROBE_EVERY = 64
 # Consecutive steps without seconds (a load of short replies) after which trying ends.
 _MOST_IN_VAIN = 20
+# Expected seconds of unmeasured gammas are computed anew after so many steps.
+_REFRESH_EVERY = 32
 
 
-@dataclass
+@dataclass(slots=True)
 class _Cell:
     """Moving average of a step's seconds for one gamma, batch size and context length, of `num_seen` steps, the last at
     `at`.
@@ -63,6 +66,7 @@ class StepSeconds:
         self._gammas = list(gammas)
         self._rows: dict[_Row, dict[int, _Cell]] = {}
         self._has_run: set[tuple[int, int]] = set()
+        self._expected: dict[_Row, Floats] = {}
         self.num_seen = 0
         for size, row in profile.items():
             known = {gamma: _Cell(seconds, num_seen=2) for gamma, seconds in row.items() if gamma in self._gammas}
@@ -76,10 +80,15 @@ class StepSeconds:
         elif gamma in self._gammas:
             self.num_seen += 1
             row = self._rows.setdefault(key, {})
-            if gamma in row:
-                row[gamma].add(seconds, self.num_seen)
-            else:
+            is_new = gamma not in row
+            if is_new:
                 row[gamma] = _Cell(seconds, at=self.num_seen)
+            else:
+                row[gamma].add(seconds, self.num_seen)
+            if is_new or self.num_seen % _REFRESH_EVERY == 0:
+                self._expected.clear()
+            elif key in self._expected:
+                self._expected[key][self._gammas.index(gamma)] = row[gamma].seconds
 
     def measured(self, batch_size: int, num_slots: float) -> Mapping[int, _Cell]:
         """The measured cells at this size and length, by gamma."""
@@ -88,13 +97,12 @@ class StepSeconds:
     def expected(self, batch_size: int, num_slots: float = 0) -> Floats:
         """Expected seconds of a step of this size and length, by candidate."""
         key = _row_of(batch_size, num_slots)
-        row = self._rows.get(key, {})
-        if len(row) == len(self._gammas):
-            return np.array([row[gamma].seconds for gamma in self._gammas])
-        near = sorted(self._rows, key=lambda each: abs(each[0] - key[0]) + abs(each[1] - key[1]))
-        return np.array([self._expected(gamma, key, near) for gamma in self._gammas])
+        if key not in self._expected:
+            near = sorted(self._rows, key=lambda each: abs(each[0] - key[0]) + abs(each[1] - key[1]))
+            self._expected[key] = np.array([self._estimate(gamma, key, near) for gamma in self._gammas])
+        return self._expected[key]
 
-    def _expected(self, gamma: int, key: _Row, near: Sequence[_Row]) -> float:
+    def _estimate(self, gamma: int, key: _Row, near: Sequence[_Row]) -> float:
         for each in near:
             if gamma in self._rows[each]:
                 return self._rows[each][gamma].seconds * self._scale(gamma, key, each)
@@ -119,33 +127,61 @@ def _prior(gamma: int, row: _Row) -> float:
     return 1 + 0.1 * gamma + 0.02 * (1 << row[0]) * (1 + gamma)
 
 
-@dataclass(slots=True)
-class _Request:
-    """Moving average of a request's acceptance, as log odds, and `upcoming`: the draft's confidence in the next step's
-    first token, halved and less 1; 0 where unknown.
+class AcceptanceRates:
+    """Moving averages of acceptance: of each request, of all, and of each place of a proposal given the ones before it.
+
+    weight: of the last step in a request's average.
     """
 
-    acceptance: float
-    upcoming: float = 0.0
+    def __init__(self, max_gamma: int, weight: float) -> None:
+        self._weight = weight
+        self._requests: dict[str, float] = {}
+        self._typical = _TYPICAL_ACCEPTANCE
+        self._by_place = [_TYPICAL_ACCEPTANCE] * max_gamma
+
+    def observe(self, request_id: str, gamma: int, num_accepted: int) -> None:
+        """Learn from one proposal; tokens after the first rejected one tell nothing."""
+        num_judged = min(num_accepted + 1, gamma)
+        rate = _WRONG + (_RIGHT - _WRONG) * num_accepted / num_judged
+        known = self._requests.pop(request_id, self._typical)
+        self._requests[request_id] = known + self._weight * (rate - known)
+        if len(self._requests) > _MAX_REQUESTS:
+            del self._requests[next(iter(self._requests))]
+        self._typical += 0.1 * self._weight * (rate - self._typical)
+        for place in range(num_judged):
+            outcome = _RIGHT if place < num_accepted else _WRONG
+            self._by_place[place] += 0.5 * self._weight * (outcome - self._by_place[place])
+
+    def expected_accepted(self, members: Sequence[BatchMember]) -> Floats:
+        """Expected accepted tokens per request and gamma from 0 on, (num_members, max_gamma + 1)."""
+        own = [self._requests.get(member.request_id, self._typical) for member in members]
+        rates = np.array([*own, self._typical, *self._by_place])
+        odds = rates / (1 - rates)
+        # A request's odds at a place: the place's, times its own over the typical ones.
+        odds = (odds[: len(own)] / odds[len(own)])[:, None] * odds[len(own) + 1 :]
+        expected = np.zeros((len(members), len(self._by_place) + 1))
+        (odds / (1 + odds)).cumprod(axis=1).cumsum(axis=1, out=expected[:, 1:])
+        for row, member in enumerate(members):
+            if member.max_gamma < expected.shape[1]:
+                expected[row, member.max_gamma :] = expected[row, member.max_gamma]
+        return expected
 
 
-@dataclass
+@dataclass(slots=True)
 class _Pending:
-    """The inputs of a step's choice: its shape, how many requests share its seconds, what was known of each of them."""
+    """The shape of a step without a result; num_requests is 0 once its seconds are known."""
 
     batch_size: int
     num_slots: float
     num_requests: int
-    known: dict[str, tuple[float, float]]
 
 
 @dataclass
 class BatchThroughput(Policy):
     """argmin over gamma of the sum over requests of a step's seconds over its expected tokens.
 
-    The acceptance of the first and of each later token is learned from a request's acceptance and from the draft's
-    confidence in the first token, at the server's lag. Seconds are measured; a gamma that may be the best is tried. The
-    last gamma stays where another saves too little.
+    Seconds and acceptance are moving averages of what was measured. A gamma that may be the best is tried. The last
+    gamma stays where another saves too little.
 
     Parameters
     ----------
@@ -170,23 +206,15 @@ class BatchThroughput(Policy):
     weight: float = 0.1
     profile: Mapping[Any, Mapping[Any, float]] | None = None
     _seconds: StepSeconds = field(init=False, repr=False)
-    _requests: OrderedDict[str, _Request] = field(init=False, repr=False, default_factory=OrderedDict)
+    _rates: AcceptanceRates = field(init=False, repr=False)
     _pending: OrderedDict[int, _Pending] = field(init=False, repr=False, default_factory=OrderedDict)
-    _typical: float = field(init=False, repr=False, default=_TYPICAL_ACCEPTANCE)
-    # P(the token at each place of a proposal is accepted, given all before it).
-    _by_place: list[float] = field(init=False, repr=False)
-    # Over the log odds of a request's acceptance, shifted by the place's over the typical one's; `upcoming`; and the
-    # bias.
-    _first: OnlineLogistic = field(init=False, repr=False, default_factory=lambda: OnlineLogistic((1.0, 0.8, 0.0)))
-    _later: OnlineLogistic = field(init=False, repr=False, default_factory=lambda: OnlineLogistic((1.0, 0.2, 0.0)))
     # The newest gamma chosen as the best, or nearly so.
     _usual: int = field(init=False, repr=False, default=-1)
     _num_chosen: int = field(init=False, repr=False, default=0)
     _in_vain: int = field(init=False, repr=False, default=0)
     _num_slots: float = field(init=False, repr=False, default=0)
-    # The newest record's step, and the requests of its records: for a context without members.
-    _newest: int = field(init=False, repr=False, default=-1)
-    _members: tuple[BatchMember, ...] = field(init=False, repr=False, default=())
+    # The request of the newest record, for a context without members.
+    _newest: BatchMember = field(init=False, repr=False, default=BatchMember(""))
 
     name = "throughput"
 
@@ -195,19 +223,19 @@ class BatchThroughput(Policy):
         if not 0 < self.weight <= 1:
             raise ValueError(f"weight must be in (0, 1], got {self.weight}")
         self._candidates = sorted(self.gammas)
-        self._by_place = [_TYPICAL_ACCEPTANCE] * self._candidates[-1]
+        self._rates = AcceptanceRates(self._candidates[-1], self.weight)
         self._seconds = StepSeconds(self._candidates, _checked_profile(self.profile))
 
     def choose(self, context: StepContext) -> int:
-        members = context.members or self._members
         self._num_slots = context.num_target_slots
-        expected = self.expected_accepted(context, members)
+        self._remember(context)
         gammas = [gamma for gamma in self._candidates if gamma <= context.max_gamma]
         if not gammas:
             return 0
+        expected = self.expected_accepted(context.members or (self._newest,))
         seconds = self._seconds.expected(context.batch_size, self._num_slots)[: len(gammas)]
-        waits = seconds * (1 / (1 + expected[:, gammas])).sum(axis=0)
-        best = int(waits.argmin())
+        waits: list[float] = (seconds * (1 / (1 + expected[:, gammas])).sum(axis=0)).tolist()
+        best = waits.index(min(waits))
         if self._usual in gammas and (1 - _WORTH_A_CHANGE) * waits[gammas.index(self._usual)] < waits[best]:
             best = gammas.index(self._usual)
         self._usual = gammas[best]
@@ -218,7 +246,11 @@ class BatchThroughput(Policy):
             return max((gamma for gamma in gammas if gamma <= DecodeConfig.gamma), default=gammas[0])
         return self._to_try(context, gammas, waits, best)
 
-    def _to_try(self, context: StepContext, gammas: Sequence[int], waits: Floats, best: int) -> int:
+    def expected_accepted(self, members: Sequence[BatchMember]) -> Floats:
+        """Expected accepted tokens per request and gamma from 0 on, (num_members, max(gammas) + 1)."""
+        return self._rates.expected_accepted(members)
+
+    def _to_try(self, context: StepContext, gammas: Sequence[int], waits: Sequence[float], best: int) -> int:
         """The best gamma, or now and then a candidate whose unknown seconds may make it better."""
         measured = self._seconds.measured(context.batch_size, self._num_slots)
         if self._num_chosen % _PROBE_EVERY == 0:
@@ -228,74 +260,30 @@ class BatchThroughput(Policy):
             return gammas[best]
         hopeful = {
             gamma: wait
-            for gamma, wait in zip(gammas, waits.tolist(), strict=True)
+            for gamma, wait in zip(gammas, waits, strict=True)
             if gamma not in measured and (1 - _WORTH_A_TRY) * wait < waits[best]
         }
         return min(hopeful, key=hopeful.__getitem__, default=gammas[best])
 
-    def expected_accepted(self, context: StepContext, members: Sequence[BatchMember]) -> Floats:
-        """Expected accepted tokens per request and gamma from 0 on, (num_members, max(gammas) + 1); one row without
-        members.
-        """
-        members = members or (BatchMember("", self._candidates[-1]),)
-        typical = _odds(self._typical)
-        known = [self._requests.get(member.request_id) or _Request(typical) for member in members]
-        features = np.array([(each.acceptance, each.upcoming, 1.0) for each in known])
-        self._remember(context, members, features)
-        places = np.array([_odds(chance) - typical for chance in self._by_place])
-        log_odds = (features @ np.array(self._later.weights))[:, None] + self._later.weights[0] * places
-        log_odds[:, :1] = (features @ np.array(self._first.weights))[:, None] + self._first.weights[0] * places[:1]
-        expected = np.zeros((len(members), self._candidates[-1] + 1))
-        _sigmoid(log_odds).cumprod(axis=1).cumsum(axis=1, out=expected[:, 1:])
-        caps = np.array([member.max_gamma for member in members])
-        most = np.minimum(np.arange(expected.shape[1]), caps[:, None])
-        return np.take_along_axis(expected, most, axis=1)
-
-    def _remember(self, context: StepContext, members: Sequence[BatchMember], features: Floats) -> None:
-        known = {member.request_id: (row[0], row[1]) for member, row in zip(members, features.tolist(), strict=True)}
+    def _remember(self, context: StepContext) -> None:
         num_requests = len(context.members) or context.batch_size
-        self._pending.pop(context.step, None)
-        self._pending[context.step] = _Pending(context.batch_size, context.num_target_slots, num_requests, known)
+        self._pending[context.step] = _Pending(context.batch_size, context.num_target_slots, num_requests)
         if len(self._pending) > _MAX_PENDING:
             self._pending.popitem(last=False)
 
     def observe(self, record: StepRecord) -> None:
         if record.is_prefill:
             return
-        pending = self._pending.get(record.step)
-        self._members = (*(self._members if record.step == self._newest else ()), BatchMember(record.request_id))
-        self._newest = record.step
         if math.isfinite(record.seconds):
             self._in_vain = 0
+            step = self._pending.get(record.step)
             # All requests have an equal share of a step's seconds, so one is enough.
-            if pending is not None and pending.num_requests:
-                seconds, pending.num_requests = record.seconds * pending.num_requests, 0
-                self._seconds.observe(record.gamma, pending.batch_size, pending.num_slots, seconds)
-        known = {} if pending is None or not record.gamma else pending.known
-        # One request in turn, so that learning costs the same at any batch size.
-        if record.request_id in known and (record.step + len(self._members)) % len(known) == 0:
-            self._learn_chances(record, known[record.request_id])
-        self._note_request(record)
-
-    def _learn_chances(self, record: StepRecord, known: tuple[float, float]) -> None:
-        typical, (own, upcoming) = _odds(self._typical), known
-        for place in range(min(record.num_accepted + 1, record.gamma, len(self._by_place))):
-            features = own + _odds(self._by_place[place]) - typical, upcoming, 1.0
-            (self._later if place else self._first).learn(features, place < record.num_accepted)
-
-    def _note_request(self, record: StepRecord) -> None:
-        known = self._requests.pop(record.request_id, None) or _Request(_odds(self._typical))
-        self._requests[record.request_id] = known
-        if len(self._requests) > _MAX_REQUESTS:
-            self._requests.popitem(last=False)
-        known.upcoming = 0.0 if record.upcoming is None else logit(record.upcoming.confidence[0]) / 2 - 1
+            if step is not None and step.num_requests:
+                seconds, step.num_requests = record.seconds * step.num_requests, 0
+                self._seconds.observe(record.gamma, step.batch_size, step.num_slots, seconds)
         if record.gamma:
-            for place in range(min(record.num_accepted + 1, record.gamma, len(self._by_place))):
-                self._by_place[place] += 0.5 * self.weight * ((place < record.num_accepted) - self._by_place[place])
-            rate = record.num_accepted / (record.num_accepted + (record.num_accepted < record.gamma))
-            before = 1 / (1 + math.exp(-known.acceptance))
-            known.acceptance = _odds(before + self.weight * (rate - before))
-            self._typical += 0.1 * self.weight * (rate - self._typical)
+            self._rates.observe(record.request_id, min(record.gamma, self._candidates[-1]), record.num_accepted)
+        self._newest = BatchMember(record.request_id)
 
     def step_seconds(self, batch_sizes: Sequence[int]) -> dict[int, dict[int, float]]:
         """Measured seconds at the newest step's context length, in the form of `profile`; empty before any."""
@@ -303,17 +291,6 @@ class BatchThroughput(Policy):
             return {}
         rows = {size: self._seconds.expected(size, self._num_slots).tolist() for size in batch_sizes}
         return {size: dict(zip(self._candidates, row, strict=True)) for size, row in rows.items()}
-
-
-def _sigmoid(log_odds: Floats) -> Floats:
-    """By tanh, which does not overflow."""
-    found: Floats = 0.5 + 0.5 * np.tanh(0.5 * log_odds)
-    return found
-
-
-def _odds(acceptance: float) -> float:
-    """Log odds, clipped: those of 0 or 1 are infinite."""
-    return logit(acceptance, least=0.02)
 
 
 def _checked_profile(profile: Mapping[Any, Mapping[Any, float]] | None) -> dict[int, dict[int, float]]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
+from copy import copy
 
+import numpy as np
 import torch
 
 from spec_stack.engine.pair import ModelPair
@@ -12,34 +13,23 @@ from spec_stack.engine.request import Request
 from spec_stack.hf.model import CachedModel
 from spec_stack.hf.prompt import num_shared
 from spec_stack.hf.wrapped import WrappedDraft
-from spec_stack.prefill.draft_slots import MOST_RESTORED, RENEW_EVERY, RENEW_WHERE_WRONG, choose_slots
+from spec_stack.prefill.draft_slots import DraftKVBudget
 
 
 class SlottedDraft(WrappedDraft):
     """Holds a text's sinks, its newest part, and chunks that share words with that part, at their own positions.
 
     Slots are chosen anew at the beginning of a step, sooner where at least half of the last proposal was rejected.
-    Chunks that are no longer chosen are dropped; new ones are prefilled behind the older slots. `choose(text_ids,
-    num_slots)` gives positions, as `prefill.draft_slots.choose_slots` does. renew_every: tokens between two choices,
-    after accepted and after rejected proposals. max_restored: most tokens recalled then.
+    Chunks that are no longer chosen are dropped; new ones are prefilled behind the older slots.
     """
 
     _draft: CachedModel
 
-    def __init__(
-        self,
-        draft: CachedModel,
-        num_slots: int,
-        choose: Callable[[Sequence[int], int], list[int]],
-        renew_every: tuple[int, int] = (RENEW_EVERY, RENEW_WHERE_WRONG),
-        max_restored: int = MOST_RESTORED,
-    ) -> None:
+    def __init__(self, draft: CachedModel, budget: DraftKVBudget) -> None:
         super().__init__(draft)
-        self._num_slots, self._choose = num_slots, choose
-        self._renew_every, self._max_restored = renew_every, max_restored
-        # All tokens before next_position; how many they were when slots were chosen, None where none are of this text.
+        self._budget = budget
+        # All tokens before next_position.
         self._text = list(draft.token_ids)
-        self._num_when_chosen: int | None = None
         self._begins_step = True
         # Of the last step that drafted: whether it was mostly wrong, the drafted tokens fed in it, its last logits.
         self._is_wrong = False
@@ -53,7 +43,7 @@ class SlottedDraft(WrappedDraft):
 
     def num_unread(self, num_tokens: int) -> int:
         """Tokens to feed before drafting: of a long gap only the chosen ones."""
-        return min(num_tokens - len(self._text), self._num_slots)
+        return min(num_tokens - len(self._text), self._budget.num_slots)
 
     def forward(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> torch.Tensor:
         """Feed the text's next tokens; of a part longer than the slots, its chosen positions. One row of logits."""
@@ -75,21 +65,16 @@ class SlottedDraft(WrappedDraft):
         return logits
 
     def _is_due(self, num_new: int) -> bool:
-        if self._num_when_chosen is None or num_new > self._num_slots:
-            return True
-        return len(self._text) >= self._num_when_chosen + self._renew_every[self._is_wrong]
+        is_first = not self._budget.num_known
+        return is_first or num_new > self._budget.num_slots or self._budget.is_due(len(self._text), self._is_wrong)
 
     def _renew(self) -> list[int]:
         """Choose the slots anew and drop the others; the positions to prefill, in order."""
-        chosen = self._choose(self._text, self._num_slots)
-        held = {position: slot for slot, position in enumerate(self._draft.positions)}
-        self._num_when_chosen = len(self._text)
-        newest = self._draft.next_position
-        missing = [position for position in chosen if position not in held]
-        restored = [position for position in missing if position < newest][: self._max_restored]
-        wanted = set(chosen)
-        self._draft.keep_slots([slot for position, slot in held.items() if position in wanted])
-        return [*restored, *(position for position in missing if position >= newest)]
+        held = np.array(self._draft.positions, dtype=np.int64)
+        stays, missing = self._budget.renew(self._text, held, self._draft.next_position)
+        self._draft.keep_slots(np.flatnonzero(stays).tolist())
+        positions: list[int] = missing.tolist()
+        return positions
 
     def rollback(self, num_tokens: int) -> None:
         """Drop the text's last tokens, which were fed since the last step began. Called after every step."""
@@ -104,12 +89,12 @@ class SlottedDraft(WrappedDraft):
         shared = min(num_shared(self._text, prompt_ids), len(prompt_ids) - 1)
         self._draft.forget_from(shared)
         del self._text[shared:]
-        self._num_when_chosen = self._unjudged = None
-        self._is_wrong = False
+        self._budget.num_known = 0
+        self._unjudged, self._is_wrong = None, False
 
     def fork(self) -> SlottedDraft:
         """An independent copy."""
-        other = SlottedDraft(self._draft.fork(), self._num_slots, self._choose, self._renew_every, self._max_restored)
+        other = SlottedDraft(self._draft.fork(), copy(self._budget))
         other._text = list(self._text)
         return other
 
@@ -126,7 +111,4 @@ def drafts_over_slots(pair: ModelPair, request: Request, index: CachedModel) -> 
 
 def open_slotted(request: Request, index: CachedModel) -> SlottedDraft:
     """A draft over chosen slots; slots that the index holds of the prompt are copied from it."""
-    prefill = request.prefill
-    num_sinks = prefill.keep_first * prefill.chunk_size
-    choose = partial(choose_slots, chunk_size=prefill.chunk_size, num_sinks=num_sinks)
-    return SlottedDraft(index.fork(), prefill.draft_slots, choose)
+    return SlottedDraft(index.fork(), DraftKVBudget.of(request.prefill))

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 
+from spec_stack.config import PrefillConfig
+
+Ints = npt.NDArray[np.int64]
+Text = Sequence[int] | Ints
 RENEW_EVERY = 64
 """Tokens written until the slots are chosen anew while proposals hold."""
 RENEW_WHERE_WRONG = 8
@@ -21,7 +27,55 @@ _FOLLOWING = (0.8, 0.64)
 _NEWEST_SHARE = 0.25
 
 
-def choose_slots(text_ids: Sequence[int] | np.ndarray, num_slots: int, chunk_size: int, num_sinks: int) -> list[int]:
+class DraftKVBudget:
+    """The positions of one growing text that a draft's KV cache may hold, and when they are chosen anew.
+
+    Parameters
+    ----------
+    num_slots : int
+        Most chosen positions.
+    choose : callable
+        The rule: increasing positions of a text, at most num_slots.
+
+    Attributes
+    ----------
+    num_known : int
+        Length of the text when slots were chosen last; 0 before the first choice.
+    """
+
+    def __init__(self, num_slots: int, choose: Callable[[Text, int], Sequence[int]]) -> None:
+        self.num_slots, self._choose = num_slots, choose
+        self.num_known = 0
+
+    @classmethod
+    def of(cls, config: PrefillConfig) -> DraftKVBudget:
+        """draft_slots positions, by the words in common with the text's end."""
+        num_sinks = config.keep_first * config.chunk_size
+        return cls(config.draft_slots, partial(choose_slots, chunk_size=config.chunk_size, num_sinks=num_sinks))
+
+    def is_due(self, num_tokens: int, is_wrong: bool) -> bool:
+        """Return whether slots are to be chosen anew at this text length; sooner after wrong proposals."""
+        pace = RENEW_WHERE_WRONG if is_wrong else RENEW_EVERY
+        return num_tokens >= max(self.num_known + pace, self.num_slots)
+
+    def choose(self, text_ids: Text) -> Ints:
+        """The chosen positions of a text of which the cache holds nothing."""
+        self.num_known = len(text_ids)
+        return np.array(self._choose(text_ids, self.num_slots), dtype=np.int64)
+
+    def renew(self, text_ids: Text, held: Ints, num_read: int) -> tuple[npt.NDArray[np.bool_], Ints]:
+        """Choose anew.
+
+        held: the cache's positions, in its order. num_read: tokens that the draft has read. Returns which of the held
+        positions stay, and those to prefill behind them: the recalled ones, then the unread ones.
+        """
+        chosen = self.choose(text_ids)
+        missing = np.setdiff1d(chosen, held)
+        is_old = missing < num_read
+        return np.isin(held, chosen), np.append(missing[is_old][:MOST_RESTORED], missing[~is_old])
+
+
+def choose_slots(text_ids: Text, num_slots: int, chunk_size: int, num_sinks: int) -> list[int]:
     """At most num_slots positions of a text for the draft, increasing: sinks, newest text, and chunks similar to its
     end.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
@@ -10,10 +9,9 @@ from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from spec_stack.sglang import hooks
 from spec_stack.sglang.server_args import ServerConfig
-from spec_stack.sglang.support import NAME, attn_dp_size, check_version
+from spec_stack.sglang.support import NAME, check_version, require_drafting
 
 _DEFAULT_RUNNING_REQUESTS = 48
-_SKIP_DRAFT_EXTEND = "SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND"
 
 
 class SpecStackAlgorithm(CustomSpecAlgo):  # type: ignore[misc]
@@ -51,35 +49,7 @@ def validate(server_args: Any) -> None:
     """Reject unsupported settings before anything is loaded. Raises ValueError with the fix."""
     check_version()
     hooks.check()
-    if not server_args.speculative_draft_model_path:
-        raise ValueError(f"{NAME} needs a draft model: add --speculative-draft-model-path")
-    config = ServerConfig.from_environment()
-    if config.scoring_model is not None:
-        raise ValueError(
-            f"{NAME} scores with its draft; leave --spec-stack-scoring-model out, or decode with another algorithm"
-        )
-    largest = config.gammas[-1]
-    if server_args.speculative_num_steps not in (None, largest):
-        raise ValueError(f"{NAME} takes its steps from --spec-stack-gammas; leave --speculative-num-steps out")
-    if server_args.speculative_eagle_topk not in (None, 1):
-        raise ValueError(f"{NAME} drafts one chain; leave --speculative-eagle-topk out")
-    if server_args.speculative_num_draft_tokens not in (None, largest + 1):
-        raise ValueError(f"{NAME} takes its widths from --spec-stack-gammas; leave --speculative-num-draft-tokens out")
-    for name, value, wanted in (
-        ("--speculative-adaptive", server_args.speculative_adaptive, False),
-        ("--enable-dp-attention", server_args.enable_dp_attention, False),
-        ("--attn-dp-size", attn_dp_size(server_args), 1),
-        ("--pp-size", server_args.pp_size, 1),
-        # Gamma 0 has no draft probabilities for it, and SGLang's worker ends the server where there are none.
-        ("--speculative-use-rejection-sampling", server_args.speculative_use_rejection_sampling, False),
-    ):
-        if value != wanted:
-            raise ValueError(f"{NAME} does not work with {name}; leave it out")
-    if os.environ.get(_SKIP_DRAFT_EXTEND, "0").lower() in ("1", "true") and 0 in config.gammas:
-        raise ValueError(
-            f"{_SKIP_DRAFT_EXTEND} leaves holes in the draft's KV after every step of gamma 0; unset it, or leave 0 "
-            "out of --spec-stack-gammas"
-        )
+    require_drafting(server_args, ServerConfig.from_environment())
 
 
 def register() -> None:

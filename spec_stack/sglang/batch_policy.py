@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from operator import is_
+from functools import lru_cache
 from time import perf_counter, process_time
-from typing import Any
 
 import torch
 
 from spec_stack.config import MAX_GAMMA
 from spec_stack.controller.base import BatchMember, DraftSignals, Policy, StepContext, StepRecord
 from spec_stack.controller.batch import BatchThroughput
-from spec_stack.devices import to_device
 from spec_stack.sglang.guards import harmless, note_failure
 from spec_stack.sglang.launch_notes import graph_sizes
-from spec_stack.sglang.penalties import SaidTokens, count_one_by_one, has_penalties, is_penalised, tables
+from spec_stack.sglang.penalties import is_penalised
 from spec_stack.sglang.protocols import RunningRequest
 from spec_stack.sglang.request_state import RequestOptions, note_step, options_of
 from spec_stack.sglang.server_args import ServerConfig
-from spec_stack.sglang.signals import as_signals
 
 # Without captured graphs.
 _SHOWN_SIZES = (1, 2, 4, 8, 16, 32)
@@ -33,8 +31,7 @@ class Pending:
     """A running decode step without a result.
 
     follows_a_step: only decode steps ran since the previous step began, so its end is the start of this step's seconds.
-    caps: most accepted tokens per request. lag: as in StepContext. signals: of `DraftSignalBuffers.of_step`, on their
-    way to the host.
+    caps: most accepted tokens per request. lag: as in StepContext.
     """
 
     number: int
@@ -44,11 +41,14 @@ class Pending:
     follows_a_step: bool
     caps: list[int]
     lag: int
-    signals: torch.Tensor | None = None
 
-    def ended(self, now: float, previous_end: float | None) -> float | None:
-        """Seconds of the step, now that its result is here; None where other work may be in them."""
-        return now - previous_end if self.follows_a_step and previous_end is not None else None
+    def share_s(self, now: float, previous_end: float | None) -> float:
+        """Each request's share of the step's seconds, now that its result is here; NaN where other work may be in
+        them.
+        """
+        if not self.follows_a_step or previous_end is None:
+            return math.nan
+        return (now - previous_end) / len(self.requests)
 
 
 class BatchPolicy:
@@ -84,7 +84,7 @@ class BatchPolicy:
         """agree: called exactly once per step, whatever has failed. It returns the first rank's gamma to all ranks, and
         whether all of them know their requests' caps.
         """
-        self._config = config
+        self._config, self._gammas_at = config, lru_cache(config.gammas_at)
         self._precision = precision
         self._agree = agree
         self._clock = clock
@@ -97,7 +97,6 @@ class BatchPolicy:
         self._last: StepRecord | None = None
         self._previous_end: float | None = None
         self._only_steps_ran = False
-        self._said: _Said | None = None
         self.graph_sizes: list[int] | None = None
         self.num_proposed = self.num_accepted = self.num_steps = 0
 
@@ -108,7 +107,7 @@ class BatchPolicy:
         return list(self._config.gammas)
 
     def set_cuda_graph_bs(self, cuda_graph_bs: list[int] | None) -> None:
-        self.graph_sizes = cuda_graph_bs
+        self.graph_sizes = None if cuda_graph_bs is None else sorted(cuda_graph_bs)
 
     def cuda_graph_bs_for_step(self, step: int) -> list[int] | None:
         """Batch sizes that may use this gamma, for which alone its graphs are captured; None without graphs."""
@@ -119,39 +118,40 @@ class BatchPolicy:
     def get_steps_for_batch(self, batch_size: int) -> int:
         """The gamma of the step that begins now."""
         padded = self._padded(batch_size)
-        gammas = self._config.gammas_at(padded)
+        gammas = self._gammas_at(padded)
         caps, knows, num_slots, options = [0] * len(self._requests), False, 0, list[RequestOptions]()
         with harmless("reading requests' gammas", "the step drafts as little as it may"):
             options = [options_of(request) for request in self._requests]
             caps, knows = list(map(_cap, self._requests, options)), True
             num_slots = _mean_slots(self._requests)
-        context = StepContext(
-            step=self._number,
-            max_gamma=gammas[-1],
-            last=self._last,
-            precision=self._precision,
-            batch_size=padded,
-            lag=len(self._pending) + 1,
-            members=tuple(
-                BatchMember(str(request.rid), cap) for request, cap in zip(self._requests, caps, strict=True)
-            ),
-            num_target_slots=num_slots,
-        )
-        policy, wanted = self._cautious, 0
+        policy, wanted, lag = self._cautious, 0, len(self._pending) + 1
         with harmless("choosing gamma", "the step drafts as little as it may"):
             name, asked = self._rule(caps, options)
             policy = self._policy(name)
-            wanted = policy.choose(context) if asked is None else asked
+            wanted = policy.choose(self._context(padded, gammas[-1], caps, num_slots, lag)) if asked is None else asked
         gamma, all_know = self._agree(_largest_up_to(wanted, gammas), knows)
         if not all_know:
             # Where one rank accepts nothing of a proposal, none may.
             caps, gamma = [0] * len(caps), gammas[0]
         self._pending.append(
-            Pending(self._number, gamma, policy, list(self._requests), self._only_steps_ran, caps, context.lag)
+            Pending(self._number, gamma, policy, list(self._requests), self._only_steps_ran, caps, lag)
         )
         self._only_steps_ran = True
         self._number += 1
         return gamma
+
+    def _context(self, batch_size: int, max_gamma: int, caps: list[int], num_slots: int, lag: int) -> StepContext:
+        members = [BatchMember(str(request.rid), cap) for request, cap in zip(self._requests, caps, strict=True)]
+        return StepContext(
+            step=self._number,
+            max_gamma=max_gamma,
+            last=self._last,
+            precision=self._precision,
+            batch_size=batch_size,
+            lag=lag,
+            members=tuple(members),
+            num_target_slots=num_slots,
+        )
 
     def on_state_activated(self, steps: int) -> None:
         """Called by later versions of SGLang with the active gamma, which is the chosen one."""
@@ -166,22 +166,16 @@ class BatchPolicy:
         if not self._pending:
             return
         step = self._pending.popleft()
-        seconds = step.ended(now, self._previous_end)
+        share_s, no_signals = step.share_s(now, self._previous_end), DraftSignals()
         self._previous_end = now
         self.num_steps += 1
-        signals = [_NO_SIGNALS] * batch_size
-        with harmless("reading the draft's signals", "none are known of the step"):
-            if step.signals is not None:
-                signals = as_signals(step.signals)
-        for request, num_correct, cap, known in zip(
-            step.requests, num_correct_drafts_per_req, step.caps, signals, strict=True
-        ):
-            if request.is_retracted or request.finished():
-                # It ended, or was retracted, while this step ran: its tokens are discarded.
-                continue
+        for request, num_correct, cap in zip(step.requests, num_correct_drafts_per_req, step.caps, strict=True):
             # `harmless` at this place would cost as much as what it guards.
             try:
-                record = self._record(step, request, num_correct, cap, known, seconds)
+                if request.is_retracted or request.finished():
+                    # It ended, or was retracted, while this step ran: its tokens are discarded.
+                    continue
+                record = self._record(step, request, min(step.gamma, cap), num_correct, share_s, no_signals)
                 note_step(request, record)
                 self.num_proposed += record.gamma
                 self.num_accepted += record.num_accepted
@@ -194,13 +188,11 @@ class BatchPolicy:
         self,
         step: Pending,
         request: RunningRequest,
+        gamma: int,
         num_correct: int,
-        cap: int,
-        known: tuple[DraftSignals, DraftSignals | None],
-        seconds: float | None,
+        share_s: float,
+        signals: DraftSignals,
     ) -> StepRecord:
-        gamma = min(step.gamma, cap)
-        proposed, upcoming = known
         num_accepted = min(num_correct, gamma)
         return StepRecord(
             request_id=str(request.rid),
@@ -213,15 +205,12 @@ class BatchPolicy:
             gamma=gamma,
             num_accepted=num_accepted,
             num_tokens=num_accepted + 1,
-            signals=proposed
-            if len(proposed) <= gamma
-            else DraftSignals(proposed.entropy[:gamma], proposed.confidence[:gamma]),
+            signals=signals,
             draft_s=0.0,
             # Not finite marks unknown seconds in a record.
-            verify_s=math.nan if seconds is None or gamma < step.gamma else seconds / len(step.requests),
+            verify_s=share_s if gamma == step.gamma else math.nan,
             controller_s=0.0,
             lag=step.lag,
-            upcoming=upcoming,
         )
 
     def step_seconds(self) -> dict[int, dict[int, float]]:
@@ -241,47 +230,9 @@ class BatchPolicy:
         """Most accepted tokens per request in the step chosen last."""
         return self._pending[-1].caps
 
-    def count_penalties(self, sampling_info: Any, newest: torch.Tensor, num_held: torch.Tensor) -> None:
-        """Make SGLang's penalties exact for the step chosen last.
-
-        newest: (num_requests,), the last tokens. num_held: (num_requests,), tokens before them, prompt included.
-        """
-        step, said, self._said = self._pending[-1], self._said, None
-        try:
-            if said is None or not said.holds_for(step):
-                said = _Said.of(step.requests, sampling_info, num_held.device)
-            if said is None:
-                return
-            said.tokens.count(sampling_info, newest, num_held + 1 - said.tokens.num_prompt_tokens)
-            said.number = step.number
-            self._said = said
-        except Exception:
-            num_said = num_held.cpu() + 1 - torch.tensor([len(request.origin_input_ids) for request in step.requests])
-            _count_one_by_one(sampling_info, step.requests, newest, num_said)
-
-    def count_penalties_of_prefill(
-        self, sampling_info: Any, requests: Sequence[RunningRequest], device: torch.device
-    ) -> None:
-        """Make SGLang's penalties exact for a prefill, which may repeat output after a retraction. device: SGLang's."""
-        if not any(request.output_ids and has_penalties(request) for request in requests):
-            return
-        num_said = to_device(torch.tensor([len(request.output_ids) for request in requests]), device)
-        newest = torch.zeros_like(num_said)
-        try:
-            if said := _Said.of(requests, sampling_info, device):
-                said.tokens.count(sampling_info, newest, num_said)
-        except Exception:
-            _count_one_by_one(sampling_info, requests, newest, num_said)
-
-    def carry(self, signals: torch.Tensor) -> None:
-        """Attach the draft's signals to the step chosen last; they are read with its result."""
-        self._pending[-1].signals = signals
-
     def something_else_runs(self) -> None:
         """A prefill or a scoring runs: seconds that include it are not a step's own."""
         self._only_steps_ran = False
-        # A prefill may be of a request that was retracted.
-        self._said = None
         for step in self._pending:
             step.follows_a_step = False
 
@@ -301,7 +252,9 @@ class BatchPolicy:
 
     def _padded(self, batch_size: int) -> int:
         """The size of the captured graph for a batch, if any."""
-        return min((size for size in self.graph_sizes or () if size >= batch_size), default=batch_size)
+        sizes = self.graph_sizes or ()
+        at = bisect_left(sizes, batch_size)
+        return sizes[at] if at < len(sizes) else batch_size
 
 
 def step_clock(device: str) -> Callable[[], float]:
@@ -309,40 +262,15 @@ def step_clock(device: str) -> Callable[[], float]:
     return process_time if device == "cpu" and torch.get_num_threads() == 1 else perf_counter
 
 
-_NO_SIGNALS: tuple[DraftSignals, DraftSignals | None] = (DraftSignals(), None)
+def end_chains(next_tokens: torch.Tensor, caps: Sequence[int]) -> None:
+    """Let no request's proposal be accepted beyond its own cap. Mutates next_tokens (n, gamma + 1).
 
-
-@dataclass
-class _Said:
-    """The output tokens of a batch's requests, up to the step of this number."""
-
-    requests: Sequence[RunningRequest]
-    tokens: SaidTokens
-    number: int = -1
-
-    @classmethod
-    def of(cls, requests: Sequence[RunningRequest], sampling_info: Any, device: torch.device) -> _Said | None:
-        """None where SGLang keeps no penalties for any of them."""
-        kept = tables(sampling_info)
-        if not kept or not any(has_penalties(request) for request in requests):
-            return None
-        return cls(requests, SaidTokens(requests, kept[0].shape[1], device))
-
-    def holds_for(self, step: Pending) -> bool:
-        """Return whether this step is the next one of the same requests, with one new token each."""
-        return (
-            step.number == self.number + 1
-            and len(step.requests) == len(self.requests)
-            and all(map(is_, step.requests, self.requests))
-        )
-
-
-def _count_one_by_one(
-    sampling_info: Any, requests: Sequence[RunningRequest], newest: torch.Tensor, num_said: torch.Tensor
-) -> None:
-    """The slow fallback: without exact penalties the text would be wrong."""
-    note_failure("counting penalties", "they are counted one by one")
-    count_one_by_one(sampling_info, requests, newest, num_said)
+    SGLang's verification follows these pointers, -1 for the end, greedy or sampling: a shortened chain is a shorter
+    proposal, followed by a token of the target's own. Decoding stays lossless.
+    """
+    for row, cap in enumerate(caps):
+        if cap < next_tokens.shape[1] - 1:
+            next_tokens[row, cap].fill_(-1)
 
 
 def _cap(request: RunningRequest, options: RequestOptions) -> int:

@@ -1,4 +1,4 @@
-"""Checks a launch and describes its server, without starting it or loading weights."""
+"""`spec-stack doctor --sglang`: checks a launch and describes its server, without starting it or loading weights."""
 
 from __future__ import annotations
 
@@ -8,32 +8,33 @@ import io
 import logging
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from spec_stack.config import how_to_install
+from spec_stack.sglang import launch_notes as notes
 from spec_stack.sglang.calibration import with_calibration
-from spec_stack.sglang.launch_notes import (
-    DRAFT_AT_SLOTS,
-    drafting_note,
-    gammas_advice,
-    graphs_note,
-    penalty_advice,
-    pool_note,
-    prunes,
-    pruning_note,
-    states_bytes,
-    states_note,
-)
 from spec_stack.sglang.server_args import ServerConfig
-from spec_stack.sglang.support import NAME, backend_maps_positions, pruning_of, require_slots, scoring_refusal
+from spec_stack.sglang.support import (
+    NAME,
+    Pruning,
+    architecture_refusal,
+    backend_maps_positions,
+    pruning_of,
+    require_slots,
+    scoring_refusal,
+)
 from spec_stack.tokenizers.chat_turns import ChatTurns
+
+_NOT_SHOWN = ("arguments", "problem", "warnings", "numbers")
 
 
 def check_launch(arguments: Sequence[str]) -> dict[str, Any]:
     """Resolve a launch's arguments as SGLang does, and report the result as plain values.
 
     arguments: those of `sglang serve` or `python -m sglang.launch_server`. "problem": why the launch would end, else
-    None; "warnings": what works worse than it might. Raises ValueError without SGLang in this Python.
+    None; "warnings": what works worse than it might; "numbers": the figures of the sentences. Raises ValueError without
+    SGLang in this Python.
 
     Reads configurations and tokenizers, from the hub too. SGLang queries the device. Loads SGLang's plugins in this
     process; os.environ is restored.
@@ -43,7 +44,7 @@ def check_launch(arguments: Sequence[str]) -> dict[str, Any]:
     report: dict[str, Any] = {"arguments": list(arguments), "problem": None, "warnings": []}
     with _environment_restored():
         try:
-            _check(list(arguments), report)
+            report |= describe(_resolve(list(arguments)))
         # Any exception of SGLang's here would end the launch too: it is the answer.
         except Exception as error:
             logging.getLogger(__name__).debug("the launch would end with", exc_info=True)
@@ -51,83 +52,190 @@ def check_launch(arguments: Sequence[str]) -> dict[str, Any]:
     return report
 
 
-def _check(arguments: list[str], report: dict[str, Any]) -> None:
+def as_text(report: dict[str, Any]) -> str:
+    """A report of `check_launch` for people, line by line."""
+    lines = [f"{name}: {text}" for name, text in report.items() if name not in _NOT_SHOWN]
+    lines += [f"warning: {warning}" for warning in report["warnings"]]
+    lines.append(
+        f"problem: {report['problem']}" if report["problem"] else "the server would start with these arguments"
+    )
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A launch as SGLang resolves it.
+
+    algorithm: SGLang's name of it, "" for none. args: SGLang's resolved arguments. target, small: SGLang's
+    configurations of the models. config: calibrated. pruning: how prompts may be pruned. unrecognised: as in
+    `pruning_note`. sizes: batch sizes of CUDA graphs, None without. device_bytes: its memory, 0 where unknown.
+    """
+
+    algorithm: str
+    args: Any
+    target: Any
+    small: Any
+    config: ServerConfig
+    pruning: Pruning
+    vocabularies: str
+    unrecognised: str = ""
+    sizes: Sequence[int] | None = None
+    device_bytes: float = 0
+
+    @property
+    def is_own(self) -> bool:
+        """Return whether SPEC_STACK drafts."""
+        return self.algorithm == NAME
+
+    @property
+    def refusal(self) -> str | None:
+        """Why no prompt is pruned at the server's positions, or None."""
+        return self.pruning.refusal(self.pruning.default)
+
+    @property
+    def prunes(self) -> bool:
+        return notes.prunes(self.config, self.refusal)
+
+    @property
+    def has_slots(self) -> bool:
+        """Return whether the draft decodes over its own slots."""
+        return self.is_own and self.config.prefill.sparse_prefill == "draft_only"
+
+    @property
+    def backend(self) -> str:
+        return str(self.args.decode_attention_backend or self.args.attention_backend)
+
+
+def describe(launch: Launch) -> dict[str, Any]:
+    """What a launch will take and do: sentences by topic, their "numbers", and "warnings"."""
+    config, numbers = launch.config, _numbers(launch)
+    report: dict[str, Any] = {"vocabularies": launch.vocabularies}
+    report["prompts"] = notes.pruning_note(config, launch.refusal, launch.unrecognised)
+    if launch.prunes:
+        report["positions"] = launch.pruning.note or launch.pruning.default
+        report["threshold"] = notes.threshold_note(config)
+    report["drafting"] = notes.drafting_note(config) if launch.is_own else notes.others_note(launch.algorithm)
+    report["attention"] = launch.backend
+    by_model = {"target": numbers["target_bytes_per_token"]}
+    if launch.is_own and not launch.has_slots:
+        # SGLang reserves a slot of the draft's beside each of the target's.
+        by_model["draft"] = numbers["draft_bytes_per_token"]
+    args = launch.args
+    report["target's pool"] = notes.target_pool_note(by_model, args.max_total_tokens, args.mem_fraction_static)
+    if launch.prunes:
+        report["draft's pool"] = notes.pool_note(config, numbers["draft_pool_bytes"] // numbers["draft_pool_tokens"])
+    if launch.has_slots:
+        report["draft's slots"] = notes.slots_note(**numbers["draft_slots"])
+    if launch.is_own:
+        report["CUDA graphs"] = notes.graphs_note(config, launch.sizes)
+        if launch.sizes is not None:
+            report["memory of gammas"] = notes.states_note(config, numbers["gammas_bytes"])
+    return {**report, "numbers": numbers, "warnings": _warnings(launch)}
+
+
+def _numbers(launch: Launch) -> dict[str, Any]:
+    """The figures, on each rank."""
+    args, config, sizes = launch.args, launch.config, launch.sizes
+    own_bytes = _num_per_token(launch.small, args.tp_size) * int(launch.small.dtype.itemsize)
+    numbers: dict[str, Any] = {
+        "prunes": launch.prunes,
+        "min_prompt_tokens": config.prefill.min_prompt_tokens if launch.prunes else None,
+        "target_bytes_per_token": _bytes_per_token(launch.target, args),
+        "draft_bytes_per_token": _bytes_per_token(launch.small, args),
+        "drafts": launch.is_own,
+        "gammas": list(config.gammas) if launch.is_own else [],
+    }
+    if launch.prunes:
+        numbers["draft_pool_tokens"] = config.most_pool_tokens
+        numbers["draft_pool_bytes"] = config.most_pool_tokens * own_bytes
+    if launch.has_slots:
+        numbers["draft_slots"] = notes.slots_of(config, args.max_running_requests, own_bytes)
+    if launch.is_own and sizes is not None:
+        context_len, page_size = launch.target.context_len, args.page_size or 1
+        numbers["graph_batch_sizes"] = {gamma: list(found) for gamma, found in notes.captured(config, sizes).items()}
+        numbers["num_graphs"] = notes.num_graphs(config, sizes)
+        numbers["gammas_bytes"] = notes.states_bytes(config, sizes, context_len, page_size, launch.backend)
+    return numbers
+
+
+def _warnings(launch: Launch) -> list[str]:
+    args, found = launch.args, list[str | None]()
+    if args.disable_radix_cache:
+        found.append("without the radix cache every turn of a conversation is prefilled, and pruned, anew")
+    if launch.is_own:
+        found += _drafting_warnings(launch)
+    return [warning for warning in found if warning]
+
+
+def _drafting_warnings(launch: Launch) -> list[str | None]:
+    found: list[str | None] = []
+    if launch.sizes is not None:
+        found.append(notes.gammas_advice(launch.config, launch.device_bytes))
+    found.append(notes.penalty_advice(launch.target.get_default_sampling_params()))
+    backend = launch.args.speculative_draft_attention_backend or launch.backend
+    if launch.refusal is None and not backend_maps_positions(backend):
+        found.append(notes.DRAFT_AT_SLOTS)
+    if 0 in launch.config.gammas and launch.backend == "fa3":
+        found.append("before SGLang 0.5.23, FA3 has no CUDA graph for the draft's extension after a step")
+    return found
+
+
+def _bytes_per_token(model: Any, args: Any) -> int | None:
+    """Bytes of a token in SGLang's pool; None where its layers are not plain attention."""
+    if architecture_refusal(model) is not None:
+        return None
+    is_short = str(args.kv_cache_dtype or "auto").startswith("fp8")
+    return _num_per_token(model, args.tp_size) * (1 if is_short else int(model.dtype.itemsize))
+
+
+def _num_per_token(model: Any, tp_size: int) -> int:
+    """Numbers in one token's keys and values on one rank."""
+    return int(model.num_hidden_layers * model.get_num_kv_heads(tp_size) * (model.head_dim + model.v_head_dim))
+
+
+# By SGLang itself
+
+
+def _resolve(arguments: list[str]) -> Launch:
+    """Raises whatever ends such a launch."""
     from sglang.srt.arg_groups.model_override_base import resolving_view
     from sglang.srt.plugins import load_plugins
-    from sglang.srt.utils.hf_transformers_utils import get_tokenizer
+    from sglang.srt.utils.common import get_device_memory_capacity
 
     load_plugins()
     server_args = _parse(arguments)
-    algorithm = str(server_args.speculative_algorithm or "").upper()
     config = ServerConfig.from_environment()
-    if algorithm != NAME and config.scoring_model is None:
+    if str(server_args.speculative_algorithm or "").upper() != NAME and config.scoring_model is None:
         raise ValueError(
             f"this launch does not use {NAME}; add --speculative-algorithm {NAME}, or --spec-stack-scoring-model to "
             "prune prompts alone"
         )
     server_args.resolve_once()
-    resolved = resolving_view(server_args)
+    args = resolving_view(server_args)
     # Without its aliases.
-    algorithm = str(resolved.speculative_algorithm or "")
-    scoring = config.scoring_model or resolved.speculative_draft_model_path
-    models = _model_configs(server_args, scoring, is_draft=algorithm == NAME)
-    tokenizer = None
-    if not resolved.skip_tokenizer_init:
-        path = resolved.tokenizer_path or resolved.model_path
-        tokenizer = get_tokenizer(path, trust_remote_code=resolved.trust_remote_code)
-    report["vocabularies"] = _vocabularies(models, tokenizer, scoring, resolved.trust_remote_code)
-    target_text, draft_text = (model.hf_text_config for model in models)
-    pruning = pruning_of(config.positions, resolved, *models, algorithm=algorithm)
-    refusal = pruning.refusal(pruning.default)
-    if algorithm != NAME and (refusal := scoring_refusal(resolved, algorithm, *models, config.positions)) is not None:
+    algorithm = str(args.speculative_algorithm or "")
+    source = config.scoring_model or args.speculative_draft_model_path
+    target, small = _model_configs(server_args, source, is_draft=algorithm == NAME)
+    tokenizer = _tokenizer(args)
+    vocabularies = _vocabularies(target, small, tokenizer, source, args.trust_remote_code)
+    refusal = None if algorithm == NAME else scoring_refusal(args, algorithm, target, small, config.positions)
+    if refusal is not None:
         raise ValueError(f"--spec-stack-scoring-model does not work here: {refusal}")
-    config = with_calibration(config, scoring, target_text, draft_text)
+    config = with_calibration(config, source, target.hf_text_config, small.hf_text_config)
     if algorithm == NAME and config.prefill.sparse_prefill == "draft_only":
-        require_slots(resolved, models[1])
-    turns = ChatTurns.learn(tokenizer, resolved.chat_template)
-    report["prompts"] = pruning_note(config, refusal, turns.unrecognised)
-    report["positions"] = pruning.note or pruning.default
-    report["drafting"] = drafting_note(config) if algorithm == NAME else f"{algorithm or 'none'}, by SGLang itself"
-    sizes = _sizes_to_capture(resolved)
-    backend = resolved.decode_attention_backend or resolved.attention_backend
-    report["attention"] = str(backend)
-    if resolved.disable_radix_cache:
-        report["warnings"].append("without the radix cache every turn of a conversation is prefilled, and pruned, anew")
-    if prunes(config, refusal):
-        report["draft's pool"] = pool_note(config, _bytes_per_token(models[1], resolved.tp_size))
-    if algorithm != NAME:
-        return
-    report["CUDA graphs"] = graphs_note(config, sizes)
-    if sizes is not None:
-        num_bytes = states_bytes(config, sizes, models[0].context_len, resolved.page_size or 1, str(backend))
-        report["memory of gammas"] = states_note(config, num_bytes)
-        report["warnings"] += filter(None, [gammas_advice(config, _device_bytes(resolved.device))])
-    report["warnings"] += filter(None, [penalty_advice(models[0].get_default_sampling_params())])
-    if refusal is None and not backend_maps_positions(resolved.speculative_draft_attention_backend or backend):
-        report["warnings"].append(DRAFT_AT_SLOTS)
-    if 0 in config.gammas and backend == "fa3":
-        report["warnings"].append("before SGLang 0.5.23, FA3 has no CUDA graph for the draft's extension after a step")
-
-
-def _sizes_to_capture(resolved: Any) -> list[int] | None:
-    """As SGLang's `get_batch_sizes_to_capture`, which needs a model: up to the most running requests."""
-    decode, most = resolved.cuda_graph_config.decode, resolved.max_running_requests
-    if decode.backend == "disabled":
-        return None
-    return sorted({min(size, most or size) for size in decode.bs or ()})
-
-
-def _bytes_per_token(model: Any, tp_size: int) -> int:
-    """Bytes of one token's keys and values on one rank."""
-    numbers = model.num_hidden_layers * model.get_num_kv_heads(tp_size) * (model.head_dim + model.v_head_dim)
-    return int(numbers * model.dtype.itemsize)
-
-
-def _device_bytes(device: str) -> float:
-    """A device's memory; 0 where unknown."""
-    from sglang.srt.utils.common import get_device_memory_capacity
-
-    return 2**20 * (get_device_memory_capacity(device) or 0)
+        require_slots(args, small)
+    return Launch(
+        algorithm=algorithm,
+        args=args,
+        target=target,
+        small=small,
+        config=config,
+        pruning=pruning_of(config.positions, args, target, small, algorithm=algorithm),
+        vocabularies=vocabularies,
+        unrecognised=ChatTurns.learn(tokenizer, args.chat_template).unrecognised,
+        sizes=_sizes_to_capture(args),
+        device_bytes=2**20 * (get_device_memory_capacity(args.device) or 0),
+    )
 
 
 def _parse(arguments: list[str]) -> Any:
@@ -146,28 +254,41 @@ def _parse(arguments: list[str]) -> Any:
         raise ValueError(reason.partition("error: ")[2] or reason) from end
 
 
-def _model_configs(server_args: Any, scoring: str, is_draft: bool) -> tuple[Any, Any]:
+def _model_configs(server_args: Any, source: str, is_draft: bool) -> tuple[Any, Any]:
     from sglang.srt.configs.model_config import ModelConfig
 
     from spec_stack.sglang.scoring_model import read_config
 
     target = ModelConfig.from_server_args(server_args)
     if is_draft:
-        return target, ModelConfig.from_server_args(server_args, model_path=scoring, is_draft_model=True)
-    return target, read_config(scoring, server_args)
+        return target, ModelConfig.from_server_args(server_args, model_path=source, is_draft_model=True)
+    return target, read_config(source, server_args)
 
 
-def _vocabularies(models: tuple[Any, Any], tokenizer: Any, draft: str, trust_remote_code: bool) -> str:
+def _tokenizer(args: Any) -> Any:
+    from sglang.srt.utils.hf_transformers_utils import get_tokenizer
+
+    if args.skip_tokenizer_init:
+        return None
+    return get_tokenizer(args.tokenizer_path or args.model_path, trust_remote_code=args.trust_remote_code)
+
+
+def _vocabularies(target: Any, small: Any, tokenizer: Any, source: str, trust_remote_code: bool) -> str:
     """Raises ValueError where they do not fit together."""
-    from spec_stack.sglang.padded_vocabulary import OTHER_TOKENIZER, have_one_vocabulary
+    from spec_stack.sglang.padded_vocabulary import rows_differ
 
-    sizes = [model.vocab_size for model in models]
-    # Without a tokenizer the check is skipped where the rows fit.
-    if (sizes[0] != sizes[1] or tokenizer is not None) and not have_one_vocabulary(tokenizer, draft, trust_remote_code):
-        raise ValueError(f"{draft} ({sizes[1]} embedding rows, the target {sizes[0]}): {OTHER_TOKENIZER}")
-    if sizes[0] == sizes[1]:
+    sizes = target.vocab_size, small.vocab_size
+    if not rows_differ(*sizes, tokenizer, source, trust_remote_code):
         return f"{sizes[0]} embedding rows in both"
     return f"one tokenizer, {sizes[0]} and {sizes[1]} embedding rows: the draft's are fitted to the target's"
+
+
+def _sizes_to_capture(args: Any) -> list[int] | None:
+    """As SGLang's `get_batch_sizes_to_capture`, which needs a model: up to the most running requests."""
+    decode, most = args.cuda_graph_config.decode, args.max_running_requests
+    if decode.backend == "disabled":
+        return None
+    return sorted({min(size, most or size) for size in decode.bs or ()})
 
 
 @contextlib.contextmanager

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spec_stack.sglang.server_args import MOST_POOL_TOKENS, ServerConfig
+from spec_stack.sglang.draft_rows import num_row_slots
+from spec_stack.sglang.server_args import ServerConfig
 
 # Bytes of one slot number, in backends that list slots token by token.
 _SLOT_BYTES = {"flashinfer": 4, "triton": 8}
@@ -56,13 +57,46 @@ def follow_up_note(config: ServerConfig, pool: Mapping[str, int], num_target_tok
     )
 
 
+def threshold_note(config: ServerConfig) -> str:
+    """Where the shortest pruned prompt comes from."""
+    prefill = config.prefill
+    if "min_prompt_tokens" in prefill.given:
+        return f"{prefill.min_prompt_tokens} uncached tokens, as given or calibrated"
+    return (
+        f"{prefill.min_prompt_tokens} uncached tokens, or more: the launch times both models' prefill and raises it to "
+        "where pruning pays (--spec-stack-min-prompt-tokens sets it)"
+    )
+
+
+def target_pool_note(bytes_per_token: Mapping[str, int | None], num_tokens: int | None, share: float | None) -> str:
+    """Memory of SGLang's own pool on each rank. bytes_per_token: by model; None where not estimated."""
+    if None in bytes_per_token.values():
+        return "not estimated for these layers"
+    each = " and ".join(f"{num_bytes} bytes of the {name}" for name, num_bytes in bytes_per_token.items())
+    total = sum(num_bytes or 0 for num_bytes in bytes_per_token.values())
+    if num_tokens:
+        return f"{num_tokens} tokens of {each}, {num_tokens * total / 1e9:.2f} GB on each rank"
+    given = "" if share is None else f" of {share} of the device"
+    return f"each token takes {each}; as many tokens as fit into what the weights leave{given}"
+
+
 def pool_note(config: ServerConfig, bytes_per_token: int) -> str:
     """Memory of the draft's own pool on each rank, as far as known before loading."""
-    num_tokens = config.draft_pool_tokens or MOST_POOL_TOKENS
+    num_tokens = config.most_pool_tokens
     note = f"{num_tokens} tokens of {bytes_per_token} bytes, {num_tokens * bytes_per_token / 1e9:.2f} GB on each rank"
     if config.draft_pool_tokens is not None:
         return note
     return f"{note}, or a tenth of the memory that the weights leave, if that is less (--spec-stack-draft-pool-tokens)"
+
+
+def slots_of(config: ServerConfig, num_requests: int, bytes_per_token: int) -> dict[str, int]:
+    """Slots of a draft over its own, for each request, and their bytes on each rank."""
+    num_per_request = num_row_slots(config.prefill, config.gammas[-1])
+    # One row is SGLang's padding.
+    return {
+        "num_per_request": num_per_request,
+        "num_bytes": (num_requests + 1) * num_per_request * bytes_per_token,
+    }
 
 
 def slots_note(num_per_request: int, num_bytes: int, **counters: int) -> str:
@@ -75,8 +109,8 @@ def graph_sizes(config: ServerConfig, sizes: Sequence[int], gamma: int) -> list[
     return [size for size in sizes if gamma in config.gammas_at(size)]
 
 
-def _captured(config: ServerConfig, sizes: Sequence[int]) -> dict[int, Sequence[int]]:
-    """By gamma. SGLang captures its launch gamma, the largest, before any policy is asked."""
+def captured(config: ServerConfig, sizes: Sequence[int]) -> dict[int, Sequence[int]]:
+    """Captured batch sizes by gamma. SGLang captures its launch gamma, the largest, before any policy is asked."""
     last = config.gammas[-1]
     return {gamma: sizes if gamma == last else graph_sizes(config, sizes, gamma) for gamma in config.gammas}
 
@@ -85,7 +119,7 @@ def num_graphs(config: ServerConfig, sizes: Sequence[int]) -> int:
     """CUDA graphs in all: per gamma and size one to verify, one to extend the draft, and one to draft where gamma is
     over 1, since the draft's extension brings the first token.
     """
-    return sum(len(found) * (3 if gamma > 1 else 2) for gamma, found in _captured(config, sizes).items())
+    return sum(len(found) * (3 if gamma > 1 else 2) for gamma, found in captured(config, sizes).items())
 
 
 def graphs_note(config: ServerConfig, sizes: Sequence[int] | None) -> str:
@@ -94,7 +128,7 @@ def graphs_note(config: ServerConfig, sizes: Sequence[int] | None) -> str:
         return "none"
     each = "; ".join(
         f"gamma {gamma} for {len(found)} batch sizes up to {max(found, default=0)}"
-        for gamma, found in _captured(config, sizes).items()
+        for gamma, found in captured(config, sizes).items()
     )
     return (
         f"{num_graphs(config, sizes)} in all: {each}. Gamma {config.gammas[-1]}, the first one, is captured for all "
@@ -111,7 +145,7 @@ def states_bytes(config: ServerConfig, sizes: Sequence[int], context_len: int, p
     """
     return sum(
         _state_bytes(gamma, max(found, default=0), context_len, page_size, backend)
-        for gamma, found in _captured(config, sizes).items()
+        for gamma, found in captured(config, sizes).items()
     )
 
 
@@ -162,6 +196,10 @@ def penalty_advice(sampling: Mapping[str, Any]) -> str | None:
 
 def drafting_note(config: ServerConfig) -> str:
     return f"policy {config.policy}, gammas {list(config.gammas)}"
+
+
+def others_note(algorithm: str) -> str:
+    return f"{algorithm or 'none'}, by SGLang itself"
 
 
 DRAFT_AT_SLOTS = "on this attention backend the draft stays at its cache slots, so fewer of its tokens are accepted"

@@ -7,13 +7,14 @@ their output is counted on the device.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
+from operator import is_
 from typing import Any
 
 import torch
 
 from spec_stack.devices import to_device
+from spec_stack.sglang.guards import note_failure
 from spec_stack.sglang.protocols import RunningRequest, SamplingSettings
 
 
@@ -30,79 +31,102 @@ def has_penalties(request: RunningRequest) -> bool:
     return _counts(request.sampling_params) or request.sampling_params.min_new_tokens > 0
 
 
-def tables(sampling_info: Any) -> list[torch.Tensor]:
-    """SGLang's penalties of a batch, each (num_requests, vocab); none where it keeps none."""
-    return [*_additive(sampling_info), *_scaling(sampling_info)]
+class Penalties:
+    """Makes SGLang's penalties exact, step by step.
+
+    sampling_info, in all methods: SGLang's SamplingBatchInfo, with acc_additive_penalties, added to logits, and
+    acc_scaling_penalties, which divide positive logits and multiply negative ones, each (num_requests, vocab) or None.
+    Its tensors are mutated. Where counting fails they are left as SGLang's.
+    """
+
+    def __init__(self) -> None:
+        self._counted: _OutputCounts | None = None
+
+    def correct_step(
+        self, requests: Sequence[RunningRequest], sampling_info: Any, newest: torch.Tensor, num_held: torch.Tensor
+    ) -> None:
+        """Correct the penalties of a decode step.
+
+        newest: (num_requests,), the last tokens. num_held: (num_requests,), tokens before them, prompt included.
+        """
+        counted, self._counted = self._counted, None
+        try:
+            if counted is None or not counted.is_of(requests):
+                counted = _OutputCounts.of(requests, sampling_info, num_held.device)
+            if counted is not None:
+                counted.correct(sampling_info, newest, num_held + 1 - counted.num_prompt_tokens)
+                self._counted = counted
+        except Exception:
+            note_failure("counting penalties", "they are SGLang's own")
+
+    def correct_prefill(self, requests: Sequence[RunningRequest], sampling_info: Any, device: torch.device) -> None:
+        """Correct the penalties of a prefill, which repeats output after a retraction. device: SGLang's."""
+        try:
+            repeats = any(request.output_ids and has_penalties(request) for request in requests)
+            if repeats and (counted := _OutputCounts.of(requests, sampling_info, device)):
+                num_output = to_device(torch.tensor([len(request.output_ids) for request in requests]), device)
+                counted.correct(sampling_info, torch.zeros_like(num_output), num_output)
+        except Exception:
+            note_failure("counting penalties", "they are SGLang's own")
+
+    def forget(self) -> None:
+        """Count the output anew in the next step: a prefill may be of a request that was retracted."""
+        self._counted = None
 
 
-class SaidTokens:
-    """Counts the output tokens of penalised requests, on their device from step to step.
+class _OutputCounts:
+    """Output tokens of a batch's penalised requests, counted on their device.
 
-    requests: the batch, in row order. Output that the host knows is counted now; each later step adds the newest token.
-    num_tokens: of the vocabulary. device: of SGLang's tensors. num_prompt_tokens: (num_requests,).
+    requests: the batch, in row order. Output that the host knows is counted at once; each later step adds the newest
+    token. num_tokens: of the vocabulary. num_prompt_tokens: (num_requests,).
     """
 
     def __init__(self, requests: Sequence[RunningRequest], num_tokens: int, device: torch.device) -> None:
+        self._requests = requests
         rows = [row for row, request in enumerate(requests) if has_penalties(request)]
-        said = [torch.tensor(list(requests[row].output_ids), dtype=torch.int64) for row in rows]
-        lengths = torch.tensor([len(ids) for ids in said])
+        outputs = [torch.tensor(list(requests[row].output_ids), dtype=torch.int64) for row in rows]
+        lengths = torch.tensor([len(ids) for ids in outputs])
         settings = [_numbers(requests[row].sampling_params) for row in rows]
         self.num_prompt_tokens = to_device(torch.tensor([len(it.origin_input_ids) for it in requests]), device)
         self._rows, self._num_counted = to_device(torch.tensor(rows), device), to_device(lengths, device)
         self._settings = to_device(torch.tensor(settings).T.contiguous(), device)[..., None]
         owners = to_device(torch.arange(len(rows)).repeat_interleave(lengths), device)
-        ids = to_device(torch.cat(said), device)
+        ids = to_device(torch.cat(outputs), device)
         self._times = torch.zeros(len(rows), num_tokens, device=device)
         self._times.index_put_((owners, ids), torch.ones(len(ids), device=device), accumulate=True)
 
-    def count(self, sampling_info: Any, newest: torch.Tensor, num_said: torch.Tensor) -> None:
-        """Correct the penalties of each request's next token. Mutates SGLang's tensors of the batch.
+    @classmethod
+    def of(cls, requests: Sequence[RunningRequest], sampling_info: Any, device: torch.device) -> _OutputCounts | None:
+        """None where SGLang keeps no penalties for any of them."""
+        tables = (sampling_info.acc_additive_penalties, sampling_info.acc_scaling_penalties)
+        kept = next((table for table in tables if table is not None), None)
+        if kept is None or not any(has_penalties(request) for request in requests):
+            return None
+        return cls(requests, kept.shape[1], device)
 
-        sampling_info: SGLang's SamplingBatchInfo, with acc_additive_penalties, added to logits, and
-        acc_scaling_penalties, which divide positive logits and multiply negative ones, each (num_requests, vocab) or
-        None. newest: (num_requests,), the last output tokens. num_said: (num_requests,), output lengths; where as many
-        are counted, `newest` is ignored: under overlap scheduling, and after a prefill with a pending result, the host
-        does not know.
+    def is_of(self, requests: Sequence[RunningRequest]) -> bool:
+        return len(requests) == len(self._requests) and all(map(is_, requests, self._requests))
+
+    def correct(self, sampling_info: Any, newest: torch.Tensor, num_output: torch.Tensor) -> None:
+        """Count each request's newest token, and write the penalties of its next one.
+
+        num_output: (num_requests,), output lengths. Where as many are counted, `newest` is ignored: under overlap
+        scheduling, and after a prefill with a pending result, the host does not know.
         """
-        rows, num_said = self._rows, num_said[self._rows]
-        is_new = (num_said - self._num_counted).clamp(0, 1)
+        rows, num_output = self._rows, num_output[self._rows]
+        is_new = (num_output - self._num_counted).clamp(0, 1)
         self._num_counted = self._num_counted + is_new
         self._times.scatter_add_(1, newest[rows, None].long(), is_new[:, None].to(self._times.dtype))
-        frequency, presence, repetition, least = self._settings
-        is_said = self._times > 0
-        for penalties in _additive(sampling_info):
+        frequency, presence, repetition, min_new_tokens = self._settings
+        occurs = self._times > 0
+        additive, scaling = sampling_info.acc_additive_penalties, sampling_info.acc_scaling_penalties
+        if additive is not None:
             # SGLang enforces min_tokens in the same tensor.
-            forbidden = torch.isneginf(penalties[rows]) & (num_said[:, None] < least)
-            penalty = -frequency * self._times - presence * is_said
-            penalties[rows] = penalty.masked_fill(forbidden, -math.inf).to(penalties.dtype)
-        for scaling in _scaling(sampling_info):
-            scaling[rows] = torch.where(is_said, repetition, 1.0).to(scaling.dtype)
-
-
-def count_one_by_one(
-    sampling_info: Any, requests: Sequence[RunningRequest], newest: torch.Tensor, num_said: torch.Tensor
-) -> None:
-    """The fallback of `SaidTokens`, token by token on the host; waits for the device."""
-    for row, request in enumerate(requests):
-        asked = request.sampling_params
-        if not has_penalties(request):
-            continue
-        said = Counter(request.output_ids)
-        if int(num_said[row]) > len(request.output_ids):
-            said[int(newest[row])] += 1
-        for penalties in _additive(sampling_info):
-            may_end = int(num_said[row]) >= asked.min_new_tokens
-            infinite = {token for token, value in enumerate(penalties[row].tolist()) if value == -math.inf}
-            forbidden = set() if may_end else infinite
-            penalties[row] = 0.0
-            for token, times in said.items():
-                penalties[row, token] = -asked.frequency_penalty * times - asked.presence_penalty
-            for token in forbidden:
-                penalties[row, token] = -math.inf
-        for scaling in _scaling(sampling_info):
-            scaling[row] = 1.0
-            for token in said:
-                scaling[row, token] = asked.repetition_penalty
+            forbidden = torch.isneginf(additive[rows]) & (num_output[:, None] < min_new_tokens)
+            penalty = -frequency * self._times - presence * occurs
+            additive[rows] = penalty.masked_fill(forbidden, -math.inf).to(additive.dtype)
+        if scaling is not None:
+            scaling[rows] = torch.where(occurs, repetition, 1.0).to(scaling.dtype)
 
 
 def _counts(asked: SamplingSettings) -> bool:
@@ -111,11 +135,3 @@ def _counts(asked: SamplingSettings) -> bool:
 
 def _numbers(asked: SamplingSettings) -> tuple[float, ...]:
     return asked.frequency_penalty, asked.presence_penalty, asked.repetition_penalty, float(asked.min_new_tokens)
-
-
-def _additive(sampling_info: Any) -> list[torch.Tensor]:
-    return [] if sampling_info.acc_additive_penalties is None else [sampling_info.acc_additive_penalties]
-
-
-def _scaling(sampling_info: Any) -> list[torch.Tensor]:
-    return [] if sampling_info.acc_scaling_penalties is None else [sampling_info.acc_scaling_penalties]

@@ -22,7 +22,6 @@ class ReplyInfo:
         self._report: dict[str, Any] | None = None
         self._gammas: list[int] = []
         self._accepted: list[int] = []
-        self._known: list[list[Any]] = []
 
     @property
     def num_prompt_tokens(self) -> int | None:
@@ -35,16 +34,14 @@ class ReplyInfo:
             if isinstance(item, Mapping):
                 self._report = dict(item)
             elif item is not None:
-                gamma, num_accepted, *known = item
+                gamma, num_accepted = item
                 self._gammas.append(gamma)
                 self._accepted.append(num_accepted)
-                if known:
-                    self._known.append(known)
 
     def meta_info(self, is_finished: bool) -> dict[str, Any] | None:
         """The report with the steps so far; None without one, and no steps without a policy (SGLang's own then).
 
-        At the end it has every step's gamma and accepted tokens, and the draft's signals where requested.
+        At the end it has every step's gamma and accepted tokens.
         """
         if self._report is None:
             return None
@@ -53,9 +50,6 @@ class ReplyInfo:
         steps: dict[str, Any] = (
             {"gamma_trace": list(self._gammas), "accepted_trace": list(self._accepted)} if is_finished else {}
         )
-        if is_finished and self._known:
-            names = ("lag_trace", "confidence_trace", "entropy_trace")
-            steps |= {name: [known[at] for known in self._known] for at, name in enumerate(names)}
         return {**self._report, "num_proposed": sum(self._gammas), "num_accepted": sum(self._accepted), **steps}
 
 

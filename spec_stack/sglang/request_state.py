@@ -18,13 +18,14 @@ META_INFO = "spec_stack"
 """The key of a reply's meta info, and of what SGLang carries there token by token."""
 STATE = "spec_stack"
 """The attribute of SGLang's requests that holds their RequestState."""
-OPTIONS = (
-    *("sparse_prefill", "keep_rate", "follow_up", "positions", "protect", "explain"),
-    *("gamma", "policy", "signals"),
-)
+OPTIONS = ("sparse_prefill", "keep_rate", "follow_up", "positions", "protect", "explain", "gamma", "policy")
+OUTCOMES = ("pruned", "not_wanted", "not_possible", "cached", "covered", "no_room", "failed")
+"""Outcomes of a prompt, in few words: for counting, where the reason is for reading. not_wanted: by the request or
+by its length; covered: everything was protected or selected."""
 NESTED = "spec_stack"
 """The key of `custom_params` under which the options may stand by themselves, where an unknown one is refused."""
 
+_NO_SIGNALS = "a server does not measure its draft's; Python's return_records=True has them"
 # Without effect where only the draft goes without a part of a prompt.
 _OF_SPARSE_PREFILL = ("keep_rate", "follow_up", "positions")
 # More than any model's context: a span that ends after it is a mistake.
@@ -38,7 +39,7 @@ class RequestOptions:
     sparse_prefill: "on" prunes at any length, whatever is cached. keep_rate: share of the prompt that the target
     prefills. follow_up: the rule for earlier turns' text. positions: those of the kept tokens. protect: half-open token
     spans kept whole, in place of the recognised system messages and template. explain: report the kept spans. gamma,
-    policy: how far to draft, see `BatchPolicy`. signals: report the draft's confidence and entropy per proposed token.
+    policy: how far to draft, see `BatchPolicy`.
     """
 
     sparse_prefill: SparsePrefill | None = None
@@ -49,7 +50,6 @@ class RequestOptions:
     explain: bool | None = None
     gamma: int | None = None
     policy: str | None = None
-    signals: bool | None = None
 
     @classmethod
     def parse(cls, custom_params: object, config: ServerConfig) -> RequestOptions:
@@ -67,9 +67,8 @@ class RequestOptions:
         return options
 
     def _check(self, config: ServerConfig) -> None:
-        for name in ("explain", "signals"):
-            if not isinstance(getattr(self, name), bool | None):
-                raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
+        if not isinstance(self.explain, bool | None):
+            raise ValueError(f"explain must be true or false, got {self.explain!r}")
         # The configuration checks it.
         switch, launched = self.prefill(config).sparse_prefill, config.prefill.sparse_prefill
         is_draft_only = launched == "draft_only"
@@ -90,7 +89,6 @@ class RequestOptions:
             raise ValueError(f"positions must be one of {', '.join(POSITIONS)}, got {self.positions!r}")
         if config.scoring_model is not None:
             asked = [name for name in ("gamma", "policy") if getattr(self, name) is not None]
-            asked += ["signals"] * bool(self.signals)
             if asked:
                 raise ValueError(f"{', '.join(asked)} set how SPEC_STACK drafts, and on this server it does not")
         if self.gamma is not None:
@@ -100,11 +98,6 @@ class RequestOptions:
                 raise ValueError("gamma sets the fixed policy; give gamma or another policy, not both")
         if self.policy is not None:
             check_batch_policy(self.policy)
-        if self.signals and not config.measures_signals:
-            raise ValueError(
-                f"signals needs the draft's signals, which this server does not measure under its policy, "
-                f"{config.policy}; launch it with throughput"
-            )
 
     def prefill(self, config: ServerConfig) -> PrefillConfig:
         """The server's prefill configuration with this request's keep_rate and sparse_prefill."""
@@ -118,6 +111,8 @@ def _given(params: Mapping[str, Any]) -> dict[str, Any]:
     for name, values in OLD_SWITCHES.items():
         if params.get(name) is not None or (isinstance(nested, Mapping) and nested.get(name) is not None):
             raise ValueError(f"there is no option {name}: it is now sparse_prefill, {values}")
+    if params.get("signals") is not None or (isinstance(nested, Mapping) and nested.get("signals") is not None):
+        raise ValueError(f"there is no option signals: {_NO_SIGNALS}")
     given = {name: params[name] for name in OPTIONS if params.get(name) is not None}
     if nested is None:
         return given
@@ -217,7 +212,7 @@ def attach(request: RunningRequest, state: RequestState) -> None:
     -----
     `customized_info[key][i]`, the only channel to the tokenizer's process, is sent once, with output token i. The
     report
-    is at token 0, and a step's [gamma, num_accepted], then lag and signals where requested, at the step's first token.
+    is at token 0, and a step's [gamma, num_accepted] at the step's first token.
     After a prefill (token 0), a step that drafted 4 and had 2 accepted (tokens 1 to 3), and one that drafted none
     (token
     4)::
@@ -243,16 +238,13 @@ def note_step(request: RunningRequest, record: StepRecord) -> None:
     num_out = len(request.output_ids)
     del carried[num_out:]
     carried += [None] * (num_out - len(carried))
-    figures: list[Any] = [record.gamma, record.num_accepted]
-    if options_of(request).signals:
-        figures += [record.lag, record.signals.confidence, record.signals.entropy]
-    carried += [figures, *[None] * record.num_accepted]
+    carried += [[record.gamma, record.num_accepted], *[None] * record.num_accepted]
 
 
 def was_wrong(request: RunningRequest) -> bool:
     """Return whether more than half of the newest known proposal was rejected."""
     carried = (request.customized_info or {}).get(META_INFO) or []
-    gamma, num_accepted = next((figures[:2] for figures in reversed(carried[1:]) if figures), (0, 0))
+    gamma, num_accepted = next((figures for figures in reversed(carried[1:]) if figures), (0, 0))
     return 2 * num_accepted < gamma
 
 

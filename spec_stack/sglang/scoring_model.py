@@ -17,7 +17,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_loader import get_model
 
 from spec_stack.sglang.launch_notes import prunes
-from spec_stack.sglang.padded_vocabulary import OTHER_TOKENIZER, fit_draft, have_one_vocabulary
+from spec_stack.sglang.padded_vocabulary import fit_draft, rows_differ
 from spec_stack.sglang.pooled_draft import PooledDraft
 from spec_stack.sglang.protocols import Scheduler
 from spec_stack.sglang.ranks import least_free_bytes
@@ -123,12 +123,8 @@ def load_beside(scheduler: Any, check: Callable[[], None]) -> None:
     refusal = scoring_refusal(args, algorithm, target.model_config, model_config, config.positions)
     if refusal is not None:
         raise ValueError(f"--spec-stack-scoring-model does not work here: {refusal}")
-    sizes, tokenizer = (model_config.vocab_size, target.model_config.vocab_size), scheduler.tp_worker.tokenizer
-    # Without a tokenizer the check is skipped where the rows fit.
-    if (sizes[0] != sizes[1] or tokenizer is not None) and not have_one_vocabulary(
-        tokenizer, config.scoring_model, args.trust_remote_code
-    ):
-        raise ValueError(f"--spec-stack-scoring-model {config.scoring_model}: {OTHER_TOKENIZER}")
+    sizes = target.model_config.vocab_size, model_config.vocab_size
+    must_fit = rows_differ(*sizes, scheduler.tp_worker.tokenizer, config.scoring_model, args.trust_remote_code)
     load_format = "dummy" if args.load_format == "dummy" else "auto"
     with draft_model_build_scope():
         model = get_model(
@@ -136,7 +132,7 @@ def load_beside(scheduler: Any, check: Callable[[], None]) -> None:
             load_config=LoadConfig(load_format=load_format, download_dir=args.download_dir),
             device_config=DeviceConfig(target.device, target.gpu_id),
         )
-    if sizes[0] != sizes[1]:
+    if must_fit:
         fit_draft(model, *sizes)
     weights = Weights(model, model_config, target.device, target.gpu_id)
     found = ScoringModel(config.scoring_model, weights, target.model_config, args, config, algorithm)

@@ -38,14 +38,14 @@ SEAMS: Mapping[str, tuple[str, ...]] = {
     ),
     f"{_SRT}.managers.io_struct.BatchStrOutput": ("customized_info", "prompt_tokens", "cached_tokens"),
     f"{_SRT}.speculative.standalone_worker_v2.StandaloneWorkerV2": (
-        *("_validate_vocab_compatibility", "apply_runtime_state", "init_cuda_graphs", "forward_batch_generation"),
+        *("_validate_vocab_compatibility", "apply_runtime_state", "forward_batch_generation"),
         *("verify", "on_verify_complete_cpu", "activate_step_by_batch", "build_adaptive_runtime_state"),
         "target_worker",
     ),
     f"{_SRT}.speculative.adaptive_runtime_state.AdaptiveController": ("init_states",),
     f"{_SRT}.model_executor.cuda_graph_config.PhaseConfig": ("backend", "bs"),
     f"{_SRT}.speculative.standalone_worker_v2.StandaloneDraftWorker": (
-        *("alloc_memory_pool", "init_attention_backend", "draft_forward", "_capture_cuda_graphs"),
+        *("alloc_memory_pool", "init_attention_backend"),
         *("_draft_extend_for_prefill", "_draft_extend_for_decode"),
     ),
 }

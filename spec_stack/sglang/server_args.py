@@ -89,18 +89,17 @@ class ServerConfig:
     )
 
     def __post_init__(self) -> None:
-        whole = all(isinstance(gamma, int) and not isinstance(gamma, bool) for gamma in self.gammas)
-        if not whole or not self.gammas or not all(0 <= gamma <= MAX_GAMMA for gamma in self.gammas):
-            raise ValueError(f"gammas must be one or more whole numbers, 0 to {MAX_GAMMA}, got {self.gammas}")
-        if max(self.gammas) == 0:
+        _check_whole_numbers("gammas", self.gammas)
+        if any(gamma > MAX_GAMMA for gamma in self.gammas):
+            raise ValueError(f"gammas must be at most {MAX_GAMMA}, got {self.gammas}")
+        if not any(self.gammas):
             raise ValueError("gammas must hold a number over 0; without drafting, leave --speculative-algorithm out")
         object.__setattr__(self, "gammas", tuple(sorted(set(self.gammas))))
-        for size, gamma in self.max_gamma_by_batch_size.items():
-            if type(size) is not int or size < 1 or type(gamma) is not int or gamma < 0:
-                raise ValueError(
-                    "max_gamma_by_batch_size must map numbers of requests, 1 or more, to gammas, "
-                    f"got {dict(self.max_gamma_by_batch_size)}"
-                )
+        _check_whole_numbers("max_gamma_by_batch_size's sizes", list(self.max_gamma_by_batch_size), least=1)
+        _check_whole_numbers("max_gamma_by_batch_size's gammas", list(self.max_gamma_by_batch_size.values()))
+        _check_whole_numbers("prefill_decode_interval", [self.prefill_decode_interval])
+        if self.draft_pool_tokens is not None:
+            _check_whole_numbers("draft_pool_tokens", [self.draft_pool_tokens], least=1)
         for name, kinds in (
             ("calibration", f"a file, a folder or {NONE!r}"),
             ("scoring_model", "a folder or a hub id"),
@@ -108,20 +107,12 @@ class ServerConfig:
             value = getattr(self, name)
             if not isinstance(value, str | None) or value == "":
                 raise ValueError(f"{name} must be {kinds}, got {value!r}")
-        if type(self.prefill_decode_interval) is not int or self.prefill_decode_interval < 0:
-            raise ValueError(
-                f"prefill_decode_interval must be a number of steps, 0 or more, got {self.prefill_decode_interval!r}"
-            )
         if self.scoring_model is not None and self.prefill.sparse_prefill == "draft_only":
             raise ValueError("sparse_prefill 'draft_only' needs SPEC_STACK's own draft; leave scoring_model out")
         if self.follow_up not in FOLLOW_UPS:
             raise ValueError(f"follow_up must be one of {', '.join(FOLLOW_UPS)}, got {self.follow_up!r}")
         if self.positions not in POSITIONS:
             raise ValueError(f"positions must be one of {', '.join(POSITIONS)}, got {self.positions!r}")
-        if self.draft_pool_tokens is not None and (
-            type(self.draft_pool_tokens) is not int or self.draft_pool_tokens < 1
-        ):
-            raise ValueError(f"draft_pool_tokens must be a whole number, 1 or more, got {self.draft_pool_tokens!r}")
         if self.recall.max_cached_tokens is not None:
             raise ValueError(
                 "recall.max_cached_tokens is for Python: a server's caches make room by themselves; leave it out"
@@ -141,9 +132,9 @@ class ServerConfig:
         return max(1, min(MOST_POOL_TOKENS, num_free_bytes // 10 // bytes_per_token))
 
     @property
-    def measures_signals(self) -> bool:
-        """Return whether the server's policy uses the draft's signals."""
-        return self.scoring_model is None and self.policy == "throughput"
+    def most_pool_tokens(self) -> int:
+        """`pool_tokens` where memory is no limit."""
+        return self.draft_pool_tokens or MOST_POOL_TOKENS
 
     def make_policy(self, name: str) -> Policy:
         """A fresh policy that keeps to `gammas`. Raises ValueError for one that cannot decide for a batch."""
@@ -184,29 +175,15 @@ class ServerConfig:
         for name in OLD_SWITCHES.keys() & (values.keys() | prefill.keys()):
             raise ValueError(f"there is no setting {name}: it is now sparse_prefill, {OLD_SWITCHES[name]}")
         prefill.update({name: values.pop(name) for name in _OF_PREFILL if name in values})
-        if "draft_slots" in prefill and prefill.get("sparse_prefill") != "draft_only":
-            raise ValueError("draft_slots are those of sparse_prefill 'draft_only'; add it, or leave draft_slots out")
+        recall = dict(_mapping("recall", values.pop("recall", {})))
         _refuse_unknown("", values, [entry.name for entry in fields(cls)])
-        _refuse_unknown("prefill.", prefill, [entry.name for entry in fields(PrefillConfig) if not entry.kw_only])
-        if prefill.get("positions") == "contiguous":
-            raise ValueError("positions is a server's own setting: set positions, and leave prefill.positions out")
-        for name in ("keep_rate", "scoring_heads", "draft_window"):
-            if isinstance(prefill.get(name), list):
-                # JSON has lists for tuples.
-                prefill[name] = tuple(tuple(pair) if isinstance(pair, list) else pair for pair in prefill[name])
+        _refuse_unknown("recall.", recall, [entry.name for entry in fields(SessionConfig)])
         if "gammas" in values:
             values["gammas"] = _tuple("gammas", values["gammas"])
-        if "policy_options" in values:
-            values["policy_options"] = dict(_mapping("policy_options", values["policy_options"]))
-        if "max_gamma_by_batch_size" in values:
-            by_size = _mapping("max_gamma_by_batch_size", values["max_gamma_by_batch_size"])
-            # JSON has strings for keys.
-            values["max_gamma_by_batch_size"] = {
-                int(size) if str(size).isdigit() else size: gamma for size, gamma in by_size.items()
-            }
-        recall = dict(_mapping("recall", values.pop("recall", {})))
-        _refuse_unknown("recall.", recall, [entry.name for entry in fields(SessionConfig)])
-        return cls(prefill=PrefillConfig(**prefill), recall=SessionConfig(**recall), **values)
+        for name in ("policy_options", "max_gamma_by_batch_size"):
+            if name in values:
+                values[name] = {_number(key): value for key, value in _mapping(name, values[name]).items()}
+        return cls(prefill=_prefill_config(prefill), recall=SessionConfig(**recall), **values)
 
     @classmethod
     def from_environment(cls) -> ServerConfig:
@@ -214,6 +191,19 @@ class ServerConfig:
         flags = _read_environment()
         path = flags.pop("config", None)
         return cls.from_mapping({**(_read_file(path) if path else {}), **flags})
+
+
+def _prefill_config(values: dict[str, Any]) -> PrefillConfig:
+    """From a file's mapping, in which lists stand for tuples."""
+    if "draft_slots" in values and values.get("sparse_prefill") != "draft_only":
+        raise ValueError("draft_slots are those of sparse_prefill 'draft_only'; add it, or leave draft_slots out")
+    _refuse_unknown("prefill.", values, [entry.name for entry in fields(PrefillConfig) if not entry.kw_only])
+    if values.get("positions") == "contiguous":
+        raise ValueError("positions is a server's own setting: set positions, and leave prefill.positions out")
+    for name in ("keep_rate", "scoring_heads", "draft_window"):
+        if isinstance(values.get(name), list):
+            values[name] = tuple(tuple(pair) if isinstance(pair, list) else pair for pair in values[name])
+    return PrefillConfig(**values)
 
 
 class _Remember(argparse.Action):
@@ -308,3 +298,13 @@ def _refuse_unknown(prefix: str, values: Mapping[str, Any], known: list[str]) ->
     unknown = [prefix + name for name in values if name not in known]
     if unknown:
         raise ValueError(f"unknown setting {', '.join(unknown)}; known: {', '.join(prefix + name for name in known)}")
+
+
+def _number(key: object) -> object:
+    """JSON has strings for numeric keys."""
+    return int(str(key)) if str(key).isdigit() else key
+
+
+def _check_whole_numbers(name: str, values: Sequence[object], least: int = 0) -> None:
+    if any(type(value) is not int or value < least for value in values):
+        raise ValueError(f"{name} must be whole numbers, {least} or more, got {list(values)}")

@@ -6,7 +6,7 @@ Own KV pool and request table (see `draft_rows`): backends and graphs are SGLang
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -22,9 +22,10 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from spec_stack.config import PrefillConfig
 from spec_stack.devices import to_device
-from spec_stack.sglang.draft_rows import DraftRow, Ints, Part, num_row_slots, text_of
+from spec_stack.prefill.draft_slots import DraftKVBudget, Ints
+from spec_stack.sglang.draft_rows import DraftRow, Part, num_row_slots, text_of
+from spec_stack.sglang.guards import note_failure
 from spec_stack.sglang.request_state import was_wrong
-from spec_stack.sglang.signals import DraftSignalBuffers
 
 
 class SlottedDraft:
@@ -77,10 +78,15 @@ class SlottedDraft:
 
     def note_prefill(self, batch: Any) -> None:
         """Note a batch of prompts, or of chunks of them, that the target has just prefilled."""
-        lengths = zip(batch.prefix_lens, batch.extend_lens, strict=True)
-        for row, (prefix, new) in zip(batch.req_pool_indices_cpu.tolist(), lengths, strict=True):
-            self._rows.pop(row, None)
-            self._num_prefilled[row] = prefix + new
+        try:
+            lengths = zip(batch.prefix_lens, batch.extend_lens, strict=True)
+            for row, (prefix, new) in zip(batch.req_pool_indices_cpu.tolist(), lengths, strict=True):
+                self._rows.pop(row, None)
+                self._num_prefilled[row] = prefix + new
+        except Exception:
+            note_failure("noting a prefill for the draft", "all requests' slots are chosen anew")
+            self._rows.clear()
+            self._num_prefilled.clear()
 
     def no_proposal(self, next_token_ids: torch.Tensor) -> EagleDraftInput:
         """SGLang's result of a draft prefill, without one: `begin_step` fills in the proposal."""
@@ -97,14 +103,14 @@ class SlottedDraft:
         """Return whether the next step is a request's first one."""
         return any(row not in self._rows for row in batch.req_pool_indices_cpu.tolist())
 
-    def begin_step(self, batch: Any, signals: DraftSignalBuffers | None) -> None:
+    def begin_step(self, batch: Any) -> None:
         """Choose slots for requests of the next step, where they have none or their choice is due.
 
         Mutates batch.spec_info for those without slots: the first token of their proposal.
         """
         unread: set[int] = set()
         try:
-            self._choose_and_read(batch, signals, unread)
+            self._choose_and_read(batch, unread)
         except Exception:
             # Marked as holding what the draft has not read; they begin anew in their next step.
             for row in unread:
@@ -121,7 +127,7 @@ class SlottedDraft:
                 self._num_prefilled.pop(row, None)
                 self._shifts[row] = self._shifts_cpu[row] = 0
 
-    def _choose_and_read(self, batch: Any, signals: DraftSignalBuffers | None, unread: set[int]) -> None:
+    def _choose_and_read(self, batch: Any, unread: set[int]) -> None:
         """unread: rows whose choice the draft has not read yet; filled and emptied here."""
         renewed, new = _Parts(), [_Parts()]
         for at, (row, request) in enumerate(zip(batch.req_pool_indices_cpu.tolist(), batch.reqs, strict=True)):
@@ -129,37 +135,41 @@ class SlottedDraft:
             if held is None:
                 if new[-1].num_tokens >= self._config.prefill_chunk:
                     new.append(_Parts())
-                held = self._new_row(row)
-                text = self._prefilled_of(batch, at, row)
                 unread.add(row)
-                new[-1].add(row, held.begin(text), np.append(text, 0), at)
+                self._begin_row(row, batch, at, new[-1])
             elif held.is_due(len(request.origin_input_ids) + len(request.output_ids), was_wrong(request)):
-                text = text_of(request.origin_input_ids, request.output_ids)
                 unread.add(row)
-                part = held.renew(text)
-                self.num_renewals += 1
-                self.num_restored += len(part.positions)
-                if len(part.positions):
-                    renewed.add(row, part, text)
-                else:
-                    unread.discard(row)
-            else:
-                continue
-            self._show(row, held)
+                self._renew_row(row, held, text_of(request.origin_input_ids, request.output_ids), renewed)
         for parts in new:
             if parts.rows:
-                self._begin(batch.spec_info, parts, signals)
+                self._begin(batch.spec_info, parts)
                 unread.difference_update(parts.rows)
         if renewed.rows:
             self._forward(renewed)
-            unread.clear()
+        unread.clear()
 
-    def _begin(self, proposals: Any, parts: _Parts, signals: DraftSignalBuffers | None) -> None:
+    def _begin_row(self, row: int, batch: Any, at: int, parts: _Parts) -> None:
+        # Slot 0 is reserved: padding is written there.
+        slots = np.arange(self.num_per_request) + 1 + row * self.num_per_request
+        held = self._rows[row] = DraftRow(slots, DraftKVBudget.of(self._config))
+        # If the following fails, the row holds wrong KV, at valid places.
+        self._show(row, held)
+        text = self._prefilled_of(batch, at, row)
+        parts.add(row, held.begin(text), np.append(text, 0), at)
+        self._show(row, held)
+
+    def _renew_row(self, row: int, held: DraftRow, text: Ints, parts: _Parts) -> None:
+        part = held.renew(text)
+        self.num_renewals += 1
+        self.num_restored += len(part.positions)
+        if len(part.positions):
+            parts.add(row, part, text)
+        self._show(row, held)
+
+    def _begin(self, proposals: Any, parts: _Parts) -> None:
         device = self._shifts.device
-        at, rows = to_device(torch.tensor([parts.at, parts.rows]), device)
-        newest = proposals.bonus_tokens[at]
-        with signals.catching_up(rows, has_graph=False) if signals is not None else nullcontext():
-            logits = self._forward(parts, newest)
+        at = to_device(torch.tensor(parts.at), device)
+        logits = self._forward(parts, proposals.bonus_tokens[at])
         proposals.topk_index[at] = logits.argmax(dim=-1, keepdim=True)
 
     def _prefilled_of(self, batch: Any, at: int, row: int) -> Ints:
@@ -171,14 +181,6 @@ class SlottedDraft:
         if num_tokens is None:
             num_tokens = len(text) - 1 if batch.seq_lens_cpu is None else int(batch.seq_lens_cpu[at])
         return np.append(text[:num_tokens], np.zeros(max(0, num_tokens - len(text)), dtype=np.int64))
-
-    def _new_row(self, row: int) -> DraftRow:
-        # Slot 0 is reserved: padding is written there.
-        held = DraftRow(np.arange(self.num_per_request) + 1 + row * self.num_per_request, self._config)
-        self._rows[row] = held
-        # If the following fails, the row holds wrong KV, at valid places.
-        self._show(row, held)
-        return held
 
     def _show(self, row: int, held: DraftRow) -> None:
         """Write a row's slots into the draft's table."""
@@ -263,8 +265,15 @@ class SlottedDraft:
         """In the block, a batch has the draft's lengths and slots: num_tokens tokens of every request are taken in."""
         names = ("seq_lens", "seq_lens_cpu", "seq_lens_sum", "out_cache_loc")
         before = [getattr(batch, name) for name in names]
-        lengths = self._lengths(batch)
-        for name, value in zip(names, (*lengths, self._slots(batch, lengths[0], num_tokens)), strict=True):
+        try:
+            lengths = self._lengths(batch)
+            own = (*lengths, self._slots(batch, lengths[0], num_tokens))
+        except Exception:
+            note_failure("placing the draft", "its next proposal is not accepted")
+            # The reserved slot.
+            nowhere = torch.zeros(len(batch.seq_lens) * num_tokens, dtype=torch.int64, device=batch.seq_lens.device)
+            own = (*before[:3], nowhere)
+        for name, value in zip(names, own, strict=True):
             setattr(batch, name, value)
         try:
             yield

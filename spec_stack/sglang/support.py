@@ -5,11 +5,13 @@ Drafting works wherever SGLang's STANDALONE does; pruning needs more, and can wo
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
 from spec_stack.config import Positions
+from spec_stack.sglang.server_args import ServerConfig
 
 NAME = "SPEC_STACK"
 # Tested by `tests/serving` (docs/operations.md), up to the newest that pip installs; others are refused.
@@ -37,6 +39,8 @@ BESIDE = ("NGRAM", "STANDALONE", "EAGLE", "EAGLE3", "DFLASH")
 # Draft backends that take their KV lengths from seq_lens, or are made to (see positions.protect_kv_lengths).
 BUILT_FROM_POSITIONS = ("triton", "flashinfer")
 MAPPED_DRAFT_BACKENDS = ("torch_native", "triton", "flashinfer", "fa3", "trtllm_mha")
+# An environment variable of SGLang's.
+_SKIP_DRAFT_EXTEND = "SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND"
 
 
 def check_version() -> None:
@@ -58,6 +62,38 @@ def num_matched(found: Any) -> int:
     if hasattr(found, "device_prefix_len"):
         return int(found.device_prefix_len)
     return len(found.device_indices)
+
+
+def require_drafting(args: Any, config: ServerConfig) -> None:
+    """Raise ValueError, with the fix, where SPEC_STACK cannot draft on such a server. args: SGLang's arguments."""
+    if not args.speculative_draft_model_path:
+        raise ValueError(f"{NAME} needs a draft model: add --speculative-draft-model-path")
+    if config.scoring_model is not None:
+        raise ValueError(
+            f"{NAME} scores with its draft; leave --spec-stack-scoring-model out, or decode with another algorithm"
+        )
+    largest = config.gammas[-1]
+    if args.speculative_num_steps not in (None, largest):
+        raise ValueError(f"{NAME} takes its steps from --spec-stack-gammas; leave --speculative-num-steps out")
+    if args.speculative_eagle_topk not in (None, 1):
+        raise ValueError(f"{NAME} drafts one chain; leave --speculative-eagle-topk out")
+    if args.speculative_num_draft_tokens not in (None, largest + 1):
+        raise ValueError(f"{NAME} takes its widths from --spec-stack-gammas; leave --speculative-num-draft-tokens out")
+    for flag, value, wanted in (
+        ("--speculative-adaptive", args.speculative_adaptive, False),
+        ("--enable-dp-attention", args.enable_dp_attention, False),
+        ("--attn-dp-size", attn_dp_size(args), 1),
+        ("--pp-size", args.pp_size, 1),
+        # Gamma 0 has no draft probabilities for it, and SGLang's worker ends the server where there are none.
+        ("--speculative-use-rejection-sampling", args.speculative_use_rejection_sampling, False),
+    ):
+        if value != wanted:
+            raise ValueError(f"{NAME} does not work with {flag}; leave it out")
+    if os.environ.get(_SKIP_DRAFT_EXTEND, "0").lower() in ("1", "true") and 0 in config.gammas:
+        raise ValueError(
+            f"{_SKIP_DRAFT_EXTEND} leaves holes in the draft's KV after every step of gamma 0; unset it, or leave 0 "
+            "out of --spec-stack-gammas"
+        )
 
 
 @dataclass(frozen=True)
@@ -106,16 +142,16 @@ def pruning_of(asked: str, args: Any, target: Any, draft: Any, role: str = "draf
 
 
 def _scoring_model_refusal(args: Any, draft: Any, role: str) -> str | None:
-    reason = _model_refusal(draft)
+    reason = architecture_refusal(draft)
     if reason is not None:
         return f"the {role} {reason}"
-    if str(getattr(args, "disaggregation_mode", None) or "null") != "null":
+    if _is_disaggregated(args):
         return "prefill and decode run on different servers"
     return None
 
 
 def _original_refusal(args: Any, target: Any, algorithm: str) -> str | None:
-    reason = _model_refusal(target)
+    reason = architecture_refusal(target)
     if reason is not None:
         return f"the target {reason}"
     return _untested(args, target, algorithm)
@@ -177,12 +213,12 @@ def require_slots(args: Any, draft: Any) -> None:
 
 
 def _slots_refusal(args: Any, draft: Any) -> str | None:
-    reason = _model_refusal(draft)
+    reason = architecture_refusal(draft)
     if reason is not None:
         return f"the draft {reason}"
     if (getattr(args, "page_size", None) or 1) > 1:
         return "a page of several slots cannot hold chosen tokens; --page-size 1 can"
-    if str(getattr(args, "disaggregation_mode", None) or "null") != "null":
+    if _is_disaggregated(args):
         return "prefill and decode run on different servers"
     for flag in ("enable_hierarchical_cache", "enable_lmcache", "enable_flexkv"):
         if getattr(args, flag, None):
@@ -190,7 +226,12 @@ def _slots_refusal(args: Any, draft: Any) -> str | None:
     return None
 
 
-def _model_refusal(config: Any) -> str | None:
+def _is_disaggregated(args: Any) -> bool:
+    return str(getattr(args, "disaggregation_mode", None) or "null") != "null"
+
+
+def architecture_refusal(config: Any) -> str | None:
+    """Why a model's prompts may not be pruned at original positions, or None. config: SGLang's of the model."""
     architecture = config.hf_config.architectures[0]
     if architecture not in _ARCHITECTURES:
         return f"is a {architecture}, not one of {', '.join(_ARCHITECTURES)}"

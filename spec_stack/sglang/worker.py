@@ -6,25 +6,23 @@ import logging
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch
 from sglang.srt.arg_groups.model_override_base import resolving_view
-from sglang.srt.layers.logits_processor import LogitsProcessor
+from sglang.srt.runtime_context import get_context
 from sglang.srt.speculative import eagle_worker_v2
 from sglang.srt.speculative.standalone_worker_v2 import StandaloneDraftWorker, StandaloneWorkerV2
 
 from spec_stack.sglang import hooks
-from spec_stack.sglang.active_gamma import forget_earlier_gammas_of_this_process
-from spec_stack.sglang.batch_policy import BatchPolicy, step_clock
+from spec_stack.sglang.batch_policy import BatchPolicy, end_chains, step_clock
 from spec_stack.sglang.graphs import GraphedController, captured_at
 from spec_stack.sglang.guards import harmless, note_failure
 from spec_stack.sglang.launch_notes import penalty_advice
-from spec_stack.sglang.padded_vocabulary import OTHER_TOKENIZER, fit_draft, have_one_vocabulary
+from spec_stack.sglang.padded_vocabulary import fit_draft, rows_differ
+from spec_stack.sglang.penalties import Penalties
 from spec_stack.sglang.positions import protect_kv_lengths
 from spec_stack.sglang.ranks import first_ranks_choice, num_ranks
 from spec_stack.sglang.request_state import STATE
 from spec_stack.sglang.scoring_model import ScoringModel
 from spec_stack.sglang.server_args import ServerConfig
-from spec_stack.sglang.signals import DraftSignalBuffers, end_chains
 from spec_stack.sglang.slotted_draft import SlottedDraft
 from spec_stack.sglang.support import (
     BUILT_FROM_POSITIONS,
@@ -35,17 +33,16 @@ from spec_stack.sglang.support import (
 )
 
 logger = logging.getLogger(__name__)
-_SWITCH = "Switch adaptive runtime state"
+# Of SGLang's logs: the line and the entry of a change of gamma.
+_SWITCH, _OVERRIDE = "Switch adaptive runtime state", "adaptive_spec.restore"
 
 
 class SpecStackDraftWorker(StandaloneDraftWorker):  # type: ignore[misc]
     """SGLang's draft worker, with attention lengths from seq_lens. Backends are made at launch, one per gamma.
 
-    signals: of the drafted tokens, where the server's policy uses them; None measures nothing. slots: where it decodes
-    over slots of its own; None shares the target's.
+    slots: where it decodes over slots of its own; None shares the target's.
     """
 
-    signals: DraftSignalBuffers | None = None
     slots: SlottedDraft | None = None
 
     def alloc_memory_pool(
@@ -69,49 +66,26 @@ class SpecStackDraftWorker(StandaloneDraftWorker):  # type: ignore[misc]
         name = args.speculative_draft_attention_backend or self.draft_runner.decode_attention_backend_str
         protect_kv_lengths(self.draft_attn_backend, name in BUILT_FROM_POSITIONS)
 
-    def measure_signals(self, max_gamma: int) -> None:
-        """Measure signals from now on; later captured graphs include it."""
-        found = [module for module in self.draft_runner.model.modules() if isinstance(module, LogitsProcessor)]
-        if len(found) != 1:
-            logger.warning("the draft has %d logits processors and not 1, so no signals of it are known", len(found))
-            return
-        self.signals = DraftSignalBuffers(max_gamma, self.req_to_token_pool.req_to_token.shape[0], self.device)
-        self.signals.watch(found[0])
-
-    def _capture_cuda_graphs(self) -> None:
-        with self.signals.capturing() if self.signals is not None else nullcontext():
-            super()._capture_cuda_graphs()
-
-    def draft_forward(self, forward_batch: Any) -> Any:
-        with self.signals.drafting() if self.signals is not None else nullcontext():
-            return super().draft_forward(forward_batch)
-
     def _draft_extend_for_prefill(
         self, batch: Any, hidden_states: Any, next_token_ids: Any, *args: Any, **kwargs: Any
     ) -> Any:
         if self.slots is not None and not batch.forward_mode.is_idle():
             self.slots.note_prefill(batch)
             return self.slots.no_proposal(next_token_ids)
-        with self._catching_up(batch, has_graph=False):
-            return super()._draft_extend_for_prefill(batch, hidden_states, next_token_ids, *args, **kwargs)
+        return super()._draft_extend_for_prefill(batch, hidden_states, next_token_ids, *args, **kwargs)
 
     def _draft_extend_for_decode(self, batch: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
         own: AbstractContextManager[None] = nullcontext()
         if self.slots is not None and not batch.forward_mode.is_idle():
             own = self.slots.catching_up(batch, self.speculative_num_draft_tokens)
             kwargs.pop("kv_loc_plan", None)
-        with self._catching_up(batch, has_graph=self.cuda_graph_runner_for_draft_extend is not None), own:
+        with own:
             result = super()._draft_extend_for_decode(batch, output, *args, **kwargs)
         # A captured graph returns the draft's hidden states and a prefill does not, and the relay between steps needs
         # them always or never. A standalone draft does not use them.
         if output.next_draft_input is not None:
             output.next_draft_input.hidden_states = None
         return result
-
-    def _catching_up(self, batch: Any, has_graph: bool) -> AbstractContextManager[None]:
-        if self.signals is None or batch.forward_mode.is_idle():
-            return nullcontext()
-        return self.signals.catching_up(batch.req_pool_indices, has_graph)
 
 
 class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
@@ -143,6 +117,7 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
             clock=step_clock(self.server_args.device),
         )
         self.adaptive_controller = GraphedController(self, self.batch_policy)
+        self._penalties = Penalties()
         if advice := penalty_advice(runner.model_config.get_default_sampling_params()):
             logger.warning("%s: %s", NAME, advice)
         # SGLang logs every change of gamma, which it expects rarely; here gamma may change at every step.
@@ -160,28 +135,21 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
 
     def _validate_vocab_compatibility(self, target_vocab_size: int, target_tokenizer: Any) -> None:
         """STANDALONE requires equally many embedding rows; one tokenizer is enough."""
-        runner = self._draft_worker.draft_runner
-        draft_vocab_size = runner.model_config.vocab_size
-        args = self.server_args
-        is_alike = have_one_vocabulary(target_tokenizer, args.speculative_draft_model_path, args.trust_remote_code)
-        if draft_vocab_size == target_vocab_size or not is_alike:
-            if target_tokenizer is not None and not is_alike:
-                raise ValueError(OTHER_TOKENIZER)
-            super()._validate_vocab_compatibility(target_vocab_size, target_tokenizer)
-            return
-        logger.info("the draft's %d embedding rows are fitted to the target's %d", draft_vocab_size, target_vocab_size)
-        fit_draft(runner.model, draft_vocab_size, target_vocab_size)
+        runner, args = self._draft_worker.draft_runner, self.server_args
+        sizes = target_vocab_size, runner.model_config.vocab_size
+        if rows_differ(*sizes, target_tokenizer, args.speculative_draft_model_path, args.trust_remote_code):
+            logger.info("the draft's %d embedding rows are fitted to the target's %d", sizes[1], sizes[0])
+            fit_draft(runner.model, *sizes)
 
     def apply_runtime_state(self, state: Any) -> None:
         super().apply_runtime_state(state)
         with harmless("forgetting earlier gammas", "SGLang's record of them grows"):
-            forget_earlier_gammas_of_this_process()
+            _forget_earlier_gammas(get_context()._overrides_log)
 
-    def init_cuda_graphs(self) -> None:
-        # The pools are there by now, and no graph has been captured.
-        if self._config.measures_signals:
-            self._draft_worker.measure_signals(self._config.gammas[-1])
-        super().init_cuda_graphs()
+    @property
+    def num_overrides_kept(self) -> int:
+        """Entries in SGLang's log of gamma overrides; must not grow with the steps."""
+        return len(get_context()._overrides_log)
 
     def build_adaptive_runtime_state(self, *args: Any, cuda_graph_bs: list[int] | None = None, **kwargs: Any) -> Any:
         with captured_at(cuda_graph_bs):
@@ -190,30 +158,21 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
     def forward_batch_generation(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
             self.batch_policy.something_else_runs()
-            self.batch_policy.count_penalties_of_prefill(batch.sampling_info, batch.reqs, batch.seq_lens.device)
+            self._penalties.forget()
+            self._penalties.correct_prefill(batch.reqs, batch.sampling_info, batch.seq_lens.device)
             return super().forward_batch_generation(batch, *args, **kwargs)
         if self.slots is not None and not batch.forward_mode.is_idle():
             self._begin_slots(batch, self.slots)
         self.batch_policy.begin_step(batch.reqs)
-        signals, rows = self._draft_worker.signals, batch.req_pool_indices
-        if signals is None or batch.forward_mode.is_idle():
-            return super().forward_batch_generation(batch, *args, **kwargs)
-        first: torch.Tensor | None = None
-        with harmless("taking the draft's signals", "none are known of the step"):
-            first = signals.take_first(rows)
-        result = super().forward_batch_generation(batch, *args, **kwargs)
-        with harmless("carrying the draft's signals", "none are known of the step"):
-            if first is not None:
-                self.batch_policy.carry(signals.of_step(first, self.speculative_num_steps, rows))
-        return result
+        return super().forward_batch_generation(batch, *args, **kwargs)
 
     def _begin_slots(self, batch: Any, slots: SlottedDraft) -> None:
-        if slots.has_new(batch):
-            self.batch_policy.something_else_runs()
         # A rank that leaves a forward of the draft would let the others hang in it: then the server ends.
         guard = harmless("choosing the draft's slots", "it proposes what will not be accepted")
         with guard if num_ranks() == 1 else nullcontext():
-            slots.begin_step(batch, self._draft_worker.signals)
+            if slots.has_new(batch):
+                self.batch_policy.something_else_runs()
+            slots.begin_step(batch)
 
     def verify(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         if not batch.forward_mode.is_idle():
@@ -226,5 +185,15 @@ class SpecStackWorker(StandaloneWorkerV2):  # type: ignore[misc]
             # SGLang's own tokens of gamma 0 are int32 without overlap, and CUDA's kernels take int64 alone.
             batch.spec_info.draft_token = batch.spec_info.draft_token.long()
             newest = batch.spec_info.draft_token[:: batch.spec_info.draft_token_num]
-            self.batch_policy.count_penalties(batch.sampling_info, newest, batch.seq_lens)
+            self._penalties.correct_step(batch.reqs, batch.sampling_info, newest, batch.seq_lens)
         return super().verify(batch, *args, **kwargs)
+
+
+def _forget_earlier_gammas(log: list[tuple[str, Any]]) -> None:
+    """Keep the newest gamma entry of SGLang's log, the only one that it reads. Mutates the log.
+
+    SGLang appends one entry per change, and here gamma may change at every step.
+    """
+    ours = [at for at, (source, _) in enumerate(log) if source == _OVERRIDE]
+    for at in reversed(ours[:-1]):
+        del log[at]

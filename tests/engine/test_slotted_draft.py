@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 
@@ -14,7 +14,7 @@ from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
 from spec_stack.engine.slotted_draft import SlottedDraft
 from spec_stack.hf.attention import install
 from spec_stack.hf.model import CachedModel
-from spec_stack.prefill.draft_slots import choose_slots
+from spec_stack.prefill.draft_slots import DraftKVBudget, Text, choose_slots
 from tests.support import reference
 from tests.support.models import make_model, random_prompt
 from tests.support.reference_slots import chosen_slots, logits_in_order_of_writing
@@ -91,12 +91,13 @@ class Noted(CachedModel):
         return logits
 
 
-def slotted(seed: int = 2, num_slots: int = SLOTS, **options: object) -> tuple[SlottedDraft, list[int]]:
-    model = make_model(seed=seed)
+CHOOSE = partial(choose_slots, chunk_size=8, num_sinks=8)
+
+
+def slotted(choose: Callable[[Text, int], Sequence[int]] = CHOOSE) -> tuple[SlottedDraft, list[int]]:
+    model = make_model(seed=2)
     install(model)
-    prompt = random_prompt(120)
-    choose = partial(choose_slots, chunk_size=8, num_sinks=8)
-    return SlottedDraft(Noted(model, 64), num_slots, choose, **options), prompt  # type: ignore[arg-type]
+    return SlottedDraft(Noted(model, 64), DraftKVBudget(SLOTS, choose)), random_prompt(120)
 
 
 def test_the_first_logits_are_a_plain_forwards_over_the_chosen_tokens_at_their_positions() -> None:
@@ -111,21 +112,8 @@ def test_the_first_logits_are_a_plain_forwards_over_the_chosen_tokens_at_their_p
     assert draft.num_cached == len(slots)
 
 
-def test_slots_that_are_never_chosen_anew_are_chosen_once() -> None:
-    draft, prompt = slotted(renew_every=(1 << 30, 1 << 30))
-    start = draft.next_position
-    draft.forward(prompt[start:], range(start, len(prompt)), num_logits=1)
-    noted = draft._draft
-    assert isinstance(noted, Noted)
-    assert noted.writes[0][2] == chosen_slots(prompt, SLOTS, 8, 8)
-    draft.rollback(0)
-    draft.forward(prompt[40:60], range(len(prompt), len(prompt) + 20), num_logits=1)
-    assert noted.writes[1][2] == list(range(len(prompt), len(prompt) + 20))
-
-
 def test_a_choice_that_keeps_no_slot_held_is_a_forward_over_the_chosen_tokens_alone() -> None:
-    draft, text = slotted()
-    draft._choose = lambda text_ids, num_slots: list(range(len(text_ids) - num_slots, len(text_ids)))
+    draft, text = slotted(lambda text_ids, num_slots: range(len(text_ids) - num_slots, len(text_ids)))
     for grown in (text, [*text, *random_prompt(2 * SLOTS, seed=3)]):
         start = draft.next_position
         logits = draft.forward(grown[start:], range(start, len(grown)), num_logits=1)
@@ -172,22 +160,20 @@ def test_what_is_chosen_anew_sees_what_was_written_before_it_and_nothing_else(se
         assert all(text[at] == token for at, token in known)
 
 
-def note_choices(draft: SlottedDraft) -> list[int]:
-    """The lengths of the text at which slots are chosen from now on."""
+def slotted_with_noted_choices() -> tuple[SlottedDraft, list[int], list[int]]:
+    """A draft, its text, and the lengths of the text at which slots are chosen."""
     chosen_at: list[int] = []
 
-    def choose(text_ids: Sequence[int], num_slots: int) -> list[int]:
+    def choose(text_ids: Text, num_slots: int) -> list[int]:
         chosen_at.append(len(text_ids))
-        return choose_slots(text_ids, num_slots, 8, 8)
+        return CHOOSE(text_ids, num_slots)
 
-    draft._choose = choose
-    return chosen_at
+    return (*slotted(choose), chosen_at)
 
 
 @pytest.mark.parametrize(("num_right", "every"), [(4, 64), (3, 64), (2, 64), (1, 8), (0, 8)])
 def test_slots_are_chosen_anew_sooner_where_half_of_a_proposal_or_more_is_wrong(num_right: int, every: int) -> None:
-    draft, text = slotted()
-    chosen_at = note_choices(draft)
+    draft, text, chosen_at = slotted_with_noted_choices()
     while len(text) < 320:
         draft.forward(text[draft.next_position :], range(draft.next_position, len(text)), num_logits=1)
         drafted = random_prompt(4, seed=len(text))
@@ -202,8 +188,7 @@ def test_slots_are_chosen_anew_sooner_where_half_of_a_proposal_or_more_is_wrong(
 
 @pytest.mark.parametrize(("is_right", "every"), [(True, 64), (False, 8)])
 def test_one_token_a_step_tells_where_the_draft_is_wrong_too(is_right: bool, every: int) -> None:
-    draft, text = slotted()
-    chosen_at = note_choices(draft)
+    draft, text, chosen_at = slotted_with_noted_choices()
     while len(text) < 320:
         logits = draft.forward(text[draft.next_position :], range(draft.next_position, len(text)), num_logits=1)
         draft.rollback(0)
@@ -242,7 +227,7 @@ def test_slots_that_an_index_holds_are_not_read_again() -> None:
     fork = Noted(model, 64)
     fork.prefill(prompt[:110], range(110))
     fork.writes.clear()
-    draft = SlottedDraft(fork, SLOTS, partial(choose_slots, chunk_size=8, num_sinks=8))
+    draft = SlottedDraft(fork, DraftKVBudget(SLOTS, CHOOSE))
     assert draft.next_position == 110
     logits = draft.forward(prompt[110:], range(110, 120), num_logits=1)
     assert fork.writes[0][2] == list(range(110, 120))

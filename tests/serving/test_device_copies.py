@@ -109,11 +109,11 @@ def test_slots_are_chosen_and_renewed_without_waiting(num_prompts: int, monkeypa
     with blocking_copies() as found:
         draft.note_prefill(batch)
         batch.spec_info = draft.no_proposal(torch.zeros(num_prompts, dtype=torch.int32, device="meta"))
-        draft.begin_step(batch, None)
+        draft.begin_step(batch)
         for request in batch.reqs:
             # What is written shares words with what was dropped.
             request.output_ids += [0, *range(100, 165)]
-        draft.begin_step(batch, None)
+        draft.begin_step(batch)
     assert draft.num_renewals == num_prompts
     assert draft.num_restored
     assert found == []

@@ -162,12 +162,12 @@ def test_a_request_says_who_is_pruned_as_far_as_the_launch_lets_it(slotted: Serv
         assert said in (_report(reply)["sparse_prefill_reason"] if status == 200 else str(reply))
 
 
-@pytest.mark.parametrize("fault", ["slots", "reading", "places"])
+@pytest.mark.parametrize("fault", ["slots", "reading", "places", "lengths"])
 def test_a_failure_costs_proposals_and_no_token(
     slotted: Server, reference: Reference, faults: Path, fault: str
 ) -> None:
     # Others for each fault: a row that is not read may still hold the text of who had it before.
-    seed = 90 + 2 * ("slots", "reading", "places").index(fault)
+    seed = 90 + 2 * ("slots", "reading", "places", "lengths").index(fault)
     prompts = [reference.prompt(num_tokens, seed=seed + at) for at, num_tokens in enumerate((500, 90))]
     faults.write_text(fault)
     try:
@@ -223,15 +223,24 @@ def fail(*args: Any) -> None:
 
 def test_a_request_whose_slots_could_not_be_read_anew_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     draft, batch = slotted_without_a_model(1, monkeypatch), batch_of({0: 3000})
-    draft.begin_step(batch, None)
+    draft.begin_step(batch)
     assert not draft.has_new(batch)
     words = random.Random(1)
     batch.reqs[0].output_ids += [words.randrange(60) for _ in range(RENEW_EVERY)]
     monkeypatch.setattr(draft, "_forward", fail)
     with pytest.raises(RuntimeError, match="by a test"):
-        draft.begin_step(batch, None)
+        draft.begin_step(batch)
     assert draft.num_restored
     assert draft.has_new(batch)
+
+
+def test_after_a_prefill_that_cannot_be_noted_every_request_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    draft, batch = slotted_without_a_model(1, monkeypatch), batch_of({0: 3000})
+    draft.begin_step(batch)
+    draft.note_prefill(SimpleNamespace())
+    assert draft.has_new(batch)
+    draft.begin_step(batch)
+    assert not draft.has_new(batch)
 
 
 @pytest.mark.parametrize("num_done", [0, 1, 2])
@@ -244,7 +253,7 @@ def test_a_failed_choice_leaves_every_row_at_places_that_exist_and_the_next_one_
 
     draft, before = slotted_without_a_model(3, monkeypatch), batch_of({0: 3000, 1: 2000, 2: 3500})
     draft.note_prefill(before)
-    draft.begin_step(before, None)
+    draft.begin_step(before)
     assert (draft._shifts > 1000).all()
     new = batch_of({2: 500, 0: 100, 1: 90})
     draft.note_prefill(new)
@@ -256,14 +265,14 @@ def test_a_failed_choice_leaves_every_row_at_places_that_exist_and_the_next_one_
 
     monkeypatch.setattr(slotted_draft, "DraftRow", Failing)
     with pytest.raises(RuntimeError, match="by a test"):
-        draft.begin_step(new, None)
+        draft.begin_step(new)
     for lengths in draft._lengths(new)[:2]:
         assert (lengths >= 1).all()
         assert (lengths + GAMMA < CONTEXT).all()
     monkeypatch.undo()
     monkeypatch.setattr(draft, "_begin", lambda *args: None)
     later = batch_of({2: 503, 0: 103, 1: 93}, num_said=4)
-    draft.begin_step(later, None)
+    draft.begin_step(later)
     lengths, on_host, _ = draft._lengths(later)
     assert draft._shifts.tolist() == draft._shifts_cpu.tolist() == [draft._rows[row].shift for row in range(3)]
     assert lengths.tolist() == on_host.tolist() == [draft._rows[row].num_held for row in (2, 0, 1)]

@@ -25,8 +25,7 @@ BY_HOOK: dict[str, tuple[str, ...]] = {
     "Scheduler.get_internal_state": ("state",),
 }
 OF_THE_WORKER = (
-    *("choosing", "capping", "switching", "learning", "caps", "penalties", "forgetting"),
-    *("signals", "measuring signals", "catching up", "taking signals", "carrying signals"),
+    *("choosing", "capping", "switching", "learning", "caps", "finding penalties", "penalties", "forgetting"),
 )
 FAULTS = (*(fault for faults in BY_HOOK.values() for fault in faults), *OF_THE_WORKER)
 

@@ -67,8 +67,7 @@ def test_a_reply_that_was_retracted_is_penalised_as_one_that_was_not(asked: dict
     """SGLang's own penalizers, which begin anew with the prefill that repeats the reply; no server."""
     from sglang.srt.sampling import penaltylib
 
-    from spec_stack.sglang.batch_policy import BatchPolicy
-    from spec_stack.sglang.server_args import ServerConfig
+    from spec_stack.sglang.penalties import Penalties
 
     end, request = 5, request_of("a")
     request.sampling_params = settings(stop_token_ids=None, **asked)
@@ -79,7 +78,7 @@ def test_a_reply_that_was_retracted_is_penalised_as_one_that_was_not(asked: dict
     penalizers = penaltylib.BatchedPenalizerOrchestrator(
         vocab_size=8, batch=batch, penalizers={getattr(penaltylib, f"Batched{kind}Penalizer") for kind in kinds}
     )
-    policy = BatchPolicy(ServerConfig(), "fp32")
+    exact = Penalties()
     for step in range(5):
         if step:
             penalizers.cumulate_output_tokens(torch.tensor(request.output_ids[-1:]))
@@ -88,12 +87,10 @@ def test_a_reply_that_was_retracted_is_penalised_as_one_that_was_not(asked: dict
         scaling = penalizers.accumulate_scaling_penalties()
         info = SimpleNamespace(acc_additive_penalties=additive, acc_scaling_penalties=scaling)
         if step:
-            policy.begin_step([request])
-            policy.get_steps_for_batch(1)
             said = torch.tensor(request.output_ids)
-            policy.count_penalties(info, said[-1:], torch.tensor([2 + len(said) - 1]))
+            exact.correct_step([request], info, said[-1:], torch.tensor([2 + len(said) - 1]))
         else:
-            policy.count_penalties_of_prefill(info, [request], torch.device("cpu"))
+            exact.correct_prefill([request], info, torch.device("cpu"))
         for token in range(8):
             times = request.output_ids.count(token)
             is_forbidden = token == end and len(request.output_ids) < asked.get("min_new_tokens", 0)

@@ -185,7 +185,7 @@ def test_a_request_alone_gets_the_gamma_it_asks_for(server: Server, reference: R
         ({"gamma": -1}, "gamma"),
         ({"gamma": 4, "policy": "ema"}, "gamma"),
         ({"policy": "bandit"}, "policy"),
-        ({"signals": "all"}, "signals"),
+        ({"signals": True}, "signals"),
         ({"policy": 7}, "policy"),
     ],
 )

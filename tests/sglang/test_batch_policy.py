@@ -7,20 +7,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-import torch
 
 from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord
 from spec_stack.controller.registry import make_batch_policy
 from spec_stack.sglang import batch_policy
 from spec_stack.sglang.batch_policy import BatchPolicy
-from spec_stack.sglang.reports import ReplyInfo
 from spec_stack.sglang.request_state import (
     STATE,
     RequestOptions,
-    note_step,
 )
 from spec_stack.sglang.server_args import ServerConfig
-from tests.support import controller_data
 from tests.support.sglang_requests import request_of
 
 
@@ -271,51 +267,9 @@ def test_a_step_says_how_long_its_texts_are_in_the_mean() -> None:
     assert seen == [0, 3_000]
 
 
-def test_the_drafts_signals_reach_their_own_request_and_step() -> None:
-    """Requests end and join; what a proposal was measured with stays with it, cut to the request's own gamma."""
-    seen: list[StepRecord] = []
-
-    @dataclass
-    class Watcher(Policy):
-        def choose(self, context: StepContext) -> int:
-            return 2
-
-        def observe(self, record: StepRecord) -> None:
-            seen.append(record)
-
-    gamma = BatchPolicy(ServerConfig(), "fp32")
-    gamma._policies["throughput"] = Watcher()
-    a, b, c = request_of("a"), request_of("b", RequestOptions(gamma=1)), request_of("c")
-    for number, requests in enumerate(([a, b], [b, c])):
-        gamma.begin_step(requests)
-        assert gamma.get_steps_for_batch(2) == 2
-        values = [[[0.9, number], [0.8, row], [0.7, 10 + row]] for row in range(2)]
-        if number == 1:
-            values[1][1] = [math.nan, math.nan]
-        gamma.carry(torch.tensor(values))
-        gamma.on_verify_complete([0, 0], 2)
-    found = [
-        (record.request_id, record.signals.entropy, record.upcoming and record.upcoming.entropy) for record in seen
-    ]
-    assert found == [("a", [0, 0], [10]), ("b", [0], [11]), ("b", [1], [10]), ("c", [], [11])]
-
-
-def test_signals_are_in_the_report_where_they_were_asked_for() -> None:
-    request = request_of("a", RequestOptions(signals=True))
-    note_step(request, controller_data.step(3, 1, confidence=0.5))
-    reply = ReplyInfo()
-    reply.add(request.customized_info[STATE])
-    info = reply.meta_info(is_finished=True)
-    assert info is not None
-    assert (info["lag_trace"], info["confidence_trace"]) == ([1], [[0.5] * 3])
-    assert len(info["entropy_trace"][0]) == 3
-
-
-def test_a_server_without_signals_refuses_what_needs_them() -> None:
+def test_policies_for_one_request_are_refused() -> None:
     config = ServerConfig(policy="ema")
     assert RequestOptions.parse({"policy": "throughput"}, config).policy == "throughput"
-    with pytest.raises(ValueError, match="does not"):
-        RequestOptions.parse({"signals": True}, config)
     for custom in ({"policy": "speckv"}, {"policy": "confidence"}):
         with pytest.raises(ValueError, match="use throughput"):
             RequestOptions.parse(custom, config)

@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 
 from spec_stack.config import PrefillConfig
-from spec_stack.prefill.draft_slots import MOST_RESTORED, RENEW_EVERY, RENEW_WHERE_WRONG, choose_slots
+from spec_stack.prefill.draft_slots import (
+    MOST_RESTORED,
+    RENEW_EVERY,
+    RENEW_WHERE_WRONG,
+    DraftKVBudget,
+    choose_slots,
+)
 from spec_stack.sglang.draft_rows import DraftRow, num_row_slots
 
 CONFIG = PrefillConfig(draft_slots=96, chunk_size=16)
@@ -20,7 +26,7 @@ class WrittenSlots:
         self.rng = np.random.default_rng(seed)
         # Few words, so that chunks share them with what is written, and others at other times.
         self.text = self.rng.integers(0, 60, num_prompt_tokens + 1)
-        self.row = DraftRow(1000 + self.rng.permutation(num_row_slots(CONFIG, MAX_GAMMA)), CONFIG)
+        self.row = DraftRow(1000 + self.rng.permutation(num_row_slots(CONFIG, MAX_GAMMA)), DraftKVBudget.of(CONFIG))
         self.positions: dict[int, int] = {}
         part = self.row.begin(self.text[:-1])
         assert part.num_before == 0
@@ -90,7 +96,7 @@ def test_a_text_that_the_slots_hold_is_held_whole_and_a_longer_one_is_not() -> N
 
 
 def test_a_row_that_was_not_begun_is_never_chosen_anew() -> None:
-    row = DraftRow(np.arange(8), CONFIG)
+    row = DraftRow(np.arange(8), DraftKVBudget.of(CONFIG))
     assert row.shift == 0
     assert not row.is_due(1_000_000, is_wrong=True)
 

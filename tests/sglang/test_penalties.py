@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,10 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from spec_stack.sglang.batch_policy import BatchPolicy
 from spec_stack.sglang.guards import num_failures
-from spec_stack.sglang.penalties import SaidTokens, count_one_by_one, has_penalties, is_penalised
-from spec_stack.sglang.server_args import ServerConfig
+from spec_stack.sglang.penalties import Penalties, has_penalties, is_penalised
 from tests.support.sampling_settings import asked
 
 VOCABULARY = 7
@@ -35,16 +32,8 @@ def _request(said: list[int], it: Any, num_prompt_tokens: int = 3) -> Any:
     )
 
 
-def _count(info: Any, requests: Any, newest: torch.Tensor, num_said: torch.Tensor) -> None:
-    if any(has_penalties(request) for request in requests):
-        SaidTokens(requests, VOCABULARY, torch.device("cpu")).count(info, newest, num_said)
-
-
-@pytest.mark.parametrize("count", [_count, count_one_by_one])
 @given(st.lists(st.tuples(st.lists(st.integers(0, 6), min_size=1, max_size=9), _ASKED, st.booleans()), min_size=1))
-def test_every_token_that_was_said_counts_once(
-    count: Callable[..., None], requests: list[tuple[list[int], Any, bool]]
-) -> None:
+def test_every_token_that_was_said_counts_once(requests: list[tuple[list[int], Any, bool]]) -> None:
     """Also where the host does not know the last one yet, of some of a batch: under overlap, and after a retraction
     while the prefill that repeats it is on its way. Rows without penalties are left alone, and an end of the reply is
     forbidden no longer than was asked for."""
@@ -56,8 +45,8 @@ def test_every_token_that_was_said_counts_once(
     )
     # SGLang forbids an end of the reply here.
     info.acc_additive_penalties[:, 3] = -torch.inf
-    num_said = torch.tensor([len(said) for said, _, _ in requests])
-    count(info, rows, torch.tensor([said[-1] for said, _, _ in requests]), num_said)
+    num_held = torch.tensor([3 + len(said) - 1 for said, _, _ in requests])
+    Penalties().correct_step(rows, info, torch.tensor([said[-1] for said, _, _ in requests]), num_held)
     for row, (said, it, _) in enumerate(requests):
         if not has_penalties(rows[row]):
             assert info.acc_additive_penalties[row, 0] == 9
@@ -81,8 +70,7 @@ def test_a_prefill_that_repeats_a_reply_is_penalised_for_all_of_it(requests: lis
     for row, (_, it) in enumerate(requests):
         if it.min_new_tokens:
             info.acc_additive_penalties[row, 3] = -torch.inf
-    policy = BatchPolicy(ServerConfig(), "fp32")
-    policy.count_penalties_of_prefill(info, rows, torch.device("cpu"))
+    Penalties().correct_prefill(rows, info, torch.device("cpu"))
     for row, (said, it) in enumerate(requests):
         for token in range(VOCABULARY):
             times = said.count(token)
@@ -103,7 +91,7 @@ def test_what_is_added_step_by_step_is_what_was_said(
     settings: list[Any], steps: list[list[int]], lag: int, others: set[int], changes: set[int]
 ) -> None:
     """Whatever the host has been told, also where a prefill comes between (others) and who runs changes (changes)."""
-    policy, said = BatchPolicy(ServerConfig(), "fp32"), [[1] for _ in settings]
+    penalties, said = Penalties(), [[1] for _ in settings]
     rows: list[Any] = []
     failures = num_failures()
     for number, tokens in enumerate(steps):
@@ -112,16 +100,14 @@ def test_what_is_added_step_by_step_is_what_was_said(
         for row, ids in zip(rows, said, strict=True):
             row.output_ids = ids[: len(ids) - lag]
         if number in others:
-            policy.something_else_runs()
+            penalties.forget()
         info = SimpleNamespace(
             acc_additive_penalties=torch.zeros(len(rows), VOCABULARY),
             acc_scaling_penalties=torch.ones(len(rows), VOCABULARY),
         )
         info.acc_additive_penalties[:, 3] = -torch.inf
-        policy.begin_step(rows)
-        policy.get_steps_for_batch(len(rows))
         num_held = torch.tensor([3 + len(ids) - 1 for ids in said])
-        policy.count_penalties(info, torch.tensor([ids[-1] for ids in said], dtype=torch.int32), num_held)
+        penalties.correct_step(rows, info, torch.tensor([ids[-1] for ids in said], dtype=torch.int32), num_held)
         for row, (ids, it) in enumerate(zip(said, settings, strict=True)):
             if not has_penalties(rows[row]):
                 assert info.acc_additive_penalties[row, 0] == 0
@@ -134,7 +120,7 @@ def test_what_is_added_step_by_step_is_what_was_said(
                 assert info.acc_scaling_penalties[row, token] == (it.repetition_penalty if times else 1.0)
         for ids, token in zip(said, tokens, strict=False):
             ids.append(token)
-    # Else what was tested is the second way.
+    # Else what was tested is SGLang's own count.
     assert num_failures() == failures
 
 
@@ -155,17 +141,15 @@ class _CopiesToTheDevice(TorchDispatchMode):
 
 def test_a_step_of_the_same_requests_copies_nothing_to_the_device() -> None:
     rows = [_request([1] * 500, asked(frequency_penalty=0.5, repetition_penalty=1.1)), _request([1], asked())]
-    policy, copies = BatchPolicy(ServerConfig(), "fp32"), []
+    penalties, copies = Penalties(), []
     info = SimpleNamespace(
         acc_additive_penalties=torch.zeros(2, VOCABULARY, device="meta"),
         acc_scaling_penalties=torch.ones(2, VOCABULARY, device="meta"),
     )
     on_device = torch.zeros(2, dtype=torch.int64, device="meta")
     for _ in range(5):
-        policy.begin_step(rows)
-        policy.get_steps_for_batch(2)
         with _CopiesToTheDevice() as mode:
-            policy.count_penalties(info, on_device, on_device)
+            penalties.correct_step(rows, info, on_device, on_device)
         copies.append(mode.num)
     assert copies[0] > 0
     assert copies[1:] == [0] * 4

@@ -49,6 +49,7 @@ CONFIG = ServerConfig()
         {"keep_rate": 0.2, "spec_stack": {"keep_rate": 0.3}},
         {"spec_stack": {"specprefil": True}},
         {"spec_stack": 3},
+        {"signals": True},
     ],
 )
 def test_an_option_out_of_range_is_refused_by_name(custom: dict[str, Any]) -> None:
@@ -58,10 +59,9 @@ def test_an_option_out_of_range_is_refused_by_name(custom: dict[str, Any]) -> No
 
 def test_nobody_sets_drafts_that_are_not_ours() -> None:
     beside = ServerConfig(scoring_model="draft")
-    for name, value in {"gamma": 0, "policy": "ema", "signals": True}.items():
+    for name, value in {"gamma": 0, "policy": "ema"}.items():
         with pytest.raises(ValueError, match=f"{name} set how SPEC_STACK drafts"):
             RequestOptions.parse({name: value}, beside)
-    assert RequestOptions.parse({"signals": False}, beside).signals is False
     assert RequestOptions.parse({"keep_rate": 0.3}, beside).keep_rate == 0.3
 
 

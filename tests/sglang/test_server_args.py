@@ -96,6 +96,28 @@ def test_a_draft_gets_slots_of_its_own_where_it_can_read_them() -> None:
             support.require_slots(args, draft)
 
 
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({}, None),
+        ({"speculative_num_steps": 8, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 9}, None),
+        ({"speculative_draft_model_path": None}, "add --speculative-draft-model-path"),
+        ({"speculative_num_steps": 3}, "leave --speculative-num-steps out"),
+        ({"attn_dp_size": 2}, "does not work with --attn-dp-size"),
+    ],
+)
+def test_drafting_says_what_it_cannot_work_with(changed: dict[str, object], said: str | None) -> None:
+    names = ("num_steps", "eagle_topk", "num_draft_tokens", "adaptive", "use_rejection_sampling")
+    plain = {"speculative_draft_model_path": "draft", "enable_dp_attention": False, "pp_size": 1}
+    plain |= {f"speculative_{name}": False if name in names[3:] else None for name in names}
+    args = SimpleNamespace(**{**plain, **changed})
+    if said is None:
+        support.require_drafting(args, ServerConfig())
+        return
+    with pytest.raises(ValueError, match=said):
+        support.require_drafting(args, ServerConfig())
+
+
 def test_an_fp4_cache_keeps_prompts_whole_and_an_fp8_one_does_not() -> None:
     model = SimpleNamespace(
         hf_config=SimpleNamespace(architectures=["LlamaForCausalLM"]), hf_text_config=SimpleNamespace()

@@ -33,18 +33,15 @@ FAULTS = {
     "completion": ("hooks", "reported_completion"),
     "choosing": ("batch_policy", "BatchPolicy._policy"),
     "learning": ("batch_policy", "BatchPolicy._record"),
-    "signals": ("batch_policy", "as_signals"),
-    "measuring signals": ("signals", "DraftSignalBuffers._measure"),
-    "catching up": ("signals", "DraftSignalBuffers._note_first"),
-    "taking signals": ("signals", "DraftSignalBuffers.take_first"),
-    "carrying signals": ("signals", "DraftSignalBuffers.of_step"),
     "capping": ("batch_policy", "_cap"),
-    "switching": ("worker", "forget_earlier_gammas_of_this_process"),
+    "switching": ("worker", "_forget_earlier_gammas"),
     "caps": ("worker", "end_chains"),
-    "penalties": ("penalties", "SaidTokens.count"),
+    "finding penalties": ("penalties", "has_penalties"),
+    "penalties": ("penalties", "_OutputCounts.correct"),
     "slots": ("draft_rows", "DraftRow.begin"),
     "reading": ("slotted_draft", "SlottedDraft._forward"),
     "places": ("slotted_draft", "SlottedDraft.place"),
+    "lengths": ("slotted_draft", "SlottedDraft._lengths"),
 }
 
 

@@ -1,0 +1,170 @@
+"""What the doctor says of a launch that is resolved. No SGLang here, and no server."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from spec_stack.sglang.launch_check import Launch, as_text, check_launch, describe
+from spec_stack.sglang.server_args import ServerConfig
+from spec_stack.sglang.support import Pruning
+
+
+def refused(reason: str) -> Pruning:
+    return Pruning(original=reason, contiguous=reason, default="original", untested=None)
+
+
+def _model(num_layers: int, architecture: str = "Qwen3ForCausalLM", sampling: dict[str, Any] | None = None) -> Any:
+    """SGLang's configuration of a model with 8 key heads of 128, in two bytes."""
+    return SimpleNamespace(
+        hf_config=SimpleNamespace(architectures=[architecture]),
+        hf_text_config=SimpleNamespace(),
+        num_hidden_layers=num_layers,
+        head_dim=128,
+        v_head_dim=128,
+        dtype=SimpleNamespace(itemsize=2),
+        context_len=40_960,
+        get_num_kv_heads=lambda tp_size: 8 // tp_size,
+        get_default_sampling_params=lambda: sampling or {},
+    )
+
+
+def _args(**changed: Any) -> Any:
+    return SimpleNamespace(
+        **{
+            "attention_backend": "fa3",
+            "decode_attention_backend": None,
+            "speculative_draft_attention_backend": None,
+            "disable_radix_cache": False,
+            "kv_cache_dtype": "auto",
+            "max_running_requests": 48,
+            "max_total_tokens": None,
+            "mem_fraction_static": 0.8,
+            "page_size": 1,
+            "tp_size": 1,
+            **changed,
+        }
+    )
+
+
+def _launch(**changed: Any) -> Launch:
+    launch = Launch(
+        algorithm="SPEC_STACK",
+        args=_args(),
+        target=_model(36),
+        small=_model(28),
+        config=ServerConfig(),
+        pruning=Pruning(None, None, "original", None),
+        vocabularies="151936 embedding rows in both",
+        sizes=[1, 2, 4, 8, 16],
+        device_bytes=80e9,
+    )
+    return replace(launch, **changed)
+
+
+def test_a_launch_takes_its_pools_and_graphs() -> None:
+    found = describe(_launch(args=_args(max_total_tokens=100_000)))
+    per_token = [2 * 2 * 8 * 128 * num_layers for num_layers in (36, 28)]
+    total = 100_000 * sum(per_token) / 1e9
+    assert found["target's pool"] == (
+        f"100000 tokens of {per_token[0]} bytes of the target and {per_token[1]} bytes of the draft, "
+        f"{total:.2f} GB on each rank"
+    )
+    assert found["draft's pool"].startswith(f"65536 tokens of {per_token[1]} bytes")
+    numbers = found["numbers"]
+    assert numbers["draft_pool_bytes"] == 65_536 * per_token[1]
+    assert [numbers["target_bytes_per_token"], numbers["draft_bytes_per_token"]] == per_token
+    assert numbers["graph_batch_sizes"][8] == [1, 2, 4, 8, 16]
+    assert numbers["num_graphs"] == 5 * (2 + 2 + 3 + 3 + 3)
+    assert found["warnings"] == ["before SGLang 0.5.23, FA3 has no CUDA graph for the draft's extension after a step"]
+
+
+@pytest.mark.parametrize(
+    ("args", "divisor"), [({"tp_size": 4}, 4), ({"kv_cache_dtype": "fp8_e4m3"}, 2), ({"kv_cache_dtype": "bf16"}, 1)]
+)
+def test_ranks_and_short_numbers_take_less(args: dict[str, Any], divisor: int) -> None:
+    numbers = describe(_launch(args=_args(**args)))["numbers"]
+    assert numbers["target_bytes_per_token"] == 2 * 2 * 8 * 128 * 36 // divisor
+
+
+def test_a_draft_over_its_own_slots_takes_none_of_the_targets_pool() -> None:
+    config = ServerConfig.from_mapping({"sparse_prefill": "draft_only", "draft_slots": 256})
+    found = describe(_launch(config=config))
+    assert "draft" not in found["target's pool"]
+    assert "the target prefills densely" in found["prompts"]
+    slots = found["numbers"]["draft_slots"]
+    assert slots["num_bytes"] == 49 * slots["num_per_request"] * 2 * 2 * 8 * 128 * 28
+    assert f"{slots['num_per_request']} slots of its own for each request" in found["draft's slots"]
+    assert "draft's pool" not in found
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [({}, "the launch times both models' prefill"), ({"min_prompt_tokens": 900}, "900 uncached tokens, as given")],
+)
+def test_the_threshold_says_where_it_comes_from(settings: dict[str, Any], said: str) -> None:
+    assert said in describe(_launch(config=ServerConfig.from_mapping(settings)))["threshold"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (
+            {"pruning": refused("the target is a GptOssForCausalLM")},
+            "no prompt is pruned here, since the target is a GptOss",
+        ),
+        ({"config": ServerConfig.from_mapping({"sparse_prefill": "off"})}, "since sparse_prefill is off"),
+        ({"config": ServerConfig.from_mapping({"keep_rate": 1.0})}, "since keep_rate is 1.0"),
+    ],
+)
+def test_where_no_prompt_is_pruned_it_says_why(changed: dict[str, Any], said: str) -> None:
+    found = describe(_launch(**changed))
+    assert said in found["prompts"]
+    assert not found["numbers"]["prunes"]
+    assert found["numbers"]["min_prompt_tokens"] is None
+    assert not {"threshold", "draft's pool"} & found.keys()
+
+
+@pytest.mark.parametrize("algorithm", ["", "NGRAM"])
+def test_a_scoring_model_drafts_nothing(algorithm: str) -> None:
+    found = describe(_launch(algorithm=algorithm, config=ServerConfig(scoring_model="draft")))
+    assert found["drafting"] == f"{algorithm or 'none'}, by SGLang itself"
+    assert (found["numbers"]["drafts"], found["numbers"]["gammas"]) == (False, [])
+    assert "draft" not in found["target's pool"]
+    assert "CUDA graphs" not in found
+
+
+def test_layers_that_are_not_plain_attention_are_not_estimated() -> None:
+    found = describe(
+        _launch(target=_model(36, "DeepseekV3ForCausalLM"), pruning=refused("the target is a DeepseekV3ForCausalLM"))
+    )
+    assert found["target's pool"] == "not estimated for these layers"
+    assert found["numbers"]["target_bytes_per_token"] is None
+
+
+def test_what_works_worse_than_it_might_is_a_warning() -> None:
+    target = _model(36, sampling={"repetition_penalty": 1.05})
+    args = _args(attention_backend="aiter", disable_radix_cache=True)
+    warnings = "\n".join(describe(_launch(target=target, args=args, device_bytes=24e9))["warnings"])
+    for said in ("radix cache", "--spec-stack-gammas 0 2 4", "repetition_penalty 1.05", "stays at its cache slots"):
+        assert said in warnings
+
+
+def test_text_and_json_say_the_same() -> None:
+    report = {"arguments": [], "problem": None, **describe(_launch())}
+    text = as_text(report)
+    assert json.loads(json.dumps(report))["numbers"]["num_graphs"] == report["numbers"]["num_graphs"]
+    for name in ("prompts", "drafting", "target's pool", "draft's pool", "CUDA graphs"):
+        assert f"{name}: {report[name]}" in text
+    assert text.endswith("the server would start with these arguments")
+    assert as_text({**report, "problem": "no"}).endswith("problem: no")
+
+
+def test_a_python_without_sglang_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="this Python has none"):
+        check_launch([])
