@@ -37,6 +37,7 @@ CALIBRATED = "calibrated"
 # Tokens behind a question, up to the end of the turn, from which they count as instructions.
 _INSTRUCTIONS = 32
 _QUESTION_CHARACTERS = 120
+_ROW_BEGINS = '{"key": '
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,8 @@ class FidelityConfig:
         if not self.keep_rates:
             raise ValueError("keep_rates is empty; give one or more shares of the prompt")
         for rate in self.keep_rates:
+            if not isinstance(rate, int | float):
+                raise ValueError(f"keep_rates must be numbers, got {rate!r}")
             PrefillConfig(keep_rate=rate)
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens must be 1 or more, got {self.max_tokens}")
@@ -339,23 +342,34 @@ def _in_words(row: PromptFidelity) -> str:
 
 
 def _read_rows(path: Path) -> dict[str, PromptFidelity]:
-    """Rows of an earlier run by key. Raises ValueError, naming the line, for a file of something else."""
+    """Rows of earlier runs by key; a row that an interrupted run cut off is left out. Raises ValueError, naming the
+    line, for a file of something else."""
     rows = {}
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
     for number, line in enumerate(lines, start=1):
+        if not line or _is_cut(line):
+            continue
         try:
             values = json.loads(line)
             values["pruned"] = [PrunedPrompt(**each) for each in values["pruned"]]
             row = PromptFidelity(**values)
         except (ValueError, TypeError, KeyError) as error:
-            if number == len(lines) and not line.endswith("}"):
-                # A row that was cut off when the run was ended.
-                continue
             raise ValueError(f"{path}, line {number} is no row of a measurement: {error}") from error
         rows[row.key] = row
     return rows
 
 
+def _is_cut(line: str) -> bool:
+    """Whether a line is the beginning of a row."""
+    try:
+        json.loads(line)
+    except ValueError:
+        return line.startswith(_ROW_BEGINS) or _ROW_BEGINS.startswith(line)
+    return False
+
+
 def _add_row(path: Path, row: PromptFidelity) -> None:
+    content = path.read_bytes() if path.exists() else b""
+    is_cut = content != b"" and not content.endswith(b"\n")
     with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(row)) + "\n")
+        file.write(("\n" if is_cut else "") + json.dumps(asdict(row)) + "\n")

@@ -99,7 +99,12 @@ def test_time_ends_a_run_after_its_first_prompt(embedded: SpecStackGenerator, tm
     rows = tmp_path / "rows.jsonl"
     found = measure_fidelity(embedded, PROMPTS[:2], [0.5], max_tokens=1, minutes=1e-9, rows=rows)
     assert (len(found.prompts), found.num_left) == (1, 1)
-    assert len(rows.read_text().splitlines()) == 1
+    first = rows.read_text()
+    assert first.count("\n") == 1
+    rows.write_text(first + first[:40])
+    again = measure_fidelity(embedded, PROMPTS[:2], [0.5], max_tokens=1, rows=rows)
+    assert (again.prompts[0], again.num_left) == (found.prompts[0], 0)
+    assert measure_fidelity(embedded, PROMPTS[:2], [0.5], max_tokens=1, rows=rows).prompts == again.prompts
 
 
 @pytest.mark.parametrize(
@@ -111,6 +116,7 @@ def test_time_ends_a_run_after_its_first_prompt(embedded: SpecStackGenerator, tm
         ([3], {}, "prompt 1 must be a text, or have"),
         ([CODE], {"keep_rates": []}, "keep_rates is empty"),
         ([CODE], {"keep_rates": [2]}, "keep_rate must"),
+        ([CODE], {"keep_rates": ["0.2"]}, "keep_rates must be numbers"),
         ([CODE], {"max_tokens": 0}, "max_tokens must be 1 or more"),
         ([CODE], {"minutes": 0}, "minutes must be over 0"),
         ([CODE], {"within": 0}, "within must be over 0"),
