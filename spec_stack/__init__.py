@@ -12,6 +12,8 @@ import spec_stack.prefill.registry  # noqa: F401
 
 if TYPE_CHECKING:
     from spec_stack.api.custom_generate import with_draft
+    from spec_stack.api.fidelity import measure_fidelity
+    from spec_stack.api.fidelity_report import FidelityReport
     from spec_stack.api.generator import SpecStackGenerator
     from spec_stack.api.pruner import Pruner, PrunerConversation, PruneResult
     from spec_stack.api.session import Session
@@ -50,11 +52,14 @@ _HOMES = {
     "StepOutput": "types",
     "StoreConfig": "config",
     "TokenLogprobs": "types",
+    "FidelityReport": "api.fidelity_report",
+    "measure_fidelity": "api.fidelity",
     "with_draft": "api.custom_generate",
 }
 __all__ = [
     "DecodeConfig",
     "DraftSignals",
+    "FidelityReport",
     "GenerationResult",
     "Metrics",
     "Policy",
@@ -73,6 +78,7 @@ __all__ = [
     "StepRecord",
     "StoreConfig",
     "TokenLogprobs",
+    "measure_fidelity",
     "with_draft",
 ]
 

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
-from spec_stack.config import LoadConfig, PrefillConfig, SessionConfig, SparsePrefill
+from spec_stack.api.unknown_options import shows_options
+from spec_stack.config import LoadConfig, PrefillConfig, SessionConfig
 from spec_stack.engine.pair import ModelPair
 from spec_stack.hf.architectures import text_config
 from spec_stack.hf.chat_template import KEPT_ROLES, chat_parts
@@ -38,6 +39,49 @@ _Place = tuple[int, int | None, str]
 _JOINT, _QUESTION = "\n", -1
 # Most attempts to shrink a selection that exceeds max_tokens.
 _MOST_TRIES = 4
+
+
+class PruneOptions(TypedDict, total=False):
+    """The keywords of `Pruner.prune`."""
+
+    keep_rate: float | None
+    max_tokens: int | None
+    question: str | None
+    protect: Sequence[str]
+    marker: str
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """The options of a call with their defaults. Raises ValueError for invalid ones."""
+
+    keep_rate: float | None = None
+    max_tokens: int | None = None
+    question: str | None = None
+    protect: Sequence[str] = ()
+    marker: str = ""
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None and (type(self.max_tokens) is not int or self.max_tokens < 1):
+            raise ValueError(f"max_tokens must be 1 or more, or None, got {self.max_tokens!r}")
+        if not isinstance(self.question, str | None):
+            raise ValueError(f"question must be a string or None, got {self.question!r}")
+        is_list = isinstance(self.protect, Sequence) and not isinstance(self.protect, str)
+        if not is_list or not all(isinstance(each, str) for each in self.protect):
+            raise ValueError(f"protect must be a list of strings, got {self.protect!r}")
+        if not isinstance(self.marker, str):
+            raise ValueError(f"marker must be a string, got {self.marker!r}")
+        if self.keep_rate is not None and self.max_tokens is not None:
+            raise ValueError("give keep_rate or max_tokens, not both")
+
+    def apply(self, config: PrefillConfig) -> PrefillConfig:
+        """The configuration with this call's keep rate; it prunes any length where the call names an amount."""
+        if self.max_tokens is not None:
+            # Any rate under 1 lets `decide_scoring` agree; the budget sets it.
+            return replace(config, keep_rate=0.5, sparse_prefill="on")
+        if self.keep_rate is not None:
+            return replace(config, keep_rate=self.keep_rate, sparse_prefill="on")
+        return replace(config, sparse_prefill="auto")
 
 
 @dataclass(frozen=True)
@@ -225,16 +269,8 @@ class Pruner:
         """Most tokens that the draft reads."""
         return self._pair.max_positions[1]
 
-    def prune(
-        self,
-        messages: Prunable,
-        *,
-        keep_rate: float | None = None,
-        max_tokens: int | None = None,
-        question: str | None = None,
-        protect: Sequence[str] = (),
-        marker: str = "",
-    ) -> PruneResult:
+    @shows_options(PruneOptions, protect=(), marker="")
+    def prune(self, messages: Prunable, **options: Unpack[PruneOptions]) -> PruneResult:
         """Shorten a prompt.
 
         Parameters
@@ -257,9 +293,7 @@ class Pruner:
         ValueError
             For invalid values, malformed messages, and a tokenizer without character offsets.
         """
-        return self.conversation().prune(
-            messages, keep_rate=keep_rate, max_tokens=max_tokens, question=question, protect=protect, marker=marker
-        )
+        return self.conversation().prune(messages, **options)
 
     def conversation(self, config: SessionConfig | None = None) -> PrunerConversation:
         """A conversation; each turn passes all of its messages.
@@ -285,34 +319,23 @@ class PrunerConversation:
         self._token_ids: list[int] = []
         self._kept: set[int] = set()
 
-    def prune(
-        self,
-        messages: Prunable,
-        *,
-        keep_rate: float | None = None,
-        max_tokens: int | None = None,
-        question: str | None = None,
-        protect: Sequence[str] = (),
-        marker: str = "",
-    ) -> PruneResult:
+    @shows_options(PruneOptions, protect=(), marker="")
+    def prune(self, messages: Prunable, **options: Unpack[PruneOptions]) -> PruneResult:
         """Prune a turn; messages: the whole conversation (see `Pruner.prune`)."""
-        _check(max_tokens, question, protect, marker)
-        if keep_rate is not None and max_tokens is not None:
-            raise ValueError("give keep_rate or max_tokens, not both")
-        config = self._config if keep_rate is None else replace(self._config, keep_rate=keep_rate)
-        prompt, num_old = self._read(messages, question, protect)
+        asked = _Asked(**options)
+        config, max_tokens = asked.apply(self._config), asked.max_tokens
+        prompt, num_old = self._read(messages, asked.question, asked.protect)
         num_tokens = len(prompt.token_ids)
         held = sorted(at for at in self._kept if at < num_old)
         kept, num_recalled, reason = {*held, *range(num_old, num_tokens)}, 0, self._obstacle(num_tokens)
         if not reason:
-            asked: SparsePrefill = "auto" if keep_rate is None and max_tokens is None else "on"
-            scores, reason = self._decide(prompt, config, asked, len(held), num_old, max_tokens)
+            scores, reason = self._decide(prompt, config, len(held), num_old, max_tokens)
             if scores or len(held) < num_old:
                 kept, num_recalled = self._select(prompt, config if scores else None, held, num_old, max_tokens)
-        self._token_ids, self._kept = prompt.token_ids, _whole_segments(prompt, kept, bool(marker))
+        self._token_ids, self._kept = prompt.token_ids, _whole_segments(prompt, kept, bool(asked.marker))
         if max_tokens is not None and len(self._kept) > max_tokens:
             reason += f"; what is never pruned, or was kept before, is over max_tokens={max_tokens}"
-        return _result(messages, prompt, self._kept, marker, num_recalled, reason)
+        return _result(messages, prompt, self._kept, asked.marker, num_recalled, reason)
 
     def _obstacle(self, num_tokens: int) -> str:
         """The reason why the draft cannot score a prompt of this length; empty if it can."""
@@ -325,25 +348,16 @@ class PrunerConversation:
         return ""
 
     def _decide(
-        self,
-        prompt: _Prompt,
-        config: PrefillConfig,
-        asked: SparsePrefill,
-        num_held: int,
-        num_old: int,
-        max_tokens: int | None,
+        self, prompt: _Prompt, config: PrefillConfig, num_held: int, num_old: int, max_tokens: int | None
     ) -> tuple[bool, str]:
         """Whether the new text is pruned, and the reason."""
         num_tokens = len(prompt.token_ids)
-        num_new = num_tokens - num_old
-        if max_tokens is not None:
-            if num_held + num_new <= max_tokens:
-                return False, f"off: {num_held + num_new} tokens are no more than max_tokens={max_tokens}"
-            config = replace(config, keep_rate=0.5)
+        num_left = num_held + num_tokens - num_old
+        if max_tokens is not None and num_left <= max_tokens:
+            return False, f"off: {num_left} tokens are no more than max_tokens={max_tokens}"
         text = "new text" if num_old else "prompt"
         new = clip_spans(prompt.protected, num_old)
-        config = replace(config, sparse_prefill=asked)
-        return decide_scoring(config, num_new, new, num_tokens, self._pair.scoring_limit, text)
+        return decide_scoring(config, num_tokens - num_old, new, num_tokens, self._pair.scoring_limit, text)
 
     def _select(
         self, prompt: _Prompt, config: PrefillConfig | None, held: list[int], num_old: int, max_tokens: int | None
@@ -432,17 +446,6 @@ def _write(
             places.append((message, part, text, len(written)))
             written += text
     return written, places
-
-
-def _check(max_tokens: object, question: object, protect: object, marker: object) -> None:
-    if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
-        raise ValueError(f"max_tokens must be 1 or more, or None, got {max_tokens!r}")
-    if not isinstance(question, str | None):
-        raise ValueError(f"question must be a string or None, got {question!r}")
-    if isinstance(protect, str) or not isinstance(protect, Sequence) or not all(isinstance(s, str) for s in protect):
-        raise ValueError(f"protect must be a list of strings, got {protect!r}")
-    if not isinstance(marker, str):
-        raise ValueError(f"marker must be a string, got {marker!r}")
 
 
 def _as_messages(messages: Prunable) -> list[Message]:

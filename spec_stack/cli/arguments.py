@@ -10,7 +10,7 @@ import stat
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -32,49 +32,27 @@ from spec_stack.config import (
 )
 from spec_stack.controller.registry import POLICIES
 from spec_stack.decode.registry import PROPOSERS
+from spec_stack.prefill.calibration import CHOSEN
 from spec_stack.proxy.config import ProxyConfig
 from spec_stack.serve.config import ServeConfig
 from spec_stack.settings.flags import FormerFlag
 from spec_stack.settings.options import meaning
 
 DEMO_TOKENS = 8200
+NONE = "none"
 _SILENT_S = 1.0
-# Options of `serve`, and their parsers.
-SERVED: dict[str, Callable[[str], Any]] = {
-    "host": str,
-    "port": int,
-    "model_name": str,
-    "temperature": float,
-    "default_max_tokens": int,
-    "max_body_bytes": int,
-    "max_prompt_tokens": int,
-    "max_prompt_chars": int,
-    "max_grammar_size": int,
-    "prepare_s": float,
-    "max_prepare_bytes": int,
-    "max_queued": int,
-    "max_queued_per_client": int,
-    "max_choices": int,
-    "max_sessions": int,
-    "remembered_tokens": int,
-    "shutdown_s": float,
-}
-# Options of `proxy`, likewise.
-PROXIED: dict[str, Callable[[str], Any]] = {
-    "host": str,
-    "port": int,
-    "marker": str,
-    "deadline_s": float,
-    "timeout_s": float,
-    "max_body_bytes": int,
-    "max_parsed_bytes": int,
-    "max_queued": int,
-    "max_queued_per_client": int,
-    "max_conversations": int,
-    "max_connections": int,
-    "shutdown_s": float,
-}
-SWITCHES = ("allow_request_templates", "strip_special_tokens", "strict")
+PAIR = ("target", "draft", "precision", "draft_precision", "draft_step", "device")
+# Options of `serve` that have a flag of their own name.
+SERVED = tuple(entry.name for entry in fields(ServeConfig) if entry.name not in ("api_keys", "cors_origins"))
+# Options of `proxy`, likewise; the upstream is required.
+PROXIED = tuple(entry.name for entry in fields(ProxyConfig) if entry.name != "upstream")
+# Flags of `PrefillConfig`: every calibrated field, so that each can override a calibration, and more.
+PRUNING = (*CHOSEN, "draft_slots", "positions")
+_SAMPLED = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "min_tokens", "seed")
+# Options of `stream` that have a flag.
+ANSWERED = (*_SAMPLED, "sampling", "stop", "ignore_eos", "sparse_prefill", "policy", "gamma", "proposer")
+# Options of sessions that have a flag.
+RECALLED = ("restore_threshold", "max_restored_chunks", "restore_margin", "anchor_threshold")
 _EXAMPLES = """examples:
   spec-stack generate "Name three rivers."
   cat report.txt | spec-stack generate "Summarize this." --stats
@@ -108,23 +86,11 @@ def window(text: str) -> int | tuple[int, int]:
     return (int(shortest), int(size)) if found else int(text)
 
 
-NONE = "none"
-# Flags of `PrefillConfig`: every calibrated field, so that each can override a calibration, and more.
-PRUNING: dict[str, Callable[[str], Any]] = {
+_PARSERS: dict[str, Callable[[str], Any]] = {
     "keep_rate": float,
-    "min_prompt_tokens": int,
-    "look_ahead": int,
-    "draft_slots": int,
     "draft_window": _or_none(window),
-    "draft_sinks": int,
     "scoring_layers": _or_none(int),
     "scoring_heads": _or_none(heads),
-    "unit": str,
-    "scoring_queries": str,
-    "skipped_layers": int,
-    "head_vote": str,
-    "scorer": str,
-    "positions": str,
 }
 
 
@@ -154,64 +120,50 @@ def _add_generate(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_pair_arguments(parser)
-    parser.add_argument(
-        "prompt", nargs="?", help="the prompt, behind what --file and standard input hold; - is standard input alone"
-    )
-    parser.add_argument(
-        "--file", type=Path, help="take the prompt, or what comes before it, from a file; - is standard input"
-    )
     how = parser.add_mutually_exclusive_group()
-    how.add_argument(
-        "--chat", action="store_true", help="send the prompt as a user message: the default for a chat model"
-    )
-    how.add_argument("--raw", action="store_true", help="go on with the prompt as it stands, also with a chat model")
-    parser.add_argument("--system", help="a system message; implies --chat")
-    parser.add_argument("--json-schema", type=Path, help="file with a JSON schema that the answer has to fit")
-    parser.add_argument("--regex", help="regular expression that the answer has to fit")
+    _add_prompt_arguments(parser, how)
+    how.add_argument("--raw", action="store_true", help="continue the prompt as plain text, also with a chat model")
+    parser.add_argument("--json-schema", type=Path, help="JSON schema file for the answer")
+    parser.add_argument("--regex", help="regular expression for the answer")
     _add_answer_arguments(parser)
-    parser.add_argument("--records", type=Path, help="add a record per step to this .jsonl file")
+    parser.add_argument("--records", type=Path, help="append a record per step to this .jsonl file")
     parser.add_argument("--json", action="store_true", help="no stream: print text and metrics as one JSON object")
-    parser.add_argument("--stats", action="store_true", help="say on standard error what the answer cost")
+    parser.add_argument("--stats", action="store_true", help="print the cost of the answer on standard error")
 
 
 def _add_chat(commands: Any) -> None:
-    parser = commands.add_parser("chat", help="a conversation, in which only what is new is prefilled")
+    parser = commands.add_parser("chat", help="a conversation with cached turns; only new text is prefilled")
     _add_pair_arguments(parser)
     parser.add_argument(
-        "--file", type=Path, action="append", default=[], help="a document to talk about; may be repeated"
+        "--file", type=Path, action="append", default=[], help="document for the first turn; repeatable"
     )
     parser.add_argument("--system", help="a system message")
     _add_answer_arguments(parser)
-    for name, kind in (
-        ("restore_threshold", float),
-        ("max_restored_chunks", int),
-        ("restore_margin", int),
-        ("anchor_threshold", float),
-    ):
-        _add_option(parser, SessionConfig, name, type=kind)
+    for name in RECALLED:
+        _add_option(parser, SessionConfig, name)
 
 
 def _add_prune(commands: Any) -> None:
     parser = commands.add_parser(
         "prune",
         help="shorten a text or OpenAI messages for any engine",
-        description="Reads a text, OpenAI messages or a request's body (JSON), and writes the same with the lines left "
-        "out that the draft finds of no use for the question. No target is loaded.",
+        description="Reads a text, OpenAI messages or a request body (JSON), and writes the same without the lines "
+        "that the draft scores lowest for the question. No target is loaded.",
     )
-    parser.add_argument("file", nargs="?", type=Path, help="what to shorten (default: standard input)")
+    parser.add_argument("file", nargs="?", type=Path, help="file to shorten (default: standard input)")
     _add_draft_arguments(parser)
     parser.add_argument(
         "--keep-rate",
         type=float,
-        help="share of the tokens to keep; without it and --max-tokens the draft's own rate, "
-        f"for {PrefillConfig.min_prompt_tokens} tokens and more",
+        help="share of the tokens to keep (default: the draft's calibrated rate, for prompts of "
+        f"{PrefillConfig.min_prompt_tokens} tokens or more)",
     )
-    parser.add_argument("--max-tokens", type=int, help="most tokens to keep, in the draft's")
-    parser.add_argument("--question", help="what it will be asked, where that is not in it")
-    parser.add_argument("--protect", action="append", default=[], help="a string whose lines are kept; may be repeated")
-    parser.add_argument("--marker", default="", help="stands for every gap (default: nothing)")
+    parser.add_argument("--max-tokens", type=int, help="most tokens to keep, by the draft's tokenizer")
+    parser.add_argument("--question", help="the question about the text, if the text does not contain it")
+    parser.add_argument("--protect", action="append", default=[], help="string whose lines are kept; repeatable")
+    parser.add_argument("--marker", default="", help="text in place of every gap (default: nothing)")
     parser.add_argument("--json", action="store_true", help="print the result, kept spans and counts as a JSON object")
-    parser.add_argument("--explain", action="store_true", help="say on standard error what was kept, and why")
+    parser.add_argument("--explain", action="store_true", help="print the kept spans and the reason on standard error")
 
 
 def _add_demo(commands: Any) -> None:
@@ -220,55 +172,43 @@ def _add_demo(commands: Any) -> None:
     parser.add_argument(
         "--tokens", type=int, default=DEMO_TOKENS, help="length of the document in tokens (%(default)s)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="which document and fact (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="selects the document and the fact (%(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="timed runs per mode (%(default)s)")
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    _add_json(parser)
 
 
 def _add_calibrate(commands: Any) -> None:
     parser = commands.add_parser(
         "calibrate",
-        help="find the heads of the draft that find what questions are about, and how little of a prompt they need",
-        description="One pass of the draft a prompt; the target's weights are not loaded. What was judged is kept, so "
-        "that a call that was ended goes on where it was.",
+        help="choose the draft's scoring heads and the keep rate",
+        description="One draft pass per prompt; the target's weights are not loaded. Judged prompts are stored, so "
+        "that an interrupted call resumes.",
     )
     _add_pair_arguments(parser)
-    parser.add_argument("--documents", type=Path, help="folder of your texts, to hide needles in (.txt, .md, .py)")
-    _add_calibrate_argument(parser, "lengths", type=int, nargs="+")
-    _add_calibrate_argument(parser, "prompts", type=int)
-    _add_calibrate_argument(parser, "margin", type=float)
-    _add_calibrate_argument(parser, "seed", type=int)
-    parser.add_argument(
-        "--budget",
-        type=float,
-        default=CalibrateConfig.budget_s / 60,
-        help="minutes after which it chooses by what it has (default: %(default)g)",
-    )
+    parser.add_argument("--documents", type=Path, help="folder of your texts to hide needles in (.txt, .md, .py)")
+    _add_option(parser, CalibrateConfig, "lengths", type=int, nargs="+")
+    for name in ("prompts", "margin", "seed"):
+        _add_option(parser, CalibrateConfig, name)
+    budget = CalibrateConfig.budget_s / 60
+    parser.add_argument("--budget", type=float, default=budget, help="time budget in minutes (default: %(default)g)")
     parser.add_argument("--out", type=Path, help="file or folder for the result (default: the draft's folder)")
     parser.add_argument(
-        "--work", type=Path, help="folder for what was judged (default: beside the result, until all is judged)"
+        "--work", type=Path, help="folder for judged prompts (default: beside the result, removed when all are judged)"
     )
-    parser.add_argument("--plot", type=Path, help="picture of recall against the share kept")
+    parser.add_argument("--plot", type=Path, help="picture of recall against the kept share")
 
 
 def _add_explain(commands: Any) -> None:
-    parser = commands.add_parser(
-        "explain", help="a page of what was kept of a prompt, who wrote each token, and where the time went"
-    )
+    parser = commands.add_parser("explain", help="a page of the kept text, the proposer of each token, and the time")
     _add_pair_arguments(parser)
+    _add_prompt_arguments(parser)
     parser.add_argument(
-        "prompt", nargs="?", help="the prompt, behind what --file and standard input hold; - is standard input alone"
+        "--turn", action="append", default=[], help="user message after the prompt's answer, in a session; repeatable"
     )
-    parser.add_argument("--file", type=Path, help="take the prompt, or what comes before it, from a file")
-    parser.add_argument("--chat", action="store_true", help="send the prompt as a user message")
-    parser.add_argument("--system", help="a system message; implies --chat")
+    parser.add_argument("--demo", action="store_true", help="use the demo's document and question as the prompt")
+    parser.add_argument("--compare", action="store_true", help="run dense prefill too, and show both")
     parser.add_argument(
-        "--turn", action="append", default=[], help="a user message after the prompt's answer, in a session; repeatable"
-    )
-    parser.add_argument("--demo", action="store_true", help="the demo's document and question, in place of a prompt")
-    parser.add_argument("--compare", action="store_true", help="run it with dense prefill too, and show both")
-    parser.add_argument(
-        "--records", type=Path, action="append", help="show the runs of a file of records, and run nothing; repeatable"
+        "--records", type=Path, action="append", help="show the runs in a file of records instead; repeatable"
     )
     parser.add_argument("--request", help="with --records: the request to show (default: all)")
     parser.add_argument("--out", type=Path, default=Path("explain.html"), help="the page (%(default)s)")
@@ -276,12 +216,10 @@ def _add_explain(commands: Any) -> None:
 
 
 def _add_serve(commands: Any) -> None:
-    parser = commands.add_parser("serve", help="an OpenAI-compatible endpoint, for this machine unless told otherwise")
+    parser = commands.add_parser("serve", help="an OpenAI-compatible server, on the local machine by default")
     _add_pair_arguments(parser)
-    for name, read in SERVED.items():
-        _add_option(parser, ServeConfig, name, type=read)
-    for name in SWITCHES:
-        _add_option(parser, ServeConfig, name, action="store_true")
+    for name in SERVED:
+        _add_option(parser, ServeConfig, name)
     _add_pruning_arguments(parser)
     _add_option(parser, DecodeConfig, "policy", metavar="|".join(POLICIES))
     _add_option(parser, DecodeConfig, "proposer", choices=["auto", *PROPOSERS])
@@ -289,38 +227,53 @@ def _add_serve(commands: Any) -> None:
         "--api-key",
         action="append",
         default=[],
-        help="wanted of every request; may be repeated (or SPEC_STACK_API_KEY)",
+        help="key that requests must bring; repeatable (or SPEC_STACK_API_KEY)",
     )
-    parser.add_argument(
-        "--cors-origin", action="append", default=[], help=f"{meaning(ServeConfig, 'cors_origins')}; may be repeated"
-    )
+    origins = f"{meaning(ServeConfig, 'cors_origins')}; repeatable"
+    parser.add_argument("--cors-origin", action="append", default=[], help=origins)
 
 
 def _add_proxy(commands: Any) -> None:
     parser = commands.add_parser(
         "proxy",
-        help="an OpenAI-compatible proxy that shortens prompts before any server",
-        description="Forwards every request to the upstream server, chats and completions with the lines of long "
-        "prompts left out that the draft finds of no use for the question. The headers x-spec-stack-reason, "
-        "-prompt-tokens and -kept-tokens of a response say what was done.",
+        help="an OpenAI-compatible proxy that shortens prompts in front of any server",
+        description="Forwards every request to the upstream server; long prompts of chats and completions lose the "
+        "lines that the draft scores lowest for the question. The response headers x-spec-stack-reason, "
+        "-prompt-tokens and -kept-tokens report it.",
     )
     parser.add_argument("--upstream", required=True, help=meaning(ProxyConfig, "upstream"))
     _add_draft_arguments(parser)
     for name in ("keep_rate", "min_prompt_tokens", "scorer"):
-        _add_option(parser, PrefillConfig, name, type=PRUNING[name], default=argparse.SUPPRESS)
-    for name, read in PROXIED.items():
-        _add_option(parser, ProxyConfig, name, type=read)
+        _add_option(parser, PrefillConfig, name, default=argparse.SUPPRESS)
+    for name in PROXIED:
+        _add_option(parser, ProxyConfig, name)
 
 
 def _add_doctor(commands: Any) -> None:
-    parser = commands.add_parser("doctor", help="what is installed, and does this pair fit together")
+    parser = commands.add_parser("doctor", help="installed packages, and the compatibility of a pair")
     _add_pair_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    _add_json(parser)
     parser.add_argument(
-        "--measure", action="store_true", help="load the pair and time it here: is it worth it, from what length on?"
+        "--measure", action="store_true", help="load the pair, and measure speed-up and break-even here"
+    )
+    parser.add_argument("--minutes", type=float, default=10.0, help="time budget of --measure (%(default)s)")
+    parser.add_argument(
+        "--prompts",
+        type=Path,
+        help="with --measure: measure speed-up and fidelity on these prompts, a JSON object per line with messages, "
+        "prompt or text",
     )
     parser.add_argument(
-        "--minutes", type=float, default=10.0, help="of --measure, about, on a machine that is idle (%(default)s)"
+        "--documents", type=Path, nargs="+", default=[], help="with --measure: text files, with generated questions"
+    )
+    parser.add_argument(
+        "--keep-rates",
+        type=float,
+        nargs="+",
+        help="with --prompts or --documents: settings to compare (default: 0.1 0.2 0.3 and the calibrated one)",
+    )
+    parser.add_argument(
+        "--rows", type=Path, help="file for a row per prompt, from which a run resumes (default: beside the prompts)"
     )
     parser.add_argument(
         "--sglang",
@@ -332,12 +285,31 @@ def _add_doctor(commands: Any) -> None:
 
 
 def _add_option(parser: argparse.ArgumentParser, config: type, name: str, **settings: Any) -> None:
-    """Add a flag for a configuration field, with the field's name, default and help."""
-    settings.setdefault("default", getattr(config, name))
+    """Add a flag for a configuration field, with the field's name, type, default and help."""
     default = getattr(config, name)
-    shown = f" ({default})" if isinstance(default, int | float | str) and default is not False else ""
-    help_text = (meaning(config, name) + shown).replace("%", "%%")
-    parser.add_argument(f"--{name.replace('_', '-')}", help=help_text, **settings)
+    if default is False:
+        settings["action"] = "store_true"
+    elif not {"type", "choices", "action"} & set(settings):
+        settings["type"] = _PARSERS.get(name) or _parser_of(config, name)
+    shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
+    is_shown = default is not False and shown not in (None, "") and not isinstance(default, Path)
+    help_text = meaning(config, name) + (f" ({shown})" if is_shown else "")
+    settings.setdefault("default", default)
+    parser.add_argument(f"--{name.replace('_', '-')}", help=help_text.replace("%", "%%"), **settings)
+
+
+def _parser_of(config: type, name: str) -> Callable[[str], Any]:
+    """The parser of a field by its annotation; names are strings."""
+    annotations = {entry.name: str(entry.type) for entry in fields(config)}
+    return {"int": int, "float": float}.get(annotations[name].split(" ")[0], str)
+
+
+def _add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", help="cpu, cuda, cuda:1, … (default: CUDA if available)")
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
 
 
 def _add_pair_arguments(parser: argparse.ArgumentParser) -> None:
@@ -346,61 +318,48 @@ def _add_pair_arguments(parser: argparse.ArgumentParser) -> None:
     for name in ("precision", "draft_precision"):
         _add_option(parser, LoadConfig, name, metavar="|".join(("auto", *PRECISIONS)))
     _add_option(parser, LoadConfig, "draft_step", metavar="|".join(get_args(DraftStep)))
-    parser.add_argument("--device", help="cpu, cuda, cuda:1, … (default: CUDA where there is one)")
+    _add_device(parser)
     parser.add_argument(
         "--calibration",
-        help="file of `spec-stack calibrate`, or none (default: the one beside the draft, or what ships for it)",
+        help="file of `spec-stack calibrate`, or none (default: the one beside the draft, or the shipped one)",
     )
 
 
 def _add_draft_arguments(parser: argparse.ArgumentParser) -> None:
+    """The draft of commands without a target."""
     parser.add_argument("--draft", help="draft model: a folder, hub id or GGUF file (default: the embedded one)")
     parser.add_argument("--tokenizer", help="folder or hub id of its tokenizer (default: the draft's own)")
     _add_option(parser, LoadConfig, "draft_precision", metavar="|".join(("auto", *PRECISIONS)))
-    parser.add_argument("--device", help="cpu, cuda, cuda:1, … (default: CUDA where there is one)")
+    _add_device(parser)
     parser.add_argument("--calibration", help="file of `spec-stack calibrate`, or none")
 
 
-def _add_calibrate_argument(parser: argparse.ArgumentParser, name: str, **how: Any) -> None:
-    default = getattr(CalibrateConfig, name)
-    shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
-    help_text = f"{meaning(CalibrateConfig, name)} (default: {shown})".replace("%", "%%")
-    parser.add_argument(f"--{name}", default=default, help=help_text, **how)
+def _add_prompt_arguments(parser: argparse.ArgumentParser, how: Any = None) -> None:
+    """The prompt of `generate` and `explain`. how: the group of --chat, if it excludes another flag."""
+    parser.add_argument("prompt", nargs="?", help="the prompt, after --file and standard input; - is standard input")
+    parser.add_argument("--file", type=Path, help="file with the prompt or its beginning; - is standard input")
+    (how or parser).add_argument("--chat", action="store_true", help="send the prompt as a user message (chat models)")
+    parser.add_argument("--system", help="a system message; implies --chat")
 
 
 def _add_answer_arguments(parser: argparse.ArgumentParser) -> None:
-    for name, kind in (
-        ("max_tokens", int),
-        ("temperature", float),
-        ("top_k", int),
-        ("top_p", float),
-        ("min_p", float),
-        ("repetition_penalty", float),
-        ("min_tokens", int),
-        ("seed", int),
-    ):
-        _add_option(parser, SamplingParams, name, type=kind)
-    parser.add_argument(
-        "--sampling", choices=["model"], help="take what the checkpoint's generation config sets for what is not given"
-    )
+    for name in _SAMPLED:
+        _add_option(parser, SamplingParams, name)
+    parser.add_argument("--sampling", choices=["model"], help="use the checkpoint's generation config by default")
     _add_option(parser, SamplingParams, "stop", action="append", default=[])
-    _add_option(parser, SamplingParams, "ignore_eos", action="store_true")
+    _add_option(parser, SamplingParams, "ignore_eos")
     _add_pruning_arguments(parser)
     _add_option(parser, DecodeConfig, "policy", default=None, metavar="|".join(POLICIES))
     _add_option(parser, DecodeConfig, "proposer", default=None, choices=["auto", *PROPOSERS])
-    parser.add_argument(
-        "--gamma",
-        type=int,
-        help=f"the policy fixed with this many tokens per step, 0 to {MAX_GAMMA}; 0 is plain decoding",
-    )
+    parser.add_argument("--gamma", type=int, help=f"fixed tokens per step, 0 to {MAX_GAMMA}; 0 is plain decoding")
 
 
 def _add_pruning_arguments(parser: argparse.ArgumentParser) -> None:
     _add_option(parser, PrefillConfig, "sparse_prefill", default=None, choices=[*get_args(SparsePrefill)])
     for name, values in OLD_SWITCHES.items():
         parser.add_argument(f"--{name}", action=FormerFlag, instead=f"--sparse-prefill, {values}")
-    for name, read in PRUNING.items():
-        _add_option(parser, PrefillConfig, name, type=read, default=argparse.SUPPRESS)
+    for name in PRUNING:
+        _add_option(parser, PrefillConfig, name, default=argparse.SUPPRESS)
 
 
 def read_prompt(arguments: argparse.Namespace) -> str:
@@ -429,7 +388,9 @@ def read_prunable(file: Path | None) -> tuple[Any, dict[str, Any] | None]:
         value = json.loads(text)
     except ValueError:
         return text, None
-    if isinstance(value, dict) and isinstance(value.get("messages"), list):
+    if isinstance(value, dict) and "messages" in value:
+        if not isinstance(value["messages"], list):
+            raise ValueError(f'the body\'s "messages" must be a list of messages, got {value["messages"]!r}')
         return value["messages"], value
     is_chat = isinstance(value, list) and value and all(isinstance(each, dict) and "role" in each for each in value)
     return (value if is_chat else text), None
@@ -491,23 +452,7 @@ def _response_format(arguments: argparse.Namespace) -> dict[str, Any] | None:
 
 def answer_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Options of `stream` without the prompt."""
-    return {
-        "max_tokens": arguments.max_tokens,
-        "temperature": arguments.temperature,
-        "top_k": arguments.top_k,
-        "top_p": arguments.top_p,
-        "min_p": arguments.min_p,
-        "repetition_penalty": arguments.repetition_penalty,
-        "min_tokens": arguments.min_tokens,
-        "sampling": arguments.sampling,
-        "seed": arguments.seed,
-        "stop": arguments.stop,
-        "ignore_eos": arguments.ignore_eos,
-        "sparse_prefill": arguments.sparse_prefill,
-        "policy": arguments.policy,
-        "gamma": arguments.gamma,
-        "proposer": arguments.proposer,
-    }
+    return {name: getattr(arguments, name) for name in ANSWERED}
 
 
 def prefill_of(arguments: argparse.Namespace) -> PrefillConfig:

@@ -231,7 +231,7 @@ def format_demo(report: dict[str, Any]) -> str:
     ]
     verdict = "the same tokens as" if report["lossless"] else "NOT the same tokens as"
     lines = [
-        *_aligned(table),
+        *aligned(table),
         "",
         f"Q: {report['question']}",
         *(f"A ({mode}): {row['answer']}" for mode, row in report["modes"].items()),
@@ -243,7 +243,7 @@ def format_demo(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _aligned(table: list[tuple[str, ...]]) -> list[str]:
+def aligned(table: list[tuple[str, ...]]) -> list[str]:
     """Rows of cells as aligned lines, with a rule below the first."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
@@ -263,4 +263,4 @@ def _format_turns(turns: list[dict[str, Any]]) -> list[str]:
         table.append((str(number), *counts, *times, *speeds, *found))
     said = [line for turn in turns for line in (f"Q: {turn['question']}", f"A: {turn['answer']}")]
     head = "A conversation with a session; dense keeps its cache too. Tokens/s over the whole answer."
-    return [head, "", *_aligned(table), "", *said]
+    return [head, "", *aligned(table), "", *said]

@@ -8,19 +8,20 @@ import json
 import os
 import shutil
 import sys
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from textwrap import shorten
-from time import monotonic, perf_counter
-from typing import TYPE_CHECKING, TextIO
+from time import monotonic
+from typing import TYPE_CHECKING, Any
 
 from spec_stack.cli.arguments import (
     DEMO_TOKENS,
+    NONE,
+    PAIR,
     PROXIED,
+    RECALLED,
     SERVED,
-    SWITCHES,
     answer_options,
     build_parser,
     check_writable,
@@ -32,6 +33,7 @@ from spec_stack.cli.arguments import (
     served_config,
 )
 from spec_stack.cli.chat import Chat, read_document, status_line
+from spec_stack.cli.progress import progress_line
 from spec_stack.config import PrefillConfig, SessionConfig, SpecStackConfig, how_to_install
 from spec_stack.proxy.config import ProxyConfig
 from spec_stack.records import add_records, check_record_path
@@ -48,15 +50,21 @@ def _load(arguments: argparse.Namespace, config: SpecStackConfig | None = None) 
     from spec_stack.api.generator import SpecStackGenerator
 
     return SpecStackGenerator.from_pretrained(
-        arguments.target,
-        arguments.draft,
-        precision=arguments.precision,
-        draft_precision=arguments.draft_precision,
-        draft_step=arguments.draft_step,
-        device=arguments.device,
-        config=config,
-        calibration=False if arguments.calibration == "none" else arguments.calibration,
+        **_named(arguments, PAIR), config=config, calibration=_calibration(arguments)
     )
+
+
+def _named(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+    return {name: getattr(arguments, name) for name in names}
+
+
+def _calibration(arguments: argparse.Namespace) -> Any:
+    return False if arguments.calibration == NONE else arguments.calibration
+
+
+def _tell(text: str) -> None:
+    """Print a line on standard error."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def _generate(arguments: argparse.Namespace) -> int:
@@ -68,7 +76,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     generator = _load(arguments, SpecStackConfig(prefill=prefill_of(arguments)))
     request = request_of(arguments, prompt, getattr(generator.tokenizer, "chat_template", None) is not None)
     outputs: list[StepOutput] = []
-    line = _progress_line()
+    line = progress_line()
     try:
         for output in generator.stream(**request, on_progress=line):
             outputs.append(output)
@@ -94,74 +102,15 @@ def _generate(arguments: argparse.Namespace) -> int:
     else:
         print()
     if arguments.stats:
-        print(f"{status_line(last.metrics)}\n{last.metrics.sparse_prefill_reason}", file=sys.stderr)
+        _tell(f"{status_line(last.metrics)}\n{last.metrics.sparse_prefill_reason}")
     return 0
-
-
-def _progress_line() -> ProgressLine | None:
-    """A progress line, only on a terminal."""
-    return ProgressLine(sys.stderr) if sys.stderr is not None and sys.stderr.isatty() else None
-
-
-class ProgressLine:
-    """Shows a prefill's progress on one line of `out` after `wait_s` seconds, and erases it afterwards."""
-
-    def __init__(self, out: TextIO, wait_s: float = 1.0) -> None:
-        self._out, self._wait_s = out, wait_s
-        self._lock = threading.Lock()
-        self._timer: threading.Timer | None = None
-        self._began = 0.0
-        self._text = ""
-        self._is_shown = False
-
-    def __call__(self, num_done: int, num_total: int, phase: str) -> None:
-        share = num_done / max(1, num_total)
-        with self._lock:
-            self._text = f"\r{phase:8} [{'#' * round(20 * share):20}] {num_done}/{num_total}"
-            if self._timer is None:
-                self._began = perf_counter()
-                # A prefill of one chunk reports nothing between its start and end.
-                self._timer = threading.Timer(self._wait_s, self._break_silence)
-                self._timer.daemon = True
-                self._timer.start()
-            if perf_counter() - self._began >= self._wait_s:
-                self._show()
-        if phase == "prefill" and num_done >= num_total:
-            self.clear()
-
-    def clear(self) -> None:
-        """Erase the line."""
-        with self._lock:
-            if self._timer is not None:
-                self._timer.cancel()
-            if self._is_shown:
-                self._write(f"\r{'':50}\r")
-            self._timer, self._is_shown = None, False
-
-    def _break_silence(self) -> None:
-        with self._lock:
-            if self._timer is threading.current_thread():
-                self._show()
-
-    def _show(self) -> None:
-        self._is_shown = True
-        self._write(self._text)
-
-    def _write(self, text: str) -> None:
-        self._out.write(text)
-        self._out.flush()
 
 
 def _chat(arguments: argparse.Namespace) -> int:
     documents = [read_document(path) for path in arguments.file]
-    session = SessionConfig(
-        restore_threshold=arguments.restore_threshold,
-        max_restored_chunks=arguments.max_restored_chunks,
-        restore_margin=arguments.restore_margin,
-        anchor_threshold=arguments.anchor_threshold,
-    )
+    session = SessionConfig(**_named(arguments, RECALLED))
     generator = _load(arguments, SpecStackConfig(prefill=prefill_of(arguments), session=session))
-    line = _progress_line()
+    line = progress_line()
     options = answer_options(arguments) | {"on_progress": line}
     settle = None if line is None else line.clear
     Chat(
@@ -179,20 +128,15 @@ def _load_pruner(arguments: argparse.Namespace, config: PrefillConfig | None = N
         config=config,
         precision=arguments.draft_precision,
         device=arguments.device,
-        calibration=False if arguments.calibration == "none" else arguments.calibration,
+        calibration=_calibration(arguments),
     )
 
 
 def _prune(arguments: argparse.Namespace) -> int:
+    from spec_stack.api.pruner import PruneOptions
+
     given, body = read_prunable(arguments.file)
-    result = _load_pruner(arguments).prune(
-        given,
-        keep_rate=arguments.keep_rate,
-        max_tokens=arguments.max_tokens,
-        question=arguments.question,
-        protect=arguments.protect,
-        marker=arguments.marker,
-    )
+    result = _load_pruner(arguments).prune(given, **_named(arguments, PruneOptions.__annotations__))
     if arguments.json:
         print(json.dumps(asdict(result)))
     elif isinstance(result.messages, str):
@@ -200,18 +144,17 @@ def _prune(arguments: argparse.Namespace) -> int:
     else:
         print(json.dumps(result.messages if body is None else {**body, "messages": result.messages}))
     if arguments.explain:
-        print(f"kept {result.num_kept_tokens} of {result.num_tokens} tokens; {result.reason}", file=sys.stderr)
+        _tell(f"kept {result.num_kept_tokens} of {result.num_tokens} tokens; {result.reason}")
         for kept in result.kept:
             spans = ", ".join(f"{start}-{stop}" for start, stop in kept.spans)
             part = "" if kept.part is None else f", part {kept.part}"
-            print(f"message {kept.message}{part}: characters {spans or 'none'}", file=sys.stderr)
+            _tell(f"message {kept.message}{part}: characters {spans or 'none'}")
     return 0
 
 
 def _serve(arguments: argparse.Namespace) -> int:
     keys = [*arguments.api_key, *filter(None, [os.environ.get("SPEC_STACK_API_KEY")])]
-    named = {name: getattr(arguments, name) for name in (*SERVED, *SWITCHES)}
-    config = ServeConfig(api_keys=keys, cors_origins=arguments.cors_origin, **named)
+    config = ServeConfig(api_keys=keys, cors_origins=arguments.cors_origin, **_named(arguments, SERVED))
     try:
         from spec_stack.serve.app import serve
     except ImportError as error:
@@ -221,7 +164,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _proxy(arguments: argparse.Namespace) -> int:
-    config = ProxyConfig(arguments.upstream, **{name: getattr(arguments, name) for name in PROXIED})
+    config = ProxyConfig(arguments.upstream, **_named(arguments, PROXIED))
     prefill = prefill_of(arguments)
     try:
         from spec_stack.proxy.app import serve_proxy
@@ -236,14 +179,7 @@ def _demo(arguments: argparse.Namespace) -> int:
 
     if arguments.repeats < 1 or arguments.tokens < 1:
         raise ValueError("--repeats and --tokens must be 1 or more")
-    generator = _load(arguments)
-    report = run_demo(
-        generator,
-        arguments.tokens,
-        arguments.seed,
-        arguments.repeats,
-        progress=lambda text: print(text, file=sys.stderr, flush=True),
-    )
+    report = run_demo(_load(arguments), arguments.tokens, arguments.seed, arguments.repeats, progress=_tell)
     print(json.dumps(report) if arguments.json else "\n" + format_demo(report))
     return 0
 
@@ -257,7 +193,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     started = monotonic()
     out = arguments.out or arguments.draft
     if out is None or not (Path(out).is_dir() or Path(out).parent.is_dir()):
-        raise ValueError("say with --out which file or folder the result goes to")
+        raise ValueError("name a file or folder for the result with --out")
     # Errors must show before minutes of work.
     check_writable(Path(out))
     if arguments.plot is not None:
@@ -266,18 +202,11 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     CalibrateConfig(arguments.lengths, arguments.prompts, arguments.margin, 60 * arguments.budget, arguments.seed)
     documents = read_documents(arguments.documents)
     work = arguments.work or _work_beside(Path(out))
-    pair = ModelPair.load(
-        arguments.target,
-        arguments.draft,
-        precision=arguments.precision,
-        draft_precision=arguments.draft_precision,
-        device=arguments.device,
-        target_weights=False,
-    )
+    pair = ModelPair.load(**_named(arguments, PAIR), target_weights=False)
 
     def show(done: int, total: int, what: str) -> None:
         spent = monotonic() - started
-        print(f"[{done:3d}/{total}, {spent:4.0f} s] {what}", file=sys.stderr, flush=True)
+        _tell(f"[{done:3d}/{total}, {spent:4.0f} s] {what}")
 
     calibration = calibrate(
         pair,
@@ -292,9 +221,9 @@ def _calibrate(arguments: argparse.Namespace) -> int:
         progress=show,
     )
     print(format_calibration(calibration))
-    print(f"kept in {calibration.save(out)}, after {monotonic() - started:.0f} s")
+    print(f"saved to {calibration.save(out)}, after {monotonic() - started:.0f} s")
     if calibration.unfinished:
-        print(f"what was judged is in {work}: the same command goes on from there; delete it when it is not needed")
+        print(f"judged prompts are in {work}: the same command resumes from there; delete it when it is not needed")
     elif arguments.work is None:
         shutil.rmtree(work, ignore_errors=True)
     if arguments.plot is not None:
@@ -352,18 +281,13 @@ def _doctor(arguments: argparse.Namespace) -> int:
         return _doctor_sglang(arguments)
     if arguments.server_args:
         raise ValueError(f"unknown arguments {' '.join(arguments.server_args)}; a server's follow after --sglang --")
+    if (arguments.prompts or arguments.documents) and not arguments.measure:
+        raise ValueError("--prompts and --documents go with --measure")
     from spec_stack.cli.doctor import diagnose
 
-    report = diagnose(
-        arguments.target,
-        arguments.draft,
-        arguments.precision,
-        arguments.device,
-        arguments.draft_precision,
-        arguments.draft_step,
-    )
+    report = diagnose(**_named(arguments, PAIR))
     if arguments.measure and not report["problem"]:
-        report["measured"] = _measured(arguments)
+        report |= _measured(arguments)
     if arguments.json:
         print(json.dumps(report))
     else:
@@ -380,14 +304,39 @@ def _doctor(arguments: argparse.Namespace) -> int:
     return 1 if report["problem"] else 0
 
 
-def _measured(arguments: argparse.Namespace) -> list[str]:
-    """Measurements of a pair on this machine, line by line."""
+def _measured(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measurements of a pair on this machine: by built-in prompts, or by the given ones."""
     from spec_stack.cli.measure import lines, measure
 
     if not arguments.minutes > 0:
         raise ValueError(f"--minutes must be over 0, got {arguments.minutes}")
-    print("loading the pair and timing it …", file=sys.stderr, flush=True)
-    return lines(measure(_load(arguments), arguments.minutes))
+    if arguments.prompts or arguments.documents:
+        return {"fidelity": _measured_fidelity(arguments)}
+    _tell("loading the pair and timing it …")
+    return {"measured": lines(measure(_load(arguments), arguments.minutes))}
+
+
+def _measured_fidelity(arguments: argparse.Namespace) -> Any:
+    """What pruning does to the given prompts, as lines or for JSON."""
+    from spec_stack.api.fidelity import FidelityConfig, measure_fidelity
+    from spec_stack.cli.fidelity import document_prompts, fidelity_lines, read_prompts
+
+    def show(num_done: int, num_total: int, text: str) -> None:
+        _tell(f"[{num_done:3d}/{num_total}] {text}")
+
+    first = arguments.prompts or arguments.documents[0]
+    rows = arguments.rows or first.with_suffix(".measured.jsonl")
+    prompts = read_prompts(arguments.prompts) if arguments.prompts else []
+    for path in arguments.documents:
+        read_document(path)
+    check_writable(rows)
+    _tell("loading the pair …")
+    generator = _load(arguments)
+    prompts += document_prompts(arguments.documents, generator.tokenizer, min(generator.pair.max_positions))
+    keep_rates = arguments.keep_rates or FidelityConfig.keep_rates
+    report = measure_fidelity(generator, prompts, keep_rates, minutes=arguments.minutes, rows=rows, progress=show)
+    _tell(f"every prompt has a row in {rows}; delete it to measure again")
+    return report.as_dict() if arguments.json else fidelity_lines(report)
 
 
 def _doctor_sglang(arguments: argparse.Namespace) -> int:
@@ -429,7 +378,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, ImportError) as error:
         if getattr(arguments, "json", False):
             print(json.dumps({"error": str(error)}))
-        print(f"spec-stack: error: {error}", file=sys.stderr)
+        _tell(f"spec-stack: error: {error}")
         return 2
     except KeyboardInterrupt:
         print(file=sys.stderr)

@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 from spec_stack.api.generator import SpecStackGenerator
 from spec_stack.config import MAX_LOOK_AHEAD
 from spec_stack.devices import synchronize
 from spec_stack.hf.architectures import text_config
-from spec_stack.hf.prompt import PromptSource, encode_prompt
 from spec_stack.prefill.break_even import shortest_gain
 from spec_stack.prefill.registry import needs_attention
 
@@ -21,8 +21,7 @@ Timer = Callable[[], float]
 LENGTH = 512
 """Length of the shorter prompt."""
 _LONGEST = 8192
-# If the shorter prompt takes this many seconds, the longer one is twice as long, not four times; and the seconds up to
-# which the longer prompt may grow, for a better prediction.
+# Above the first, the longer prompt is twice as long, not four times; up to the second it grows.
 _SLOW_S, _QUICK_S = 10.0, 4.0
 _TOLD = (2048, 8192, 32768)
 _REPEATS = 2
@@ -158,26 +157,19 @@ def measure(generator: SpecStackGenerator, minutes: float = 10.0, timer: Timer =
     longer = _longer(LENGTH, median(dense[LENGTH]), len(prompt))
     run(longer)
     pair = generator.pair
-    step_s, block_s = (_step(generator, pair.target, num_tokens, timer) for num_tokens in (1, 5))
-    runs = _Answers(generator, timer)
-    if pair.vocabulary.can_propose:
-        runs.go(until)
     return Measured(
-        dense,
-        sparse,
-        draft,
-        generator.config.prefill.rate_for(longer),
-        step_s,
-        block_s,
-        _step(generator, pair.draft, 1, timer),
-        runs.plain,
-        runs.drafted,
-        runs.num_proposed,
-        runs.num_accepted,
-        min(pair.max_positions),
-        pair.target_weight_bytes + pair.draft_weight_bytes,
-        sum(_cache_bytes(model) for model in (pair.target, pair.draft)),
-        window_from,
+        dense=dense,
+        sparse=sparse,
+        draft=draft,
+        keep_rate=generator.config.prefill.rate_for(longer),
+        step_s=_step(generator, pair.target, 1, timer),
+        block_s=_step(generator, pair.target, 5, timer),
+        draft_step_s=_step(generator, pair.draft, 1, timer),
+        max_positions=min(pair.max_positions),
+        weight_bytes=pair.target_weight_bytes + pair.draft_weight_bytes,
+        cache_bytes=sum(_cache_bytes(model) for model in (pair.target, pair.draft)),
+        window_from=window_from,
+        **(_answers(generator, until, timer) if pair.vocabulary.can_propose else {}),
     )
 
 
@@ -243,47 +235,44 @@ def _step(generator: SpecStackGenerator, model: object, num_tokens: int, timer: 
     return median(taken[1:])
 
 
-def _cache_bytes(model: object) -> int:
+def _cache_bytes(model: Any) -> int:
     """Upper bound of KV bytes per token: sliding and recurrent layers hold less."""
-    config = text_config(model.config)  # type: ignore[attr-defined]
+    config = text_config(model.config)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    width: int = model.dtype.itemsize  # type: ignore[attr-defined]
-    return int(2 * config.num_hidden_layers * heads * size * width)
+    return int(2 * config.num_hidden_layers * heads * size * model.dtype.itemsize)
 
 
-class _Answers:
-    """Tokens per second of the built-in prompts, alternately without and with the draft."""
+def _answers(generator: SpecStackGenerator, until: float, timer: Timer) -> dict[str, Any]:
+    """Tokens per second of the built-in prompts, alternately without and with the draft; the first one always runs."""
+    speeds: dict[str, dict[str, float]] = {"plain": {}, "drafted": {}}
+    num_proposed = num_accepted = 0
+    for name, text in _PROMPTS.items():
+        if speeds["plain"] and perf_counter() > until:
+            break
+        for arm, gamma in (("plain", 0), ("drafted", None)):
+            began = _now(generator, timer)
+            result = generator.generate(
+                **_prompt(generator, text),
+                max_tokens=_ANSWER_TOKENS,
+                ignore_eos=True,
+                gamma=gamma,
+                sparse_prefill="draft_only",
+            )
+            speeds[arm][name] = len(result.token_ids) / (_now(generator, timer) - began)
+            if arm == "drafted":
+                num_proposed += result.metrics.num_proposed
+                num_accepted += result.metrics.num_accepted
+    return {**speeds, "num_proposed": num_proposed, "num_accepted": num_accepted}
 
-    def __init__(self, generator: SpecStackGenerator, timer: Timer) -> None:
-        self._generator, self._timer = generator, timer
-        self.plain: dict[str, float] = {}
-        self.drafted: dict[str, float] = {}
-        self.num_proposed = self.num_accepted = 0
 
-    def go(self, until: float) -> None:
-        """Run the prompts until the deadline; the first one always runs."""
-        for name, text in _PROMPTS.items():
-            if self.plain and perf_counter() > until:
-                return
-            ids = self._encode(text)
-            for gamma, speeds in ((0, self.plain), (None, self.drafted)):
-                began = _now(self._generator, self._timer)
-                result = self._generator.generate(
-                    input_ids=ids, max_tokens=_ANSWER_TOKENS, ignore_eos=True, gamma=gamma, sparse_prefill="draft_only"
-                )
-                speeds[name] = len(result.token_ids) / (_now(self._generator, self._timer) - began)
-                if gamma is None:
-                    self.num_proposed += result.metrics.num_proposed
-                    self.num_accepted += result.metrics.num_accepted
-
-    def _encode(self, text: str) -> list[int]:
-        tokenizer = self._generator.tokenizer
-        if tokenizer is None:
-            return long_prompt(self._generator, 32)
-        has_template = getattr(tokenizer, "chat_template", None) is not None
-        source = PromptSource(messages=[{"role": "user", "content": text}]) if has_template else PromptSource(text)
-        return encode_prompt(tokenizer, self._generator.pair.vocab_size, source).token_ids
+def _prompt(generator: SpecStackGenerator, text: str) -> dict[str, Any]:
+    """A text as the target takes it: a chat, a plain text, or token ids."""
+    if generator.tokenizer is None:
+        return {"input_ids": long_prompt(generator, 32)}
+    if getattr(generator.tokenizer, "chat_template", None) is None:
+        return {"prompt": text}
+    return {"messages": [{"role": "user", "content": text}]}
 
 
 def verdict(measured: Measured) -> str:

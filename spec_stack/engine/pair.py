@@ -89,18 +89,9 @@ class ModelPair:
             raise ValueError(f"target and draft are on different devices, {target.device} and {draft.device}")
         sizes = (text_config(model.config).vocab_size for model in (target, draft))
         vocabulary = compare(tokenizer, draft_tokenizer, *sizes)
-        return cls._of(
-            target,
-            draft,
-            tokenizer,
-            draft_tokenizer,
-            vocabulary,
-            precision,
-            draft_precision,
-            predictors or {},
-            positions,
-            LoadConfig(draft_step=draft_step).draft_step,
-        )
+        models, tokenizers, precisions = (target, draft), (tokenizer, draft_tokenizer), (precision, draft_precision)
+        step = LoadConfig(draft_step=draft_step).draft_step
+        return cls._of(models, tokenizers, vocabulary, precisions, predictors or {}, positions, step)
 
     @classmethod
     def load(
@@ -128,41 +119,37 @@ class ModelPair:
         found = open_pair(target, draft, load, device, prepack_linears, hub, device_map, positions)
         sizes = (text_config(config).vocab_size for config in found.configs)
         vocabulary = compare(*found.tokenizers, *sizes)
-        models = found.load_models(target_weights)
         of_target, of_draft = (each.name for each in found.precisions)
-        return cls._of(
-            *models, *found.tokenizers, vocabulary, of_target, of_draft, found.predictors, positions, draft_step
-        )
+        models, precisions = found.load_models(target_weights), (of_target, of_draft)
+        return cls._of(models, found.tokenizers, vocabulary, precisions, found.predictors, positions, draft_step)
 
     @classmethod
     def _of(
         cls,
-        target: PreTrainedModel,
-        draft: PreTrainedModel,
-        tokenizer: Any,
-        draft_tokenizer: Any,
+        models: tuple[PreTrainedModel, PreTrainedModel],
+        tokenizers: tuple[Any, Any],
         vocabulary: Vocabulary,
-        precision: str,
-        draft_precision: str,
+        precisions: tuple[str, str],
         predictors: Mapping[str, str | Path],
         positions: Positions,
         draft_step: DraftStep,
     ) -> ModelPair:
-        for model in (target, draft):
+        for model in models:
             # A model in training mode would still drop activations at random.
             model.eval()
             if is_supported(model.config):
                 install(model)
             warm_up_quantized(model)
+        (target, draft), tokenizer = models, tokenizers[0]
         is_foreign = vocabulary.relation == "other"
         return cls(
             target=target,
             draft=draft,
             tokenizer=tokenizer,
             vocabulary=vocabulary,
-            translation=Translation(tokenizer, draft_tokenizer, vocabulary) if is_foreign else None,
-            precision=precision or precision_of(target),
-            draft_precision=draft_precision or precision_of(draft),
+            translation=Translation(*tokenizers, vocabulary) if is_foreign else None,
+            precision=precisions[0] or precision_of(target),
+            draft_precision=precisions[1] or precision_of(draft),
             target_weight_bytes=weight_bytes(target),
             draft_weight_bytes=weight_bytes(draft),
             grammars=Grammars(tokenizer, int(text_config(target.config).vocab_size)),

@@ -23,7 +23,6 @@ from spec_stack.hf.prompt import EncodedPrompt
 from spec_stack.hf.text import open_text_stream
 from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.cost import Shape, prefill_flops
-from spec_stack.prefill.queries import question_words
 from spec_stack.prefill.rule import Evidence
 from spec_stack.prefill.scoring import LookAhead
 from spec_stack.prefill.units import Units
@@ -184,22 +183,10 @@ def view_of(pair: ModelPair, seen: Seen, question: str) -> TurnView:
 
 def query_weights(request: Request, evidence: Evidence) -> dict[Span, float]:
     """A prompt's scoring segments, with weights from 0 to 1."""
-    config, attention = request.prefill, evidence.attention
     if _by_words(request):
         # The rule sees only a turn's new text.
-        first = request.num_cached
-        found = evidence.starting_at(first).candidates
-        asked = question_words(found)
-        return {
-            (first + start, first + stop): max(asked.get(at, 0.0) for at in range(start, stop))
-            for start, stop in found.segments
-        }
-    if attention is None:
-        return {}
-    if not config.asks_prompt:
-        return {(len(request.prompt_ids) - 1, len(request.prompt_ids)): 1.0}
-    spans = [_in_target(segment.span, attention.ranges) for segment in attention.segments]
-    return dict(zip(spans, attention.weights(config), strict=True))
+        return evidence.weights_by_words(request.num_cached)
+    return evidence.weights_by_attention(request.prefill)
 
 
 def query_segments(request: Request, seen: Seen, texts: Sequence[str]) -> list[QuerySegment]:
@@ -269,14 +256,6 @@ def token_texts(tokenizer: Any, token_ids: Sequence[int], context_ids: Sequence[
 
 def _by_words(request: Request) -> bool:
     return request.scores and request.prefill.scorer == "bm25"
-
-
-def _in_target(span: Span, ranges: Sequence[Span] | None) -> Span:
-    """Target token span of a draft token span."""
-    if ranges is None:
-        return span
-    shared = [at for at, (start, stop) in enumerate(ranges) if max(start, span[0]) < min(stop, span[1])]
-    return shared[0], shared[-1] + 1
 
 
 def _short(value: float) -> float:

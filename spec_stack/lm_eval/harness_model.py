@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
@@ -23,10 +21,8 @@ from spec_stack.config import (
     SparsePrefill,
     SpecStackConfig,
 )
-from spec_stack.decode.propose import propose
-from spec_stack.decode.sampler import Sampler
-from spec_stack.engine.conversation import SingleTurn
 from spec_stack.engine.options import Call
+from spec_stack.engine.prefilled import PrefilledPrompt, token_logprobs
 from spec_stack.settings.plugins import import_plugins
 
 # lm-eval's names for the maximum number of new tokens.
@@ -128,7 +124,8 @@ class SpecStackLM(TemplateLM):  # type: ignore[misc]
         limit = self.generator.pair.max_positions[0]
         self.max_length = limit if max_length is None else min(int(max_length), limit)
         self._seed, self._metrics = seed, metrics
-        self._context: ReadContext | None = None
+        self._context: PrefilledPrompt | None = None
+        self._context_key: Any = None
 
     @property
     def eot_token_id(self) -> int:
@@ -196,7 +193,7 @@ class SpecStackLM(TemplateLM):  # type: ignore[misc]
             total = 0.0
             for window in windows:
                 context, continuation = make_disjoint_window(window)
-                total += self._read(context, "off").score(continuation)[0]
+                total += self._score(context, continuation, "off")[0]
             likelihoods.append(total)
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return likelihoods
@@ -209,15 +206,29 @@ class SpecStackLM(TemplateLM):  # type: ignore[misc]
             room = self.max_length - len(continuation)
             if room < 1:
                 raise ValueError(f"a continuation of {len(continuation)} tokens exceeds max_length={self.max_length}")
-            answer = self._read(context[-room:], self._options["sparse_prefill"]).score(continuation)
+            answer = self._score(context[-room:], continuation, self._options["sparse_prefill"])
             self.cache_hook.add_partial("loglikelihood", texts, answer)
             found.append(answer)
         return found
 
-    def _read(self, context: list[int], sparse_prefill: SparsePrefill | None) -> ReadContext:
+    def _score(
+        self, context: list[int], continuation: list[int], sparse_prefill: SparsePrefill | None
+    ) -> tuple[float, bool]:
+        """Log-likelihood of a continuation (n,), and whether greedy decoding would produce it."""
+        if not continuation:
+            return 0.0, True
+        logits = self._prefilled(context, sparse_prefill).logits(continuation)
+        likelihood = float(token_logprobs(logits, continuation).sum())
+        return likelihood, logits.argmax(dim=-1).tolist() == continuation
+
+    def _prefilled(self, context: list[int], sparse_prefill: SparsePrefill | None) -> PrefilledPrompt:
         """The cached context; the previous one is reused if equal (choices of a question are adjacent)."""
-        if self._context is None or not self._context.is_of(context, sparse_prefill):
-            self._context = ReadContext(self.generator, context, self._options["keep_rate"], sparse_prefill)
+        key = context, sparse_prefill
+        if self._context is None or self._context_key != key:
+            call = Call(
+                input_ids=context, max_tokens=1, keep_rate=self._options["keep_rate"], sparse_prefill=sparse_prefill
+            )
+            self._context, self._context_key = PrefilledPrompt(self.generator.engine, call), key
         return self._context
 
     def _note(self, request: Any, metrics: Mapping[str, Any]) -> None:
@@ -226,47 +237,6 @@ class SpecStackLM(TemplateLM):  # type: ignore[misc]
         labels = {"task": getattr(request, "task_name", None), "doc_id": getattr(request, "doc_id", None)}
         with Path(self._metrics).open("a", encoding="utf-8") as file:
             file.write(json.dumps(labels | dict(metrics)) + "\n")
-
-
-class ReadContext:
-    """A context of N ≥ 1 tokens in the target's cache, sparse or dense, for scoring continuations."""
-
-    def __init__(
-        self,
-        generator: SpecStackGenerator,
-        context_ids: list[int],
-        keep_rate: float | None,
-        sparse_prefill: SparsePrefill | None,
-    ) -> None:
-        self._asked = context_ids, sparse_prefill
-        pair = generator.pair
-        call = Call(input_ids=context_ids, max_tokens=1, keep_rate=keep_rate, sparse_prefill=sparse_prefill, gamma=0)
-        request = generator.engine.plan(call)
-        caches = SingleTurn(pair, request)
-        look_ahead = partial(propose, caches.draft, sampler=Sampler(), end_ids=pair.end_ids)
-        selection = caches.score(look_ahead)[0] if caches.needs_scoring else caches.take_all()
-        self.num_kept = len(selection.positions)
-        self._target = caches.target
-        self._next = self._target.forward(selection.token_ids, selection.positions, 1)
-
-    def is_of(self, context_ids: list[int], sparse_prefill: SparsePrefill | None) -> bool:
-        """Whether it is this context under this setting."""
-        return self._asked == (context_ids, sparse_prefill)
-
-    def score(self, continuation: Sequence[int]) -> tuple[float, bool]:
-        """Log-likelihood of a continuation (n,), and whether greedy decoding would produce it."""
-        if not continuation:
-            return 0.0, True
-        rows = self._next
-        seen = continuation[:-1]
-        if seen:
-            start = self._target.next_position
-            later = self._target.forward(list(seen), range(start, start + len(seen)), len(seen))
-            self._target.rollback(len(seen))
-            rows = torch.cat([rows, later])
-        ids = torch.tensor(continuation, device=rows.device)
-        likelihoods = rows.float().log_softmax(dim=-1).gather(1, ids[:, None])
-        return float(likelihoods.sum()), bool((rows.argmax(dim=-1) == ids).all())
 
 
 def sampling_of(asked: Mapping[str, Any], seed: int) -> SamplingParams:

@@ -15,7 +15,7 @@ import torch
 from spec_stack.config import PrefillConfig
 from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.attention import CapturedAttention
-from spec_stack.prefill.queries import Candidates, find_candidates
+from spec_stack.prefill.queries import Candidates, find_candidates, question_words
 from spec_stack.prefill.units import Units
 
 
@@ -82,6 +82,33 @@ class Evidence:
         """The segments that may hold the question."""
         known = None if self.attention is None or self.attention.first else self.attention.candidates
         return known or find_candidates(len(self.prompt_ids), self.pieces, self.protected)
+
+    def weights_by_words(self, first: int = 0) -> dict[Span, float]:
+        """Weights, 0 to 1, of the scoring segments of the text from token `first` on, without a draft."""
+        found = self.starting_at(first).candidates
+        asked = question_words(found)
+        return {
+            (first + start, first + stop): max(asked.get(at, 0.0) for at in range(start, stop))
+            for start, stop in found.segments
+        }
+
+    def weights_by_attention(self, config: PrefillConfig) -> dict[Span, float]:
+        """Weights, 0 to 1, of the scoring queries' segments, in prompt tokens; empty without a pass of the draft."""
+        if self.attention is None:
+            return {}
+        if not config.asks_prompt:
+            return {(len(self.prompt_ids) - 1, len(self.prompt_ids)): 1.0}
+        ranges = self.attention.ranges
+        spans = [_in_target(segment.span, ranges) for segment in self.attention.segments]
+        return dict(zip(spans, self.attention.weights(config), strict=True))
+
+
+def _in_target(span: Span, ranges: Sequence[Span] | None) -> Span:
+    """Target token span of a draft token span."""
+    if ranges is None:
+        return span
+    shared = [at for at, (start, stop) in enumerate(ranges) if max(start, span[0]) < min(stop, span[1])]
+    return shared[0], shared[-1] + 1
 
 
 class SelectionRule(ABC):

@@ -13,7 +13,8 @@ from spec_stack import PrefillConfig, SpecStackGenerator, __version__
 from spec_stack.calibrate.documents import MODULES
 from spec_stack.cli.arguments import build_parser, prefill_of, request_of
 from spec_stack.cli.demo import format_demo, hide_fact, hide_more, run_demo
-from spec_stack.cli.main import ProgressLine, main
+from spec_stack.cli.main import main
+from spec_stack.cli.progress import ProgressLine
 from spec_stack.config import LoadConfig
 from spec_stack.records import read_records
 

@@ -75,6 +75,16 @@ def test_errors_say_what_to_change(
     assert main(["prune", str(tmp_path / "nothing")]) == 2
 
 
+@pytest.mark.parametrize("messages", [3, "text", None, {"role": "user"}])
+def test_a_body_whose_messages_are_no_list_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], messages: Any
+) -> None:
+    path = tmp_path / "body.json"
+    path.write_text(json.dumps({"messages": messages}))
+    assert main(["prune", str(path), "--device", "cpu"]) == 2
+    assert '"messages" must be a list of messages' in capsys.readouterr().err
+
+
 def test_positions_are_an_option_of_the_command_line() -> None:
     for command in ("generate", "chat", "serve"):
         arguments = build_parser().parse_args([command, "--positions", "contiguous"])

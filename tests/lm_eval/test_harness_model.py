@@ -75,10 +75,9 @@ def test_a_sparse_log_likelihood_is_a_plain_forward_over_the_kept_tokens(sparse:
     context = sparse._context
     assert context is not None
     ids = sparse.tok_encode(question)
-    assert 0 < context.num_kept < len(ids)
     whole = sparse.tok_encode(question + "7(x):")
-    kept = list(context._target.positions)
-    assert len(kept) == context.num_kept
+    kept = list(context.selection.positions)
+    assert 0 < len(kept) < len(ids)
     positions = [*kept, *range(len(ids), len(whole))]
     with torch.no_grad():
         logits = sparse.generator.target(

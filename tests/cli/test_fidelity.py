@@ -1,0 +1,86 @@
+"""`spec-stack doctor --measure --prompts`: prompts of a file or of documents in, a table out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from spec_stack import SpecStackGenerator
+from spec_stack.cli.fidelity import document_prompts, read_prompts
+from spec_stack.cli.main import main
+
+CODE = "".join(f"def step_{number}(x):\n    return x + {number}\n\n" for number in range(24))
+TEXT = "The clerk of the harbour counted {} grey barrels before noon. Nobody else had seen the old ledger.\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is empty; give a line of JSON per prompt"),
+        ('{"text": "a"}\n\n{"text"', "line 3 is not JSON"),
+        ('["a"]', "line 1 must be a JSON object, got list"),
+        ('{"messages": 3}', 'line 1: "messages" must be a list of messages, got 3'),
+        ('{"text": "a"}\n{"prompt": ""}', "line 2 has neither"),
+    ],
+)
+def test_what_is_wrong_with_a_file_of_prompts_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, message: str
+) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(text)
+    assert main(["doctor", "--measure", "--prompts", str(path), "--device", "cpu"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_prompts_go_with_measure_and_a_missing_file_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--prompts", "x.jsonl"]) == 2
+    assert "go with --measure" in capsys.readouterr().err
+    assert main(["doctor", "--measure", "--prompts", "/nowhere/x.jsonl"]) == 2
+    assert "cannot read /nowhere/x.jsonl" in capsys.readouterr().err
+
+
+def test_a_file_keeps_its_prompts(tmp_path: Path) -> None:
+    prompts = [{"messages": [{"role": "user", "content": "a\u2028b"}], "model": "m"}, {"text": "c"}]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(json.dumps(each, ensure_ascii=False) for each in prompts), encoding="utf-8")
+    assert read_prompts(path) == prompts
+
+
+def test_documents_get_questions_about_what_stands_in_them(embedded: SpecStackGenerator, tmp_path: Path) -> None:
+    document = "".join(TEXT.format(number) for number in range(30))
+    path = tmp_path / "document.txt"
+    path.write_text(document)
+    prompts = document_prompts([path], embedded.tokenizer, 16384)
+    assert len(prompts) == 4
+    assert all(document.strip() in prompt for prompt in prompts)
+    assert prompts == document_prompts([path], embedded.tokenizer, 16384)
+    question = prompts[0].removeprefix(document).strip()
+    assert question.startswith('What does the text say about "')
+    assert question.split('"')[1] in document
+    assert prompts[1].startswith("What does the text say about")
+    assert "?" not in prompts[3]
+    short = document_prompts([path], embedded.tokenizer, 200)
+    assert len(short[3]) < len(prompts[3]) / 2
+    path.write_text("one two")
+    with pytest.raises(ValueError, match="has no sentences"):
+        document_prompts([path], embedded.tokenizer, 16384)
+
+
+def test_the_report_is_a_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"text": f"{CODE}What does step_7 return?"}) + '\n{"text": "short"}\n')
+    command = ["doctor", "--measure", "--prompts", str(path), "--keep-rates", "0.4", "1.0", "--device", "cpu"]
+    assert main(command) == 0
+    captured = capsys.readouterr()
+    for label in ("TTFT speed-up", "perplexity ratio", "fastest within 2%", "left out: prompt 2", "dense:", "words"):
+        assert label in captured.out
+    assert "[  1/2]" in captured.err
+    assert (tmp_path / "prompts.measured.jsonl").exists()
+    assert main([*command, "--json"]) == 0
+    captured = capsys.readouterr()
+    assert "[  1/2]" not in captured.err
+    found = json.loads(captured.out)["fidelity"]
+    assert [each["setting"] for each in found["settings"]] == ["0.4", "1", "calibrated"]
+    assert found["settings"][1]["kept"] == 1

@@ -1,0 +1,167 @@
+"""What pruning does to prompts: against `generate`, resumed, in time, and summed up."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from spec_stack import SpecStackGenerator, measure_fidelity
+from spec_stack.api.fidelity_report import FidelityReport, PromptFidelity, PrunedPrompt, summarise
+
+CODE = "".join(f"def step_{number}(x):\n    return x + {number}\n\n" for number in range(24))
+SYSTEM = {"role": "system", "content": "Answer in one line.\nName the function."}
+PROMPTS: list[Any] = [
+    {"messages": [SYSTEM, {"role": "user", "content": f"{CODE}What does step_7 return?"}]},
+    f"Which function returns x + 3?\n\n{CODE}",
+    {"text": f"{CODE}What does step_9 return?\n\n" + "Write plain English.\n" * 12},
+    {"prompt": f"{CODE}Continue this file."},
+]
+KINDS = ["question last", "question first", "instructions behind the question", "no question mark"]
+
+
+class Forced:
+    """A logits processor after which only these tokens can be generated."""
+
+    def __init__(self, num_prompt_tokens: int, answer: list[int]) -> None:
+        self._num_prompt_tokens, self._answer = num_prompt_tokens, answer
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        wanted = self._answer[input_ids.shape[1] - self._num_prompt_tokens]
+        forced = torch.full_like(scores, -torch.inf)
+        forced[:, wanted] = 0.0
+        return forced
+
+
+@pytest.fixture(scope="module")
+def report(embedded: SpecStackGenerator, tmp_path_factory: pytest.TempPathFactory) -> FidelityReport:
+    rows = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    found = measure_fidelity(embedded, [*PROMPTS, "too short"], [0.4, 1.0], max_tokens=6, rows=rows)
+    # The rows are taken, and nothing is measured again.
+    rows.write_text(rows.read_text() + '{"key": "cut o')
+    told: list[str] = []
+    again = measure_fidelity(
+        embedded, PROMPTS, [0.4, 1.0], max_tokens=6, rows=rows, progress=lambda *row: told.append(row[2])
+    )
+    assert (again.prompts, again.settings, told) == (found.prompts, found.settings, [])
+    return found
+
+
+def test_the_loss_is_that_of_generating_the_dense_answer_under_the_pruned_prompt(
+    embedded: SpecStackGenerator, report: FidelityReport
+) -> None:
+    messages = PROMPTS[0]["messages"]
+    dense = embedded.generate(messages=messages, max_tokens=6, sparse_prefill="off", logprobs=0)
+    row = report.prompts[0]
+    assert (row.answer, row.num_answer_tokens) == (dense.text, len(dense.token_ids))
+    assert row.num_tokens == dense.metrics.num_prompt_tokens
+    assert row.loss == pytest.approx(-sum(each.logprob for each in dense.logprobs or []) / 6, abs=1e-3)
+    sparse = {"messages": messages, "sparse_prefill": "on", "keep_rate": 0.4, "max_tokens": 6, "gamma": 0}
+    forced = embedded.generate(
+        **sparse,
+        logprobs=0,
+        logits_processor=Forced(row.num_tokens, dense.token_ids),  # type: ignore[arg-type]
+    )
+    pruned = row.of("0.4")
+    assert forced.token_ids == dense.token_ids
+    assert pruned.num_kept_tokens == forced.metrics.num_kept_tokens < row.num_tokens
+    assert pruned.loss == pytest.approx(-sum(each.logprob for each in forced.logprobs or []) / 6, abs=1e-3)
+    free = embedded.generate(**sparse).token_ids  # type: ignore[arg-type]
+    differing = [at for at, (one, other) in enumerate(zip(free, dense.token_ids, strict=True)) if one != other]
+    assert pruned.first_divergence == (differing[0] if differing else None)
+
+
+def test_everything_kept_loses_nothing_and_protected_text_is_kept(report: FidelityReport) -> None:
+    pruned, whole = report.settings
+    assert whole.lost.value == pytest.approx(0, abs=1e-4)
+    assert (whole.kept, whole.token_agreement, whole.answer_agreement, whole.first_divergence) == (1, 1, 1, None)
+    assert whole.perplexity_ratio.low <= 1 <= whole.perplexity_ratio.high + 1e-4
+    assert pruned.kept < 0.6
+    assert pruned.num_words_lost == whole.num_words_lost == 0
+
+
+def test_kinds_are_told_by_the_scoring_queries_and_short_prompts_are_listed(report: FidelityReport) -> None:
+    assert [row.kind for row in report.prompts] == KINDS
+    assert "What does step_7 return?" in report.prompts[0].question
+    assert report.num_short == len(PROMPTS)
+    ((number, reason),) = report.skipped
+    assert number == 5
+    assert "cannot be pruned (off: no more than" in reason
+    assert json.loads(json.dumps(report.as_dict()))["worst_kind"] in KINDS
+    assert len(report.examples) == 2
+
+
+def test_time_ends_a_run_after_its_first_prompt(embedded: SpecStackGenerator, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    found = measure_fidelity(embedded, PROMPTS[:2], [0.5], max_tokens=1, minutes=1e-9, rows=rows)
+    assert (len(found.prompts), found.num_left) == (1, 1)
+    first = rows.read_text()
+    assert first.count("\n") == 1
+    rows.write_text(first + first[:40])
+    again = measure_fidelity(embedded, PROMPTS[:2], [0.5], max_tokens=1, rows=rows)
+    assert (again.prompts[0], again.num_left) == (found.prompts[0], 0)
+    assert measure_fidelity(embedded, PROMPTS[:2], [0.5], max_tokens=1, rows=rows).prompts == again.prompts
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "message"),
+    [
+        ([], {}, "the list is empty"),
+        (["short", "also"], {}, "prompt 1: it has .* tokens and cannot be pruned"),
+        ([{"question": "x"}], {}, "prompt 1 must be a text, or have"),
+        ([3], {}, "prompt 1 must be a text, or have"),
+        ([CODE], {"keep_rates": []}, "keep_rates is empty"),
+        ([CODE], {"keep_rates": [2]}, "keep_rate must"),
+        ([CODE], {"keep_rates": ["0.2"]}, "keep_rates must be numbers"),
+        ([CODE], {"max_tokens": 0}, "max_tokens must be 1 or more"),
+        ([CODE], {"minutes": 0}, "minutes must be over 0"),
+        ([CODE], {"within": 0}, "within must be over 0"),
+    ],
+)
+def test_bad_input_is_named(
+    embedded: SpecStackGenerator, prompts: list[Any], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        measure_fidelity(embedded, prompts, **options)
+
+
+def test_a_file_of_other_rows_is_named(embedded: SpecStackGenerator, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"key": "x"}\n')
+    with pytest.raises(ValueError, match="line 1 is no row of a measurement"):
+        measure_fidelity(embedded, PROMPTS[:1], rows=rows)
+
+
+def made_up(number: int, kind: str, lost: dict[str, float], ttft_s: dict[str, float]) -> PromptFidelity:
+    pruned = [
+        PrunedPrompt(setting, 200, ttft_s[setting], 0.5 + loss, 0.9, None if loss < 0.1 else 3, 0)
+        for setting, loss in lost.items()
+    ]
+    return PromptFidelity(f"{number}", number, 1000, kind, "Why?", "Because.", 4, 2.0, 0.5, pruned)
+
+
+def test_the_fastest_setting_within_the_limit_is_found() -> None:
+    times = {"0.1": 0.4, "0.2": 0.5, "0.3": 0.8}
+    kinds = ["question last", "question first"]
+    rows = [
+        made_up(number, kinds[number % 2], {"0.1": 0.2 + number % 2, "0.2": 0.01, "0.3": 0.0}, times)
+        for number in range(8)
+    ]
+    report = FidelityReport([summarise(name, rows) for name in times], rows, [], 0, 0, 0.02)
+    assert report.fastest is report.settings[1]
+    assert report.fastest.speedup.value == pytest.approx(4.0)
+    assert report.fastest.answer_agreement == 1
+    strict = replace(report, within=1e-3)
+    assert strict.fastest is strict.settings[2]
+    lossy = replace(report, settings=report.settings[:1])
+    assert lossy.fastest is None
+    assert lossy.worst_kind == "question first"
+    lost = lossy.shown.lost
+    assert lost.value == pytest.approx(0.7)
+    assert lost.low < lost.value < lost.high
+    broken = replace(report, settings=[replace(each, num_words_lost=1) for each in report.settings])
+    assert broken.fastest is None
