@@ -85,6 +85,10 @@ class Bench:
                 for length in sorted(shape.lengths)[:3]
             ),
             Case("growing", lambda: 2 * small, lambda: bench_growing(self.models, cached)),
+            *(
+                Case(f"growing {step}", lambda: 2 * small, partial(bench_growing, self.models, cached, step))
+                for step in (("static", "compiled") if device.type == "cuda" else ("static",))
+            ),
             *prefills[:2],
             *self._decode_cases("draft", "bf16"),
             *self._decode_cases("target", "bf16"),

@@ -24,11 +24,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from experiments.gpu.shapes import Models, paper_speedup, pruned_speedup, random_prompt, weights_gb
 from experiments.gpu.timing import Budget, Timings, interleave, once
 from spec_stack import PrefillConfig, Selection, SpecStackConfig, SpecStackGenerator
+from spec_stack.config import DraftStep
 from spec_stack.decode.propose import propose
 from spec_stack.decode.sampler import Sampler
 from spec_stack.devices import fits_flash
 from spec_stack.hf.attention import attend, install
 from spec_stack.hf.cache import cache_argument
+from spec_stack.hf.fixed_step import FixedStep
 from spec_stack.hf.model import CachedModel
 from spec_stack.prefill.importance import token_importance
 from spec_stack.prefill.rule import Evidence
@@ -327,21 +329,34 @@ def bench_scoring_attention(models: Models, length: int) -> dict[str, Any]:
     return {"chunk": chunk, "rows": rows}
 
 
-def bench_growing(models: Models, cached: int) -> dict[str, Any]:
+def _fixed_steps_ms(stepped: CachedModel, cached: int, device: torch.device) -> dict[str, float]:
+    """A verification of five tokens, and a token drafted eight at once, both warm."""
+    spent: dict[str, list[float]] = {"verify_5_ms": [], "ahead_ms": []}
+    for _ in range(8):
+        spent["verify_5_ms"].append(1e3 * once(partial(stepped.forward, [5] * 5, range(cached, cached + 5), 5), device))
+        stepped.rollback(5)
+        spent["ahead_ms"].append(1e3 / DRAFTED * once(partial(stepped.run_ahead, [5], [cached], DRAFTED), device))
+        stepped.rollback(stepped.num_cached - cached)
+    return {name: median(values[4:]) for name, values in spent.items()}
+
+
+def bench_growing(models: Models, cached: int, draft_step: DraftStep = "eager") -> dict[str, Any]:
     """Steps of one token that append, so that each has a length of its own, as decoding does; and c, what a forward of
-    the eager draft takes over one of the target."""
-    report: dict[str, Any] = {"cached": cached}
+    the draft takes over one of the target. In fixed shapes, the first step of a bucket is among them, and a capture."""
+    report: dict[str, Any] = {"cached": cached, "draft_step": draft_step}
     prompt = random_prompt(cached, models.shape.target.vocab_size)
     print(f"{GROWN} steps of one token behind {cached}, each at a length of its own, ms: median, first, longest")
     for role, model in (("draft", models.draft()), ("target", models.target())):
         install(model)
-        stepped = CachedModel(model, models.shape.prefill_chunk)
+        step = FixedStep(model, draft_step, models.shape.target.vocab_size if role == "draft" else None)
+        stepped = CachedModel(model, models.shape.prefill_chunk, step=step)
         stepped.forward(prompt, range(cached), 1)
         steps = [partial(stepped.forward, [5], [cached + step], 1) for step in range(GROWN)]
         spent = [1e3 * once(step, models.device) for step in steps]
         told = {"median_ms": median(spent), "first_ms": spent[0], "longest_ms": max(spent[1:])}
-        report[role] = {name: _rounded(value) for name, value in told.items()}
-        print(f"  {role:8s}" + "".join(f"{value:10.2f}" for value in told.values()))
+        told |= _fixed_steps_ms(stepped, cached + GROWN, models.device) if draft_step != "eager" else {}
+        report[role] = {name: _rounded(value) for name, value in told.items()} | {"ran": str(step)}
+        print(f"  {role:8s}" + "".join(f"{value:10.2f}" for value in told.values()) + f"  {step}")
     report["c"] = _rounded(report["draft"]["median_ms"] / report["target"]["median_ms"])
     print(f"  c = {report['c']}")
     return report

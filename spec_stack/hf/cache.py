@@ -89,7 +89,8 @@ class PreallocatedLayer(DynamicLayer):  # type: ignore[misc]
 
 
 @remember
-def _name_of(kind: type[PreTrainedModel]) -> str:
+def cache_name(kind: type[PreTrainedModel]) -> str:
+    """What the forward of this class calls its cache."""
     # Loading a model imports it; importing this package does not.
     from transformers import GenerationMixin
 
@@ -101,7 +102,7 @@ def _name_of(kind: type[PreTrainedModel]) -> str:
 
 def cache_argument(model: PreTrainedModel, cache: DynamicCache) -> dict[str, DynamicCache]:
     """The cache as a keyword argument of the model's forward, under its name there."""
-    return {_name_of(model.__class__): cache}
+    return {cache_name(model.__class__): cache}
 
 
 def new_cache(config: Any) -> DynamicCache:

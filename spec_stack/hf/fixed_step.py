@@ -21,7 +21,7 @@ from spec_stack.config import DraftStep
 from spec_stack.decode.propose import draft_statistics
 from spec_stack.devices import CapturedCall, to_device
 from spec_stack.hf.architectures import has_windows, is_recurrent, is_supported, text_config
-from spec_stack.hf.cache import cache_argument, new_cache, reserve
+from spec_stack.hf.cache import cache_argument, cache_name, new_cache, reserve
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -36,6 +36,7 @@ _FIXED = ("llama", "mistral", "ministral", "qwen2", "qwen3")
 _EAGER_BEFORE_CAPTURE = 2
 # Of a compiled forward: trial rounds, and the least share of time that it must save.
 _TRIAL_ROUNDS, _LEAST_SAVING = 15, 0.05
+_LONGEST_REASON = 200
 # Largest difference of a captured forward's logits to the eager ones, relative to the largest.
 _TOLERANCE = 0.02
 
@@ -62,11 +63,13 @@ class FixedLayer(DynamicLayer):  # type: ignore[misc]
 Buffers = Sequence[torch.Tensor]
 
 
-def fixed_forward(model: PreTrainedModel, inputs: torch.Tensor, keys: Buffers, values: Buffers) -> torch.Tensor:
+def fixed_forward(
+    model: PreTrainedModel, name: str, inputs: torch.Tensor, keys: Buffers, values: Buffers
+) -> torch.Tensor:
     """Logits (width, vocab) of inputs (3, width): token ids, positions, and the increasing slots that they take.
 
-    keys, values: (1, num_kv_heads, bucket, head_dim) a layer, written in place. A token attends to the slots up to its
-    own.
+    name: what the model's forward calls its cache. keys, values: (1, num_kv_heads, bucket, head_dim) a layer, written
+    in place. A token attends to the slots up to its own.
     """
     token_ids, positions, slots = inputs.unbind()
     columns = torch.arange(keys[0].shape[2], device=inputs.device)
@@ -79,17 +82,17 @@ def fixed_forward(model: PreTrainedModel, inputs: torch.Tensor, keys: Buffers, v
         position_ids=positions[None],
         attention_mask=mask[None, None],
         use_cache=True,
-        **cache_argument(model, cache),
+        **{name: cache},
     )
     return output.logits[0]  # type: ignore[no-any-return]
 
 
 def drawing_forward(
-    model: PreTrainedModel, inputs: torch.Tensor, keys: Buffers, values: Buffers, num_ids: int
+    model: PreTrainedModel, name: str, inputs: torch.Tensor, keys: Buffers, values: Buffers, num_ids: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`fixed_forward` of one token, and the `draft_statistics` of its first num_ids logits. inputs become those of the
     likeliest next token."""
-    logits = fixed_forward(model, inputs, keys, values)
+    logits = fixed_forward(model, name, inputs, keys, values)
     statistics = draft_statistics(logits[0, :num_ids])
     follow_on(inputs, statistics, inputs[1:])
     return logits, statistics
@@ -119,8 +122,8 @@ class FixedStep:
         self.why_eager = why_eager(model.config, model.device, asked, self.draws, is_quantized)
         if len({parameter.device for parameter in model.parameters()}) > 1:
             self.why_eager = self.why_eager or "it is split over devices"
-        self._forward = partial(fixed_forward, model)
-        self._drawing: Callable[..., tuple[torch.Tensor, torch.Tensor]] = partial(drawing_forward, model)
+        self._forward = partial(fixed_forward, model, cache_name(model.__class__))
+        self._drawing: Callable[..., tuple[torch.Tensor, torch.Tensor]] = partial(drawing_forward, *self._forward.args)
         if self.is_compiled and not self.why_eager:
             self._compile()
 
@@ -139,13 +142,13 @@ class FixedStep:
 
     def give_up(self, why: RuntimeError | str) -> None:
         """Use eager forwards from now on."""
-        self.why_eager = str(why).strip().split("\n", 1)[0]
+        self.why_eager = " ".join(str(why).split())[:_LONGEST_REASON]
         logger.warning("forwards of %s are eager from now on: %s", type(self.model).__name__, self.why_eager)
 
     def _compile(self) -> None:
         """Compile the drawing forward, unless a trial on a CPU shows no gain."""
         eager, compiled = self._drawing, torch.compile(drawing_forward, fullgraph=True)
-        self._drawing = partial(compiled, self.model)
+        self._drawing = partial(compiled, *self._forward.args)
         try:
             saving = self._saving(eager)
         except RuntimeError as error:

@@ -58,6 +58,11 @@ def test_every_case_runs_and_leaves_its_figures(tmp_path: Path) -> None:
         assert all(row["cold_ms"] > 0 and row["warm_ms"] > 0 for row in rows.values())
     growing = cases["growing"]
     assert growing["c"] == pytest.approx(growing["draft"]["median_ms"] / growing["target"]["median_ms"], rel=1e-3)
+    assert growing["draft"]["ran"].startswith("eager")
+    static = cases["growing static"]
+    assert (static["draft"]["ran"], static["target"]["ran"]) == ("static", "static")
+    assert static["draft"]["ahead_ms"] > 0
+    assert static["target"]["verify_5_ms"] > 0
     assert set(report["sdpa"]) == {"one token", "a prompt", "a chunk, masked"}
     assert not any("unknown" in backend for backend in report["sdpa"].values())
     assert len(cases["read-back"]["ms_per_token"]) == 3

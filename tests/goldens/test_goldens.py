@@ -196,13 +196,8 @@ def draft_kv_budget() -> dict[str, Any]:
 def cross_tokenizer_draft() -> dict[str, Any]:
     tokenizers = make_tokenizer("a b c d e f ab abc de cd", "<t>"), make_tokenizer("f e bc d abc c b ef a", "<s>")
     models = make_model(seed=1, vocab=16), make_model(seed=2, vocab=12)
-    pair = SpecStackGenerator(
-        *models,
-        tokenizers[0],
-        config=SpecStackConfig(PrefillConfig(chunk_size=8)),
-        draft_tokenizer=tokenizers[1],
-        **STEP,
-    )
+    config = SpecStackConfig(PrefillConfig(chunk_size=8))
+    pair = SpecStackGenerator(*models, tokenizers[0], config=config, draft_tokenizer=tokenizers[1], **STEP)
     text = "abcdefabccdefbadcbafedcabcab" * 8
     dense = pair.generate(text, max_tokens=40, gamma=3, **DENSE)
     result, spans = kept_spans(

@@ -97,3 +97,37 @@ class _Made(TorchFunctionMode):
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
             self._found += ["an index of numbers" for each in index if isinstance(each, list)]
         return function(*args, **kwargs)
+
+
+@contextmanager
+def read_backs() -> Iterator[list[str]]:
+    """For the block, whatever reads a tensor's numbers into Python: on a GPU the host waits for it."""
+    found: list[str] = []
+    with _Read(found):
+        yield found
+
+
+class _Read(TorchFunctionMode):
+    def __init__(self, found: list[str]) -> None:
+        super().__init__()
+        self._found = found
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(function, "__name__", "")
+        if name in ("tolist", "item", "__int__", "__float__", "__bool__", "__index__", "numpy"):
+            self._found.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+class Operators(TorchDispatchMode):
+    """Operators that run inside the block; on a GPU most of them are a launch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.counts = True
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.counts:
+            self.names.append(str(function))
+        return function(*args, **(kwargs or {}))

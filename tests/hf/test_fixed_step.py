@@ -1,0 +1,335 @@
+"""Forwards in fixed shapes: the same tokens as eager ones, one graph for all lengths, and few waits for a GPU."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+from itertools import accumulate, cycle
+from shutil import which
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from spec_stack import SpecStackGenerator
+from spec_stack.cli.doctor import diagnose
+from spec_stack.config import LoadConfig
+from spec_stack.decode.propose import propose
+from spec_stack.decode.sampler import Sampler
+from spec_stack.hf import fixed_step
+from spec_stack.hf.attention import install
+from spec_stack.hf.cache import cache_name
+from spec_stack.hf.fixed_step import WIDTHS, FixedCache, FixedStep, why_eager
+from spec_stack.hf.model import CachedModel
+from tests.support.cuda import Operators, blocking_copies, read_backs
+from tests.support.models import FAMILIES, VOCAB, make_model, random_prompt
+from tests.support.tiny_architectures import CONFIGS
+
+TOLERANCE = {"atol": 1e-4, "rtol": 1e-3}
+SHARED = {family: make_model(family) for family in FAMILIES}
+for _model in SHARED.values():
+    install(_model)
+
+
+def pair_of_views(family: str = "llama") -> tuple[CachedModel, CachedModel]:
+    """The same model, eager and in fixed shapes, after a sparse prefill."""
+    model = SHARED[family]
+    step = FixedStep(model, "static", num_ids=VOCAB)
+    assert str(step) == "static"
+    views = CachedModel(model, 4096), CachedModel(model, 4096, step=step)
+    prompt, kept = random_prompt(460), range(0, 460, 2)
+    for view in views:
+        view.forward([prompt[position] for position in kept], kept, 1)
+    return views
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_any_mix_of_widths_rollbacks_forks_and_kept_slots_gives_the_eager_logits(family: str) -> None:
+    eager, fixed = pair_of_views(family)
+    choose = random.Random(0)
+    for turn in range(40):
+        num_tokens = choose.choice([1, 1, 2, 3, 5, 16, 20])
+        token_ids = random_prompt(num_tokens, seed=turn)
+        positions = range(eager.next_position + turn % 2, eager.next_position + turn % 2 + num_tokens)
+        logits = [view.forward(token_ids, positions, 1 + num_tokens // 2) for view in (eager, fixed)]
+        torch.testing.assert_close(*logits, **TOLERANCE)
+        back = choose.randint(0, num_tokens)
+        for view in (eager, fixed):
+            view.rollback(back)
+        if turn == 13:
+            fixed = fixed.fork()
+        if turn == 26:
+            slots = [slot for slot in range(eager.num_cached) if slot % 5]
+            for view in (eager, fixed):
+                view.keep_slots(slots)
+    assert (fixed.positions, fixed.token_ids) == (eager.positions, eager.token_ids)
+    assert eager.num_cached > 256
+    theirs = fixed.contents()
+    for name, tensor in eager.contents().items():
+        torch.testing.assert_close(theirs[name], tensor, **TOLERANCE)
+
+
+def test_a_fork_is_not_changed_by_what_its_origin_goes_on_with() -> None:
+    eager, fixed = pair_of_views()
+    for view in (eager, fixed):
+        view.forward([5], [460], 1)
+    fork = fixed.fork()
+    for view in (fixed, fixed):
+        view.rollback(1)
+        view.forward([9], [460], 1)
+    torch.testing.assert_close(fork.forward([7], [461], 1), eager.forward([7], [461], 1), **TOLERANCE)
+
+
+@pytest.mark.parametrize("num_unread", [1, 2, 3])
+def test_running_ahead_drafts_what_reading_every_token_drafts(num_unread: int) -> None:
+    eager, fixed = pair_of_views()
+    text = [*[0] * 460, *random_prompt(num_unread, seed=4)]
+    for num_drafted in (5, 1, 16):
+        single = propose(eager, text, num_drafted, Sampler(), ())
+        ahead = propose(fixed, text, num_drafted, Sampler(), (), run_ahead=fixed.run_ahead)
+        assert ahead.token_ids == single.token_ids
+        assert ahead.signals.confidence == pytest.approx(single.signals.confidence, abs=1e-4)
+        assert ahead.signals.entropy == pytest.approx(single.signals.entropy, abs=1e-3)
+        assert (fixed.token_ids, fixed.positions) == (eager.token_ids, eager.positions)
+        for view in (eager, fixed):
+            view.rollback(max(0, num_drafted - 2))
+        text += [*single.token_ids[: view.next_position - len(text)], 7]
+    end_id = single.token_ids[1]
+    assert (
+        propose(fixed, text, 6, Sampler(), {end_id}, run_ahead=fixed.run_ahead).token_ids[-1]
+        == (propose(eager, text, 6, Sampler(), {end_id}).token_ids[-1])
+    )
+
+
+def compiled_step(monkeypatch: pytest.MonkeyPatch, backend: Any, eager_s: float, compiled_s: float) -> FixedStep:
+    """A compiled draft step whose trial took these seconds."""
+    clock = accumulate(cycle([0.0, eager_s, 0.0, compiled_s]))
+    monkeypatch.setattr(fixed_step, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    torch._dynamo.reset()
+    return FixedStep(SHARED["llama"], "compiled", num_ids=VOCAB)
+
+
+def test_one_graph_without_a_break_serves_200_steps_over_the_borders_of_buckets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counter = CompileCounterWithBackend("eager")
+    step = compiled_step(monkeypatch, counter, 2.0, 1.0)
+    assert str(step) == "compiled"
+    assert counter.frame_count == 1
+    eager, compiled = CachedModel(SHARED["llama"], 4096), CachedModel(SHARED["llama"], 4096, step=step)
+    for view in (eager, compiled):
+        view.forward(random_prompt(200), range(200), 1)
+    for position in range(200, 400):
+        logits = [view.forward([position % VOCAB], [position], 1) for view in (eager, compiled)]
+        torch.testing.assert_close(*logits, **TOLERANCE)
+        if position % 7 == 0:
+            for view in (eager, compiled):
+                view.rollback(1)
+                view.forward([3], [position], 1)
+    assert counter.frame_count == 1
+
+
+def test_a_verification_is_one_graph_a_width_too() -> None:
+    model, counter = SHARED["qwen2"], CompileCounterWithBackend("eager")
+    torch._dynamo.reset()
+    compiled = torch.compile(fixed_step.fixed_forward, fullgraph=True, backend=counter, dynamic=False)
+    shape = 1, model.config.num_key_value_heads, 256, model.config.head_dim
+    for _ in range(2):
+        keys, values = ([torch.zeros(shape) for _ in model.model.layers] for _ in range(2))
+        for width in WIDTHS:
+            inputs = torch.arange(width).expand(3, width).contiguous()
+            with torch.inference_mode():
+                compiled(model, cache_name(type(model)), inputs, keys, values)
+    assert counter.frame_count == len(WIDTHS)
+
+
+def test_a_trial_without_a_gain_and_a_failed_compilation_leave_the_draft_eager(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert str(compiled_step(monkeypatch, "eager", 1.0, 1.0)) == "eager (compiled, it is no faster here)"
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("no compiler here")
+
+    assert "no compiler here" in str(compiled_step(monkeypatch, fails, 2.0, 1.0))
+
+
+def on_meta(num_ids: int | None) -> FixedCache:
+    """A bucket on another device than the host's, without numbers."""
+    model = make_model().to("meta")
+    install(model)
+    shape = 1, model.config.num_key_value_heads, 256, model.config.head_dim
+    keys, values = ([torch.empty(shape, device="meta") for _ in model.model.layers] for _ in range(2))
+    return FixedCache(FixedStep(model, "static", num_ids), keys, values)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 16])
+def test_nothing_waits_for_the_device_in_a_forward_or_between_drafted_tokens(num_tokens: int) -> None:
+    cache = on_meta(VOCAB)
+    with blocking_copies() as copies, read_backs() as reads:
+        cache.forward([5] * num_tokens, range(num_tokens), 100)
+        # The one read at the end has nothing to read on this device.
+        assert cache.run_ahead([5] * num_tokens, range(num_tokens), 100, 8) is None
+    assert (copies, reads) == ([], ["tolist"])
+
+
+class Replayed:
+    """A captured call's stand-in on a CPU: the same tensors every time. Its operators are not launched."""
+
+    operators: Operators | None = None
+    num_made = 0
+
+    def __init__(self, call: Callable[[], Any], beside: Replayed | None) -> None:
+        self._call, self._result = call, None
+        Replayed.num_made += 1
+
+    def replay(self) -> Any:
+        if self.operators is not None:
+            self.operators.counts = False
+        new = self._call()
+        if self._result is None:
+            self._result = new
+        for mine, theirs in zip(self._result, new, strict=True):
+            if mine is not None:
+                mine.copy_(theirs)
+        if self.operators is not None:
+            self.operators.counts = True
+        return self._result
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> FixedStep:
+    monkeypatch.setattr(fixed_step, "CapturedCall", Replayed)
+    monkeypatch.setattr(Replayed, "num_made", 0)
+    monkeypatch.setattr(Replayed, "operators", None)
+    step = FixedStep(SHARED["llama"], "static", num_ids=VOCAB)
+    step.is_captured = True
+    return step
+
+
+def test_captured_forwards_are_the_eager_ones_and_captured_once_a_width_and_bucket(captured: FixedStep) -> None:
+    eager, replayed = CachedModel(SHARED["llama"], 4096), CachedModel(SHARED["llama"], 4096, step=captured)
+    for view in (eager, replayed):
+        view.forward(random_prompt(180), range(180), 1)
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for turn in range(60):
+        num_tokens = (1, 1, 4)[turn % 3]
+        positions = range(eager.next_position, eager.next_position + num_tokens)
+        token_ids = random_prompt(num_tokens, seed=turn)
+        kept.append((eager.forward(token_ids, positions, 1), replayed.forward(token_ids, positions, 1)))
+        drafted = replayed.run_ahead([7], [replayed.next_position], 4)
+        assert drafted is not None
+        replayed.rollback(4)
+    # No later replay has changed them.
+    for expected, got in kept:
+        torch.testing.assert_close(got, expected, **TOLERANCE)
+    assert Replayed.num_made == 2 * 2
+
+
+def test_a_captured_draft_token_is_one_launch_and_a_copy(captured: FixedStep) -> None:
+    view = CachedModel(SHARED["llama"], 4096, step=captured)
+    view.forward(random_prompt(20), range(20), 1)
+    for _ in range(3):
+        view.run_ahead([7], [20], 4)
+        view.rollback(4)
+    with Operators() as operators, read_backs() as reads:
+        Replayed.operators = operators
+        view.run_ahead([7], [20], 8)
+    # Beside the replays: the inputs and their copy, the statistics of each token, and all of them together.
+    assert len(operators.names) <= 2 * 8
+    assert reads == ["tolist"]
+    eager = CachedModel(SHARED["llama"], 4096)
+    eager.forward(random_prompt(20), range(20), 1)
+    with Operators() as operators:
+        propose(eager, [*random_prompt(20), 7], 8, Sampler(), ())
+    assert len(operators.names) > 8 * 150
+
+
+def test_a_replay_that_differs_from_the_eager_forward_is_not_used(
+    captured: FixedStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Wrong(Replayed):
+        def replay(self) -> Any:
+            logits, drawn = super().replay()
+            return logits + 1.0, drawn
+
+    monkeypatch.setattr(fixed_step, "CapturedCall", Wrong)
+    eager, wrong = CachedModel(SHARED["llama"], 4096), CachedModel(SHARED["llama"], 4096, step=captured)
+    for view in (eager, wrong):
+        view.forward(random_prompt(20), range(20), 1)
+    for position in range(20, 30):
+        logits = [view.forward([5], [position], 1) for view in (eager, wrong)]
+        torch.testing.assert_close(*logits, **TOLERANCE)
+    assert str(captured).startswith("eager (a replayed forward differs")
+
+
+@pytest.mark.parametrize(("policy", "reads_per_token"), [("fixed", 0), ("confidence", 1)])
+def test_a_step_reads_the_device_once_for_the_draft_and_once_for_the_verification(
+    policy: str, reads_per_token: int
+) -> None:
+    models = make_model(seed=1), make_model(seed=2)
+    generator = SpecStackGenerator(*models, draft_step="static")
+    options: dict[str, Any] = {"input_ids": random_prompt(40), "proposer": "model", "policy": policy, "max_tokens": 24}
+    expected = SpecStackGenerator(*models, draft_step="eager").generate(**options).token_ids
+    with read_backs() as reads:
+        result = generator.generate(**options)
+    assert result.token_ids == expected
+    assert result.metrics.num_proposed > 20
+    most = 2 * result.metrics.num_steps + reads_per_token * result.metrics.num_proposed
+    # The first step reads its tokens one by one: it feeds the prompt, too long for a fixed forward.
+    assert len(reads) <= most + 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("Qwen3.5", "recurrent state"),
+        ("Gemma3", "sliding windows"),
+        ("GPT-OSS", "sliding windows"),
+        ("Qwen3-MoE", "has not been checked"),
+        ("Llama", ""),
+    ],
+)
+def test_what_has_no_fixed_shapes_stays_eager_and_says_why(kind: str, reason: str) -> None:
+    on = torch.device("cuda")
+    told = why_eager(CONFIGS[kind], on, "auto", draws=True, is_quantized=False)
+    assert (reason in told) if reason else not told
+    assert "quantized" in why_eager(CONFIGS["Llama"], on, "auto", draws=True, is_quantized=True)
+    assert "as asked" in why_eager(CONFIGS["Llama"], on, "eager", draws=True, is_quantized=False)
+
+
+def test_a_cpu_is_eager_by_default_and_the_doctor_says_so() -> None:
+    report = diagnose(None, None, "fp32", "cpu")
+    assert "on a CPU" in report["draft"]["step"]
+    report = diagnose(None, None, "fp32", "cpu", draft_step="compiled")
+    assert report["draft"]["step"] == "compiled"
+    assert report["target"]["step"] == "eager (on a CPU a padded verification costs more)"
+
+
+def test_an_unknown_draft_step_is_refused_before_anything_is_loaded() -> None:
+    unknown: Any = "graph"
+    with pytest.raises(ValueError, match="draft_step must be one of"):
+        LoadConfig(draft_step=unknown)
+    with pytest.raises(ValueError, match="draft_step must be one of"):
+        SpecStackGenerator.from_pretrained("/no/such/folder", "/no/such/folder", draft_step=unknown)
+    with pytest.raises(ValueError, match="excludes prepack_linears"):
+        SpecStackGenerator.from_pretrained(device="cpu", prepack_linears=True, draft_step="compiled")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(which("g++") is None, reason="needs a C++ compiler")
+def test_the_embedded_draft_compiled_drafts_the_same_tokens() -> None:
+    options: dict[str, Any] = {"max_tokens": 64, "gamma": 4, "proposer": "model", "return_records": True}
+    load: dict[str, Any] = {"device": "cpu", "precision": "fp32", "prepack_linears": False}
+    torch._dynamo.reset()
+    results = [
+        SpecStackGenerator.from_pretrained(**load, draft_step=step).generate("import os\n\n\ndef read(", **options)
+        for step in ("eager", "compiled")
+    ]
+    eager, compiled = results
+    assert compiled.metrics.draft_step == "compiled"
+    assert compiled.token_ids == eager.token_ids
+    assert [each.num_accepted for each in compiled.records] == [each.num_accepted for each in eager.records]
