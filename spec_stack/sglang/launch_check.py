@@ -86,7 +86,8 @@ def _check(arguments: list[str], report: dict[str, Any]) -> None:
         require_slots(resolved, models[1])
     turns = ChatTurns.learn(tokenizer, resolved.chat_template)
     report["prompts"] = pruning_note(config, refusal, turns.unrecognised)
-    report["positions"] = pruning.note or pruning.default
+    if refusal is None:
+        report["positions"] = pruning.note or pruning.default
     report["drafting"] = drafting_note(config) if algorithm == NAME else f"{algorithm or 'none'}, by SGLang itself"
     sizes = _sizes_to_capture(resolved)
     backend = resolved.decode_attention_backend or resolved.attention_backend
@@ -103,7 +104,8 @@ def _check(arguments: list[str], report: dict[str, Any]) -> None:
         report["memory of gammas"] = states_note(config, num_bytes)
         report["warnings"] += filter(None, [gammas_advice(config, _device_bytes(resolved.device))])
     report["warnings"] += filter(None, [penalty_advice(models[0].get_default_sampling_params())])
-    if refusal is None and not backend_maps_positions(resolved.speculative_draft_attention_backend or backend):
+    is_original = refusal is None and pruning.default == "original"
+    if is_original and not backend_maps_positions(resolved.speculative_draft_attention_backend or backend):
         report["warnings"].append(DRAFT_AT_SLOTS)
     if 0 in config.gammas and backend == "fa3":
         report["warnings"].append("before SGLang 0.5.23, FA3 has no CUDA graph for the draft's extension after a step")
