@@ -18,6 +18,12 @@ SEAMS: Mapping[str, tuple[str, ...]] = {
     ),
     f"{_SRT}.mem_cache.base_prefix_cache.MatchPrefixParams": ("key",),
     f"{_SRT}.mem_cache.base_prefix_cache.BasePrefixCache": ("reset",),
+    f"{_SRT}.mem_cache.base_prefix_cache.InsertParams": ("key", "value"),
+    f"{_SRT}.mem_cache.base_prefix_cache.EvictParams": ("num_tokens",),
+    f"{_SRT}.mem_cache.radix_cache.RadixCache": (
+        *("create_simulated", "match_prefix", "insert", "evict", "inc_lock_ref", "dec_lock_ref"),
+        *("evictable_size", "protected_size"),
+    ),
     f"{_SRT}.sampling.sampling_params.SamplingParams": (
         *("custom_params", "max_new_tokens", "min_new_tokens", "ignore_eos"),
         *("frequency_penalty", "presence_penalty", "repetition_penalty"),

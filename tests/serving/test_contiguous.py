@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, StableLmConfig
 
 from .conftest import ASSETS, Reference, Server, generate_body
 
@@ -32,6 +32,16 @@ _CONFIGS: dict[str, Any] = {
     ),
     "learned positions": lambda vocab_size: GPT2Config(
         **_SIZES, vocab_size=vocab_size, n_positions=2048, n_embd=64, n_layer=2, n_head=4
+    ),
+    "not listed": lambda vocab_size: StableLmConfig(
+        **_SIZES,
+        vocab_size=vocab_size,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
     ),
 }
 
@@ -128,18 +138,28 @@ def _greedy(model: Any, token_ids: list[int], num_tokens: int) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", list(_CONFIGS))
+@pytest.mark.parametrize(
+    ("kind", "flags"),
+    [
+        ("sliding windows", ()),
+        ("learned positions", ()),
+        pytest.param("not listed", ("--spec-stack-positions", "contiguous"), marks=pytest.mark.nightly),
+    ],
+)
 def test_a_target_without_original_positions_is_pruned_at_contiguous_ones(
-    launch: Any, reference: Reference, tmp_path: Path, kind: str
+    launch: Any, reference: Reference, tmp_path: Path, kind: str, flags: Sequence[str]
 ) -> None:
     """A plain draft scores; plain decoding, and the turn after reuses what was kept."""
     folder = _saved(kind, tmp_path / "model", reference.generator.target.config.vocab_size)
     server = launch(
         *("--max-total-tokens", "6000", "--chunked-prefill-size", "128", "--context-length", "2048"),
+        *flags,
         beside=(),
         target=folder,
     )
-    assert "pruned prompts stand at contiguous positions, since the target" in server.log.read_text(errors="replace")
+    log = server.log.read_text(errors="replace")
+    assert "pruned prompts stand at contiguous positions, since the target" in log
+    assert ("nothing tests pruning there" in log) is bool(flags)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     model.generation_config.eos_token_id = None
     prompt = _document(reference, 700, 1920)

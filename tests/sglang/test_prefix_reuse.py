@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -177,6 +177,23 @@ def test_what_comes_back_is_what_the_sessions_oracle_restores(rng: random.Random
     assert prunes or new == tuple(range(num_cached, num_tokens))
     assert given_to.token_ids == tuple(prompt[position] for position in given_to.positions)
     assert (given_to.num_cached, given_to.num_recalled) == (num_cached, len(expected))
+
+
+@given(st.randoms(use_true_random=False), st.booleans())
+def test_at_contiguous_positions_the_same_tokens_stand_in_order(rng: random.Random, prunes: bool) -> None:
+    """Also where an earlier turn at original positions has written some of them out of order."""
+    num_tokens = rng.randrange(20, 90)
+    prompt = [rng.randrange(50) for _ in range(num_tokens)]
+    num_cached = rng.randrange(4, num_tokens - 1)
+    held = rng.sample(range(num_cached), rng.randrange(1, num_cached))
+    importance = torch.tensor([rng.randrange(64) / 64 for _ in range(num_tokens)])
+    original, contiguous = (
+        plan_prefill(prompt, CachedPrefix(num_cached, tuple(order)), importance, prunes, RECALLING, config, ())
+        for order, config in ((sorted(held), CONFIG), (held, replace(CONFIG, positions="contiguous")))
+    )
+    assert contiguous.positions == tuple(sorted(original.positions))
+    assert contiguous.token_ids == tuple(prompt[position] for position in contiguous.positions)
+    assert contiguous.num_recalled == original.num_recalled
 
 
 def test_old_text_that_shares_rare_words_with_the_question_is_recalled_without_a_draft() -> None:
