@@ -363,7 +363,11 @@ class Launcher:
         server = Server(log, [*algorithm, *arguments], environment, models.get("target", ASSETS / "target"), command)
         self._started.append(server)
         if wait:
-            server.wait()
+            try:
+                server.wait()
+            except ServerDiedError:
+                server.stop()
+                raise
         return server
 
     def stop(self) -> None:
