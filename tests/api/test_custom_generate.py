@@ -27,8 +27,8 @@ from transformers import (
 
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator, with_draft
 from spec_stack.api.custom_generate import forget
-from spec_stack.hf.cache import CACHE_NAMES
 from spec_stack.hf.loading import ASSETS
+from spec_stack.hf.versions import CACHE_NAMES
 from tests.support.models import VOCAB, make_model, random_prompt
 
 PROMPT = "def read_lines(path):\n"
