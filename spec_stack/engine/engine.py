@@ -112,7 +112,7 @@ class Engine:
                     Means(draft, drawing.sampler, request.stop_tokens.all_ids, gate, caches.lookups),
                 ),
                 sampler=drawing.sampler,
-                stopper=stopper_of(request, pair.tokenizer),
+                stopper=stopper_of(request, pair.tokenizer, pair.answer_format.shown),
                 end_ids=request.stop_tokens.all_ids,
                 labels=request.labels,
                 clock=clock,
