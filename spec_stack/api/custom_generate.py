@@ -27,11 +27,11 @@ from spec_stack.api.unknown_options import refuses_unknown_options
 from spec_stack.config import SparsePrefill, SpecStackConfig
 from spec_stack.controller.base import Policy
 from spec_stack.hf.batch_rows import Place, for_rows
-from spec_stack.hf.cache import CACHE_NAMES
 from spec_stack.hf.loading import load_draft, load_tokenizer
 from spec_stack.hf.processors import Processor
 from spec_stack.hf.prompt import unpadded
 from spec_stack.hf.sources import has_tokenizer
+from spec_stack.hf.versions import CACHE_NAMES, is_given
 from spec_stack.types import Metrics, StepOutput
 
 if TYPE_CHECKING:
@@ -174,9 +174,10 @@ class CustomGenerate:
         streamer for several rows or under another name, and batches with processors that cannot be copied or judge all
         rows at once.
         """
-        _check(generation_config, model_kwargs)
+        caller = sys._getframe(1).f_locals
+        _check(generation_config, model_kwargs, caller)
         if streamer is None:
-            _check_kept_back(sys._getframe(1).f_locals.get("streamer"))
+            _check_kept_back(caller.get("streamer"))
         if (spec_streamer or streamer) is not None and len(input_ids) > 1:
             raise ValueError("a streamer takes one row; leave it out, or give one prompt")
         generator = self.generator(model)
@@ -241,8 +242,8 @@ def _answer(
     return Answer(sequence, metrics)
 
 
-def _check(config: GenerationConfig, model_kwargs: Mapping[str, Any]) -> None:
-    """Raise ValueError for unsupported arguments of `model.generate`."""
+def _check(config: GenerationConfig, model_kwargs: Mapping[str, Any], caller: Mapping[str, Any]) -> None:
+    """Raise ValueError for unsupported arguments of `model.generate`. caller: its local variables."""
     mode = config.get_generation_mode()
     if mode not in _MODES:
         raise ValueError(f"custom_generate=with_draft(...) is greedy or samples, and cannot do {mode.value!r}")
@@ -255,7 +256,7 @@ def _check(config: GenerationConfig, model_kwargs: Mapping[str, Any]) -> None:
             )
     for name in CACHE_NAMES:
         cache = model_kwargs.get(name)
-        if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length()):
+        if cache is not None and (is_given(cache, caller) or cache.get_seq_length()):
             raise ValueError(f"leave {name} out; SpecStackGenerator.session() keeps caches from call to call")
     unknown = [name for name, value in model_kwargs.items() if value is not None and name not in _MODEL_KWARGS]
     if unknown:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -43,11 +44,13 @@ def drawing_of(request: Request, target: PreTrainedModel) -> Drawing:
     return Drawing(Sampler(warp, torch.Generator(target.device).manual_seed(seed), shaper), greedy, seed)
 
 
-def stopper_of(request: Request, tokenizer: Any) -> Stopper:
+def stopper_of(request: Request, tokenizer: Any, shown: Collection[str] = ()) -> Stopper:
+    """The stopping rule of a request. shown: special tokens that the text of a chat's answer contains."""
+    text = open_text_stream(tokenizer, request.prompt_ids, shown if request.parser else ())
     return Stopper(
         request.params.num_tokens,
         request.stop_tokens.end_ids,
         request.stop_strings,
-        open_text_stream(tokenizer, request.prompt_ids),
+        text,
         request.stop_tokens.stop_ids,
     )

@@ -119,7 +119,7 @@ class Engine:
                     ),
                 ),
                 sampler=drawing.sampler,
-                stopper=stopper_of(request, pair.tokenizer),
+                stopper=stopper_of(request, pair.tokenizer, pair.answer_format.shown),
                 end_ids=request.stop_tokens.all_ids,
                 labels=request.labels,
                 clock=clock,

@@ -163,7 +163,8 @@ def plan_request(
     wanted = _wanted_format(pair, source, call)
     grammar = None
     if wanted is not None:
-        grammar = pair.grammars.compile(wanted, stop_tokens.all_ids, len(prompt_ids), in_thought)
+        behind = pair.answer_format.format_start(encoded.text)
+        grammar = pair.grammars.compile(wanted, stop_tokens.all_ids, len(prompt_ids), behind)
     own = make_processors(params, len(prompt_ids), stop_tokens.all_ids, pair.target.device)
     clock.pause()
     return Request(

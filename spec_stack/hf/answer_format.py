@@ -7,7 +7,7 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from spec_stack.hf.chat_template import MARKED_TOOL, ChatTemplate
@@ -16,7 +16,6 @@ from spec_stack.hf.prompt import special_tokens
 
 logger = logging.getLogger(__name__)
 
-THINK_OPENS, THINK_CLOSES = "<think>", "</think>"
 # Keys of a call's name and of its arguments.
 NAME_KEYS, ARGUMENTS_KEYS = ("name", "tool_name"), ("arguments", "parameters")
 _QUESTION, _NAME, _ID = "marked question", "marked_tool_name", "marked001"
@@ -26,6 +25,29 @@ _CALLED = {"role": "assistant", "content": None, "tool_calls": [_CALL]}
 _ARGUMENTS = re.compile(r'\{\s*"marked_key"\s*:\s*"marked_value"\s*\}')
 _BEFORE_ARGUMENTS = re.compile(rf'"\s*,\s*"({"|".join(ARGUMENTS_KEYS)})"\s*:\s*')
 _BEFORE_NAME = re.compile(rf'"({"|".join(NAME_KEYS)})"\s*:\s*"$')
+
+
+@dataclass(frozen=True)
+class ThoughtMarks:
+    """The marks around reasoning. headers: marks that open another part of an answer, and are no content themselves."""
+
+    opens: str
+    closes: str
+    headers: tuple[str, ...] = ()
+
+
+THINK = ThoughtMarks("<think>", "</think>")
+# In the order in which a template is searched for them.
+_THOUGHTS = (
+    THINK,
+    ThoughtMarks("<thinking>", "</thinking>"),
+    ThoughtMarks("<thought>", "</thought>"),
+    ThoughtMarks("<reasoning>", "</reasoning>"),
+    ThoughtMarks("<seed:think>", "</seed:think>"),
+    ThoughtMarks("[THINK]", "[/THINK]"),
+    ThoughtMarks("<|START_THINKING|>", "<|END_THINKING|>"),
+    ThoughtMarks("<|channel|>analysis<|message|>", "<|end|><|start|>assistant", ("<|channel|>final<|message|>",)),
+)
 
 
 @dataclass(frozen=True)
@@ -89,24 +111,38 @@ class ForcedCall:
 @dataclass(frozen=True)
 class AnswerFormat:
     """The parts of a chat answer besides text. tools: None if the template has no tool calls. thinks: whether reasoning
-    may open the answer."""
+    may open the answer. thought: its marks. shown: special tokens in those marks, which the text must contain."""
 
     tools: ToolFormat | None = None
     thinks: bool = False
+    thought: ThoughtMarks = THINK
+    shown: tuple[str, ...] = ()
 
     @classmethod
     def learn(cls, tokenizer: Any) -> AnswerFormat:
         """Learn the format from a tokenizer's template. Parts that cannot be learnt stay text; never raises."""
         if not getattr(tokenizer, "chat_template", None):
             return cls()
-        thinks = False
+        answers = cls()
         try:
-            thinks = THINK_CLOSES in str(tokenizer.get_chat_template(tools=[MARKED_TOOL]))
-            return cls(_learn_tools(tokenizer), thinks)
+            answers = cls._learn_thought(tokenizer)
+            return replace(answers, tools=_learn_tools(tokenizer))
         except Exception:
             # A template may raise anything, and many support no tools.
             logger.info("the chat template does not show how tools are called", exc_info=True)
-            return cls(thinks=thinks)
+            return answers
+
+    @classmethod
+    def _learn_thought(cls, tokenizer: Any) -> AnswerFormat:
+        """The format without tools, by the marks that the template names."""
+        template = str(tokenizer.get_chat_template(tools=[MARKED_TOOL]))
+        for thought in _THOUGHTS:
+            if thought.closes in template or (thought != THINK and thought.opens in template):
+                written = (thought.opens, thought.closes, *thought.headers)
+                special = [token for token in special_tokens(tokenizer) if token]
+                shown = tuple(token for token in special if any(token in mark for mark in written))
+                return cls(None, True, thought, shown)
+        return cls()
 
     def forced_call(self, tool_choice: object, tools: Sequence[Any] | None) -> ForcedCall | None:
         """The call that OpenAI's `tool_choice` forces, if any. Raises ValueError as `forced_names`, and if the template
@@ -121,7 +157,26 @@ class AnswerFormat:
 
     def begins_in_thought(self, rendered: str) -> bool:
         """Whether a rendered chat ends with an open reasoning block."""
-        return self.thinks and rendered.rstrip().endswith(THINK_OPENS)
+        return self.thinks and rendered.rstrip().endswith(self.thought.opens)
+
+    def format_start(self, rendered: str) -> str:
+        """The mark after which a response format applies in a rendered chat; empty for the start of the answer. Raises
+        ValueError if a grammar cannot write the marks before it."""
+        if not rendered or not self.thinks:
+            return ""
+        if self.thought.headers:
+            raise ValueError(
+                f"response_format and a forced tool_choice cannot be had with this chat template: its answers begin "
+                f"with {self.thought.opens!r} or {self.thought.headers[0]!r}, which no grammar writes; leave them out"
+            )
+        if not self.begins_in_thought(rendered):
+            return ""
+        if self.thought.closes in self.shown:
+            raise ValueError(
+                f"response_format and a forced tool_choice cannot be had behind an open thought that ends with the "
+                f"special token {self.thought.closes!r}; turn thinking off by chat_template_kwargs, or leave them out"
+            )
+        return self.thought.closes
 
 
 def _learn_tools(tokenizer: Any) -> ToolFormat | None:

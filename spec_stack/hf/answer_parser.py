@@ -9,7 +9,7 @@ import string
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Literal, NoReturn
 
-from spec_stack.hf.answer_format import ARGUMENTS_KEYS, NAME_KEYS, THINK_CLOSES, THINK_OPENS, AnswerFormat
+from spec_stack.hf.answer_format import ARGUMENTS_KEYS, NAME_KEYS, AnswerFormat
 from spec_stack.types import AnswerPart, ToolCall
 
 # Markers that small models write around a call in place of the template's.
@@ -35,7 +35,7 @@ class AnswerParser:
         self._names = frozenset(names)
         self._opener, self._closer = (tools.opener, tools.closer) if tools else ("", "")
         self._starts = (*_STARTS, _compact(tools.begin.removeprefix(self._opener))) if tools else ()
-        self._thinks = answer_format.thinks
+        self._thinks, self._thought = answer_format.thinks, answer_format.thought
         self._take: Take = self._take_thought if in_thought else self._take_start
         self._buffer = ""
         # Template whitespace, dropped before the next part.
@@ -67,12 +67,15 @@ class AnswerParser:
         self._buffer, self._take, self._blanks = rest, take, blanks
 
     def _take_start(self, is_end: bool) -> list[AnswerPart]:
-        """The start of the answer after whitespace: reasoning, a call without a marker, or text."""
-        start = self._buffer.lstrip()
-        if self._thinks and start.startswith(THINK_OPENS):
-            self._go_on(start[len(THINK_OPENS) :], self._take_thought, "\n")
+        """The start of the answer after whitespace: reasoning, a header, a call without a marker, or text."""
+        start, marks = self._buffer.lstrip(), self._thought
+        if self._thinks and start.startswith(marks.opens):
+            self._go_on(start[len(marks.opens) :], self._take_thought, "\n")
             return []
-        may_think = self._thinks and THINK_OPENS.startswith(start)
+        if header := next((each for each in marks.headers if start.startswith(each)), ""):
+            self._go_on(start[len(header) :], self._take_text)
+            return []
+        may_think = self._thinks and any(mark.startswith(start) for mark in (marks.opens, *marks.headers))
         may_call = any(begin.startswith(_compact(start)) for begin in self._starts)
         if is_end or not (may_think or may_call):
             calls = any(_compact(start).startswith(begin) for begin in self._starts)
@@ -80,10 +83,11 @@ class AnswerParser:
         return []
 
     def _take_thought(self, is_end: bool) -> list[AnswerPart]:
-        thought, found, rest = self._buffer.partition(THINK_CLOSES)
+        thought, found, rest = self._buffer.partition(self._thought.closes)
         if not found:
-            return self._hold("reasoning", THINK_CLOSES, is_end)
-        self._thinks = False
+            return self._hold("reasoning", self._thought.closes, is_end)
+        # Where each part has a header, a second thought may follow.
+        self._thinks = bool(self._thought.headers)
         self._go_on(rest, self._take_start, "\n")
         return [AnswerPart("reasoning", thought.rstrip())] if thought.strip() else []
 

@@ -5,14 +5,13 @@ target's own. `tests/hf/test_architectures.py` checks every entry."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.metadata import version
-from inspect import signature
 from typing import Any, Literal
 
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
+from transformers.cache_utils import DynamicLayer
 
 from spec_stack.config import Positions
+from spec_stack.hf.versions import state_refusal
 
 Level = Literal["exact", "approximate", "refused"]
 # Full-attention layers; a draft needs one for scoring.
@@ -152,8 +151,8 @@ def _refusal(config: Any) -> str:
     kind = config.model_type
     if kind not in SUPPORTED:
         return _REASONS.get(kind, _UNTRIED)
-    if old := _old_states(kind):
-        return old
+    if SUPPORTED[kind].recurrent and (refusal := state_refusal()):
+        return refusal
     for parameters in _rope_parameters(config):
         if parameters.get("rope_type") in ("dynamic", "longrope"):
             return (
@@ -179,19 +178,12 @@ def rope_switch(config: Any) -> int | None:
     return int(found[0]["original_max_position_embeddings"]) if found else None
 
 
-def _old_states(kind: str) -> str:
-    """The reason why this transformers cannot roll back a recurrent state; empty if it can."""
-    if SUPPORTED[kind].recurrent and "state_idx" not in signature(LinearAttentionLayer.lazy_initialization).parameters:
-        return f"transformers {version('transformers')} keeps the state of its layers in an older way; install 5.24"
-    return ""
-
-
 def _hinders_rollback(config: Any) -> str:
     """The reason why a model cannot be a target even at contiguous positions; empty if it can."""
     if config.model_type in _OWN_CACHE:
         return _NO_ROLLBACK
     if config.model_type in SUPPORTED:
-        return _old_states(config.model_type)
+        return state_refusal() if SUPPORTED[config.model_type].recurrent else ""
     is_stateful = any(hasattr(layer, "recurrent_states") for layer in DynamicCache(config=config).layers)
     return "its recurrent state is not among those whose rollback has been checked" if is_stateful else ""
 

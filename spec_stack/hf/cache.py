@@ -15,11 +15,11 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from spec_stack.hf.versions import cache_name
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-CACHE_NAMES = ("cache", "past_key_values")
-"""What a forward calls its cache: transformers from 5.24 on, and before it."""
 BUCKET = 256
 """Slots by which a layer's buffers grow, so that the cache is copied only once per this many tokens."""
 # Spare memory above which `compact` copies the slots; below it less than a twentieth is wasted.
@@ -89,15 +89,8 @@ class PreallocatedLayer(DynamicLayer):  # type: ignore[misc]
 
 
 @remember
-def cache_name(kind: type[PreTrainedModel]) -> str:
-    """What the forward of this class calls its cache."""
-    # Loading a model imports it; importing this package does not.
-    from transformers import GenerationMixin
-
-    newer, older = CACHE_NAMES
-    has_newer = newer in signature(GenerationMixin.prepare_inputs_for_generation).parameters
-    # Checkpoint code may use the older name under a newer transformers.
-    return older if older in signature(kind.forward).parameters or not has_newer else newer
+def _name_of(kind: type[PreTrainedModel]) -> str:
+    return cache_name(signature(kind.forward).parameters)
 
 
 def cache_argument(model: PreTrainedModel, cache: DynamicCache) -> dict[str, DynamicCache]:

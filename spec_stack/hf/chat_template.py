@@ -51,23 +51,52 @@ class ChatTemplate:
         """The messages in the format that the template accepts.
 
         A content is a text, a list of parts, or None beside calls; arguments are a mapping or JSON text. The given
-        format is tried first, then the one whose marks the template shows. Raises ValueError for malformed messages.
+        format is tried first, then the one in which the template writes all texts and calls. Raises ValueError for
+        malformed messages, and for calls that a template for tools writes in no format.
         """
         given = _checked(messages)
         fits: list[FittedChat] = []
-        for form in (_as_given, _as_text, _as_parts):
-            fits.append(self._fit([{**message, "content": form(message["content"])} for message in given]))
+        for form in (_as_given, _as_text, _as_text_or_null, _as_parts):
+            fits.append(self._fit([{**message, "content": form(message)} for message in given]))
             if fits[-1].is_complete:
                 return fits[-1]
         # Some templates take one role's contents as parts and another's as text.
+        fits.sort(key=lambda fit: not fit.shows_calls)
         best = [next((fit for fit in fits if index in fit.shown), fits[0]) for index in range(len(given))]
         fits.append(self._fit([fit.messages[index] for index, fit in enumerate(best)]))
         # max() returns the first maximum.
-        return max(fits, key=lambda fit: (len(fit.shown), fit.takes_text, -fit.num_nulls))
+        found = max(fits, key=lambda fit: (len(fit.shown), fit.shows_calls, fit.takes_text, -fit.num_nulls))
+        if not found.shows_calls:
+            self._check_calls(found.messages)
+        return found
+
+    def _check_calls(self, messages: Sequence[dict[str, Any]]) -> None:
+        """Raise ValueError if a template that reads tool calls writes nothing of a message's calls."""
+        if "tool_calls" not in str(self.more.get("chat_template") or self.tokenizer.chat_template):
+            return
+        text = self._try_render(messages)
+        calling = [index for index, message in enumerate(messages) if message.get("tool_calls")]
+        # Templates treat all empty contents alike, so the first message with one is enough.
+        index = next((each for each in calling if not messages[each]["content"]), calling[0])
+        without = {name: value for name, value in messages[index].items() if name != "tool_calls"}
+        if text and text == self._try_render([*messages[:index], without, *messages[index + 1 :]]):
+            raise ValueError(
+                f"the chat template writes nothing of the tool calls of messages[{index}]; some templates write calls "
+                "only beside a content of None, which this transformers removes: use one that writes them"
+            )
 
     def _fit(self, messages: list[dict[str, Any]]) -> FittedChat:
         messages, takes_text = self._fit_arguments(messages)
-        return FittedChat(messages, self._try_render(_marked(messages)), takes_text)
+        return FittedChat(messages, self._try_render(_marked(messages)), takes_text, self._shows_calls(messages))
+
+    def _shows_calls(self, messages: Sequence[dict[str, Any]]) -> bool:
+        """Whether the template writes every call: some write none beside a content that is not None."""
+        marks: list[str] = []
+        marked = [_with_functions(message, lambda function: _with_name(function, marks)) for message in messages]
+        if not marks:
+            return True
+        text = self._try_render(marked)
+        return all(mark in text for mark in marks)
 
     def _fit_arguments(self, messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], bool]:
         """JSON arguments as mappings, unless the template prints the text unchanged."""
@@ -88,15 +117,16 @@ class ChatTemplate:
 @dataclass(frozen=True)
 class FittedChat:
     """Messages in one format. skeleton: the chat rendered with marks; empty if the template rejects marks. takes_text:
-    whether JSON arguments are printed unchanged."""
+    whether JSON arguments are printed unchanged. shows_calls: whether all tool calls are written."""
 
     messages: list[dict[str, Any]]
     skeleton: str
     takes_text: bool
+    shows_calls: bool
 
     @property
     def is_complete(self) -> bool:
-        return bool(self.skeleton) and len(self.shown) == len(self.messages) and not self.num_nulls
+        return bool(self.skeleton) and self.shows_calls and len(self.shown) == len(self.messages) and not self.num_nulls
 
     @cached_property
     def shown(self) -> frozenset[int]:
@@ -213,15 +243,21 @@ def _texts(content: Any) -> list[str]:
     return [part["text"] for part in content] if isinstance(content, list) else [content or ""]
 
 
-def _as_given(content: Any) -> Any:
-    return content
+def _as_given(message: Mapping[str, Any]) -> Any:
+    return message["content"]
 
 
-def _as_text(content: Any) -> str:
-    return "\n".join(_texts(content))
+def _as_text(message: Mapping[str, Any]) -> str:
+    return "\n".join(_texts(message["content"]))
 
 
-def _as_parts(content: Any) -> list[Any]:
+def _as_text_or_null(message: Mapping[str, Any]) -> str | None:
+    """The text, or None beside calls: DeepSeek R1's template writes no calls beside an empty text."""
+    return _as_text(message) or (None if message.get("tool_calls") else "")
+
+
+def _as_parts(message: Mapping[str, Any]) -> list[Any]:
+    content = message["content"]
     return content if isinstance(content, list) else [_text_part(content or "")]
 
 
@@ -246,15 +282,31 @@ def _with_marks(content: Any, marks: Iterator[str]) -> Any:
 
 def _with_arguments(message: dict[str, Any], change: Callable[[str], Any]) -> dict[str, Any]:
     """A message with its text arguments converted."""
+
+    def convert(function: Mapping[str, Any]) -> Mapping[str, Any]:
+        arguments = function.get("arguments")
+        return {**function, "arguments": change(arguments)} if isinstance(arguments, str) else function
+
+    return _with_functions(message, convert)
+
+
+def _with_functions(
+    message: dict[str, Any], change: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+) -> dict[str, Any]:
+    """A message with the functions of its calls changed."""
     calls = message.get("tool_calls")
     return {**message, "tool_calls": [_with_changed(call, change) for call in calls]} if calls else message
 
 
-def _with_changed(call: Any, change: Callable[[str], Any]) -> Any:
+def _with_changed(call: Any, change: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> Any:
     function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
-        return call
-    return {**call, "function": {**function, "arguments": change(function["arguments"])}}
+    return {**call, "function": change(function)} if isinstance(function, Mapping) else call
+
+
+def _with_name(function: Mapping[str, Any], marks: list[str]) -> Mapping[str, Any]:
+    """The function under a marked name, which is added to the marks."""
+    marks.append(f"marked_name_{len(marks)}_{secrets.token_hex(4)}")
+    return {**function, "name": marks[-1]}
 
 
 def _parsed(text: str) -> Any:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from spec_stack.config import how_to_install
+from spec_stack.hf.versions import gguf_header
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -132,15 +133,12 @@ def locate(source: str, hub: Mapping[str, Any] | None = None) -> tuple[str, dict
 
 def load_gguf_config(folder: str, options: Mapping[str, Any]) -> Any:
     """A GGUF file's config. Raises ValueError for a file that transformers cannot read."""
-    from transformers import AutoConfig, __version__
+    from transformers import AutoConfig
 
-    try:
-        from transformers.integrations.gguf.reader import GgufHeader
-    except ImportError as error:
-        raise ValueError(f"transformers {__version__} does not read GGUF headers; install 5.24") from error
+    reader = gguf_header()
     # It visits all tensors and rejects unknown types.
     try:
-        header = GgufHeader.from_file(str(Path(folder) / options["gguf_file"]))
+        header = reader.from_file(str(Path(folder) / options["gguf_file"]))
     except (struct.error, IndexError, OverflowError, MemoryError) as error:
         raise ValueError(f"the file is cut off or damaged in its header: {error}") from error
     config = AutoConfig.from_pretrained(folder, **options)

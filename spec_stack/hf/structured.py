@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from spec_stack.config import how_to_install
-from spec_stack.hf.answer_format import THINK_CLOSES, ForcedCall
+from spec_stack.hf.answer_format import ForcedCall
 from spec_stack.hf.json_schema import check_pattern, json_rules
 
 # Most cached formats, which bounds memory.
@@ -24,11 +24,6 @@ _MAX_END_IDS = 8
 # Most tokens that may start a mark.
 _MOST_SPELLINGS = 16
 FORMATS = ("text", "json_object", "json_schema", "regex", "grammar")
-# An open reasoning block, to its end and the blank line that templates add.
-_THOUGHT = [
-    {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": THINK_CLOSES},
-    {"type": "const_string", "value": "\n\n"},
-]
 
 
 @dataclass(frozen=True)
@@ -63,10 +58,10 @@ class Grammars:
         self._compilers: dict[frozenset[int], Compiler] = {}
 
     def compile(
-        self, response_format: object, end_ids: Collection[int], num_prompt_tokens: int, in_thought: bool = False
+        self, response_format: object, end_ids: Collection[int], num_prompt_tokens: int, behind: str = ""
     ) -> Grammar | None:
-        """A request's grammar; None for {"type": "text"}."""
-        compiled = self._compiled(response_format, frozenset(end_ids), in_thought)
+        """A request's grammar; None for {"type": "text"}. behind: the mark after which it applies, if any."""
+        compiled = self._compiled(response_format, frozenset(end_ids), behind)
         if compiled is None:
             return None
         forbidden = self._unspoken - frozenset(end_ids)
@@ -75,10 +70,10 @@ class Grammars:
         )
 
     def serialized(
-        self, response_format: object, end_ids: Collection[int], in_thought: bool = False
+        self, response_format: object, end_ids: Collection[int], behind: str = ""
     ) -> SerializedFormat | None:
         """A compiled format for another process; None where `compile` gives None. Raises ValueError as `compile`."""
-        compiled = self._compiled(response_format, frozenset(end_ids), in_thought)
+        compiled = self._compiled(response_format, frozenset(end_ids), behind)
         return None if compiled is None else SerializedFormat(compiled.serialize_json(), _marks_of(response_format))
 
     def warm_up(self, end_ids: Collection[int]) -> None:
@@ -94,7 +89,7 @@ class Grammars:
             for compiler in self._compilers.values():
                 compiler.compiler.clear_cache()
 
-    def _compiled(self, response_format: object, end_ids: frozenset[int], in_thought: bool) -> Any:
+    def _compiled(self, response_format: object, end_ids: frozenset[int], behind: str) -> Any:
         wanted = response_format if isinstance(response_format, SerializedFormat | ForcedCall) else None
         kind, content = ("", "") if wanted else read_format(response_format)
         if kind == "text":
@@ -115,7 +110,7 @@ class Grammars:
                 return xgrammar.CompiledGrammar.deserialize_json(wanted.text, tokenizer)
             try:
                 rules = wanted.rules() if wanted else _rules(kind, content)
-                return compiler.compile_grammar(_behind_thought(rules) if in_thought else rules)
+                return compiler.compile_grammar(_behind_thought(rules, behind) if behind else rules)
             except Exception as error:
                 # xgrammar has no common error class.
                 subject = "tool_choice: the tools' parameters" if wanted else f"response_format: this {kind}"
@@ -197,10 +192,15 @@ def _rules(kind: str, content: str) -> Any:
     return Rules.from_ebnf(content)
 
 
-def _behind_thought(rules: Any) -> Any:
+def _behind_thought(rules: Any, closes: str) -> Any:
+    """The rules after an open thought, its closing mark and the blank line that templates add."""
     from xgrammar import Grammar as Rules
 
-    thought = {"type": "structural_tag", "format": {"type": "sequence", "elements": _THOUGHT}}
+    elements = [
+        {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": closes},
+        {"type": "const_string", "value": "\n\n"},
+    ]
+    thought = {"type": "structural_tag", "format": {"type": "sequence", "elements": elements}}
     return Rules.concat(Rules.from_structural_tag(thought), rules)
 
 

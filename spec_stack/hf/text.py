@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
 from spec_stack.decode.stopping import TextStream
+from spec_stack.hf.prompt import special_tokens
 
 _INCOMPLETE = "\ufffd"
 # Prompt tokens used as decoding context for the first generated token.
@@ -15,12 +16,20 @@ _NUM_CONTEXT = 8
 _BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
-def open_text_stream(tokenizer: Any, prompt_ids: Sequence[int]) -> TextStream | None:
-    """The text stream after a prompt; None without a tokenizer."""
+def open_text_stream(tokenizer: Any, prompt_ids: Sequence[int], shown: Collection[str] = ()) -> TextStream | None:
+    """The text stream after a prompt; None without a tokenizer. shown: special tokens that the text contains."""
     if tokenizer is None:
         return None
     decode = partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    if shown:
+        hidden = {token_id for text, token_id in special_tokens(tokenizer).items() if text not in shown}
+        decode = partial(_decode_without, tokenizer, hidden)
     return WindowedText(decode, prompt_ids[-_NUM_CONTEXT:], tokenizer.convert_ids_to_tokens)
+
+
+def _decode_without(tokenizer: Any, hidden: Collection[int], token_ids: Sequence[int]) -> str:
+    kept = [token_id for token_id in token_ids if token_id not in hidden]
+    return str(tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 class WindowedText:

@@ -67,7 +67,7 @@ class RequestProcessor:
         in_thought = self._format.begins_in_thought(encoded.text)
         wanted = self._forced_call(request, source) or options.pop("response_format", None)
         if wanted is not None:
-            options["response_format"] = self._compiled(wanted, options, in_thought)
+            options["response_format"] = self._compiled(wanted, options, self._format.format_start(encoded.text))
         return ProcessedRequest(
             encoded=encoded,
             options=options,
@@ -119,7 +119,7 @@ class RequestProcessor:
             raise ValueError("give response_format or a forced tool_choice, not both")
         return forced
 
-    def _compiled(self, wanted: object, options: Mapping[str, Any], in_thought: bool) -> SerializedFormat | None:
+    def _compiled(self, wanted: object, options: Mapping[str, Any], behind: str) -> SerializedFormat | None:
         """Compile a format for the request's end tokens, as in `Request.plan`."""
         special = special_tokens(self._tokenizer)
         stops = options.get("stop") or []
@@ -127,7 +127,7 @@ class RequestProcessor:
         end_ids = {*options.get("stop_token_ids", ()), *(special[text] for text in stops if text in special)}
         if not options.get("ignore_eos"):
             end_ids |= self._end_ids
-        return self._grammars.serialized(wanted, end_ids, in_thought)
+        return self._grammars.serialized(wanted, end_ids, behind)
 
 
 def _without(content: Any, tokens: Sequence[str]) -> Any:

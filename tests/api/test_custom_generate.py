@@ -27,8 +27,8 @@ from transformers import (
 
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator, with_draft
 from spec_stack.api.custom_generate import forget
-from spec_stack.hf.cache import CACHE_NAMES
 from spec_stack.hf.loading import ASSETS
+from spec_stack.hf.versions import CACHE_NAMES
 from tests.support.models import VOCAB, make_model, random_prompt
 
 PROMPT = "def read_lines(path):\n"
@@ -288,7 +288,7 @@ def test_every_row_of_a_batch_has_processors_and_criteria_of_its_own(
 
 
 def test_samples_of_one_prompt_have_processors_of_their_own(target: PreTrainedModel, draft: PreTrainedModel) -> None:
-    options = {**ids_of(), "max_new_tokens": 20, "do_sample": True, "num_return_sequences": 3}
+    options = {**ids_of(), "max_new_tokens": 18, "do_sample": True, "num_return_sequences": 3}
     rows = target.generate(
         **options, logits_processor=LogitsProcessorList([Counting()]), custom_generate=with_draft(draft)
     )

@@ -1,14 +1,23 @@
-"""Answers by a format behind a thought that the template opens."""
+"""Thoughts between the marks of several templates, and answers by a format behind a thought."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from spec_stack import SpecStackGenerator
-from tests.support.thinking import THOUGHT, thinker
+from tests.support.thinking import (
+    ANSWER,
+    MARKED,
+    REASONING,
+    THOUGHT,
+    Script,
+    marked_generator,
+    thinker,
+)
 from tests.support.tools import TOOLS
 
 pytest.importorskip("xgrammar", reason="needs the extra `structured`")
@@ -66,3 +75,31 @@ def test_a_thought_that_the_template_leaves_out_has_no_part_in_it(generator: Spe
         messages=CHAT, response_format=FORMATS[0], max_tokens=64, chat_template_kwargs={"enable_thinking": False}
     )
     assert (json.loads(result.content).keys(), result.reasoning) == ({"warm"}, "")
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_a_thought_between_the_marks_of_a_template_is_no_content(name: str, tmp_path: Path) -> None:
+    marked = MARKED[name]
+    chat = marked_generator(marked, tmp_path)
+    for text, reasoning in ((marked.thought, REASONING), (marked.plain, "")):
+        for gamma in (0, 3):
+            script: Any = [Script(chat.tokenizer, text)]
+            result = chat.generate(messages=CHAT, max_tokens=128, gamma=gamma, logits_processor=script)
+            assert (result.reasoning, result.content, result.text) == (reasoning, ANSWER, text)
+        streamed = chat.stream(messages=CHAT, max_tokens=128, logits_processor=[Script(chat.tokenizer, text)])
+        assert "".join(output.text for output in streamed) == text
+
+
+@pytest.mark.parametrize("wanted", [{"response_format": FORMATS[0]}, {"tools": TOOLS, "tool_choice": "required"}])
+def test_a_format_that_no_grammar_can_put_behind_a_thought_is_refused_by_name(
+    wanted: dict[str, Any], tmp_path: Path
+) -> None:
+    channels = marked_generator(MARKED["GPT-OSS"], tmp_path)
+    with pytest.raises(ValueError, match="chat template"):
+        channels.generate(messages=CHAT, max_tokens=8, **wanted)
+    special = marked_generator(MARKED["Mistral"], tmp_path)
+    special.tokenizer.chat_template = MARKED["Mistral"].template.replace("<|assistant|>", "<|assistant|>[THINK]")
+    special = SpecStackGenerator(special.pair.target, special.pair.draft, special.tokenizer)
+    message = r"special token '\[/THINK\]'; turn thinking off" if "tools" not in wanted else "tool_choice"
+    with pytest.raises(ValueError, match=message):
+        special.generate(messages=CHAT, max_tokens=8, **wanted)

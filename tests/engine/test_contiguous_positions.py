@@ -114,6 +114,12 @@ def make_generator(name: str, **prefill: Any) -> SpecStackGenerator:
     return SpecStackGenerator(make_model(name), draft, config=SpecStackConfig(config))
 
 
+def greedy(name: str, prompt: list[int], num_tokens: int, **options: Any) -> list[int]:
+    """transformers' own greedy tokens. Before 5.24 its cached ones are wrong past a long RoPE's switch: it drops the
+    cache there and goes on from the last token alone."""
+    return reference.greedy(make_model(name), prompt, num_tokens, use_cache="long RoPE" not in name, **options)
+
+
 @contextmanager
 def fed(generator: SpecStackGenerator) -> Iterator[list[int]]:
     """All tokens that the target is fed, in order."""
@@ -140,7 +146,7 @@ def test_greedy_tokens_are_those_of_the_kept_tokens_as_a_prompt(name: str, prefi
     assert metrics.num_kept_tokens < 60
     assert metrics.num_proposed > metrics.num_accepted > 0
     kept = tokens[: metrics.num_kept_tokens]
-    assert result.token_ids == reference.greedy(make_model(name), kept, 24, sequence_bias={(at,): 100.0 for at in FEW})
+    assert result.token_ids == greedy(name, kept, 24, sequence_bias={(at,): 100.0 for at in FEW})
 
 
 def test_a_long_rope_changes_its_angles_where_transformers_does() -> None:
@@ -152,7 +158,7 @@ def test_a_long_rope_changes_its_angles_where_transformers_does() -> None:
         kept = kept_of(session, prompt)
         crosses.append(len(kept) < SWITCH < len(kept) + 30)
         bias = {(at,): 99.0 for at in FEW}
-        assert result.token_ids == reference.greedy(make_model(name), kept, 30, sequence_bias=bias)
+        assert result.token_ids == greedy(name, kept, 30, sequence_bias=bias)
         prompt = [*prompt, *result.token_ids, *random_prompt(10)]
     assert any(crosses)
 

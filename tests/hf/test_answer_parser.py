@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from spec_stack.hf.answer_format import AnswerFormat, ToolFormat, forced_names
+from spec_stack.hf.answer_format import AnswerFormat, ThoughtMarks, ToolFormat, forced_names
 from spec_stack.hf.answer_parser import AnswerParser, parse_answer
 
 HERMES = """{% for m in messages %}<|im_start|>{{ m.role }}{{ '\\n' ~ m.content }}{% for c in m.tool_calls or [] %}
@@ -138,6 +138,18 @@ def test_text_thoughts_and_several_calls_stand_apart(cuts: list[int]) -> None:
     assert parsed("thinker", "<think>\nwithout an end", cuts)[:2] == ("", "without an end")
 
 
+@given(cuts=st.lists(st.integers(1, 300)))
+def test_thoughts_in_channels_stand_apart(cuts: list[int]) -> None:
+    opens, closes, final = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant", "<|channel|>final<|message|>"
+    FORMATS["channels"] = AnswerFormat(None, True, ThoughtMarks(opens, closes, (final,)))
+    thought = f"{opens}So <|end|> it{closes}"
+    assert parsed("channels", f"{thought}{final}Yes <|end|>", cuts) == ("Yes <|end|>", "So <|end|> it", [])
+    assert parsed("channels", f"{thought}{thought}{final}Yes", cuts) == ("Yes", "So <|end|> itSo <|end|> it", [])
+    assert parsed("channels", f"{final}Yes", cuts) == ("Yes", "", [])
+    call = "<|channel|>commentary to=functions.f<|message|>{}"
+    assert parsed("channels", f"{thought}{call}", cuts) == (call, "So <|end|> it", [])
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -173,7 +185,7 @@ def test_what_cannot_be_parsed_stays_text(text: str, cuts: list[int]) -> None:
         '{ "q":\n1 }',
     ],
 )
-@pytest.mark.parametrize("name", sorted({*FORMATS} - {"thinker"}))
+@pytest.mark.parametrize("name", sorted({*FORMATS} - {"thinker", "channels"}))
 @settings(max_examples=15)
 @given(cuts=st.lists(st.integers(1, 200), max_size=8))
 def test_arguments_come_as_they_were_written_in_every_format(name: str, arguments: str, cuts: list[int]) -> None:

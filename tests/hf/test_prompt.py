@@ -184,6 +184,44 @@ def test_arguments_that_are_no_json_of_a_template_stay_text(embedded: SpecStackG
     assert encode(tokenizer, chat).text == tokenizer.apply_chat_template(chat, tokenize=False)
 
 
+# Templates that take a call's message with a content that is null, a text, or either.
+BESIDE_CALLS = {
+    "null only": "{% if m['content'] is none %}{% for c in m['tool_calls'] %}CALL{% endfor %}{% else %}TEXT{% endif %}",
+    "text only": "TEXT{% for c in m['tool_calls'] or [] %}CALL{% endfor %}",
+    "either": "{{ m['content'] or '' }}{% for c in m['tool_calls'] or [] %}CALL{% endfor %}",
+    "null is written": "{{ m['content'] }}{% for c in m['tool_calls'] or [] %}CALL{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("asked", ["Where?", [{"type": "text", "text": "Where?"}]], ids=["text", "parts"])
+@pytest.mark.parametrize("content", [None, "", "absent"])
+@pytest.mark.parametrize("name", sorted(BESIDE_CALLS))
+def test_a_call_is_rendered_whatever_empty_content_stands_beside_it(
+    embedded: SpecStackGenerator, name: str, content: str | None, asked: Any
+) -> None:
+    body = BESIDE_CALLS[name].replace("TEXT", "{{ '' + m['content'] }}")
+    body = body.replace("CALL", "<call> {{ c.function.name }}: {{ c.function.arguments }}")
+    tokenizer = with_template(embedded, TURN.replace("BODY", body))
+    chat = called('{"city":"Rome"}', content)
+    chat[0]["content"] = asked
+    if content == "absent":
+        del chat[1]["content"]
+    if name == "null only" and not hands_null_on(tokenizer):
+        with pytest.raises(ValueError, match=r"writes nothing of the tool calls of messages\[1\]"):
+            encode(tokenizer, chat)
+        return
+    encoded = encode(tokenizer, chat)
+    call = '<|assistant|><call> look_up: {"city":"Rome"}<|end|>'
+    assert encoded.text == f"<|user|>Where?<|end|>{call}<|tool|>warm<|end|><|assistant|>"
+    assert prunable(tokenizer, encoded) == "Where?warm"
+
+
+def hands_null_on(tokenizer: Any) -> bool:
+    """Whether this transformers shows a template that a content is None; from 5.24 on it leaves the content out."""
+    template = "{{ messages[0]['content'] is none }}"
+    return tokenizer.apply_chat_template([{"content": None}], chat_template=template, tokenize=False) == "True"
+
+
 def called(arguments: Any, content: str | None) -> Chat:
     call = {"id": "abcdefghi", "type": "function", "function": {"name": "look_up", "arguments": arguments}}
     return [

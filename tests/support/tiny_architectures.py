@@ -121,7 +121,11 @@ REFUSED: dict[str, Any] = {
 }
 
 
-def _keeps_states(config: Any) -> bool:
+# Before 5.24 transformers keeps the recurrent states of its layers in a way that cannot be rolled back.
+HAS_OLD_STATES = "state_idx" not in signature(LinearAttentionLayer.lazy_initialization).parameters
+
+
+def has_states(config: Any) -> bool:
     return any(isinstance(layer, LinearAttentionLayer) for layer in DynamicCache(config=config).layers)
 
 
@@ -130,7 +134,7 @@ def make_model(name: str, seed: int = 0, disturbed: bool = False, eager: bool = 
     in positions, masks or states show. Disturbed, it agrees with the undisturbed one only in part."""
     torch.manual_seed(seed)
     config = copy.deepcopy(CONFIGS[name])
-    if _keeps_states(config) and "state_idx" not in signature(LinearAttentionLayer.lazy_initialization).parameters:
+    if has_states(config) and HAS_OLD_STATES:
         pytest.skip(f"under this transformers, {name} is refused by name for the way its state is kept")
     implementation = {"attn_implementation": "eager"} if eager else {}
     model = AutoModelForCausalLM.from_config(config, **implementation).eval()

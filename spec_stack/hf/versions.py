@@ -1,0 +1,53 @@
+"""Everything in which the supported transformers versions differ for this package."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.metadata import version
+from inspect import signature
+from typing import Any
+
+CACHE_NAMES = ("cache", "past_key_values")
+"""What a forward calls its cache: transformers from 5.24 on, and before it."""
+
+
+def cache_name(parameters: Mapping[str, Any]) -> str:
+    """What a forward with these parameters calls its cache."""
+    # Loading a model imports it; importing this package does not.
+    from transformers import GenerationMixin
+
+    newer, older = CACHE_NAMES
+    has_newer = newer in signature(GenerationMixin.prepare_inputs_for_generation).parameters
+    # Checkpoint code may use the older name under a newer transformers.
+    return older if older in parameters or not has_newer else newer
+
+
+def is_given(cache: Any, variables: Mapping[str, Any]) -> bool:
+    """Whether `model.generate` was given this cache and did not create it. variables: its local ones."""
+    if getattr(cache, "_is_user_defined", False):
+        return True
+    # Before 5.24 transformers does not mark a given cache.
+    options = variables.get("kwargs")
+    return isinstance(options, dict) and any(cache is options.get(name) for name in CACHE_NAMES)
+
+
+def state_refusal() -> str:
+    """The reason why this transformers cannot roll back a recurrent state; empty if it can."""
+    from transformers.cache_utils import LinearAttentionLayer
+
+    if "state_idx" in signature(LinearAttentionLayer.lazy_initialization).parameters:
+        return ""
+    return _refusal("keeps the state of its layers in an older way")
+
+
+def gguf_header() -> Any:
+    """The class that reads a GGUF file's header. Raises ValueError without one."""
+    try:
+        from transformers.integrations.gguf.reader import GgufHeader
+    except ImportError as error:
+        raise ValueError(_refusal("does not read GGUF headers")) from error
+    return GgufHeader
+
+
+def _refusal(reason: str) -> str:
+    return f"transformers {version('transformers')} {reason}; install 5.24"
