@@ -9,6 +9,7 @@ from pathlib import Path
 
 from spec_stack.controller.base import DraftSignals, StepRecord
 from spec_stack.controller.predictor import Network, read_predictor
+from spec_stack.controller.tuning import TUNING
 
 FILE = Path(__file__).parents[1] / "assets" / "survival.json"
 KIND = "survival"
@@ -42,7 +43,9 @@ class OnlineLogistic:
     `start` holds the prior weights, the bias last; they count as `trust` examples.
     """
 
-    def __init__(self, start: Sequence[float], trust: float = 20.0, forgetting: float = 0.999) -> None:
+    def __init__(
+        self, start: Sequence[float], trust: float = TUNING.trust, forgetting: float = TUNING.forgetting
+    ) -> None:
         self.weights = list(start)
         self._precision = [trust] * len(self.weights)
         self._trust, self._forgetting = trust, forgetting
@@ -100,7 +103,7 @@ class AcceptanceEstimator:
     tokens of an even chance times a quarter.
     """
 
-    def __init__(self, network: Network | None = None, own_trust: float = 5.0) -> None:
+    def __init__(self, network: Network | None = None, own_trust: float = TUNING.own_trust) -> None:
         self._network = network or shipped_network()
         self._own, self._next = OnlineLogistic((2.0, 0.0)), OnlineLogistic((2.0, 0.0))
         self._own_trust = own_trust

@@ -1,6 +1,6 @@
-"""When a look-up pays, and how far: learned online from match length and continuation counts.
+"""When n-gram lookup pays, and how far: learned online from match length and continuation counts.
 
-A look-up is verified while P(all right) > tokens/s now achieved * seconds per verified token, as in `throughput`.
+N-gram tokens are verified while P(all right) > tokens/s now achieved * seconds per verified token, as in `throughput`.
 """
 
 from __future__ import annotations
@@ -13,24 +13,16 @@ from typing import NamedTuple
 from spec_stack.controller.acceptance import OnlineLogistic, sigmoid
 from spec_stack.controller.base import StepRecord
 from spec_stack.controller.step_cost import TOLERANCE, USUAL_UNREAD, PerContextLength, RequestRate, StepCost
+from spec_stack.controller.tuning import TUNING
 
-# Looked-up tokens that are verified whatever the last outcomes.
-_LEAST_REACH = 8
-# Looked-up tokens that the estimate counts for against the request's outcomes, and what is kept of those.
-_OWN_TRUST, _OWN_KEEP = 5.0, 0.95
-# Chance under which nothing more is verified, and the same while nothing has been measured.
-_LEAST_PRICE, _COLD_PRICE = 0.02, 0.1
-# One in so many steps where a look-up wins goes to the draft, and the other way round, to keep both rates current.
-_TRY_EVERY = 32
-# Of log2 match length, log times seen, log others seen, behind the first, log2 place, shared, bias: fitted to a 1.5B's
-# answers to 25 prompts (code, math, edits, chat, summaries).
-_START = (0.9, 1.0, -1.1, -0.2, 0.2, 0.0, -1.25)
+# Of log2 match length, log times seen, log others seen, bias: fitted to recorded answers.
+_START = (0.9, 1.0, -1.1, -1.25)
 
 
 class NgramToken(NamedTuple):
-    """A looked-up token.
+    """A token of a continuation.
 
-    length: tokens before it that match the text, looked-up ones included. num_seen: times it followed them, 1 or more.
+    length: tokens before it that match the text, n-gram tokens included. num_seen: times it followed them, 1 or more.
     num_others: times another token did. is_shared: found in another request's text.
     """
 
@@ -43,7 +35,7 @@ class NgramToken(NamedTuple):
 
 @dataclass(frozen=True)
 class NgramProposal:
-    """The value of a look-up.
+    """The value of an n-gram lookup.
 
     found: tokens of a continuation that are worth verifying. gain: tokens gained over a plain step, their time paid.
     match_length: matching tokens before the best continuation; 0 without one.
@@ -58,56 +50,35 @@ class NgramProposal:
         return [each.token_id for each in self.found]
 
 
-@dataclass
-class _Own:
-    """Right and expected looked-up tokens of a request, from one source."""
-
-    right: float = 0.0
-    expected: float = 0.0
-
-    def learn(self, is_right: bool, chance: float) -> None:
-        self.right = _OWN_KEEP * self.right + is_right
-        self.expected = _OWN_KEEP * self.expected + chance
-
-    @property
-    def share(self) -> float:
-        return (self.right + _OWN_TRUST) / (self.expected + _OWN_TRUST)
-
-
 class NgramPolicy:
-    """Learns the accuracy of look-ups, the draft's gain, and the cost of both. One request at a time.
+    """Learns the accuracy of n-gram lookup, the draft's gain, and the cost of both. One request at a time.
 
-    P(a looked-up token is right, given all before it) is a logistic model of match length and counts, scaled by this
-    request's outcomes. The request's own text and shared texts are calibrated apart.
+    P(an n-gram token is right, given all before it) is a logistic model of match length and counts: one for the
+    request's own text, one for shared texts.
     """
 
     def __init__(self) -> None:
-        self._chances = OnlineLogistic(_START)
+        # By `NgramToken.is_shared`.
+        self._chances = {False: OnlineLogistic(_START), True: OnlineLogistic(_START)}
         self._costs = PerContextLength(StepCost)
         # At the last step's length.
         self._cost = StepCost()
         # In tokens per plain step; and the gain of a step that goes to the draft, in tokens.
-        self._rate = RequestRate(1.0, weight=2.0)
-        self._gain = RequestRate(1.0, weight=2.0)
-        self._num_settled = 0
-        self._offer = NgramProposal()
+        self._rate, self._gain = RequestRate(1.0), RequestRate(1.0)
+        self._num_decided = 0
+        self._whole: Sequence[NgramToken] = ()
         self._tail: Sequence[NgramToken] = ()
         self._begin_request()
 
     def _begin_request(self) -> None:
-        # By `NgramToken.is_shared`.
-        self._own = {False: _Own(), True: _Own()}
-        # Most looked-up tokens: grows while all are right, and falls towards the accepted number.
-        self._reach = 2 * _LEAST_REACH
+        # Most n-gram tokens: grows while all are right, and falls towards the accepted number.
+        self._reach = 2 * TUNING.least_reach
         self._rate.begin_request()
         self._gain.begin_request()
 
-    def chance(self, found: NgramToken, place: int) -> float:
-        """P(a looked-up token is right), given that the `place` tokens before it are."""
-        return min(self._typical_chance(found, place) * self._own[found.is_shared].share, 0.999)
-
-    def _typical_chance(self, found: NgramToken, place: int) -> float:
-        return sigmoid(self._chances.logit(_features(found, place)))
+    def chance(self, found: NgramToken) -> float:
+        """P(an n-gram token is right), given that all before it are."""
+        return sigmoid(self._chances[found.is_shared].logit(_features(found)))
 
     @property
     def _tokens_per_s(self) -> float:
@@ -115,22 +86,24 @@ class NgramPolicy:
 
     def price(self, beside: int = 0) -> float:
         """The chance at which one more verified token pays for its time `beside` so many others."""
-        if not self._cost.ready_to_verify:
-            return _COLD_PRICE
-        return max(self._tokens_per_s * self._cost.verify_per_token_s(beside), _LEAST_PRICE)
+        return max(self._tokens_per_s * self._cost.verify_per_token_s(beside), TUNING.least_price)
 
     def offer(self, continuations: Sequence[Iterable[NgramToken]], most: int) -> NgramProposal:
         """The best continuation as a whole step of `most` tokens at most."""
-        self._offer, self._tail = self._best(continuations, most, 1.0, 0), ()
-        return self._offer
+        proposal = self._best(continuations, most, 1.0, 0)
+        self._whole, self._tail = proposal.found, ()
+        return proposal
 
     def prefers(self, offer: NgramProposal) -> bool:
-        """Return whether the step goes to the look-up instead of the draft."""
+        """Return whether the step goes to n-gram lookup instead of the draft.
+
+        Now and then it goes to the worse one, to keep both rates current.
+        """
         if not offer.found:
             return False
-        self._num_settled += 1
+        self._num_decided += 1
         wins = offer.gain > max(self._gain.value, 0.0)
-        return wins != (self._num_settled % _TRY_EVERY == 0)
+        return wins != (self._num_decided % TUNING.check_every == 0)
 
     def takes_over(
         self,
@@ -140,14 +113,14 @@ class NgramPolicy:
         with_next: float,
         num_drafted: int,
     ) -> bool:
-        """Return whether a look-up behind drafted tokens is worth more than further drafting.
+        """Return whether a continuation of drafted tokens is worth more than further drafting.
 
         chance, with_next: P(all drafted tokens are right), and P(these and the draft's next one are).
         """
         offer = self._best(continuations, most, chance, num_drafted)
-        # The maximum of two estimates is biased upwards, so it must be clearly greater.
+        # The larger of two estimates is biased upwards, so it must be clearly larger.
         to_come = self._to_come(most, chance, with_next, num_drafted)
-        return bool(offer.found) and offer.gain >= 1.5 * to_come + 0.5
+        return bool(offer.found) and offer.gain >= TUNING.take_over * to_come + TUNING.take_over_margin
 
     def _to_come(self, most: int, chance: float, with_next: float, num_drafted: int) -> float:
         """The draft's expected gain in tokens, its time paid, if all its next tokens were as sure as the next one."""
@@ -165,10 +138,10 @@ class NgramPolicy:
     def tail(
         self, continuations: Sequence[Iterable[NgramToken]], most: int, chance: float, num_drafted: int
     ) -> NgramProposal:
-        """The look-up worth verifying behind so many drafted tokens that are all right with this chance."""
-        offer = self._best(continuations, most, chance, num_drafted)
-        self._tail = offer.found
-        return offer
+        """The n-gram tokens worth verifying behind so many drafted tokens that are all right with this chance."""
+        proposal = self._best(continuations, most, chance, num_drafted)
+        self._tail = proposal.found
+        return proposal
 
     def _best(
         self, continuations: Sequence[Iterable[NgramToken]], most: int, chance: float, beside: int
@@ -183,7 +156,7 @@ class NgramPolicy:
             match_length = match_length or found.length
             if place == min(most, self._reach):
                 break
-            chance *= self.chance(found, place)
+            chance *= self.chance(found)
             price = self.price(beside + place)
             if chance <= price:
                 break
@@ -198,25 +171,23 @@ class NgramPolicy:
             self._begin_request()
             return
         if record.num_looked_up and record.num_accepted >= record.num_drafted:
-            found = self._tail if record.num_drafted else self._offer.found
+            found = self._tail if record.num_drafted else self._whole
             self._learn(found[: record.num_looked_up], record.num_accepted - record.num_drafted)
         if not record.draft_read_prompt and math.isfinite(record.seconds):
             self._observe_times(record)
 
-    def _learn(self, looked_up: Sequence[NgramToken], num_accepted: int) -> None:
-        if num_accepted == len(looked_up):
-            self._reach = max(self._reach, 2 * len(looked_up))
+    def _learn(self, found: Sequence[NgramToken], num_accepted: int) -> None:
+        if num_accepted == len(found):
+            self._reach = max(self._reach, 2 * len(found))
         else:
-            self._reach = max(_LEAST_REACH, (self._reach + 2 * num_accepted) // 2)
-        for place, found in enumerate(looked_up[: num_accepted + 1]):
-            is_right = place < num_accepted
-            self._own[found.is_shared].learn(is_right, self._typical_chance(found, place))
-            self._chances.learn(_features(found, place), is_right)
+            self._reach = max(TUNING.least_reach, (self._reach + 2 * num_accepted) // 2)
+        for place, each in enumerate(found[: num_accepted + 1]):
+            self._chances[each.is_shared].learn(_features(each), place < num_accepted)
 
     def _observe_times(self, record: StepRecord) -> None:
         cost, draft_s = self._cost, record.draft_s
         if record.num_unread > USUAL_UNREAD and cost.ready:
-            # Looked-up tokens are fed when the draft is next used, so those seconds say nothing of a drafted token.
+            # N-gram tokens are fed when the draft is next used, so those seconds say nothing of a drafted token.
             draft_s = min(draft_s, cost.draft_s(record.num_drafted))
         cost.observe(record.num_drafted, draft_s, record.verify_s, record.num_recomputed, record.num_looked_up)
         if not cost.ready_to_verify:
@@ -229,13 +200,10 @@ class NgramPolicy:
             self._gain.add(max(record.num_accepted - self._tokens_per_s * spent, -float(record.gamma + 1)), 1.0)
 
 
-def _features(found: NgramToken, place: int) -> list[float]:
+def _features(found: NgramToken) -> list[float]:
     return [
         math.log2(min(found.length, 64)),
         math.log(min(found.num_seen, 16)),
         math.log(found.num_others + 0.5),
-        float(place > 0),
-        math.log2(1 + place),
-        float(found.is_shared),
         1.0,
     ]

@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord, check_gamma, check_gammas
 from spec_stack.controller.predictor import STEP_FEATURES, load_step_predictor, step_features
 from spec_stack.controller.step_cost import USUAL_UNREAD, PerContextLength, StepCost
+from spec_stack.controller.tuning import TUNING
 
-# Idle steps before a draft that does not pay is tried again: the first time, and at most.
-_FIRST_WAIT, _LAST_WAIT = 16, 256
 # After idle steps the draft first catches up, which says nothing of the cost of drafting, so the next step tries again,
 # so many times where look-ups come between.
 _MOST_TRIES = 4
@@ -93,7 +92,7 @@ class SpecKV(Policy):
         init=False, repr=False, default_factory=lambda: PerContextLength(StepCost)
     )
     _num_idle: int = field(init=False, repr=False, default=0)
-    _wait: int = field(init=False, repr=False, default=_FIRST_WAIT)
+    _wait: int = field(init=False, repr=False, default=TUNING.first_wait)
     _recent: float = field(init=False, repr=False, default=1.0)
 
     name = "speckv"
@@ -124,7 +123,7 @@ class SpecKV(Policy):
         tokens = [(each - 1) * self._recent + 1 for each in expected]
         rates = [each / cost.seconds(gamma) for each, gamma in zip(tokens, self.gammas, strict=True)]
         if max(rates) * cost.plain_s > 1:
-            self._num_idle, self._wait = 0, _FIRST_WAIT
+            self._num_idle, self._wait = 0, TUNING.first_wait
             return self.gammas[rates.index(max(rates))]
         return min(self.gammas) if self._tries_again(context.num_unread) else 0
 
@@ -134,7 +133,7 @@ class SpecKV(Policy):
         if self._num_idle < self._wait:
             return False
         if num_unread <= USUAL_UNREAD:
-            self._num_idle, self._wait = 0, min(2 * self._wait, _LAST_WAIT)
+            self._num_idle, self._wait = 0, min(2 * self._wait, TUNING.last_wait)
         elif self._num_idle >= self._wait + _MOST_TRIES:
             self._num_idle = 0
         return True

@@ -12,18 +12,11 @@ from statistics import median
 from typing import Generic, NamedTuple, TypeVar
 
 from spec_stack.controller.base import StepContext, StepRecord
+from spec_stack.controller.tuning import TUNING
 
-KNOTS = (0.0, 4.0, 8.0, 16.0)
-"""Verified tokens beside the last committed one at which the target's seconds may begin to rise faster."""
 USUAL_UNREAD = 2
 """Tokens that the draft has to catch up on in a usual step: the last one drafted, and the target's own."""
-TOLERANCE = 1.5
-"""A sample over this factor above what is expected counts as if it were on that bound."""
-_KEEP = 0.98
-# A draft's seconds per token hardly vary at one context length, and must follow at once where that changes.
-_DRAFT_KEEP = 0.85
-_WARM_UP = 3
-_SHRINKAGE = 4.0
+TOLERANCE = TUNING.tolerance
 _SHORTEST_S = 1e-9
 _SHORT_CONTEXT = 512
 
@@ -68,12 +61,12 @@ def length_scale(num_slots: float) -> int:
 class RequestRate:
     """Tokens per unit of time over a discounted past.
 
-    The time-weighted average of this request's rate, the rate of all requests (worth `shared_weight` at most) and a
-    prior (worth `weight`). `keep` discounts the past with every step.
+    The time-weighted average of this request's rate, the rate of all requests and a prior, which counts for `weight`.
+    `keep` discounts the past with every step.
     """
 
-    def __init__(self, start: float, weight: float, shared_weight: float = 4.0, keep: float = 0.97) -> None:
-        self._start, self._weight, self._shared_weight, self._keep = start, weight, shared_weight, keep
+    def __init__(self, start: float, weight: float = TUNING.prior_weight, keep: float = TUNING.rate_keep) -> None:
+        self._start, self._weight, self._keep = start, weight, keep
         self._shared = self._own = (0.0, 0.0)
 
     def begin_request(self) -> None:
@@ -94,7 +87,7 @@ class RequestRate:
         tokens, time = self._shared
         shared = (tokens + self._start * self._weight) / (time + self._weight)
         tokens, time = self._own
-        return (tokens + shared * self._shared_weight) / (time + self._shared_weight)
+        return (tokens + shared * TUNING.shared_weight) / (time + TUNING.shared_weight)
 
 
 class DiscountedCurve:
@@ -104,7 +97,9 @@ class DiscountedCurve:
     by coordinate descent, warm-started.
     """
 
-    def __init__(self, keep: float = _KEEP, tolerance: float = TOLERANCE, knots: Sequence[float] = KNOTS) -> None:
+    def __init__(
+        self, keep: float = TUNING.keep, tolerance: float = TOLERANCE, knots: Sequence[float] = TUNING.knots
+    ) -> None:
         self._keep, self._tolerance, self._knots = keep, tolerance, tuple(knots)
         size = len(self._knots)
         self._weight = self._sum_y = 0.0
@@ -149,7 +144,7 @@ class DiscountedCurve:
                         covariance = self._sum_xx[row][column] - weight * means[row] * means[column]
                         left -= covariance * self._slopes[column]
                 variance = max(self._sum_xx[row][row] - weight * means[row] * means[row], 0.0)
-                self._slopes[row] = max(left / (variance + _SHRINKAGE), 0.0)
+                self._slopes[row] = max(left / (variance + TUNING.shrinkage), 0.0)
         self.base = mean_y - sum(slope * mean for slope, mean in zip(self._slopes, means, strict=True))
 
 
@@ -181,7 +176,7 @@ class StepCost:
 
     @property
     def ready_to_verify(self) -> bool:
-        return len(self._warm_up) >= _WARM_UP
+        return len(self._warm_up) >= TUNING.warm_up
 
     def draft_s(self, gamma: int) -> float:
         """Expected seconds of drafting gamma tokens, without catching up."""
@@ -217,8 +212,8 @@ class StepCost:
         self, gamma: int, draft_s: float, verify_s: float, num_recomputed: int = 0, num_looked_up: int = 0
     ) -> None:
         """Learn from one decode step; do not pass prefill steps."""
-        self._num_proposed = self._num_proposed * _KEEP + gamma + num_looked_up
-        self._num_recomputed = self._num_recomputed * _KEEP + num_recomputed
+        self._num_proposed = self._num_proposed * TUNING.keep + gamma + num_looked_up
+        self._num_recomputed = self._num_recomputed * TUNING.keep + num_recomputed
         self._has_drafted = self._has_drafted or gamma > 0
         step = _Sample(gamma, draft_s, verify_s, gamma + num_looked_up + num_recomputed)
         if self.ready_to_verify:
@@ -233,8 +228,8 @@ class StepCost:
         draft_s = step.draft_s
         if self._num_drafted:
             draft_s = min(draft_s, TOLERANCE * self.draft_s(step.gamma))
-        self._num_drafted = self._num_drafted * _DRAFT_KEEP + step.gamma
-        self._drafting_s = self._drafting_s * _DRAFT_KEEP + draft_s
+        self._num_drafted = self._num_drafted * TUNING.draft_keep + step.gamma
+        self._drafting_s = self._drafting_s * TUNING.draft_keep + draft_s
         self._verify.add(step.num_verified, step.verify_s)
 
 

@@ -11,19 +11,7 @@ from spec_stack.config import MAX_GAMMA
 from spec_stack.controller.acceptance import AcceptanceEstimator
 from spec_stack.controller.base import DraftSignals, Policy, StepContext, StepRecord, check_gamma
 from spec_stack.controller.step_cost import TOLERANCE, USUAL_UNREAD, PerContextLength, RequestRate, StepCost
-
-# Tokens to catch up on from which the draft's prefill is weighed against the answer's expected saving.
-_LONG_LAG = 32
-# Factor over plain decoding that drafting must gain.
-_LEAST_SPEEDUP = 1.02
-# Below it, one token is tried when that costs this share of the time since the last try.
-_TRY_SHARE = 0.016
-# Below this gain, one step in so many is plain: steps of one length alone do not tell a plain step's time.
-_CLEAR_SPEEDUP, _CHECK_EVERY = 1.2, 32
-# The assumed gain of an untried draft, and its prefill's share of the target's.
-_START_SPEEDUP, _START_PREFILL = 1.3, 0.3
-_TYPICAL_ANSWER = 128.0
-_IDLE_KEEP = 0.99
+from spec_stack.controller.tuning import TUNING
 
 
 @dataclass
@@ -37,10 +25,12 @@ class _Measured:
     """
 
     cost: StepCost = field(default_factory=StepCost)
-    achieved: RequestRate = field(default_factory=lambda: RequestRate(1.0, weight=6.0, shared_weight=32.0))
-    drafting: RequestRate = field(default_factory=lambda: RequestRate(_START_SPEEDUP, weight=6.0))
-    with_draft: RequestRate = field(default_factory=lambda: RequestRate(_START_SPEEDUP, weight=64.0, keep=0.998))
-    copied: RequestRate = field(default_factory=lambda: RequestRate(0.0, weight=100.0))
+    achieved: RequestRate = field(default_factory=lambda: RequestRate(1.0))
+    drafting: RequestRate = field(default_factory=lambda: RequestRate(TUNING.start_speedup))
+    with_draft: RequestRate = field(
+        default_factory=lambda: RequestRate(TUNING.start_speedup, TUNING.answer_weight, TUNING.forgetting)
+    )
+    copied: RequestRate = field(default_factory=lambda: RequestRate(0.0, TUNING.answer_weight))
     missed_s: float = 0.0
     idle_s: float = 0.0
     prefill_s: float | None = None
@@ -88,15 +78,14 @@ class _Measured:
         if step.num_drafted:
             self.drafting.add(num_tokens, num_plain_steps)
         else:
-            # Discount the drafting rate while nothing is drafted, so that a successful try counts.
-            self.drafting.fade(_IDLE_KEEP)
+            self.drafting.fade(TUNING.idle_keep)
 
 
 class _AnswerLength:
     """Moving average of answer lengths, since max_tokens is only a bound; with the length of the current answer."""
 
     def __init__(self) -> None:
-        self._typical = _TYPICAL_ANSWER
+        self._typical = float(TUNING.answer_tokens)
         self.num_tokens = 0
 
     def observe(self, record: StepRecord) -> None:
@@ -179,11 +168,11 @@ class Throughput(Policy):
             return prefill_s == 0.0
         speedup = state.drafting.value
         # Whole answers decide whether to prefill a prompt, not the last tokens of another text.
-        if speedup <= _LEAST_SPEEDUP and context.num_unread <= self._answers.num_tokens + _LONG_LAG:
+        if speedup <= TUNING.least_speedup and context.num_unread <= self._answers.num_tokens + TUNING.long_lag:
             self._num_since_plain = 0
             return self._may_try(state, prefill_s)
         self._num_since_plain += 1
-        if state.cost.ready and speedup < _CLEAR_SPEEDUP and self._num_since_plain > _CHECK_EVERY:
+        if state.cost.ready and speedup < TUNING.clear_speedup and self._num_since_plain > TUNING.check_every:
             self._num_since_plain = 0
             return False
         return prefill_s == 0.0 or self._may_try(state, prefill_s) or self._saves(context, state, prefill_s)
@@ -191,7 +180,7 @@ class Throughput(Policy):
     @staticmethod
     def _may_try(state: _Measured, prefill_s: float) -> bool:
         """Return whether enough time has passed without the draft to try one token."""
-        return state.idle_s * _TRY_SHARE > state.cost.per_token_s() + prefill_s
+        return state.idle_s * TUNING.try_share > state.cost.per_token_s() + prefill_s
 
     def _saves(self, context: StepContext, state: _Measured, prefill_s: float) -> bool:
         """Return whether the rest of the answer is expected to save more than catching up takes."""
@@ -203,13 +192,13 @@ class Throughput(Policy):
 
     def _prefill_s(self, context: StepContext, state: _Measured) -> float:
         """Expected seconds of the draft's catching up; 0 where it is a few tokens behind."""
-        if context.num_unread <= _LONG_LAG:
+        if context.num_unread <= TUNING.long_lag:
             return 0.0
         if state.prefill_s is not None:
             return state.prefill_s * context.num_unread
         seconds, num_tokens = self._prefill
         share = min(context.num_unread / num_tokens, 1.0) if num_tokens else 1.0
-        return _START_PREFILL * seconds * share
+        return TUNING.start_prefill * seconds * share
 
     def keep_drafting(self, context: StepContext, signals: DraftSignals) -> bool:
         return self.acceptance.update(signals)[1] > self.threshold(context, len(signals))
@@ -234,7 +223,7 @@ class Throughput(Policy):
 
     def _observe_times(self, record: StepRecord) -> None:
         state = self._measured.at(record)
-        if not record.draft_read_prompt and record.num_unread <= _LONG_LAG:
+        if not record.draft_read_prompt and record.num_unread <= TUNING.long_lag:
             state.observe(record)
-        elif state.cost.ready_to_verify and record.num_unread > _LONG_LAG:
+        elif state.cost.ready_to_verify and record.num_unread > TUNING.long_lag:
             state.observe_prefill(record)

@@ -9,7 +9,7 @@ from threading import RLock
 from spec_stack.controller.ngram import NgramToken
 
 MAX_LOOKED_IN = 262_144
-"""Most tokens that the look-ups of one text remember, some 200 bytes each."""
+"""Most tokens that the n-gram index of one text holds, some 300 bytes each."""
 # Prompt tokens remembered with an answer, so that its beginning is found too; and context kept where a text diverges.
 _CONTEXT = 32
 # Tokens of a text's end that are compared.

@@ -1,4 +1,4 @@
-"""Rare words that a question shares with a text: no draft, milliseconds. For recall in later turns."""
+"""Words that a question and a text have in common, scored by unit: no draft, milliseconds. For recall in sessions."""
 
 from __future__ import annotations
 

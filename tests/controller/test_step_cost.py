@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from spec_stack.controller.step_cost import KNOTS, DiscountedCurve, StepCost
+from spec_stack.controller.step_cost import DiscountedCurve, StepCost
+from spec_stack.controller.tuning import TUNING
 from tests.support.reference_controller import shrunk_curve
 
 
@@ -18,9 +19,9 @@ def test_a_curve_is_what_costs_least_with_no_slope_under_0(bend: float) -> None:
     curve = DiscountedCurve(keep=0.98, tolerance=1e9)
     for x, y in points:
         curve.add(x, y)
-    base, slopes = shrunk_curve(points, 0.98, 4.0, list(KNOTS))
+    base, slopes = shrunk_curve(points, 0.98, 4.0, list(TUNING.knots))
     for x in range(14):
-        expected = base + sum(slope * max(x - knot, 0.0) for slope, knot in zip(slopes, KNOTS, strict=True))
+        expected = base + sum(slope * max(x - knot, 0.0) for slope, knot in zip(slopes, TUNING.knots, strict=True))
         assert curve.at(x) == pytest.approx(expected, abs=2e-3)
 
 

@@ -209,17 +209,17 @@ def found(num_tokens: int, length: int = 3, num_seen: int = 1, num_others: int =
 
 def test_the_gate_learns_which_look_ups_are_right() -> None:
     gate = NgramPolicy()
-    before = gate.chance(found(1)[0], 0)
+    before = gate.chance(found(1)[0])
     looked = replace(step(8, 0, draft_s=0.0), signals=DraftSignals(), num_looked_up=8, proposer="lookup")
     for _ in range(20):
         gate.offer([found(8)], 8)
         gate.observe(looked)
-    assert gate.chance(found(1)[0], 0) < before / 2
+    assert gate.chance(found(1)[0]) < before / 2
     assert len(gate.offer([found(64)], 64).found) <= 8
     for _ in range(40):
         gate.offer([found(8)], 8)
         gate.observe(replace(looked, num_accepted=8, num_tokens=9))
-    assert gate.chance(found(1)[0], 0) > 0.5
+    assert gate.chance(found(1)[0]) > 0.5
     assert len(gate.offer([found(64)], 64).found) >= 8
 
 
@@ -229,11 +229,11 @@ def test_wrong_look_ups_from_one_place_do_not_make_those_from_the_other_doubted(
     here, there = (found(1)[0]._replace(is_shared=shared) for shared in (is_shared, not is_shared))
     looked = replace(step(1, 0, draft_s=0.0), signals=DraftSignals(), num_looked_up=1, proposer="lookup")
     # That the model of all requests learns is not what is asked here: the two places' chances over each other.
-    before = gate.chance(there, 0) / gate.chance(here, 0)
+    before = gate.chance(there) / gate.chance(here)
     for _ in range(10):
         gate.offer([[here]], 1)
         gate.observe(looked)
-    assert gate.chance(there, 0) / gate.chance(here, 0) > 1.5 * before
+    assert gate.chance(there) / gate.chance(here) > 1.5 * before
 
 
 def test_longer_more_frequent_and_less_disputed_tokens_are_held_likelier() -> None:
@@ -243,7 +243,7 @@ def test_longer_more_frequent_and_less_disputed_tokens_are_held_likelier() -> No
         (NgramToken(7, 2, 1, 0), NgramToken(7, 2, 8, 0)),
         (NgramToken(7, 2, 2, 4), NgramToken(7, 2, 2, 0)),
     ):
-        assert gate.chance(worse, 0) < gate.chance(better, 0)
+        assert gate.chance(worse) < gate.chance(better)
 
 
 def test_the_better_of_two_continuations_is_offered() -> None:
