@@ -286,7 +286,7 @@ class LoadConfig:
         "auto",
         "how forwards of 1 to 16 tokens run: 'eager', operator by operator; 'static', over whole buckets of 256 cache "
         "slots, on CUDA in graphs that replay without Python; 'compiled', as static with the draft's one-token forward "
-        "compiled by torch, which takes a minute at the first load and needs a C++ compiler. 'auto' is static on CUDA "
+        "compiled by torch, which takes minutes at the first load and needs a C++ compiler. 'auto' is static on CUDA "
         "and eager on a CPU. A model without fixed shapes stays eager, and the metrics say why",
     )
 

@@ -158,7 +158,7 @@ class SpecStackGenerator(GenerationMixin):
             Prepack weights for the CPU; the model can then not be trained or copied. None prepacks where possible.
         draft_step : {"auto", "eager", "static", "compiled"}
             How the draft's steps and the verifications run (see `LoadConfig`): "static" in fixed shapes, on CUDA in
-            graphs; "compiled" with the draft compiled too, which loads a minute later the first time. "auto" is static
+            graphs; "compiled" with the draft compiled too, whose first load takes minutes. "auto" is static
             on CUDA and eager on a CPU.
         calibration : str, Path or bool, optional
             A file from `spec-stack calibrate` for this pair. It replaces defaults of `PrefillConfig`; values set in

@@ -125,18 +125,22 @@ class Engine:
                 clock=clock,
                 num_logprobs=request.num_logprobs,
             )
-            with request.progress.watch(caches.target, "prefill", len(scored.selection.positions)):
-                first = next(steps)
-            for output in chain([first], steps):
-                metrics.add(output.record, clock.elapsed_s)
-                if output.record.is_prefill:
-                    metrics.scoring_s = output.record.draft_s
-                if output.finish_reason is not None:
-                    metrics.forward_s = sum(model.forward_s for model in models) - begun_s
-                    metrics.draft_step, metrics.target_step = str(pair.draft_step), str(pair.target_step)
-                    output = replace(output, metrics=metrics)
-                with clock.paused():
-                    yield output
+            try:
+                with request.progress.watch(caches.target, "prefill", len(scored.selection.positions)):
+                    first = next(steps)
+                for output in chain([first], steps):
+                    metrics.add(output.record, clock.elapsed_s)
+                    if output.record.is_prefill:
+                        metrics.scoring_s = output.record.draft_s
+                    if output.finish_reason is not None:
+                        metrics.forward_s = sum(model.forward_s for model in models) - begun_s
+                        metrics.draft_step, metrics.target_step = str(pair.draft_step), str(pair.target_step)
+                        output = replace(output, metrics=metrics)
+                    with clock.paused():
+                        yield output
+            finally:
+                for model in models:
+                    model.release()
 
 
 @dataclass(frozen=True)

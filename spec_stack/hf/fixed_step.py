@@ -35,7 +35,7 @@ _FIXED = ("llama", "mistral", "ministral", "qwen2", "qwen3")
 # Forwards of a width in a bucket before its graph is captured, which costs about as much as three of them.
 _EAGER_BEFORE_CAPTURE = 2
 # Of a compiled forward: trial rounds, and the least share of time that it must save.
-_TRIAL_ROUNDS, _LEAST_SAVING = 15, 0.05
+_TRIAL_ROUNDS, _LEAST_SAVING = 15, 0.1
 _LONGEST_REASON = 200
 # Largest difference of a captured forward's logits to the eager ones, relative to the largest.
 _TOLERANCE = 0.02

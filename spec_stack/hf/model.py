@@ -82,10 +82,7 @@ class CachedModel:
     @property
     def _cache(self) -> DynamicCache:
         """The cache, for forwards of any shape."""
-        if self._is_ahead:
-            with torch.inference_mode():
-                model_cache.show(self._layers, len(self._positions))
-            self._is_ahead = False
+        self._settle()
         return self._layers
 
     @_cache.setter
@@ -94,6 +91,13 @@ class CachedModel:
         self._states = States(cache)
         self._fixed: FixedCache | None = None
         self._is_ahead = False
+
+    def _settle(self) -> None:
+        """Let the layers show what fixed forwards wrote."""
+        if self._is_ahead:
+            with torch.inference_mode():
+                model_cache.show(self._layers, len(self._positions))
+            self._is_ahead = False
 
     @property
     def num_cached(self) -> int:
@@ -162,6 +166,11 @@ class CachedModel:
         """Free memory reserved for further tokens, for a cache that is stored."""
         with torch.inference_mode():
             model_cache.compact(self._cache)
+        self._fixed = None
+
+    def release(self) -> None:
+        """Free what a request captured; the next one captures its own."""
+        self._settle()
         self._fixed = None
 
     def contents(self) -> dict[str, torch.Tensor]:

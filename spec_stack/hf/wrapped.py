@@ -28,6 +28,9 @@ class WrappedDraft:
     def checkpoint(self) -> None:
         self._draft.checkpoint()
 
+    def release(self) -> None:
+        self._draft.release()
+
     def run_ahead(self, token_ids: Sequence[int], positions: Sequence[int], max_tokens: int) -> None:
         """None, as `CachedModel.run_ahead` says of a draft that has to see each token."""
 
