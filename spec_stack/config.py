@@ -97,24 +97,24 @@ class PrefillConfig:
     )
     unit: Unit = option(
         "lines",
-        "what is kept or dropped whole: 'lines' and sentences of the text, ranked within a budget of tokens, or "
-        "'chunks' of chunk_size tokens. Without a tokenizer there are no lines, and chunks take their place",
+        "the segments that are kept or dropped whole: 'lines' and sentences of the text, ranked within a token "
+        "budget, or 'chunks' of chunk_size tokens. Without a tokenizer chunks are used",
     )
     scoring_queries: ScoringQueries = option(
         "prompt",
-        "whose queries score the prompt: those of the 'prompt' itself, of the places in which its question may stand, "
-        "each as much as the tokens that open the answer attend to it; or, as in the paper, those of the last token "
-        "and of a 'look_ahead', which the first token waits for",
+        "the scoring queries: 'prompt' takes those of likely places of the question, each weighted by the attention "
+        "that the opening of the answer pays to it; 'look_ahead' takes, as in the paper, those of the last prompt "
+        "token and of drafted tokens, which delays the first token",
     )
     look_ahead: int = option(
         8,
-        "draft tokens whose queries score the prompt beside the last prompt token's, under scoring_queries "
+        "drafted tokens that score the prompt together with the last prompt token, under scoring_queries "
         "'look_ahead'; they are the first proposal too. 0 scores by the last prompt token alone",
     )
     pool_kernel: int = option(
         13, "width, in tokens, of the average that smooths attention under head_vote 'max'; odd, 1 is none"
     )
-    chunk_size: int = option(32, "tokens per chunk, and what keep_first and keep_last count in, whatever the unit")
+    chunk_size: int = option(32, "tokens per chunk; also the unit of keep_first and keep_last, whatever `unit` is")
     keep_first: int = option(1, "chunks at the beginning that are always kept")
     keep_last: int = option(2, "chunks at the end that are always kept, 1 or more")
     min_prompt_tokens: int = option(2048, "shortest prompt, in tokens, that sparse_prefill 'auto' prunes")
@@ -132,8 +132,8 @@ class PrefillConfig:
     )
     draft_slots: int = option(
         512,
-        "slots that the draft decodes over beside a dense target: the prompt's first, the newest text, and chunks that "
-        "share rare words with it, chosen anew as the answer grows; a shorter prompt is read whole",
+        "KV budget, in tokens, of the draft if the target is dense: the prompt's first, the newest text, and chunks "
+        "that share rare words with it, chosen again as the answer grows; a shorter prompt is prefilled whole",
     )
     draft_window: int | tuple[int, int] | None = option(
         None,
@@ -141,7 +141,7 @@ class PrefillConfig:
         "prompts of 8,192 tokens and more; None is dense, and quadratic. Scoring queries and decoding see everything; "
         "layers with a smaller window keep it",
     )
-    draft_sinks: int = option(64, "positions at the prompt's beginning that are seen beside the draft_window")
+    draft_sinks: int = option(64, "first positions of the prompt that stay visible outside the draft_window")
     scoring_layers: int | None = option(
         None,
         "layers of the draft that prefill and score the whole prompt, by the prompt's own queries; the draft then "
@@ -149,21 +149,21 @@ class PrefillConfig:
     )
     scoring_heads: Sequence[tuple[int, int]] | None = option(
         None,
-        "(layer, head) pairs whose attention scores the prompt; None is all behind the skipped_layers. Where the "
-        "prompt itself asks, no layer behind the last of them is run before the first token",
+        "(layer, head) pairs whose attention scores the prompt; None is all after the skipped_layers. Under "
+        "scoring_queries 'prompt' no layer after the last of them runs before the first token",
     )
     skipped_layers: int = option(
-        2, "first layers whose heads have no vote unless scoring_heads names them; at most half of the draft's"
+        2, "first layers whose heads do not score unless scoring_heads names them; at most half of the draft's"
     )
     head_vote: HeadVote = option(
         "mean",
-        "over the heads that score: the 'mean' of their attention, or the 'max' of their pooled attention, which the "
-        "paper takes",
+        "reduction over the scoring heads: the 'mean' of their attention, or the 'max' of their pooled attention, as "
+        "in the paper",
     )
     scorer: str = option(
         "attention",
-        "name of the selection rule, which scores the units: the draft's 'attention', 'bm25' (the question's words, as "
-        "a search engine weighs them, without a pass of the draft), or a rule of one's own",
+        "name of the selection rule: the draft's 'attention', 'bm25' (the question's words, without a draft pass), "
+        "or your own rule",
     )
     positions: Positions = option(
         "original",
@@ -171,7 +171,8 @@ class PrefillConfig:
         "'contiguous' makes them an ordinary, shorter prompt, which any architecture takes",
     )
     on_scoring_error: OnScoringError = option(
-        "dense", "what follows when scoring a prompt fails: 'dense' prefill, the traceback in the log, or 'raise'"
+        "dense",
+        "effect of a failed scoring: 'dense' prefill, with the traceback in the log, or an exception ('raise')",
     )
 
     def __post_init__(self) -> None:
@@ -306,7 +307,7 @@ class HubConfig:
     revision: str | None = option(None, "branch, tag or commit of the target")
     draft_revision: str | None = option(None, "branch, tag or commit of the draft")
     token: str | bool | None = field(
-        default=None, repr=False, metadata={"help": "for checkpoints that need one; None is the one that is logged in"}
+        default=None, repr=False, metadata={"help": "access token of the hub; None is the stored login"}
     )
     trust_remote_code: bool = option(False, "run code that comes with a checkpoint")
 
@@ -337,9 +338,9 @@ class DecodeConfig:
     gamma: int = option(4, "tokens drafted per step under the policy 'fixed'; 0 is plain decoding")
     proposer: str = option(
         "auto",
-        "who proposes: the draft 'model'; the 'lookup' of the last tokens in the whole prompt, dropped parts included, "
-        "and in the answer so far; 'both', whichever pays more tokens per second. 'auto' is 'both' under the policies "
-        "that go by measured time ('throughput', 'speckv') and 'model' under every other",
+        "source of proposals: the draft 'model'; n-gram 'lookup' in the whole prompt, dropped parts included, and in "
+        "the answer so far; 'both', at each step the one with the higher expected gain. 'auto' is 'both' under "
+        "policies that measure time ('throughput', 'speckv') and 'model' under every other",
     )
 
     def __post_init__(self) -> None:
@@ -359,15 +360,15 @@ class SamplingParams:
     """
 
     max_tokens: int | None = option(
-        None, "most tokens to generate; None is 256, or what the models have positions left for"
+        None, "most tokens to generate; None is 256, or the remaining positions of the models"
     )
     temperature: float = option(0.0, "0 is greedy")
     top_k: int = option(0, "draw among this many most likely tokens; 0 is off")
     top_p: float = option(1.0, "draw among the most likely tokens with this share of the probability; 1.0 is off")
     seed: int | None = option(
         None,
-        "makes a sampled request reproducible, under a policy that does not watch the clock and without look-ups; a "
-        "call that names neither gets both",
+        "makes a sampled request reproducible, under a policy that does not measure time and without n-gram lookup; a "
+        "call that names neither uses such a policy",
     )
     stop: str | Sequence[str] = option(
         (),
@@ -383,11 +384,11 @@ class SamplingParams:
     )
     bad_words_ids: Sequence[Sequence[int]] = option((), "sequences of token ids that are never completed")
     logit_bias: Mapping[int, float] | None = option(
-        None, "what is added to the logits of single token ids; -100 or less all but forbids one"
+        None, "added to the logits of single token ids; -100 or less almost excludes one"
     )
     min_tokens: int = option(0, "tokens before which no token may end the text")
     stop_token_ids: Sequence[int] = option(
-        (), "token ids that end the text beside the model's own, also under ignore_eos; they are not part of it"
+        (), "further token ids that end the text, also under ignore_eos; they are not part of it"
     )
 
     def __post_init__(self) -> None:
@@ -463,28 +464,26 @@ class SessionConfig:
 
     restore: bool = option(
         True,
-        "whether dropped chunks come back when a later turn's queries want them. What a chunk is worth is its mean "
-        "importance over the whole conversation",
+        "whether dropped chunks are recalled if a later turn's scoring queries attend to them",
     )
     restore_threshold: float = option(
-        8.0, "times the mean importance of the old text that a dropped chunk has to reach to come back"
+        8.0, "multiple of the old text's mean importance from which a dropped chunk is recalled"
     )
     max_restored_chunks: int = option(
-        16, "most chunks of earlier turns that a turn looks at, best first; those of them that were dropped come back"
+        16, "most chunks of earlier turns that a turn considers, best first; the dropped ones among them are recalled"
     )
     restore_margin: int = option(
-        16, "tokens on either side of a wanted chunk that come back with it, so that a line across its border is whole"
+        16, "tokens on either side of a recalled chunk that are recalled too, so that lines across its border are whole"
     )
     anchor_threshold: float | None = option(
         1.0,
-        "rare words, each counted as one over the times it occurs, that a dropped chunk has to share with the end of a "
-        "turn's new text to come back whatever attention says; best first, as many as max_restored_chunks. A question "
-        "that shares none leaves it to attention. None asks attention alone",
+        "sum of shared rare words, each counted as one over its occurrences, from which a dropped chunk is recalled "
+        "whatever its attention; best first, at most max_restored_chunks. None uses attention alone",
     )
     max_cached_tokens: int | None = option(
         None,
-        "most tokens that the target's cache may hold when a turn begins; a turn that would go past them begins a new "
-        "one, for which the whole conversation is selected afresh. None is no bound",
+        "most tokens in the target's cache; a turn that would exceed them starts a new cache, for which the whole "
+        "conversation is selected again. None is no limit",
     )
 
     def __post_init__(self) -> None:
@@ -511,8 +510,8 @@ class StoreConfig:
 
     max_tokens: int = option(
         0,
-        "most tokens in both caches together that stay of earlier prompts, the latest used; a call takes over what it "
-        "shares with one of them, and gives the tokens that it gives without. 0 is off",
+        "most tokens of earlier prompts in both caches together, least recently used evicted first; a call reuses a "
+        "common prefix, and its tokens do not change. 0 is off",
     )
 
     def __post_init__(self) -> None:

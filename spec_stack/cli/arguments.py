@@ -193,13 +193,15 @@ def _add_calibrate(commands: Any) -> None:
     parser.add_argument("--budget", type=float, default=budget, help="time budget in minutes (default: %(default)g)")
     parser.add_argument("--out", type=Path, help="file or folder for the result (default: the draft's folder)")
     parser.add_argument(
-        "--work", type=Path, help="folder for judged prompts (default: beside the result, removed when all are judged)"
+        "--work", type=Path, help="folder for judged prompts (default: next to the result, removed when all are judged)"
     )
     parser.add_argument("--plot", type=Path, help="picture of recall against the kept share")
 
 
 def _add_explain(commands: Any) -> None:
-    parser = commands.add_parser("explain", help="a page of the kept text, the proposer of each token, and the time")
+    parser = commands.add_parser(
+        "explain", help="write an HTML page with the kept text, the proposer of each token, and the time"
+    )
     _add_pair_arguments(parser)
     _add_prompt_arguments(parser)
     parser.add_argument(
@@ -227,7 +229,7 @@ def _add_serve(commands: Any) -> None:
         "--api-key",
         action="append",
         default=[],
-        help="key that requests must bring; repeatable (or SPEC_STACK_API_KEY)",
+        help="API key that requests must have; repeatable (or SPEC_STACK_API_KEY)",
     )
     origins = f"{meaning(ServeConfig, 'cors_origins')}; repeatable"
     parser.add_argument("--cors-origin", action="append", default=[], help=origins)
@@ -239,7 +241,7 @@ def _add_proxy(commands: Any) -> None:
         help="an OpenAI-compatible proxy that shortens prompts in front of any server",
         description="Forwards every request to the upstream server; long prompts of chats and completions lose the "
         "lines that the draft scores lowest for the question. The response headers x-spec-stack-reason, "
-        "-prompt-tokens and -kept-tokens report it.",
+        "-prompt-tokens, -kept-tokens and -recalled-tokens report it.",
     )
     parser.add_argument("--upstream", required=True, help=meaning(ProxyConfig, "upstream"))
     _add_draft_arguments(parser)
@@ -273,15 +275,17 @@ def _add_doctor(commands: Any) -> None:
         help="with --prompts or --documents: settings to compare (default: 0.1 0.2 0.3 and the calibrated one)",
     )
     parser.add_argument(
-        "--rows", type=Path, help="file for a row per prompt, from which a run resumes (default: beside the prompts)"
+        "--rows", type=Path, help="file for a row per prompt, from which a run resumes (default: next to the prompts)"
     )
     parser.add_argument(
         "--sglang",
         action="store_true",
-        help="what a launch of SGLang takes: KV pools, CUDA graphs, which prompts are pruned, or why it would end; "
-        "loads no weights",
+        help="check an SGLang launch: KV pools, CUDA graphs, which prompts are pruned, or why it would fail; loads no "
+        "weights",
     )
-    parser.add_argument("server_args", nargs="*", metavar="-- SERVER_ARGS", help="with --sglang: its arguments")
+    parser.add_argument(
+        "server_args", nargs="*", metavar="-- SERVER_ARGS", help="with --sglang: the launch's arguments"
+    )
 
 
 def _add_option(parser: argparse.ArgumentParser, config: type, name: str, **settings: Any) -> None:
@@ -321,7 +325,7 @@ def _add_pair_arguments(parser: argparse.ArgumentParser) -> None:
     _add_device(parser)
     parser.add_argument(
         "--calibration",
-        help="file of `spec-stack calibrate`, or none (default: the one beside the draft, or the shipped one)",
+        help="file of `spec-stack calibrate`, or none (default: the file in the draft's folder, or the shipped one)",
     )
 
 

@@ -20,24 +20,26 @@ _SECONDS = ("deadline_s", "timeout_s", "shutdown_s")
 class ProxyConfig:
     """An OpenAI-compatible proxy that prunes prompts before an upstream server."""
 
-    upstream: str = option("", "URL of the server that answers, with or without /v1: http://127.0.0.1:8000")
-    host: str = option("127.0.0.1", "address to listen on; this one is for programs on the same machine only")
+    upstream: str = option("", "URL of the upstream server, with or without /v1, such as http://127.0.0.1:8000")
+    host: str = option("127.0.0.1", "address to listen on; the default accepts connections from the same machine only")
     port: int = option(8001, "port to listen on, 0 to 65535; 0 takes a free one")
-    marker: str = option("", "stands in a prompt for every gap; nothing by default")
+    marker: str = option("", "text in place of every gap of a prompt; nothing by default")
     deadline_s: float = option(
-        10.0, "seconds that a request waits for its prompt to be scored; then the whole prompt is forwarded"
+        10.0, "most seconds that scoring may delay a request; after them the whole prompt is forwarded"
     )
-    timeout_s: float = option(600.0, "seconds without a byte from upstream: 504, or a cut stream")
+    timeout_s: float = option(
+        600.0, "seconds without a byte from upstream, after which the answer is 504 or the stream is cut"
+    )
     max_body_bytes: int = option(32 << 20, "longest body of a request (413)")
     max_parsed_bytes: int = option(4 << 20, "longest body that is parsed for pruning; longer ones are forwarded whole")
-    max_queued: int = option(64, "prompts that may wait to be scored; more are forwarded whole")
+    max_queued: int = option(64, "most prompts that wait for scoring; more are forwarded whole")
     max_queued_per_client: int = option(16, "of those, how many of one client")
     max_conversations: int = option(
         8,
-        "conversations of which the draft keeps its cache, the least recently used goes first; others are scored anew",
+        "conversations whose draft cache is kept, least recently used evicted first; others are scored again",
     )
-    max_connections: int = option(1024, "connections at once; more are refused (503)")
-    shutdown_s: float = option(10.0, "seconds that running requests have left when the proxy is told to end")
+    max_connections: int = option(1024, "most open connections; more are rejected (503)")
+    shutdown_s: float = option(10.0, "seconds that running requests have after SIGTERM")
 
     def __post_init__(self) -> None:
         _check_url(self.upstream)

@@ -28,21 +28,23 @@ def _is_origin(text: object) -> bool:
 class ServeConfig:
     """An OpenAI-compatible endpoint over one generator, which answers one request at a time."""
 
-    host: str = option("127.0.0.1", "address to listen on; this one is for programs on the same machine only")
+    host: str = option("127.0.0.1", "address to listen on; the default accepts connections from the same machine only")
     port: int = option(8000, "port to listen on, 0 to 65535; 0 takes a free one")
     model_name: str = option("spec-stack", "what clients call the model")
     api_keys: Sequence[str] = field(
-        default=(), repr=False, metadata={"help": "keys of which a request must bring one; none lets everybody in"}
+        default=(), repr=False, metadata={"help": "API keys, one of which a request must have; none disables the check"}
     )
     cors_origins: Sequence[str] = option(
-        (), "origins whose pages in a browser may ask, https://chat.example.org say, or * for all; none by default"
+        (), "browser origins that are allowed (CORS), such as https://chat.example.org, or * for all; none by default"
     )
-    temperature: float = option(1.0, "of requests that name none, as OpenAI's own; 0 is greedy")
-    default_max_tokens: int = option(512, "most tokens for requests that say none, as far as the models have positions")
+    temperature: float = option(1.0, "temperature of requests that set none, as OpenAI's own; 0 is greedy")
+    default_max_tokens: int = option(512, "max_tokens of requests that set none, as far as the models have positions")
     max_body_bytes: int | None = option(
         None, "longest body of a request (413); None is 32 for each position that the models have"
     )
-    max_prompt_tokens: int | None = option(None, "longest prompt (400); None is what the models have positions for")
+    max_prompt_tokens: int | None = option(
+        None, "longest prompt, in tokens (400); None is the models' number of positions"
+    )
     max_prompt_chars: int | None = option(
         None, "most characters in a request, counted before any work (400); None is 16 for each position"
     )
@@ -50,28 +52,28 @@ class ServeConfig:
         2000, "largest schema, pattern or tool parameters (400): parts, each times the repetitions around it"
     )
     prepare_s: float = option(
-        0.8, "processor seconds for rendering, tokenizing and compiling a request (400), and 5 more for each MB of it"
+        0.8, "CPU seconds for rendering, tokenizing and compiling a request (400), and 5 more for each MB of it"
     )
-    max_prepare_bytes: int = option(256 << 20, "memory that this may take (400)")
+    max_prepare_bytes: int = option(256 << 20, "bytes of memory for the same work (400)")
     allow_request_templates: bool = option(
-        False, "take chat templates and switches of the tokenizer in chat_template_kwargs: programs of strangers"
+        False, "accept chat templates and tokenizer switches in chat_template_kwargs, which run code of the client"
     )
     strip_special_tokens: bool = option(
-        False, "take special tokens out of what chats say, so that no message can pretend to be another"
+        False, "remove special tokens from chat messages, so that no message can imitate another"
     )
-    strict: bool = option(False, "refuse fields that are not known (400), in place of naming them in a header")
-    max_queued: int = option(64, "requests that may wait; more are refused (429)")
+    strict: bool = option(False, "reject unknown fields (400) instead of listing them in a header")
+    max_queued: int = option(64, "most waiting requests; more are rejected (429)")
     max_queued_per_client: int = option(16, "of those, how many of one client")
     max_choices: int = option(8, "largest n of a request")
     max_sessions: int = option(
-        8, "conversations whose caches are kept, the least recently used goes first; 0 keeps none"
+        8, "conversations whose caches are kept, least recently used evicted first; 0 keeps none"
     )
     remembered_tokens: int = option(
         65_536,
-        "tokens of earlier answers to a client that look-ups may find, some 200 bytes each, of as many clients as "
-        "conversations are kept; 0 remembers none",
+        "tokens of a client's earlier answers that n-gram lookup searches, about 200 bytes each, for max_sessions "
+        "clients; 0 keeps none",
     )
-    shutdown_s: float = option(10.0, "seconds that running requests have left when the server is told to end")
+    shutdown_s: float = option(10.0, "seconds that running requests have after SIGTERM")
 
     def __post_init__(self) -> None:
         for name in _COUNTS:

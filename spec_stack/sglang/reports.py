@@ -155,7 +155,7 @@ class ReplyMetrics:
             return Counter(f"spec_stack:{name}", text, ["model_name", *labels])
 
         self._model_name = model_name
-        self._requests = counter("requests_total", "finished requests, by what became of the prompt", "outcome")
+        self._requests = counter("requests_total", "finished requests, by the outcome of the prompt", "outcome")
         self._tokens = {
             "num_prompt_tokens": counter("prompt_tokens_total", "prompt tokens, whole prompts"),
             "num_kept_tokens": counter("kept_tokens_total", "prompt tokens that the target prefilled or had cached"),
@@ -163,7 +163,7 @@ class ReplyMetrics:
             "num_draft_tokens": counter(
                 "draft_prefilled_tokens_total", "prompt tokens that the draft prefilled for it"
             ),
-            "num_recalled_tokens": counter("recalled_tokens_total", "dropped tokens of earlier turns that came back"),
+            "num_recalled_tokens": counter("recalled_tokens_total", "recalled tokens of earlier turns"),
             "num_protected_tokens": counter("protected_tokens_total", "prompt tokens of system messages and templates"),
             "cached_tokens": counter("cached_tokens_total", "prompt tokens that were in the radix cache"),
             "num_proposed": counter("proposed_tokens_total", "tokens that the draft proposed"),

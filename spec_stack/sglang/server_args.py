@@ -34,8 +34,8 @@ class ServerConfig:
     prefill: PrefillConfig = field(
         default_factory=PrefillConfig,
         metadata={
-            "help": "how prompts are scored and pruned; with on_scoring_error='raise' an error while a prompt is "
-            "scored ends the server, as tests want it"
+            "help": "how prompts are scored and pruned; under on_scoring_error='raise' an error in scoring ends "
+            "the server, which is for tests"
         },
     )
     scoring_model: str | None = option(
@@ -43,49 +43,48 @@ class ServerConfig:
         "a small model that scores prompts and drafts nothing, while SGLang's own --speculative-algorithm, or none, "
         "decodes; under SPEC_STACK the draft scores",
     )
-    policy: str = option("throughput", f"name of what decides how many tokens are drafted: {', '.join(BATCH_POLICIES)}")
+    policy: str = option("throughput", f"policy that chooses gamma for the batch: {', '.join(BATCH_POLICIES)}")
     policy_options: Mapping[str, Any] = field(
         default_factory=dict, metadata={"help": "the policy's options, as `make_batch_policy` takes them"}
     )
     gammas: tuple[int, ...] = option(
         (0, 1, 2, 4, 8),
-        "draft tokens that a step may use; buffers, and on CUDA one set of graphs each, are made for every one at "
-        "launch; 0 is plain decoding",
+        "allowed gammas; the launch allocates buffers, and on CUDA captures graphs, for each; 0 is plain decoding",
     )
     max_gamma_by_batch_size: Mapping[int, int] = field(
         default_factory=lambda: {9: 4, 33: 2},
         metadata={
-            "help": "from so many requests on, the largest gamma of a step. A step's graphs are captured for the batch "
+            "help": "batch size to the largest gamma from it on. A step's graphs are captured for the batch "
             "sizes at which its gamma may be used, so this is also what the graphs cost in memory and launch time"
         },
     )
     prefill_decode_interval: int = option(
         1,
         "decode steps between two prefill batches, and between a prefill batch and a part of a scoring, while requests "
-        "run on a server that prunes; `--prefill-decode-interval` goes over it. With 0 all chunks of a prompt are "
-        "prefilled in a row, which is its soonest and the running requests' longest wait",
+        "run on a server that prunes; `--prefill-decode-interval` overrides it. 0 prefills all chunks of a prompt "
+        "in a row: the shortest time to first token, and the longest wait of running requests",
     )
     calibration: str | None = option(
         None,
-        "a file of `spec-stack calibrate` for this pair, or its folder, whose settings take the place of prefill's "
-        "defaults, or 'none'; without it the one beside the draft, or what ships for it",
+        "a file of `spec-stack calibrate` for this pair, or its folder, whose settings replace prefill's defaults, "
+        "or 'none'; without it the file in the draft's folder, or the shipped one",
     )
-    follow_up: str = option(FOLLOW_UPS[0], f"what becomes of the text of earlier turns: {', '.join(FOLLOW_UPS)}")
+    follow_up: str = option(FOLLOW_UPS[0], f"rule for the text of earlier turns: {', '.join(FOLLOW_UPS)}")
     recall: SessionConfig = field(
         default_factory=SessionConfig,
-        metadata={"help": "what comes back of dropped text under 'recall', with a session's options"},
+        metadata={"help": "recall of dropped text under 'recall', with a session's options"},
     )
     positions: str = option(
         POSITIONS[0],
         "the target's positions of the kept tokens: 'original' is where they stand in the prompt, 'contiguous' makes "
-        "them an ordinary, shorter prompt, and 'auto' is original where the target and its cache allow it, else "
-        "contiguous where that is tested; 'contiguous' itself also prunes where it is not",
+        "them an ordinary, shorter prompt, and 'auto' is original where the target and its cache support it, else "
+        "contiguous where that is tested; an explicit 'contiguous' also prunes where it is not tested",
     )
     draft_pool_tokens: int | None = option(
         None,
-        "tokens that the draft's own KV pool holds, of all conversations together; without it as many as fit into a "
-        f"tenth of the memory that is free once the weights are loaded, and {MOST_POOL_TOKENS:,} at most. A prompt "
-        "longer than that is prefilled densely. SGLang sizes its own pools by the memory that is left",
+        "capacity, in tokens, of the draft's own KV pool; the default is as many as fit into a tenth of the memory "
+        f"that is free after the weights are loaded, and {MOST_POOL_TOKENS:,} at most. A prompt "
+        "longer than that is prefilled densely. SGLang sizes its own pools by the remaining memory",
     )
 
     def __post_init__(self) -> None:
@@ -264,7 +263,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--spec-stack-prune", action=FormerFlag, instead=instead)
     settings = ", ".join([*_OF_PREFILL, *(entry.name for entry in fields(ServerConfig))])
     group.add_argument(
-        "--spec-stack-config", metavar="FILE", help=f"JSON with any of: {settings}; flags go over it", **common
+        "--spec-stack-config", metavar="FILE", help=f"JSON with any of: {settings}; flags override it", **common
     )
 
 

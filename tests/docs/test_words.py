@@ -5,13 +5,26 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
+from spec_stack.calibrate.config import CalibrateConfig
 from spec_stack.cli.arguments import build_parser
+from spec_stack.config import (
+    DecodeConfig,
+    HubConfig,
+    LoadConfig,
+    PrefillConfig,
+    SamplingParams,
+    SessionConfig,
+    StoreConfig,
+)
+from spec_stack.proxy.config import ProxyConfig
+from spec_stack.serve.config import ServeConfig
 from spec_stack.sglang.request_state import OPTIONS
-from spec_stack.sglang.server_args import add_flags
+from spec_stack.sglang.server_args import ServerConfig, add_flags
 from spec_stack.types import Metrics
 from tests.support.pages import PAGES, name_of
 
@@ -29,8 +42,6 @@ NOT_ANYWHERE = {
     "DraftedPrompt": "scored prompt",
     "num_asking": "number of queries",
     "scoring_evict_share": "(gone)",
-}
-NOT_ON_PAGES = NOT_ANYWHERE | {
     "beside": "with, next to, in addition to",
     "told by": "estimated from",
     "tells of": "reports",
@@ -51,23 +62,29 @@ NOT_ON_PAGES = NOT_ANYWHERE | {
     "hangs? on": "depends on",
     "refused?": "rejected",
 }
+_CONFIGS = (
+    *(PrefillConfig, DecodeConfig, SamplingParams, SessionConfig, StoreConfig, LoadConfig, HubConfig),
+    *(CalibrateConfig, ServeConfig, ProxyConfig, ServerConfig),
+)
 # The project's own name, SpecPrefill the paper, a script, a generated table or a name that the library still has.
 _QUOTED = re.compile(r"SpecPrefill|`[^`\n]*`|<!-- (\w[\w ]*): begin -->.*?<!-- \1: end -->|```.*?```", re.DOTALL)
 
 
-def _matches(text: str, words: dict[str, str]) -> list[str]:
-    found = ((match[0], said) for word, said in words.items() for match in re.finditer(rf"(?i)\b{word}\b", text))
+def _matches(text: str) -> list[str]:
+    found = ((match[0], said) for word, said in NOT_ANYWHERE.items() for match in re.finditer(rf"(?i)\b{word}\b", text))
     return [f"{match}: {said}" for match, said in found]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_a_page_has_no_word_that_is_out(page: Path) -> None:
     text = _QUOTED.sub("", page.read_text(encoding="utf-8"))
-    assert _matches(text, NOT_ON_PAGES) == []
+    assert _matches(text) == []
 
 
 def _shown() -> Iterator[str]:
-    """Names and help of every command, server flag, request option and metric."""
+    """Names and help of every setting, command, server flag, request option and metric."""
+    for config in _CONFIGS:
+        yield from (f"{entry.name} {entry.metadata.get('help', '')}" for entry in fields(config))
     server = argparse.ArgumentParser()
     add_flags(server)
     parsers = [build_parser(), server]
@@ -84,4 +101,4 @@ def _shown() -> Iterator[str]:
 def test_no_option_or_metric_has_a_word_that_is_out() -> None:
     shown = list(_shown())
     assert len(shown) > 100
-    assert [match for text in shown for match in _matches(text, NOT_ANYWHERE)] == []
+    assert [match for text in shown for match in _matches(text)] == []
