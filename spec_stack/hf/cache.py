@@ -89,13 +89,14 @@ class PreallocatedLayer(DynamicLayer):  # type: ignore[misc]
 
 
 @remember
-def _name_of(kind: type[PreTrainedModel]) -> str:
+def cache_parameter(kind: type[PreTrainedModel]) -> str:
+    """What the forward of this class calls its cache."""
     return cache_name(signature(kind.forward).parameters)
 
 
 def cache_argument(model: PreTrainedModel, cache: DynamicCache) -> dict[str, DynamicCache]:
     """The cache as a keyword argument of the model's forward, under its name there."""
-    return {cache_name(model.__class__): cache}
+    return {cache_parameter(model.__class__): cache}
 
 
 def new_cache(config: Any) -> DynamicCache:

@@ -21,7 +21,7 @@ from spec_stack.config import DraftStep
 from spec_stack.decode.propose import draft_statistics
 from spec_stack.devices import CapturedCall, to_device
 from spec_stack.hf.architectures import has_windows, is_recurrent, is_supported, text_config
-from spec_stack.hf.cache import cache_argument, cache_name, new_cache, reserve
+from spec_stack.hf.cache import cache_argument, cache_parameter, new_cache, reserve
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -122,7 +122,7 @@ class FixedStep:
         self.why_eager = why_eager(model.config, model.device, asked, self.draws, is_quantized)
         if len({parameter.device for parameter in model.parameters()}) > 1:
             self.why_eager = self.why_eager or "it is split over devices"
-        self._forward = partial(fixed_forward, model, cache_name(model.__class__))
+        self._forward = partial(fixed_forward, model, cache_parameter(model.__class__))
         self._drawing: Callable[..., tuple[torch.Tensor, torch.Tensor]] = partial(drawing_forward, *self._forward.args)
         if self.is_compiled and not self.why_eager:
             self._compile()
