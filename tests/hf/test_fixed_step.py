@@ -20,7 +20,7 @@ from spec_stack.decode.propose import propose
 from spec_stack.decode.sampler import Sampler
 from spec_stack.hf import fixed_step
 from spec_stack.hf.attention import install
-from spec_stack.hf.cache import cache_name
+from spec_stack.hf.cache import cache_parameter
 from spec_stack.hf.fixed_step import WIDTHS, FixedCache, FixedStep, why_eager
 from spec_stack.hf.model import CachedModel
 from tests.support.cuda import Operators, blocking_copies, read_backs
@@ -144,7 +144,7 @@ def test_a_verification_is_one_graph_a_width_too() -> None:
         for width in WIDTHS:
             inputs = torch.arange(width).expand(3, width).contiguous()
             with torch.inference_mode():
-                compiled(model, cache_name(type(model)), inputs, keys, values)
+                compiled(model, cache_parameter(type(model)), inputs, keys, values)
     assert counter.frame_count == len(WIDTHS)
 
 
