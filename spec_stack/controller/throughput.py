@@ -27,10 +27,8 @@ class _Measured:
     cost: StepCost = field(default_factory=StepCost)
     achieved: RequestRate = field(default_factory=lambda: RequestRate(1.0))
     drafting: RequestRate = field(default_factory=lambda: RequestRate(TUNING.start_speedup))
-    with_draft: RequestRate = field(
-        default_factory=lambda: RequestRate(TUNING.start_speedup, TUNING.answer_weight, TUNING.forgetting)
-    )
-    copied: RequestRate = field(default_factory=lambda: RequestRate(0.0, TUNING.answer_weight))
+    with_draft: RequestRate = field(default_factory=lambda: RequestRate(TUNING.start_speedup, keep=TUNING.forgetting))
+    copied: RequestRate = field(default_factory=lambda: RequestRate(0.0))
     missed_s: float = 0.0
     idle_s: float = 0.0
     prefill_s: float | None = None
@@ -172,7 +170,7 @@ class Throughput(Policy):
             self._num_since_plain = 0
             return self._may_try(state, prefill_s)
         self._num_since_plain += 1
-        if state.cost.ready and speedup < TUNING.clear_speedup and self._num_since_plain > TUNING.check_every:
+        if state.cost.ready and speedup < TUNING.start_speedup and self._num_since_plain > TUNING.check_every:
             self._num_since_plain = 0
             return False
         return prefill_s == 0.0 or self._may_try(state, prefill_s) or self._saves(context, state, prefill_s)

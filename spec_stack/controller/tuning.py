@@ -47,20 +47,16 @@ class Tuning:
     """Below it, one token is tried when that costs this share of the time since the last try."""
     idle_keep: float = 0.99
     """What each step without a drafted token leaves of the drafting rate's past, so that a successful try counts."""
-    clear_speedup: float = 1.2
-    """Below it, a plain step is taken now and then: steps of one length alone do not tell a plain step's time."""
     check_every: int = 32
     """Steps between such plain steps, and between steps for the source of tokens that is held to be worse."""
     start_speedup: float = 1.3
-    """The assumed gain of an untried draft."""
+    """The assumed gain of an untried draft. Below it, a plain step is taken now and then, to learn its time."""
     start_prefill: float = 0.3
     """The assumed time of an untried draft's prefill, as a share of the target's."""
     long_lag: int = 32
     """Tokens to catch up on from which the draft's prefill is weighed against the answer's expected saving."""
     answer_tokens: int = 128
     """The assumed length of an answer."""
-    answer_weight: float = 64.0
-    """Plain steps that the start of a rate by whole answers counts for."""
 
     # N-gram lookup.
     least_reach: int = 8
