@@ -94,7 +94,7 @@ class Server:
                 start_new_session=True,
             )
 
-    def wait(self, seconds: float = 300) -> None:
+    def wait(self, seconds: float = 600) -> None:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
