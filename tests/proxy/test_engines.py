@@ -54,7 +54,7 @@ def ask(url: str, messages: list[Any]) -> Answer:
     for chunk in client.chat.completions.create(
         model=model,
         messages=messages,
-        max_tokens=12,
+        max_tokens=24,
         temperature=0,
         stream=True,
         stream_options={"include_usage": True},
