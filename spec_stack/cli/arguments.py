@@ -309,6 +309,9 @@ def _add_proxy(commands: Any) -> None:
         _add_option(parser, PrefillConfig, name, type=PRUNING[name], default=argparse.SUPPRESS)
     for name, read in PROXIED.items():
         _add_option(parser, ProxyConfig, name, type=read)
+    parser.add_argument(
+        "--no-recall", dest="recall", action="store_false", help="leave out in later turns what was left out before"
+    )
 
 
 def _add_doctor(commands: Any) -> None:

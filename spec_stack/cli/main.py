@@ -220,7 +220,8 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _proxy(arguments: argparse.Namespace) -> int:
-    config = ProxyConfig(arguments.upstream, **{name: getattr(arguments, name) for name in PROXIED})
+    named = {name: getattr(arguments, name) for name in (*PROXIED, "recall")}
+    config = ProxyConfig(arguments.upstream, **named)
     prefill = prefill_of(arguments)
     try:
         from spec_stack.proxy.app import serve_proxy
