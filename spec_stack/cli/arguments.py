@@ -44,8 +44,8 @@ _SILENT_S = 1.0
 PAIR = ("target", "draft", "precision", "draft_precision", "draft_step", "device")
 # Options of `serve` that have a flag of their own name.
 SERVED = tuple(entry.name for entry in fields(ServeConfig) if entry.name not in ("api_keys", "cors_origins"))
-# Options of `proxy`, likewise; the upstream is required.
-PROXIED = tuple(entry.name for entry in fields(ProxyConfig) if entry.name != "upstream")
+# Options of `proxy`, likewise; the upstream is required, and recall can only be turned off.
+PROXIED = tuple(entry.name for entry in fields(ProxyConfig) if entry.name not in ("upstream", "recall"))
 # Flags of `PrefillConfig`: every calibrated field, so that each can override a calibration, and more.
 PRUNING = (*CHOSEN, "draft_slots", "positions")
 _SAMPLED = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "min_tokens", "seed")
@@ -249,6 +249,9 @@ def _add_proxy(commands: Any) -> None:
         _add_option(parser, PrefillConfig, name, default=argparse.SUPPRESS)
     for name in PROXIED:
         _add_option(parser, ProxyConfig, name)
+    parser.add_argument(
+        "--no-recall", dest="recall", action="store_false", help="leave out in later turns what was left out before"
+    )
 
 
 def _add_doctor(commands: Any) -> None:

@@ -164,7 +164,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _proxy(arguments: argparse.Namespace) -> int:
-    config = ProxyConfig(arguments.upstream, **_named(arguments, PROXIED))
+    config = ProxyConfig(arguments.upstream, **_named(arguments, (*PROXIED, "recall")))
     prefill = prefill_of(arguments)
     try:
         from spec_stack.proxy.app import serve_proxy

@@ -24,6 +24,10 @@ class ProxyConfig:
     host: str = option("127.0.0.1", "address to listen on; the default accepts connections from the same machine only")
     port: int = option(8001, "port to listen on, 0 to 65535; 0 takes a free one")
     marker: str = option("", "text in place of every gap of a prompt; nothing by default")
+    recall: bool = option(
+        True,
+        "recall dropped text that a later turn needs, at its place; upstream's prefix cache hits up to there",
+    )
     deadline_s: float = option(
         10.0, "most seconds that scoring may delay a request; after them the whole prompt is forwarded"
     )
@@ -44,6 +48,7 @@ class ProxyConfig:
     def __post_init__(self) -> None:
         _check_url(self.upstream)
         require(isinstance(self.marker, str), f"marker must be a string, got {self.marker!r}")
+        require(isinstance(self.recall, bool), f"recall must be True or False, got {self.recall!r}")
         for name in _COUNTS:
             require_int(name, getattr(self, name), 1)
         require_int("port", self.port, 0, _MAX_PORT)

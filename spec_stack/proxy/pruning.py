@@ -15,6 +15,7 @@ from time import monotonic
 from typing import Any
 
 from spec_stack.api.pruner import Pruner, PrunerConversation, PruneResult
+from spec_stack.config import SessionConfig
 from spec_stack.proxy.config import ProxyConfig
 from spec_stack.proxy.metrics import ProxyMetrics
 from spec_stack.serve.queue import QueuedWork, QueueFullError, RequestCancelled, RequestQueue
@@ -141,9 +142,7 @@ class PromptPruner:
 
     def _score(self, job: _Job) -> PruneResult:
         job.check_cancelled()
-        conversation = self._take(job) or _Conversation(
-            job.client, job.keep_rate, self._pruner.conversation(), job.prompt[:0]
-        )
+        conversation = self._take(job) or self._open(job)
         if conversation.prompt == job.prompt and conversation.result is not None:
             # A client that tries again.
             self._keep(conversation)
@@ -158,6 +157,10 @@ class PromptPruner:
         result = self._advance(conversation, job.prompt)
         self._keep(conversation)
         return result
+
+    def _open(self, job: _Job) -> _Conversation:
+        pruner = self._pruner.conversation(SessionConfig(restore=self._config.recall))
+        return _Conversation(job.client, job.keep_rate, pruner, job.prompt[:0])
 
     def _advance(self, conversation: _Conversation, prompt: Any) -> PruneResult:
         keep_rate, marker = conversation.keep_rate, self._config.marker

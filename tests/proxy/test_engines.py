@@ -54,7 +54,7 @@ def ask(url: str, messages: list[Any]) -> Answer:
     for chunk in client.chat.completions.create(
         model=model,
         messages=messages,
-        max_tokens=12,
+        max_tokens=24,
         temperature=0,
         stream=True,
         stream_options={"include_usage": True},
@@ -70,7 +70,7 @@ def ask(url: str, messages: list[Any]) -> Answer:
 def test_a_real_engine_answers_as_well_from_the_pruned_prompt() -> None:
     assert ENGINE is not None
     pruner = Pruner.from_pretrained(DRAFT, device="cpu")
-    running = RunningApp(build_app(pruner, ProxyConfig(ENGINE, port=0, deadline_s=600, timeout_s=1200)))
+    running = RunningApp(build_app(pruner, ProxyConfig(ENGINE, port=0, recall=False, deadline_s=600, timeout_s=1200)))
     try:
         messages: list[Any] = [{"role": "user", "content": f"{BEFORE}{FACT}{AFTER}\n{QUESTION}"}]
         answers = {"direct": ask(ENGINE, messages), "proxy": ask(running.url, messages)}

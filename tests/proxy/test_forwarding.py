@@ -233,7 +233,7 @@ def test_a_wrong_url_is_refused(url: str, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"deadline_s": 0}, {"timeout_s": "1"}, {"max_queued": 0}, {"port": -1}, {"marker": 3}]
+    "wrong", [{"deadline_s": 0}, {"timeout_s": "1"}, {"max_queued": 0}, {"port": -1}, {"marker": 3}, {"recall": 1}]
 )
 def test_wrong_settings_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):

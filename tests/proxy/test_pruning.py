@@ -134,6 +134,24 @@ def test_a_later_turn_begins_with_what_the_turn_before_kept(
     assert upstream.seen[-1].json["messages"] == sent[2]
 
 
+@pytest.mark.parametrize("recall", [True, False])
+def test_what_a_later_turn_asks_for_comes_back_unless_recall_is_off(
+    start: Start, upstream: FakeUpstream, recall: bool
+) -> None:
+    url, first = start(recall=recall).url, [{"role": "user", "content": f"{CODE}{OTHER}\n{QUESTION}"}]
+    keep = {"x-spec-stack-keep-rate": "0.1"}
+    post(url, CHAT, {"messages": first}, **keep)
+    sent = upstream.seen[-1].json["messages"][0]["content"]
+    dropped = max((line for line in OTHER.splitlines(keepends=True) if line not in sent), key=len)
+    answered = {"role": "assistant", "content": "Four."}
+    question = {"role": "user", "content": f"What does it mean by this: {dropped}"}
+    response = post(url, CHAT, {"messages": [*first, answered, question]}, **keep)
+    again = upstream.seen[-1].json["messages"][0]["content"]
+    assert (dropped in again) == recall
+    assert (again != sent) == recall
+    assert (response.headers["x-spec-stack-recalled-tokens"] != "0") == recall
+
+
 def test_text_that_was_sent_whole_stays_whole_as_the_conversation_grows(start: Start, upstream: FakeUpstream) -> None:
     url, messages = start().url, []
     for at in range(6):
