@@ -73,11 +73,13 @@ def law_after_two(proposer: str) -> dict[int, float]:
 
 
 @pytest.mark.slow
-def test_the_loop_keeps_the_targets_law_in_the_counter_example() -> None:
-    for proposer in ("model", "both", "lookup"):
-        law = law_after_two(proposer)
-        assert law[0] == pytest.approx(0.7, abs=1e-3), proposer
-        assert law[1] == pytest.approx(0.3, abs=1e-3), proposer
+@pytest.mark.parametrize(
+    "proposer", ["model", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("both", "lookup"))]
+)
+def test_the_loop_keeps_the_targets_law_in_the_counter_example(proposer: str) -> None:
+    law = law_after_two(proposer)
+    assert law[0] == pytest.approx(0.7, abs=1e-3)
+    assert law[1] == pytest.approx(0.3, abs=1e-3)
 
 
 @pytest.mark.slow

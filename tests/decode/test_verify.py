@@ -178,7 +178,7 @@ def make_pair(kind: str) -> tuple[SpecStackGenerator, list[int]]:
 @pytest.mark.parametrize(
     ("pruned", "kind"),
     [
-        (False, "same"),
+        pytest.param(False, "same", marks=pytest.mark.nightly),
         (True, "same"),
         pytest.param(False, "narrower", marks=pytest.mark.nightly),
         pytest.param(True, "wider", marks=pytest.mark.nightly),
