@@ -283,6 +283,8 @@ def _doctor(arguments: argparse.Namespace) -> int:
         raise ValueError(f"unknown arguments {' '.join(arguments.server_args)}; a server's follow after --sglang --")
     if (arguments.prompts or arguments.documents) and not arguments.measure:
         raise ValueError("--prompts and --documents go with --measure")
+    if (arguments.keep_rates or arguments.rows) and not (arguments.prompts or arguments.documents):
+        raise ValueError("--keep-rates and --rows go with --prompts or --documents")
     from spec_stack.cli.doctor import diagnose
 
     report = diagnose(**_named(arguments, PAIR))

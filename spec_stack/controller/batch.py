@@ -141,6 +141,7 @@ class AcceptanceRates:
 
     def observe(self, request_id: str, gamma: int, num_accepted: int) -> None:
         """Learn from one proposal; tokens after the first rejected one tell nothing."""
+        num_accepted = min(num_accepted, gamma)
         num_judged = min(num_accepted + 1, gamma)
         rate = _WRONG + (_RIGHT - _WRONG) * num_accepted / num_judged
         known = self._requests.pop(request_id, self._typical)

@@ -218,8 +218,7 @@ class CachedModel:
         started = perf_counter()
         token_ids, positions = self._take(token_ids, positions, num_logits)
         # Only tokens with logits are rolled back: the state is copied right before them, unless recomputing the few
-        # tokens
-        # before is cheaper than an extra forward.
+        # tokens before is cheaper than an extra forward.
         own_piece = self.is_stateful and num_logits > 1 and len(token_ids) - num_logits > _MAX_RIDING
         ends = piece_ends(len(token_ids), num_logits, self._most_in_piece, own_piece)
         *earlier, (start, end) = pairwise([0, *ends])

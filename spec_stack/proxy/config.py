@@ -11,7 +11,11 @@ from spec_stack.settings.options import documented, option
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _MAX_PORT = 65535
-_COUNTS = ("max_body_bytes", "max_parsed_bytes", "max_queued", "max_queued_per_client", "max_connections")
+_COUNTS = (
+    *("max_body_bytes", "max_parsed_bytes", "max_queued", "max_queued_per_client", "max_cached_tokens"),
+    "max_connections",
+)
+_DEFAULT_PORTS = {"http": 80, "https": 443}
 _SECONDS = ("deadline_s", "timeout_s", "shutdown_s")
 
 
@@ -42,6 +46,7 @@ class ProxyConfig:
         8,
         "conversations whose draft cache is kept, least recently used evicted first; others are scored again",
     )
+    max_cached_tokens: int = option(65_536, "tokens in the draft's caches of all conversations; likewise")
     max_connections: int = option(1024, "most open connections; more are rejected (503)")
     shutdown_s: float = option(10.0, "seconds that running requests have after SIGTERM")
 
@@ -57,7 +62,8 @@ class ProxyConfig:
             require_number(name, getattr(self, name))
             require(0 < getattr(self, name) < math.inf, f"{name} must be over 0, got {getattr(self, name)!r}")
         parts = urlsplit(self.upstream)
-        is_itself = parts.port == self.port and {parts.hostname, self.host} <= {*LOOPBACK, "0.0.0.0", "::"}
+        port = parts.port or _DEFAULT_PORTS[parts.scheme]
+        is_itself = port == self.port and {parts.hostname, self.host} <= {*LOOPBACK, "0.0.0.0", "::"}
         require(not is_itself, f"upstream {self.upstream} is the proxy itself; give it another --port")
 
     @property

@@ -55,10 +55,21 @@ class _Conversation:
     prompt: Any
     result: PruneResult | None = None
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the draft's cache."""
+        return self.result.num_tokens if self.result else 0
+
     def precedes(self, job: _Job) -> bool:
-        """Whether a prompt begins with this conversation's last one."""
+        """Whether a prompt is this conversation's last one, or that and its answer with more behind.
+
+        Other longer prompts, such as a document that gets a question, are pruned anew: their decisions must not depend
+        on an earlier request.
+        """
         is_same = (self.client, self.keep_rate, type(self.prompt)) == (job.client, job.keep_rate, type(job.prompt))
-        return is_same and job.prompt[: len(self.prompt)] == self.prompt
+        rest = job.prompt[len(self.prompt) :]
+        goes_on = not rest or (not isinstance(rest, str) and rest[0]["role"] == "assistant")
+        return is_same and goes_on and job.prompt[: len(self.prompt)] == self.prompt
 
 
 class PromptPruner:
@@ -137,6 +148,8 @@ class PromptPruner:
             except RequestCancelled:
                 job.result.set_exception(QueueFullError("the prompt is no longer waited for"))
             except Exception as error:
+                # Out of memory: the caches of the other conversations may be what it lacks.
+                self._conversations.clear()
                 job.result.set_exception(error)
             self.metrics.scoring_s.observe(monotonic() - began)
 
@@ -178,7 +191,10 @@ class PromptPruner:
 
     def _keep(self, conversation: _Conversation) -> None:
         self._conversations.append(conversation)
-        while len(self._conversations) > self._config.max_conversations:
+        while self._conversations and (
+            len(self._conversations) > self._config.max_conversations
+            or sum(each.num_tokens for each in self._conversations) > self._config.max_cached_tokens
+        ):
             self._conversations.pop(0)
 
 

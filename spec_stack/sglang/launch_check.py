@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
 from spec_stack.config import how_to_install
@@ -17,6 +18,7 @@ from spec_stack.sglang.calibration import with_calibration
 from spec_stack.sglang.server_args import ServerConfig
 from spec_stack.sglang.support import (
     NAME,
+    VERSIONS,
     Pruning,
     architecture_refusal,
     backend_maps_positions,
@@ -175,9 +177,13 @@ def _drafting_warnings(launch: Launch) -> list[str | None]:
     backend = launch.args.speculative_draft_attention_backend or launch.backend
     if launch.refusal is None and not backend_maps_positions(backend):
         found.append(notes.DRAFT_AT_SLOTS)
-    if 0 in launch.config.gammas and launch.backend == "fa3":
+    if 0 in launch.config.gammas and launch.backend == "fa3" and _is_before_0_5_23():
         found.append("before SGLang 0.5.23, FA3 has no CUDA graph for the draft's extension after a step")
     return found
+
+
+def _is_before_0_5_23() -> bool:
+    return VERSIONS.index(version("sglang").partition("+")[0]) < VERSIONS.index("0.5.23")
 
 
 def _bytes_per_token(model: Any, args: Any) -> int | None:

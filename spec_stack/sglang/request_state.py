@@ -19,9 +19,6 @@ META_INFO = "spec_stack"
 STATE = "spec_stack"
 """The attribute of SGLang's requests that holds their RequestState."""
 OPTIONS = ("sparse_prefill", "keep_rate", "follow_up", "positions", "protect", "explain", "gamma", "policy")
-OUTCOMES = ("pruned", "not_wanted", "not_possible", "cached", "covered", "no_room", "failed")
-"""Outcomes of a prompt, in few words: for counting, where the reason is for reading. not_wanted: by the request or
-by its length; covered: everything was protected or selected."""
 NESTED = "spec_stack"
 """The key of `custom_params` under which the options may stand by themselves, where an unknown one is refused."""
 

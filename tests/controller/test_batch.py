@@ -37,6 +37,13 @@ def test_one_requests_acceptance_says_little_of_another() -> None:
     assert wrong < 1
 
 
+def test_more_accepted_tokens_than_gamma_count_as_all() -> None:
+    rates = AcceptanceRates(max_gamma=2, weight=0.1)
+    for _ in range(60):
+        rates.observe("request", 2, 4)
+    assert 1.9 < rates.expected_accepted([BatchMember("request")])[0, 2] <= 2
+
+
 def test_a_batch_waits_for_its_slowest_request() -> None:
     """The gamma that is best for a request that is always right is not the batch's beside one that never is."""
     profile = {size: {0: 1.0, 8: 2.6} for size in (1, 2)}

@@ -232,6 +232,11 @@ def test_a_wrong_url_is_refused(url: str, message: str) -> None:
         ProxyConfig(url)
 
 
+def test_the_default_port_of_a_scheme_counts_for_the_proxy_itself() -> None:
+    with pytest.raises(ValueError, match="is the proxy itself"):
+        ProxyConfig("http://localhost", port=80)
+
+
 @pytest.mark.parametrize(
     "wrong", [{"deadline_s": 0}, {"timeout_s": "1"}, {"max_queued": 0}, {"port": -1}, {"marker": 3}, {"recall": 1}]
 )

@@ -222,3 +222,19 @@ def test_metrics_and_health_say_what_was_done(start: Start) -> None:
     ):
         assert line in lines
     assert httpx2.get(f"{url}/health").json() == {"status": "ok"}
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "first", "then"),
+    [
+        (CHAT, "messages", [{"role": "user", "content": CODE}], [{"role": "user", "content": QUESTION}]),
+        (TEXT, "prompt", CODE, f"\n{QUESTION}"),
+    ],
+)
+def test_a_question_behind_an_earlier_prompt_is_pruned_as_if_nothing_came_before(
+    pruner: Pruner, start: Start, upstream: FakeUpstream, path: str, field: str, first: Any, then: Any
+) -> None:
+    url = start().url
+    post(url, path, {field: first})
+    post(url, path, {field: first + then})
+    assert upstream.seen[-1].json == {field: pruner.prune(first + then).messages}
