@@ -35,15 +35,18 @@ check: lint
 # Left out here are the tests marked `nightly`, each one more kind of what another shows; `make test TESTS=` has them.
 TESTS ?= not nightly
 test: lint docs
-	$(PYTEST) -m "not serving$(if $(TESTS), and ($(TESTS)))"
+	$(PYTEST) --durations=25 -m "not serving$(if $(TESTS), and ($(TESTS)))"
 	$(MAKE) serving-test
 
-# SGLang pins its own transformers, so it has an environment of its own; the core's tests must pass under that one too.
+# SGLang pins its own transformers, so it has an environment of its own. The core's tests run under an older transformers
+# with `make check TRANSFORMERS=lowest`.
 # `make serving-test SGLANG=0.5.20` for an older one; the newest is what `make test` runs, all of them run every night,
 # with the launches that are left to it (`make serving-test SERVING_TESTS=`).
 SERVING_TESTS ?= not nightly
+# Its tests wait for servers half of the time.
+SERVING_WORKERS ?= 3
 serving-test: $(SERVING)/.ready
-	OMP_NUM_THREADS=1 $(SERVING)/bin/python -m pytest -n $(WORKERS) --dist loadfile -m "$(SERVING_TESTS)" tests/hf/test_model.py tests/decode/test_loop.py tests/serving
+	OMP_NUM_THREADS=1 $(SERVING)/bin/python -m pytest -n $(SERVING_WORKERS) --dist loadfile --durations=25 -m "$(SERVING_TESTS)" tests/serving
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

@@ -197,6 +197,7 @@ def test_two_ranks_agree_on_selection_and_gamma_and_on_the_failure_of_one(launch
     server.stop()
 
 
+@pytest.mark.nightly
 def test_a_server_takes_the_calibration_that_lies_beside_its_draft(launch: Any, reference: Reference) -> None:
     found = find_calibration(str(ASSETS / "draft"), None)
     assert found is not None

@@ -100,7 +100,7 @@ def test_a_pair_with_one_tokenizer_and_padded_embeddings_starts(
     ("arguments", "named"),
     [
         (["--spec-stack-keep-rate", "2"], "keep_rate must be in (0, 1]"),
-        (["--spec-stack-config", "/nowhere.json"], "/nowhere.json"),
+        pytest.param(["--spec-stack-config", "/nowhere.json"], "/nowhere.json", marks=pytest.mark.nightly),
     ],
 )
 def test_settings_that_cannot_work_end_the_launch_before_anything_is_loaded(
