@@ -43,7 +43,7 @@ def folders(tmp_path: Path) -> tuple[Path, Path]:
 
 def test_a_pair_loads_from_local_folders(folders: tuple[Path, Path]) -> None:
     generator = SpecStackGenerator.from_pretrained(*folders, device="cpu")
-    result = generator.generate("def main():", max_tokens=12)
+    result = generator.generate("def main():", max_tokens=12, proposer="model")
     assert result.metrics.precision == "fp32"
     assert result.metrics.acceptance_rate == 1.0
 

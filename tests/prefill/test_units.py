@@ -128,7 +128,10 @@ def test_kept_lines_are_whole_within_the_budget_with_both_ends_and_what_is_prote
 ) -> None:
     num_tokens = len(pieces)
     importance = torch.rand(num_tokens, generator=torch.Generator().manual_seed(seed))
-    config = PrefillConfig(keep_rate=keep_rate, chunk_size=3, keep_first=keep_first, keep_last=keep_last)
+    # The paper's scoring queries: importance alone, without the factor for rare words (test_question.py).
+    config = PrefillConfig(
+        keep_rate=keep_rate, chunk_size=3, keep_first=keep_first, keep_last=keep_last, scoring_queries="look_ahead"
+    )
     evidence = Evidence(range(num_tokens), pieces=pieces, importance=importance)
     positions = list(select(evidence, config, protected).positions)
     assert positions == reference_units.selected(
