@@ -53,7 +53,7 @@ def _prompt_of(place: str, line: str) -> dict[str, Any]:
     return value
 
 
-def document_prompts(paths: Sequence[Path], tokenizer: Any, max_positions: int, seed: int = 0) -> list[str]:
+def document_prompts(paths: Sequence[Path], tokenizer: Any, max_positions: int) -> list[str]:
     """Prompts over documents: questions about single sentences, in several places, and a request for a summary.
 
     Raises ValueError for a file that cannot be read and for a document without sentences.
@@ -65,7 +65,7 @@ def document_prompts(paths: Sequence[Path], tokenizer: Any, max_positions: int, 
         ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
         if len(ids) > longest:
             text = tokenizer.decode(ids[:longest])
-        questions = _questions(text, len(_SHAPES), random.Random(seed))
+        questions = _questions(text, len(_SHAPES), random.Random(0))
         if not questions:
             raise ValueError(f"{path} has no sentences to ask about")
         prompts += [SHAPES[shape](text, question) for shape, question in zip(_SHAPES, questions, strict=False)]
