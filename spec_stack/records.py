@@ -17,6 +17,8 @@ _FIELDS = {entry.name: str(entry.type) for entry in fields(StepRecord)}
 # Later fields have a default, and are missing in older files.
 _REQUIRED = tuple(entry.name for entry in fields(StepRecord) if entry.default is MISSING)
 _SIGNALS = tuple(entry.name for entry in fields(DraftSignals))
+# A field of older files.
+_DROPPED = "upcoming"
 _TAIL_BYTES = 1 << 20
 
 
@@ -132,17 +134,18 @@ def as_record(row: Mapping[str, Any], place: str) -> StepRecord:
     """A record from a dict. Raises ValueError with the place and the field."""
     if missing := [name for name in _REQUIRED if name not in row]:
         raise ValueError(f"{place}: missing fields {', '.join(missing)}; `records=` of generate writes such files")
-    if unknown := [name for name in row if name not in _FIELDS]:
+    names = [name for name in row if name != _DROPPED]
+    if unknown := [name for name in names if name not in _FIELDS]:
         raise _error(place, unknown[0], "unknown; was the file written by a newer version?")
-    record = StepRecord(**{name: _value(row[name], _FIELDS[name], place, name) for name in row})
+    record = StepRecord(**{name: _value(row[name], _FIELDS[name], place, name) for name in names})
     _check(record, place)
     return record
 
 
 def _value(value: Any, kind: str, place: str, name: str) -> Any:
     """A field's value; signals are parsed from their dict."""
-    if kind.startswith("DraftSignals"):
-        return None if value is None and kind.endswith("None") else _signals(value, place, name)
+    if kind == "DraftSignals":
+        return _signals(value, place, name)
     if kind == "float" and type(value) is int:
         return float(value)
     if type(value).__name__ != kind:
@@ -187,9 +190,8 @@ def _signal_problems(record: StepRecord) -> Iterator[tuple[str, str]]:
         values: Sequence[float] = getattr(record.signals, name)
         if len(values) != record.num_drafted:
             yield f"signals.{name}", f"{len(values)} values for {record.num_drafted} drafted tokens"
-        for field, numbers in ((f"signals.{name}", values), (f"upcoming.{name}", getattr(record.upcoming, name, []))):
-            if not all(map(math.isfinite, numbers)):
-                yield field, f"a value is not finite in {numbers}"
+        if not all(map(math.isfinite, values)):
+            yield f"signals.{name}", f"a value is not finite in {values}"
 
 
 def _error(place: str, name: str, problem: str) -> ValueError:

@@ -169,7 +169,6 @@ def replay_batch(
             num_new = min(num_accepted + 1, each.text.end - each.position)
             each.position += num_accepted + 1
             num_tokens += num_new
-            following, _ = each.proposal(1)
             records.append(
                 StepRecord(
                     request_id=each.request_id,
@@ -187,7 +186,6 @@ def replay_batch(
                     verify_s=verify_s / len(running),
                     controller_s=0.0,
                     lag=lag,
-                    upcoming=following,
                 )
             )
         late.append(records)

@@ -76,7 +76,7 @@ class Bench:
 
     def _draft(self, generator: SpecStackGenerator, prompt: list[int]) -> dict[str, Any]:
         config = generator.config.prefill
-        draft = generator.pair.open_draft(config.prefill_chunk)
+        draft = generator.pair.view_draft(generator.pair.open_index(config.prefill_chunk))
         if needs_attention(config.scorer):
             window = config.window_for(len(prompt))
             draft.prefill(prompt, range(len(prompt)), window, config.draft_sinks, config.num_asked_layers)

@@ -82,7 +82,7 @@ def bench(pair: ModelPair, prompt: list[int], settings: dict[str, PrefillConfig]
     }
     kept: dict[str, list[int]] = {}
     for name, config in settings.items():
-        draft = pair.open_draft(chunk)
+        draft = pair.view_draft(pair.open_index(chunk))
         look_ahead = partial(propose, draft, sampler=Sampler(), end_ids=pair.end_ids)
         kept[name] = list(score_prompt(draft, prompt, look_ahead, config)[0].positions)
         variants[name] = partial(first_token, generators[name], prompt, True)
@@ -109,7 +109,7 @@ def bench(pair: ModelPair, prompt: list[int], settings: dict[str, PrefillConfig]
 
 
 def _draft_pass(pair: ModelPair, prompt: list[int], config: PrefillConfig) -> None:
-    draft = pair.open_draft(config.prefill_chunk)
+    draft = pair.view_draft(pair.open_index(config.prefill_chunk))
     if config.scorer != "bm25":
         draft.prefill(prompt, range(len(prompt)), config.draft_window, config.draft_sinks, config.scoring_layers)
 

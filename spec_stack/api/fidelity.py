@@ -32,8 +32,6 @@ from spec_stack.prefill.units import Units
 
 Prompt = str | Sequence[Message] | Mapping[str, Any]
 Progress = Callable[[int, int, str], None]
-CALIBRATED = "calibrated"
-"""Name of the generator's own keep_rate among the settings."""
 # Tokens behind a question, up to the end of the turn, from which they count as instructions.
 _INSTRUCTIONS = 32
 _QUESTION_CHARACTERS = 120
@@ -42,24 +40,7 @@ _ROW_BEGINS = '{"key": '
 
 @dataclass(frozen=True)
 class FidelityConfig:
-    """What is measured, and how long it may take.
-
-    Parameters
-    ----------
-    keep_rates : sequence of float
-        Settings to compare, over 0 to 1. The generator's own is added where a calibration chose it.
-    max_tokens : int
-        Most tokens of a dense answer.
-    minutes : float
-        No prompt starts after so many minutes; the first one always does.
-    within : float
-        Accepted increase of the perplexity of the dense answers: 0.02 is 2 %.
-
-    Raises
-    ------
-    ValueError
-        For a value outside its range.
-    """
+    """Options of `measure_fidelity`, which describes them. Raises ValueError for a value outside its range."""
 
     keep_rates: Sequence[float] = (0.1, 0.2, 0.3)
     max_tokens: int = 48
@@ -75,10 +56,9 @@ class FidelityConfig:
             PrefillConfig(keep_rate=rate)
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens must be 1 or more, got {self.max_tokens}")
-        if not self.minutes > 0:
-            raise ValueError(f"minutes must be over 0, got {self.minutes}")
-        if not self.within > 0:
-            raise ValueError(f"within must be over 0, got {self.within}; 0.02 is 2 %")
+        for name in ("minutes", "within"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be over 0, got {getattr(self, name)}")
 
 
 def measure_fidelity(
@@ -191,8 +171,9 @@ class _Measuring:
         prefill = engine.config.prefill
         self.settings: dict[str, float | None] = {f"{rate:g}": rate for rate in config.keep_rates}
         if prefill.calibrated_by and prefill.keep_rate not in config.keep_rates:
-            self.settings[CALIBRATED] = None
-        self._is_warm = False
+            self.settings["calibrated"] = None
+        # First forwards on a device are slower.
+        PrefilledPrompt(engine, Call(input_ids=[0] * 64, sparse_prefill="off", max_tokens=1))
 
     def key(self, call: Call) -> str:
         """Identifies a prompt with the pair and everything that decides its row."""
@@ -204,22 +185,19 @@ class _Measuring:
 
     def measure(self, call: Call, key: str, number: int) -> PromptFidelity:
         """Measure a prompt. Raises ValueError for one that cannot be pruned or prefilled."""
-        self._check(call)
+        num_tokens = self._check(call)
         dense, seconds = self._prefill(cast(Call, {**call, "sparse_prefill": "off"}))
         answer = dense.greedy(self._config.max_tokens)
         loss = -float(token_logprobs(dense.logits(answer), answer).mean())
         del dense
-        seen = _Seen()
+        seen = _Seen(self._engine.config.prefill)
         pruned = [self._pruned(call, name, answer, seen) for name in self.settings]
-        if seen.evidence is None:
-            raise ValueError("no setting prunes it")
-        kind, question = _kind_of(seen.evidence, self._engine.config.prefill)
         return PromptFidelity(
             key=key,
             number=number,
-            num_tokens=len(seen.evidence.prompt_ids),
-            kind=kind,
-            question=question,
+            num_tokens=num_tokens,
+            kind=seen.kind,
+            question=seen.question,
             answer=self._text(answer),
             num_answer_tokens=len(answer),
             ttft_s=seconds,
@@ -240,16 +218,13 @@ class _Measuring:
             found.append(Example(what, row.number, setting, row.kind, row.question, lost, row.answer, text))
         return found if len(ranked) > 1 else found[:1]
 
-    def _check(self, call: Call) -> None:
-        """Raise ValueError for a prompt that cannot be pruned, before any model runs."""
+    def _check(self, call: Call) -> int:
+        """The prompt's length in tokens. Raises ValueError for one that cannot be pruned, before any model runs."""
         least = min(self._config.keep_rates)
         request = self._engine.plan(cast(Call, {**call, "sparse_prefill": "on", "keep_rate": least}))
-        if not request.scores and least < 1:
+        if not request.scores:
             raise ValueError(f"it has {len(request.prompt_ids)} tokens and cannot be pruned ({request.reason})")
-        if not self._is_warm:
-            # First forwards on a device are slower.
-            self._is_warm = True
-            PrefilledPrompt(self._engine, Call(input_ids=request.prompt_ids[:64], sparse_prefill="off", max_tokens=1))
+        return len(request.prompt_ids)
 
     def _pruned(self, call: Call, setting: str, answer: Sequence[int], seen: _Seen) -> PrunedPrompt:
         prefilled, seconds = self._prefill(self._sparse(call, setting), seen)
@@ -282,13 +257,14 @@ class _Measuring:
 
 
 class _Seen:
-    """Keeps the evidence that a prompt was scored by (`prefill.rule.Observer`)."""
+    """Finds a prompt's kind and question where it is scored (`prefill.rule.Observer`)."""
 
-    def __init__(self) -> None:
-        self.evidence: Evidence | None = None
+    def __init__(self, config: PrefillConfig) -> None:
+        self._config = config
+        self.kind = self.question = ""
 
     def scored(self, evidence: Evidence) -> None:
-        self.evidence = evidence
+        self.kind, self.question = _kind_of(evidence, self._config)
 
     def voted(self, units: Units, scores: torch.Tensor) -> None:
         """Scores are not needed."""
@@ -342,30 +318,20 @@ def _in_words(row: PromptFidelity) -> str:
 
 
 def _read_rows(path: Path) -> dict[str, PromptFidelity]:
-    """Rows of earlier runs by key; a row that an interrupted run cut off is left out. Raises ValueError, naming the
-    line, for a file of something else."""
+    """Rows of earlier runs by key. Raises ValueError, naming the line, for a file of something else."""
     rows = {}
     lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
     for number, line in enumerate(lines, start=1):
-        if not line or _is_cut(line):
-            continue
         try:
-            values = json.loads(line)
-            values["pruned"] = [PrunedPrompt(**each) for each in values["pruned"]]
-            row = PromptFidelity(**values)
+            if line:
+                values = json.loads(line)
+                pruned = [PrunedPrompt(**each) for each in values["pruned"]]
+                rows[values["key"]] = PromptFidelity(**{**values, "pruned": pruned})
         except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"{path}, line {number} is no row of a measurement: {error}") from error
-        rows[row.key] = row
+            # An interrupted run leaves the beginning of a row.
+            if not (isinstance(error, json.JSONDecodeError) and line.startswith(_ROW_BEGINS)):
+                raise ValueError(f"{path}, line {number} is no row of a measurement: {error}") from error
     return rows
-
-
-def _is_cut(line: str) -> bool:
-    """Whether a line is the beginning of a row."""
-    try:
-        json.loads(line)
-    except ValueError:
-        return line.startswith(_ROW_BEGINS) or _ROW_BEGINS.startswith(line)
-    return False
 
 
 def _add_row(path: Path, row: PromptFidelity) -> None:

@@ -15,24 +15,12 @@ _NUM_DRAWS = 2000
 
 @dataclass(frozen=True)
 class PrunedPrompt:
-    """One prompt under one setting.
+    """One prompt under one setting (a keep rate, or "calibrated").
 
-    Parameters
-    ----------
-    setting : str
-        The keep rate, or "calibrated".
-    num_kept_tokens : int
-        Tokens that the target prefilled.
-    ttft_s : float
-        Time to first token in seconds, scoring included.
-    loss : float
-        Mean loss of the dense answer's tokens in nats.
-    agreement : float
-        Share of the dense answer's tokens that are still the most likely ones.
-    first_divergence : int or None
-        Index of the first token at which the greedy answer differs; None for the same answer.
-    num_words_lost : int
-        Words of protected text (system messages, tools, template) that were pruned.
+    num_kept_tokens: that the target prefilled. ttft_s: time to first token, scoring included. loss: mean of the dense
+    answer's tokens, in nats. agreement: share of these tokens that are still the most likely ones. first_divergence:
+    index of the first other token of the greedy answer, or None. num_words_lost: pruned words of protected text (system
+    messages, tools, template).
     """
 
     setting: str
@@ -48,27 +36,10 @@ class PrunedPrompt:
 class PromptFidelity:
     """One prompt, dense and under every setting.
 
-    Parameters
-    ----------
-    key : str
-        Identifies the prompt, the pair and the settings in a file of rows.
-    number : int
-        Place in the list of prompts, from 1 on.
-    num_tokens : int
-        Length of the prompt.
-    kind : str
-        Where the question stands among the scoring queries: "question last", "instructions behind the question",
-        "question first", or "no question mark".
-    question : str
-        The segment whose queries weigh most; one with a question mark where there is one.
-    answer : str
-        The dense greedy answer.
-    num_answer_tokens : int
-        Its tokens.
-    ttft_s, loss : float
-        As in `PrunedPrompt`, of dense prefill.
-    pruned : list of PrunedPrompt
-        One per setting.
+    key: identifies the prompt, the pair and the settings. number: place in the list of prompts, from 1 on. kind: where
+    the question stands among the scoring queries: "question last", "instructions behind the question", "question
+    first", or "no question mark". question: the segment whose queries weigh most, one with a question mark where there
+    is one. answer: the dense greedy one. ttft_s, loss: as in `PrunedPrompt`, of dense prefill.
     """
 
     key: str
@@ -108,8 +79,6 @@ class SettingFidelity:
     ----------
     setting : str
         The keep rate, or "calibrated".
-    num_prompts : int
-        Prompts measured.
     kept : float
         Kept share of all prompt tokens.
     speedup : Interval
@@ -129,7 +98,6 @@ class SettingFidelity:
     """
 
     setting: str
-    num_prompts: int
     kept: float
     speedup: Interval
     lost: Interval
@@ -218,7 +186,6 @@ def summarise(setting: str, rows: Sequence[PromptFidelity]) -> SettingFidelity:
     lost = mean_interval([row.lost(setting) for row in rows])
     return SettingFidelity(
         setting=setting,
-        num_prompts=len(rows),
         kept=sum(each.num_kept_tokens for each in pruned) / sum(row.num_tokens for row in rows),
         speedup=_ratio_interval([row.ttft_s for row in rows], [each.ttft_s for each in pruned]),
         lost=lost,
@@ -236,20 +203,12 @@ def summarise(setting: str, rows: Sequence[PromptFidelity]) -> SettingFidelity:
 
 def mean_interval(values: Sequence[float]) -> Interval:
     """The mean of one value per prompt."""
-    own = np.array(values, dtype=float)
-    return _interval(float(own.mean()), own[_draws(len(own))].mean(1))
+    return _ratio_interval(values, [1.0] * len(values))
 
 
 def _ratio_interval(over: Sequence[float], under: Sequence[float]) -> Interval:
     """The ratio of two sums over the same prompts, in order."""
-    above, below, draws = np.array(over, dtype=float), np.array(under, dtype=float), _draws(len(over))
-    return _interval(float(above.sum() / below.sum()), above[draws].sum(1) / below[draws].sum(1))
-
-
-def _interval(value: float, drawn: np.ndarray) -> Interval:
-    low, high = np.percentile(drawn, [2.5, 97.5])
-    return Interval(value, float(low), float(high))
-
-
-def _draws(count: int) -> np.ndarray:
-    return np.random.default_rng(0).integers(count, size=(_NUM_DRAWS, count))
+    above, below = np.array(over, dtype=float), np.array(under, dtype=float)
+    draws = np.random.default_rng(0).integers(len(above), size=(_NUM_DRAWS, len(above)))
+    low, high = np.percentile(above[draws].sum(1) / below[draws].sum(1), [2.5, 97.5])
+    return Interval(float(above.sum() / below.sum()), float(low), float(high))

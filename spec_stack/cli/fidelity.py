@@ -30,33 +30,30 @@ _ANSWER_CHARACTERS = 300
 
 def read_prompts(path: Path) -> list[Any]:
     """The prompts of a JSON Lines file, one a line. Raises ValueError, naming the line, for anything else."""
-    prompts = []
-    for number, line in enumerate(read_document(path).split("\n"), start=1):
-        if line.strip():
-            prompts.append(_prompt_of(path, number, line))
+    lines = read_document(path).split("\n")
+    prompts = [_prompt_of(f"{path}, line {number}", line) for number, line in enumerate(lines, start=1) if line.strip()]
     if not prompts:
         raise ValueError(f"{path} is empty; give a line of JSON per prompt")
     return prompts
 
 
-def _prompt_of(path: Path, number: int, line: str) -> dict[str, Any]:
+def _prompt_of(place: str, line: str) -> dict[str, Any]:
     """A line's prompt, checked."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
+        raise ValueError(f"{place} is not JSON: {error}") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{path}, line {number} must be a JSON object, got {type(value).__name__}")
-    messages = value.get("messages")
-    texts = [value.get("prompt"), value.get("text")]
-    if "messages" in value and not (isinstance(messages, list) and messages):
-        raise ValueError(f'{path}, line {number}: "messages" must be a list of messages, got {messages!r}')
-    if "messages" not in value and not any(isinstance(text, str) and text for text in texts):
-        raise ValueError(f'{path}, line {number} has neither "messages" nor a text as "prompt" or "text"')
+        raise ValueError(f"{place} must be a JSON object, got {type(value).__name__}")
+    if "messages" in value:
+        if not (isinstance(value["messages"], list) and value["messages"]):
+            raise ValueError(f'{place}: "messages" must be a list of messages, got {value["messages"]!r}')
+    elif not any(isinstance(value.get(name), str) and value[name] for name in ("prompt", "text")):
+        raise ValueError(f'{place} has neither "messages" nor a text as "prompt" or "text"')
     return value
 
 
-def document_prompts(paths: Sequence[Path], tokenizer: Any, max_positions: int, seed: int = 0) -> list[str]:
+def document_prompts(paths: Sequence[Path], tokenizer: Any, max_positions: int) -> list[str]:
     """Prompts over documents: questions about single sentences, in several places, and a request for a summary.
 
     Raises ValueError for a file that cannot be read and for a document without sentences.
@@ -68,7 +65,7 @@ def document_prompts(paths: Sequence[Path], tokenizer: Any, max_positions: int, 
         ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
         if len(ids) > longest:
             text = tokenizer.decode(ids[:longest])
-        questions = _questions(text, len(_SHAPES), random.Random(seed))
+        questions = _questions(text, len(_SHAPES), random.Random(0))
         if not questions:
             raise ValueError(f"{path} has no sentences to ask about")
         prompts += [SHAPES[shape](text, question) for shape, question in zip(_SHAPES, questions, strict=False)]
@@ -129,7 +126,7 @@ def _row(found: SettingFidelity) -> tuple[str, ...]:
     return (
         found.setting,
         f"{found.kept:.0%}",
-        f"{_with_ends(found.speedup, '.2f')}",
+        _with_ends(found.speedup, ".2f"),
         f"{found.lost.value:+.3f}",
         _with_ends(found.perplexity_ratio, ".3f"),
         f"{found.token_agreement:.0%}",

@@ -31,24 +31,21 @@ def sigmoid(value: float) -> float:
     return 1 / (1 + math.exp(-value)) if value >= 0 else 1 - 1 / (1 + math.exp(value))
 
 
-def logit(probability: float, least: float = _LEAST_CHANCE) -> float:
-    """The inverse of `sigmoid`, with the probability clipped to [least, 1 - least]."""
-    probability = min(max(probability, least), 1 - least)
+def logit(probability: float) -> float:
+    """The inverse of `sigmoid`, with the probability clipped to 0.001 to 0.999."""
+    probability = min(max(probability, _LEAST_CHANCE), 1 - _LEAST_CHANCE)
     return math.log(probability / (1 - probability))
 
 
 class OnlineLogistic:
     """Logistic regression, one example at a time: a diagonal Gaussian over the weights, updated by each example.
 
-    `start` holds the prior weights, the bias last; they count as `trust` examples.
+    `start` holds the prior weights, the bias last; they count as `TUNING.trust` examples.
     """
 
-    def __init__(
-        self, start: Sequence[float], trust: float = TUNING.trust, forgetting: float = TUNING.forgetting
-    ) -> None:
+    def __init__(self, start: Sequence[float]) -> None:
         self.weights = list(start)
-        self._precision = [trust] * len(self.weights)
-        self._trust, self._forgetting = trust, forgetting
+        self._precision = [TUNING.trust] * len(self.weights)
 
     def logit(self, features: Sequence[float]) -> float:
         return sum([weight * value for weight, value in zip(self.weights, features, strict=True)])
@@ -59,7 +56,7 @@ class OnlineLogistic:
         curvature = max(expected * (1 - expected), _LEAST_CURVATURE)
         gain = 1.0
         for index, value in enumerate(features):
-            decayed = self._precision[index] * self._forgetting + self._trust * (1 - self._forgetting)
+            decayed = self._precision[index] * TUNING.forgetting + TUNING.trust * (1 - TUNING.forgetting)
             self._precision[index] = decayed
             gain += curvature * value * value / decayed
         step = (float(outcome) - expected) / gain
@@ -99,19 +96,17 @@ class AcceptanceEstimator:
     by two regressions over all requests (other pairs, sampling, quantised weights), and shifted by this request's
     outcomes.
 
-    network: SURVIVAL_FEATURES to a logit. own_trust: evidence at which a request's own correction counts half, in
-    tokens of an even chance times a quarter.
+    network: SURVIVAL_FEATURES to a logit.
     """
 
-    def __init__(self, network: Network | None = None, own_trust: float = TUNING.own_trust) -> None:
+    def __init__(self, network: Network | None = None) -> None:
         self._network = network or shipped_network()
         self._own, self._next = OnlineLogistic((2.0, 0.0)), OnlineLogistic((2.0, 0.0))
-        self._own_trust = own_trust
         self._begin_request()
         self.reset()
 
     def _begin_request(self) -> None:
-        self._shift, self._evidence = 0.0, self._own_trust
+        self._shift, self._evidence = 0.0, TUNING.own_trust
 
     def reset(self) -> None:
         self._survival, self._with_next = 1.0, 1.0

@@ -94,9 +94,6 @@ class StepRecord:
         How many steps before this one the newest record was of when its gamma was chosen; see `StepContext.lag`.
     num_target_slots, num_draft_slots, num_prefilled : int
         As in `StepContext`, and the tokens that the target took in in a prefill step; 0 where they are not counted.
-    upcoming : DraftSignals or None
-        Of tokens that the draft has made for the step after this one. A server's draft makes that step's first token
-        while it catches up with this one.
     """
 
     request_id: str
@@ -119,7 +116,6 @@ class StepRecord:
     proposer: str = "model"
     num_looked_up: int = 0
     lag: int = 1
-    upcoming: DraftSignals | None = None
     num_target_slots: int = 0
     num_draft_slots: int = 0
     num_prefilled: int = 0

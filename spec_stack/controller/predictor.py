@@ -34,13 +34,12 @@ FORMAT = "spec-stack-predictor/1"
 
 def step_features(signals: DraftSignals, precision: str, gamma: int) -> tuple[float, ...]:
     """STEP_FEATURES of one step's signals for a candidate gamma."""
-    code = PRECISION_CODES.get(precision, 0.0)
     return (
         signals.mean_entropy,
         signals.mean_confidence,
         signals.max_entropy,
         signals.min_confidence,
-        code,
+        PRECISION_CODES.get(precision, 0.0),
         float(gamma),
     )
 
@@ -128,14 +127,6 @@ def load_step_predictor(path: str | Path) -> StepPredictor:
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error})") from error
     return _load_step_predictor(path, stat.st_mtime_ns, stat.st_size)
-
-
-def find_predictor(draft: str | Path, named: str | Path | None = None) -> Path | None:
-    """The predictor file that is named, or lies beside a draft's folder; None without either."""
-    if named is not None:
-        return Path(named)
-    beside = Path(draft) / FILE_NAME
-    return beside if beside.is_file() else None
 
 
 @lru_cache(maxsize=8)

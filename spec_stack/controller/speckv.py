@@ -34,9 +34,9 @@ class RatePredictor(Protocol):
 class OnlineRidge:
     """Ridge regression of the acceptance rate, one observation at a time."""
 
-    def __init__(self, alpha: float = 1.0) -> None:
+    def __init__(self) -> None:
         size = len(STEP_FEATURES) + 1
-        self._gram = alpha * np.eye(size)
+        self._gram = np.eye(size)
         self._moment = np.zeros(size)
         self._weights: NDArray[np.float64] = np.zeros(size)
         self.num_seen = 0

@@ -6,7 +6,7 @@ Outliers (stalls) are pulled towards the expectation. Slopes shrink towards 0: o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from copy import deepcopy
 from statistics import median
 from typing import Generic, NamedTuple, TypeVar
@@ -19,6 +19,8 @@ USUAL_UNREAD = 2
 TOLERANCE = TUNING.tolerance
 _SHORTEST_S = 1e-9
 _SHORT_CONTEXT = 512
+# Of coordinate descent, per observation.
+_ROUNDS = 4
 
 Known = TypeVar("Known")
 
@@ -61,12 +63,12 @@ def length_scale(num_slots: float) -> int:
 class RequestRate:
     """Tokens per unit of time over a discounted past.
 
-    The time-weighted average of this request's rate, the rate of all requests and a prior, which counts for `weight`.
-    `keep` discounts the past with every step.
+    The time-weighted average of this request's rate, the rate of all requests and a prior, which counts for
+    `TUNING.prior_weight` steps. `keep` discounts the past with every step.
     """
 
-    def __init__(self, start: float, weight: float = TUNING.prior_weight, keep: float = TUNING.rate_keep) -> None:
-        self._start, self._weight, self._keep = start, weight, keep
+    def __init__(self, start: float, keep: float = TUNING.rate_keep) -> None:
+        self._start, self._keep = start, keep
         self._shared = self._own = (0.0, 0.0)
 
     def begin_request(self) -> None:
@@ -85,7 +87,7 @@ class RequestRate:
     @property
     def value(self) -> float:
         tokens, time = self._shared
-        shared = (tokens + self._start * self._weight) / (time + self._weight)
+        shared = (tokens + self._start * TUNING.prior_weight) / (time + TUNING.prior_weight)
         tokens, time = self._own
         return (tokens + shared * TUNING.shared_weight) / (time + TUNING.shared_weight)
 
@@ -97,11 +99,9 @@ class DiscountedCurve:
     by coordinate descent, warm-started.
     """
 
-    def __init__(
-        self, keep: float = TUNING.keep, tolerance: float = TOLERANCE, knots: Sequence[float] = TUNING.knots
-    ) -> None:
-        self._keep, self._tolerance, self._knots = keep, tolerance, tuple(knots)
-        size = len(self._knots)
+    def __init__(self, tolerance: float = TOLERANCE) -> None:
+        self._tolerance = tolerance
+        size = len(TUNING.knots)
         self._weight = self._sum_y = 0.0
         self._sum_x = [0.0] * size
         self._sum_xy = [0.0] * size
@@ -111,7 +111,7 @@ class DiscountedCurve:
 
     def at(self, x: float) -> float:
         total = self.base
-        for slope, knot in zip(self._slopes, self._knots, strict=True):
+        for slope, knot in zip(self._slopes, TUNING.knots, strict=True):
             if x > knot:
                 total += slope * (x - knot)
         return total
@@ -120,8 +120,8 @@ class DiscountedCurve:
         expected = self.at(x)
         if expected > 0:
             y = min(y, expected * self._tolerance)
-        keep = self._keep
-        bent = [max(x - knot, 0.0) for knot in self._knots]
+        keep = TUNING.keep
+        bent = [max(x - knot, 0.0) for knot in TUNING.knots]
         self._weight = self._weight * keep + 1
         self._sum_y = self._sum_y * keep + y
         for row, height in enumerate(bent):
@@ -132,11 +132,11 @@ class DiscountedCurve:
             ]
         self._settle()
 
-    def _settle(self, rounds: int = 4) -> None:
-        weight, size = self._weight, len(self._knots)
+    def _settle(self) -> None:
+        weight, size = self._weight, len(self._slopes)
         means = [total / weight for total in self._sum_x]
         mean_y = self._sum_y / weight
-        for _ in range(rounds):
+        for _ in range(_ROUNDS):
             for row in range(size):
                 left = self._sum_xy[row] - weight * means[row] * mean_y
                 for column in range(size):

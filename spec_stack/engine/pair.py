@@ -197,10 +197,6 @@ class ModelPair:
         kind = CachedModel if self.positions == "original" else ContiguousModel
         return kind(self.target, prefill_chunk, step=self.target_step)
 
-    def open_draft(self, prefill_chunk: int, tokenization: DraftTokenization | None = None) -> DraftModel:
-        """The draft with an empty cache; target ids in, logits over them out, whatever its own tokenizer."""
-        return self.view_draft(self.open_index(prefill_chunk), tokenization)
-
     def open_index(self, prefill_chunk: int) -> CachedModel:
         """The draft with an empty cache over its own ids, kept from turn to turn (see `view_draft`)."""
         num_ids = None if self.translation is not None else self.vocabulary.num_target

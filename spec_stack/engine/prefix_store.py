@@ -23,22 +23,16 @@ Slots = list[tuple[int, int]]
 class StoredPrompt:
     """Both caches of an answered prompt, immutable: calls take forks.
 
-    index is None where the draft prefilled only parts of the prompt; prefilled_by says how (`draft_settings`).
+    index is empty where the draft prefilled only parts of the prompt; prefilled_by says how (`draft_settings`).
     """
 
     target: CachedModel
-    index: CachedModel | None
+    index: CachedModel
     prefilled_by: tuple[int, int] | None
 
     @property
     def num_tokens(self) -> int:
-        return self.target.num_cached + (self.index.num_cached if self.index else 0)
-
-    def compact(self) -> None:
-        """Trim the caches' memory to the counted tokens."""
-        for model in (self.target, self.index):
-            if model is not None:
-                model.compact()
+        return self.target.num_cached + self.index.num_cached
 
     @property
     def slots(self) -> Slots:
@@ -46,11 +40,11 @@ class StoredPrompt:
 
     def covers(self, other: StoredPrompt) -> bool:
         """Return whether this prompt holds everything that the other holds."""
-        if self.prefilled_by != other.prefilled_by or self.slots[: other.target.num_cached] != other.slots:
-            return False
-        if self.index is None or other.index is None:
-            return other.index is None
-        return self.index.token_ids[: other.index.num_cached] == other.index.token_ids
+        return (
+            self.prefilled_by == other.prefilled_by
+            and num_shared(self.slots, other.slots) == other.target.num_cached
+            and num_shared(self.index.token_ids, other.index.token_ids) == other.index.num_cached
+        )
 
 
 def draft_settings(config: PrefillConfig, num_tokens: int) -> tuple[int, int] | None:
@@ -89,38 +83,36 @@ class PrefixStore:
             while sum(each.num_tokens for each in self._stored) > self.max_tokens:
                 del self._stored[0]
             # Under the lock: no call has forked it yet.
-            prompt.compact()
+            for model in (prompt.target, prompt.index):
+                model.compact()
 
     def take_index(self, draft_ids: Sequence[int], prefilled_by: tuple[int, int] | None) -> CachedModel | None:
         """The draft with the longest stored prefix of these tokens, less their last one."""
         with self._lock:
-            lengths = [
-                num_shared(each.index.token_ids, draft_ids) if each.index and each.prefilled_by == prefilled_by else 0
-                for each in self._stored
-            ]
-            best = self._best(lengths)
-            index = None if best is None or best.index is None else best.index.fork()
+            same = [each for each in self._stored if each.prefilled_by == prefilled_by]
+            best, length = self._best(same, [num_shared(each.index.token_ids, draft_ids) for each in same])
+            index = None if best is None else best.index.fork()
         if index is not None:
-            index.forget_from(min(max(lengths), len(draft_ids) - 1))
+            index.forget_from(min(length, len(draft_ids) - 1))
         return index
 
     def take_target(self, slots: Slots) -> CachedModel | None:
         """The target with the longest stored prefix of these slots, (position, token), less the last."""
         with self._lock:
-            lengths = [num_shared(each.slots, slots) for each in self._stored]
-            best = self._best(lengths)
+            best, length = self._best(self._stored, [num_shared(each.slots, slots) for each in self._stored])
             target = None if best is None else best.target.fork()
         if target is not None:
-            target.rollback(target.num_cached - min(max(lengths), len(slots) - 1))
+            target.rollback(target.num_cached - min(length, len(slots) - 1))
         return target
 
-    def _best(self, lengths: list[int]) -> StoredPrompt | None:
-        """The stored prompt with the longest common prefix, marked as used."""
-        if not any(lengths):
-            return None
-        best = self._stored[lengths.index(max(lengths))]
+    def _best(self, prompts: Sequence[StoredPrompt], lengths: Sequence[int]) -> tuple[StoredPrompt | None, int]:
+        """The prompt with the longest common prefix, marked as used, and that length."""
+        length = max(lengths, default=0)
+        if length == 0:
+            return None, 0
+        best = prompts[lengths.index(length)]
         self._stored = [*(each for each in self._stored if each is not best), best]
-        return best
+        return best, length
 
     def clear(self) -> None:
         with self._lock:
@@ -134,14 +126,13 @@ class StoredTurn(SingleTurn):
         super().__init__(pair, request)
         self._store = store
         self._num_reused = 0
-        # Whether the index holds the prompt whole; the index as it was before the selection dropped any of it.
-        self._keeps_index = False
-        self._read: CachedModel | None = None
         prefill = request.prefill
         reads_whole = not request.scores or (prefill.scoring_layers is None and needs_attention(prefill.scorer))
         # A state cannot go back to what two prompts share.
-        if reads_whole and self._draft_ids is not None and not self.index.is_stateful:
-            self._keeps_index = True
+        self._keeps_index = reads_whole and bool(self._draft_ids) and not self.index.is_stateful
+        # The index as it was before the selection dropped any of it.
+        self._read: CachedModel | None = None
+        if self._keeps_index:
             self.index = store.take_index(self._draft_ids, self._settings) or self.index
             self.draft = pair.view_draft(self.index, request.tokenization)
 
@@ -156,11 +147,11 @@ class StoredTurn(SingleTurn):
         return draft_settings(request.prefill, len(request.prompt_ids)) if request.scores else None
 
     @property
-    def _draft_ids(self) -> Sequence[int] | None:
-        """The prompt in the draft's own tokens; None where the draft is of no use for it."""
+    def _draft_ids(self) -> Sequence[int]:
+        """The prompt in the draft's own tokens; empty where the draft is of no use for it."""
         if self._pair.translation is None:
             return self._request.prompt_ids
-        return None if self._request.tokenization is None else self._request.tokenization.token_ids
+        return self._request.tokenization.token_ids if self._request.tokenization is not None else ()
 
     def score(self, look_ahead: LookAhead) -> tuple[Selection, Proposal]:
         def remember_index() -> None:
@@ -201,7 +192,8 @@ class StoredTurn(SingleTurn):
             return
         self.target.forget_from(len(self._request.prompt_ids))
         index = self._read
-        if index is None and not self._request.scores and self._keeps_index and self._draft_ids is not None:
-            index = self.index
+        if index is None:
+            is_whole = self._keeps_index and not self._request.scores
+            index = self.index if is_whole else self._pair.open_index(self._request.prefill.prefill_chunk)
             index.forget_from(len(self._draft_ids))
         self._store.put(StoredPrompt(self.target, index, self._settings))

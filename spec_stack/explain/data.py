@@ -5,21 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from spec_stack.controller.base import StepRecord
 
-TokenState = Literal["kept", "dropped", "protected", "restored", "cached"]
-# One letter per token state.
-STATE_LETTERS: dict[TokenState, str] = {
-    "kept": "k",
-    "dropped": "d",
-    "protected": "p",
-    "restored": "r",
-    "cached": "c",
-}
-# Values of `proposer` for the draft model, or for none.
-_DRAFT_NAMES = ("", "draft", "model")
+STATE_LETTERS = {"kept": "k", "dropped": "d", "protected": "p", "restored": "r", "cached": "c"}
+"""One letter per token state."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +119,7 @@ def writers_of(record: StepRecord) -> list[str]:
 
 def proposer_of(record: StepRecord) -> str:
     """A step's proposer: "draft" or the recorded name."""
-    return "draft" if record.proposer in _DRAFT_NAMES else record.proposer
+    return "draft" if record.proposer == "model" else record.proposer
 
 
 def step_of(record: StepRecord) -> Step:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -37,7 +37,7 @@ class Seen:
     scoring segments, in prompt tokens. look_ahead: drafted scoring tokens.
     """
 
-    request: Request | None = None
+    request: Request
     held: list[int] = field(default_factory=list)
     selection: Selection | None = None
     importance: list[float] | None = None
@@ -51,8 +51,6 @@ class Seen:
 
     def scored(self, evidence: Evidence) -> None:
         """Store the prompt's importance and the segments' weights."""
-        if self.request is None:
-            return
         self.weights = query_weights(self.request, evidence)
         if evidence.attention is not None:
             importance = evidence.token_importance(self.request.prefill)
@@ -88,21 +86,13 @@ class WatchedEngine(Engine):
     def __init__(self, pair: ModelPair, config: SpecStackConfig) -> None:
         super().__init__(pair, config)
         self.seen: list[Seen] = []
-        self._planned = Seen()
 
-    def plan(
-        self,
-        call: Call,
-        held_ids: Sequence[int] = (),
-        known: EncodedPrompt | None = None,
-    ) -> Request:
-        # Calls are sequential here, so the running request is the last planned one.
-        self._planned = seen = Seen()
-        seen.request = replace(super().plan(call, held_ids, known), observer=seen)
-        return seen.request
+    def plan(self, call: Call, held_ids: Sequence[int] = (), known: EncodedPrompt | None = None) -> Request:
+        request = super().plan(call, held_ids, known)
+        return replace(request, observer=Seen(request))
 
     def answer(self, request: Request, caches: Turn) -> Generator[StepOutput, None, None]:
-        seen = self._planned
+        seen = cast(Seen, request.observer)
         seen.held = list(caches.target.positions)
         self.seen.append(seen)
         watched: Any = WatchedCaches(caches, seen)
@@ -157,19 +147,18 @@ def watch_turns(
 def view_of(pair: ModelPair, seen: Seen, question: str) -> TurnView:
     """A finished request as page data."""
     request = seen.request
-    if request is None or seen.selection is None or seen.metrics is None:
+    if seen.selection is None or seen.metrics is None:
         raise RuntimeError("the request has not run to its end")
     borders = None if seen.borders is None else [request.num_cached + border for border in seen.borders]
     tokens = token_texts(pair.tokenizer, request.prompt_ids)
+    behind = token_texts(pair.tokenizer, seen.look_ahead, request.prompt_ids)
     prompt = PromptView(
         tokens=tokens,
         states=states_of(request, seen.held, seen.selection),
         importance=seen.importance,
         votes=seen.votes,
         borders=borders,
-        queries=query_segments(
-            request, seen, [*tokens, *token_texts(pair.tokenizer, seen.look_ahead, request.prompt_ids)]
-        ),
+        queries=query_segments(request, seen, [*tokens, *behind]),
     )
     return TurnView(
         question=_heading(question),
@@ -177,7 +166,7 @@ def view_of(pair: ModelPair, seen: Seen, question: str) -> TurnView:
         answer=written(seen.records, token_texts(pair.tokenizer, seen.token_ids, request.prompt_ids)),
         steps=[step_of(record) for record in seen.records],
         metrics=seen.metrics.as_dict(),
-        dense_estimate_s=dense_estimate(pair, seen),
+        dense_estimate_s=dense_estimate(pair, seen, seen.selection),
     )
 
 
@@ -217,15 +206,12 @@ def states_of(request: Request, held: Sequence[int], selection: Selection) -> st
     return "".join(states)
 
 
-def dense_estimate(pair: ModelPair, seen: Seen) -> float | None:
+def dense_estimate(pair: ModelPair, seen: Seen, selection: Selection) -> float | None:
     """Estimated seconds of dense prefill to the first token.
 
     The target's time in the first step, scaled by multiply-adds (`prefill.cost`); None if they cannot be counted. Short
     forwards are less efficient, so it overestimates; `--compare` measures.
     """
-    first, request, selection = seen.records[0], seen.request, seen.selection
-    if request is None or selection is None:
-        return None
     try:
         shape = Shape.of(text_config(pair.target.config))
     except ValueError:
@@ -235,8 +221,8 @@ def dense_estimate(pair: ModelPair, seen: Seen) -> float | None:
         return prefill_flops(shape, num_tokens, num_tokens / 2) if num_tokens else 0.0
 
     done = work(len(seen.held) + len(selection.positions)) - work(len(seen.held))
-    dense = work(len(request.prompt_ids)) - work(request.num_cached)
-    return first.verify_s * dense / done
+    dense = work(len(seen.request.prompt_ids)) - work(seen.request.num_cached)
+    return seen.records[0].verify_s * dense / done
 
 
 def token_texts(tokenizer: Any, token_ids: Sequence[int], context_ids: Sequence[int] = ()) -> list[str]:

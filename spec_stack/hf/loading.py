@@ -14,7 +14,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 
 from spec_stack.config import PRECISIONS, HubConfig, LoadConfig, Positions
-from spec_stack.controller.predictor import find_predictor
+from spec_stack.controller.predictor import FILE_NAME as PREDICTOR_NAME
 from spec_stack.hf.architectures import check_architecture, text_config
 from spec_stack.hf.precision import DTYPES, QUANTIZED, Precision, precision_of, resolve_precisions, stored_precision
 from spec_stack.hf.prepack import can_prepack, prepack
@@ -34,9 +34,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
-# Policies that use a trained predictor found beside the draft. `throughput` is excluded: no predictor beats its
-# online estimates (experiments/LOG.md).
-_PREDICTED = ("speckv",)
 _ROLES = ("target", "draft")
 DeviceMap = str | Mapping[str, Any]
 
@@ -102,9 +99,12 @@ def resolve_pair(target: str | Path | None, draft: str | Path | None) -> tuple[s
 
 
 def predictors_beside(draft: str | Path) -> dict[str, Path]:
-    """Trained predictors in a draft's folder by policy name; none for a hub id."""
-    file = find_predictor(draft)
-    return {} if file is None else dict.fromkeys(_PREDICTED, file)
+    """Trained predictors in a draft's folder by policy name; none for a hub id.
+
+    `throughput` takes none: no predictor beats its online estimates.
+    """
+    file = Path(draft) / PREDICTOR_NAME
+    return {"speckv": file} if file.is_file() else {}
 
 
 def load_config(source: str, hub: Mapping[str, Any] | None = None) -> Any:

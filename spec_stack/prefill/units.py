@@ -178,8 +178,8 @@ def make_units(num_tokens: int, pieces: Sequence[str] | None, config: PrefillCon
     return Lines(line_borders(pieces))
 
 
-def line_borders(pieces: Sequence[str], longest: int = LONGEST_UNIT) -> list[int]:
-    """Borders (num_units + 1,), as token indices, of the lines and sentences of a text; units of at most `longest`
+def line_borders(pieces: Sequence[str]) -> list[int]:
+    """Borders (num_units + 1,), as token indices, of the lines and sentences of a text; units of at most LONGEST_UNIT
     tokens.
 
     A character of several tokens has its text at the last of them, so that no border splits it. A token belongs to the
@@ -190,8 +190,8 @@ def line_borders(pieces: Sequence[str], longest: int = LONGEST_UNIT) -> list[int
     ends = (bisect_left(starts, match.end()) for match in _LINE.finditer("".join(pieces)))
     borders = [0]
     for end in (*ends, len(pieces)):
-        while end - borders[-1] > longest:
-            borders.append(borders[-1] + longest)
+        while end - borders[-1] > LONGEST_UNIT:
+            borders.append(borders[-1] + LONGEST_UNIT)
         if end > borders[-1]:
             borders.append(end)
     return borders

@@ -159,7 +159,7 @@ def test_of_a_draft_with_random_weights_bm25_is_chosen(pair: ModelPair) -> None:
 def look(pair: ModelPair, prompt: Prompt, config: PrefillConfig) -> Evidence:
     pieces = pair.pieces(prompt.token_ids)
     seen, _ = look_at(
-        pair.open_draft(8192), prompt.token_ids, lambda *_: pytest.fail("no look-ahead"), config,
+        pair.view_draft(pair.open_index(8192)), prompt.token_ids, lambda *_: pytest.fail("no look-ahead"), config,
         pieces=pieces, protected=prompt.protected,
     )  # fmt: skip
     return Evidence(prompt.token_ids, seen, prompt.protected, pieces)

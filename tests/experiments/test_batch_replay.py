@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import pytest
 
@@ -76,21 +75,6 @@ def test_requests_of_a_batch_go_at_their_own_pace_and_the_next_takes_a_place_at_
     while waiting:
         ends = sorted([ends[0] + waiting.pop(0), *ends[1:]])
     assert len(replay_batch(texts, Fixed(4), BATCH_COSTS, 2).gammas) == ends[0]
-
-
-def test_a_request_is_told_of_the_token_that_its_next_step_begins_with() -> None:
-    seen: list[StepRecord] = []
-
-    class Watcher(Fixed):
-        def observe(self, record: StepRecord) -> None:
-            seen.append(record)
-
-    replay_batch(_texts(), Watcher(3), BATCH_COSTS, 2)
-    for request_id in {record.request_id for record in seen}:
-        mine = [record for record in seen if record.request_id == request_id]
-        for before, after in pairwise(mine):
-            assert before.upcoming is not None
-            assert before.upcoming.confidence == after.signals.confidence[:1]
 
 
 def test_what_cannot_be_replayed_is_refused() -> None:
