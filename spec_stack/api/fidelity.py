@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from time import monotonic, perf_counter
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -29,6 +29,9 @@ from spec_stack.hf.prompt import Message, Span
 from spec_stack.prefill.calibration import fingerprint
 from spec_stack.prefill.rule import Evidence
 from spec_stack.prefill.units import Units
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Prompt = str | Sequence[Message] | Mapping[str, Any]
 Progress = Callable[[int, int, str], None]
@@ -75,8 +78,8 @@ def measure_fidelity(
 ) -> FidelityReport:
     """Measure what pruning does to prompts, against dense prefill.
 
-    Every prompt is pruned whatever its length, by the generator's configuration at each keep rate. Dense and sparse
-    prefills alternate.
+    Every prompt is pruned whatever its length, by the generator's configuration at each keep rate. A prompt's
+    dense and sparse prefills follow each other; the first prompt is prefilled once more before, untimed.
 
     Parameters
     ----------
@@ -172,20 +175,21 @@ class _Measuring:
         self.settings: dict[str, float | None] = {f"{rate:g}": rate for rate in config.keep_rates}
         if prefill.calibrated_by and prefill.keep_rate not in config.keep_rates:
             self.settings["calibrated"] = None
-        # First forwards on a device are slower.
-        PrefilledPrompt(engine, Call(input_ids=[0] * 64, sparse_prefill="off", max_tokens=1))
+        pair = engine.pair
+        self._pair = [pair.precision, pair.draft_precision, str(pair.target.device)]
+        self._pair += [_digest_of(model) for model in (pair.target, pair.draft)]
+        self._is_warm = False
 
     def key(self, call: Call) -> str:
         """Identifies a prompt with the pair and everything that decides its row."""
-        pair, prefill = self._engine.pair, self._engine.config.prefill
-        models = [fingerprint(text_config(model.config)) for model in (pair.target, pair.draft)]
-        precisions = pair.precision, pair.draft_precision, pair.target_weight_bytes, pair.draft_weight_bytes
-        values = [call, models, precisions, repr(prefill), sorted(self.settings), self._config.max_tokens]
+        prefill = repr(self._engine.config.prefill)
+        values = [call, self._pair, prefill, sorted(self.settings), self._config.max_tokens]
         return sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:20]
 
     def measure(self, call: Call, key: str, number: int) -> PromptFidelity:
         """Measure a prompt. Raises ValueError for one that cannot be pruned or prefilled."""
         num_tokens = self._check(call)
+        self._warm_up(call)
         dense, seconds = self._prefill(cast(Call, {**call, "sparse_prefill": "off"}))
         answer = dense.greedy(self._config.max_tokens)
         loss = -float(token_logprobs(dense.logits(answer), answer).mean())
@@ -217,6 +221,13 @@ class _Measuring:
             lost = row.lost(setting)
             found.append(Example(what, row.number, setting, row.kind, row.question, lost, row.answer, text))
         return found if len(ranked) > 1 else found[:1]
+
+    def _warm_up(self, call: Call) -> None:
+        """Prefill the first prompt once each way: first forwards of a length are slower."""
+        if not self._is_warm:
+            self._is_warm = True
+            self._prefill(cast(Call, {**call, "sparse_prefill": "off"}))
+            self._prefill(self._sparse(call, next(iter(self.settings))))
 
     def _check(self, call: Call) -> int:
         """The prompt's length in tokens. Raises ValueError for one that cannot be pruned, before any model runs."""
@@ -254,6 +265,13 @@ class _Measuring:
 
     def _text(self, answer: Sequence[int]) -> str:
         return str(self._engine.pair.tokenizer.decode(answer, skip_special_tokens=True))
+
+
+def _digest_of(model: PreTrainedModel) -> str:
+    """Identifies a model's weights: its configuration, and a number of each parameter."""
+    numbers = [float(parameter.detach().flatten()[-1]) for parameter in model.parameters()]
+    values = [fingerprint(text_config(model.config)), numbers]
+    return sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:20]
 
 
 class _Seen:

@@ -107,6 +107,15 @@ def test_time_ends_a_run_after_its_first_prompt(embedded: SpecStackGenerator, tm
     assert measure_fidelity(embedded, PROMPTS[:2], [0.5], max_tokens=1, rows=rows).prompts == again.prompts
 
 
+def test_rows_of_other_weights_are_not_taken(tmp_path: Path) -> None:
+    generator, rows = SpecStackGenerator.from_pretrained(), tmp_path / "rows.jsonl"
+    measure_fidelity(generator, PROMPTS[:1], [0.5], max_tokens=1, rows=rows)
+    with torch.no_grad():
+        generator.target.model.norm.weight.mul_(0.5)
+    measure_fidelity(generator, PROMPTS[:1], [0.5], max_tokens=1, rows=rows)
+    assert rows.read_text().count("\n") == 2
+
+
 @pytest.mark.parametrize(
     ("prompts", "options", "message"),
     [
