@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from spec_stack import PrefillConfig
+from spec_stack.prefill.queries import question_words
 from spec_stack.prefill.question import rare_word_factor
 from spec_stack.prefill.registry import make_rule
 from spec_stack.prefill.rule import Evidence
 from spec_stack.prefill.units import Units, make_units
+from tests.support import reference_question
 
 RECORDS = [f'{{"id": "ord-{number}", "city": "Skelton", "total": {number % 97}.5}}\n' for number in range(4000, 4040)]
 QUESTION = "What is the total of the order with the id ord-4017?"
@@ -32,23 +34,15 @@ def line_of(units: Units, pieces: Sequence[str], word: str) -> int:
     return next(at for at, (start, stop) in enumerate(units) if word in pieces[start:stop])
 
 
-def factors_by_hand(units: Units, pieces: Sequence[str], question: str) -> list[float]:
-    """Slow: every word of the question, searched in every line but the question's own."""
-    lines = ["".join(pieces[start:stop]).lower() for start, stop in units]
-    bodies = [set(re.findall(r"\w+", line)) if question.lower() not in line else set() for line in lines]
-    sums = [0.0] * len(lines)
-    for word in set(re.findall(r"\w+", question.lower())):
-        holders = [at for at, body in enumerate(bodies) if word in body]
-        for at in holders if len(holders) <= 3 else []:
-            sums[at] += 1 / len(holders)
-    return [1 + 2 * each / max(sums) if max(sums) else 1.0 for each in sums]
-
-
-@pytest.mark.parametrize("question", [QUESTION, "Which order went to Skelton?", "Is ord-4003 or ord-4017 dearer?"])
+@pytest.mark.parametrize(
+    "question", [QUESTION, "Which order went to Skelton?", "Is ord-4003 or ord-4017 dearer?", "Name the order 4021."]
+)
 def test_factors_are_those_by_hand(question: str) -> None:
     pieces = pieces_of("".join(RECORDS) + question)
     evidence, units = evidence_of(pieces, len(pieces))
-    assert rare_word_factor(evidence, units).tolist() == pytest.approx(factors_by_hand(units, pieces, question))
+    assert rare_word_factor(evidence, units).tolist() == pytest.approx(
+        reference_question.factors(pieces, list(units), question_words(evidence.candidates))
+    )
 
 
 def test_of_records_with_equal_attention_the_named_one_is_kept_first() -> None:

@@ -11,9 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM, Glm4Config, GraniteConfig, Olmo2Config, Phi3Config
 
 from spec_stack.config import PrefillConfig
-from spec_stack.prefill.queries import find_candidates
+from spec_stack.prefill.queries import find_candidates, question_words
 from spec_stack.tokenizers.pieces import Pieces
 from tests.support import reference as oracle
+from tests.support import reference_question
 
 from .conftest import ASSETS, BY_CHUNKS, Reference, special_spans
 
@@ -80,7 +81,10 @@ def test_a_pair_of_this_architecture_is_pruned_as_plain_transformers_would(
         model, prompt, found.segments[:cut], found.segments[cut:], found.is_question, found.opening, mean=True
     )
     sizes = PrefillConfig.chunk_size, PrefillConfig.keep_first, PrefillConfig.keep_last
-    kept = oracle.selected_positions(scores.tolist(), 0.3, *sizes)
+    chunks = [(start, min(start + sizes[0], len(prompt))) for start in range(0, len(prompt), sizes[0])]
+    factors = reference_question.factors(pieces, chunks, question_words(found))
+    raised = [score * factors[at // sizes[0]] for at, score in enumerate(scores.tolist())]
+    kept = oracle.selected_positions(raised, 0.3, *sizes)
     reply = server.generate(prompt, 12, sparse_prefill="on", explain=True, gamma=4)
     assert _positions(reply) == kept
     assert reply["output_ids"] == oracle.sparse_greedy(model, [prompt[at] for at in kept], kept, len(prompt), 12)
