@@ -28,6 +28,8 @@ from spec_stack.sglang.support import (
 )
 from spec_stack.tokenizers.chat_turns import ChatTurns
 
+# Of SGLang's versions, those whose FA3 has no CUDA graph for the draft's extension after a step of gamma 0.
+_WITHOUT_FA3_GRAPH = VERSIONS[: VERSIONS.index("0.5.23")]
 _NOT_SHOWN = ("arguments", "problem", "warnings", "numbers")
 
 
@@ -83,6 +85,7 @@ class Launch:
     unrecognised: str = ""
     sizes: Sequence[int] | None = None
     device_bytes: float = 0
+    sglang_version: str = VERSIONS[-1]
 
     @property
     def is_own(self) -> bool:
@@ -177,13 +180,9 @@ def _drafting_warnings(launch: Launch) -> list[str | None]:
     backend = launch.args.speculative_draft_attention_backend or launch.backend
     if launch.refusal is None and not backend_maps_positions(backend):
         found.append(notes.DRAFT_AT_SLOTS)
-    if 0 in launch.config.gammas and launch.backend == "fa3" and _is_before_0_5_23():
+    if 0 in launch.config.gammas and launch.backend == "fa3" and launch.sglang_version in _WITHOUT_FA3_GRAPH:
         found.append("before SGLang 0.5.23, FA3 has no CUDA graph for the draft's extension after a step")
     return found
-
-
-def _is_before_0_5_23() -> bool:
-    return VERSIONS.index(version("sglang").partition("+")[0]) < VERSIONS.index("0.5.23")
 
 
 def _bytes_per_token(model: Any, args: Any) -> int | None:
@@ -241,6 +240,7 @@ def _resolve(arguments: list[str]) -> Launch:
         unrecognised=ChatTurns.learn(tokenizer, args.chat_template).unrecognised,
         sizes=_sizes_to_capture(args),
         device_bytes=2**20 * (get_device_memory_capacity(args.device) or 0),
+        sglang_version=version("sglang").partition("+")[0],
     )
 
 

@@ -98,7 +98,7 @@ def test_the_command_makes_one_that_the_library_takes(tmp_path: Path, capsys: py
     assert main([*command, "--budget", "0.0001"]) == 0
     told = capsys.readouterr().out
     assert "prompts are too few" in told
-    assert f"what was judged is in {tmp_path / 'made.work'}: the same command goes on" in told
+    assert f"{tmp_path / 'made.work'}: the same command resumes" in told
     assert main([*command, "--plot", str(tmp_path / "made.png")]) == 0
     told = capsys.readouterr()
     assert "lost" in told.out

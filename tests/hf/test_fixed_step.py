@@ -322,6 +322,7 @@ def test_an_unknown_draft_step_is_refused_before_anything_is_loaded() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(which("g++") is None, reason="needs a C++ compiler")
 def test_the_embedded_draft_compiled_drafts_the_same_tokens() -> None:
     options: dict[str, Any] = {"max_tokens": 64, "gamma": 4, "proposer": "model", "return_records": True}

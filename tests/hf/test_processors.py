@@ -104,7 +104,10 @@ def test_greedy_tokens_are_those_of_transformers_with_the_same_processors(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "policy",
+    [name if name == "throughput" else pytest.param(name, marks=pytest.mark.nightly) for name in POLICIES],
+)
 @pytest.mark.parametrize("processors", PROCESSORS)
 def test_the_embedded_pairs_tokens_are_those_of_transformers_on_twenty_prompts(
     processors: str, policy: str, embedded: SpecStackGenerator
@@ -285,7 +288,12 @@ def tiny_pair(kind: str) -> tuple[SpecStackGenerator, list[int]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("pruned", "kind"), [pytest.param(False, "same", marks=pytest.mark.nightly), (True, "same"), (False, "other")]
+    ("pruned", "kind"),
+    [
+        pytest.param(False, "same", marks=pytest.mark.nightly),
+        (True, "same"),
+        pytest.param(False, "other", marks=pytest.mark.nightly),
+    ],
 )
 def test_sampled_tokens_have_the_enumerated_law_with_processors(pruned: bool, kind: str) -> None:
     """Vocabulary 5, three tokens, every cell. The draft's rows go through the processors too, and another tokenizer's

@@ -62,6 +62,7 @@ def _launch(**changed: Any) -> Launch:
         vocabularies="151936 embedding rows in both",
         sizes=[1, 2, 4, 8, 16],
         device_bytes=80e9,
+        sglang_version="0.5.22",
     )
     return replace(launch, **changed)
 
