@@ -142,7 +142,7 @@ def _greedy(model: Any, token_ids: list[int], num_tokens: int) -> list[int]:
     ("kind", "flags"),
     [
         ("sliding windows", ()),
-        ("learned positions", ()),
+        pytest.param("learned positions", (), marks=pytest.mark.nightly),
         pytest.param("not listed", ("--spec-stack-positions", "contiguous"), marks=pytest.mark.nightly),
     ],
 )
