@@ -2,7 +2,7 @@
 
 Prompts with known evidence in several shapes (evidence_prompts.py). Arms: dense; a calibration, or the default rule
 where none is named, at keep rates 0.1 and 0.2, each at original and at contiguous positions over the same kept tokens;
-BM25 at 0.2. The draft scores each prompt once. The target goes over the kept tokens by transformers alone, greedily; a
+BM25 at 0.2. The draft scores each prompt once. The target prefills the kept tokens with transformers, greedily; a
 dense prefill resumes from the previous prompt's where both begin alike. The arms of a prompt decode side by side.
 
 A row per prompt and arm: whether the answer holds all that a right one holds, in whatever case, whether all evidence is

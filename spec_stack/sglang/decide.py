@@ -227,5 +227,5 @@ def plan_unscored(needs: NeedsScore, why: str, outcome: str) -> Dense | Plan:
     if prefix.is_dense:
         return Dense(prompt, f"off: {why}", outcome)
     prefill = plan_prefill(prompt.token_ids, prefix, None, False, None, prompt.config, prompt.spans)
-    reason = f"on for earlier turns, of which nothing comes back, and new text is kept whole: {why}"
+    reason = f"on for earlier turns, without recall; new text is kept whole: {why}"
     return Plan(prompt, prefill, reason, outcome)
