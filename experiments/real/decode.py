@@ -5,8 +5,10 @@ speed meets all of them; seconds are CPU seconds, since machines are shared: of 
 follows the first token (decode_s). All arms run the same weights in the same layout. Ours keep over a run what they
 learn, as in a generator: *default* (draft and n-gram lookup), *draft* (the draft alone), *fixed* (--gamma tokens a
 step, by the draft alone), *whole* (the same, the draft over the whole of a long prompt), *own look-up* (no draft), and
-any policy by name, with the draft alone. Transformers': *assisted* (its dynamic rule), *assisted 3, 5, 10* (so many
-tokens a step), *look-up 10* and *look-up 10 by 3-grams*, its best setting over recorded texts.
+any policy by name, with the draft alone; *static* and *compiled* are *draft* with that `draft_step`. Transformers':
+*assisted* (its dynamic rule), *assisted 3, 5, 10* (so many tokens a step), *look-up 10* and *look-up 10 by 3-grams*,
+its best setting over recorded texts; *assisted 5 static*, *assisted 5 compiled* and *look-up 10 static*, whose target
+has a static cache and is compiled (its assistant cannot have one in 5.24).
 
 Prompts are files, or standard-library modules of --documents tokens, to be continued. --random-draft gives the draft
 random weights: the floor, where drafting can only lose. Greedy answers must be those of *plain*; where one parts from
@@ -30,7 +32,7 @@ from time import process_time
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, CompileConfig, MaxLengthCriteria, PreTrainedModel
 
 from experiments.common.bootstrap import ratio_interval
 from experiments.common.environment import describe
@@ -41,7 +43,7 @@ from experiments.common.script import run_script
 from experiments.real.rows import Rows, add_row_arguments, first_divergence
 from spec_stack import SpecStackGenerator
 from spec_stack.calibrate.documents import MODULES, module_source
-from spec_stack.config import DecodeConfig
+from spec_stack.config import DecodeConfig, DraftStep
 from spec_stack.controller.base import Policy
 from spec_stack.controller.registry import POLICY_NAMES, make_policy
 
@@ -58,6 +60,9 @@ _ASK_FOR = {
 _COPY = "\n\n\n# The same once more"
 _KNOWN_BY = 160
 _DRAFT: dict[str, Any] = {"proposer": "model"}
+# Transformers sizes a static cache by the longest answer, and a proposal at the answer's end runs beyond it.
+_STATIC_ROOM = 16
+_STATIC: dict[str, Any] = {"cache_implementation": "static"}
 
 
 @dataclass
@@ -133,14 +138,15 @@ class Theirs:
                 attention_mask=torch.ones_like(inputs),
                 do_sample=False,
                 repetition_penalty=1.0,
-                max_new_tokens=self.num_tokens,
+                max_new_tokens=self.num_tokens + _STATIC_ROOM,
+                stopping_criteria=[MaxLengthCriteria(len(prompt_ids) + self.num_tokens)],
                 assistant_model=self.draft,
                 **self.options,
             )
         finally:
             hook.remove()
         seconds = process_time() - began
-        token_ids = [int(token) for token in output[0, len(prompt_ids) :]]
+        token_ids = [int(token) for token in output[0, len(prompt_ids) :]][: self.num_tokens]
         # A forward is fed what is not in the cache, one token or the prompt, and the proposal behind it.
         proposed = sum(fed) - len(prompt_ids) - (len(fed) - 1)
         return {
@@ -164,29 +170,33 @@ def make_arms(generator: SpecStackGenerator, num_tokens: int, gamma: int) -> dic
         files = generator.pair.predictors
         return ours(name, _DRAFT, **({"predictor": files[name]} if name in files else {}))
 
-    def assisted(**settings: Any) -> Callable[[], Ask]:
-        return lambda: Theirs(target, num_tokens, draft, settings)
+    def by_step(draft_step: DraftStep) -> Callable[[], Ask]:
+        return lambda: Ours(with_step(generator, draft_step), num_tokens, make_policy(policy), _DRAFT)
 
-    def constant(num_assistant: int) -> Callable[[], Ask]:
-        return assisted(
-            num_assistant_tokens=num_assistant,
-            num_assistant_tokens_schedule="constant",
-            assistant_confidence_threshold=0.0,
-        )
+    def assisted(settings: dict[str, Any], **options: Any) -> Callable[[], Ask]:
+        return lambda: Theirs(target, num_tokens, draft, settings, options)
 
-    def look_up(**options: int) -> Callable[[], Ask]:
+    def constant(num_assistant: int, **options: Any) -> Callable[[], Ask]:
+        return assisted(constant_schedule(num_assistant), **options)
+
+    def look_up(**options: Any) -> Callable[[], Ask]:
         return lambda: Theirs(target, num_tokens, options={"prompt_lookup_num_tokens": 10, **options})
 
     return {
         PLAIN: ours("fixed", _DRAFT, gamma=0),
-        "assisted": assisted(),
+        "assisted": assisted({}),
         "assisted 3": constant(3),
         "assisted 5": constant(5),
         "assisted 10": constant(10),
+        "assisted 5 static": constant(5, **_STATIC),
+        "assisted 5 compiled": lambda: compiled_assisted(target, draft, num_tokens),
+        "look-up 10 static": look_up(**_STATIC),
         "look-up 10": look_up(),
         "look-up 10 by 3-grams": look_up(max_matching_ngram_size=3),
         "default": ours(policy, {"proposer": "both"}),
         "draft": by_draft(policy),
+        "static": by_step("static"),
+        "compiled": by_step("compiled"),
         "fixed": ours("fixed", _DRAFT, gamma=gamma),
         "whole": ours("fixed", _DRAFT | {"sparse_prefill": "off"}, gamma=gamma),
         "own look-up": ours(policy, {"proposer": "lookup"}),
@@ -197,7 +207,8 @@ def make_arms(generator: SpecStackGenerator, num_tokens: int, gamma: int) -> dic
 THEIRS = ("assisted", "assisted 3", "assisted 5", "assisted 10", "look-up 10", "look-up 10 by 3-grams")
 ARMS = (PLAIN, *THEIRS, "default", "draft", "fixed", "own look-up")
 OTHER_POLICIES = tuple(name for name in POLICY_NAMES if name not in ("fixed", DecodeConfig().policy))
-MORE_ARMS = ("whole", *OTHER_POLICIES)
+FIXED_SHAPES = ("static", "compiled", "assisted 5 static", "assisted 5 compiled", "look-up 10 static")
+MORE_ARMS = ("whole", *FIXED_SHAPES, *OTHER_POLICIES)
 
 
 def as_chat(prompt: Prompt) -> Prompt:
@@ -298,6 +309,37 @@ def compare(done: Sequence[Row], plain: Sequence[Row]) -> dict[str, Any]:
         "tokens_per_step": sum(len(row["token_ids"]) for row in done) / sum(row["num_steps"] for row in done),
         "same_tokens": sum(row["token_ids"] == text["token_ids"] for row, text in zip(done, plain, strict=True)),
     }
+
+
+def constant_schedule(num_assistant: int) -> dict[str, Any]:
+    """So many tokens of the assistant in every step."""
+    return {
+        "num_assistant_tokens": num_assistant,
+        "num_assistant_tokens_schedule": "constant",
+        "assistant_confidence_threshold": 0.0,
+    }
+
+
+def compiled_assisted(target: PreTrainedModel, draft: PreTrainedModel, num_tokens: int) -> Theirs:
+    """Five tokens a step, the target compiled; transformers compiles on a CPU only under its tests' switch."""
+    config = CompileConfig(mode="default", fullgraph=False)
+    config._compile_all_devices = True
+    return Theirs(
+        with_plain_weights(target), num_tokens, draft, constant_schedule(5), {**_STATIC, "compile_config": config}
+    )
+
+
+def with_step(generator: SpecStackGenerator, draft_step: DraftStep) -> SpecStackGenerator:
+    """The same pair with forwards of another kind."""
+    draft = generator.draft if draft_step != "compiled" else with_plain_weights(generator.draft)
+    return SpecStackGenerator(
+        generator.target, draft, generator.tokenizer, precision=generator.precision, draft_step=draft_step
+    )
+
+
+def with_plain_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """The model loaded anew: torch.compile takes no prepacked weights."""
+    return AutoModelForCausalLM.from_pretrained(model.name_or_path, dtype=model.dtype).eval()
 
 
 def with_random_draft(generator: SpecStackGenerator) -> SpecStackGenerator:
