@@ -46,7 +46,16 @@ class LayerCapture:
     sinks: Tensor | None = None
 
 
-_thread = threading.local()
+class _Running(threading.local):
+    """What forwards of this thread capture and where their tokens stand. Set from the start: a compiled forward guards
+    that an attribute exists."""
+
+    def __init__(self) -> None:
+        self.captured: dict[int, LayerCapture] | None = None
+        self.slots: SlotPositions | None = None
+
+
+_thread = _Running()
 
 
 @contextmanager
@@ -64,7 +73,7 @@ def capture_attention() -> Iterator[dict[int, LayerCapture]]:
 
 def is_capturing() -> bool:
     """Whether this thread is inside `capture_attention`."""
-    return getattr(_thread, "captured", None) is not None
+    return _thread.captured is not None
 
 
 @contextmanager
@@ -89,7 +98,7 @@ def causal_mask(
 ) -> Tensor | None:
     """A transformers mask function: the SDPA mask (batch, 1, q_length, kv_length). None where `attend` is causal
     without a mask or masks by position."""
-    if getattr(_thread, "slots", None) is not None:
+    if _thread.slots is not None:
         return None
     # Not aligned: a cache allocated beyond its contents, or a sliding window.
     local_size = kwargs.get("local_size")
@@ -127,7 +136,7 @@ def attend(
     """
     window, sinks = kwargs.get("sliding_window"), kwargs.get("s_aux")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    slots: SlotPositions | None = getattr(_thread, "slots", None)
+    slots: SlotPositions | None = _thread.slots
     if slots is not None and slots.on_layer is not None:
         slots.on_layer(module.layer_idx)  # type: ignore[arg-type]
     _capture(module, query, key, scale, window, sinks)
@@ -198,7 +207,7 @@ def _capture(
     module: torch.nn.Module, query: Tensor, key: Tensor, scaling: float, window: int | None, sinks: Tensor | None
 ) -> None:
     """Record queries and keys if a capture is active in this thread."""
-    captured: dict[int, LayerCapture] | None = getattr(_thread, "captured", None)
+    captured: dict[int, LayerCapture] | None = _thread.captured
     if captured is None:
         return
     index = int(module.layer_idx)  # type: ignore[arg-type]
@@ -364,7 +373,7 @@ def install(model: PreTrainedModel) -> None:
 
 def _narrow(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The last cached decoder layer: keys and values of all tokens, the rest only of those with logits."""
-    slots: SlotPositions | None = getattr(_thread, "slots", None)
+    slots: SlotPositions | None = _thread.slots
     if slots is None or slots.narrow_layer is None or is_capturing():
         return None
     if not any(getattr(part, "layer_idx", None) == slots.narrow_layer for part in layer.modules()):
