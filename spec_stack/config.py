@@ -116,7 +116,7 @@ class PrefillConfig:
     )
     chunk_size: int = option(32, "tokens per chunk; also the unit of keep_first and keep_last, whatever `unit` is")
     keep_first: int = option(1, "chunks at the beginning that are always kept")
-    keep_last: int = option(2, "chunks at the end that are always kept, 1 or more")
+    keep_last: int = option(1, "chunks at the end that are always kept, 1 or more")
     min_prompt_tokens: int = option(2048, "shortest prompt, in tokens, that sparse_prefill 'auto' prunes")
     prefill_chunk: int = option(8192, "most tokens in one forward; bounds the memory of long prefills")
     draft_context: DraftContext = option(
