@@ -55,7 +55,7 @@ def test_the_stage_selects_by_that_importance() -> None:
     draft = CachedModel(model, 4096)
     selection, proposal = score_prompt(draft, prompt, lambda ids, num: propose(draft, ids, num, Sampler(), ()), config)
     scores = reference.importance(make_model(implementation="eager"), prompt, proposal.token_ids, 5)
-    assert list(selection.positions) == reference.selected_positions(scores, 0.3, 8, 1, 2)
+    assert list(selection.positions) == reference.selected_positions(scores, 0.3, 8, 1, 1)
     assert list(selection.token_ids) == [prompt[position] for position in selection.positions]
 
 

@@ -79,7 +79,7 @@ def test_a_windowed_draft_selects_by_the_scores_of_an_explicit_mask(queries: str
     else:
         window = reference_architectures.WindowedPrefill(len(LONG) - 1, 16, 4)
         expected = reference.importance(eager, LONG, proposal.token_ids, 5, prefill=window)
-    assert list(selection.positions) == reference.selected_positions(expected, 0.3, 8, 1, 2)
+    assert list(selection.positions) == reference.selected_positions(expected, 0.3, 8, 1, 1)
     dense, _ = scored(open_draft(), PrefillConfig(**asked), LONG)  # type: ignore[arg-type]
     assert list(dense.positions) != list(selection.positions)
 
@@ -100,7 +100,7 @@ def test_the_first_layers_score_as_in_a_plain_forward(num_layers: int) -> None:
     every = [(layer, head) for layer in range(num_layers) for head in range(4)]
     found = candidates_of(PROMPT)
     expected = reference.question_importance(eager, PROMPT, **found, heads=every, pool_kernel=5, layers=num_layers)  # type: ignore[arg-type]
-    assert list(selection.positions) == reference.selected_positions(expected, 0.3, 8, 1, 2)
+    assert list(selection.positions) == reference.selected_positions(expected, 0.3, 8, 1, 1)
 
 
 def test_heads_score_as_they_alone_do_in_eager_attention() -> None:

@@ -142,7 +142,7 @@ def test_the_prompt_is_scored_in_the_drafts_tokens_and_selected_in_the_targets(s
     eager = make_model(seed=2, vocab=12, implementation="eager")
     scores = reference.importance(eager, draft.input_ids, [], 5)
     mapped = reference.importance_by_characters(scores.tolist(), target.offset_mapping, draft.offset_mapping)
-    expected = reference.selected_positions(mapped, 0.3, 4, 1, 2)
+    expected = reference.selected_positions(mapped, 0.3, 4, 1, 1)
     assert positions_read(generator, prompt=text, sparse_prefill="on") == expected
 
 
