@@ -108,7 +108,7 @@ def test_a_prompt_of_that_length_gains_and_a_shorter_one_does_not(
     """By the seconds of both ways written out."""
 
     def gain(num_tokens: int) -> float:
-        kept = max(0.2 * num_tokens, 3 * 32)
+        kept = max(0.2 * num_tokens, sum(CONFIG.forced_tokens))
         behind = draft.at if drafts else lambda _: 0.0
         whole = target.at(num_tokens) + behind(num_tokens)
         pruned = draft.at(num_tokens) + target.at(kept) + behind(kept)
