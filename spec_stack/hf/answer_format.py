@@ -29,7 +29,7 @@ _BEFORE_NAME = re.compile(rf'"({"|".join(NAME_KEYS)})"\s*:\s*"$')
 
 @dataclass(frozen=True)
 class ThoughtMarks:
-    """The marks around reasoning. headers: marks that open another part of an answer, and are no content themselves."""
+    """The marks around reasoning. headers: marks that open another part of an answer."""
 
     opens: str
     closes: str
@@ -52,12 +52,8 @@ _THOUGHTS = (
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a call is written: `begin`, its name, `middle`, its arguments as JSON, `end`.
-
-    Qwen and Hermes: `<tool_call>\\n{"name": "`, `", "arguments": `, `}\\n</tool_call>`; Llama 3: `{"name": "`,
-    `", "parameters": `, `}`; Mistral: `[{"name": "`, `", "arguments": `, `}]`. Special tokens, which no text shows, are
-    left out.
-    """
+    """How a call is written, without special tokens: `begin`, its name, `middle`, its arguments as JSON, `end`. Qwen,
+    Hermes: `<tool_call>\\n{"name": "`, `", "arguments": `, `}\\n</tool_call>`."""
 
     begin: str
     middle: str
@@ -92,26 +88,23 @@ class ForcedCall:
     schemas: Mapping[str, str]
     name: ClassVar[str] = "a forced tool_choice"
 
-    @property
-    def marks(self) -> tuple[str, ...]:
-        """The markers around a call; many vocabularies have them as tokens."""
-        return tuple(mark for mark in (self.tools.opener, self.tools.closer) if mark)
-
-    def rules(self) -> Any:
-        """The grammar of the forced call. Raises ValueError for schemas without a grammar."""
+    def rules(self, token_ids: Mapping[str, int]) -> Any:
+        """The grammar of the forced call; markers among these tokens are written as tokens, since a model does not
+        recognise a spelt-out one in the next turn. Raises ValueError for schemas without a grammar."""
         from xgrammar import Grammar as Rules
 
+        marks = {mark: token_ids[mark] for mark in (self.tools.opener, self.tools.closer) if mark in token_ids}
         calls = []
         for name, schema in self.schemas.items():
             begin = self.tools.begin + json.dumps(name)[1:-1] + self.tools.middle
-            calls.append(Rules.concat(_verbatim(begin), json_rules(schema), _verbatim(self.tools.end)))
+            calls.append(Rules.concat(_verbatim(begin, marks), json_rules(schema), _verbatim(self.tools.end, marks)))
         return calls[0] if len(calls) == 1 else Rules.union(*calls)
 
 
 @dataclass(frozen=True)
 class AnswerFormat:
-    """The parts of a chat answer besides text. tools: None if the template has no tool calls. thinks: whether reasoning
-    may open the answer. thought: its marks. shown: special tokens in those marks, which the text must contain."""
+    """The parts of a chat answer besides text: the format of calls, if any, whether reasoning may open the answer, its
+    marks, and the special tokens in those, which the text must contain."""
 
     tools: ToolFormat | None = None
     thinks: bool = False
@@ -139,14 +132,12 @@ class AnswerFormat:
         for thought in _THOUGHTS:
             if thought.closes in template or (thought != THINK and thought.opens in template):
                 written = (thought.opens, thought.closes, *thought.headers)
-                special = [token for token in special_tokens(tokenizer) if token]
-                shown = tuple(token for token in special if any(token in mark for mark in written))
+                shown = tuple(token for token in special_tokens(tokenizer) if any(token in mark for mark in written))
                 return cls(None, True, thought, shown)
         return cls()
 
     def forced_call(self, tool_choice: object, tools: Sequence[Any] | None) -> ForcedCall | None:
-        """The call that OpenAI's `tool_choice` forces, if any. Raises ValueError as `forced_names`, and if the template
-        shows no call format."""
+        """The call that OpenAI's `tool_choice` forces, if any. Raises ValueError if the template shows none."""
         names = forced_names(tool_choice, tools)
         if names is None:
             return None
@@ -160,8 +151,8 @@ class AnswerFormat:
         return self.thinks and rendered.rstrip().endswith(self.thought.opens)
 
     def format_start(self, rendered: str) -> str:
-        """The mark after which a response format applies in a rendered chat; empty for the start of the answer. Raises
-        ValueError if a grammar cannot write the marks before it."""
+        """The mark after which a response format applies; empty for the start of the answer. Raises ValueError if a
+        grammar cannot write the marks before it."""
         if not rendered or not self.thinks:
             return ""
         if self.thought.headers:
@@ -190,7 +181,7 @@ def _learn_tools(tokenizer: Any) -> ToolFormat | None:
     arguments = matches[-1]
     name = text.rfind(_NAME, 0, arguments.start())
     prompt = ChatTemplate(tokenizer, {"tools": [MARKED_TOOL], "add_generation_prompt": True}).render(chat[:1])
-    special = [token for token in special_tokens(tokenizer) if token]
+    special = list(special_tokens(tokenizer))
     begin = _begin_of_answer(text[:name], _behind_question(prompt), special)
     begin = re.sub(rf'"id":\s*"{_ID}",\s*', "", begin).lstrip()
     middle, tail = text[name + len(_NAME) : arguments.start()], text[arguments.end() :]
@@ -217,8 +208,7 @@ def _begin_of_answer(turn: str, header: str, special: Sequence[str]) -> str:
 
 
 def forced_names(tool_choice: object, tools: Sequence[Any] | None) -> list[str] | None:
-    """Tool names of which OpenAI's `tool_choice` forces one; None if it forces none. Raises ValueError for an unknown
-    choice, a choice without tools, or an unknown name."""
+    """Tool names of which OpenAI's `tool_choice` forces one; None if it forces none."""
     if tool_choice is None or (isinstance(tool_choice, str) and tool_choice in ("auto", "none")):
         return None
     names = tool_names(tools)
@@ -252,7 +242,14 @@ def _parameters(tools: Sequence[Any] | None) -> dict[str, Any]:
     return found
 
 
-def _verbatim(text: str) -> Any:
+def _verbatim(text: str, marks: Mapping[str, int]) -> Any:
+    """The grammar of this text, with its marks as tokens."""
     from xgrammar import Grammar as Rules
 
-    return Rules.from_ebnf(f"root ::= {json.dumps(text)}")
+    pieces = re.split(f"({'|'.join(map(re.escape, marks))})", text) if marks else [text]
+    elements = [
+        {"type": "token", "token": marks[piece]} if piece in marks else {"type": "const_string", "value": piece}
+        for piece in pieces
+        if piece
+    ]
+    return Rules.from_structural_tag({"type": "structural_tag", "format": {"type": "sequence", "elements": elements}})

@@ -24,11 +24,8 @@ Take = Callable[[bool], list[AnswerPart]]
 
 
 class AnswerParser:
-    """Splits a streamed answer into reasoning, text and tool calls.
-
-    Text that does not parse stays text, in its place. A call is emitted once it is complete. names: the callable tools;
-    without any, no call is parsed. in_thought: the prompt ends inside a reasoning block.
-    """
+    """Splits a streamed answer into reasoning, text and complete calls of these tools; text that does not parse stays
+    text. in_thought: the prompt ends inside a reasoning block."""
 
     def __init__(self, answer_format: AnswerFormat, names: Collection[str] = (), in_thought: bool = False) -> None:
         tools = answer_format.tools if names else None

@@ -1,6 +1,5 @@
-"""The table of supported architectures: the features of each, and the reasons against others. Exact: importance equals
-eager attention's, kept tokens match one uncached forward at original positions, and greedy speculative tokens are the
-target's own. `tests/hf/test_architectures.py` checks every entry."""
+"""The table of supported architectures: the features of each, and the reasons against others.
+`tests/hf/test_architectures.py` checks every entry."""
 
 from __future__ import annotations
 
@@ -14,34 +13,24 @@ from spec_stack.config import Positions
 from spec_stack.hf.versions import state_refusal
 
 Level = Literal["exact", "approximate", "refused"]
-# Full-attention layers; a draft needs one for scoring.
-MIN_SCORING_LAYERS = 1
 
 
-@dataclass(frozen=True)
-class Architecture:
-    """An architecture by its common name. recurrent: the kind of its recurrent layers, if any."""
-
-    name: str
-    recurrent: str = ""
-
-
-# By the text model's model_type; composite checkpoints are looked up by their text config.
+# By the text model's model_type, also of composite checkpoints: the kind of its recurrent layers, if any.
 SUPPORTED = {
-    "llama": Architecture("Llama"),
-    "mistral": Architecture("Mistral"),
-    "ministral": Architecture("Ministral"),
-    "qwen2": Architecture("Qwen2"),
-    "qwen3": Architecture("Qwen3"),
-    "qwen3_moe": Architecture("Qwen3-MoE"),
-    "qwen3_5_text": Architecture("Qwen3.5", "linear-attention"),
-    "qwen3_5_moe_text": Architecture("Qwen3.5-MoE", "linear-attention"),
-    "qwen3_next": Architecture("Qwen3-Next", "linear-attention"),
-    "gemma3_text": Architecture("Gemma3"),
-    "gpt_oss": Architecture("GPT-OSS"),
-    "nemotron_h": Architecture("Nemotron-H", "Mamba-2"),
-    "falcon_h1": Architecture("Falcon-H1", "Mamba-2"),
-    "bamba": Architecture("Bamba", "Mamba-2"),
+    "llama": "",
+    "mistral": "",
+    "ministral": "",
+    "qwen2": "",
+    "qwen3": "",
+    "qwen3_moe": "",
+    "qwen3_5_text": "linear-attention",
+    "qwen3_5_moe_text": "linear-attention",
+    "qwen3_next": "linear-attention",
+    "gemma3_text": "",
+    "gpt_oss": "",
+    "nemotron_h": "Mamba-2",
+    "falcon_h1": "Mamba-2",
+    "bamba": "Mamba-2",
 }
 _ALIBI = "its ALiBi bias is by cache slot, so pruned prompts would lose their positions"
 _NO_ATTENTION = "it has no attention layers to score a prompt with, nor a KV cache to prune"
@@ -97,17 +86,15 @@ def abilities(config: Any) -> Abilities:
     if refusal:
         refused = Support("refused", refusal)
         return Abilities(refused, refused, refused)
-    recurrent = SUPPORTED[config.model_type].recurrent
     sparse = Support("exact")
-    if recurrent:
+    if recurrent := SUPPORTED[config.model_type]:
         sparse = Support("approximate", f"{recurrent} layers take the kept tokens for neighbours")
     return Abilities(_score(config), sparse, _block_by_block(config))
 
 
 def is_recurrent(config: Any) -> bool:
     """Whether a supported model has layers with a recurrent state."""
-    architecture = SUPPORTED.get(text_config(config).model_type)
-    return architecture is not None and bool(architecture.recurrent)
+    return bool(SUPPORTED.get(text_config(config).model_type))
 
 
 def scoring_limit(config: Any) -> int | None:
@@ -128,8 +115,7 @@ def is_supported(config: Any) -> bool:
 
 
 def check_architecture(role: str, config: Any, positions: Positions = "original") -> None:
-    """Raise ValueError for a model with wrong positions, scoring or rollback. A draft (role "draft") also needs
-    full-attention layers for scoring."""
+    """Raise ValueError for a model with wrong positions or rollback, and for a draft that cannot score."""
     config = text_config(config)
     hinders = _hinders_rollback(config)
     refusal = _refusal(config) if positions == "original" else hinders
@@ -138,11 +124,9 @@ def check_architecture(role: str, config: Any, positions: Positions = "original"
         raise ValueError(
             f"the {role} is a {config.model_type!r} model: {refusal}.{way} Supported: {', '.join(SUPPORTED)}"
         )
-    num_layers = sum(_count_attention_layers(config))
-    if role == "draft" and num_layers < MIN_SCORING_LAYERS:
+    if role == "draft" and not any(_count_attention_layers(config)):
         raise ValueError(
-            f"the draft is a {config.model_type!r} model with {num_layers} attention layers; scoring a prompt needs "
-            f"{MIN_SCORING_LAYERS}"
+            f"the draft is a {config.model_type!r} model with 0 attention layers; scoring a prompt needs 1"
         )
 
 
@@ -151,7 +135,7 @@ def _refusal(config: Any) -> str:
     kind = config.model_type
     if kind not in SUPPORTED:
         return _REASONS.get(kind, _UNTRIED)
-    if SUPPORTED[kind].recurrent and (refusal := state_refusal()):
+    if SUPPORTED[kind] and (refusal := state_refusal()):
         return refusal
     for parameters in _rope_parameters(config):
         if parameters.get("rope_type") in ("dynamic", "longrope"):
@@ -183,7 +167,7 @@ def _hinders_rollback(config: Any) -> str:
     if config.model_type in _OWN_CACHE:
         return _NO_ROLLBACK
     if config.model_type in SUPPORTED:
-        return state_refusal() if SUPPORTED[config.model_type].recurrent else ""
+        return state_refusal() if SUPPORTED[config.model_type] else ""
     is_stateful = any(hasattr(layer, "recurrent_states") for layer in DynamicCache(config=config).layers)
     return "its recurrent state is not among those whose rollback has been checked" if is_stateful else ""
 
@@ -196,10 +180,9 @@ def _count_attention_layers(config: Any) -> tuple[int, int]:
 
 
 def _score(config: Any) -> Support:
-    num_layers, limit = sum(_count_attention_layers(config)), scoring_limit(config)
-    if num_layers < MIN_SCORING_LAYERS:
-        return Support("refused", f"{num_layers} attention layers; scoring needs {MIN_SCORING_LAYERS}")
-    if limit is not None:
+    if not any(_count_attention_layers(config)):
+        return Support("refused", "0 attention layers; scoring needs 1")
+    if scoring_limit(config) is not None:
         return Support("refused", "beyond the window, since no layer sees more; such prompts are prefilled densely")
     return _block_by_block(config)
 

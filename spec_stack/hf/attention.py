@@ -1,12 +1,11 @@
-"""Attention function of all models: transformers' SDPA plus capture, position masks and a draft's prefill window. Under
-a `CachedModel`, masks follow the original positions of the cache slots; transformers' windows follow slots. The kernel
-is chosen per call; a long block over a long cache never materializes its mask."""
+"""Attention function of all models: transformers' SDPA plus capture, and masks by the original positions of the cache
+slots. A long block over a long cache never materializes its mask."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -34,11 +33,8 @@ _MAX_COPIED = 1024
 
 @dataclass
 class LayerCapture:
-    """Post-rotary queries and keys of one attention layer.
-
-    queries: (num_heads, n, head_dim) per forward. keys: the latest (num_kv_heads, num_cached, head_dim); None once a
-    sliding window hides some. sinks: (num_heads,) logits that join the softmax.
-    """
+    """A layer's post-rotary queries (num_heads, n, head_dim) per forward; keys (num_kv_heads, num_cached, head_dim),
+    None once a sliding window hides some. sinks: (num_heads,) logits that join the softmax."""
 
     scaling: float
     queries: list[Tensor] = field(default_factory=list)
@@ -86,36 +82,16 @@ def attend_by_position(slots: SlotPositions) -> Iterator[None]:
         _thread.slots = None
 
 
-def causal_mask(
-    q_length: int,
-    kv_length: int,
-    q_offset: int = 0,
-    attention_mask: Tensor | None = None,
-    allow_is_causal_skip: bool = True,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str = "cpu",
-    **kwargs: Any,
-) -> Tensor | None:
+def causal_mask(allow_is_causal_skip: bool = True, **kwargs: Any) -> Tensor | None:
     """A transformers mask function: the SDPA mask (batch, 1, q_length, kv_length). None where `attend` is causal
     without a mask or masks by position."""
     if _thread.slots is not None:
         return None
-    # Not aligned: a cache allocated beyond its contents, or a sliding window.
-    local_size = kwargs.get("local_size")
-    is_aligned = allow_is_causal_skip and bool(q_offset + q_length == kv_length)
-    if is_aligned and attention_mask is None and local_size is None and devices.has_flash(torch.device(device), dtype):
-        return None
     from transformers.masking_utils import sdpa_mask
 
-    mask: Tensor | None = sdpa_mask(
-        q_length=q_length,
-        kv_length=kv_length,
-        q_offset=q_offset,
-        attention_mask=attention_mask,
-        allow_is_causal_skip=is_aligned,
-        device=device,
-        **kwargs,
-    )
+    # A cache that is allocated beyond its contents needs a mask.
+    is_aligned = bool(kwargs.get("q_offset", 0) + kwargs["q_length"] == kwargs["kv_length"])
+    mask: Tensor | None = sdpa_mask(allow_is_causal_skip=allow_is_causal_skip and is_aligned, **kwargs)
     return mask
 
 
@@ -128,12 +104,9 @@ def attend(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """A transformers attention function: the output (1, n, num_heads, head_dim) and no weights.
-
-    query: post-rotary (1, num_heads, n, head_dim). key, value: (1, num_kv_heads, num_cached, head_dim), the newest n
-    belong to the queries. attention_mask: (1, 1, n, num_cached), bool or additive; None is causal and bottom-right
-    aligned. Under `attend_by_position` the positions replace the mask.
-    """
+    """A transformers attention function: (1, n, num_heads, head_dim) and no weights, of queries (1, num_heads, n,
+    head_dim) and keys and values (1, num_kv_heads, num_cached, head_dim). Under `attend_by_position` positions replace
+    the mask (1, 1, n, num_cached), and None is bottom-right causal."""
     window, sinks = kwargs.get("sliding_window"), kwargs.get("s_aux")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     slots: SlotPositions | None = _thread.slots
@@ -153,7 +126,12 @@ def attend(
     # Encoder layers are bidirectional; transformers handles them.
     told = kwargs.get("is_causal")
     is_causal = getattr(module, "is_causal", True) if told is None else told
-    output = _attend_by_mask(query, key, value, attention_mask, scale, sinks) if is_causal else None
+    output = None
+    if is_causal and sinks is not None:
+        # SDPA has no sinks (GPT-OSS).
+        output = _attend_with_sinks(query, key, value, attention_mask, scale, sinks)
+    elif is_causal and attention_mask is None:
+        output = _attend_causally(query, key, value, scale)
     if output is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -161,30 +139,19 @@ def attend(
     return output.transpose(1, 2).contiguous(), None
 
 
-def _attend_by_mask(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, sinks: Tensor | None
-) -> Tensor | None:
-    """Attention (1, num_heads, n, head_dim) under a mask (None: bottom-right causal). None where transformers' own
-    function is as good."""
-    num_queries, num_keys = query.shape[2], key.shape[2]
-    # SDPA has no sinks (GPT-OSS).
-    if sinks is not None:
-        return _attend_with_sinks(query, key, value, mask, scale, sinks)
-    # On CUDA this avoids the mask that transformers builds for a block over a cache: 1 GB for an 8,192-token chunk at
-    # 128K, and 2 GB more once it is added to 16-bit scores.
-    if mask is None and devices.fits_flash(query, value):
+def _attend_causally(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor | None:
+    """Bottom-right causal attention (1, num_heads, n, head_dim); None where transformers' own function is as good."""
+    num_queries, num_keys, is_grouped = query.shape[2], key.shape[2], query.shape[1] > key.shape[1]
+    # The mask that transformers builds on CUDA takes 1 GB for an 8,192-token chunk at 128K.
+    if devices.fits_flash(query, value):
         return devices.flash(query, key, value, scale)
-    if mask is None and 1 < num_queries < num_keys:
+    if 1 < num_queries < num_keys:
         from torch.nn.attention.bias import causal_lower_right
 
-        bias, groups = causal_lower_right(num_queries, num_keys), query.shape[1] // key.shape[1]
-        return F.scaled_dot_product_attention(query, key, value, bias, scale=scale, enable_gqa=groups > 1)
-    # For a short block over a long cache transformers repeats the KV heads by copying the whole cache every step (half
-    # the time of a 5-token verification at 8K cached tokens on a CPU).
-    is_short = num_queries <= _MAX_FOLDED_QUERIES and num_queries < num_keys
-    if query.shape[1] > key.shape[1] and is_short:
-        return _attend_folded(query, key, value, mask, scale)
-    return None
+        bias = causal_lower_right(num_queries, num_keys)
+        return F.scaled_dot_product_attention(query, key, value, bias, scale=scale, enable_gqa=is_grouped)
+    # transformers repeats the KV heads by copying the whole cache in every step.
+    return _attend_folded(query, key, value, None, scale) if is_grouped and num_queries < num_keys else None
 
 
 def _attend_by_position(
@@ -367,32 +334,3 @@ def install(model: PreTrainedModel) -> None:
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, causal_mask)
     model.set_attn_implementation(NAME)
-    for layer in model.get_decoder().layers:
-        layer.register_forward_pre_hook(_narrow, with_kwargs=True)
-
-
-def _narrow(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The last cached decoder layer: keys and values of all tokens, the rest only of those with logits."""
-    slots: SlotPositions | None = _thread.slots
-    if slots is None or slots.narrow_layer is None or is_capturing():
-        return None
-    if not any(getattr(part, "layer_idx", None) == slots.narrow_layer for part in layer.modules()):
-        return None
-    num_tokens = (args[0] if args else kwargs["hidden_states"]).shape[1]
-    cut = num_tokens - slots.num_wanted
-    slots.last_layer, slots.narrow_layer = slots.narrow_layer, None
-    with suppress(KeysCached):
-        layer.forward(*_tokens(args, num_tokens, 0, cut), **_tokens(kwargs, num_tokens, 0, cut))
-    slots.last_layer = None
-    return _tokens(args, num_tokens, cut, num_tokens), _tokens(kwargs, num_tokens, cut, num_tokens)
-
-
-def _tokens(value: Any, num_tokens: int, start: int, stop: int) -> Any:
-    """A layer argument with its per-token rows cut to start…stop - 1."""
-    if isinstance(value, Tensor):
-        return value[:, start:stop] if value.dim() > 1 and value.shape[1] == num_tokens else value
-    if isinstance(value, tuple):
-        return tuple(_tokens(each, num_tokens, start, stop) for each in value)
-    if isinstance(value, dict):
-        return {name: _tokens(each, num_tokens, start, stop) for name, each in value.items()}
-    return value

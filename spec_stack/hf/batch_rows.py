@@ -1,6 +1,5 @@
-"""Logits processors and stopping criteria of batch rows, which are generated one after the other. Each row has its own
-copies and sees its padding and batch index. The other rows are copies of it, so processors that mix rows are
-unsupported."""
+"""Logits processors and stopping criteria of batch rows, which are generated one after the other: each row has its own
+copies, and sees its padding at its batch index among copies of itself."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from transformers.generation import LogitsProcessor, PrefixConstrainedLogitsProcessor
 
-from spec_stack.hf.processors import Called, CannotCopyError, Processor, copy_processor, keeps_nothing, name_of
+from spec_stack.hf.processors import Called, CannotCopyError, Processor, copy_processor, name_of
 
 Criterion = Callable[[torch.Tensor, Any], Any]
 
@@ -46,18 +45,11 @@ class Place:
     def _processor(self, processor: Processor) -> Processor:
         place = self
         if isinstance(processor, PrefixConstrainedLogitsProcessor):
-            # The function may allow nothing for other rows, which is an error.
-            # Beams of the function are the rows of one prompt.
+            # The function may allow nothing for other rows, which is an error. Its beams are the rows of one prompt.
             function = _AskedAbout(processor._prefix_allowed_tokens_fn, self.index // processor._num_beams)
-            place, processor = self._alone, PrefixConstrainedLogitsProcessor(function, 1)
-        elif keeps_nothing(processor) and not isinstance(getattr(processor, "prompt_ignore_length", 0), torch.Tensor):
-            place = self._alone
+            place, processor = Place(0, 1, self.padding), PrefixConstrainedLogitsProcessor(function, 1)
         is_seen_whole = place.num_rows == 1 and not len(place.padding)
         return processor if is_seen_whole else RowProcessor(processor, place)
-
-    @property
-    def _alone(self) -> Place:
-        return Place(0, 1, self.padding)
 
     def is_over(self, criteria: Sequence[Criterion], sequence: torch.Tensor) -> bool:
         """Whether a criterion stops the padded sequence (n,); all criteria are called."""

@@ -1,10 +1,9 @@
 """The cache of a `CachedModel`: key/value slots, which can be dropped, and recurrent states, which cannot.
-Sliding-window layers keep every slot: `hf.attention` masks windows by position, and a rollback past the window
-works."""
+Sliding-window layers keep every slot, so that a rollback past the window works."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy as shallow_copy
 from copy import deepcopy
 from functools import cache as remember
@@ -29,10 +28,9 @@ STATES = ("conv_states", "recurrent_states")
 
 
 class PreallocatedLayer(DynamicLayer):  # type: ignore[misc]
-    """A DynamicLayer that appends into preallocated buffers.
+    """A DynamicLayer whose keys and values are views on larger buffers, into which it appends.
 
-    transformers copies all keys and values to append one token, a tenth of a step and more with thousands cached
-    (experiments/LOG.md). Here keys and values are views on larger buffers; cropping shortens the view.
+    transformers copies all keys and values to append one token, a tenth of a step and more with thousands cached.
     """
 
     keys: torch.Tensor
@@ -75,8 +73,7 @@ class PreallocatedLayer(DynamicLayer):  # type: ignore[misc]
         return buffer[..., :total, :]
 
     def _buffer(self, name: str, cached: torch.Tensor, like: torch.Tensor, num_slots: int) -> torch.Tensor:
-        """The buffer that holds the cached slots, renewed where num_slots do not fit: whole buckets, of numbers, which
-        a mask may hide."""
+        """The buffer that holds the cached slots, renewed where num_slots do not fit: whole buckets of zeros."""
         used = cached.shape[-2] if cached.numel() else 0
         buffer = self._buffers.get(name)
         fits = buffer is not None and num_slots <= buffer.shape[-2] and buffer.device == like.device
@@ -110,10 +107,8 @@ def new_cache(config: Any) -> DynamicCache:
 
 
 def last_attention_layer(cache: DynamicCache) -> int | None:
-    """Index of the last caching layer if it holds only keys and values, so that a prefill may end there. None where a
-    recurrent state comes with it or after it."""
-    last = len(cache.layers) - 1
-    return last if isinstance(cache.layers[last], PreallocatedLayer) else None
+    """Index of the last caching layer, where a prefill may end; None where it has a recurrent state."""
+    return len(cache.layers) - 1 if isinstance(cache.layers[-1], PreallocatedLayer) else None
 
 
 def last_scoring_layer(cache: DynamicCache, num_layers: int) -> int:
@@ -125,16 +120,13 @@ def last_scoring_layer(cache: DynamicCache, num_layers: int) -> int:
 def fork(cache: DynamicCache) -> DynamicCache:
     """A copy that shares keys and values until either one appends; states are copied at once."""
     other = shallow_copy(cache)
-    other.layers = [_fork_layer(layer) for layer in cache.layers]
-    return other
-
-
-def _fork_layer(layer: Any) -> Any:
-    if not isinstance(layer, PreallocatedLayer):
-        return deepcopy(layer)
-    other = shallow_copy(layer)
-    layer.unshare()
-    other.unshare()
+    other.layers = []
+    for layer in cache.layers:
+        shares = isinstance(layer, PreallocatedLayer)
+        other.layers.append(shallow_copy(layer) if shares else deepcopy(layer))
+        if shares:
+            layer.unshare()
+            other.layers[-1].unshare()
     return other
 
 
@@ -198,8 +190,7 @@ def crop(cache: DynamicCache, num_slots: int) -> None:
 
 
 def reserve(cache: DynamicCache, num_slots: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The layers' whole buffers of keys and of values, with room for num_slots. For a cache with contents, without
-    recurrent states."""
+    """The whole buffers of keys and of values by layer, with room for num_slots; for a cache with contents."""
     keys, values = zip(*(layer.reserve(num_slots) for layer in cache.layers), strict=True)
     return list(keys), list(values)
 
@@ -211,18 +202,15 @@ def show(cache: DynamicCache, num_slots: int) -> None:
 
 
 def compact(cache: DynamicCache) -> None:
-    """Move keys and values out of larger buffers, for a cache that is stored. Cropping alone keeps the whole buffer
-    alive."""
+    """Move keys and values out of larger buffers, which cropping keeps alive."""
     for layer in _attention_layers(cache):
-        layer.keys, layer.values = _fitted(layer.keys), _fitted(layer.values)
+        for name in ("keys", "values"):
+            tensor = getattr(layer, name)
+            if tensor.untyped_storage().nbytes() > _MOST_SLACK * tensor.nbytes:
+                setattr(layer, name, tensor.clone())
         if isinstance(layer, PreallocatedLayer):
             layer.unshare()
 
 
-def _fitted(tensor: torch.Tensor) -> torch.Tensor:
-    needed = tensor.numel() * tensor.element_size()
-    return tensor.clone() if tensor.untyped_storage().nbytes() > _MOST_SLACK * needed else tensor
-
-
-def _attention_layers(cache: DynamicCache) -> Iterator[Any]:
-    return (layer for layer in cache.layers if getattr(layer, "keys", None) is not None)
+def _attention_layers(cache: DynamicCache) -> Iterable[Any]:
+    return [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]

@@ -1,5 +1,5 @@
-"""Chat templates: rendering, the message format each accepts, and the texts that it prints unchanged. A template's
-behaviour is learnt by rendering marks in place of texts."""
+"""Chat templates: rendering, the message format each accepts, and the texts that it prints unchanged, learnt by
+rendering marks in place of texts."""
 
 from __future__ import annotations
 
@@ -48,15 +48,11 @@ class ChatTemplate:
             raise ValueError(f"the chat template refuses these messages: {error}") from error
 
     def fit(self, messages: Sequence[Mapping[str, Any]]) -> FittedChat:
-        """The messages in the format that the template accepts.
-
-        A content is a text, a list of parts, or None beside calls; arguments are a mapping or JSON text. The given
-        format is tried first, then the one in which the template writes all texts and calls. Raises ValueError for
-        malformed messages, and for calls that a template for tools writes in no format.
-        """
+        """The messages in the first format, the given one foremost, in which the template writes all texts and calls.
+        Raises ValueError for malformed messages, and for calls that a template for tools writes in no format."""
         given = _checked(messages)
         fits: list[FittedChat] = []
-        for form in (_as_given, _as_text, _as_text_or_null, _as_parts):
+        for form in _FORMS:
             fits.append(self._fit([{**message, "content": form(message)} for message in given]))
             if fits[-1].is_complete:
                 return fits[-1]
@@ -116,8 +112,8 @@ class ChatTemplate:
 
 @dataclass(frozen=True)
 class FittedChat:
-    """Messages in one format. skeleton: the chat rendered with marks; empty if the template rejects marks. takes_text:
-    whether JSON arguments are printed unchanged. shows_calls: whether all tool calls are written."""
+    """Messages in one format, the chat rendered with marks (empty if rejected), and whether JSON arguments are printed
+    unchanged and all tool calls written."""
 
     messages: list[dict[str, Any]]
     skeleton: str
@@ -142,11 +138,8 @@ class FittedChat:
         return len(_NULL.findall(self.skeleton))
 
     def contents(self, text: str) -> Contents:
-        """Find the messages' texts in the rendered chat.
-
-        Text between two marks belongs to the template. A message's text is matched, exact or stripped, between two
-        template parts; otherwise it was edited (reasoning dropped, e.g.) and the search continues after the next part.
-        """
+        """Find the messages' texts in the rendered chat, exact or stripped, between the template's parts; a text
+        that was edited (reasoning dropped, e.g.) is passed over."""
         if not self.skeleton:
             return Contents([], len(self.messages), None)
         owners = [(at, text) for at, message in enumerate(self.messages) for text in _texts(message["content"])]
@@ -176,8 +169,7 @@ class FittedChat:
 
 
 def chat_parts(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[str | int]:
-    """The chat's parts in order: template text, and for each string content its message index. Without a working
-    template, role names replace the template text."""
+    """The chat's template texts and message indices in order; without a working template, role names for the texts."""
     skeleton = ""
     if getattr(tokenizer, "chat_template", None):
         skeleton = ChatTemplate(tokenizer, {"add_generation_prompt": True}).fit(messages).skeleton
@@ -189,8 +181,8 @@ def chat_parts(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[st
 
 @dataclass(frozen=True)
 class Contents:
-    """Character spans of message texts in a rendered chat. prunable: half-open spans in order. num_edited: messages
-    that the template edits, which are never pruned. question: span of the last user message."""
+    """Half-open character spans of message texts in a rendered chat, the number of messages that the template edits,
+    and the span of the last user message."""
 
     prunable: list[tuple[int, int]]
     num_edited: int
@@ -243,22 +235,22 @@ def _texts(content: Any) -> list[str]:
     return [part["text"] for part in content] if isinstance(content, list) else [content or ""]
 
 
-def _as_given(message: Mapping[str, Any]) -> Any:
-    return message["content"]
-
-
 def _as_text(message: Mapping[str, Any]) -> str:
     return "\n".join(_texts(message["content"]))
-
-
-def _as_text_or_null(message: Mapping[str, Any]) -> str | None:
-    """The text, or None beside calls: DeepSeek R1's template writes no calls beside an empty text."""
-    return _as_text(message) or (None if message.get("tool_calls") else "")
 
 
 def _as_parts(message: Mapping[str, Any]) -> list[Any]:
     content = message["content"]
     return content if isinstance(content, list) else [_text_part(content or "")]
+
+
+_FORMS: tuple[Callable[[Mapping[str, Any]], Any], ...] = (
+    lambda message: message["content"],
+    _as_text,
+    # DeepSeek R1's template writes no calls beside an empty text.
+    lambda message: _as_text(message) or (None if message.get("tool_calls") else ""),
+    _as_parts,
+)
 
 
 def _marks(messages: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -294,13 +286,13 @@ def _with_functions(
     message: dict[str, Any], change: Callable[[Mapping[str, Any]], Mapping[str, Any]]
 ) -> dict[str, Any]:
     """A message with the functions of its calls changed."""
-    calls = message.get("tool_calls")
-    return {**message, "tool_calls": [_with_changed(call, change) for call in calls]} if calls else message
-
-
-def _with_changed(call: Any, change: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> Any:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    return {**call, "function": change(function)} if isinstance(function, Mapping) else call
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        calls.append({**call, "function": change(function)} if isinstance(function, Mapping) else call)
+    return {**message, "tool_calls": calls}
 
 
 def _with_name(function: Mapping[str, Any], marks: list[str]) -> Mapping[str, Any]:

@@ -29,17 +29,17 @@ _angles = threading.Lock()
 
 
 class ContiguousModel(CachedModel):
-    """A `CachedModel` for any architecture, without `attention.install`.
-
-    Callers use positions of the full text, increasing over the slots; the model gets slot indices. Past its switch
-    length a long RoPE changes all angles, and the cache is recomputed, as in transformers.
-    """
+    """A `CachedModel` for any architecture: callers use positions of the full text, the model gets slot indices. Past
+    its switch length a long RoPE changes all angles, and the cache is recomputed, as in transformers."""
 
     def __init__(
         self, model: PreTrainedModel, prefill_chunk: int, num_ids: int | None = None, step: FixedStep | None = None
     ) -> None:
         super().__init__(model, prefill_chunk, num_ids, step)
         self._is_installed = is_installed(model)
+        if not self._is_installed:
+            # Its forwards run to the end.
+            self._last_layer = None
         parameters = signature(model.forward).parameters
         self._takes_positions = "position_ids" in parameters
         self._takes_logits_to_keep = "logits_to_keep" in parameters

@@ -1,8 +1,5 @@
-"""Forwards of a few tokens in fixed shapes: over whole buckets of cache slots, under a mask.
-
-Nothing in such a forward depends on a length that Python knows, so CUDA captures it in a graph, which replays without
-Python and without a launch per operator, and torch compiles it once for all lengths. A rollback is a counter.
-"""
+"""Forwards of a few tokens in fixed shapes, over whole buckets of cache slots under a mask: CUDA captures one in a
+graph, and torch compiles it once for all lengths. A rollback is a counter."""
 
 from __future__ import annotations
 
@@ -42,10 +39,7 @@ _TOLERANCE = 0.02
 
 
 class FixedLayer(DynamicLayer):  # type: ignore[misc]
-    """Keys and values of a whole bucket, written at given slots.
-
-    transformers' StaticLayer keeps a counter for each layer, which costs three operators a layer.
-    """
+    """Keys and values of a whole bucket, written at given slots, without StaticLayer's counter."""
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
         super().__init__()
@@ -66,11 +60,8 @@ Buffers = Sequence[torch.Tensor]
 def fixed_forward(
     model: PreTrainedModel, name: str, inputs: torch.Tensor, keys: Buffers, values: Buffers
 ) -> torch.Tensor:
-    """Logits (width, vocab) of inputs (3, width): token ids, positions, and the increasing slots that they take.
-
-    name: what the model's forward calls its cache. keys, values: (1, num_kv_heads, bucket, head_dim) a layer, written
-    in place. A token attends to the slots up to its own.
-    """
+    """Logits (width, vocab) of inputs (3, width): token ids, positions, and increasing slots. name: what the forward
+    calls its cache. keys, values: (1, num_kv_heads, bucket, head_dim) a layer, written in place."""
     token_ids, positions, slots = inputs.unbind()
     columns = torch.arange(keys[0].shape[2], device=inputs.device)
     mask = torch.zeros(len(slots), len(columns), dtype=keys[0].dtype, device=inputs.device)
@@ -90,8 +81,7 @@ def fixed_forward(
 def drawing_forward(
     model: PreTrainedModel, name: str, inputs: torch.Tensor, keys: Buffers, values: Buffers, num_ids: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`fixed_forward` of one token, and the `draft_statistics` of its first num_ids logits. inputs become those of the
-    likeliest next token."""
+    """`fixed_forward` of one token, and `draft_statistics` of num_ids logits; inputs become the likeliest token's."""
     logits = fixed_forward(model, name, inputs, keys, values)
     statistics = draft_statistics(logits[0, :num_ids])
     follow_on(inputs, statistics, inputs[1:])
@@ -104,15 +94,8 @@ def follow_on(inputs: torch.Tensor, statistics: torch.Tensor, place: torch.Tenso
 
 
 class FixedStep:
-    """The fixed-shape forward of a model, shared by its requests.
-
-    asked: the configured `draft_step`. num_ids: ids that a draft's one-token forward draws from; None for a target.
-
-    Attributes
-    ----------
-    why_eager : str
-        The reason against fixed shapes; empty where they are used. A capture that fails sets it.
-    """
+    """The fixed-shape forward of a model, shared by its requests. num_ids: ids that a draft's one-token forward draws
+    from; None for a target. why_eager: the reason against fixed shapes, also after a failure; empty where used."""
 
     def __init__(self, model: PreTrainedModel, asked: DraftStep, num_ids: int | None = None) -> None:
         self.model, self.draws, self._num_ids = model, num_ids is not None, num_ids
@@ -122,16 +105,13 @@ class FixedStep:
         self.why_eager = why_eager(model.config, model.device, asked, self.draws, is_quantized)
         if len({parameter.device for parameter in model.parameters()}) > 1:
             self.why_eager = self.why_eager or "it is split over devices"
-        self._forward = partial(fixed_forward, model, cache_parameter(model.__class__))
-        self._drawing: Callable[..., tuple[torch.Tensor, torch.Tensor]] = partial(drawing_forward, *self._forward.args)
+        self.forward = partial(fixed_forward, model, cache_parameter(model.__class__))
+        self._drawing: Callable[..., tuple[torch.Tensor, torch.Tensor]] = partial(drawing_forward, *self.forward.args)
         if self.is_compiled and not self.why_eager:
             self._compile()
 
     def __str__(self) -> str:
         return describe_step(self.why_eager, self.is_compiled, self.is_captured)
-
-    def forward(self, inputs: torch.Tensor, keys: Buffers, values: Buffers) -> torch.Tensor:
-        return self._forward(inputs, keys, values)
 
     def draw(self, inputs: torch.Tensor, keys: Buffers, values: Buffers) -> tuple[torch.Tensor, torch.Tensor]:
         return self._drawing(inputs, keys, values, self._num_ids)
@@ -148,7 +128,7 @@ class FixedStep:
     def _compile(self) -> None:
         """Compile the drawing forward, unless a trial on a CPU shows no gain."""
         eager, compiled = self._drawing, torch.compile(drawing_forward, fullgraph=True)
-        self._drawing = partial(compiled, *self._forward.args)
+        self._drawing = partial(compiled, *self.forward.args)
         try:
             saving = self._saving(eager)
         except RuntimeError as error:
@@ -209,10 +189,7 @@ def _unfit(config: Any, is_quantized: bool) -> str:
 
 
 class FixedCache:
-    """A request's keys and values as one bucket, and the captured forwards over it.
-
-    keys, values: (1, num_kv_heads, bucket, head_dim) a layer.
-    """
+    """A request's keys and values, (1, num_kv_heads, bucket, head_dim) a layer, and the captured forwards over them."""
 
     def __init__(self, step: FixedStep, keys: Buffers, values: Buffers) -> None:
         self.keys, self.values = keys, values
@@ -231,12 +208,8 @@ class FixedCache:
     def place(self, token_ids: Sequence[int], positions: Sequence[int], first_slot: int) -> torch.Tensor:
         """The inputs (3, width) of these tokens and of the padding behind them, in one copy that nobody waits for."""
         width = padded(len(token_ids))
-        num_more = width - len(token_ids)
-        rows = [
-            [*token_ids, *[token_ids[-1]] * num_more],
-            [*positions, *[positions[-1]] * num_more],
-            list(range(first_slot, first_slot + width)),
-        ]
+        rows = [[*row, *[row[-1]] * (width - len(row))] for row in (token_ids, positions)]
+        rows.append(list(range(first_slot, first_slot + width)))
         inputs = self._inputs_of(width)
         return inputs.copy_(to_device(torch.tensor(rows), inputs.device))
 
@@ -259,8 +232,7 @@ class FixedCache:
     def run_ahead(
         self, token_ids: Sequence[int], positions: Sequence[int], first_slot: int, max_tokens: int
     ) -> list[list[float]] | None:
-        """`draft_statistics` of max_tokens tokens after these ones, each fed to draft the next, in one read-back; None
-        after a failure."""
+        """`draft_statistics` of max_tokens tokens, each fed to draft the next; None after a failure."""
         try:
             return self._run_ahead(self.place(token_ids, positions, first_slot), len(token_ids), max_tokens)
         except RuntimeError as error:
@@ -298,8 +270,7 @@ class FixedCache:
         return self._step.forward(inputs, self.keys, self.values), None
 
     def _capture(self, call: Callable[[], tuple[torch.Tensor, Any]], inputs: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Capture a forward, and compare its first replay with the eager forward. Raises RuntimeError where they
-        differ."""
+        """Capture a forward. Raises RuntimeError where its first replay differs from the eager forward."""
         before = inputs.clone()
         expected = call()[0]
         inputs.copy_(before)

@@ -53,23 +53,22 @@ class FoundPair:
     device_map: DeviceMap | None = None
 
     def load_models(self, target_weights: bool = True) -> tuple[PreTrainedModel, PreTrainedModel]:
-        """Load the weights. Without target_weights the target is a shell on the meta device. Raises ValueError for
+        """Load the weights; without target_weights the target is a shell on the meta device. Raises ValueError for
         weights that cannot be read or do not fit on the device."""
-        of_target, of_draft = self.precisions
-        device_map = self.device_map
-        first, second = self.configs
-        if target_weights:
-            target = _load_model(self.sources[0], of_target, self.device, self.hub.options("target"), device_map, first)
-        else:
-            target = _shell(first)
         # A mapping uses the target's module names.
-        shared = device_map if isinstance(device_map, str) else None
-        on = self.device if device_map is None or not target_weights else target.device
-        draft = _load_model(self.sources[1], of_draft, on, self.hub.options("draft"), shared, second)
-        for model, is_packed in zip((target, draft), self.packs, strict=True):
-            if is_packed and model.device.type != "meta":
+        maps = self.device_map, self.device_map if isinstance(self.device_map, str) else None
+        on, models = self.device, []
+        for at, role in enumerate(_ROLES):
+            config = self.configs[at]
+            if role == "target" and not target_weights:
+                models.append(_shell(config))
+                continue
+            model = _load_model(self.sources[at], self.precisions[at], on, self.hub.options(role), maps[at], config)
+            if self.packs[at]:
                 prepack(model)
-        return target, draft
+            on = model.device
+            models.append(model)
+        return models[0], models[1]
 
 
 def resolve_device(device: str | None) -> torch.device:
@@ -88,8 +87,7 @@ def resolve_device(device: str | None) -> torch.device:
 
 
 def resolve_pair(target: str | Path | None, draft: str | Path | None) -> tuple[str, str]:
-    """Folders, GGUF files or hub ids of both models; the embedded pair if neither is given. Raises ValueError for a
-    missing folder or file, or for only one of the two."""
+    """Loadable names of both models; the embedded pair if neither is given. Raises ValueError for only one of them."""
     if target is None and draft is None:
         return str(ASSETS / "target"), str(ASSETS / "draft")
     if target is None or draft is None:
@@ -99,10 +97,7 @@ def resolve_pair(target: str | Path | None, draft: str | Path | None) -> tuple[s
 
 
 def predictors_beside(draft: str | Path) -> dict[str, Path]:
-    """Trained predictors in a draft's folder by policy name; none for a hub id.
-
-    `throughput` takes none: no predictor beats its online estimates.
-    """
+    """Trained predictors in a draft's folder by policy name; none for a hub id."""
     file = Path(draft) / PREDICTOR_NAME
     return {"speckv": file} if file.is_file() else {}
 
@@ -135,8 +130,7 @@ def load_tokenizer(source: str, hub: Mapping[str, Any] | None = None) -> Any:
 
 
 def load_tokenizers(target: str, draft: str, hub: HubConfig | None = None) -> tuple[Any, Any]:
-    """Both tokenizers. A draft folder without one, as in the embedded pair, uses the target's. Raises ValueError as
-    `load_tokenizer`."""
+    """Both tokenizers; a draft folder without one, as in the embedded pair, uses the target's."""
     of_target, of_draft = (None if hub is None else hub.options(role) for role in _ROLES)
     tokenizer = load_tokenizer(target, of_target)
     shares = Path(draft).is_dir() and not is_adapter(draft) and not has_tokenizer(draft)
@@ -230,8 +224,7 @@ def open_pair(
     device_map: DeviceMap | None = None,
     positions: Positions = "original",
 ) -> FoundPair:
-    """Find a pair and decide how to load it. Raises ValueError for every user error. prepack_linears: None prepacks for
-    oneDNN (`hf.prepack`) where possible. device_map: transformers' placement, instead of `device`."""
+    """Find a pair and decide how to load it. Raises ValueError for every user error."""
     hub = hub or HubConfig()
     if device_map is not None and device is not None:
         raise ValueError("give device or device_map, not both")
@@ -274,7 +267,7 @@ def _packs(
     device_map: DeviceMap | None,
     is_draft_compiled: bool,
 ) -> tuple[bool, bool]:
-    """Whether each model is prepacked. Raises ValueError if requested but impossible."""
+    """Whether each model is prepacked: by default, where possible. Raises ValueError if requested but impossible."""
     if asked and is_draft_compiled:
         raise ValueError('draft_step="compiled" excludes prepack_linears=True; leave one of them out')
     # A layer that accelerate may move must stay unchanged.

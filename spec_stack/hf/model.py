@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from itertools import pairwise
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -23,18 +23,16 @@ from spec_stack.hf.states import States
 if TYPE_CHECKING:
     from transformers import DynamicCache, PreTrainedModel
 
-# Most tokens recomputed together with the next forward; more get a forward of their own, so that a
-# snapshot can follow.
+# Most tokens recomputed together with the next forward; more get a forward of their own and a snapshot.
 _MAX_RIDING = 16
 # Longest piece on a CPU: longer ones are no faster, and progress and cancellation wait for seconds.
 _CPU_PIECE = 2048
-# Shortest run of tokens without logits that the last layer skips.
-_MIN_NARROWED = 64
+# Tokens without logits that gain on a CPU by a forward of their own, which ends at the last layer's keys.
+_CPU_APART = 512
 
 
 def piece_ends(num_tokens: int, num_logits: int, chunk: int, own_piece: bool) -> list[int]:
-    """End indices of a long forward's pieces of at most `chunk` tokens. The last num_logits tokens stay in one piece,
-    on their own if own_piece."""
+    """End indices of pieces of at most `chunk` tokens; the last num_logits stay in one, on their own if own_piece."""
     ends, at = [], 0
     while num_tokens - at > (num_logits if own_piece else max(chunk, num_logits)):
         at = min(at + chunk, num_tokens - num_logits)
@@ -45,16 +43,11 @@ def piece_ends(num_tokens: int, num_logits: int, chunk: int, own_piece: bool) ->
 class CachedModel:
     """One request's view of a shared model, which needs `attention.install` for windows by position.
 
-    prefill_chunk: most tokens per piece (2,048 at most on a CPU). num_ids: logits width; a draft's wider logits are
-    cut, narrower ones padded with -inf, and ids beyond its embedding use the last row. step: runs forwards of a few
-    tokens in fixed shapes; None leaves all of them eager.
-
-    forward_s: seconds in the model (on CUDA: until launch). on_piece: called at every attention layer with a piece's
-    tokens and its share of finished layers, and with 1.0 at the end. Its exception aborts the forward; the cache keeps
-    the finished pieces (undefined for recurrent models).
-
-    A recurrent state cannot be cropped: a rollback restores the latest earlier snapshot, and the next forward
-    recomputes the remaining tokens first (`num_to_recompute`).
+    prefill_chunk: most tokens per piece. num_ids: logits width; a draft's wider logits are cut, narrower ones padded
+    with -inf. step: runs forwards of a few tokens in fixed shapes. forward_s: seconds in the model (on CUDA: until
+    launch). on_piece: called at every attention layer with a piece's tokens and its share of finished layers; its
+    exception aborts the forward, and the cache keeps the finished pieces. A recurrent state cannot be cropped: a
+    rollback restores the latest earlier snapshot, and the next forward recomputes the tokens behind it.
     """
 
     def __init__(
@@ -146,8 +139,7 @@ class CachedModel:
         return self._states.exist
 
     def forget_from(self, position: int) -> None:
-        """Drop all tokens from the first one written at or past a position. Tokens restored after that one attended to
-        it, so they are dropped too."""
+        """Drop all tokens from the first one written at or past a position, with those that attended to it."""
         if self.next_position > position:
             held = self.positions
             first = next(slot for slot, at in enumerate(held) if at >= position)
@@ -206,27 +198,25 @@ class CachedModel:
         return other
 
     def forward(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> torch.Tensor:
-        """Append tokens in pieces of prefill_chunk; logits (num_logits, vocab).
-
-        Positions increase strictly from next_position or later. Restored tokens, at uncached earlier positions in
-        increasing order, may precede them; each token attends to all tokens written before it (sliding windows apply
-        both ways). Raises ValueError for invalid counts or positions; the cache is then unchanged.
-        """
+        """Append tokens in pieces of prefill_chunk; logits (num_logits, vocab). Positions increase; restored tokens, at
+        uncached earlier positions, may precede them. Raises ValueError for invalid ones, before any change."""
         if num_logits < 1:
             raise ValueError(f"{num_logits} logits do not fit; `prefill` gives none")
         self._catch_up()
         started = perf_counter()
         token_ids, positions = self._take(token_ids, positions, num_logits)
-        # Only tokens with logits are rolled back: the state is copied right before them, unless recomputing the few
-        # tokens before is cheaper than an extra forward.
-        own_piece = self.is_stateful and num_logits > 1 and len(token_ids) - num_logits > _MAX_RIDING
+        # Only tokens with logits are rolled back, so a state is copied right before them.
+        num_before = len(token_ids) - num_logits
+        own_piece = self.is_stateful and num_logits > 1 and num_before > _MAX_RIDING
+        if self._last_layer is not None and self.model.device.type == "cpu":
+            own_piece = own_piece or num_before >= _CPU_APART
         ends = piece_ends(len(token_ids), num_logits, self._most_in_piece, own_piece)
         *earlier, (start, end) = pairwise([0, *ends])
         with torch.inference_mode():
             for first, last in earlier:
-                self._cache_keys(token_ids[first:last], positions[first:last], self._last_layer)
+                self._run(token_ids[first:last], positions[first:last], last_layer=self._last_layer)
             self._states.take(len(self._positions))
-            logits = self._run(token_ids[start:end], positions[start:end], num_logits)
+            logits = self._run_last(token_ids[start:end], positions[start:end], num_logits)
         self.forward_s += perf_counter() - started
         return self._widen(logits)
 
@@ -238,12 +228,8 @@ class CachedModel:
         num_sinks: int = 0,
         num_layers: int | None = None,
     ) -> None:
-        """Append tokens without logits, cheaper than `forward`.
-
-        window: each token attends to the window's positions and to positions below num_sinks; a layer's own smaller
-        window stays. Later tokens attend to everything. num_layers: run only so many layers (at least to the first
-        attention layer); the cache then serves scoring only, until `prefill_kept`.
-        """
+        """Append tokens without logits. window: each attends to so many positions and to those below num_sinks.
+        num_layers: run only so many layers; the cache then serves scoring only, until `prefill_kept`."""
         started = perf_counter()
         token_ids, positions = self._take(token_ids, positions, 0)
         last_layer = self._last_layer
@@ -252,18 +238,14 @@ class CachedModel:
         ends = piece_ends(len(token_ids), 0, self._most_in_piece, own_piece=False)
         with torch.inference_mode():
             for first, last in pairwise([0, *ends]):
-                self._cache_keys(token_ids[first:last], positions[first:last], last_layer, window, num_sinks)
+                self._run(token_ids[first:last], positions[first:last], 1, window, num_sinks, last_layer)
         self.forward_s += perf_counter() - started
 
     def run_ahead(
         self, token_ids: Sequence[int], positions: Sequence[int], max_tokens: int
     ) -> list[list[float]] | None:
-        """Feed tokens as `forward` does, and draft max_tokens of the likeliest after them, without reading one before
-        the last; the last one is not fed.
-
-        Returns the `draft_statistics` of each drafted token, or None, with nothing fed, where a forward in fixed shapes
-        is not possible.
-        """
+        """Feed tokens, and draft max_tokens of the likeliest after them without reading one before the last, which is
+        not fed: `draft_statistics` of each, or None, with nothing fed, where fixed shapes are not possible."""
         fixed = None if self._to_recompute else self._open_fixed(len(token_ids), max_tokens - 1)
         if fixed is None:
             return None
@@ -333,52 +315,43 @@ class CachedModel:
         kind = RestoredSlots if self._restored_end else SlotPositions
         return kind(self._positions, window, num_sinks, last_layer)
 
-    def _cache_keys(
+    def _run(
         self,
         token_ids: Sequence[int],
         positions: Sequence[int],
-        last_layer: int | None,
+        num_logits: int = 1,
         window: int | None = None,
         num_sinks: int = 0,
-    ) -> None:
-        """Run the model up to this attention layer's keys and values; to the end if there is none."""
-        with self._piece(token_ids, positions):
-            slots = self._open_slots(window, num_sinks, last_layer)
-            with suppress(KeysCached):
-                self._call(token_ids, positions, slots, num_logits=1)
-        if self.on_piece is not None:
-            self.on_piece(len(token_ids), 1.0)
-
-    def _run(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> torch.Tensor:
-        """One model forward; logits (num_logits, rows)."""
-        fixed = self._open_fixed(len(token_ids))
-        logits = None if fixed is None else fixed.forward(token_ids, self._numbered(positions), len(self._positions))
-        if logits is not None:
-            self._token_ids += token_ids
-            self._positions += positions
-            return logits[-num_logits:]
-        with self._piece(token_ids, positions):
-            slots = self._open_slots()
-            if self._last_layer is not None and len(token_ids) - num_logits >= _MIN_NARROWED:
-                slots.narrow_layer, slots.num_wanted = self._last_layer, num_logits
-            logits = self._call(token_ids, positions, slots, num_logits)
-        if self.on_piece is not None:
-            self.on_piece(len(token_ids), 1.0)
-        return logits
-
-    @contextmanager
-    def _piece(self, token_ids: Sequence[int], positions: Sequence[int]) -> Iterator[None]:
-        """Count a forward's tokens as cached; if it aborts, drop partially cached slots."""
+        last_layer: int | None = None,
+    ) -> torch.Tensor:
+        """One eager forward; logits (num_logits, rows), none where it ends at an attention layer's keys. If it aborts,
+        partially cached slots are dropped."""
         num_whole, cache = len(self._positions), self._cache
         self._token_ids += token_ids
         self._positions += positions
+        slots = self._open_slots(window, num_sinks, last_layer)
+        logits = torch.empty(0)
         try:
-            yield
+            with suppress(KeysCached):
+                logits = self._call(token_ids, positions, slots, num_logits)
         except BaseException:
             if not self.is_stateful:
                 model_cache.crop(cache, num_whole)
                 del self._positions[num_whole:], self._token_ids[num_whole:]
             raise
+        if self.on_piece is not None:
+            self.on_piece(len(token_ids), 1.0)
+        return logits
+
+    def _run_last(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> torch.Tensor:
+        """A forward with logits (num_logits, rows), in fixed shapes where possible."""
+        fixed = self._open_fixed(len(token_ids))
+        logits = None if fixed is None else fixed.forward(token_ids, self._numbered(positions), len(self._positions))
+        if logits is None:
+            return self._run(token_ids, positions, num_logits)
+        self._token_ids += token_ids
+        self._positions += positions
+        return logits[-num_logits:]
 
     def _call(
         self, token_ids: Sequence[int], positions: Sequence[int], slots: SlotPositions, num_logits: int
@@ -442,14 +415,12 @@ class CachedModel:
             return
         with torch.inference_mode():
             model_cache.keep_slots(self._cache, slots, self.model.device)
-        # No search for decreasing positions: only the maximum matters.
         self._restored_end = len(slots) if self._restored_end else 0
         self._positions = [self._positions[slot] for slot in slots]
         self._token_ids = [self._token_ids[slot] for slot in slots]
 
     def prefill_kept(self, prompt_ids: Sequence[int], positions: Sequence[int]) -> None:
-        """Reset the cache to the prompt's tokens at these increasing positions, through all layers. The tokens count as
-        cached at once; the next forward computes them."""
+        """Reset the cache to the prompt's tokens at these increasing positions; the next forward computes them."""
         self._cache = model_cache.new_cache(self.model.config)
         self._token_ids, self._positions = [], []
         self._restored_end = 0

@@ -1,6 +1,5 @@
-"""Precisions: transformers options, supported devices and memory. fp32, fp16 and bf16 set the model's dtype.
-bitsandbytes' int8 (LLM.int8) and nf4 (4 bits, double quantization) apply to linear layers; the rest uses the device's
-float dtype. Quantized checkpoints load unchanged."""
+"""Precisions: transformers options, supported devices and memory. int8 (LLM.int8) and nf4 (4 bits, double quantization)
+are bitsandbytes' and apply to linear layers; the rest uses the device's float dtype."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from torch import nn
 
 from spec_stack.config import OTHER_PRECISION, PRECISIONS, LoadConfig, how_to_install
 from spec_stack.hf.architectures import text_config
-from spec_stack.hf.prepack import PrepackedLinear
+from spec_stack.hf.prepack import PrepackedLinear, has_bf16_instructions
 from spec_stack.hf.sources import missing_packages
 from spec_stack.warning import warn_caller
 
@@ -32,7 +31,6 @@ _QUANTIZED_ON = ("cpu", "cuda")
 _PACKAGES = ("bitsandbytes", "accelerate")
 # Row and column multiple of bitsandbytes' nf4 kernel for AVX512-BF16 CPUs.
 _CPU_TILE = (32, 64)
-_BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "avx10_2", "bf16", "arm_bf16", "sve_bf16")
 # Number of weights above which a CPU keeps stored bf16; below it bf16 gains nothing and fp32 is more accurate.
 _LEAST_BF16_WEIGHTS = 50_000_000
 # nf4: half a byte per weight, a byte per 64 weights, a float per 256 of those bytes.
@@ -55,13 +53,9 @@ class Precision:
             return {"dtype": self.dtype}
         from transformers import BitsAndBytesConfig
 
-        nf4 = {
-            "load_in_4bit": True,
-            "bnb_4bit_quant_type": "nf4",
-            "bnb_4bit_use_double_quant": True,
-            "bnb_4bit_compute_dtype": self.dtype,
-        }
-        quantization = BitsAndBytesConfig(**({"load_in_8bit": True} if self.name == "int8" else nf4))
+        nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": self.dtype}
+        kind = {"load_in_8bit": True} if self.name == "int8" else {"load_in_4bit": True, **nf4}
+        quantization = BitsAndBytesConfig(**kind)
         return {"dtype": self.dtype, "quantization_config": quantization, "device_map": {"": str(device)}}
 
 
@@ -79,8 +73,7 @@ def stored_precision(config: Any) -> str | None:
 def resolve_precisions(
     target_config: Any, draft_config: Any, load: LoadConfig, device: torch.device
 ) -> tuple[Precision, Precision]:
-    """Precisions of target and draft; `LoadConfig` defines "auto". Raises ValueError for a precision that contradicts a
-    quantized checkpoint, and for unsupported int8 or nf4."""
+    """Precisions of target and draft; `LoadConfig` defines "auto". Raises ValueError for an unsupported one."""
     target = _resolve("target", load.precision, None, target_config, device)
     default = target.name if target.name in DTYPES else None
     draft = _resolve("draft", load.draft_precision, default, draft_config, device)
@@ -94,13 +87,7 @@ def unquantized_dtype(name: str, device: torch.device) -> torch.dtype:
     return DTYPES.get(name, torch.float32 if device.type == "cpu" else torch.bfloat16)
 
 
-def has_bf16_instructions() -> bool:
-    """Whether the CPU multiplies in bf16 (AVX512-BF16, AMX, Arm's BF16)."""
-    capabilities = torch.cpu.get_capabilities()
-    return any(bool(capabilities.get(name)) for name in _BF16_INSTRUCTIONS)
-
-
-def default_precision(config: Any, device: torch.device) -> str:
+def _default_precision(config: Any, device: torch.device) -> str:
     """The default precision of an unquantized checkpoint; see LoadConfig."""
     if device.type != "cpu":
         return "bf16"
@@ -124,7 +111,7 @@ def _resolve(role: str, asked: str, default: str | None, config: Any, device: to
         dtype = getattr(config, "dtype", None)
         floats = dtype if isinstance(dtype, torch.dtype) else unquantized_dtype(stored, device)
         return Precision(stored, floats, is_stored=True)
-    name = (default or default_precision(config, device)) if asked == "auto" else asked
+    name = (default or _default_precision(config, device)) if asked == "auto" else asked
     if name in QUANTIZED:
         _check_bitsandbytes(role, name, config, device)
         _check_quantizable(role, name, config)
@@ -159,8 +146,8 @@ def _check_tiles(role: str, config: Any) -> None:
 def _check_quantizable(role: str, name: str, config: Any) -> None:
     """Reject a model most of whose weights bitsandbytes does not quantize (e.g. fused experts)."""
     linear, embedded, total = _count_weights(config)
-    if total == embedded or linear / (total - embedded) < 0.5:
-        share = linear / max(total - embedded, 1)
+    share = linear / max(total - embedded, 1)
+    if share < 0.5:
         raise ValueError(
             f"the {role} cannot be had in {name}: bitsandbytes quantizes linear layers, and in this "
             f"{config.model_type!r} model they hold {share:.0%} of the layers' weights; use bf16, or a checkpoint that "
@@ -214,8 +201,8 @@ def weight_bytes(model: PreTrainedModel) -> int:
     # Not from state_dict(): bitsandbytes undoes its CPU layout in it.
     tensors = [*model.parameters(), *(tensor for module in model.modules() for tensor in _constants(module))]
     packed: int = sum(module.num_bytes for module in model.modules() if isinstance(module, PrepackedLinear))
-    places: dict[int, int] = {tensor.data_ptr(): tensor.nbytes for tensor in tensors}
-    return sum(places.values()) + packed
+    held: int = sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
+    return held + packed
 
 
 def _constants(module: nn.Module) -> Iterator[torch.Tensor]:
@@ -244,14 +231,12 @@ def precision_of(model: PreTrainedModel) -> str:
 
 
 def warm_up_quantized(model: PreTrainedModel) -> None:
-    """Run a quantized model once: bitsandbytes' first forward repacks weights and is not thread-safe. Its repeated
-    notice about int8 casts on CPUs is suppressed."""
+    """Run a quantized model once: bitsandbytes' first forward repacks weights and is not thread-safe."""
     if stored_precision(model.config) is None:
         return
-    logging.getLogger("bitsandbytes.autograd._functions").addFilter(_is_news)
+    # Repeated in every call on a CPU.
+    logging.getLogger("bitsandbytes.autograd._functions").addFilter(
+        lambda record: not str(record.msg).startswith("MatMul8bitLt: inputs will be cast")
+    )
     with torch.inference_mode():
         model(torch.zeros(1, 1, dtype=torch.long, device=model.device))
-
-
-def _is_news(record: logging.LogRecord) -> bool:
-    return not str(record.msg).startswith("MatMul8bitLt: inputs will be cast")

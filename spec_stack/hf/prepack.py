@@ -1,6 +1,5 @@
-"""Linear layers with oneDNN-prepacked weights for CPUs. A verification of 2 to 17 tokens takes `F.linear` in fp32 two
-to three times one token's time; prepacked, 4 tokens take 1.06 of a plain step instead of 1.42. The operators are
-private to torch and tested first. In bf16, 1 to 3 rows may be slower than 4; a trial decides on zero padding."""
+"""Linear layers with oneDNN-prepacked weights for CPUs: in fp32, verifying 4 tokens takes 1.06 of a plain step, with
+`F.linear` 1.42. The operators are private to torch and tested first."""
 
 from __future__ import annotations
 
@@ -8,9 +7,8 @@ import ctypes
 import mmap
 from collections import Counter
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
-from statistics import median
-from time import thread_time
 from typing import Any
 
 import torch
@@ -24,10 +22,15 @@ _TYPICAL_TOKENS = 8
 _SMALLEST_LAYER = 1 << 16
 # Below this number one token is slower in fp32, so the plain weights are kept too.
 _SMALL_LAYER = 1 << 20
-# Rows after zero padding, and the least share of time it must save (less is noise).
-_FILLED_ROWS, _LEAST_SAVING = 4, 0.05
-# The trial cycles through layers of one shape, so that weights come from memory.
-_TRIAL_ROUNDS, _TRIAL_LAYERS = 9, 6
+# In bf16 these many rows take less time than one, two or three.
+_FILLED_ROWS = 4
+_BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "avx10_2", "bf16", "arm_bf16", "sve_bf16")
+
+
+def has_bf16_instructions() -> bool:
+    """Whether the CPU multiplies in bf16 (AVX512-BF16, AMX, Arm's BF16)."""
+    capabilities = torch.cpu.get_capabilities()
+    return any(bool(capabilities.get(name)) for name in _BF16_INSTRUCTIONS)
 
 
 class PrepackedLinear(nn.Module):
@@ -37,13 +40,11 @@ class PrepackedLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
         weight = linear.weight.detach()
-        self.dtype = weight.dtype
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _TYPICAL_TOKENS)
         # The plain weights, for single rows.
         self.plain = weight if weight.dtype == torch.float32 and weight.numel() < _SMALL_LAYER else None
         # Inputs with fewer rows are zero-padded.
-        self.least_rows = 1
-        # The bias stays a registered parameter.
+        self.least_rows = _FILLED_ROWS if weight.dtype == torch.bfloat16 and has_bf16_instructions() else 1
         self.num_bytes = weight.nbytes * (1 if self.plain is None else 2)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -71,6 +72,7 @@ class PrepackedLinear(nn.Module):
         return output
 
 
+@cache
 def _works(dtype: torch.dtype) -> bool:
     """Whether the operators exist and are correct here."""
     linear = nn.Linear(32, 48, bias=False).to(dtype)
@@ -89,8 +91,7 @@ def can_prepack(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def prepack(model: nn.Module) -> int:
-    """Replace every nn.Linear that gains from prepacking, in place; returns their number. Plain weights are freed layer
-    by layer, so peak memory stays low."""
+    """Replace every nn.Linear that gains from prepacking, in place, and free its weights; returns their number."""
     places = [
         (parent, name)
         for parent in model.modules()
@@ -99,16 +100,13 @@ def prepack(model: nn.Module) -> int:
     ]
     uses = Counter(weight.data_ptr() for _, weight in model.named_parameters(remove_duplicate=False))
     mapped = _mapped_files()
-    layers = []
     for parent, name in places:
         weight = getattr(parent, name).weight
         layer = PrepackedLinear(getattr(parent, name))
         setattr(parent, name, layer)
-        layers.append(layer)
         if layer.plain is None and uses[weight.data_ptr()] == 1:
             _forget_pages(weight, mapped)
-    _fill_rows(layers)
-    return len(layers)
+    return len(places)
 
 
 def _mapped_files() -> list[range]:
@@ -122,8 +120,7 @@ def _mapped_files() -> list[range]:
 
 
 def _forget_pages(weight: torch.Tensor, mapped: Sequence[range]) -> None:
-    """Release the pages of an unused weight that is mapped from a file. The mapping keeps touched pages until its last
-    tensor dies. Other memory would lose its contents."""
+    """Release the pages of an unused weight that is mapped from a file; other memory would lose its contents."""
     start, stop = weight.data_ptr(), weight.data_ptr() + weight.nbytes
     if not any(start in span and stop - 1 in span for span in mapped):
         return
@@ -131,36 +128,3 @@ def _forget_pages(weight: torch.Tensor, mapped: Sequence[range]) -> None:
     first, last = -(-start // page) * page, stop // page * page
     if first < last:
         ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
-
-
-# One answer per shape and process, so that repeated loads round alike.
-_least_rows: dict[tuple[int, int], int] = {}
-
-
-def _fill_rows(layers: Sequence[PrepackedLinear]) -> None:
-    """Set the minimum rows of bf16 layers, shape by shape."""
-    by_shape: dict[tuple[int, int], list[PrepackedLinear]] = {}
-    for layer in layers:
-        if layer.dtype == torch.bfloat16:
-            by_shape.setdefault((layer.out_features, layer.in_features), []).append(layer)
-    for shape, alike in by_shape.items():
-        if shape not in _least_rows:
-            _least_rows[shape] = _FILLED_ROWS if _saving(alike[:_TRIAL_LAYERS]) >= _LEAST_SAVING else 1
-        for layer in alike:
-            layer.least_rows = _least_rows[shape]
-
-
-def _saving(layers: Sequence[PrepackedLinear]) -> float:
-    """Share of one row's time saved by computing _FILLED_ROWS rows; negative if slower."""
-    inputs = torch.zeros(1, layers[0].in_features, dtype=torch.bfloat16)
-    taken: dict[int, list[float]] = {1: [], _FILLED_ROWS: []}
-    with torch.inference_mode():
-        for _ in range(_TRIAL_ROUNDS):
-            for num_rows, seconds in taken.items():
-                began = thread_time()
-                for layer in layers:
-                    layer.least_rows = num_rows
-                    layer(inputs)
-                seconds.append(thread_time() - began)
-    single, filled = (median(seconds[1:]) for seconds in taken.values())
-    return 1 - filled / single if single else 0.0

@@ -1,20 +1,19 @@
 """Logits processors under speculation: transformers' own, or any callable over (input_ids, scores). The target's rows
-use a request's processors in plain generation's order, once per committed prefix. The draft's rows use copies made in
-every step, since proposals may be rejected."""
+use a request's processors in plain generation's order, the draft's rows copies made in every step."""
 
 from __future__ import annotations
 
 import copy
 import gc
 import logging
+import re
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
 import torch
-from transformers.generation import logits_process as library
-from transformers.generation import stopping_criteria as criteria
 
 from spec_stack.hf.structured import Grammar
 
@@ -23,34 +22,11 @@ logger = logging.getLogger(__name__)
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Called = TypeVar("Called", bound=Callable[..., Any])
 
-# Stateless transformers processors.
-_STATELESS = tuple(
-    getattr(library, name)
-    for name in (
-        "EpsilonLogitsWarper",
-        "EtaLogitsWarper",
-        "ExponentialDecayLengthPenalty",
-        "ForcedBOSTokenLogitsProcessor",
-        "ForcedEOSTokenLogitsProcessor",
-        "InfNanRemoveLogitsProcessor",
-        "LogitNormalization",
-        "MinLengthLogitsProcessor",
-        "MinNewTokensLengthLogitsProcessor",
-        "MinPLogitsWarper",
-        "NoBadWordsLogitsProcessor",
-        "NoRepeatNGramLogitsProcessor",
-        "RepetitionPenaltyLogitsProcessor",
-        "SequenceBiasLogitsProcessor",
-        "SuppressTokensAtBeginLogitsProcessor",
-        "SuppressTokensLogitsProcessor",
-        "TemperatureLogitsWarper",
-        "TopKLogitsWarper",
-        "TopPLogitsWarper",
-        "TypicalLogitsWarper",
-    )
-) + tuple(
-    getattr(criteria, name)
-    for name in ("EosTokenCriteria", "MaxLengthCriteria", "MaxTimeCriteria", "StopStringCriteria")
+# Stateless processors and criteria of transformers.
+_STATELESS = re.compile(
+    "(Epsilon|Eta|MinP|Temperature|TopK|TopP|Typical)LogitsWarper|(EosToken|MaxLength|MaxTime|StopString)Criteria|"
+    "(ForcedBOSToken|ForcedEOSToken|InfNanRemove|MinLength|MinNewTokensLength|NoBadWords|NoRepeatNGram|RepetitionPenalty|"
+    "SequenceBias|SuppressTokensAtBegin|SuppressTokens)LogitsProcessor|ExponentialDecayLengthPenalty|LogitNormalization"
 )
 # Types that a deep copy keeps by reference, or that reference everything.
 _NOT_SEARCHED = (type, FunctionType, ModuleType, torch.Tensor)
@@ -61,12 +37,8 @@ class CannotCopyError(Exception):
 
 
 def copy_processor(processor: Called) -> Called:
-    """An independent copy of a processor or stopping criterion, in the same state.
-
-    In order: `stateless = True`, stateless transformers classes and functions without closures are shared; a `copy()`
-    method is called; anything else is deep-copied. Raises CannotCopyError for closures, objects that hold a model, and
-    failed deep copies. Functions held by an object are shared, as `copy.deepcopy` does.
-    """
+    """A copy of a processor or criterion in the same state: shared if stateless, by its `copy()`, or a deep copy.
+    Raises CannotCopyError for closures, objects that hold a model, and failed copies."""
     if getattr(processor, "stateless", False) or keeps_nothing(processor):
         return processor
     function = processor.func if isinstance(processor, partial) else processor
@@ -92,7 +64,8 @@ def copy_processor(processor: Called) -> Called:
 
 def keeps_nothing(processor: object) -> bool:
     """Whether it is a stateless processor or criterion of transformers."""
-    return type(processor) in _STATELESS
+    kind = type(processor)
+    return kind.__module__.startswith("transformers.generation.") and bool(_STATELESS.fullmatch(kind.__name__))
 
 
 def _holds_model(holder: object) -> bool:
@@ -129,8 +102,8 @@ def check_processors(given: object) -> list[Processor]:
 
 
 class ProcessedRows:
-    """The processors of one request (`decode.sampler.Shaper`). Each is called in order with input_ids (1, n), prompt
-    included, and fp32 scores (1, vocab); the grammar's mask comes last."""
+    """One request's processors, called in order with the whole input_ids (1, n) and fp32 scores (1, vocab); the
+    grammar's mask comes last."""
 
     def __init__(self, processors: Sequence[Processor], grammar: Grammar | None = None) -> None:
         self._processors = list(processors)
@@ -163,11 +136,9 @@ class ProcessedRows:
     def for_draft(self) -> ProcessedRows:
         copied = []
         for processor in self._processors:
-            try:
+            # The draft proposes without one that cannot be copied; verification applies it.
+            with suppress(CannotCopyError):
                 copied.append(copy_processor(processor))
-            except CannotCopyError:
-                # The draft proposes without it; verification applies it.
-                continue
         other = ProcessedRows(copied, self._grammar.fork() if self._grammar is not None else None)
         other._ids = self._ids
         return other

@@ -17,8 +17,7 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class PromptSource:
-    """A call's prompt (see `Answering.generate`): exactly one of text, chat or token ids. `encoded`: the prompt if
-    already encoded."""
+    """A call's prompt: exactly one of text, chat or token ids (see `Answering.generate`), or already encoded."""
 
     prompt: str | None = None
     messages: Sequence[Message] | None = None
@@ -43,8 +42,8 @@ class PromptSource:
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """A prompt as N token ids. protected: half-open, ordered token spans that are never pruned. note: parts that were
-    not recognised. text: the rendered chat. question: token span of the last user message, if recognised."""
+    """A prompt as N token ids, with half-open token spans that are never pruned, a note on parts that were not
+    recognised, the rendered chat, and the token span of the last user message."""
 
     token_ids: list[int]
     protected: list[Span]
@@ -83,15 +82,11 @@ class EncodedPrompt:
 def encode_prompt(
     tokenizer: Any, vocab_size: int, source: PromptSource, known: EncodedPrompt | None = None
 ) -> EncodedPrompt:
-    """Token ids and protected spans of a prompt.
-
-    tokenizer: the target's; None allows only input_ids. vocab_size: the target's. known: an earlier chat, whose token
-    ids are kept where this one continues it. Raises ValueError for user errors.
-    """
+    """Token ids and protected spans of a prompt. tokenizer: None allows only input_ids. known: an earlier chat, whose
+    token ids are kept where this one continues it. Raises ValueError for user errors."""
     if source.encoded is not None:
         return source.encoded if known is None else splice(tokenizer, source.encoded, known)
-    given = (source.prompt, source.messages, source.input_ids)
-    if sum(each is not None for each in given) != 1:
+    if sum(each is not None for each in (source.prompt, source.messages, source.input_ids)) != 1:
         raise ValueError("give exactly one of prompt, messages or input_ids")
     _check_chat_options(source)
     if source.input_ids is not None:
@@ -110,18 +105,13 @@ def encode_prompt(
         )
     if not encoded.token_ids:
         raise ValueError("the prompt is empty; give at least one token")
-    _check_rows(tokenizer, encoded.token_ids, vocab_size)
-    return encoded
-
-
-def _check_rows(tokenizer: Any, token_ids: Sequence[int], vocab_size: int) -> None:
-    """Raise ValueError for token ids beyond the model's embedding (e.g. image tokens)."""
-    last = max(token_ids)
-    if last >= vocab_size:
+    if (last := max(encoded.token_ids)) >= vocab_size:
+        # Image tokens, e.g., have no row in the embedding.
         raise ValueError(
             f"the prompt holds {tokenizer.convert_ids_to_tokens(last)!r}, token {last}, which is not in the target's "
             f"vocabulary of 0…{vocab_size - 1}; leave it out"
         )
+    return encoded
 
 
 def _check_chat_options(source: PromptSource) -> None:
@@ -204,14 +194,13 @@ def _protect_ids(tokenizer: Any, token_ids: list[int], spans: Sequence[Span]) ->
 
 def special_ids(tokenizer: Any) -> frozenset[int]:
     """Ids of special tokens, whose tokenization ignores context; none without a tokenizer."""
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    return frozenset(token_id for token_id, token in added.items() if token.special)
+    return frozenset(special_tokens(tokenizer).values())
 
 
 def special_tokens(tokenizer: Any) -> dict[str, int]:
     """Texts of the special tokens."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
-    return {token.content: token_id for token_id, token in added.items() if token.special}
+    return {token.content: token_id for token_id, token in added.items() if token.special and token.content}
 
 
 def _runs(positions: Iterable[int]) -> list[Span]:
@@ -244,11 +233,9 @@ def encode_text(tokenizer: Any, text: str) -> list[int]:
     _check_unicode(text)
     # verbose=False: our own error reports prompts over the position limit.
     ids = list(tokenizer(text, verbose=False).input_ids)
-    plain = (
-        tokenizer(text, add_special_tokens=False, verbose=False).input_ids
-        if ids[-1:] == [tokenizer.eos_token_id]
-        else ids
-    )
+    if ids[-1:] != [tokenizer.eos_token_id]:
+        return ids
+    plain = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
     return ids[:-1] if len(ids) > len(plain) else ids
 
 
@@ -305,9 +292,7 @@ def _joint(tokenizer: Any, text: str, known: EncodedPrompt) -> str | None:
     """The special token at which a chat continues a known one, if any; later tokens do not depend on earlier text."""
     if not known.text or not text.startswith(known.text):
         return None
-    return next(
-        (token for token in special_tokens(tokenizer) if token and text.startswith(token, len(known.text))), None
-    )
+    return next((token for token in special_tokens(tokenizer) if text.startswith(token, len(known.text))), None)
 
 
 def splice(tokenizer: Any, encoded: EncodedPrompt, known: EncodedPrompt) -> EncodedPrompt:

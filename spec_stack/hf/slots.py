@@ -18,8 +18,8 @@ class KeysCached(Exception):  # noqa: N818
 
 @dataclass(frozen=True)
 class Seen:
-    """Slots that a layer shows to the newest tokens, from slot `first` on (sinks aside). window: in positions, the
-    token included; None is causal from `first` on. num_sinks: leading visible slots."""
+    """Slots that a layer shows to the newest tokens: num_sinks leading ones, and those from `first` on within a window
+    in positions, the token included; None is causal."""
 
     first: int = 0
     window: int | None = None
@@ -27,20 +27,14 @@ class Seen:
 
 
 class SlotPositions:
-    """Original positions of all cache slots during a forward, its own tokens last.
-
-    window, num_sinks: for full-attention layers; a layer's own smaller window has no sinks. last_layer: the attention
-    layer at which the forward ends. narrow_layer: after its keys and values only the newest num_wanted tokens continue.
-    on_layer: called with each attention layer's index; its exception aborts the forward.
-    """
+    """Original positions of all cache slots during a forward, its own tokens last. window, num_sinks: of full-attention
+    layers. last_layer: where the forward ends. on_layer: called with each attention layer's index."""
 
     def __init__(
         self, positions: Sequence[int], window: int | None = None, num_sinks: int = 0, last_layer: int | None = None
     ) -> None:
         self.positions = positions
         self.last_layer = last_layer
-        self.narrow_layer: int | None = None
-        self.num_wanted = 0
         self.on_layer: Callable[[int], None] | None = None
         self._window = window
         self._num_sinks = bisect_left(positions, num_sinks)

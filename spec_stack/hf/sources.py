@@ -1,5 +1,4 @@
-"""Model sources: a folder, a hub id, a GGUF file (path or owner/name/file.gguf) or a LoRA adapter. GGUF weights are
-dequantized to the precision's dtype; an adapter is merged into its base."""
+"""Model sources: a folder, a hub id, a GGUF file (path or owner/name/file.gguf), or a LoRA adapter's folder."""
 
 from __future__ import annotations
 
@@ -84,17 +83,16 @@ def _resolve_gguf(role: str, source: str, path: Path) -> str:
 
 
 def _check_folder(role: str, folder: Path) -> None:
-    files = sorted(folder.glob("*.gguf"))
     if (folder / _MODEL).is_file():
         return
-    if is_adapter(folder) and not missing_packages(["peft"]):
-        return
     if is_adapter(folder):
-        raise ValueError(
-            f"{role} folder {folder} holds an adapter; pip install peft, and it is merged when the pair loads, or "
-            f"merge it yourself: {_MERGE}"
-        )
-    if files:
+        if missing_packages(["peft"]):
+            raise ValueError(
+                f"{role} folder {folder} holds an adapter; pip install peft, and it is merged when the pair loads, or "
+                f"merge it yourself: {_MERGE}"
+            )
+        return
+    if files := sorted(folder.glob("*.gguf")):
         raise ValueError(f"{role} folder {folder} holds GGUF files; name the one that is meant, {files[0]}")
     raise ValueError(f"{role} folder {folder} holds no config.json; is it a transformers model?")
 

@@ -9,37 +9,28 @@ from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 
 from spec_stack.config import how_to_install
 from spec_stack.hf.answer_format import ForcedCall
 from spec_stack.hf.json_schema import check_pattern, json_rules
+from spec_stack.hf.prompt import special_ids
 
 # Most cached formats, which bounds memory.
 _MAX_CACHED_BYTES = 64 << 20
 # Most cached end-token sets; each processes the whole vocabulary.
 _MAX_END_IDS = 8
-# Most tokens that may start a mark.
-_MOST_SPELLINGS = 16
 FORMATS = ("text", "json_object", "json_schema", "regex", "grammar")
 
 
 @dataclass(frozen=True)
 class SerializedFormat:
-    """A format compiled earlier for the same tokenizer and end tokens, with its marks."""
+    """A format that was compiled for the same tokenizer and end tokens."""
 
     text: str
-    marks: tuple[str, ...] = ()
     name: ClassVar[str] = "response_format"
-
-
-class Compiler(NamedTuple):
-    """xgrammar's compiler and tokenizer info for one set of end tokens."""
-
-    compiler: Any
-    tokenizer: Any
 
 
 def structured_problem() -> str | None:
@@ -55,7 +46,8 @@ class Grammars:
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._lock = threading.Lock()
-        self._compilers: dict[frozenset[int], Compiler] = {}
+        # xgrammar's compiler and tokenizer by end tokens.
+        self._compilers: dict[frozenset[int], tuple[Any, Any]] = {}
 
     def compile(
         self, response_format: object, end_ids: Collection[int], num_prompt_tokens: int, behind: str = ""
@@ -64,17 +56,14 @@ class Grammars:
         compiled = self._compiled(response_format, frozenset(end_ids), behind)
         if compiled is None:
             return None
-        forbidden = self._unspoken - frozenset(end_ids)
-        return Grammar(
-            compiled, forbidden, self._vocab_size, num_prompt_tokens, self._ids_of(_marks_of(response_format))
-        )
+        return Grammar(compiled, self._unspoken - frozenset(end_ids), self._vocab_size, num_prompt_tokens)
 
     def serialized(
         self, response_format: object, end_ids: Collection[int], behind: str = ""
     ) -> SerializedFormat | None:
-        """A compiled format for another process; None where `compile` gives None. Raises ValueError as `compile`."""
+        """A compiled format for another process; None and ValueError as in `compile`."""
         compiled = self._compiled(response_format, frozenset(end_ids), behind)
-        return None if compiled is None else SerializedFormat(compiled.serialize_json(), _marks_of(response_format))
+        return None if compiled is None else SerializedFormat(compiled.serialize_json())
 
     def warm_up(self, end_ids: Collection[int]) -> None:
         """Prepare the compiler ahead of the first format. Raises ValueError for an unsupported tokenizer."""
@@ -86,22 +75,15 @@ class Grammars:
         with self._lock:
             for end_ids in list(self._compilers)[1:]:
                 del self._compilers[end_ids]
-            for compiler in self._compilers.values():
-                compiler.compiler.clear_cache()
+            for compiler, _ in self._compilers.values():
+                compiler.clear_cache()
 
     def _compiled(self, response_format: object, end_ids: frozenset[int], behind: str) -> Any:
         wanted = response_format if isinstance(response_format, SerializedFormat | ForcedCall) else None
         kind, content = ("", "") if wanted else read_format(response_format)
         if kind == "text":
             return None
-        what = wanted.name if wanted else "response_format"
-        problem = structured_problem()
-        if problem is None and self._tokenizer is None:
-            problem = f"{what} needs a tokenizer; this generator was made without one"
-        if problem is None and not end_ids:
-            problem = f"{what} needs an end-of-sequence token; this request has none (see ignore_eos)"
-        if problem is not None:
-            raise ValueError(problem)
+        self._check_available(wanted.name if wanted else "response_format", end_ids)
         import xgrammar
 
         with self._lock:
@@ -109,14 +91,22 @@ class Grammars:
             if isinstance(wanted, SerializedFormat):
                 return xgrammar.CompiledGrammar.deserialize_json(wanted.text, tokenizer)
             try:
-                rules = wanted.rules() if wanted else _rules(kind, content)
+                rules = wanted.rules(self._plain_added) if wanted else _rules(kind, content)
                 return compiler.compile_grammar(_behind_thought(rules, behind) if behind else rules)
             except Exception as error:
                 # xgrammar has no common error class.
                 subject = "tool_choice: the tools' parameters" if wanted else f"response_format: this {kind}"
                 raise ValueError(f"{subject} cannot be compiled: {error}") from error
 
-    def _compiler(self, end_ids: frozenset[int]) -> Compiler:
+    def _check_available(self, what: str, end_ids: frozenset[int]) -> None:
+        if problem := structured_problem():
+            raise ValueError(problem)
+        if self._tokenizer is None:
+            raise ValueError(f"{what} needs a tokenizer; this generator was made without one")
+        if not end_ids:
+            raise ValueError(f"{what} needs an end-of-sequence token; this request has none (see ignore_eos)")
+
+    def _compiler(self, end_ids: frozenset[int]) -> tuple[Any, Any]:
         import xgrammar
 
         if end_ids not in self._compilers:
@@ -131,24 +121,19 @@ class Grammars:
             if len(self._compilers) >= _MAX_END_IDS:
                 # The first set is the model's own, and stays.
                 del self._compilers[list(self._compilers)[1]]
-            self._compilers[end_ids] = Compiler(compiler, info)
+            self._compilers[end_ids] = compiler, info
         return self._compilers[end_ids]
 
-    def _ids_of(self, marks: Collection[str]) -> tuple[int, ...]:
-        """Ids of these texts that are single tokens."""
-        added = getattr(self._tokenizer, "added_tokens_decoder", {})
-        return tuple(token_id for token_id, token in added.items() if token.content in marks and not token.special)
+    @cached_property
+    def _plain_added(self) -> dict[str, int]:
+        """Added tokens that are no special ones, by text."""
+        added = self._tokenizer.added_tokens_decoder
+        return {token.content: token_id for token_id, token in added.items() if not token.special}
 
     @cached_property
     def _unspoken(self) -> frozenset[int]:
         """Ids of special tokens, and ids without a token."""
-        added = getattr(self._tokenizer, "added_tokens_decoder", {})
-        special = {token_id for token_id, token in added.items() if token.special}
-        return frozenset(special) | frozenset(range(len(self._tokenizer), self._vocab_size))
-
-
-def _marks_of(response_format: object) -> tuple[str, ...]:
-    return response_format.marks if isinstance(response_format, SerializedFormat | ForcedCall) else ()
+        return special_ids(self._tokenizer) | frozenset(range(len(self._tokenizer), self._vocab_size))
 
 
 def read_format(response_format: object) -> tuple[str, str]:
@@ -205,23 +190,12 @@ def _behind_thought(rules: Any, closes: str) -> Any:
 
 
 class Grammar:
-    """The matcher of one text; it advances with growing prefixes.
+    """The matcher of one text; it advances with growing prefixes. forbidden: tokens that are never allowed."""
 
-    forbidden: tokens that are never allowed. mark_ids: tokens that are a whole mark, forced where a mark must follow,
-    since a model does not recognise a spelt-out mark in the next turn.
-    """
-
-    def __init__(
-        self,
-        compiled: Any,
-        forbidden: Collection[int],
-        vocab_size: int,
-        num_prompt_tokens: int,
-        mark_ids: Sequence[int] = (),
-    ) -> None:
+    def __init__(self, compiled: Any, forbidden: Collection[int], vocab_size: int, num_prompt_tokens: int) -> None:
         import xgrammar
 
-        self._forbidden, self._mark_ids = forbidden, mark_ids
+        self._forbidden = forbidden
         self._matcher = xgrammar.GrammarMatcher(compiled)
         self._num_seen = num_prompt_tokens
         # Allowed tokens of the last prefix.
@@ -249,8 +223,12 @@ class Grammar:
         """The only allowed next token, if there is exactly one."""
         if not self._advance(prefix_ids):
             return None
-        allowed = self._few_allowed()
-        return allowed[0] if len(allowed) == 1 and allowed[0] not in self._forbidden else None
+        words = self._allowed[0].numpy()
+        occupied = words.nonzero()[0]
+        # The bitmask's words are signed.
+        word = int(words[occupied[0]]) & 0xFFFFFFFF if len(occupied) == 1 else 0
+        token_id = 32 * int(occupied[0]) + word.bit_length() - 1 if word.bit_count() == 1 else None
+        return None if token_id in self._forbidden else token_id
 
     def _advance(self, prefix_ids: Sequence[int]) -> bool:
         """Accept unseen tokens and update the allowed set; False after the end of the text."""
@@ -265,26 +243,4 @@ class Grammar:
         if self._allowed_after != self._num_seen:
             self._matcher.fill_next_token_bitmask(self._allowed)
             self._allowed_after = self._num_seen
-            self._take_mark()
         return True
-
-    def _take_mark(self) -> None:
-        """Where a mark or its spelling must follow, allow only the mark token."""
-        if not self._mark_ids:
-            return
-        allowed = self._few_allowed()
-        for token_id in self._mark_ids:
-            if token_id in allowed:
-                words = self._allowed[0].numpy()
-                words[:] = 0
-                # The bitmask's words are signed.
-                words[token_id // 32] = -(1 << 31) if token_id % 32 == 31 else 1 << token_id % 32
-
-    def _few_allowed(self) -> list[int]:
-        """The allowed next tokens if they are few enough for a mark; else none."""
-        words = self._allowed[0].numpy()
-        occupied = words.nonzero()[0]
-        if len(occupied) > _MOST_SPELLINGS:
-            return []
-        allowed = [32 * int(at) + bit for at in occupied for bit in range(32) if int(words[at]) >> bit & 1]
-        return allowed if len(allowed) <= _MOST_SPELLINGS else []

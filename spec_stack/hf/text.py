@@ -33,8 +33,7 @@ def _decode_without(tokenizer: Any, hidden: Collection[int], token_ids: Sequence
 
 
 class WindowedText:
-    """Decodes the latest tokens together with those of the previous increment. The context keeps the leading space that
-    SentencePiece-style decoders drop at the start of a text."""
+    """Decodes the latest tokens behind those of the previous increment, so that a leading space is kept."""
 
     def __init__(
         self,

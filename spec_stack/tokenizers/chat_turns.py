@@ -1,6 +1,5 @@
-"""Token spans of chat contents, learnt from the tokenizer's template. A server's scheduler sees token ids without
-messages, so the template is rendered once with marked contents. Everything outside user, assistant and tool turns is
-protected, as in `spec_stack.hf.prompt`."""
+"""Token spans of chat contents, learnt from the tokenizer's template: a server's scheduler sees token ids without
+messages. Everything outside user, assistant and tool turns is protected, as in `spec_stack.hf.prompt`."""
 
 from __future__ import annotations
 
@@ -20,8 +19,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Opening:
-    """The opening of a prunable turn. ids: the tokens to match. num_tokens: all tokens of the opening, with trailing
-    whitespace, which may merge with the content and is not in ids. end_id: the turn's last token."""
+    """The opening of a prunable turn: the tokens to match, their number with trailing whitespace, which may merge with
+    the content, and the turn's last token."""
 
     ids: tuple[int, ...]
     num_tokens: int
@@ -49,8 +48,7 @@ class ChatTurns:
 
     @classmethod
     def learn(cls, tokenizer: Any, chat_template: str | None = None) -> ChatTurns:
-        """Learn a tokenizer's template, or the server's template file. Never raises: a template that cannot be learnt
-        protects nothing, and `unrecognised` gives the reason."""
+        """Learn a tokenizer's template, or the server's template file. Never raises: `unrecognised` has the reason."""
         try:
             return _learn(tokenizer, _options(chat_template))
         except Exception as error:
@@ -134,8 +132,7 @@ class _MarkedChat:
         return (inside[0], inside[-1] + 1) if start >= 0 else None
 
     def opening(self, index: int) -> Opening:
-        """The opening of turn `index`, from the template tokens around it. Raises ValueError without special tokens
-        there, since user text could imitate it."""
+        """The opening of turn `index`. Raises ValueError without special tokens, which users cannot write."""
         before, own, after = (self.span(self._marks[at]) for at in (index - 1, index, index + 1))
         if before is None or own is None or after is None:
             raise ValueError("the chat template leaves messages out")
@@ -174,7 +171,7 @@ def _unprotected(tokenizer: Any, turns: ChatTurns, options: Mapping[str, Any]) -
             # A template without such messages needs no protection for them.
             logger.info("the chat template renders no %s: %s", what, error)
             continue
-        where, contents = chat.span(mark), turns.contents(chat.ids) or []
-        if where is not None and any(start < where[1] and where[0] < stop for start, stop in contents):
+        where = chat.span(mark)
+        if where and any(start < where[1] and where[0] < stop for start, stop in turns.contents(chat.ids) or []):
             lost.append(what)
     return f"this chat template does not tell {' and '.join(lost)} from what users write" if lost else ""

@@ -15,12 +15,9 @@ from spec_stack.types import DraftTokenization
 
 
 class TranslatedDraft(WrappedDraft):
-    """Counts in target tokens and feeds its draft's own tokens.
-
-    The prompt uses the draft's tokenization, each later token its own pieces, so that rollbacks never split a draft
-    token. `_ends`: the draft's next position after each target token. Prompt "hello", target `hell|o`, draft `he|llo`:
-    `_ends` is [1, 2]; a generated `world`, draft `wor|ld`, makes it [1, 2, 4].
-    """
+    """Counts in target tokens and feeds its draft's own: the prompt in the draft's tokenization, each later token in
+    its own pieces, so that rollbacks never split one. Prompt "hello", target `hell|o`, draft `he|llo`: `_ends` is
+    [1, 2]; a generated `world`, draft `wor|ld`, makes it [1, 2, 4]."""
 
     _draft: CachedModel
 
@@ -47,8 +44,7 @@ class TranslatedDraft(WrappedDraft):
         return len(self._ends)
 
     def forward(self, token_ids: Sequence[int], positions: Sequence[int], num_logits: int) -> torch.Tensor:
-        """Feed target tokens at the next positions; logits (1, num_target) after the last one. Raises ValueError for
-        other positions, several rows of logits, or no draft token ending in these tokens."""
+        """Feed target tokens at the next positions; logits (1, num_target) after the last one."""
         if num_logits != 1:
             raise ValueError("a draft with another tokenizer goes on and gives one row of logits")
         fed, ends = self._fed(token_ids, positions)
@@ -87,8 +83,7 @@ class TranslatedDraft(WrappedDraft):
         return fed, ends
 
     def _prompt_end(self, position: int) -> int:
-        """Number of the prompt's draft tokens fed with its target token at position: those ending before the next
-        begins."""
+        """The prompt's draft tokens that end before the target token behind this position begins."""
         ranges, num_draft_tokens = self._tokenization.ranges, len(self._tokenization.token_ids)
         if position + 1 == len(ranges):
             return num_draft_tokens

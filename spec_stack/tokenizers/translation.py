@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from spec_stack.prefill.alignment import overlaps
-from spec_stack.tokenizers.vocabulary import Vocabulary, added_tokens, by_bytes, special_pairs, token_bytes
+from spec_stack.tokenizers.pieces import Pieces
+from spec_stack.tokenizers.vocabulary import Vocabulary, by_bytes, special_pairs
 from spec_stack.types import DraftTokenization
 
 
@@ -19,7 +20,7 @@ class Translation:
     def __init__(self, target: Any, draft: Any, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
         self._target, self._draft = target, draft
-        self._texts = {token_id: text.encode() for token_id, text in added_tokens(target).items()} | token_bytes(target)
+        self._bytes_of = Pieces(target).bytes_of
         self._draft_ids = {
             text: token_id for text, token_id in by_bytes(draft).items() if token_id < vocabulary.num_draft
         }
@@ -32,8 +33,7 @@ class Translation:
         self._common = torch.tensor([*vocabulary.common.items()], dtype=torch.long).reshape(-1, 2)
 
     def to_target(self, logits: torch.Tensor) -> torch.Tensor:
-        """Draft logits (n, num_draft) → (n, num_target), -inf for tokens that are not common. Their softmax is the
-        draft's distribution over common tokens (token-level intersection)."""
+        """Draft logits (n, num_draft) → (n, num_target), -inf for tokens that are not common."""
         self._common = self._common.to(logits.device)
         target_ids, draft_ids = self._common.unbind(1)
         mapped = logits.new_full((logits.shape[0], self.vocabulary.num_target), -torch.inf)
@@ -44,7 +44,7 @@ class Translation:
         """At least one draft token for a target token, longest match first. An id without text counts as a space."""
         pieces = self._pieces.get(target_id)
         if pieces is None:
-            pieces = self._pieces[target_id] = self._split(self._texts.get(target_id, b"")) or self._split(b" ") or [0]
+            pieces = self._pieces[target_id] = self._split(self._bytes_of(target_id)) or self._split(b" ") or [0]
         return pieces
 
     def _split(self, text: bytes) -> list[int]:
@@ -59,11 +59,8 @@ class Translation:
         return pieces
 
     def tokenize(self, prompt_ids: Sequence[int]) -> DraftTokenization:
-        """The prompt's text in the draft's tokenization, with leading special tokens.
-
-        Ids that differ from the target's own tokenization (a generated answer) are aligned by bytes. Raises ValueError
-        if that fails too (e.g. an incomplete last character).
-        """
+        """The prompt's text in the draft's tokenization. Ids that differ from the target's own (a generated answer) are
+        aligned by bytes. Raises ValueError if that fails too (e.g. an incomplete last character)."""
         skipped = self._leading_bos(prompt_ids)
         # At the start of the text the draft's tokenizer adds its own special tokens.
         text = self._target.decode(prompt_ids[skipped:], skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -82,9 +79,8 @@ class Translation:
         return DraftTokenization(draft_ids, overlaps([(0, 0)] * skipped + target_spans, spans))
 
     def _spans_by_bytes(self, target_ids: Sequence[int], text: str) -> list[tuple[int, int]]:
-        """Half-open character spans that share a byte with each token. Raises ValueError if the bytes differ from the
-        text."""
-        pieces = [self._texts.get(target_id, b"") for target_id in target_ids]
+        """Half-open character spans that share a byte with each token. Raises ValueError for other bytes."""
+        pieces = [self._bytes_of(target_id) for target_id in target_ids]
         if b"".join(pieces) != text.encode():
             raise ValueError("the prompt's tokens are not those that the target's tokenizer gives for their text")
         # The character index of each byte.

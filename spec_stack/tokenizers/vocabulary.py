@@ -17,8 +17,8 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A pair's vocabularies. num_target, num_draft: logits widths. num_tokens: size of the target's tokenizer. common:
-    target id → draft id of tokens with equal text, one-to-one; only for different tokenizers."""
+    """A pair's vocabularies: logits widths, the size of the target's tokenizer, and the target id → draft id of tokens
+    with equal text, one-to-one; only for different tokenizers."""
 
     relation: Relation
     num_target: int
@@ -57,11 +57,8 @@ class Vocabulary:
 
 
 def compare(target: Any, draft: Any, num_target: int, num_draft: int) -> Vocabulary:
-    """Classify a pair by its tokenizers and logits widths.
-
-    Tokenizers are equal if their ids differ only in added tokens. Without a draft tokenizer the target's is assumed.
-    Raises ValueError for different widths without tokenizers, and for different tokenizers without character offsets.
-    """
+    """Classify a pair by its tokenizers, which are equal up to added tokens, and logits widths. Raises ValueError for
+    different widths without tokenizers, and for different tokenizers without character offsets."""
     if target is None or draft is None:
         if num_target != num_draft:
             raise ValueError(
@@ -97,19 +94,6 @@ def _ordinary(tokenizer: Any) -> dict[str, int]:
     return {token: token_id for token, token_id in tokenizer.get_vocab().items() if token not in added}
 
 
-def token_bytes(tokenizer: Any) -> dict[int, bytes]:
-    """Id → bytes of a fast tokenizer's ordinary tokens.
-
-    Supports byte-level tokens (GPT-2, Llama 3, Qwen) and SentencePiece's space marker; none of other kinds. Byte tokens
-    come first, so that a dict by bytes prefers the others.
-    """
-    kinds, ordinary = decoder_kinds(tokenizer), _ordinary(tokenizer)
-    texts = {token_id: bytes_of_token(token, kinds) for token, token_id in ordinary.items()}
-    single = {token_id for token, token_id in ordinary.items() if _BYTE_PIECE.fullmatch(token)}
-    order = sorted(texts, key=lambda token_id: token_id not in single)
-    return {token_id: text for token_id in order if (text := texts[token_id]) is not None}
-
-
 def bytes_of_token(token: str, kinds: Collection[str]) -> bytes | None:
     """Bytes of an ordinary token under these decoder types; None if unknown."""
     if "ByteLevel" in kinds:
@@ -128,8 +112,13 @@ def decoder_kinds(tokenizer: Any) -> set[str]:
 
 
 def by_bytes(tokenizer: Any) -> dict[bytes, int]:
-    """Bytes → id of the ordinary tokens."""
-    return {text: token_id for token_id, text in token_bytes(tokenizer).items() if text}
+    """Bytes → id of a fast tokenizer's ordinary tokens, where known; byte tokens where there is no other."""
+    kinds, ordinary = decoder_kinds(tokenizer), _ordinary(tokenizer)
+    found = {}
+    for token in sorted(ordinary, key=lambda token: not _BYTE_PIECE.fullmatch(token)):
+        if text := bytes_of_token(token, kinds):
+            found[text] = ordinary[token]
+    return found
 
 
 def special_pairs(target: Any, draft: Any) -> dict[int, int]:

@@ -128,7 +128,7 @@ def test_only_tokens_whose_logits_are_wanted_pass_the_last_layer(
     name: str, prefill_chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The keys and values behind the logits are still those of all tokens."""
-    monkeypatch.setattr(hf_model, "_MIN_NARROWED", 1)
+    monkeypatch.setattr(hf_model, "_CPU_APART", 1)
     assert matrix.sparse_error(name, prefill_chunk) < TOLERANCE
     model, num_rows = cached(name), []
     model.model.get_output_embeddings().register_forward_pre_hook(lambda _, args: num_rows.append(args[0].shape[1]))

@@ -141,9 +141,9 @@ def test_the_folded_block_honours_the_scaling_it_is_given(monkeypatch: pytest.Mo
     mask = torch.ones(3, 9, dtype=torch.bool).tril(6)[None, None]
     whole = [tensor.repeat_interleave(2, 1) for tensor in (key, value)]
     expected = F.scaled_dot_product_attention(query, *whole, attn_mask=mask, scale=0.7).transpose(1, 2)
-    # Taken away, so that the block must be folded.
+    # Taken away, so that the block must be this package's own.
     monkeypatch.setattr("transformers.integrations.sdpa_attention.sdpa_attention_forward", None)
-    torch.testing.assert_close(attention.attend(module, query, key, value, mask, scaling=0.7)[0], expected)
+    torch.testing.assert_close(attention.attend(module, query, key, value, None, scaling=0.7)[0], expected)
 
 
 @pytest.mark.parametrize("prefill_chunk", [4096, 7])

@@ -22,12 +22,12 @@ from spec_stack.hf.precision import (
     TIE_TOLERANCE,
     Precision,
     estimate_bytes,
-    has_bf16_instructions,
     precision_of,
     resolve_precisions,
     unquantized_dtype,
     weight_bytes,
 )
+from spec_stack.hf.prepack import has_bf16_instructions
 from spec_stack.records import add_records, read_records
 from tests.support import reference, tiny_architectures
 from tests.support.controller_data import step

@@ -54,8 +54,8 @@ def test_rows_that_are_added_leave_the_others_as_in_a_block_of_that_many(dtype: 
     packed = PrepackedLinear(nn.Linear(1024, 1200).to(dtype))
     inputs = torch.randn(4, 1024).to(dtype)
     with torch.inference_mode():
-        whole = packed(inputs)
         packed.least_rows = 4
+        whole = packed(inputs)
         for num_rows in (1, 2, 3, 4):
             part = packed(inputs[:num_rows])
             assert part.shape == (num_rows, 1200)

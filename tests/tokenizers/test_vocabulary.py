@@ -18,7 +18,7 @@ from spec_stack.hf.attention import install
 from spec_stack.hf.loading import ASSETS
 from spec_stack.hf.model import CachedModel
 from spec_stack.tokenizers.translation import Translation
-from spec_stack.tokenizers.vocabulary import compare, token_bytes
+from spec_stack.tokenizers.vocabulary import by_bytes, compare
 from tests.support import reference
 from tests.support.folders import copy_draft
 from tests.support.models import make_model, make_tokenizer, random_prompt
@@ -71,7 +71,7 @@ def test_tokenizers_without_offsets_are_refused_by_name() -> None:
 def test_common_tokens_are_those_with_the_same_bytes_each_once() -> None:
     byte_level = make_tokenizer("Ġ t h Ġt e Ġth he Ã ©", "<s> <pad>")
     marked = sentence_piece("<0x74> <0xC3> ▁t t e ▁th ▁ é he")
-    assert token_bytes(marked)[2] == b" t"
+    assert by_bytes(marked)[b" t"] == 2
     common = compare(byte_level, marked, 16, 16).common
     by_name = {byte_level.convert_ids_to_tokens(one): marked.convert_ids_to_tokens(two) for one, two in common.items()}
     expected = {"Ġ": "▁", "t": "t", "Ġt": "▁t", "e": "e", "Ġth": "▁th", "he": "he", "Ã": "<0xC3>"}
