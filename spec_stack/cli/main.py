@@ -241,7 +241,7 @@ def _work_beside(out: Path) -> Path:
 
 def _explain(arguments: argparse.Namespace) -> int:
     from spec_stack.explain.command import explain_live, explain_records, write_page
-    from spec_stack.explain.observe import WatchedGenerator
+    from spec_stack.explain.observe import watching
 
     check_writable(arguments.out)
     if arguments.records:
@@ -250,7 +250,7 @@ def _explain(arguments: argparse.Namespace) -> int:
         text = None if arguments.demo else read_prompt(arguments)
         if text is not None and not text.strip():
             raise ValueError("the prompt is empty")
-        generator = WatchedGenerator.watching(_load(arguments, SpecStackConfig(prefill=prefill_of(arguments))))
+        generator = watching(_load(arguments, SpecStackConfig(prefill=prefill_of(arguments))))
         if text is None:
             from spec_stack.cli.demo import hide_fact
 
