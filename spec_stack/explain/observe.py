@@ -17,7 +17,6 @@ from spec_stack.engine.request import Request
 from spec_stack.explain.data import STATE_LETTERS, PromptView, QuerySegment, RunView, TurnView, written
 from spec_stack.hf.architectures import text_config
 from spec_stack.hf.prompt import EncodedPrompt
-from spec_stack.hf.text import open_text_stream
 from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.cost import Shape, prefill_flops
 from spec_stack.prefill.rule import Evidence
@@ -112,20 +111,19 @@ def view_of(generator: SpecStackGenerator, question: str, result: GenerationResu
     request, selection = seen.request, seen.selection
     if selection is None:
         raise RuntimeError("the request has not run to its end")
-    tokens = token_texts(pair.tokenizer, request.prompt_ids)
-    behind = token_texts(pair.tokenizer, seen.look_ahead, request.prompt_ids)
+    tokens = token_texts(pair, request.prompt_ids)
     prompt = PromptView(
         tokens=tokens,
         states=states_of(request, seen.held, selection),
         importance=seen.importance,
         votes=seen.votes,
         borders=seen.borders,
-        queries=query_segments(seen, [*tokens, *behind]),
+        queries=query_segments(seen, [*tokens, *token_texts(pair, seen.look_ahead)]),
     )
     return TurnView(
         question=_heading(question),
         prompt=prompt,
-        answer=written(records, token_texts(pair.tokenizer, result.token_ids, request.prompt_ids)),
+        answer=written(records, token_texts(pair, result.token_ids)),
         steps=records,
         metrics=result.metrics.as_dict(),
         dense_estimate_s=dense_estimate(pair, seen, selection, records[0].verify_s),
@@ -178,19 +176,9 @@ def dense_estimate(pair: ModelPair, seen: Seen, selection: Selection, verify_s: 
     return verify_s * dense / done
 
 
-def token_texts(tokenizer: Any, token_ids: Sequence[int], context_ids: Sequence[int] = ()) -> list[str]:
-    """The text that each token adds; special tokens by name, a multi-token character at its last token."""
-    stream = open_text_stream(tokenizer, context_ids)
-    if stream is None:
-        return [f"[{token_id}]" for token_id in token_ids]
-    special = frozenset(tokenizer.all_special_ids)
-    texts = []
-    for token_id in token_ids:
-        text = stream.push([token_id])
-        texts.append(text or (str(tokenizer.convert_ids_to_tokens(token_id)) if token_id in special else ""))
-    if texts:
-        texts[-1] += stream.flush()
-    return texts
+def token_texts(pair: ModelPair, token_ids: Sequence[int]) -> list[str]:
+    """The text of each token; a character of several tokens at the last one."""
+    return pair.pieces(token_ids) or [f"[{token_id}]" for token_id in token_ids]
 
 
 def _by_words(request: Request) -> bool:
