@@ -9,7 +9,7 @@ import select
 import stat
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -131,8 +131,8 @@ def _add_chat(commands: Any) -> None:
     _add_list(parser, "--file", "document for the first turn", type=Path)
     parser.add_argument("--system", help="a system message")
     _add_answer_arguments(parser)
-    for name in ("restore_threshold", "max_restored_chunks", "restore_margin", "anchor_threshold"):
-        _add_option(parser, SessionConfig, name)
+    recall = ("restore_threshold", "max_restored_chunks", "restore_margin", "anchor_threshold")
+    _add(parser, SessionConfig, *recall)
 
 
 def _add_prune(commands: Any) -> None:
@@ -178,9 +178,8 @@ def _add_calibrate(commands: Any) -> None:
     )
     _add_pair_arguments(parser)
     parser.add_argument("--documents", type=Path, help="folder of your texts to hide needles in (.txt, .md, .py)")
-    _add_option(parser, CalibrateConfig, "lengths", type=int, nargs="+")
-    for name in ("prompts", "margin", "seed"):
-        _add_option(parser, CalibrateConfig, name)
+    _add(parser, CalibrateConfig, "lengths", type=int, nargs="+")
+    _add(parser, CalibrateConfig, "prompts", "margin", "seed")
     budget = CalibrateConfig.budget_s / 60
     parser.add_argument("--budget", type=float, default=budget, help="time budget in minutes (default: %(default)g)")
     parser.add_argument("--out", type=Path, help="file or folder for the result (default: the draft's folder)")
@@ -208,12 +207,10 @@ def _add_explain(commands: Any) -> None:
 def _add_serve(commands: Any) -> None:
     parser = commands.add_parser("serve", help="an OpenAI-compatible server, on the local machine by default")
     _add_pair_arguments(parser)
-    for entry in fields(ServeConfig):
-        if entry.name not in ("api_keys", "cors_origins"):
-            _add_option(parser, ServeConfig, entry.name)
+    _add(parser, ServeConfig, *_names(ServeConfig, but=("api_keys", "cors_origins")))
     _add_pruning_arguments(parser)
-    _add_option(parser, DecodeConfig, "policy", metavar="|".join(POLICIES))
-    _add_option(parser, DecodeConfig, "proposer", choices=["auto", *PROPOSERS])
+    _add(parser, DecodeConfig, "policy", metavar="|".join(POLICIES))
+    _add(parser, DecodeConfig, "proposer", choices=["auto", *PROPOSERS])
     _add_list(parser, "--api-key", "API key that requests must have (or SPEC_STACK_API_KEY)", dest="api_keys")
     _add_list(parser, "--cors-origin", meaning(ServeConfig, "cors_origins"), dest="cors_origins")
 
@@ -228,12 +225,9 @@ def _add_proxy(commands: Any) -> None:
     )
     parser.add_argument("--upstream", required=True, help=meaning(ProxyConfig, "upstream"))
     _add_draft_arguments(parser)
-    for name in ("keep_rate", "min_prompt_tokens", "scorer"):
-        _add_option(parser, PrefillConfig, name, default=argparse.SUPPRESS)
+    _add(parser, PrefillConfig, "keep_rate", "min_prompt_tokens", "scorer", default=argparse.SUPPRESS)
     # The upstream is required, and recall can only be turned off.
-    for entry in fields(ProxyConfig):
-        if entry.name not in ("upstream", "recall"):
-            _add_option(parser, ProxyConfig, entry.name)
+    _add(parser, ProxyConfig, *_names(ProxyConfig, but=("upstream", "recall")))
     parser.add_argument(
         "--no-recall", dest="recall", action="store_false", help="leave out in later turns what was left out before"
     )
@@ -276,18 +270,24 @@ def _add_doctor(commands: Any) -> None:
     )
 
 
-def _add_option(parser: argparse.ArgumentParser, config: type, name: str, **settings: Any) -> None:
-    """Add a flag for a configuration field, with the field's name, type, default and help."""
-    default = getattr(config, name)
-    if default is False:
-        settings["action"] = "store_true"
-    elif not {"type", "choices", "action"} & set(settings):
-        settings["type"] = _PARSERS.get(name) or _parser_of(config, name)
-    shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
-    is_shown = default is not False and shown not in (None, "") and not isinstance(default, Path)
-    help_text = meaning(config, name) + (f" ({shown})" if is_shown else "")
-    settings.setdefault("default", default)
-    parser.add_argument(f"--{name.replace('_', '-')}", help=help_text.replace("%", "%%"), **settings)
+def _names(config: type, but: Sequence[str]) -> list[str]:
+    """A configuration's fields, but for some."""
+    return [entry.name for entry in fields(config) if entry.name not in but]
+
+
+def _add(parser: argparse.ArgumentParser, config: type, *names: str, **settings: Any) -> None:
+    """Add a flag for each configuration field, with the field's name, type, default and help."""
+    for name in names:
+        default, own = getattr(config, name), dict(settings)
+        if default is False:
+            own["action"] = "store_true"
+        elif not {"type", "choices", "action"} & set(own):
+            own["type"] = _PARSERS.get(name) or _parser_of(config, name)
+        shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
+        is_shown = default is not False and shown not in (None, "")
+        help_text = meaning(config, name) + (f" ({shown})" if is_shown else "")
+        own.setdefault("default", default)
+        parser.add_argument(f"--{name.replace('_', '-')}", help=help_text.replace("%", "%%"), **own)
 
 
 def _parser_of(config: type, name: str) -> Callable[[str], Any]:
@@ -312,9 +312,8 @@ def _add_json(parser: argparse.ArgumentParser) -> None:
 def _add_pair_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", help="target model: a folder, hub id or GGUF file (default: the embedded pair)")
     parser.add_argument("--draft", help="draft model, likewise")
-    for name in ("precision", "draft_precision"):
-        _add_option(parser, LoadConfig, name, metavar="|".join(("auto", *PRECISIONS)))
-    _add_option(parser, LoadConfig, "draft_step", metavar="|".join(get_args(DraftStep)))
+    _add(parser, LoadConfig, "precision", "draft_precision", metavar="|".join(("auto", *PRECISIONS)))
+    _add(parser, LoadConfig, "draft_step", metavar="|".join(get_args(DraftStep)))
     _add_device(parser)
     parser.add_argument(
         "--calibration",
@@ -326,7 +325,7 @@ def _add_draft_arguments(parser: argparse.ArgumentParser) -> None:
     """The draft of commands without a target."""
     parser.add_argument("--draft", help="draft model: a folder, hub id or GGUF file (default: the embedded one)")
     parser.add_argument("--tokenizer", help="folder or hub id of its tokenizer (default: the draft's own)")
-    _add_option(parser, LoadConfig, "draft_precision", metavar="|".join(("auto", *PRECISIONS)))
+    _add(parser, LoadConfig, "draft_precision", metavar="|".join(("auto", *PRECISIONS)))
     _add_device(parser)
     parser.add_argument("--calibration", help="file of `spec-stack calibrate`, or none")
 
@@ -340,23 +339,21 @@ def _add_prompt_arguments(parser: argparse.ArgumentParser, how: Any = None) -> N
 
 
 def _add_answer_arguments(parser: argparse.ArgumentParser) -> None:
-    for name in _SAMPLED:
-        _add_option(parser, SamplingParams, name)
+    _add(parser, SamplingParams, *_SAMPLED)
     parser.add_argument("--sampling", choices=["model"], help="use the checkpoint's generation config by default")
-    _add_option(parser, SamplingParams, "stop", action="append", default=[])
-    _add_option(parser, SamplingParams, "ignore_eos")
+    _add(parser, SamplingParams, "stop", action="append", default=[])
+    _add(parser, SamplingParams, "ignore_eos")
     _add_pruning_arguments(parser)
-    _add_option(parser, DecodeConfig, "policy", default=None, metavar="|".join(POLICIES))
-    _add_option(parser, DecodeConfig, "proposer", default=None, choices=["auto", *PROPOSERS])
+    _add(parser, DecodeConfig, "policy", default=None, metavar="|".join(POLICIES))
+    _add(parser, DecodeConfig, "proposer", default=None, choices=["auto", *PROPOSERS])
     parser.add_argument("--gamma", type=int, help=f"fixed tokens per step, 0 to {MAX_GAMMA}; 0 is plain decoding")
 
 
 def _add_pruning_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_option(parser, PrefillConfig, "sparse_prefill", default=argparse.SUPPRESS, choices=[*get_args(SparsePrefill)])
+    _add(parser, PrefillConfig, "sparse_prefill", default=argparse.SUPPRESS, choices=[*get_args(SparsePrefill)])
     for name, values in OLD_SWITCHES.items():
         parser.add_argument(f"--{name}", action=FormerFlag, instead=f"--sparse-prefill, {values}")
-    for name in PRUNING:
-        _add_option(parser, PrefillConfig, name, default=argparse.SUPPRESS)
+    _add(parser, PrefillConfig, *PRUNING, default=argparse.SUPPRESS)
 
 
 def read_prompt(arguments: argparse.Namespace) -> str:

@@ -24,15 +24,7 @@ from spec_stack.serve.config import ServeConfig
 from spec_stack.serve.http import IGNORED_HEADER, client_of, new_app, read_body, run_app, until_disconnect
 from spec_stack.serve.process_pool import RequestPool
 from spec_stack.serve.processing import ProcessedRequest
-from spec_stack.serve.protocol import (
-    CANCELLED,
-    FAILED,
-    MAX_CALLS,
-    REQUESTS,
-    BadRequestError,
-    error_body,
-    error_response,
-)
+from spec_stack.serve.protocol import CANCELLED, FAILED, REQUESTS, BadRequestError, error_body, error_response
 from spec_stack.serve.queue import OutputChunk, QueuedRequest, StreamItem
 from spec_stack.serve.responses import BUILDERS, OutputParsers, ResponseBuilder
 from spec_stack.serve.worker import Worker
@@ -151,7 +143,7 @@ class Endpoint:
         return OutputParsers(
             parser=partial(AnswerParser, self._format, processed.tool_names, processed.in_thought),
             token_bytes=self._generator.pair.token_bytes,
-            max_calls=processed.options.get(MAX_CALLS),
+            max_calls=processed.max_calls,
         )
 
     def _checked_options(self, processed: ProcessedRequest) -> dict[str, Any]:
@@ -162,7 +154,6 @@ class Endpoint:
             raise BadRequestError(f"the prompt has {num_tokens} tokens; this server takes {most}")
         max_tokens = processed.max_tokens or min(self._config.default_max_tokens, num_positions - num_tokens)
         options = {**processed.options, "max_tokens": max_tokens}
-        options.pop(MAX_CALLS, None)
         try:
             # Only checks; work starts with the first step.
             self._generator.stream_encoded(processed.encoded, options)

@@ -30,6 +30,7 @@ class ProcessedRequest:
     wants_usage: bool
     ignored: Sequence[str]
     tool_names: Sequence[str]
+    max_calls: int | None
     in_thought: bool
 
 
@@ -77,6 +78,7 @@ class RequestProcessor:
             wants_usage=request.wants_usage,
             ignored=ignored,
             tool_names=tool_names(source.tools),
+            max_calls=request.max_calls,
             in_thought=in_thought,
         )
 

@@ -31,8 +31,6 @@ _SAME = (
 MAX_TOP_LOGPROBS = 20
 CANCELLED = "the request was cancelled"
 FAILED = "the server could not answer this request; its log says why"
-# The only option that is not the generator's.
-MAX_CALLS = "max_calls"
 _ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 499: "cancelled"}
 
 
@@ -138,6 +136,11 @@ class GenerationRequest(BaseModel):
         """Whether a stream ends with its usage."""
         return bool((self.stream_options or {}).get("include_usage"))
 
+    @property
+    def max_calls(self) -> int | None:
+        """The maximum number of tool calls in an answer, if limited."""
+        return None
+
     def source(self) -> PromptSource:
         raise NotImplementedError
 
@@ -184,8 +187,9 @@ class ChatCompletionRequest(GenerationRequest):
             raise ValueError("top_logprobs needs logprobs: true")
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    def options(self, config: ServeConfig) -> dict[str, Any]:
-        return super().options(config) | ({MAX_CALLS: 1} if self.parallel_tool_calls is False else {})
+    @property
+    def max_calls(self) -> int | None:
+        return 1 if self.parallel_tool_calls is False else None
 
     def source(self) -> PromptSource:
         return PromptSource(

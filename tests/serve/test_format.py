@@ -165,7 +165,7 @@ def test_one_call_is_left_where_calls_are_not_to_be_parallel(
     assert (len(choice["message"]["tool_calls"]), choice["finish_reason"]) == (num_calls, "tool_calls")
     calls = [call for delta in deltas(form()) for call in delta.get("tool_calls", ())]
     assert {call["index"] for call in calls} == set(range(num_calls))
-    assert body(CHAT, parallel_tool_calls=num_calls != 1).options(ServeConfig()).get("max_calls") == max_calls
+    assert body(CHAT, parallel_tool_calls=num_calls != 1).max_calls == max_calls
 
 
 def test_every_token_has_its_bytes_and_a_name_of_its_own(outputs: list[StepOutput]) -> None:
