@@ -29,6 +29,7 @@ from spec_stack.hf.prompt import Message, Span
 from spec_stack.prefill.calibration import fingerprint
 from spec_stack.prefill.rule import Evidence
 from spec_stack.prefill.units import Units
+from spec_stack.types import Proposal, Selection
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -286,6 +287,9 @@ class _Seen:
 
     def voted(self, units: Units, scores: torch.Tensor) -> None:
         """Scores are not needed."""
+
+    def selected(self, selection: Selection, look_ahead: Proposal) -> None:
+        """The selection is `PrefilledPrompt`'s."""
 
 
 def _call_of(prompt: Prompt, tokenizer: Any, number: int) -> Call:

@@ -33,13 +33,12 @@ class Choice:
     """The chosen fields of PrefillConfig, and their recall.
 
     recalls: whether all evidence is kept, by rule ("chosen", "default", "BM25") and prompt; the chosen rule at its own
-    share, others at 0.2. curves: recall at each share of `RATES`, by rule and length. head_recall: each head's recall
-    at 0.2.
+    share, others at 0.2. needs: the share that each prompt needs, likewise. head_recall: each head's recall at 0.2.
     """
 
     settings: Mapping[str, Any]
     recalls: Mapping[str, Sequence[bool]]
-    curves: Mapping[str, Mapping[int, Sequence[float]]]
+    needs: Mapping[str, Sequence[float]]
     head_recall: Mapping[Head, float]
     notes: Sequence[str]
 
@@ -70,7 +69,7 @@ def choose(cases: Sequence[Case], margin: float) -> Choice:
     rates = {name: [_USUAL] * len(cases) for name in needs}
     rates["chosen"] = [own.rate_for(case.task.num_tokens) for case in cases]
     recalls = {name: [each <= rate for each, rate in zip(needs[name], rates[name], strict=True)] for name in needs}
-    return Choice(settings, recalls, _curves(cases, needs), _by_head(choosing, heads), notes)
+    return Choice(settings, recalls, needs, _by_head(choosing, heads), notes)
 
 
 def _best_setting(cases: Sequence[Case], ranks: Ranks) -> Setting:
@@ -89,7 +88,7 @@ def _if_earned(found: Setting, needs: Needs, notes: list[str]) -> Setting:
     gains = [_worth(ours) - _worth(words) for ours, words in zip(needs["chosen"], needs["BM25"], strict=True)]
     gain, enough = fmean(gains), max(_EARNED, stdev(gains) / math.sqrt(len(gains)))
     if found != WORDS and gain >= enough:
-        ours, words = (f"{_recall(needs[name], _USUAL):.0%}" for name in ("chosen", "BM25"))
+        ours, words = (f"{recall(needs[name], _USUAL):.0%}" for name in ("chosen", "BM25"))
         notes.append(f"The draft earns its pass: it keeps {ours} of the evidence at {_USUAL}, BM25 {words}.")
         return found
     notes.append(
@@ -104,7 +103,7 @@ def _if_guarded(settings: dict[str, Any], cases: Sequence[Case], needs: Needs, n
     """The choice, or nothing if it keeps less than the default on held-out prompts, beyond ties; updates `needs`."""
     guard = [at for at, case in enumerate(cases) if case.task.is_guard]
     own = {name: [needs[name][at] for at in guard] for name in ("chosen", "default")}
-    kept, usual = (f"{_recall(own[name], _USUAL):.0%}" for name in own)
+    kept, usual = (f"{recall(own[name], _USUAL):.0%}" for name in own)
     shown = f"on {len(guard)} prompts that chose nothing, it keeps {kept} at {_USUAL}, the default {usual}"
     # It runs fewer layers, or none after its last head.
     allowed = _TIE * len(guard) if settings.get("scoring_heads") else 0.0
@@ -129,7 +128,8 @@ def _balanced(cases: Sequence[Case], values: Sequence[float]) -> float:
     return fmean(fmean(own) for own in by_kind.values())
 
 
-def _recall(needs: Sequence[float], keep_rate: float) -> float:
+def recall(needs: Sequence[float], keep_rate: float) -> float:
+    """The share of prompts whose evidence this keep rate keeps."""
     return fmean(need <= keep_rate for need in needs) if needs else 0.0
 
 
@@ -145,9 +145,9 @@ def _keep_curve(
         if len(own) < _FEWEST_OF_LENGTH:
             continue
         ours, theirs = ([values[at] for at in own] for values in (chosen, default))
-        best = _recall(ours, _USUAL)
-        wanted = max(best - margin, min(best, _recall(theirs, _USUAL))) - 1e-9
-        least = next(rate for rate in RATES if rate >= least and _recall(ours, rate) >= wanted)
+        best = recall(ours, _USUAL)
+        wanted = max(best - margin, min(best, recall(theirs, _USUAL))) - 1e-9
+        least = next(rate for rate in RATES if rate >= least and recall(ours, rate) >= wanted)
         curve.insert(0, (length, least))
     for at in range(1, len(curve)):
         (before, rate), (length, own_rate) = curve[at - 1], curve[at]
@@ -160,19 +160,3 @@ def _by_head(cases: Sequence[Case], heads: Sequence[Head]) -> dict[Head, float]:
     """Each head's recall at the default share."""
     alone = [(case.judged.alone <= _USUAL).tolist() for case in cases]
     return {head: fmean(float(found[row]) for found in alone) for row, head in enumerate(heads)}
-
-
-def _curves(cases: Sequence[Case], needs: Mapping[str, Sequence[float]]) -> dict[str, dict[int, list[float]]]:
-    lengths = sorted({case.task.num_tokens for case in cases})
-    return {
-        name: {
-            length: [
-                _recall(
-                    [need for need, case in zip(values, cases, strict=True) if case.task.num_tokens == length], rate
-                )
-                for rate in RATES
-            ]
-            for length in lengths
-        }
-        for name, values in needs.items()
-    }

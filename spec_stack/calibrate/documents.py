@@ -37,14 +37,13 @@ def module_source(module: str) -> str:
     return Path(spec.origin).read_text(encoding="utf-8")
 
 
-def default_documents() -> list[str]:
-    """Standard-library texts, half source code and half English manuals."""
-    sources = [module_source(module) for module in MODULES]
+def default_documents() -> dict[str, list[str]]:
+    """Standard-library texts: source "code", and English manuals as "text"."""
     from pydoc_data.topics import topics
 
-    manual = "\n\n".join(topics.values())
+    sources, manual = [module_source(module) for module in MODULES], "\n\n".join(topics.values())
     size = len(manual) // len(sources)
-    return sources + [manual[at * size : (at + 1) * size] for at in range(len(sources))]
+    return {"code": sources, "text": [manual[at * size : (at + 1) * size] for at in range(len(sources))]}
 
 
 def lines_of(medium: str, texts: Mapping[str, Sequence[str]], size: int, rng: random.Random) -> list[str]:

@@ -92,12 +92,10 @@ class PromptMaker:
 
     def __init__(self, pair: ModelPair, documents: Sequence[str], seed: int) -> None:
         self._pair, self._seed = pair, seed
-        made = default_documents()
-        code, manuals = made[: len(made) // 2], made[len(made) // 2 :]
         own = [text for text in documents if text.strip()]
         if documents and not own:
             raise ValueError("no text to hide needles in; give documents that are not empty")
-        self._texts = {"text": own or manuals, "code": own or code}
+        self._texts = {"text": own, "code": own} if own else default_documents()
 
     def make(self, task: Task) -> Prompt:
         """Make a prompt of at most the task's length plus distractors; a document's shapes share it. Raises ValueError

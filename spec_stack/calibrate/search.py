@@ -8,13 +8,14 @@ import json
 import math
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
 from time import monotonic
 from typing import Any
 
-from spec_stack.calibrate.choice import RATES, Choice, choose
+from spec_stack.calibrate.choice import RATES, Choice, choose, recall
 from spec_stack.calibrate.config import CalibrateConfig
 from spec_stack.calibrate.heads import Case
 from spec_stack.calibrate.judged import BY_HEAD, Judged, draft_ids, judge
@@ -42,21 +43,14 @@ def silent(done: int, total: int, what: str) -> None:
     """No progress."""
 
 
-class _BudgetSpentError(Exception):
-    """The budget ended during a pass."""
-
-
 def calibrate(
     pair: ModelPair,
+    config: CalibrateConfig | None = None,
     *,
     documents: Sequence[str] = (),
-    lengths: Sequence[int] = CalibrateConfig.lengths,
-    prompts_per_length: int = CalibrateConfig.prompts,
-    margin: float = CalibrateConfig.margin,
-    seed: int = CalibrateConfig.seed,
-    budget_s: float = CalibrateConfig.budget_s,
     work: str | Path | None = None,
     progress: Progress = silent,
+    **former: object,
 ) -> Calibration:
     """Choose how this pair prefills sparsely.
 
@@ -64,19 +58,11 @@ def calibrate(
     ----------
     pair
         A pair with a tokenizer. Only its target's configuration is used (`ModelPair.load(..., target_weights=False)`).
+    config : CalibrateConfig, optional
+        Lengths and number of prompts, margin, budget and seed. Lengths over the models' limit are replaced by one that
+        just fits.
     documents
         Texts to hide needles in, ideally the user's own; by default the standard library's source code and manuals.
-    lengths
-        Prompt lengths in tokens. Lengths over the models' limit are replaced by one that just fits.
-    prompts_per_length
-        Prompts at the shortest length, where heads and setting are chosen; other lengths use a quarter as many to
-        choose the share. More prompts make the choice more reliable and slower.
-    margin
-        Recall that a smaller share may lose against share 0.2.
-    seed
-        Seed of the needles.
-    budget_s
-        Seconds after which it chooses from the prompts judged so far.
     work : str or Path, optional
         A folder, created if missing, that stores every judged prompt; a later call with the same draft, texts and seed
         reuses it. None stores nothing.
@@ -91,45 +77,47 @@ def calibrate(
     Raises
     ------
     ValueError
-        Without a tokenizer, if no length fits the models, and for numbers out of range.
+        Without a tokenizer, and if no length fits the models.
     """
-    started = monotonic()
-    CalibrateConfig(lengths, prompts_per_length, margin, budget_s, seed)
+    started, config = monotonic(), config or CalibrateConfig()
+    if former:
+        raise TypeError(f"calibrate has no option {', '.join(former)}: it is now in its CalibrateConfig")
     if pair.tokenizer is None:
         raise ValueError("calibration writes its prompts in words; give the pair a tokenizer")
-    tasks = plan(fitting(pair, lengths), prompts_per_length)
-    maker = PromptMaker(pair, documents, seed)
+    tasks = plan(fitting(pair, config.lengths), config.prompts)
+    maker = PromptMaker(pair, documents, config.seed)
     weights = sketch(pair.draft.get_input_embeddings().weight)
     identity = json.dumps([fingerprint(text_config(pair.draft.config)), weights])
     with TemporaryDirectory() as nowhere:
         folder = Path(work or nowhere)
         folder.mkdir(parents=True, exist_ok=True)
         held = {file.stem.rpartition("-")[0] for file in folder.glob("*.safetensors")}
-        clock = _Budget(started, budget_s, tasks)
+        budget = _Budget(started, config.budget_s, [task.num_tokens for task in tasks])
         index = pair.open_index(PrefillConfig.prefill_chunk)
         cases: list[Case] = []
         for task in tasks:
             # Making a prompt takes time, wasted if it can be neither judged nor found.
-            if not (clock.has_time(task) or _prefix(task) in held):
+            if not (budget.has_time(task.num_tokens) or _prefix(task) in held):
                 continue
             prompt = maker.make(task)
             file = folder / f"{_prefix(task)}-{_digest(pair, prompt, identity)}.safetensors"
-            judged = Judged.load(file) if file.is_file() else clock.judge(pair, index, task, prompt)
-            if judged is None:
-                continue
-            if not file.is_file():
+            if file.is_file():
+                judged = Judged.load(file)
+            elif budget.has_time(task.num_tokens):
+                judged = budget.judge(pair, index, prompt)
                 judged.save(file)
+            else:
+                continue
             cases.append(Case(task, judged))
             progress(len(cases), len(tasks), f"{task.num_tokens} tokens, {task.kind}")
-    choice = choose(cases, margin)
-    return _result(pair, cases, choice, margin, weights, len(tasks) - len(cases), monotonic() - started)
+    made = _result(pair, cases, choose(cases, config.margin), config.margin)
+    return replace(made, weights=weights, seconds=monotonic() - started, unfinished=len(tasks) - len(cases))
 
 
 class _Budget:
-    """Judges prompts within the budget, by the measured speed of earlier ones."""
+    """Whether another prompt fits into the time, by the measured speed of earlier ones."""
 
-    def __init__(self, started: float, seconds: float, tasks: Sequence[Task]) -> None:
-        lengths = [task.num_tokens for task in tasks]
+    def __init__(self, started: float, seconds: float, lengths: Sequence[int]) -> None:
         self._first = min(lengths)
         self._end = started + (1 - _RESERVE) * seconds
         share = _SHARE_OF_FIRST if max(lengths) > self._first else 1.0
@@ -137,33 +125,21 @@ class _Budget:
         # Seconds per token, and tokens, of the last pass over a whole document.
         self._before = 0.0, 1
 
-    def has_time(self, task: Task) -> bool:
-        """Whether a prompt of this length probably fits into the remaining budget."""
-        end = self._end_of_first if task.num_tokens == self._first else self._end
-        return monotonic() + self._expected(task.num_tokens) < end
+    def has_time(self, num_tokens: int) -> bool:
+        """Whether a prompt of this length probably fits."""
+        a_token, at = self._before
+        # Attention grows with the length and is part of a pass.
+        expected = a_token * num_tokens * math.sqrt(max(1.0, num_tokens / at))
+        return monotonic() + expected < (self._end_of_first if num_tokens == self._first else self._end)
 
-    def judge(self, pair: ModelPair, index: CachedModel, task: Task, prompt: Prompt) -> Judged | None:
-        """Judge a prompt; None if the budget ends."""
-        if not self.has_time(task):
-            return None
+    def judge(self, pair: ModelPair, index: CachedModel, prompt: Prompt) -> Judged:
+        """Judge a prompt, and learn the speed from a document's first one."""
         begun, num_tokens = monotonic(), len(prompt.token_ids)
         is_new = num_tokens > 2 * num_shared(index.token_ids, draft_ids(prompt))
-        try:
-            judged = judge(pair, index, prompt, self._stop_late)
-        except _BudgetSpentError:
-            return None
+        judged = judge(pair, index, prompt)
         if is_new:
             self._before = (monotonic() - begun) / num_tokens, num_tokens
         return judged
-
-    def _expected(self, num_tokens: int) -> float:
-        a_token, at = self._before
-        # Attention grows with the length and is part of a pass.
-        return a_token * num_tokens * math.sqrt(max(1.0, num_tokens / at))
-
-    def _stop_late(self, num_tokens: int, share_done: float) -> None:
-        if monotonic() > self._end:
-            raise _BudgetSpentError
 
 
 def _prefix(task: Task) -> str:
@@ -178,20 +154,14 @@ def _digest(pair: ModelPair, prompt: Prompt, identity: str) -> str:
     return hashlib.sha256(what.encode()).hexdigest()[:16]
 
 
-def _result(
-    pair: ModelPair,
-    cases: Sequence[Case],
-    choice: Choice,
-    margin: float,
-    weights: Sequence[float],
-    unfinished: int,
-    seconds: float,
-) -> Calibration:
+def _result(pair: ModelPair, cases: Sequence[Case], choice: Choice, margin: float) -> Calibration:
     target, draft = (text_config(model.config) for model in (pair.target, pair.draft))
     settings, notes = dict(choice.settings), list(choice.notes)
     if settings:
         settings["min_prompt_tokens"] = _shortest(target, draft, PrefillConfig(**settings), cases, notes)
     setting = {"chosen": describe_setting(PrefillConfig(**settings)), "default": "default", "BM25": "BM25"}
+    lengths = sorted({case.task.num_tokens for case in cases})
+    by_length = {length: [at for at, case in enumerate(cases) if case.task.num_tokens == length] for length in lengths}
     kinds = {}
     for kind in dict.fromkeys([case.task.kind for case in cases] + [case.task.shape for case in cases]):
         own = [at for at, case in enumerate(cases) if kind in (case.task.kind, case.task.shape)]
@@ -203,19 +173,16 @@ def _result(
         target=fingerprint(target),
         draft=fingerprint(draft),
         margin=margin,
-        weights=weights,
-        head_recall={f"{layer}.{head}": recall for (layer, head), recall in choice.head_recall.items()},
+        head_recall={f"{layer}.{head}": share for (layer, head), share in choice.head_recall.items()},
         kinds=kinds,
         points=[
-            Point(setting[name], length, rate, recall)
-            for name, by_length in choice.curves.items()
-            for length, recalls in by_length.items()
-            for rate, recall in zip(RATES, recalls, strict=True)
+            Point(setting[name], length, rate, recall([needs[at] for at in own], rate))
+            for name, needs in choice.needs.items()
+            for length, own in by_length.items()
+            for rate in RATES
         ],
         notes=notes,
-        seconds=seconds,
         num_prompts=len(cases),
-        unfinished=unfinished,
     )
 
 

@@ -9,10 +9,10 @@ import select
 import stat
 import sys
 import tempfile
-from collections.abc import Callable
-from dataclasses import fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from spec_stack import __version__
 from spec_stack.calibrate.config import CalibrateConfig
@@ -28,7 +28,6 @@ from spec_stack.config import (
     SamplingParams,
     SessionConfig,
     SparsePrefill,
-    SpecStackConfig,
 )
 from spec_stack.controller.registry import POLICIES
 from spec_stack.decode.registry import PROPOSERS
@@ -38,21 +37,16 @@ from spec_stack.serve.config import ServeConfig
 from spec_stack.settings.flags import FormerFlag
 from spec_stack.settings.options import meaning
 
+Config = TypeVar("Config")
 DEMO_TOKENS = 8200
 NONE = "none"
 _SILENT_S = 1.0
 PAIR = ("target", "draft", "precision", "draft_precision", "draft_step", "device")
-# Options of `serve` that have a flag of their own name.
-SERVED = tuple(entry.name for entry in fields(ServeConfig) if entry.name not in ("api_keys", "cors_origins"))
-# Options of `proxy`, likewise; the upstream is required, and recall can only be turned off.
-PROXIED = tuple(entry.name for entry in fields(ProxyConfig) if entry.name not in ("upstream", "recall"))
 # Flags of `PrefillConfig`: every calibrated field, so that each can override a calibration, and more.
 PRUNING = (*CHOSEN, "draft_slots", "positions")
 _SAMPLED = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "min_tokens", "seed")
 # Options of `stream` that have a flag.
 ANSWERED = (*_SAMPLED, "sampling", "stop", "ignore_eos", "sparse_prefill", "policy", "gamma", "proposer")
-# Options of sessions that have a flag.
-RECALLED = ("restore_threshold", "max_restored_chunks", "restore_margin", "anchor_threshold")
 _EXAMPLES = """examples:
   spec-stack generate "Name three rivers."
   cat report.txt | spec-stack generate "Summarize this." --stats
@@ -134,13 +128,11 @@ def _add_generate(commands: Any) -> None:
 def _add_chat(commands: Any) -> None:
     parser = commands.add_parser("chat", help="a conversation with cached turns; only new text is prefilled")
     _add_pair_arguments(parser)
-    parser.add_argument(
-        "--file", type=Path, action="append", default=[], help="document for the first turn; repeatable"
-    )
+    _add_list(parser, "--file", "document for the first turn", type=Path)
     parser.add_argument("--system", help="a system message")
     _add_answer_arguments(parser)
-    for name in RECALLED:
-        _add_option(parser, SessionConfig, name)
+    recall = ("restore_threshold", "max_restored_chunks", "restore_margin", "anchor_threshold")
+    _add(parser, SessionConfig, *recall)
 
 
 def _add_prune(commands: Any) -> None:
@@ -160,7 +152,7 @@ def _add_prune(commands: Any) -> None:
     )
     parser.add_argument("--max-tokens", type=int, help="most tokens to keep, by the draft's tokenizer")
     parser.add_argument("--question", help="the question about the text, if the text does not contain it")
-    parser.add_argument("--protect", action="append", default=[], help="string whose lines are kept; repeatable")
+    _add_list(parser, "--protect", "string whose lines are kept")
     parser.add_argument("--marker", default="", help="text in place of every gap (default: nothing)")
     parser.add_argument("--json", action="store_true", help="print the result, kept spans and counts as a JSON object")
     parser.add_argument("--explain", action="store_true", help="print the kept spans and the reason on standard error")
@@ -186,9 +178,8 @@ def _add_calibrate(commands: Any) -> None:
     )
     _add_pair_arguments(parser)
     parser.add_argument("--documents", type=Path, help="folder of your texts to hide needles in (.txt, .md, .py)")
-    _add_option(parser, CalibrateConfig, "lengths", type=int, nargs="+")
-    for name in ("prompts", "margin", "seed"):
-        _add_option(parser, CalibrateConfig, name)
+    _add(parser, CalibrateConfig, "lengths", type=int, nargs="+")
+    _add(parser, CalibrateConfig, "prompts", "margin", "seed")
     budget = CalibrateConfig.budget_s / 60
     parser.add_argument("--budget", type=float, default=budget, help="time budget in minutes (default: %(default)g)")
     parser.add_argument("--out", type=Path, help="file or folder for the result (default: the draft's folder)")
@@ -204,14 +195,10 @@ def _add_explain(commands: Any) -> None:
     )
     _add_pair_arguments(parser)
     _add_prompt_arguments(parser)
-    parser.add_argument(
-        "--turn", action="append", default=[], help="user message after the prompt's answer, in a session; repeatable"
-    )
+    _add_list(parser, "--turn", "user message after the prompt's answer, in a session")
     parser.add_argument("--demo", action="store_true", help="use the demo's document and question as the prompt")
     parser.add_argument("--compare", action="store_true", help="run dense prefill too, and show both")
-    parser.add_argument(
-        "--records", type=Path, action="append", help="show the runs in a file of records instead; repeatable"
-    )
+    _add_list(parser, "--records", "show the runs in a file of records instead", type=Path)
     parser.add_argument("--request", help="with --records: the request to show (default: all)")
     parser.add_argument("--out", type=Path, default=Path("explain.html"), help="the page (%(default)s)")
     _add_answer_arguments(parser)
@@ -220,19 +207,12 @@ def _add_explain(commands: Any) -> None:
 def _add_serve(commands: Any) -> None:
     parser = commands.add_parser("serve", help="an OpenAI-compatible server, on the local machine by default")
     _add_pair_arguments(parser)
-    for name in SERVED:
-        _add_option(parser, ServeConfig, name)
+    _add(parser, ServeConfig, *_names(ServeConfig, but=("api_keys", "cors_origins")))
     _add_pruning_arguments(parser)
-    _add_option(parser, DecodeConfig, "policy", metavar="|".join(POLICIES))
-    _add_option(parser, DecodeConfig, "proposer", choices=["auto", *PROPOSERS])
-    parser.add_argument(
-        "--api-key",
-        action="append",
-        default=[],
-        help="API key that requests must have; repeatable (or SPEC_STACK_API_KEY)",
-    )
-    origins = f"{meaning(ServeConfig, 'cors_origins')}; repeatable"
-    parser.add_argument("--cors-origin", action="append", default=[], help=origins)
+    _add(parser, DecodeConfig, "policy", metavar="|".join(POLICIES))
+    _add(parser, DecodeConfig, "proposer", choices=["auto", *PROPOSERS])
+    _add_list(parser, "--api-key", "API key that requests must have (or SPEC_STACK_API_KEY)", dest="api_keys")
+    _add_list(parser, "--cors-origin", meaning(ServeConfig, "cors_origins"), dest="cors_origins")
 
 
 def _add_proxy(commands: Any) -> None:
@@ -245,10 +225,9 @@ def _add_proxy(commands: Any) -> None:
     )
     parser.add_argument("--upstream", required=True, help=meaning(ProxyConfig, "upstream"))
     _add_draft_arguments(parser)
-    for name in ("keep_rate", "min_prompt_tokens", "scorer"):
-        _add_option(parser, PrefillConfig, name, default=argparse.SUPPRESS)
-    for name in PROXIED:
-        _add_option(parser, ProxyConfig, name)
+    _add(parser, PrefillConfig, "keep_rate", "min_prompt_tokens", "scorer", default=argparse.SUPPRESS)
+    # The upstream is required, and recall can only be turned off.
+    _add(parser, ProxyConfig, *_names(ProxyConfig, but=("upstream", "recall")))
     parser.add_argument(
         "--no-recall", dest="recall", action="store_false", help="leave out in later turns what was left out before"
     )
@@ -291,24 +270,35 @@ def _add_doctor(commands: Any) -> None:
     )
 
 
-def _add_option(parser: argparse.ArgumentParser, config: type, name: str, **settings: Any) -> None:
-    """Add a flag for a configuration field, with the field's name, type, default and help."""
-    default = getattr(config, name)
-    if default is False:
-        settings["action"] = "store_true"
-    elif not {"type", "choices", "action"} & set(settings):
-        settings["type"] = _PARSERS.get(name) or _parser_of(config, name)
-    shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
-    is_shown = default is not False and shown not in (None, "") and not isinstance(default, Path)
-    help_text = meaning(config, name) + (f" ({shown})" if is_shown else "")
-    settings.setdefault("default", default)
-    parser.add_argument(f"--{name.replace('_', '-')}", help=help_text.replace("%", "%%"), **settings)
+def _names(config: type, but: Sequence[str]) -> list[str]:
+    """A configuration's fields, but for some."""
+    return [entry.name for entry in fields(config) if entry.name not in but]
+
+
+def _add(parser: argparse.ArgumentParser, config: type, *names: str, **settings: Any) -> None:
+    """Add a flag for each configuration field, with the field's name, type, default and help."""
+    for name in names:
+        default, own = getattr(config, name), dict(settings)
+        if default is False:
+            own["action"] = "store_true"
+        elif not {"type", "choices", "action"} & set(own):
+            own["type"] = _PARSERS.get(name) or _parser_of(config, name)
+        shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
+        is_shown = default is not False and shown not in (None, "")
+        help_text = meaning(config, name) + (f" ({shown})" if is_shown else "")
+        own.setdefault("default", default)
+        parser.add_argument(f"--{name.replace('_', '-')}", help=help_text.replace("%", "%%"), **own)
 
 
 def _parser_of(config: type, name: str) -> Callable[[str], Any]:
     """The parser of a field by its annotation; names are strings."""
     annotations = {entry.name: str(entry.type) for entry in fields(config)}
     return {"int": int, "float": float}.get(annotations[name].split(" ")[0], str)
+
+
+def _add_list(parser: argparse.ArgumentParser, flag: str, help: str, **settings: Any) -> None:
+    """Add a flag that may be repeated."""
+    parser.add_argument(flag, action="append", default=[], help=f"{help}; repeatable", **settings)
 
 
 def _add_device(parser: argparse.ArgumentParser) -> None:
@@ -322,9 +312,8 @@ def _add_json(parser: argparse.ArgumentParser) -> None:
 def _add_pair_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", help="target model: a folder, hub id or GGUF file (default: the embedded pair)")
     parser.add_argument("--draft", help="draft model, likewise")
-    for name in ("precision", "draft_precision"):
-        _add_option(parser, LoadConfig, name, metavar="|".join(("auto", *PRECISIONS)))
-    _add_option(parser, LoadConfig, "draft_step", metavar="|".join(get_args(DraftStep)))
+    _add(parser, LoadConfig, "precision", "draft_precision", metavar="|".join(("auto", *PRECISIONS)))
+    _add(parser, LoadConfig, "draft_step", metavar="|".join(get_args(DraftStep)))
     _add_device(parser)
     parser.add_argument(
         "--calibration",
@@ -336,7 +325,7 @@ def _add_draft_arguments(parser: argparse.ArgumentParser) -> None:
     """The draft of commands without a target."""
     parser.add_argument("--draft", help="draft model: a folder, hub id or GGUF file (default: the embedded one)")
     parser.add_argument("--tokenizer", help="folder or hub id of its tokenizer (default: the draft's own)")
-    _add_option(parser, LoadConfig, "draft_precision", metavar="|".join(("auto", *PRECISIONS)))
+    _add(parser, LoadConfig, "draft_precision", metavar="|".join(("auto", *PRECISIONS)))
     _add_device(parser)
     parser.add_argument("--calibration", help="file of `spec-stack calibrate`, or none")
 
@@ -350,23 +339,21 @@ def _add_prompt_arguments(parser: argparse.ArgumentParser, how: Any = None) -> N
 
 
 def _add_answer_arguments(parser: argparse.ArgumentParser) -> None:
-    for name in _SAMPLED:
-        _add_option(parser, SamplingParams, name)
+    _add(parser, SamplingParams, *_SAMPLED)
     parser.add_argument("--sampling", choices=["model"], help="use the checkpoint's generation config by default")
-    _add_option(parser, SamplingParams, "stop", action="append", default=[])
-    _add_option(parser, SamplingParams, "ignore_eos")
+    _add(parser, SamplingParams, "stop", action="append", default=[])
+    _add(parser, SamplingParams, "ignore_eos")
     _add_pruning_arguments(parser)
-    _add_option(parser, DecodeConfig, "policy", default=None, metavar="|".join(POLICIES))
-    _add_option(parser, DecodeConfig, "proposer", default=None, choices=["auto", *PROPOSERS])
+    _add(parser, DecodeConfig, "policy", default=None, metavar="|".join(POLICIES))
+    _add(parser, DecodeConfig, "proposer", default=None, choices=["auto", *PROPOSERS])
     parser.add_argument("--gamma", type=int, help=f"fixed tokens per step, 0 to {MAX_GAMMA}; 0 is plain decoding")
 
 
 def _add_pruning_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_option(parser, PrefillConfig, "sparse_prefill", default=None, choices=[*get_args(SparsePrefill)])
+    _add(parser, PrefillConfig, "sparse_prefill", default=argparse.SUPPRESS, choices=[*get_args(SparsePrefill)])
     for name, values in OLD_SWITCHES.items():
         parser.add_argument(f"--{name}", action=FormerFlag, instead=f"--sparse-prefill, {values}")
-    for name in PRUNING:
-        _add_option(parser, PrefillConfig, name, default=argparse.SUPPRESS)
+    _add(parser, PrefillConfig, *PRUNING, default=argparse.SUPPRESS)
 
 
 def read_prompt(arguments: argparse.Namespace) -> str:
@@ -405,25 +392,22 @@ def read_prunable(file: Path | None) -> tuple[Any, dict[str, Any] | None]:
 
 def _standard_input() -> str:
     """All of standard input; a hint is printed while an open pipe sends nothing."""
-    try:
-        mode = os.fstat(sys.stdin.fileno()).st_mode
-        if stat.S_ISFIFO(mode) and not select.select([sys.stdin], [], [], _SILENT_S)[0]:
-            sys.stderr.write("spec-stack: waiting for standard input to end (</dev/null where there is none)\n")
-    except (OSError, ValueError):
-        # A stream without a file descriptor never blocks.
-        pass
+    if stat.S_ISFIFO(_stdin_mode()) and not select.select([sys.stdin], [], [], _SILENT_S)[0]:
+        sys.stderr.write("spec-stack: waiting for standard input to end (</dev/null where there is none)\n")
     return sys.stdin.read()
 
 
 def _is_piped() -> bool:
     """Whether standard input is a pipe or a file."""
-    if sys.stdin is None:
-        return False
+    return stat.S_ISFIFO(_stdin_mode()) or stat.S_ISREG(_stdin_mode())
+
+
+def _stdin_mode() -> int:
+    """The file mode of standard input; 0 without a file descriptor."""
     try:
-        mode = os.fstat(sys.stdin.fileno()).st_mode
+        return os.fstat(sys.stdin.fileno()).st_mode if sys.stdin is not None else 0
     except (OSError, ValueError):
-        return False
-    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
+        return 0
 
 
 def request_of(arguments: argparse.Namespace, prompt: str, is_chat_model: bool) -> dict[str, Any]:
@@ -459,20 +443,18 @@ def _response_format(arguments: argparse.Namespace) -> dict[str, Any] | None:
 
 def answer_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Options of `stream` without the prompt."""
-    return {name: getattr(arguments, name) for name in ANSWERED}
+    return {name: getattr(arguments, name, None) for name in ANSWERED}
+
+
+def config_of(config: type[Config], arguments: argparse.Namespace) -> Config:
+    """A configuration from the arguments that have its fields' names."""
+    names = [entry.name for entry in fields(config) if hasattr(arguments, entry.name)]  # type: ignore[arg-type]
+    return config(**{name: getattr(arguments, name) for name in names})
 
 
 def prefill_of(arguments: argparse.Namespace) -> PrefillConfig:
     """The prefill configuration; given flags override a calibration, even at their defaults."""
-    return PrefillConfig(**{name: getattr(arguments, name) for name in PRUNING if hasattr(arguments, name)})
-
-
-def served_config(arguments: argparse.Namespace) -> SpecStackConfig:
-    """The configuration of `serve`'s requests."""
-    prefill = prefill_of(arguments)
-    if arguments.sparse_prefill is not None:
-        prefill = replace(prefill, sparse_prefill=arguments.sparse_prefill)
-    return SpecStackConfig(prefill, DecodeConfig(policy=arguments.policy, proposer=arguments.proposer))
+    return config_of(PrefillConfig, arguments)
 
 
 def check_writable(path: Path) -> None:

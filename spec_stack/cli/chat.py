@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
-    from spec_stack.api.session import Session
+    from spec_stack.api.generator import SpecStackGenerator
     from spec_stack.types import Metrics, StepOutput
 
 HELP = (
@@ -60,27 +60,25 @@ def status_line(metrics: Metrics) -> str:
 
 
 class Chat:
-    """Answers lines in one session, and prints the cost below each answer. settle: called after every turn.
-    load_session: reads a session file for /load."""
+    """Answers lines in one session, and prints the cost below each answer. settle: called after every turn."""
 
     def __init__(
         self,
-        open_session: Callable[[], Session],
+        generator: SpecStackGenerator,
         options: dict[str, Any],
         system: str | None = None,
         documents: Sequence[str] = (),
         read: Callable[[str], str] = read_block,
         out: TextIO | None = None,
-        settle: Callable[[], object] | None = None,
-        load_session: Callable[[Path], Session] | None = None,
+        settle: Callable[[], object] = lambda: None,
     ) -> None:
-        self._open_session, self._load_session, self._options = open_session, load_session, options
-        self._read, self._out, self._settle = read, out or sys.stdout, settle or (lambda: None)
+        self._generator, self._options = generator, options
+        self._read, self._out, self._settle = read, out or sys.stdout, settle
         self._head = [] if system is None else [{"role": "system", "content": system}]
         self._begin(documents)
 
     def _begin(self, documents: Sequence[str]) -> None:
-        self.session = self._open_session()
+        self.session = self._generator.session()
         self._costs: list[Metrics] = []
         self.messages: list[dict[str, str]] = list(self._head)
         self._documents = list(documents)
@@ -154,10 +152,8 @@ class Chat:
         self._say(f"saved to {path} and {said}", dim=True)
 
     def _load(self, path: Path) -> None:
-        if self._load_session is None:
-            raise ValueError("sessions cannot be loaded here")
         messages, documents = _read_messages(_messages_of(path))
-        session = self._load_session(path)
+        session = self._generator.load_session(path)
         self.session.close()
         self.session, self.messages, self._documents, self._costs = session, messages, documents, []
         self._say(f"loaded; {self._num_turns} turns", dim=True)

@@ -23,12 +23,13 @@ from spec_stack.hf.precision import (
     unquantized_dtype,
 )
 from spec_stack.hf.prepack import can_prepack
-from spec_stack.prefill.calibration import Calibration, describe_setting
+from spec_stack.prefill.calibration import describe_setting
 from spec_stack.prefill.cost import Shape, counted_break_even, expected_gain
 from spec_stack.prefill.shipped import choose_calibration, sketch_of_files
 from spec_stack.tokenizers.vocabulary import Vocabulary, compare
 
 _PACKAGES = ("spec-stack", "torch", "transformers", "tokenizers", "safetensors", "numpy")
+_ROLES = ("target", "draft")
 # Prompt lengths of the gain estimate.
 _LENGTHS = (2048, 8192, 32768, 131072)
 _OPTIONAL = ("scikit-learn", "bitsandbytes", "accelerate", "xgrammar", "sglang")
@@ -66,25 +67,25 @@ def diagnose(
         report["predictors"] = {
             policy: _describe_predictor(file) for policy, file in loading.predictors_beside(sources[1]).items()
         }
-        configs = {}
-        for role, source in zip(("target", "draft"), sources, strict=True):
-            configs[role] = loading.load_config(source)
-            report[role] = _describe(source, configs[role], on)
-        calibration, gain = _describe_prefill(sources[1], configs["target"], configs["draft"])
-        report |= {"calibration": calibration, "gain of sparse prefill": gain}
-        report["support"] = _support(configs["target"], configs["draft"])
-        loading.check_pair(configs["target"], configs["draft"])
-        for role, source in zip(configs, sources, strict=True):
-            loading.check_contents(source, configs[role])
-        precisions = resolve_precisions(configs["target"], configs["draft"], asked, on)
-        for role, resolved in zip(configs, precisions, strict=True):
-            report[role] |= {"precision": resolved.name, "prepack_linears": can_prepack(on, resolved.dtype)}
-        for role, resolved in zip(configs, precisions, strict=True):
-            report[role]["step"] = _describe_step(role, configs[role], on, asked.draft_step, resolved)
-        report["decoding"] = _describe_decoding(configs["target"], configs["draft"], precisions)
+        configs = loading.load_config(sources[0]), loading.load_config(sources[1])
+        for role, source, config in zip(_ROLES, sources, configs, strict=True):
+            report[role] = _describe(source, config, on)
+        calibration, gain = _describe_prefill(sources[1], *configs)
+        report |= {"calibration": calibration, "gain of sparse prefill": gain, "support": _support(*configs)}
+        loading.check_pair(*configs)
+        for source, config in zip(sources, configs, strict=True):
+            loading.check_contents(source, config)
+        precisions = resolve_precisions(*configs, asked, on)
+        for role, config, resolved in zip(_ROLES, configs, precisions, strict=True):
+            report[role] |= {
+                "precision": resolved.name,
+                "prepack_linears": can_prepack(on, resolved.dtype),
+                "step": _describe_step(role, config, on, asked.draft_step, resolved),
+            }
+        report["decoding"] = _describe_decoding(*configs, precisions)
         tokenizers = loading.load_tokenizers(*sources)
         report["draft"]["tokenizer"] = "the target's" if tokenizers[0] is tokenizers[1] else "its own"
-        sizes = [architectures.text_config(config).vocab_size for config in configs.values()]
+        sizes = [architectures.text_config(config).vocab_size for config in configs]
         report["vocabulary"] = _describe_vocabulary(compare(*tokenizers, *sizes))
     except ValueError as error:
         report["problem"] = str(error)
@@ -123,11 +124,14 @@ def _describe_prefill(draft: str, target_config: Any, draft_config: Any) -> tupl
     """The calibration, and the estimated gain of sparse prefill."""
     target, drafting = (architectures.text_config(config) for config in (target_config, draft_config))
     calibration, problem = choose_calibration(draft, None, (target, drafting), lambda: sketch_of_files(draft))
-    counted = _describe_counted(target, drafting, PrefillConfig() if calibration is None else calibration.apply())
-    aside = f"left aside: {problem}" if problem else ""
+    prefill = PrefillConfig() if calibration is None else calibration.apply()
+    found = [f"left aside: {problem}"] if problem else []
     if calibration is not None:
-        return "; ".join(filter(None, [aside, _describe_calibration(calibration)])), counted
-    return aside or "none; `spec-stack calibrate` finds the settings for this draft", counted
+        found.append(
+            f"{calibration.origin}: {describe_setting(prefill)}; prompts of {prefill.min_prompt_tokens} tokens or more"
+        )
+    none = "none; `spec-stack calibrate` finds the settings for this draft"
+    return "; ".join(found) or none, _describe_counted(target, drafting, prefill)
 
 
 def _describe_counted(target: Any, draft: Any, prefill: PrefillConfig) -> str:
@@ -146,11 +150,6 @@ def _describe_counted(target: Any, draft: Any, prefill: PrefillConfig) -> str:
     ]
     at_most = f"; TTFT sooner by at most {', '.join(gains)} tokens" if gains else ""
     return f"expected from about {even} prompt tokens on, by counting operations{at_most}"
-
-
-def _describe_calibration(calibration: Calibration) -> str:
-    prefill = calibration.apply()
-    return f"{calibration.origin}: {describe_setting(prefill)}; prompts of {prefill.min_prompt_tokens} tokens or more"
 
 
 def _version(package: str) -> str | None:
@@ -173,29 +172,27 @@ def _describe_vocabulary(vocabulary: Vocabulary) -> dict[str, Any]:
 def _support(target: Any, draft: Any) -> dict[str, str]:
     """Exact, approximate and unsupported features of the pair, with reasons."""
     of_target, of_draft = architectures.abilities(target), architectures.abilities(draft)
+    context = f"{PrefillConfig.draft_context}, as configured by default"
+    if architectures.is_recurrent(draft):
+        context = "the whole prompt; a recurrent state cannot forget single tokens"
     return {
         "the draft scores prompts": str(of_draft.score),
         "the target prefills sparsely": str(of_target.sparse_prefill),
         "the target decodes speculatively": str(of_target.decode),
-        "the draft's context after a sparse prefill": _draft_context(draft),
+        "the draft's context after a sparse prefill": context,
     }
-
-
-def _draft_context(config: Any) -> str:
-    if architectures.is_recurrent(config):
-        return "the whole prompt; a recurrent state cannot forget single tokens"
-    return f"{PrefillConfig.draft_context}, as configured by default"
 
 
 def _describe(source: str, whole: Any, device: torch.device) -> dict[str, Any]:
     config = architectures.text_config(whole)
+    heads, kv_heads = (getattr(config, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
     weights = [path.stat().st_size for path in Path(source).glob("*.safetensors")] if Path(source).is_dir() else []
     return {
         "source": source,
         "model_type": config.model_type,
         "layers": config.num_hidden_layers,
         "hidden_size": config.hidden_size,
-        "heads": _heads(config),
+        "heads": None if heads is None else f"{heads} over {kv_heads} key/value",
         "sliding_window": getattr(config, "sliding_window", None),
         "vocab_size": config.vocab_size,
         "max_positions": getattr(config, "max_position_embeddings", None),
@@ -213,8 +210,3 @@ def _memory_mb(config: Any, device: torch.device) -> dict[str, float] | str:
         name: round(estimate_bytes(config, Precision(name, unquantized_dtype(name, device))) / 1e6, 1)
         for name in PRECISIONS
     }
-
-
-def _heads(config: Any) -> str | None:
-    num_heads = getattr(config, "num_attention_heads", None)
-    return None if num_heads is None else f"{num_heads} over {getattr(config, 'num_key_value_heads', None)} key/value"

@@ -8,8 +8,9 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from textwrap import shorten
 from time import monotonic
@@ -19,22 +20,19 @@ from spec_stack.cli.arguments import (
     DEMO_TOKENS,
     NONE,
     PAIR,
-    PROXIED,
-    RECALLED,
-    SERVED,
     answer_options,
     build_parser,
     check_writable,
+    config_of,
     prefill_of,
     read_documents,
     read_prompt,
     read_prunable,
     request_of,
-    served_config,
 )
 from spec_stack.cli.chat import Chat, read_document, status_line
 from spec_stack.cli.progress import progress_line
-from spec_stack.config import PrefillConfig, SessionConfig, SpecStackConfig, how_to_install
+from spec_stack.config import DecodeConfig, PrefillConfig, SessionConfig, SpecStackConfig, how_to_install
 from spec_stack.proxy.config import ProxyConfig
 from spec_stack.records import add_records, check_record_path
 from spec_stack.serve.config import ServeConfig
@@ -60,6 +58,15 @@ def _named(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any
 
 def _calibration(arguments: argparse.Namespace) -> Any:
     return False if arguments.calibration == NONE else arguments.calibration
+
+
+@contextmanager
+def _needing(extra: str) -> Iterator[None]:
+    """Name the extra whose packages an import needs."""
+    try:
+        yield
+    except ImportError as error:
+        raise ValueError(f"{error}; {how_to_install(extra)}") from error
 
 
 def _tell(text: str) -> None:
@@ -108,14 +115,12 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 def _chat(arguments: argparse.Namespace) -> int:
     documents = [read_document(path) for path in arguments.file]
-    session = SessionConfig(**_named(arguments, RECALLED))
-    generator = _load(arguments, SpecStackConfig(prefill=prefill_of(arguments), session=session))
+    config = SpecStackConfig(prefill_of(arguments), session=config_of(SessionConfig, arguments))
+    generator = _load(arguments, config)
     line = progress_line()
     options = answer_options(arguments) | {"on_progress": line}
-    settle = None if line is None else line.clear
-    Chat(
-        generator.session, options, arguments.system, documents, settle=settle, load_session=generator.load_session
-    ).run()
+    settle = (lambda: None) if line is None else line.clear
+    Chat(generator, options, arguments.system, documents, settle=settle).run()
     return 0
 
 
@@ -153,23 +158,18 @@ def _prune(arguments: argparse.Namespace) -> int:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    keys = [*arguments.api_key, *filter(None, [os.environ.get("SPEC_STACK_API_KEY")])]
-    config = ServeConfig(api_keys=keys, cors_origins=arguments.cors_origin, **_named(arguments, SERVED))
-    try:
+    arguments.api_keys += filter(None, [os.environ.get("SPEC_STACK_API_KEY")])
+    config = config_of(ServeConfig, arguments)
+    with _needing("serve"):
         from spec_stack.serve.app import serve
-    except ImportError as error:
-        raise ValueError(f"{error}; {how_to_install('serve')}") from error
-    serve(_load(arguments, served_config(arguments)), config)
+    serve(_load(arguments, SpecStackConfig(prefill_of(arguments), config_of(DecodeConfig, arguments))), config)
     return 0
 
 
 def _proxy(arguments: argparse.Namespace) -> int:
-    config = ProxyConfig(arguments.upstream, **_named(arguments, (*PROXIED, "recall")))
-    prefill = prefill_of(arguments)
-    try:
+    config, prefill = config_of(ProxyConfig, arguments), prefill_of(arguments)
+    with _needing("serve"):
         from spec_stack.proxy.app import serve_proxy
-    except ImportError as error:
-        raise ValueError(f"{error}; {how_to_install('serve')}") from error
     serve_proxy(_load_pruner(arguments, prefill), config)
     return 0
 
@@ -199,7 +199,8 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     if arguments.plot is not None:
         check_plots()
         check_writable(arguments.plot)
-    CalibrateConfig(arguments.lengths, arguments.prompts, arguments.margin, 60 * arguments.budget, arguments.seed)
+    arguments.budget_s = 60 * arguments.budget
+    config = config_of(CalibrateConfig, arguments)
     documents = read_documents(arguments.documents)
     work = arguments.work or _work_beside(Path(out))
     pair = ModelPair.load(**_named(arguments, PAIR), target_weights=False)
@@ -208,18 +209,9 @@ def _calibrate(arguments: argparse.Namespace) -> int:
         spent = monotonic() - started
         _tell(f"[{done:3d}/{total}, {spent:4.0f} s] {what}")
 
-    calibration = calibrate(
-        pair,
-        documents=documents,
-        lengths=arguments.lengths,
-        prompts_per_length=arguments.prompts,
-        margin=arguments.margin,
-        seed=arguments.seed,
-        # The user's waiting time includes loading the model.
-        budget_s=max(0.001, 60 * arguments.budget - (monotonic() - started)),
-        work=work,
-        progress=show,
-    )
+    # The user's waiting time includes loading the model.
+    config = replace(config, budget_s=max(0.001, config.budget_s - (monotonic() - started)))
+    calibration = calibrate(pair, config, documents=documents, work=work, progress=show)
     print(format_calibration(calibration))
     print(f"saved to {calibration.save(out)}, after {monotonic() - started:.0f} s")
     if calibration.unfinished:
@@ -241,7 +233,7 @@ def _work_beside(out: Path) -> Path:
 
 def _explain(arguments: argparse.Namespace) -> int:
     from spec_stack.explain.command import explain_live, explain_records, write_page
-    from spec_stack.explain.observe import WatchedGenerator
+    from spec_stack.explain.observe import watching
 
     check_writable(arguments.out)
     if arguments.records:
@@ -250,7 +242,7 @@ def _explain(arguments: argparse.Namespace) -> int:
         text = None if arguments.demo else read_prompt(arguments)
         if text is not None and not text.strip():
             raise ValueError("the prompt is empty")
-        generator = WatchedGenerator.watching(_load(arguments, SpecStackConfig(prefill=prefill_of(arguments))))
+        generator = watching(_load(arguments, SpecStackConfig(prefill=prefill_of(arguments))))
         if text is None:
             from spec_stack.cli.demo import hide_fact
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import harmonic_mean, median
 from time import perf_counter
 from typing import Any
 
@@ -117,9 +117,7 @@ class Measured:
     @property
     def decode_gain(self) -> float:
         """Decoding speed-up by the draft over all prompts; 1 without runs."""
-        if not self.plain:
-            return 1.0
-        return sum(1 / each for each in self.plain.values()) / sum(1 / each for each in self.drafted.values())
+        return harmonic_mean([*self.drafted.values()]) / harmonic_mean([*self.plain.values()]) if self.plain else 1.0
 
     def break_even(self) -> int | None:
         """The shortest prompt with a TTFT gain, exact to 9 %; None if there is none."""
@@ -277,11 +275,10 @@ def _prompt(generator: SpecStackGenerator, text: str) -> dict[str, Any]:
 
 def verdict(measured: Measured) -> str:
     """Whether the pair pays off, and the reason."""
-    even, decoding = measured.break_even(), measured.decode_gain
-    longest = min(_TOLD[-1], measured.max_positions)
+    longest, decoding = min(_TOLD[-1], measured.max_positions), measured.decode_gain
     at_longest = measured.dense_curve.at(longest) / measured.sparse_curve.at(longest)
     reasons = []
-    if even is not None and at_longest >= _LEAST_GAIN:
+    if measured.break_even() is not None and at_longest >= _LEAST_GAIN:
         reasons.append(f"the first token of {longest} prompt tokens comes {at_longest:.1f}x sooner")
     if decoding >= _LEAST_GAIN:
         reasons.append(f"answers come {decoding:.2f}x faster")
@@ -311,9 +308,7 @@ def lines(measured: Measured) -> list[str]:
     )
     if measured.plain:
         acceptance = measured.num_accepted / max(1, measured.num_proposed)
-        plain, drafted = (
-            len(each) / sum(1 / speed for speed in each.values()) for each in (measured.plain, measured.drafted)
-        )
+        plain, drafted = (harmonic_mean([*each.values()]) for each in (measured.plain, measured.drafted))
         told.append(
             f"answers: {plain:.1f} tokens/s plain, {drafted:.1f} with the draft ({measured.decode_gain:.2f}x; "
             f"{acceptance:.0%} of {measured.num_proposed} proposed tokens accepted, {len(measured.plain)} prompts)"

@@ -96,6 +96,8 @@ class Engine:
             models: list[Any] = [caches.draft]
             begun_s = caches.draft.forward_s
             scored = _score_or_take_whole(request, caches, drawing.look_ahead, self._warnings)
+            if request.observer is not None:
+                request.observer.selected(scored.selection, scored.proposal)
             draft = caches.draft if scored.num_scored_tokens else caches.draft_beside_dense()
             models += [caches.target] if draft is models[0] else [caches.target, draft]
             begun_s += sum(model.forward_s for model in models[1:])

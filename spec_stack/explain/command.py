@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from spec_stack.api.generator import SpecStackGenerator
 from spec_stack.explain.data import Explanation, RunView, runs_of_records
-from spec_stack.explain.observe import WatchedGenerator, watch_prompt, watch_turns
+from spec_stack.explain.observe import watch_prompt, watch_turns
 from spec_stack.explain.page import render
 from spec_stack.records import read_records
 
@@ -33,7 +34,7 @@ def explain_records(paths: Sequence[Path], request_id: str | None = None) -> Exp
 
 
 def explain_live(
-    generator: WatchedGenerator,
+    generator: SpecStackGenerator,
     *,
     title: str,
     pair: str,
@@ -43,8 +44,10 @@ def explain_live(
     questions: Sequence[str] = (),
     compare: bool = False,
 ) -> Explanation:
-    """Run a prompt, or questions as turns of a session after `messages`, and return the page data. compare: run again
-    with dense prefill and the same decoding."""
+    """Run a prompt, or questions as turns of a session after `messages`, and return the page data.
+
+    generator: from `observe.watching`. compare: run again with dense prefill and the same decoding.
+    """
     # A process's first forward is slower than later ones.
     generator.generate(input_ids=[0] * 8, max_tokens=4, ignore_eos=True)
     ways = {"sparse prefill" if compare else "this run": dict(options)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -21,22 +20,6 @@ class WrittenToken:
     text: str
     step: int
     writer: str
-
-
-@dataclass(frozen=True)
-class Step:
-    """A step for the charts. Seconds, entropy in bits; see `controller.base.StepRecord`."""
-
-    gamma: int
-    num_accepted: int
-    num_tokens: int
-    draft_s: float
-    verify_s: float | None
-    controller_s: float
-    entropy: list[float]
-    confidence: list[float]
-    proposer: str
-    is_prefill: bool
 
 
 @dataclass(frozen=True)
@@ -78,7 +61,7 @@ class TurnView:
     question: str
     prompt: PromptView | None
     answer: list[WrittenToken]
-    steps: list[Step]
+    steps: list[StepRecord]
     metrics: dict[str, Any] = field(default_factory=dict)
     dense_estimate_s: float | None = None
 
@@ -110,32 +93,10 @@ def writers_of(record: StepRecord) -> list[str]:
     Accepted tokens belong to the proposer; in a combined proposal the looked-up tokens are the last ones. The target's
     token is the bonus after full acceptance, else the correction, and "plain" without a proposal.
     """
-    proposer = proposer_of(record)
     last = "plain" if not record.gamma else "bonus" if record.num_accepted == record.gamma else "correction"
-    drafted, other = (record.num_drafted_accepted, "lookup") if proposer == "model+lookup" else (0, proposer)
-    accepted = [*["draft"] * drafted, *[other] * (record.num_accepted - drafted)]
-    return [*accepted, last][: record.num_tokens]
-
-
-def proposer_of(record: StepRecord) -> str:
-    """A step's proposer: "draft" or the recorded name."""
-    return "draft" if record.proposer == "model" else record.proposer
-
-
-def step_of(record: StepRecord) -> Step:
-    """A record as chart data; NaN seconds become None for JSON."""
-    return Step(
-        gamma=record.gamma,
-        num_accepted=record.num_accepted,
-        num_tokens=record.num_tokens,
-        draft_s=record.draft_s,
-        verify_s=record.verify_s if math.isfinite(record.verify_s) else None,
-        controller_s=record.controller_s,
-        entropy=list(record.signals.entropy),
-        confidence=list(record.signals.confidence),
-        proposer=proposer_of(record),
-        is_prefill=record.is_prefill,
-    )
+    drafted = record.num_drafted_accepted if record.proposer.startswith("model") else 0
+    other = record.proposer.removeprefix("model+")
+    return [*["draft"] * drafted, *[other] * (record.num_accepted - drafted), last][: record.num_tokens]
 
 
 def written(records: Sequence[StepRecord], texts: Sequence[str] | None = None) -> list[WrittenToken]:
@@ -164,6 +125,6 @@ def runs_of_records(records: Sequence[StepRecord]) -> list[RunView]:
             "num_proposed": sum(record.gamma for record in own),
             "num_accepted": sum(record.num_accepted for record in own),
         }
-        turn = TurnView(own[0].task or request_id, None, written(own), [step_of(record) for record in own], metrics)
+        turn = TurnView(own[0].task or request_id, None, written(own), own, metrics)
         runs.append(RunView(name, [turn]))
     return runs

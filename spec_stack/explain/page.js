@@ -39,6 +39,7 @@
     if (value >= 1) return `${value.toFixed(2)} s`;
     return value >= 1e-3 ? `${(1e3 * value).toFixed(1)} ms` : `${(1e6 * value).toFixed(0)} µs`;
   }
+  const proposer = (step) => (step.proposer === "model" ? "draft" : step.proposer);
   const writer = (name) => WRITERS[name] || [`accepted from ${name}`, "var(--other)", "dotted"];
 
   // Numbers: on hover, and where there is no hover on a tap.
@@ -95,7 +96,7 @@
 
   function firstToken(parent, turn, dense) {
     const first = turn.steps[0];
-    if (!first || first.verify_s === null) return;
+    if (!first) return;
     add(parent, "h3", {}, "Time to first token");
     const total = turn.metrics.ttft_s || first.draft_s + first.verify_s + first.controller_s;
     const rest = Math.max(0, total - first.draft_s - first.verify_s);
@@ -297,7 +298,7 @@
 
   function charts(parent, turn) {
     const all = turn.steps.map((step, index) => [index, step]);
-    const timed = all.filter(([, step]) => !step.is_prefill && step.verify_s !== null);
+    const timed = all.filter(([, step]) => !step.is_prefill);
     if (timed.length) {
       const parts = [["draft_s", "draft", "var(--draft)"], ["verify_s", "verify", "var(--verify)"], ["controller_s", "controller", "var(--controller)"]];
       const highest = Math.max(...timed.map(([, step]) => step.draft_s + step.verify_s + step.controller_s));
@@ -313,26 +314,26 @@
     // Even, so that the middle of the axis is a whole number.
     const most = 2 * Math.ceil(Math.max(1, ...turn.steps.map((step) => step.gamma)) / 2);
     chart(parent, turn, "Gamma by step, tokens", "Outlined: proposed. Filled: accepted.", all, most, (value) => String(value), (svg, x, width, step, y) => {
-      const colour = writer(step.proposer)[1];
+      const colour = writer(proposer(step))[1];
       if (!step.gamma) draw(svg, "rect", { x, width, y: y(0) - 2, height: 2, fill: "var(--plain)" });
       draw(svg, "rect", { x: x + 0.5, width: width - 1, y: y(step.gamma), height: y(0) - y(step.gamma), fill: "none", stroke: colour });
       draw(svg, "rect", { x: x + 0.5, width: width - 1, y: y(step.num_accepted), height: y(0) - y(step.num_accepted), fill: colour });
-    }, (step) => `gamma ${step.gamma}, ${step.num_accepted} accepted${step.gamma ? `, proposed by ${step.proposer}` : ""}`, "gamma");
+    }, (step) => `gamma ${step.gamma}, ${step.num_accepted} accepted${step.gamma ? `, proposed by ${proposer(step)}` : ""}`, "gamma");
     const dots = (key, right, wrong) => (svg, x, width, step, y) => {
-      step[key].forEach((value, index) => {
+      step.signals[key].forEach((value, index) => {
         const accepted = index < step.num_accepted;
-        const place = x + (width * (index + 0.5)) / step[key].length;
+        const place = x + (width * (index + 0.5)) / step.signals[key].length;
         draw(svg, "circle", { cx: place, cy: y(value), r: Math.max(1.5, Math.min(2.6, width / 6)), fill: accepted ? right : "none", stroke: accepted ? right : wrong });
       });
-      if (step[key].length) draw(svg, "line", { x1: x, x2: x + width, y1: y(mean(step[key])), y2: y(mean(step[key])), stroke: "var(--soft)", "stroke-width": 0.8 });
+      if (step.signals[key].length) draw(svg, "line", { x1: x, x2: x + width, y1: y(mean(step.signals[key])), y2: y(mean(step.signals[key])), stroke: "var(--soft)", "stroke-width": 0.8 });
     };
     const note = "One dot per drafted token, filled where it was accepted; the line is a step's mean.";
-    if (turn.steps.some((step) => step.confidence.length)) {
+    if (turn.steps.some((step) => step.signals.confidence.length)) {
       chart(parent, turn, "Confidence by step, probability", note, all, 1, (value) => value.toFixed(1), dots("confidence", "var(--draft)", "var(--correction)"),
-        (step) => `confidence ${listed(step.confidence, 2)}`, "confidence");
-      const highest = Math.max(1, ...turn.steps.flatMap((step) => step.entropy));
+        (step) => `confidence ${listed(step.signals.confidence, 2)}`, "confidence");
+      const highest = Math.max(1, ...turn.steps.flatMap((step) => step.signals.entropy));
       chart(parent, turn, "Entropy by step, bits", note, all, highest, (value) => value.toFixed(1), dots("entropy", "var(--draft)", "var(--correction)"),
-        (step) => `entropy ${listed(step.entropy, 2)}`, "entropy");
+        (step) => `entropy ${listed(step.signals.entropy, 2)}`, "entropy");
     }
     const box = add(parent, "details", { class: "numbers" });
     add(box, "summary", {}, "Numbers by step");
@@ -343,8 +344,8 @@
       for (const name of ["step", "proposer", "gamma", "accepted", "tokens", "draft", "verify", "controller", "confidence", "entropy"]) add(head, "th", {}, name);
       turn.steps.forEach((step, index) => {
         const row = add(table, "tr");
-        const cells = [index, step.gamma ? step.proposer : "–", step.gamma, step.num_accepted, step.num_tokens, seconds(step.draft_s), seconds(step.verify_s),
-          seconds(step.controller_s), step.confidence.length ? mean(step.confidence).toFixed(2) : "–", step.entropy.length ? mean(step.entropy).toFixed(2) : "–"];
+        const cells = [index, step.gamma ? proposer(step) : "–", step.gamma, step.num_accepted, step.num_tokens, seconds(step.draft_s), seconds(step.verify_s),
+          seconds(step.controller_s), step.signals.confidence.length ? mean(step.signals.confidence).toFixed(2) : "–", step.signals.entropy.length ? mean(step.signals.entropy).toFixed(2) : "–"];
         for (const cell of cells) add(row, "td", {}, String(cell));
       });
     });

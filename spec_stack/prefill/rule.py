@@ -17,6 +17,7 @@ from spec_stack.prefill.alignment import Span
 from spec_stack.prefill.attention import CapturedAttention
 from spec_stack.prefill.queries import Candidates, find_candidates, question_words
 from spec_stack.prefill.units import Units
+from spec_stack.types import Proposal, Selection
 
 
 class Observer(Protocol):
@@ -28,6 +29,10 @@ class Observer(Protocol):
 
     def voted(self, units: Units, scores: torch.Tensor) -> None:
         """Receive the rule's scores (num_units,), in a session those of the new text."""
+        ...
+
+    def selected(self, selection: Selection, look_ahead: Proposal) -> None:
+        """Receive the selection, and the tokens that the draft proposed before it."""
         ...
 
 

@@ -11,7 +11,6 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import httpx2
-import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from starlette.requests import ClientDisconnect
@@ -20,7 +19,7 @@ from spec_stack.api.pruner import Pruner
 from spec_stack.proxy.config import LOOPBACK, ProxyConfig
 from spec_stack.proxy.pruning import PromptPruner, Pruning
 from spec_stack.proxy.upstream import KEEP_RATE_HEADER, Upstream, UpstreamResponse
-from spec_stack.serve.http import ServerWithHardStop, client_of, new_app, read_body, until_disconnect
+from spec_stack.serve.http import client_of, new_app, read_body, run_app, until_disconnect
 from spec_stack.serve.protocol import BadRequestError, error_response
 
 logger = logging.getLogger(__name__)
@@ -30,7 +29,7 @@ PRUNED = {"/v1/chat/completions": "messages", "/v1/completions": "prompt", "/v1/
 # Fields under which the answer holds the prompt, or goes on inside it.
 _WHOLE_FIELDS = ("echo", "suffix", "prompt_logprobs")
 _METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
-_CHECK_S, _GRACE_S = 2.0, 1.5
+_CHECK_S = 2.0
 _MAX_HEADER = 300
 
 
@@ -66,17 +65,9 @@ def serve_proxy(pruner: Pruner, config: ProxyConfig) -> None:
         httpx2.get(f"{config.base_url}/v1/models", timeout=_CHECK_S, trust_env=False)
     except httpx2.HTTPError as error:
         logger.warning("%s does not answer yet: %s", config.upstream, error)
-    settings = uvicorn.Config(
-        build_app(pruner, config),
-        host=config.host,
-        port=config.port,
-        limit_concurrency=config.max_connections,
-        timeout_graceful_shutdown=max(1, round(config.shutdown_s)),
-        # Upstream's own headers are passed on.
-        server_header=False,
-        date_header=False,
-    )
-    ServerWithHardStop(settings, config.shutdown_s + _GRACE_S).run()
+    # Upstream's own Server and Date headers are passed on.
+    settings = {"limit_concurrency": config.max_connections, "server_header": False, "date_header": False}
+    run_app(build_app(pruner, config), config.host, config.port, config.shutdown_s, **settings)
 
 
 class Endpoint:
@@ -88,10 +79,7 @@ class Endpoint:
 
     async def answer(self, request: Request) -> Response:
         """Any request. It is cancelled when its client disconnects."""
-        try:
-            body = await read_body(request, self._config.max_body_bytes)
-        except ClientDisconnect:
-            return self._cancelled()
+        body = await read_body(request, self._config.max_body_bytes)
         work = asyncio.create_task(self._forward(request, body))
         gone = asyncio.create_task(until_disconnect(request))
         try:
@@ -102,11 +90,7 @@ class Endpoint:
                 work.cancel()
         with suppress(asyncio.CancelledError):
             return await work
-        return self._cancelled()
-
-    def _cancelled(self) -> Response:
-        self._outcomes.labels("cancelled").inc()
-        return error_response(499, "the request was cancelled")
+        raise ClientDisconnect
 
     async def _forward(self, request: Request, body: bytes) -> Response:
         body, headers = await self._pruned(request, body)
@@ -137,16 +121,8 @@ class Endpoint:
             pruning = await self._prompts.prune(client_of(request, ()), _prompt(parsed, field), keep_rate)
             if pruning.prompt is not None:
                 body = _with_prompt(parsed, field, pruning.prompt)
-        self._count(pruning)
+        self._prompts.metrics.add(pruning)
         return body, _headers(pruning)
-
-    def _count(self, pruning: Pruning) -> None:
-        metrics, result = self._prompts.metrics, pruning.result
-        metrics.prompts.labels(pruning.outcome).inc()
-        if result is not None:
-            metrics.prompt_tokens.labels("all").inc(result.num_tokens)
-            metrics.prompt_tokens.labels("kept").inc(result.num_kept_tokens)
-            metrics.prompt_tokens.labels("restored").inc(result.num_recalled_tokens)
 
 
 def _keep_rate(request: Request) -> float | None:
@@ -199,8 +175,7 @@ def _with_prompt(body: Mapping[str, Any], field: str, prompt: Any) -> bytes:
 def _headers(pruning: Pruning) -> dict[str, str]:
     reason = pruning.reason.encode("ascii", "replace").decode()
     headers = {"x-spec-stack-reason": "".join(filter(str.isprintable, reason))[:_MAX_HEADER]}
-    if pruning.result is not None:
-        headers["x-spec-stack-prompt-tokens"] = str(pruning.result.num_tokens)
-        headers["x-spec-stack-kept-tokens"] = str(pruning.result.num_kept_tokens)
-        headers["x-spec-stack-recalled-tokens"] = str(pruning.result.num_recalled_tokens)
+    if (result := pruning.result) is not None:
+        counts = {"prompt": result.num_tokens, "kept": result.num_kept_tokens, "recalled": result.num_recalled_tokens}
+        headers |= {f"x-spec-stack-{name}-tokens": str(count) for name, count in counts.items()}
     return headers

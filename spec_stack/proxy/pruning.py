@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from copy import deepcopy
@@ -17,7 +17,7 @@ from typing import Any
 from spec_stack.api.pruner import Pruner, PrunerConversation, PruneResult
 from spec_stack.config import SessionConfig
 from spec_stack.proxy.config import ProxyConfig
-from spec_stack.proxy.metrics import ProxyMetrics
+from spec_stack.serve.http import AppMetrics
 from spec_stack.serve.queue import QueuedWork, QueueFullError, RequestCancelled, RequestQueue
 
 logger = logging.getLogger(__name__)
@@ -29,13 +29,34 @@ _MAX_LOGGED = 300
 
 @dataclass(frozen=True)
 class Pruning:
-    """What is forwarded, and why. prompt: the shorter prompt; None forwards the given one. outcome: see
-    `ProxyMetrics`."""
+    """What is forwarded, and why. outcome: the label in `ProxyMetrics`. prompt: the shorter prompt; None forwards the
+    given one."""
 
     outcome: str
     reason: str
     prompt: Any = None
     result: PruneResult | None = None
+
+
+class ProxyMetrics(AppMetrics):
+    """The proxy's metrics; both functions are called on each scrape."""
+
+    def __init__(self, num_waiting: Callable[[], int], num_conversations: Callable[[], int]) -> None:
+        super().__init__("ok: upstream answered, cancelled, refused, failed")
+        forwarded = "pruned; or the whole: dense, short, long, busy, late, failed, unread"
+        self._prompts = self.counter("prompts", f"Prompts by what was forwarded ({forwarded})", ["outcome"])
+        self._tokens = self.counter("prompt_tokens", "Prompt tokens of the draft (all, kept, restored)", ["part"])
+        self.scoring_s = self.histogram("scoring_seconds", "Scoring and pruning of a prompt")
+        self.gauge("prompts_waiting", "Prompts waiting to be scored", num_waiting)
+        self.gauge("sessions", "Conversations kept", num_conversations)
+
+    def add(self, pruning: Pruning) -> None:
+        """Count one prompt."""
+        self._prompts.labels(pruning.outcome).inc()
+        if (result := pruning.result) is not None:
+            self._tokens.labels("all").inc(result.num_tokens)
+            self._tokens.labels("kept").inc(result.num_kept_tokens)
+            self._tokens.labels("restored").inc(result.num_recalled_tokens)
 
 
 @dataclass(eq=False)

@@ -11,23 +11,21 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
-import uvicorn
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from fastapi.sse import format_sse_event
-from pydantic import BaseModel
-from starlette.requests import ClientDisconnect
 
 from spec_stack.hf.answer_format import AnswerFormat
 from spec_stack.hf.answer_parser import AnswerParser
 from spec_stack.serve.config import ServeConfig
-from spec_stack.serve.http import IGNORED_HEADER, ServerWithHardStop, client_of, new_app, read_body, until_disconnect
-from spec_stack.serve.process_pool import PooledProcessor, RequestPool
+from spec_stack.serve.http import IGNORED_HEADER, client_of, new_app, read_body, run_app, until_disconnect
+from spec_stack.serve.process_pool import RequestPool
 from spec_stack.serve.processing import ProcessedRequest
-from spec_stack.serve.protocol import FAILED, MAX_CALLS, REQUESTS, BadRequestError, error_body, error_response
-from spec_stack.serve.queue import OutputChunk, QueuedRequest, RequestError, StreamItem
+from spec_stack.serve.protocol import CANCELLED, FAILED, REQUESTS, BadRequestError, error_body, error_response
+from spec_stack.serve.queue import OutputChunk, QueuedRequest, StreamItem
 from spec_stack.serve.responses import BUILDERS, OutputParsers, ResponseBuilder
 from spec_stack.serve.worker import Worker
 
@@ -37,9 +35,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MAX_NAMED, _MAX_NAME = 20, 40
-_CANCELLED = "the request was cancelled"
-# Seconds after shutdown_s until the process is killed.
-_GRACE_S = 1.5
 
 
 def build_app(
@@ -88,21 +83,16 @@ def serve(generator: SpecStackGenerator, config: ServeConfig | None = None) -> N
     config = config or ServeConfig()
     if config.host not in ("127.0.0.1", "localhost", "::1") and not config.api_keys:
         logger.warning("listening on %s without an API key: whoever reaches this machine may ask", config.host)
-    settings = uvicorn.Config(
-        build_app(generator, config),
-        host=config.host,
-        port=config.port,
-        timeout_graceful_shutdown=max(1, round(config.shutdown_s)),
-    )
-    ServerWithHardStop(settings, config.shutdown_s + _GRACE_S).run()
+    run_app(build_app(generator, config), config.host, config.port, config.shutdown_s)
 
 
 class Endpoint:
     """Handles an HTTP request: process, enqueue, return or stream the response."""
 
     def __init__(self, generator: SpecStackGenerator, config: ServeConfig, worker: Worker, pool: RequestPool) -> None:
-        self._generator, self._config, self._worker = generator, config, worker
-        self._processor = PooledProcessor(pool, config)
+        self._generator, self._config, self._worker, self._pool = generator, config, worker, pool
+        # A client's requests are processed one after the other.
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._format = AnswerFormat.learn(generator.tokenizer)
         self._model = {
             "id": config.model_name,
@@ -127,11 +117,9 @@ class Endpoint:
     async def answer(self, path: str, request: Request) -> Response:
         """POST one of `REQUESTS`."""
         client = client_of(request, self._config.api_keys)
-        try:
-            body = await read_body(request, self._config.max_body_bytes or 0)
-        except ClientDisconnect:
-            return error_response(499, _CANCELLED)
-        processed = await self._processor.process(client, path, body)
+        body = await read_body(request, self._config.max_body_bytes or 0)
+        async with self._turns.setdefault(client, asyncio.Lock()):
+            processed = await self._pool.process(path, body, self._config)
         options = await run_in_threadpool(self._checked_options, processed)
         loop, items = asyncio.get_running_loop(), asyncio.Queue[StreamItem]()
 
@@ -155,7 +143,7 @@ class Endpoint:
         return OutputParsers(
             parser=partial(AnswerParser, self._format, processed.tool_names, processed.in_thought),
             token_bytes=self._generator.pair.token_bytes,
-            max_calls=processed.options.get(MAX_CALLS),
+            max_calls=processed.max_calls,
         )
 
     def _checked_options(self, processed: ProcessedRequest) -> dict[str, Any]:
@@ -166,7 +154,6 @@ class Endpoint:
             raise BadRequestError(f"the prompt has {num_tokens} tokens; this server takes {most}")
         max_tokens = processed.max_tokens or min(self._config.default_max_tokens, num_positions - num_tokens)
         options = {**processed.options, "max_tokens": max_tokens}
-        options.pop(MAX_CALLS, None)
         try:
             # Only checks; work starts with the first step.
             self._generator.stream_encoded(processed.encoded, options)
@@ -176,7 +163,7 @@ class Endpoint:
 
     async def _items(
         self, request: Request, queued: QueuedRequest, items: asyncio.Queue[StreamItem]
-    ) -> AsyncGenerator[OutputChunk | RequestError]:
+    ) -> AsyncGenerator[OutputChunk | BadRequestError]:
         """The items of a queued request, which is cancelled when its client disconnects or iteration stops."""
 
         async def watch() -> None:
@@ -194,28 +181,28 @@ class Endpoint:
 
 
 async def _whole(
-    items: AsyncGenerator[OutputChunk | RequestError],
+    items: AsyncGenerator[OutputChunk | BadRequestError],
     builder: ResponseBuilder,
     headers: Mapping[str, str],
     request: Request,
 ) -> Response:
     async with aclosing(items):
         async for item in items:
-            if isinstance(item, RequestError):
+            if isinstance(item, BadRequestError):
                 return error_response(item.status, item.message)
             builder.add(item)
     if not builder.is_complete:
-        return error_response(499 if await request.is_disconnected() else 503, _CANCELLED)
-    return JSONResponse(builder.whole().model_dump(mode="json", exclude_unset=True), headers=headers)
+        return error_response(499 if await request.is_disconnected() else 503, CANCELLED)
+    return JSONResponse(builder.whole(), headers=headers)
 
 
 async def _events(
-    items: AsyncGenerator[OutputChunk | RequestError], builder: ResponseBuilder, wants_usage: bool
+    items: AsyncGenerator[OutputChunk | BadRequestError], builder: ResponseBuilder, wants_usage: bool
 ) -> AsyncGenerator[bytes]:
     """A stream's events. Errors are events too, since the status has been sent."""
     async with aclosing(items):
         async for item in items:
-            if isinstance(item, RequestError):
+            if isinstance(item, BadRequestError):
                 yield _error_event(item.status, item.message)
                 return
             try:
@@ -227,19 +214,19 @@ async def _events(
             for event in events:
                 yield event
     if not builder.is_complete:
-        yield _error_event(503, _CANCELLED)
+        yield _error_event(503, CANCELLED)
         return
     if wants_usage:
         yield _event(builder.usage_chunk())
     yield format_sse_event(data_str="[DONE]")
 
 
-def _event(chunk: BaseModel) -> bytes:
-    return format_sse_event(data_str=chunk.model_dump_json(exclude_unset=True))
+def _event(content: Mapping[str, Any]) -> bytes:
+    return format_sse_event(data_str=json.dumps(content))
 
 
 def _error_event(status: int, message: str) -> bytes:
-    return format_sse_event(data_str=json.dumps({"error": error_body(status, message)}))
+    return _event({"error": error_body(status, message)})
 
 
 def _ignored_header(names: Sequence[str]) -> dict[str, str]:

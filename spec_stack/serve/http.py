@@ -1,4 +1,4 @@
-"""Parts shared by all applications: errors, CORS, metrics, API keys, body limit, hard stop."""
+"""Parts shared by the server and the proxy: errors, CORS, metrics, API keys, body limit, hard stop."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import Response
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.requests import ClientDisconnect
 
-from spec_stack.serve.protocol import FAILED, BadRequestError, error_response
+from spec_stack.serve.protocol import CANCELLED, FAILED, BadRequestError, error_response
 from spec_stack.serve.queue import QueueFullError
 
 logger = logging.getLogger(__name__)
@@ -27,15 +28,27 @@ logger = logging.getLogger(__name__)
 # Lists the request fields that the server ignored.
 IGNORED_HEADER = "x-spec-stack-ignored"
 _MAX_DISCARDED_BYTES = 256 << 20
+# Seconds after shutdown_s until the process is killed.
+_GRACE_S = 1.5
 
 
-class AppMetrics(Protocol):
-    """Metrics of an application. requests: a counter with the label "refused"."""
+class AppMetrics:
+    """The metrics that all applications have. outcomes: how a request may end, for the help text."""
 
-    requests: Any
+    def __init__(self, outcomes: str) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = self.counter("requests", f"Requests by how they ended ({outcomes})", ["outcome"])
+        self.wait_s = self.histogram("wait_seconds", "From a request to its first work")
 
-    def text(self) -> bytes:
-        """All metrics in Prometheus' text format."""
+    def counter(self, name: str, meaning: str, labels: list[str] | None = None) -> Counter:
+        return Counter(f"spec_stack_{name}", meaning, labels or [], registry=self.registry)
+
+    def gauge(self, name: str, meaning: str, value: Callable[[], float]) -> None:
+        """A number that is asked for on each scrape."""
+        Gauge(f"spec_stack_{name}", meaning, registry=self.registry).set_function(value)
+
+    def histogram(self, name: str, meaning: str) -> Histogram:
+        return Histogram(f"spec_stack_{name}", meaning, registry=self.registry)
 
 
 def new_app(
@@ -60,7 +73,7 @@ def new_app(
 
     @app.get("/metrics")
     async def scrape() -> Response:
-        return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
+        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     @app.exception_handler(StarletteHTTPException)
     async def handle_http_error(request: Request, error: StarletteHTTPException) -> Response:
@@ -75,6 +88,11 @@ def new_app(
     async def handle_full_queue(request: Request, error: QueueFullError) -> Response:
         metrics.requests.labels("refused").inc()
         return error_response(429, str(error), headers={"Retry-After": "1"})
+
+    @app.exception_handler(ClientDisconnect)
+    async def handle_disconnect(request: Request, error: ClientDisconnect) -> Response:
+        metrics.requests.labels("cancelled").inc()
+        return error_response(499, CANCELLED)
 
     @app.exception_handler(Exception)
     async def handle_failure(request: Request, error: Exception) -> Response:
@@ -118,6 +136,13 @@ async def until_disconnect(request: Request) -> None:
     """Wait until the client disconnects. The body must have been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+def run_app(app: FastAPI, host: str, port: int, shutdown_s: float, **settings: Any) -> None:
+    """Serve an application until Ctrl-C or SIGTERM; running requests then have `shutdown_s` seconds left."""
+    graceful_s = max(1, round(shutdown_s))
+    config = uvicorn.Config(app, host=host, port=port, timeout_graceful_shutdown=graceful_s, **settings)
+    ServerWithHardStop(config, shutdown_s + _GRACE_S).run()
 
 
 class ServerWithHardStop(uvicorn.Server):

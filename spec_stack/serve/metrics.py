@@ -4,34 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-
+from spec_stack.serve.http import AppMetrics
 from spec_stack.types import Metrics
 
 
-class ServerMetrics:
-    """A server's metrics; `num_waiting` and `num_sessions` are called on each scrape."""
+class ServerMetrics(AppMetrics):
+    """A server's metrics; the three functions are called on each scrape."""
 
-    def __init__(self, num_waiting: Callable[[], int], num_sessions: Callable[[], int]) -> None:
-        self._registry = registry = CollectorRegistry()
-        self.requests = Counter(
-            "spec_stack_requests",
-            "Requests by how they ended (ok, cancelled, refused, failed)",
-            ["outcome"],
-            registry=registry,
-        )
-        self.running = Gauge("spec_stack_requests_running", "Requests being answered", registry=registry)
-        Gauge("spec_stack_requests_waiting", "Requests in the queue", registry=registry).set_function(num_waiting)
-        Gauge("spec_stack_sessions", "Conversations kept", registry=registry).set_function(num_sessions)
-        self.wait_s = Histogram("spec_stack_wait_seconds", "From a request to its first work", registry=registry)
-        self._ttft_s = Histogram("spec_stack_ttft_seconds", "From the first work to the first token", registry=registry)
-        self._prompt_tokens = Counter(
-            "spec_stack_prompt_tokens", "Prompt tokens (all, cached, kept, restored)", ["part"], registry=registry
-        )
-        self._tokens = Counter("spec_stack_generated_tokens", "Tokens generated", registry=registry)
-        self._steps = Counter("spec_stack_steps", "Forwards of the target", registry=registry)
-        self._drafted = Counter("spec_stack_drafted_tokens", "Tokens drafted", registry=registry)
-        self._accepted = Counter("spec_stack_accepted_tokens", "Drafted tokens accepted", registry=registry)
+    def __init__(
+        self, num_waiting: Callable[[], int], num_running: Callable[[], int], num_sessions: Callable[[], int]
+    ) -> None:
+        super().__init__("ok, cancelled, refused, failed")
+        self.gauge("requests_running", "Requests being answered", num_running)
+        self.gauge("requests_waiting", "Requests in the queue", num_waiting)
+        self.gauge("sessions", "Conversations kept", num_sessions)
+        self._ttft_s = self.histogram("ttft_seconds", "From the first work to the first token")
+        self._prompt_tokens = self.counter("prompt_tokens", "Prompt tokens (all, cached, kept, restored)", ["part"])
+        self._tokens = self.counter("generated_tokens", "Tokens generated")
+        self._steps = self.counter("steps", "Forwards of the target")
+        self._drafted = self.counter("drafted_tokens", "Tokens drafted")
+        self._accepted = self.counter("accepted_tokens", "Drafted tokens accepted")
 
     def add(self, metrics: Metrics) -> None:
         """Count one answer."""
@@ -44,8 +36,3 @@ class ServerMetrics:
         self._steps.inc(metrics.num_steps)
         self._drafted.inc(metrics.num_proposed)
         self._accepted.inc(metrics.num_accepted)
-
-    def text(self) -> bytes:
-        """All metrics in Prometheus' text format."""
-        exposed: bytes = generate_latest(self._registry)
-        return exposed

@@ -14,7 +14,6 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
-from weakref import WeakValueDictionary
 
 from pebble import ProcessExpired, ProcessPool
 
@@ -31,8 +30,8 @@ _PRELOADED = ("spec_stack.serve.process_pool", "xgrammar")
 _MAX_WORKERS = 4
 # Requests per worker, which bounds its caches.
 _MAX_TASKS = 500
-# CPU seconds per byte of a body, wall seconds per CPU second, and extra seconds for the kernel's limit.
-_S_PER_BYTE, _WALL_FACTOR, _GRACE_S = 5e-6, 6.0, 5.0
+# CPU seconds per byte of a body, and wall seconds per CPU second: other processes may keep the CPU busy.
+_S_PER_BYTE, _WALL_FACTOR = 5e-6, 6.0
 
 
 class RequestPool:
@@ -59,14 +58,30 @@ class RequestPool:
         self._pool.stop()
         self._pool.join()
 
-    def submit(self, path: str, body: bytes, config: ServeConfig) -> Future[ProcessedRequest]:
-        """Process a request in a worker; dead workers are replaced."""
+    async def process(self, path: str, body: bytes, config: ServeConfig) -> ProcessedRequest:
+        """Process a request in a worker. Raises BadRequestError, also for exceeded limits."""
+        # API keys stay in the server process.
+        config = replace(config, api_keys=())
+        try:
+            for _ in range(2):
+                future = await asyncio.to_thread(self._submit, path, body, config)
+                # An idle worker's death breaks the pool, which the next submission recreates.
+                with suppress(BrokenProcessPool):
+                    return await asyncio.wrap_future(future)
+        except (ProcessExpired, TimeoutError) as error:
+            raise BadRequestError(
+                f"the request takes more than {_cpu_s(config, len(body)):.1f} s of work or "
+                f"{config.max_prepare_bytes >> 20} MiB of memory to render, tokenize and compile"
+            ) from error
+        raise RuntimeError("the worker processes end before they have started")
+
+    def _submit(self, path: str, body: bytes, config: ServeConfig) -> Future[ProcessedRequest]:
+        """Send a request to a worker; dead workers are replaced."""
         with self._lock:
             if not self._pool.active:
                 self.stop()
                 self._pool = self._open()
-            # A fallback for processes that the kernel's limit does not end.
-            timeout = _WALL_FACTOR * _cpu_s(config, len(body)) + _GRACE_S
+            timeout = _WALL_FACTOR * _cpu_s(config, len(body))
             future: Future[ProcessedRequest] = self._pool.schedule(_process, (path, body, config), timeout=timeout)
             return future
 
@@ -75,35 +90,6 @@ class RequestPool:
         context.set_forkserver_preload(list(_PRELOADED))
         num_workers = min(_MAX_WORKERS, max(2, os.cpu_count() or 1))
         return ProcessPool(num_workers, _MAX_TASKS, _start_worker, (self._settings,), context)
-
-
-class PooledProcessor:
-    """Processes a server's requests in a pool, those of one client sequentially."""
-
-    def __init__(self, pool: RequestPool, config: ServeConfig) -> None:
-        # API keys stay in the server process.
-        self._pool, self._config = pool, replace(config, api_keys=())
-        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-
-    async def process(self, client: str, path: str, body: bytes) -> ProcessedRequest:
-        """Process a client's request. Raises BadRequestError, also for exceeded limits."""
-        turn = self._turns.setdefault(client, asyncio.Lock())
-        try:
-            async with turn:
-                return await self._submit(path, body)
-        except (ProcessExpired, TimeoutError) as error:
-            raise BadRequestError(
-                f"the request takes more than {_cpu_s(self._config, len(body)):.1f} s of work or "
-                f"{self._config.max_prepare_bytes >> 20} MiB of memory to render, tokenize and compile"
-            ) from error
-
-    async def _submit(self, path: str, body: bytes) -> ProcessedRequest:
-        for _ in range(2):
-            future = await asyncio.to_thread(self._pool.submit, path, body, self._config)
-            # An idle worker's death breaks the pool, which the next submission recreates.
-            with suppress(BrokenProcessPool):
-                return await asyncio.wrap_future(future)
-        raise RuntimeError("the worker processes end before they have started")
 
 
 def _cpu_s(config: ServeConfig, num_bytes: int) -> float:
@@ -147,8 +133,6 @@ def _limited(cpu_s: float, max_bytes: int) -> Iterator[None]:
 
     unlimited = resource.getrlimit(resource.RLIMIT_AS)
     signal.setitimer(signal.ITIMER_PROF, cpu_s)
-    # Other processes may keep the CPU busy.
-    signal.setitimer(signal.ITIMER_REAL, _WALL_FACTOR * cpu_s)
     # Only Linux enforces this limit and reports memory use.
     with suppress(OSError, ValueError), open("/proc/self/statm", encoding="ascii") as statm:
         in_use = int(statm.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
@@ -158,4 +142,3 @@ def _limited(cpu_s: float, max_bytes: int) -> Iterator[None]:
     finally:
         resource.setrlimit(resource.RLIMIT_AS, unlimited)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.setitimer(signal.ITIMER_REAL, 0)

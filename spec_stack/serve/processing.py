@@ -15,7 +15,7 @@ from spec_stack.hf.prompt import EncodedPrompt, PromptSource, encode_prompt, spe
 from spec_stack.hf.structured import Grammars, SerializedFormat
 from spec_stack.serve.config import ServeConfig
 from spec_stack.serve.protocol import REQUESTS, BadRequestError, ChatCompletionRequest, GenerationRequest
-from spec_stack.serve.request_limits import RequestLimits
+from spec_stack.serve.request_limits import check_limits
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class ProcessedRequest:
     wants_usage: bool
     ignored: Sequence[str]
     tool_names: Sequence[str]
+    max_calls: int | None
     in_thought: bool
 
 
@@ -77,6 +78,7 @@ class RequestProcessor:
             wants_usage=request.wants_usage,
             ignored=ignored,
             tool_names=tool_names(source.tools),
+            max_calls=request.max_calls,
             in_thought=in_thought,
         )
 
@@ -88,7 +90,7 @@ class RequestProcessor:
             raise ValueError(f"the body is not JSON: {error}") from error
         if not isinstance(values, dict):
             raise ValueError("the body must be a JSON object")
-        RequestLimits(config.max_prompt_chars or len(body), config.max_grammar_size).check(values)
+        check_limits(values, config.max_prompt_chars or len(body), config.max_grammar_size)
         request = REQUESTS[path].model_validate(values)
         if request.model not in (None, config.model_name):
             raise BadRequestError(f"there is no model {request.model!r} here, only {config.model_name!r}", "model", 404)

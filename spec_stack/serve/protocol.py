@@ -24,14 +24,13 @@ from spec_stack.serve.config import ServeConfig
 
 # Options with the generator's names; those of the last two rows are extensions.
 _SAME = (
-    *("top_p", "seed", "stop", "response_format"),
+    *("top_p", "seed", "stop", "logit_bias", "response_format"),
     *("top_k", "min_p", "min_tokens", "repetition_penalty", "stop_token_ids", "ignore_eos"),
     *("keep_rate", "sparse_prefill", "policy", "gamma"),
 )
 MAX_TOP_LOGPROBS = 20
+CANCELLED = "the request was cancelled"
 FAILED = "the server could not answer this request; its log says why"
-# The only option that is not the generator's.
-MAX_CALLS = "max_calls"
 _ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 499: "cancelled"}
 
 
@@ -103,7 +102,8 @@ class GenerationRequest(BaseModel):
     stream_options: dict[str, Any] | None = None
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
-    logit_bias: dict[str, float] | None = None
+    # By token id, which JSON has as strings.
+    logit_bias: dict[Annotated[int, Field(strict=False)], float] | None = None
     response_format: dict[str, Any] | None = None
     # Accepted without effect on the answer.
     user: str | None = None
@@ -136,6 +136,11 @@ class GenerationRequest(BaseModel):
         """Whether a stream ends with its usage."""
         return bool((self.stream_options or {}).get("include_usage"))
 
+    @property
+    def max_calls(self) -> int | None:
+        """The maximum number of tool calls in an answer, if limited."""
+        return None
+
     def source(self) -> PromptSource:
         raise NotImplementedError
 
@@ -155,8 +160,6 @@ class GenerationRequest(BaseModel):
             name = "frequency_penalty" if self.frequency_penalty else "presence_penalty"
             raise ValueError(f"{name} is not supported; see repetition_penalty")
         options = {name: getattr(self, name) for name in _SAME if getattr(self, name) is not None}
-        if self.logit_bias is not None:
-            options["logit_bias"] = {_token_id(key): value for key, value in self.logit_bias.items()}
         options["logprobs"] = self.num_logprobs()
         options["temperature"] = config.temperature if self.temperature is None else self.temperature
         return options
@@ -184,8 +187,9 @@ class ChatCompletionRequest(GenerationRequest):
             raise ValueError("top_logprobs needs logprobs: true")
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    def options(self, config: ServeConfig) -> dict[str, Any]:
-        return super().options(config) | ({MAX_CALLS: 1} if self.parallel_tool_calls is False else {})
+    @property
+    def max_calls(self) -> int | None:
+        return 1 if self.parallel_tool_calls is False else None
 
     def source(self) -> PromptSource:
         return PromptSource(
@@ -226,10 +230,3 @@ REQUESTS: dict[str, type[GenerationRequest]] = {
     "/v1/completions": CompletionRequest,
 }
 """By path."""
-
-
-def _token_id(key: str) -> int:
-    try:
-        return int(key)
-    except ValueError as error:
-        raise ValueError(f"logit_bias is by token id, got {key!r}") from error

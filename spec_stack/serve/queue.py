@@ -10,6 +10,7 @@ from time import monotonic
 from typing import Any, Generic, TypeVar
 
 from spec_stack.hf.prompt import EncodedPrompt
+from spec_stack.serve.protocol import BadRequestError
 from spec_stack.types import StepOutput
 
 
@@ -29,15 +30,7 @@ class OutputChunk:
     output: StepOutput
 
 
-@dataclass(frozen=True)
-class RequestError:
-    """A request's failure and HTTP status."""
-
-    status: int
-    message: str
-
-
-StreamItem = OutputChunk | RequestError | None
+StreamItem = OutputChunk | BadRequestError | None
 """None after the last."""
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 # Nesting of a body, of a schema (one rule per level), and of groups in a pattern.
@@ -18,59 +17,56 @@ _PART = re.compile(r"\\.?|\[\^?\]?(?:\\.|[^\]\\])*\]?|.", re.DOTALL)
 _COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
 
 
-@dataclass(frozen=True)
-class RequestLimits:
-    """Most characters of all texts and names, and the largest pattern, schema or grammar size."""
+def check_limits(request: Mapping[str, Any], max_chars: int, max_size: int) -> None:
+    """Raise ValueError if a parsed request exceeds a limit.
 
-    max_chars: int
-    max_size: int
+    max_chars: of all texts and names. max_size: of the largest pattern, schema or grammar.
+    """
+    _check_chars(request, max_chars)
+    for name in ("stop", "stop_token_ids"):
+        _check_stops(name, request.get(name))
+    for what, size in _grammar_sizes(request, max_size):
+        if size > max_size:
+            raise ValueError(
+                f"{what} is larger than this server compiles ({max_size} parts, each times the repetitions around it)"
+            )
 
-    def check(self, request: Mapping[str, Any]) -> None:
-        """Raise ValueError if a parsed request exceeds a limit."""
-        self._check_chars(request)
-        for name in ("stop", "stop_token_ids"):
-            _check_stops(name, request.get(name))
-        for what, size in self._grammar_sizes(request):
-            if size > self.max_size:
-                raise ValueError(
-                    f"{what} is larger than this server compiles ({self.max_size} parts, each times the repetitions "
-                    "around it)"
-                )
 
-    def _check_chars(self, request: Mapping[str, Any]) -> None:
-        """Count characters level by level; other values count as one."""
-        num_chars, level = 0, [request]
-        for _ in range(MAX_DEPTH):
-            deeper: list[Any] = []
-            for value in level:
-                if isinstance(value, str):
-                    num_chars += len(value)
-                elif isinstance(value, dict):
-                    num_chars += sum(map(len, value))
-                    deeper.extend(value.values())
-                elif isinstance(value, list):
-                    deeper.extend(value)
-                else:
-                    num_chars += 1
-            if num_chars + len(deeper) > self.max_chars:
-                raise ValueError(f"the request is longer than this server takes, {self.max_chars} characters")
-            if not deeper:
-                return
-            level = deeper
-        raise ValueError(f"the request is nested deeper than this server takes, {MAX_DEPTH} levels")
+def _check_chars(request: Mapping[str, Any], max_chars: int) -> None:
+    """Count characters level by level; other values count as one."""
+    num_chars, level = 0, [request]
+    for _ in range(MAX_DEPTH):
+        deeper: list[Any] = []
+        for value in level:
+            if isinstance(value, str):
+                num_chars += len(value)
+            elif isinstance(value, dict):
+                num_chars += sum(map(len, value))
+                deeper.extend(value.values())
+            elif isinstance(value, list):
+                deeper.extend(value)
+            else:
+                num_chars += 1
+        if num_chars + len(deeper) > max_chars:
+            raise ValueError(f"the request is longer than this server takes, {max_chars} characters")
+        if not deeper:
+            return
+        level = deeper
+    raise ValueError(f"the request is nested deeper than this server takes, {MAX_DEPTH} levels")
 
-    def _grammar_sizes(self, request: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-        wanted = request.get("response_format")
-        if isinstance(wanted, Mapping):
-            for name in ("pattern", "grammar"):
-                if isinstance(wanted.get(name), str):
-                    yield f"response_format: the {name}", pattern_size(wanted[name], self.max_size)
-            inner = wanted.get("json_schema")
-            schema = inner.get("schema") if isinstance(inner, Mapping) else wanted.get("schema")
-            yield "response_format: the schema", schema_size(schema, self.max_size)
-        for tool in request.get("tools") or ():
-            if isinstance(tool, Mapping) and isinstance(tool.get("function"), Mapping):
-                yield "a tool's parameters", schema_size(tool["function"].get("parameters"), self.max_size)
+
+def _grammar_sizes(request: Mapping[str, Any], max_size: int) -> Iterator[tuple[str, int]]:
+    wanted = request.get("response_format")
+    if isinstance(wanted, Mapping):
+        for name in ("pattern", "grammar"):
+            if isinstance(wanted.get(name), str):
+                yield f"response_format: the {name}", pattern_size(wanted[name], max_size)
+        inner = wanted.get("json_schema")
+        schema = inner.get("schema") if isinstance(inner, Mapping) else wanted.get("schema")
+        yield "response_format: the schema", schema_size(schema, max_size)
+    for tool in request.get("tools") or ():
+        if isinstance(tool, Mapping) and isinstance(tool.get("function"), Mapping):
+            yield "a tool's parameters", schema_size(tool["function"].get("parameters"), max_size)
 
 
 def _check_stops(name: str, stops: Any) -> None:

@@ -1,4 +1,4 @@
-"""OpenAI responses: completions, and chat completions with tool calls and reasoning."""
+"""OpenAI responses as JSON objects: completions, and chat completions with tool calls and reasoning."""
 
 from __future__ import annotations
 
@@ -8,11 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from openai.types import Completion, CompletionUsage
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from openai.types.completion_usage import PromptTokensDetails
-from pydantic import BaseModel
-
 from spec_stack.hf.answer_parser import AnswerParser
 from spec_stack.serve.queue import OutputChunk
 from spec_stack.types import AnswerPart, Metrics, StepOutput, TokenLogprobs
@@ -20,6 +15,7 @@ from spec_stack.types import AnswerPart, Metrics, StepOutput, TokenLogprobs
 _FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 # OpenAI's value for impossible tokens; JSON has no infinity.
 _MIN_LOGPROB = -9999.0
+Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -44,7 +40,7 @@ class Choice:
     parser: AnswerParser
     content: str = ""
     reasoning: str = ""
-    calls: list[dict[str, Any]] = field(default_factory=list)
+    calls: list[Json] = field(default_factory=list)
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None
     metrics: Metrics | None = None
@@ -52,13 +48,13 @@ class Choice:
 
 
 class ResponseBuilder:
-    """Builds a request's response, whole or in chunks."""
+    """Builds a request's response, whole or in chunks. kind, chunk_kind: OpenAI's names of both."""
 
-    id_prefix = "response"
+    id_prefix = kind = chunk_kind = ""
 
     def __init__(self, model: str, num_choices: int, parsers: OutputParsers) -> None:
         self._parsers = parsers
-        self._head: dict[str, Any] = {
+        self._head: Json = {
             "id": f"{self.id_prefix}-{secrets.token_hex(12)}",
             "created": int(time.time()),
             "model": model,
@@ -70,75 +66,65 @@ class ResponseBuilder:
         """Whether every choice has ended."""
         return all(choice.finish_reason is not None for choice in self.choices)
 
-    def add(self, chunk: OutputChunk) -> list[BaseModel]:
+    def add(self, chunk: OutputChunk) -> list[Json]:
         """Add a step, and return its stream chunks."""
         choice, output = self.choices[chunk.index], chunk.output
         if output.logprobs is not None:
             choice.logprobs = [*(choice.logprobs or ()), *output.logprobs]
         if output.finish_reason is not None:
             choice.finish_reason, choice.metrics = _FINISH_REASONS[output.finish_reason], output.metrics
-        return [self._chunk([{"index": chunk.index} | part]) for part in self._add(choice, output)]
+        parts = [{"index": chunk.index} | part for part in self._add(choice, output)]
+        return [self._response(self.chunk_kind, [part], None) for part in parts]
 
-    def usage_chunk(self) -> BaseModel:
+    def usage_chunk(self) -> Json:
         """The chunk with only the usage."""
-        return self._chunk([], self._usage())
+        return self._response(self.chunk_kind, [], self._usage())
 
-    def whole(self) -> BaseModel:
+    def whole(self) -> Json:
         """The complete response."""
+        choices = [
+            {"index": index, "finish_reason": choice.finish_reason} | self._whole_choice(choice)
+            for index, choice in enumerate(self.choices)
+        ]
+        return self._response(self.kind, choices, self._usage())
+
+    def _add(self, choice: Choice, output: StepOutput) -> list[Json]:
+        """Add a step to a choice, and return the streamed parts."""
         raise NotImplementedError
 
-    def _add(self, choice: Choice, output: StepOutput) -> list[dict[str, Any]]:
-        """Add a step to a choice, and return the streamed part."""
+    def _whole_choice(self, choice: Choice) -> Json:
+        """A choice's own fields in the complete response."""
         raise NotImplementedError
 
-    def _chunk(self, choices: list[dict[str, Any]], usage: CompletionUsage | None = None) -> BaseModel:
-        raise NotImplementedError
+    def _response(self, kind: str, choices: list[Json], usage: Json | None) -> Json:
+        return self._head | {"object": kind, "choices": choices, "usage": usage}
 
-    def _usage(self) -> CompletionUsage:
+    def _usage(self) -> Json:
         """Token counts; the prompt counts once for all choices."""
         costs = [choice.metrics for choice in self.choices if choice.metrics is not None]
         num_prompt, num_new = costs[0].num_prompt_tokens, sum(cost.num_tokens for cost in costs)
-        return CompletionUsage(
-            prompt_tokens=num_prompt,
-            completion_tokens=num_new,
-            total_tokens=num_prompt + num_new,
-            prompt_tokens_details=PromptTokensDetails(cached_tokens=costs[0].num_cached_tokens),
-        )
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_new,
+            "total_tokens": num_prompt + num_new,
+            "prompt_tokens_details": {"cached_tokens": costs[0].num_cached_tokens},
+        }
 
 
 class ChatResponseBuilder(ResponseBuilder):
     """Builds chat completions."""
 
-    id_prefix = "chatcmpl"
+    id_prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def whole(self) -> BaseModel:
-        choices = [
-            {
-                "index": index,
-                "finish_reason": choice.finish_reason,
-                "message": self._message(choice),
-                "logprobs": self._logprobs(choice.logprobs),
-            }
-            for index, choice in enumerate(self.choices)
-        ]
-        return ChatCompletion.model_validate(
-            self._head | {"object": "chat.completion", "choices": choices, "usage": self._usage()}
-        )
-
-    def _message(self, choice: Choice) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": choice.content, "refusal": None}
+    def _whole_choice(self, choice: Choice) -> Json:
+        message: Json = {"role": "assistant", "content": choice.content, "refusal": None}
         if choice.calls:
             message |= {"tool_calls": choice.calls, "content": choice.content or None}
         if choice.reasoning:
             message["reasoning_content"] = choice.reasoning
-        return message
+        return {"message": message, "logprobs": self._logprobs(choice.logprobs)}
 
-    def _chunk(self, choices: list[dict[str, Any]], usage: CompletionUsage | None = None) -> BaseModel:
-        return ChatCompletionChunk.model_validate(
-            self._head | {"object": "chat.completion.chunk", "choices": choices, "usage": usage}
-        )
-
-    def _add(self, choice: Choice, output: StepOutput) -> list[dict[str, Any]]:
+    def _add(self, choice: Choice, output: StepOutput) -> list[Json]:
         deltas = self._deltas(choice, output.text)
         if not deltas and (choice.finish_reason is not None or output.logprobs):
             deltas = [{}]
@@ -149,11 +135,11 @@ class ChatResponseBuilder(ResponseBuilder):
             # Null while text may follow, and beside a call; an empty answer is an empty string.
             content = "" if choice.finish_reason is not None and not choice.calls else None
             deltas[0] = {"role": "assistant", "content": content} | deltas[0]
-        parts: list[dict[str, Any]] = [{"delta": delta, "finish_reason": None} for delta in deltas]
+        parts: list[Json] = [{"delta": delta, "finish_reason": None} for delta in deltas]
         parts[-1] |= {"finish_reason": choice.finish_reason, "logprobs": self._logprobs(output.logprobs)}
         return parts
 
-    def _deltas(self, choice: Choice, text: str) -> list[dict[str, Any]]:
+    def _deltas(self, choice: Choice, text: str) -> list[Json]:
         """Parse a step's text, and return the message deltas."""
         parts = choice.parser.push(text)
         if choice.finish_reason is not None:
@@ -163,7 +149,7 @@ class ChatResponseBuilder(ResponseBuilder):
             choice.finish_reason = "tool_calls"
         return deltas
 
-    def _part_deltas(self, choice: Choice, part: AnswerPart) -> list[dict[str, Any]]:
+    def _part_deltas(self, choice: Choice, part: AnswerPart) -> list[Json]:
         """Add a part to the message; a call streams its name, then its arguments."""
         if part.call is None and part.kind == "reasoning":
             choice.reasoning += part.text
@@ -180,7 +166,7 @@ class ChatResponseBuilder(ResponseBuilder):
         arguments = {"index": index, "function": {"arguments": part.call.arguments}}
         return [{"tool_calls": [name]}, {"tool_calls": [arguments]}]
 
-    def _logprobs(self, tokens: Sequence[TokenLogprobs] | None) -> dict[str, Any] | None:
+    def _logprobs(self, tokens: Sequence[TokenLogprobs] | None) -> Json | None:
         if tokens is None:
             return None
         content = [
@@ -189,7 +175,7 @@ class ChatResponseBuilder(ResponseBuilder):
         ]
         return {"content": content, "refusal": None}
 
-    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+    def _token(self, token_id: int, logprob: float) -> Json:
         return {
             "token": self._parsers.token_text(token_id),
             "bytes": list(self._parsers.token_bytes(token_id)),
@@ -200,26 +186,18 @@ class ChatResponseBuilder(ResponseBuilder):
 class CompletionResponseBuilder(ResponseBuilder):
     """Builds completions, whose chunks have the format of the whole."""
 
-    id_prefix = "cmpl"
+    id_prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
-    def whole(self) -> BaseModel:
-        choices = [
-            {"index": index, "text": choice.content, "finish_reason": choice.finish_reason}
-            | self._logprobs(choice.logprobs)
-            for index, choice in enumerate(self.choices)
-        ]
-        return self._chunk(choices, self._usage())
+    def _whole_choice(self, choice: Choice) -> Json:
+        return {"text": choice.content} | self._logprobs(choice.logprobs)
 
-    def _chunk(self, choices: list[dict[str, Any]], usage: CompletionUsage | None = None) -> BaseModel:
-        return Completion.model_construct(**self._head, object="text_completion", choices=choices, usage=usage)
-
-    def _add(self, choice: Choice, output: StepOutput) -> list[dict[str, Any]]:
+    def _add(self, choice: Choice, output: StepOutput) -> list[Json]:
         choice.content += output.text
         if not output.text and choice.finish_reason is None and not output.logprobs:
             return []
         return [{"text": output.text, "finish_reason": choice.finish_reason} | self._logprobs(output.logprobs)]
 
-    def _logprobs(self, tokens: Sequence[TokenLogprobs] | None) -> dict[str, Any]:
+    def _logprobs(self, tokens: Sequence[TokenLogprobs] | None) -> Json:
         """Parallel lists, without offsets: a token may be part of a character."""
         if tokens is None:
             return {"logprobs": None}

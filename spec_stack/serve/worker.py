@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from spec_stack.api.answering import samples
 from spec_stack.serve.config import ServeConfig
 from spec_stack.serve.metrics import ServerMetrics
-from spec_stack.serve.protocol import FAILED
-from spec_stack.serve.queue import OutputChunk, QueuedRequest, RequestCancelled, RequestError, RequestQueue
+from spec_stack.serve.protocol import FAILED, BadRequestError
+from spec_stack.serve.queue import OutputChunk, QueuedRequest, RequestCancelled, RequestQueue
 from spec_stack.serve.sessions import SessionStore
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class Worker:
     def __init__(self, generator: SpecStackGenerator, config: ServeConfig) -> None:
         self.queue: RequestQueue[QueuedRequest] = RequestQueue(config.max_queued, config.max_queued_per_client)
         self.sessions = SessionStore(generator, config.max_sessions, config.remembered_tokens)
-        self.metrics = ServerMetrics(self.queue.__len__, self.sessions.__len__)
+        self.metrics = ServerMetrics(self.queue.__len__, lambda: int(self.is_busy), self.sessions.__len__)
         self._running: QueuedRequest | None = None
         self._thread = threading.Thread(target=self._work, name="spec-stack-serve", daemon=True)
 
@@ -56,13 +56,11 @@ class Worker:
     def _work(self) -> None:
         while (request := self.queue.next()) is not None:
             self._running = request
-            self.metrics.running.set(1)
             self.metrics.wait_s.observe(monotonic() - request.queued_at)
             try:
                 self.metrics.requests.labels(self._answer(request)).inc()
             finally:
                 self._running = None
-                self.metrics.running.set(0)
                 request.deliver(None)
 
     def _answer(self, request: QueuedRequest) -> str:
@@ -76,11 +74,11 @@ class Worker:
         except RequestCancelled:
             return "cancelled"
         except ValueError as error:
-            request.deliver(RequestError(400, str(error)))
+            request.deliver(BadRequestError(str(error)))
             return "refused"
         except Exception:
             logger.exception("a request failed")
-            request.deliver(RequestError(500, FAILED))
+            request.deliver(BadRequestError(FAILED, status=500))
             return "failed"
         return "ok"
 

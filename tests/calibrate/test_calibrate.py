@@ -11,6 +11,7 @@ import torch
 
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
 from spec_stack.calibrate import search
+from spec_stack.calibrate.config import CalibrateConfig
 from spec_stack.calibrate.heads import Setting
 from spec_stack.calibrate.judged import Judged, judge, needed
 from spec_stack.calibrate.prompts import Prompt, PromptMaker, Task
@@ -40,7 +41,7 @@ def pair() -> ModelPair:
 @pytest.fixture(scope="module")
 def calibrated(pair: ModelPair, tmp_path_factory: pytest.TempPathFactory) -> tuple[Calibration, Path]:
     work = tmp_path_factory.mktemp("calibration") / "work"
-    return calibrate(pair, lengths=(512, 1024), prompts_per_length=22, documents=TEXTS, work=work), work
+    return calibrate(pair, CalibrateConfig(lengths=(512, 1024), prompts=22), documents=TEXTS, work=work), work
 
 
 def test_a_calibration_is_the_same_after_a_file_and_works_in_a_generator(
@@ -91,11 +92,11 @@ def test_going_on_passes_over_no_prompt_twice(
         return judge(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(search, "judge", counted)
-    again = calibrate(pair, lengths=(512, 1024), prompts_per_length=22, documents=TEXTS, work=work)
+    again = calibrate(pair, CalibrateConfig(lengths=(512, 1024), prompts=22), documents=TEXTS, work=work)
     assert len(passes) == 1
     assert replace(again, seconds=made.seconds) == made
     # Another seed asks other prompts.
-    calibrate(pair, lengths=(512,), prompts_per_length=2, documents=TEXTS, work=work, seed=1)
+    calibrate(pair, CalibrateConfig(lengths=(512,), prompts=2, seed=1), documents=TEXTS, work=work)
     assert len(passes) == 3
 
 
@@ -105,7 +106,7 @@ def test_a_pass_that_was_ended_in_the_middle_leaves_nothing_behind(pair: ModelPa
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        calibrate(pair, lengths=(512,), prompts_per_length=9, documents=TEXTS, work=tmp_path, progress=stop)
+        calibrate(pair, CalibrateConfig(lengths=(512,), prompts=9), documents=TEXTS, work=tmp_path, progress=stop)
     assert len(list(tmp_path.iterdir())) == 4
     assert all(file.suffix == ".safetensors" for file in tmp_path.iterdir())
 
@@ -123,9 +124,7 @@ def test_the_budget_is_kept_and_what_is_judged_by_then_makes_a_calibration(
     monkeypatch.setattr(search, "judge", judge_slowly)
     made = calibrate(
         pair,
-        lengths=(512, 1024),
-        prompts_per_length=400,
-        budget_s=40,
+        CalibrateConfig(lengths=(512, 1024), prompts=400, budget_s=40),
         documents=TEXTS,
         progress=lambda done, total, what: told.append(what),
     )
@@ -140,7 +139,7 @@ def test_the_budget_is_kept_and_what_is_judged_by_then_makes_a_calibration(
 
 
 def test_a_budget_for_no_prompt_leaves_the_default(pair: ModelPair) -> None:
-    made = calibrate(pair, lengths=(8192,), budget_s=0.05, documents=TEXTS)
+    made = calibrate(pair, CalibrateConfig(lengths=(8192,), budget_s=0.05), documents=TEXTS)
     assert made.num_prompts == 0
     assert made.apply() == PrefillConfig()
     assert "too few" in format_calibration(made)
@@ -151,7 +150,7 @@ def test_of_a_draft_with_random_weights_bm25_is_chosen(pair: ModelPair) -> None:
     blind = type(pair.draft)(pair.draft.config).eval()
     blind.config._attn_implementation_internal = "sdpa"
     random_pair = ModelPair.assemble(blind, blind, pair.tokenizer)
-    found = calibrate(random_pair, lengths=(512,), prompts_per_length=22)
+    found = calibrate(random_pair, CalibrateConfig(lengths=(512,), prompts=22))
     assert found.apply().scorer == "bm25"
     assert "does not earn its pass" in " ".join(found.notes)
 
@@ -216,7 +215,7 @@ def test_a_draft_with_another_tokenizer_is_calibrated_too(tmp_path: Path) -> Non
     drop_merges(ASSETS / "draft", tmp_path, 0.1, seed=0, tokenizer_from=ASSETS / "target")
     foreign = ModelPair.load(ASSETS / "target", tmp_path, device="cpu", target_weights=False)
     assert foreign.translation is not None
-    found = calibrate(foreign, lengths=(512,), prompts_per_length=12)
+    found = calibrate(foreign, CalibrateConfig(lengths=(512,), prompts=12))
     assert found.settings
     assert found.check(foreign.target.config, foreign.draft.config) == ""
 
@@ -225,12 +224,14 @@ def test_what_cannot_be_calibrated_is_refused(pair: ModelPair) -> None:
     with pytest.raises(ValueError, match="tokenizer"):
         calibrate(ModelPair.assemble(make_model(), make_model(seed=1)))
     with pytest.raises(ValueError, match="no length fits"):
-        calibrate(pair, lengths=(10**6,))
+        calibrate(pair, CalibrateConfig(lengths=(10**6,)))
     with pytest.raises(ValueError, match="not empty"):
         calibrate(pair, documents=["  "])
-    for bad in ({"lengths": ()}, {"prompts_per_length": 0}, {"margin": 1.0}, {"budget_s": 0}):
+    with pytest.raises(TypeError, match="lengths: it is now in its CalibrateConfig"):
+        calibrate(pair, lengths=(512,))
+    for bad in ({"lengths": ()}, {"prompts": 0}, {"margin": 1.0}, {"budget_s": 0}):
         with pytest.raises(ValueError, match=r"must be"):
-            calibrate(pair, **bad)  # type: ignore[arg-type]
+            CalibrateConfig(**bad)  # type: ignore[arg-type]
 
 
 @pytest.fixture

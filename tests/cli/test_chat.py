@@ -26,7 +26,7 @@ def talk(embedded: SpecStackGenerator, lines: list[Any], **options: Any) -> tupl
         return str(line)
 
     out = io.StringIO()
-    chat = Chat(embedded.session, {"max_tokens": 12}, read=read, out=out, **options)
+    chat = Chat(embedded, {"max_tokens": 12}, read=read, out=out, **options)
     chat.run()
     return chat, out.getvalue()
 
@@ -77,7 +77,7 @@ def test_an_interrupt_stops_the_answer_only(embedded: SpecStackGenerator) -> Non
             raise EOFError from None
 
     out = Impatient()
-    chat = Chat(embedded.session, {"max_tokens": 40}, read=read, out=out)
+    chat = Chat(embedded, {"max_tokens": 40}, read=read, out=out)
     chat.run()
     assert out.getvalue().count("(stopped)") == 1
     assert len(chat.messages) == 4
@@ -128,15 +128,13 @@ def test_a_turn_is_taken_back_and_a_chat_is_saved_and_goes_on_elsewhere(
     assert "taken back; 1 turns are left" in said
     assert "1 turns · " in said
     assert "cannot write" in said
-    again, said = talk(
-        embedded, ["/load nowhere", f"/load {path}", "Why?"], load_session=embedded.load_session, system="Unused."
-    )
+    again, said = talk(embedded, ["/load nowhere", f"/load {path}", "Why?"], system="Unused.")
     assert "cannot read nowhere.messages.json" in said
     assert again.messages[:2] == chat.messages
     assert again.messages[2] == {"role": "user", "content": "Why?"}
     assert " 0 cached" not in said.splitlines()[-1]
     path.with_name("chat.messages.json").write_text('{"messages": [{"role": "user"}], "documents": []}')
-    assert "not those of a chat" in talk(embedded, [f"/load {path}"], load_session=embedded.load_session)[1]
+    assert "not those of a chat" in talk(embedded, [f"/load {path}"])[1]
 
 
 def test_what_is_pasted_into_a_terminal_is_one_message() -> None:

@@ -12,9 +12,10 @@ import pytest
 
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
 from spec_stack.cli.main import main
+from spec_stack.controller.base import DraftSignals, StepRecord
 from spec_stack.explain.command import explain_live, explain_records
-from spec_stack.explain.data import Explanation, PromptView, QuerySegment, RunView, Step, TurnView, WrittenToken
-from spec_stack.explain.observe import WatchedGenerator, watch_prompt, watch_turns
+from spec_stack.explain.data import Explanation, PromptView, QuerySegment, RunView, TurnView, WrittenToken
+from spec_stack.explain.observe import watch_prompt, watch_turns, watching
 from spec_stack.explain.page import render
 from tests.support.models import make_model, make_tokenizer
 
@@ -54,17 +55,18 @@ def data_of(page: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def watched() -> WatchedGenerator:
+def watched() -> SpecStackGenerator:
     config = SpecStackConfig(PrefillConfig(min_prompt_tokens=64, unit="chunks", on_scoring_error="raise"))
     generator = SpecStackGenerator.from_pretrained(device="cpu", precision="fp32", config=config)
-    return WatchedGenerator.watching(generator)
+    return watching(generator)
 
 
 PROMPT = "\n".join(f"def f{index}(x):\n    return x + {index}" for index in range(40)) + "\ndef f"
 
 
 def test_hostile_text_is_data_and_never_markup() -> None:
-    step = Step(2, 1, 2, 0.1, 0.2, 0.0, [1.0, 2.0], [0.5, 0.5], "draft", True)
+    signals = DraftSignals([1.0, 2.0], [0.5, 0.5])
+    step = StepRecord(HOSTILE, 0, "p", "fp32", "t", True, 0.5, 2, 1, 2, signals, 0.1, 0.2, 0.0, proposer=HOSTILE)
     prompt = PromptView([HOSTILE], "k", [1.0], [1.0], queries=[QuerySegment(0, 1, 0.83, HOSTILE)])
     turn = TurnView(HOSTILE, prompt, [WrittenToken(HOSTILE, 0, "draft"), WrittenToken("b", 0, HOSTILE)], [step])
     explanation = Explanation(HOSTILE, {HOSTILE: HOSTILE}, [RunView(HOSTILE, [turn])])
@@ -76,7 +78,7 @@ def test_hostile_text_is_data_and_never_markup() -> None:
     assert read.title == HOSTILE
 
 
-def test_the_page_asks_nothing_of_a_network(watched: WatchedGenerator) -> None:
+def test_the_page_asks_nothing_of_a_network(watched: SpecStackGenerator) -> None:
     page = render(explain_live(watched, title="t", pair="p", options={"max_tokens": 4}, prompt=PROMPT))
     read = Reader(page)
     assert read.fetched == []
@@ -89,7 +91,7 @@ def test_the_page_asks_nothing_of_a_network(watched: WatchedGenerator) -> None:
     assert "url(" not in page
 
 
-def test_what_is_shown_is_what_the_generator_does(watched: WatchedGenerator) -> None:
+def test_what_is_shown_is_what_the_generator_does(watched: SpecStackGenerator) -> None:
     options = {"max_tokens": 12, "keep_rate": 0.3, "gamma": 3}
     explanation = explain_live(watched, title="t", pair="p", options=options, prompt=PROMPT, compare=True)
     sparse, dense = (run.turns[0] for run in explanation.runs)
@@ -106,7 +108,7 @@ def test_what_is_shown_is_what_the_generator_does(watched: WatchedGenerator) -> 
     assert sparse.dense_estimate_s > sparse.steps[0].verify_s  # type: ignore[operator]
 
 
-def test_the_kept_chunks_are_those_with_the_most_votes(watched: WatchedGenerator) -> None:
+def test_the_kept_chunks_are_those_with_the_most_votes(watched: SpecStackGenerator) -> None:
     explanation = explain_live(watched, title="t", pair="p", options={"max_tokens": 2, "keep_rate": 0.3}, prompt=PROMPT)
     prompt = explanation.runs[0].turns[0].prompt
     assert prompt is not None
@@ -132,7 +134,7 @@ def queries_of(text: str, **prefill: Any) -> list[QuerySegment]:
     config = SpecStackConfig(PrefillConfig(min_prompt_tokens=64, on_scoring_error="raise", **prefill))
     generator = SpecStackGenerator.from_pretrained(device="cpu", precision="fp32", config=config)
     messages = [{"role": "user", "content": text}]
-    run = watch_prompt(WatchedGenerator.watching(generator), "r", text, messages=messages, max_tokens=2)
+    run = watch_prompt(watching(generator), "r", text, messages=messages, max_tokens=2)
     prompt = run.turns[0].prompt
     assert prompt is not None
     for query in prompt.queries:
@@ -159,7 +161,7 @@ def test_a_draft_with_another_tokenizer_has_the_same_segments() -> None:
     for draft_tokenizer in (None, other):
         models = make_model(seed=1, vocab=20), make_model(seed=2, vocab=20)
         generator = SpecStackGenerator(*models, tokenizer, config=config, draft_tokenizer=draft_tokenizer)
-        run = watch_prompt(WatchedGenerator.watching(generator), "r", "q", prompt="abcdab?" * 90, max_tokens=2)
+        run = watch_prompt(watching(generator), "r", "q", prompt="abcdab?" * 90, max_tokens=2)
         assert run.turns[0].prompt is not None
         spans.append({(query.start, query.stop) for query in run.turns[0].prompt.queries})
     assert spans[0] == spans[1]
@@ -186,7 +188,7 @@ def test_a_look_ahead_that_scores_nothing_is_not_shown() -> None:
     )
     generator = SpecStackGenerator.from_pretrained(device="cpu", precision="fp32", config=config)
     questions = [f"{DOCUMENT}\n\n{QUESTION}", f"{DOCUMENT}\n\n{QUESTION}"]
-    for turn in watch_turns(WatchedGenerator.watching(generator), "r", [], questions, max_tokens=2).turns:
+    for turn in watch_turns(watching(generator), "r", [], questions, max_tokens=2).turns:
         assert turn.prompt is not None
         (query,) = turn.prompt.queries
         assert query.text.strip() == QUESTION
@@ -202,7 +204,7 @@ def test_the_papers_rule_is_asked_by_the_last_token_and_the_look_ahead() -> None
     assert len(queries_of(f"{DOCUMENT}\n\n{QUESTION}", scoring_queries="look_ahead", look_ahead=0)) == 1
 
 
-def test_the_turns_of_a_session_show_what_is_cached_and_what_is_new(watched: WatchedGenerator) -> None:
+def test_the_turns_of_a_session_show_what_is_cached_and_what_is_new(watched: SpecStackGenerator) -> None:
     questions = [f"{PROMPT}\nWhat is f3?", "And f7?", "Thanks."]
     run = watch_turns(watched, "r", [], questions, max_tokens=6)
     assert [turn.question for turn in run.turns] == ["What is f3?", "And f7?", "Thanks."]

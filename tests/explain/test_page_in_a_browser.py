@@ -7,7 +7,7 @@ import pytest
 from spec_stack import PrefillConfig, SpecStackConfig, SpecStackGenerator
 from spec_stack.explain.command import write_page
 from spec_stack.explain.data import Explanation, RunView
-from spec_stack.explain.observe import WatchedGenerator, watch_turns
+from spec_stack.explain.observe import watch_turns, watching
 from tests.support.browser import Page, find_browser
 
 pytestmark = [
@@ -22,7 +22,7 @@ QUESTIONS = [f"{DOCUMENT}\n\nWhat is f3 <b>of 1</b>?", "And f7?"]
 def shown() -> list[RunView]:
     config = SpecStackConfig(PrefillConfig(min_prompt_tokens=64))
     generator = SpecStackGenerator.from_pretrained(device="cpu", precision="fp32", config=config)
-    watched = WatchedGenerator.watching(generator)
+    watched = watching(generator)
     ways = {"sparse": None, "dense": "off"}
     return [watch_turns(watched, name, [], QUESTIONS, max_tokens=16, sparse_prefill=way) for name, way in ways.items()]
 

@@ -13,6 +13,8 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 pytest.importorskip("fastapi")
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase as ChatParams
 from openai.types.completion_create_params import CompletionCreateParamsBase as TextParams
 from transformers import PreTrainedModel
@@ -34,6 +36,7 @@ CHAT, TEXT = REQUESTS
 ORIGIN = "https://chat.example.org"
 LEAST = {CHAT: {"messages": [{"role": "user", "content": "Hi"}]}, TEXT: {"prompt": "Hi"}}
 REFERENCE = {CHAT: ChatParams, TEXT: TextParams}
+WHOLE = {BUILDERS[CHAT]: ChatCompletion, BUILDERS[TEXT]: Completion}
 
 
 HERMES = ToolFormat('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>")
@@ -120,12 +123,16 @@ def answer(outputs: Sequence[StepOutput], texts: Sequence[str], path: str = CHAT
 def whole(form: ResponseBuilder) -> dict[str, Any]:
     for step in form.steps:
         form.add(step)
-    return form.whole().model_dump(mode="json", exclude_unset=True)["choices"][0]
+    answer = form.whole()
+    WHOLE[type(form)].model_validate(answer, strict=True)
+    return answer["choices"][0]
 
 
 def deltas(form: ResponseBuilder) -> list[dict[str, Any]]:
     chunks = [chunk for step in form.steps for chunk in form.add(step)]
-    return [chunk.model_dump(mode="json", exclude_unset=True)["choices"][0]["delta"] for chunk in chunks]
+    for chunk in chunks:
+        ChatCompletionChunk.model_validate(chunk, strict=True)
+    return [chunk["choices"][0]["delta"] for chunk in chunks]
 
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -158,7 +165,7 @@ def test_one_call_is_left_where_calls_are_not_to_be_parallel(
     assert (len(choice["message"]["tool_calls"]), choice["finish_reason"]) == (num_calls, "tool_calls")
     calls = [call for delta in deltas(form()) for call in delta.get("tool_calls", ())]
     assert {call["index"] for call in calls} == set(range(num_calls))
-    assert body(CHAT, parallel_tool_calls=num_calls != 1).options(ServeConfig()).get("max_calls") == max_calls
+    assert body(CHAT, parallel_tool_calls=num_calls != 1).max_calls == max_calls
 
 
 def test_every_token_has_its_bytes_and_a_name_of_its_own(outputs: list[StepOutput]) -> None:

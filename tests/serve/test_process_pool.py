@@ -14,7 +14,7 @@ pytest.importorskip("fastapi")
 from spec_stack import SpecStackGenerator
 from spec_stack.hf.structured import Grammars
 from spec_stack.serve.config import ServeConfig
-from spec_stack.serve.process_pool import PooledProcessor, RequestPool
+from spec_stack.serve.process_pool import RequestPool
 from spec_stack.serve.protocol import BadRequestError
 from tests.serve.hostile import CHAT, LOOP, chat, template
 
@@ -22,7 +22,7 @@ from tests.serve.hostile import CHAT, LOOP, chat, template
 def process(pool: RequestPool, body: bytes, **options: object) -> list[int]:
     """The token ids of a request."""
     config = ServeConfig(prepare_s=0.2, **options)  # type: ignore[arg-type]
-    return asyncio.run(PooledProcessor(pool, config).process("client", CHAT, body)).encoded.token_ids
+    return asyncio.run(pool.process(CHAT, body, config)).encoded.token_ids
 
 
 def test_workers_that_died_are_replaced(pool: RequestPool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("fastapi")
-from spec_stack.serve.request_limits import RequestLimits, pattern_size, schema_size
+from spec_stack.serve.request_limits import check_limits, pattern_size, schema_size
 
 
 @pytest.mark.parametrize(
@@ -64,16 +65,16 @@ def test_a_schema_is_as_large_as_its_parts_times_their_counts() -> None:
 
 
 def test_lengths_and_nesting_are_counted_before_anything_else() -> None:
-    limits = RequestLimits(max_chars=100, max_size=50)
-    limits.check({"messages": [{"role": "user", "content": "x" * 70}]})
+    check = partial(check_limits, max_chars=100, max_size=50)
+    check({"messages": [{"role": "user", "content": "x" * 70}]})
     for body in ({"a": "x" * 200}, {"a" * 200: 1}, {"a": list(range(200))}, {"a": [[["x" * 60], "y" * 60]]}):
         with pytest.raises(ValueError, match="longer than this server takes, 100 characters"):
-            limits.check(body)
+            check(body)
     nested: Any = 1
     for _ in range(90):
         nested = [nested]
     with pytest.raises(ValueError, match="nested deeper"):
-        limits.check({"a": nested})
+        check({"a": nested})
     for each in itertools.chain(({"type": "regex", "pattern": "a{51}"},), ({"type": "grammar", "grammar": '"a"{51}'},)):
         with pytest.raises(ValueError, match="larger than this server compiles"):
-            limits.check({"response_format": each})
+            check({"response_format": each})
