@@ -305,15 +305,13 @@ class SpecStackGenerator(GenerationMixin):
             session.tells_of_beginnings = False
             return [session.generate(**one, **options) for one in several]
 
-    def _plan(self, call: Call) -> Request:
-        return self.engine.plan(call)
+    def _begin(self, call: Call) -> tuple[Request, Generator[StepOutput, None, None]]:
+        request = self.engine.plan(call)
+        return request, self.engine.run(request)
 
     def _sample(self, calls: Sequence[Call]) -> list[GenerationResult]:
         with self.session(SessionConfig(restore=False)) as session:
             return session._sample(calls)
-
-    def _run(self, request: Request) -> Generator[StepOutput, None, None]:
-        return self.engine.run(request)
 
     def clear_store(self) -> None:
         """Drop all stored prompts (`StoreConfig.max_tokens`), and free their memory."""

@@ -10,14 +10,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
 
-from spec_stack.api.answering import GenerationMixin
+from spec_stack.api.answering import GenerationMixin, collect
 from spec_stack.config import SessionConfig
 from spec_stack.decode.ngram_index import TextMemory
 from spec_stack.engine.conversation import Conversation
 from spec_stack.engine.conversation_file import SavedSession
 from spec_stack.engine.engine import Engine
-from spec_stack.engine.options import Call, prompt_source
-from spec_stack.engine.request import Request
+from spec_stack.engine.options import Call
+from spec_stack.engine.request import Request, prompt_source
 from spec_stack.hf.prompt import encode_prompt, num_shared
 from spec_stack.prefill.recall import dropped_positions
 from spec_stack.types import GenerationResult, StepOutput
@@ -166,10 +166,10 @@ class Session(GenerationMixin):
         raise TypeError("a session can be neither copied nor pickled, for it holds caches; fork() makes another one")
 
     def _sample(self, calls: Sequence[Call]) -> list[GenerationResult]:
-        results = [self._collect(self._plan(calls[0]))]
+        results = [collect(*self._begin(calls[0]))]
         for call in calls[1:]:
             with self.fork(SessionConfig(restore=False)) as other:
-                results.append(other._collect(other._plan(call)))
+                results.append(collect(*other._begin(call)))
         return results
 
     def __enter__(self) -> Session:
@@ -186,7 +186,7 @@ class Session(GenerationMixin):
             raise ValueError("this session is closed; open another one")
         return self._held
 
-    def _plan(self, call: Call) -> Request:
+    def _begin(self, call: Call) -> tuple[Request, Generator[StepOutput, None, None]]:
         held = self._conversation
         asked = call.get("sparse_prefill") or self._engine.config.prefill.sparse_prefill
         # A dense target keeps only densely read tokens, and reads the rest again.
@@ -195,7 +195,7 @@ class Session(GenerationMixin):
         self._say_that_it_begins_anew(call, request)
         if request.num_cached and self._room(request) < 0:
             request = self._engine.plan(call, (), held.encoded)
-        return request
+        return request, self._run(request)
 
     def _say_that_it_begins_anew(self, call: Call, request: Request) -> None:
         """Warn if only the new message is given: without earlier turns it starts another conversation."""

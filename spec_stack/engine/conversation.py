@@ -11,13 +11,16 @@ from spec_stack.decode.ngram_index import NgramIndex, TextMemory
 from spec_stack.engine.conversation_file import SavedSession
 from spec_stack.engine.pair import DraftModel, ModelPair
 from spec_stack.engine.request import Request
-from spec_stack.engine.slotted_draft import SlottedDraft, drafts_over_slots, open_slotted
+from spec_stack.engine.slotted_draft import SlottedDraft
 from spec_stack.hf.prompt import EncodedPrompt, num_shared
+from spec_stack.prefill.draft_slots import DraftKVBudget
 from spec_stack.prefill.recall import dropped_positions, recall_dropped, select_turn
 from spec_stack.prefill.registry import needs_attention
 from spec_stack.prefill.rule import Evidence
 from spec_stack.prefill.scoring import LookAhead, look_at, score_prompt
 from spec_stack.types import Proposal, Selection
+
+_NO_RECALL = SessionConfig(restore=False)
 
 
 class Conversation:
@@ -209,11 +212,16 @@ class Turn:
         return selection
 
     def draft_beside_dense(self) -> DraftModel | SlottedDraft:
-        """The draft of a dense request: over all of the text, or over chosen slots of it."""
-        if not drafts_over_slots(self._pair, self._request, self.index):
+        """The draft of a dense request: over chosen slots of a long prompt, if its cache can drop slots, else over all
+        of the text."""
+        prefill = self._request.prefill
+        is_short = len(self._request.prompt_ids) <= prefill.draft_slots
+        has_all = prefill.sparse_prefill == "off" or is_short or self._pair.translation is not None
+        if has_all or not self.index.can_restore:
             return self.draft
         if self.slotted is None:
-            self.slotted = open_slotted(self._request, self.index)
+            # Slots that the index holds of the prompt are copied from it.
+            self.slotted = SlottedDraft(self.index.fork(), DraftKVBudget.of(prefill))
         else:
             self.slotted.go_back(self._request.prompt_ids)
         return self.slotted
@@ -229,7 +237,7 @@ class SingleTurn(Turn):
 
     def __init__(self, pair: ModelPair, request: Request) -> None:
         conversation = Conversation(pair, request.prefill.prefill_chunk)
-        super().__init__(conversation, pair, request, SessionConfig(restore=False), math.inf)
+        super().__init__(conversation, pair, request, _NO_RECALL, math.inf)
 
     def score(self, look_ahead: LookAhead) -> tuple[Selection, Proposal]:
         return self._score(look_ahead)
