@@ -121,12 +121,11 @@ def _open_generator(
     tokenizer: Any,
     draft_tokenizer: Any,
 ) -> SpecStackGenerator:
-    if not isinstance(draft, str | Path):
-        return SpecStackGenerator(target, draft, tokenizer, config=config, draft_tokenizer=draft_tokenizer)
-    model = load_draft(draft, target, config.prefill.positions)
-    if tokenizer is not None and draft_tokenizer is None:
-        draft_tokenizer = load_tokenizer(str(draft)) if has_tokenizer(str(draft)) else None
-    return SpecStackGenerator(target, model, tokenizer, config=config, draft_tokenizer=draft_tokenizer)
+    if isinstance(draft, str | Path):
+        source, draft = str(draft), load_draft(draft, target, config.prefill.positions)
+        if tokenizer is not None and draft_tokenizer is None and has_tokenizer(source):
+            draft_tokenizer = load_tokenizer(source)
+    return SpecStackGenerator(target, draft, tokenizer, config=config, draft_tokenizer=draft_tokenizer)
 
 
 class CustomGenerate:
@@ -178,13 +177,13 @@ class CustomGenerate:
         _check(generation_config, model_kwargs, caller)
         if streamer is None:
             _check_kept_back(caller.get("streamer"))
-        if (spec_streamer or streamer) is not None and len(input_ids) > 1:
+        num_rows = len(input_ids)
+        if (spec_streamer or streamer) is not None and num_rows > 1:
             raise ValueError("a streamer takes one row; leave it out, or give one prompt")
         generator = self.generator(model)
         if spec_streamer is not None:
             # transformers has already put the prompt into a `streamer=` that arrives.
             spec_streamer.put(input_ids)
-        num_rows = len(input_ids)
         masks, positions = (
             [None] * num_rows if values is None else values
             for values in (model_kwargs.get("attention_mask"), model_kwargs.get("position_ids"))
@@ -205,18 +204,11 @@ class CustomGenerate:
             )
             is_over = partial(place.is_over, criteria[index])
             answers.append(_answer(outputs, row, is_over, spec_streamer or streamer))
-        sequences = _stacked([answer.sequence for answer in answers], generation_config)
+        rows, metrics = zip(*answers, strict=True)
+        sequences = _stacked(rows, generation_config)
         if not generation_config.return_dict_in_generate:
             return sequences
-        return SpecStackOutput(sequences=sequences, metrics=[answer.metrics for answer in answers])
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A row with its new tokens and metrics (None if a criterion of the caller stopped it)."""
-
-    sequence: torch.Tensor
-    metrics: Metrics | None
+        return SpecStackOutput(sequences=sequences, metrics=list(metrics))
 
 
 def _answer(
@@ -224,22 +216,27 @@ def _answer(
     row: torch.Tensor,
     is_over: Callable[[torch.Tensor], bool],
     streamer: Streamer | None,
-) -> Answer:
-    """One padded row plus its new tokens, up to the first one at which a criterion holds."""
+) -> tuple[torch.Tensor, Metrics | None]:
+    """One padded row plus its new tokens, up to the first one at which a criterion holds, and its metrics."""
     sequence, metrics = row, None
     try:
         with closing(outputs):
             for output in outputs:
-                block, sequence, ends = _take(output.token_ids, sequence, is_over)
-                if streamer is not None and block:
-                    streamer.put(torch.tensor(block))
+                begin, ends = len(sequence), False
+                for token_id in output.token_ids:
+                    sequence = torch.cat([sequence, sequence.new_tensor([token_id])])
+                    ends = is_over(sequence)
+                    if ends:
+                        break
+                if streamer is not None and len(sequence) > begin:
+                    streamer.put(sequence[begin:].cpu())
                 metrics = output.metrics
                 if ends:
                     break
     finally:
         if streamer is not None:
             streamer.end()
-    return Answer(sequence, metrics)
+    return sequence, metrics
 
 
 def _check(config: GenerationConfig, model_kwargs: Mapping[str, Any], caller: Mapping[str, Any]) -> None:
@@ -300,17 +297,6 @@ def _drawing(config: GenerationConfig, processors: Sequence[Processor], place: P
         return {"temperature": 1.0} | values | seed
     shaping = place.processors(processors)
     return {"logits_processor": shaping, "temperature": 1.0 if config.do_sample else 0.0} | seed
-
-
-def _take(
-    token_ids: Sequence[int], sequence: torch.Tensor, is_over: Callable[[torch.Tensor], bool]
-) -> tuple[list[int], torch.Tensor, bool]:
-    """Tokens up to the first one at which a criterion holds, the sequence (n,) with them, and whether one holds."""
-    for num, token_id in enumerate(token_ids, 1):
-        sequence = torch.cat([sequence, sequence.new_tensor([token_id])])
-        if is_over(sequence):
-            return list(token_ids[:num]), sequence, True
-    return list(token_ids), sequence, False
 
 
 def _stacked(rows: Sequence[torch.Tensor], config: GenerationConfig) -> torch.Tensor:

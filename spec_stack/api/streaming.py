@@ -69,18 +69,12 @@ async def _in_thread(items: Generator[Item]) -> AsyncGenerator[Item]:
     with_thread = ThreadPoolExecutor(1, thread_name_prefix="spec-stack-stream")
     try:
         while True:
-            found = await loop.run_in_executor(with_thread, _next, items)
-            if not found:
+            # A future cannot carry StopIteration.
+            item = await loop.run_in_executor(with_thread, next, items, None)
+            if item is None:
                 return
-            yield found[0]
+            yield item
     finally:
         # In the same thread, so that it waits for the running step, which a cancelled `await` does not stop.
         with_thread.submit(items.close)
         with_thread.shutdown(wait=False)
-
-
-def _next(items: Iterator[Item]) -> tuple[Item, ...]:
-    """The next item, or nothing: a future cannot carry StopIteration."""
-    for item in items:
-        return (item,)
-    return ()

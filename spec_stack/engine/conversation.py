@@ -156,16 +156,10 @@ class Turn:
         self._dropped: list[int] = []
         if config.restore and config.max_restored_chunks and request.can_score and self.target.can_restore:
             self._dropped = dropped_positions(self.held, request.num_cached)
-
-    @property
-    def num_cached(self) -> int:
-        """Tokens of the prompt's prefix that neither model has to prefill again."""
-        return self._request.num_cached
-
-    @property
-    def needs_scoring(self) -> bool:
-        """Return whether the draft scores the prompt before the target's prefill."""
-        return self._request.scores or bool(self._dropped)
+        # Whether the draft scores the prompt before the target's prefill.
+        self.needs_scoring = request.scores or bool(self._dropped)
+        # Tokens of the prompt's prefix that neither model has to prefill again.
+        self.num_cached = request.num_cached
 
     def score(self, look_ahead: LookAhead) -> tuple[Selection, Proposal]:
         """Score the prompt: the target's selection, and the first proposal."""
@@ -239,12 +233,10 @@ class SingleTurn(Turn):
         conversation = Conversation(pair, request.prefill.prefill_chunk)
         super().__init__(conversation, pair, request, _NO_RECALL, math.inf)
 
-    def score(self, look_ahead: LookAhead) -> tuple[Selection, Proposal]:
-        return self._score(look_ahead)
-
-    def _score(
+    def score(
         self, look_ahead: LookAhead, whole: bool = False, on_prefilled: Callable[[], None] | None = None
     ) -> tuple[Selection, Proposal]:
+        """Score the prompt. whole, on_prefilled: as in `score_prompt`."""
         request = self._request
         return score_prompt(
             self.draft,

@@ -16,7 +16,7 @@ from spec_stack.controller.pool import PolicyPool, Shelf
 from spec_stack.decode.loop import decode
 from spec_stack.decode.propose import propose
 from spec_stack.decode.proposer import Means
-from spec_stack.decode.registry import make_proposer
+from spec_stack.decode.registry import PROPOSERS
 from spec_stack.decode.sampler import Sampler
 from spec_stack.engine.conversation import SingleTurn, Turn
 from spec_stack.engine.options import Call
@@ -106,7 +106,7 @@ class Engine:
                 selection=selection,
                 proposal=proposal,
                 policy=policy,
-                proposer=make_proposer(request.proposer, means),
+                proposer=PROPOSERS.find(request.proposer)(means),
                 sampler=sampler,
                 stopper=request.stopper,
                 end_ids=request.end_ids,

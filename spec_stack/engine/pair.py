@@ -160,7 +160,7 @@ class ModelPair:
             positions=positions,
         )
 
-    @cached_property
+    @property
     def end_ids(self) -> frozenset[int]:
         """Tokens that end the target's text."""
         return end_token_ids(self.target)

@@ -116,9 +116,8 @@ def plan_request(
     source, params = prompt_source(call), _sampling_params(call)
     if call.get("sampling") == "model":
         params = complete_sampling(pair.target.generation_config, params)
-    processors = check_processors(call.get("logits_processor"))
-    num_logprobs: Any = plain(call.get("logprobs"))
-    check_logprobs(num_logprobs)
+    processors = check_processors(call.get("logits_processor")) if call.get("logits_processor") is not None else []
+    num_logprobs = None if call.get("logprobs") is None else check_logprobs(call["logprobs"])
     end_ids, stop_ids, stop_strings = _what_stops(pair, params)
     policy, proposer = _who_drafts(pool, config.decode, call, params)
     encoded = encode_prompt(pair.tokenizer, pair.vocab_size, source, known)
@@ -133,7 +132,7 @@ def plan_request(
     if not obstacle and draft_room < (MOST_REPEATED if prefill.asks_prompt else 0) and needs_attention(prefill.scorer):
         obstacle = f"the prompt has {num_draft_tokens} tokens, and the draft {pair.max_positions[1]} positions"
     scores, reason = _decide(pair, prefill, encoded, num_cached, num_draft_tokens, obstacle)
-    notes = [pair.decode_reason, uncopied_note(processors)]
+    notes = [pair.decode_reason, uncopied_note(processors) if processors else ""]
     if draft_room < 0:
         notes.append(f"the prompt is longer than the draft's {pair.max_positions[1]} positions, so it proposes nothing")
     can_propose = pair.can_propose and draft_room >= 0
@@ -300,7 +299,7 @@ def _what_stops(pair: ModelPair, params: SamplingParams) -> tuple[frozenset[int]
     """
     if params.stop_strings and pair.tokenizer is None:
         raise ValueError("stop strings need a tokenizer; this generator was made without one")
-    if any(token_id >= pair.vocab_size for token_id in params.token_ids_named):
+    if max(params.token_ids_named, default=0) >= pair.vocab_size:
         names = "stop_token_ids, bad_words_ids and logit_bias"
         raise ValueError(f"the token ids of {names} must lie in 0…{pair.vocab_size - 1}, the target's vocabulary")
     end_ids = frozenset() if params.ignore_eos else pair.end_ids
