@@ -401,8 +401,8 @@ class SamplingParams:
         if self.max_tokens is not None:
             require_int("max_tokens", self.max_tokens, 1)
         require(isinstance(self.ignore_eos, bool), f"ignore_eos must be True or False, got {self.ignore_eos!r}")
-        require_number("temperature", self.temperature)
-        require_number("top_p", self.top_p)
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+            require_number(name, getattr(self, name))
         require(
             self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < math.inf,
             f"temperature must be 0 (greedy) or {MIN_TEMPERATURE} and more, got {self.temperature}",
@@ -419,8 +419,6 @@ class SamplingParams:
         self._check_processors()
 
     def _check_processors(self) -> None:
-        for name in ("min_p", "repetition_penalty"):
-            require_number(name, getattr(self, name))
         require(0 <= self.min_p <= 1, f"min_p must be in [0, 1], got {self.min_p}; 0 is off")
         require(
             0 < self.repetition_penalty < math.inf,

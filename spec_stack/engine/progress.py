@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from time import perf_counter
-from types import TracebackType
 from typing import Any, Literal
 
 from spec_stack.types import StepOutput
@@ -94,13 +93,8 @@ class Stream(Generator[StepOutput, None, None]):
                 raise cancelled.error from None
             raise StopIteration from None
 
-    def throw(
-        self,
-        kind: Any,
-        value: BaseException | object = None,
-        traceback: TracebackType | None = None,
-    ) -> StepOutput:
-        return self._steps.throw(kind) if value is None else self._steps.throw(kind, value, traceback)
+    def throw(self, *error: Any) -> StepOutput:
+        return self._steps.throw(*error)
 
     def close(self) -> None:
         """End the request."""
