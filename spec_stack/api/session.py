@@ -14,7 +14,7 @@ from spec_stack.api.answering import GenerationMixin, collect
 from spec_stack.config import SessionConfig
 from spec_stack.decode.ngram_index import TextMemory
 from spec_stack.engine.conversation import Conversation
-from spec_stack.engine.conversation_file import SavedSession
+from spec_stack.engine.conversation_file import load_conversation, save_conversation
 from spec_stack.engine.engine import Engine
 from spec_stack.engine.options import Call
 from spec_stack.engine.request import Request, prompt_source
@@ -148,14 +148,14 @@ class Session(GenerationMixin):
             While the session answers a call.
         """
         with self._answers():
-            self._conversation.saved(self.config).save(path, self._engine.pair, self._engine.config.prefill)
+            save_conversation(self._conversation, path, self.config, self._engine.pair, self._engine.config.prefill)
 
     @classmethod
     def load(cls, engine: Engine, path: str | Path, config: SessionConfig | None = None) -> Session:
         """A session from a file; see `SpecStackGenerator.load_session`."""
-        saved = SavedSession.load(path, engine.pair, engine.config.prefill)
-        session = cls(engine, config or saved.config)
-        session._conversation.take_in(saved, path)
+        session = cls(engine, config)
+        saved = load_conversation(session._conversation, path, engine.pair, engine.config.prefill)
+        session.config = config or saved
         return session
 
     def close(self) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
 
 from spec_stack.config import PrefillConfig, SessionConfig
 from spec_stack.decode.ngram_index import NgramIndex, TextMemory
-from spec_stack.engine.conversation_file import SavedSession
 from spec_stack.engine.pair import DraftModel, ModelPair
 from spec_stack.engine.request import Request
 from spec_stack.engine.slotted_draft import SlottedDraft
@@ -62,23 +62,24 @@ class Conversation:
         other._lost = list(self._lost)
         return other
 
-    def saved(self, config: SessionConfig) -> SavedSession:
-        """The contents for a file, up to the first position that a cancelled turn rolled back."""
-        settled = self.fork()
-        settled._forget_from(min(self._lost, default=len(self.token_ids)))
-        return SavedSession(
-            settled.token_ids, self.encoded, settled.target.contents(), settled.index.contents(), config
-        )
+    def settled(self) -> Conversation:
+        """A copy up to the first position that a cancelled turn rolled back."""
+        other = self.fork()
+        other._forget_from(min(self._lost, default=len(self.token_ids)))
+        return other
 
-    def take_in(self, saved: SavedSession, path: str | Path) -> None:
-        """Restore a file's contents. Raises ValueError where its parts do not fit together."""
-        try:
-            target, index = self.target.filled(saved.target), self.index.filled(saved.index)
-        except ValueError as error:
-            raise ValueError(f"cannot take {path} for a session: {error}") from error
-        if target.next_position > len(saved.token_ids):
-            raise ValueError(f"cannot take {path} for a session: it holds slots past its {len(saved.token_ids)} tokens")
-        self.token_ids, self.encoded, self.target, self.index = saved.token_ids, saved.encoded, target, index
+    def fill(
+        self,
+        token_ids: list[int],
+        encoded: EncodedPrompt | None,
+        target: Mapping[str, torch.Tensor],
+        index: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Restore saved contents. Raises ValueError where they do not fit together."""
+        self.target, self.index = self.target.filled(target), self.index.filled(index)
+        if self.target.next_position > len(token_ids):
+            raise ValueError(f"it holds slots past its {len(token_ids)} tokens")
+        self.token_ids, self.encoded = token_ids, encoded
 
     def begin(self, request: Request, config: SessionConfig, room: float = math.inf) -> Turn:
         """Roll back to the prefix shared with a request. room: most tokens that may be recalled.
