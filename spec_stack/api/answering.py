@@ -8,7 +8,9 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Unpack, cast
 
-from spec_stack.api.streaming import Streamer, awaitable, awaitable_result, feed
+from transformers.generation.streamers import BaseStreamer
+
+from spec_stack.api.streaming import awaitable, awaitable_result, feed
 from spec_stack.api.unknown_options import parameters_of, shows_options, unknown_option
 from spec_stack.config import SamplingParams, check_samples
 from spec_stack.engine.options import Call, GenerateOptions
@@ -32,7 +34,7 @@ class AnswerOptions(GenerateOptions, total=False):
     n: int
     return_records: bool
     records: str | Path | None
-    streamer: Streamer | None
+    streamer: BaseStreamer | None
 
 
 class GenerationMixin(ABC):
@@ -235,7 +237,7 @@ class GenerationMixin(ABC):
 
 
 def collect(
-    request: Request, steps: Generator[StepOutput, None, None], streamer: Streamer | None = None
+    request: Request, steps: Generator[StepOutput, None, None], streamer: BaseStreamer | None = None
 ) -> GenerationResult:
     """Drain a request's steps, and keep its records."""
     running = Stream(steps, request.progress)
@@ -294,7 +296,7 @@ def _fresh_processors(given: Any) -> list[Processor]:
         ) from error
 
 
-def _whole_answer(options: AnswerOptions) -> tuple[bool, str | Path | None, Streamer | None]:
+def _whole_answer(options: AnswerOptions) -> tuple[bool, str | Path | None, BaseStreamer | None]:
     """return_records, records and streamer of a call. Raises ValueError for invalid values."""
     keeps, path, streamer = options.get("return_records", False), options.get("records"), options.get("streamer")
     if not isinstance(keeps, bool):

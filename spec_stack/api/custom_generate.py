@@ -20,9 +20,9 @@ from transformers.generation import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
+from transformers.generation.streamers import BaseStreamer
 
 from spec_stack.api.generator import SpecStackGenerator
-from spec_stack.api.streaming import Streamer
 from spec_stack.api.unknown_options import refuses_unknown_options
 from spec_stack.config import SparsePrefill, SpecStackConfig
 from spec_stack.controller.base import Policy
@@ -163,8 +163,8 @@ class CustomGenerate:
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
         synced_gpus: bool = False,
-        streamer: Streamer | None = None,
-        spec_streamer: Streamer | None = None,
+        streamer: BaseStreamer | None = None,
+        spec_streamer: BaseStreamer | None = None,
         **model_kwargs: Any,
     ) -> torch.Tensor | SpecStackOutput:
         """Sequences (rows, prompt and new tokens), right-padded.
@@ -215,7 +215,7 @@ def _answer(
     outputs: Generator[StepOutput, None, None],
     row: torch.Tensor,
     is_over: Callable[[torch.Tensor], bool],
-    streamer: Streamer | None,
+    streamer: BaseStreamer | None,
 ) -> tuple[torch.Tensor, Metrics | None]:
     """One padded row plus its new tokens, up to the first one at which a criterion holds, and its metrics."""
     sequence, metrics = row, None

@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import wraps
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+from transformers.generation.streamers import BaseStreamer
 
 from spec_stack.types import StepOutput
 
@@ -16,19 +17,7 @@ Parameters = ParamSpec("Parameters")
 Item = TypeVar("Item")
 
 
-class Streamer(Protocol):
-    """The protocol of transformers' `BaseStreamer` (`TextStreamer`, `TextIteratorStreamer`, …)."""
-
-    def put(self, value: torch.Tensor) -> None:
-        """Add token ids (n,) or (1, n): the prompt first, then new tokens."""
-        ...
-
-    def end(self) -> None:
-        """The stream has ended."""
-        ...
-
-
-def feed(streamer: Streamer, prompt_ids: Sequence[int], outputs: Iterator[StepOutput]) -> Generator[StepOutput]:
+def feed(streamer: BaseStreamer, prompt_ids: Sequence[int], outputs: Iterator[StepOutput]) -> Generator[StepOutput]:
     """Yield the steps, each after it was put into the streamer. The streamer gets the prompt first, as from
     `model.generate`, and `end` is always called."""
     try:

@@ -120,12 +120,7 @@ PROCESSORS = {
 }
 WAYS |= {name: f"give it as a logits processor, {processor}(...)" for name, processor in PROCESSORS.items()}
 # Options that only `generate` takes, given to a stream.
-_WHOLE_ANSWERS = {
-    "streamer": "generate() takes it; here every step brings its tokens and text",
-    "n": "generate() takes it; open one stream for each answer",
-    "records": "generate() writes them; here every step brings its record",
-    "return_records": "generate() keeps them; here every step brings its record",
-}
+_WHOLE_ANSWERS = ("streamer", "n", "records", "return_records")
 # Least similarity for a suggestion.
 _LIKENESS = 0.75
 
@@ -184,7 +179,7 @@ def _hint(name: str, known: list[str]) -> str:
         return f": it is now sparse_prefill=, {OLD_SWITCHES[name]}"
     alias = ALIASES.get(name)
     if name in _WHOLE_ANSWERS and "prompt" in known:
-        return f": {_WHOLE_ANSWERS[name]}"
+        return ": generate() takes it; a stream's steps bring their tokens, text and record"
     if name in WAYS and alias not in known:
         return f": {WAYS[name]}"
     nearest = [alias] if alias in known else get_close_matches(name, known, 1, cutoff=_LIKENESS)

@@ -144,7 +144,8 @@ def plan_request(
         # Without any proposal there is no look-ahead either.
         most = min(room, draft_room, MAX_LOOK_AHEAD) if can_propose else 0
         prefill = replace(prefill, look_ahead=min(prefill.look_ahead, most))
-    grammar = _grammar(pair, source, call, end_ids | stop_ids, encoded)
+    is_free = call.get("response_format") is None and call.get("tool_choice") is None
+    grammar = None if is_free else _grammar(pair, source, call, end_ids | stop_ids, encoded)
     own = make_processors(params, len(prompt_ids), end_ids | stop_ids, pair.target.device)
     shaper = ProcessedRows([*own, *processors], grammar) if own or processors or grammar is not None else None
     text = open_text_stream(pair.tokenizer, prompt_ids, pair.answer_format.shown if encoded.text else ())
@@ -159,7 +160,7 @@ def plan_request(
         can_score=not obstacle and sees_whole(prefill, num_draft_tokens, pair.scoring_limit),
         tokenization=tokenization,
         params=params,
-        sampler=_sampler(params, shaper, pair.target.device),
+        sampler=_sampler(params, shaper, pair.target.device) if params.temperature else Sampler(shaper=shaper),
         stopper=Stopper(params.num_tokens, end_ids, stop_strings, text, stop_ids),
         end_ids=end_ids | stop_ids,
         policy=policy,
@@ -267,8 +268,8 @@ def _grammar(
     pair: ModelPair, source: PromptSource, call: Call, end_ids: frozenset[int], encoded: EncodedPrompt
 ) -> Grammar | None:
     """The grammar of the answer's format. Raises ValueError where two formats are requested."""
-    wanted, tool_choice = call.get("response_format"), call.get("tool_choice")
-    forced = None if tool_choice is None else pair.answer_format.forced_call(tool_choice, source.tools)
+    wanted = call.get("response_format")
+    forced = pair.answer_format.forced_call(call.get("tool_choice"), source.tools)
     if forced is not None and wanted is not None:
         raise ValueError("give response_format or a forced tool_choice, not both")
     if forced is None and wanted is None:
@@ -284,11 +285,9 @@ def _parser(pair: ModelPair, source: PromptSource, encoded: EncodedPrompt) -> An
 
 
 def _sampler(params: SamplingParams, shaper: Shaper | None, device: torch.device) -> Sampler:
-    """The sampler of a request's steps, for both models."""
+    """The sampler of a sampled request's steps, for both models."""
     warp = make_warp(params.temperature, params.top_k, params.top_p, params.min_p)
-    if warp is None or params.seed is None:
-        return Sampler(shaper=shaper)
-    return Sampler(warp, torch.Generator(device).manual_seed(params.seed), shaper)
+    return Sampler(warp, torch.Generator(device).manual_seed(cast(int, params.seed)), shaper)
 
 
 def _what_stops(pair: ModelPair, params: SamplingParams) -> tuple[frozenset[int], frozenset[int], list[str]]:
