@@ -171,8 +171,8 @@ class GenerationMixin(ABC):
         >>> len(result.token_ids), result.metrics.num_prompt_tokens
         (8, 4)
         """
-        if not options.keys() <= AnswerOptions.__annotations__.keys():
-            raise unknown_option(GenerationMixin.generate, options)
+        for unknown in options.keys() - AnswerOptions.__annotations__.keys():
+            raise unknown_option(GenerationMixin.generate, unknown)
         keeps_records, path, streamer = _whole_answer(options)
         call = cast(Call, {**options, "prompt": prompt})
         planned, n = self._begin(call), options.get("n", 1)
@@ -224,8 +224,8 @@ class GenerationMixin(ABC):
         return self._stream(options, encoded=encoded)
 
     def _stream(self, options: Mapping[str, Any], **source: Any) -> Generator[StepOutput, None, None]:
-        if not options.keys() <= GenerateOptions.__annotations__.keys():
-            raise unknown_option(GenerationMixin.stream, options)
+        for unknown in options.keys() - GenerateOptions.__annotations__.keys():
+            raise unknown_option(GenerationMixin.stream, unknown)
         request, steps = self._begin(cast(Call, {**options, **source}))
         return Stream(steps, request.progress)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from difflib import get_close_matches
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
@@ -141,11 +141,10 @@ def shows_options(options: type, **defaults: object) -> Callable[[Function], Fun
     return complete
 
 
-def unknown_option(function: Callable[..., object], given: Iterable[str]) -> TypeError:
-    """The error for an unknown option among the given ones: the function's name and the nearest option."""
-    known = [name for name in inspect.signature(function).parameters if name not in ("self", "cls")]
-    unknown = next(name for name in given if name not in known)
-    return TypeError(f"{function.__name__}() has no option {unknown!r}{_hint(unknown, known)}")
+def unknown_option(function: Callable[..., object], name: str) -> TypeError:
+    """The error for an unknown option: the function's name and the nearest option."""
+    known = [each for each in inspect.signature(function).parameters if each not in ("self", "cls")]
+    return TypeError(f"{function.__name__}() has no option {name!r}{_hint(name, known)}")
 
 
 def refuses_unknown_options(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
@@ -154,8 +153,8 @@ def refuses_unknown_options(function: Callable[Parameters, Result]) -> Callable[
 
     @wraps(function)
     def checked(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        if not kwargs.keys() <= known:
-            raise unknown_option(function, kwargs)
+        for name in kwargs.keys() - known:
+            raise unknown_option(function, name)
         return function(*args, **kwargs)
 
     return checked

@@ -96,8 +96,7 @@ class Engine:
             selection, proposal, metrics = self._score_or_take_whole(request, caches, policy.name)
             draft = caches.draft if metrics.num_scored_tokens else caches.draft_beside_dense()
             models += [caches.target] if draft is models[0] else [caches.target, draft]
-            for model in models[1:]:
-                begun_s += model.forward_s
+            begun_s += sum(model.forward_s for model in models[1:])
             means = Means(draft, sampler, request.end_ids, ngram_policy, caches.lookups, draft.run_ahead)
             steps = decode(
                 target=caches.target,
@@ -148,8 +147,7 @@ class Engine:
                 # No token has been yielded yet, so dense prefill is still possible after any failure.
                 logger.exception("scoring %d tokens failed; the prompt is prefilled densely", len(request.prompt_ids))
                 reason = f"scoring failed, prefilled densely: {type(error).__name__}: {error}"
-                told = f"{reason} (metrics.sparse_prefill_reason tells each time)"
-                self._warnings.warn("scoring", told)
+                self._warnings.warn("scoring", f"{reason} (metrics.sparse_prefill_reason tells each time)")
                 caches.reopen_draft()
         selection, proposal = scored or (caches.take_all(), Proposal())
         if scored and request.scores and selection.num_new == request.num_new_tokens:

@@ -69,6 +69,8 @@ class PrefixStore:
         if not 0 < prompt.num_tokens <= self.max_tokens:
             return
         with self._lock:
+            if any(each.covers(prompt) for each in self._stored):
+                return
             self._stored = [*(each for each in self._stored if not prompt.covers(each)), prompt]
             while sum(each.num_tokens for each in self._stored) > self.max_tokens:
                 del self._stored[0]
