@@ -128,6 +128,7 @@ def _open_generator(
     return SpecStackGenerator(target, draft, tokenizer, config=config, draft_tokenizer=draft_tokenizer)
 
 
+@dataclass(frozen=True, eq=False)
 class CustomGenerate:
     """The callable for `model.generate(custom_generate=...)`; made by `with_draft`.
 
@@ -139,21 +140,15 @@ class CustomGenerate:
     `spec_streamer=` is passed on.
     """
 
-    def __init__(
-        self,
-        draft: str | Path | PreTrainedModel,
-        config: SpecStackConfig,
-        tokenizer: Any,
-        draft_tokenizer: Any,
-        options: dict[str, Any],
-    ) -> None:
-        self._draft, self._config = draft, config
-        self._tokenizers = tokenizer, draft_tokenizer
-        self._options = options
+    draft: str | Path | PreTrainedModel
+    config: SpecStackConfig
+    tokenizer: Any
+    draft_tokenizer: Any
+    options: Mapping[str, Any]
 
     def generator(self, model: PreTrainedModel) -> SpecStackGenerator:
         """The generator with this model as target. Raises ValueError for an incompatible pair."""
-        return _open_generator(model, self._draft, self._config, *self._tokenizers)
+        return _open_generator(model, self.draft, self.config, self.tokenizer, self.draft_tokenizer)
 
     def __call__(
         self,
@@ -200,7 +195,7 @@ class CustomGenerate:
                 # Other end tokens are checked by the criteria.
                 ignore_eos=_end_ids(generation_config) != generator.pair.end_ids,
                 **_drawing(generation_config, processors[index], place),
-                **self._options,
+                **self.options,
             )
             is_over = partial(place.is_over, criteria[index])
             answers.append(_answer(outputs, row, is_over, spec_streamer or streamer))

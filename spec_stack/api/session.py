@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, cast
+from typing import Any
 
 from spec_stack.api.answering import GenerationMixin, collect
 from spec_stack.config import SessionConfig
@@ -17,8 +17,8 @@ from spec_stack.engine.conversation import Conversation
 from spec_stack.engine.conversation_file import load_conversation, save_conversation
 from spec_stack.engine.engine import Engine
 from spec_stack.engine.options import Call
-from spec_stack.engine.request import Request, prompt_source
-from spec_stack.hf.prompt import encode_prompt, num_shared
+from spec_stack.engine.request import Request
+from spec_stack.hf.prompt import EncodedPrompt, PromptSource, encode_prompt, num_shared
 from spec_stack.prefill.recall import dropped_positions
 from spec_stack.types import GenerationResult, StepOutput
 from spec_stack.warning import OnceEach
@@ -98,19 +98,14 @@ class Session(GenerationMixin):
         held = self._conversation
         return dropped_positions(held.held, len(held.token_ids))
 
-    def num_continued(self, **prompt: Any) -> int:
+    def num_continued(self, encoded: EncodedPrompt) -> int:
         """Tokens of the conversation that a prompt continues; 0 for another conversation.
 
         All of them, or those up to the last answer if the client changed it: reasoning left out, or a tool call with
         other whitespace.
-
-        Parameters
-        ----------
-        **prompt
-            As in `generate`: prompt, messages, tools and the like.
         """
         held, pair = self._conversation, self._engine.pair
-        encoded = encode_prompt(pair.tokenizer, pair.vocab_size, prompt_source(cast(Call, prompt)), held.encoded)
+        encoded = encode_prompt(pair.tokenizer, pair.vocab_size, PromptSource(encoded=encoded), held.encoded)
         asked = held.encoded.question if held.encoded is not None else None
         num_least = len(held.token_ids) if asked is None else asked[1]
         num_continued = num_shared(held.token_ids, encoded.token_ids[:-1])

@@ -113,7 +113,7 @@ def plan_request(
     """
     clock = Clock()
     _check(call)
-    source, params = prompt_source(call), _sampling_params(call)
+    source, params = _prompt_source(call), _sampling_params(call)
     if call.get("sampling") == "model":
         params = complete_sampling(pair.target.generation_config, params)
     processors = check_processors(call.get("logits_processor")) if call.get("logits_processor") is not None else []
@@ -188,7 +188,7 @@ def _check(call: Call) -> None:
     require(is_callable, f"on_progress must be a callable over (num_done, num_total, phase), got {on_progress!r}")
 
 
-def prompt_source(call: Call) -> PromptSource:
+def _prompt_source(call: Call) -> PromptSource:
     """The prompt of a call, without padding."""
     given: dict[str, Any] = {name: value for name, value in call.items() if name in _OF_PROMPT and value is not None}
     ids = unpadded(call.get("input_ids"), call.get("attention_mask"))
